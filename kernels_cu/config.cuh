@@ -1,0 +1,22 @@
+// config.cuh -- every compile-time knob. Knobs choose speed, registers and shared memory; the result is the same function.
+// These defaults let each .cu compile alone. The planner hands the compiler this same text with its own values in place of them.
+#pragma once
+
+enum Dtype { FLOAT16, BFLOAT16, FLOAT32 };
+
+constexpr int   ARCH = 80;                // 10 * compute capability: from 80 on m16n8k16, tf32, cp.async and packed conversions exist
+constexpr Dtype DTYPE = FLOAT16;          // of q, k, v and out
+constexpr int   TF32_PASSES = 3;          // float32 products from ARCH 80 on: 3 keeps float32 accuracy (3xTF32), 1 rounds the factors to tf32
+
+constexpr int   TILE_Q = 128;             // query rows a block owns
+constexpr int   TILE_KV = 64;             // key rows per step of the KV loop
+constexpr int   WIDTH = 64;               // head dim, rounded up to a multiple of 32; columns beyond the true dim are zero
+constexpr int   WIDTH_V = 64;             // the same for the head dim of v and out
+constexpr int   WARPS = 4;                // each owns TILE_Q / WARPS query rows: 16 or 32
+constexpr int   STAGES = 2;               // K and V tiles in flight or in use
+constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the registers of a thread
+
+constexpr int   COPY_BYTES = 16;          // bytes moved at once between device and shared memory: 16, 8, 4, or 0 for one element; divides every row
+constexpr bool  Q_IN_REGISTERS = false;   // keep the query operand in registers instead of reading it again for each KV tile
+constexpr bool  LAZY_RESCALE = true;      // leave O alone in a step where no row of the warp has a new maximum
+constexpr bool  EXPLICIT_SCORES = false;  // scale (and softcap) each score before the maximum: for softcap, and for scale <= 0

@@ -1,0 +1,107 @@
+// fwd_v2.cu -- FlashAttention-2, forward (Dao, 2023, Algorithm 1): outer loop over query tiles, inner loop over key-value tiles.
+//
+//   one block per query tile Q_i, one warp per TILE_Q / WARPS of its rows:
+//     O = 0,  m = -inf,  l = 0
+//     for each key-value tile j that a row of the block may see:
+//       S = Q_i K_j^T                           masked where the band or the end of the keys cuts the tile
+//       m' = max(m, rowmax S)
+//       P = 2^(S - m')                          scores in units of log 2, softmax scale included
+//       l = 2^(m - m') l + rowsum P
+//       O = 2^(m - m') O + P V_j
+//       m = m'
+//     out_i = O / l,  lse_i = m + log l         each written once; S and P exist in registers only
+//
+// K and V tiles travel in a ring of STAGES: while one is used, the next ones arrive.
+#include "config.cuh"
+#include "params.cuh"
+#include "tile/copy.cuh"
+#include "tile/mask.cuh"
+#include "tile/mma.cuh"
+#include "tile/place.cuh"
+#include "tile/softmax.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int WARP_ROWS = TILE_Q / WARPS;
+
+using QueryTile = SharedTile<WARP_ROWS, WIDTH>;
+using OutTile = SharedTile<WARP_ROWS, WIDTH_V>;
+using KeyTile = SharedTile<TILE_KV, WIDTH>;
+using ValueTile = SharedTile<TILE_KV, WIDTH_V>;
+using Queries = Choose<Q_IN_REGISTERS, QueriesInRegisters<WARP_ROWS, WIDTH>, QueriesInShared<WARP_ROWS, WIDTH>>;
+
+// Shared memory: one region per warp for its rows of Q and, at the end, of out; then STAGES of K, then STAGES of V.
+constexpr int WARP_BYTES = max_of(QueryTile::bytes, OutTile::bytes);
+constexpr int K_OFFSET = WARPS * WARP_BYTES;
+constexpr int V_OFFSET = K_OFFSET + STAGES * KeyTile::bytes;
+[[maybe_unused]] constexpr int SHARED_BYTES = V_OFFSET + STAGES * ValueTile::bytes;
+
+KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
+  const Place here = place_of_block(p.batch, p.heads, p.len_q, TILE_Q);
+  const int head_kv = here.head / p.heads_per_kv;
+  const int warp_row = here.row + warp_id() * WARP_ROWS;
+
+  const SharedAddress smem = shared_memory();
+  const QueryTile q_smem{smem + warp_id() * WARP_BYTES};
+  const OutTile out_smem{smem + warp_id() * WARP_BYTES};
+
+  const Band band{p.first_key, p.last_key, p.len_kv};
+  const KeyRange block_keys = seen_by_any(band, here.row, min_of(TILE_Q, p.len_q - here.row));
+  const KeyRange warp_keys = seen_by_any(band, warp_row, WARP_ROWS);
+  const KeyRange common_keys = seen_by_all(band, warp_row, WARP_ROWS);
+  const int first_tile = block_keys.first / TILE_KV;
+  const int tiles = block_keys.last < block_keys.first ? 0 : block_keys.last / TILE_KV + 1 - first_tile;
+
+  const GlobalTile k = slice(p.k, here.batch, head_kv, 0, p.len_kv, p.dim);
+  const GlobalTile v = slice(p.v, here.batch, head_kv, 0, p.len_kv, p.dim_v);
+  const auto load_kv = [&](int tile) {                        // tile 0, 1, ... of those the block visits, to its place in the ring
+    if (tile < tiles) {
+      const int col0 = (first_tile + tile) * TILE_KV, stage = tile % STAGES;
+      const KeyTile k_smem{smem + K_OFFSET + stage * KeyTile::bytes};
+      const ValueTile v_smem{smem + V_OFFSET + stage * ValueTile::bytes};
+      load_async<Block>(k_smem, k.from_row(col0));
+      load_async<Block>(v_smem, v.from_row(col0));
+    }
+    commit_copies();                                          // also when empty: the wait below counts groups
+  };
+
+  if (tiles > 0) load_async<Warp>(q_smem, slice(p.q, here.batch, here.head, warp_row, p.len_q, p.dim));
+  if (Q_IN_REGISTERS) {
+    commit_copies();
+    wait_for_copies<0>();                                     // without it Q is read before it has arrived
+    sync_warp();                                              // without it a lane reads rows that its neighbours have not finished
+  }
+  const Queries q(q_smem);
+  for (int tile = 0; tile < STAGES - 1; ++tile) load_kv(tile);
+
+  Acc<WARP_ROWS, WIDTH_V> o_reg;
+  fill(o_reg, 0.f);
+  OnlineSoftmax<WARP_ROWS> softmax;
+
+  #pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    wait_for_copies<STAGES - 2>();                            // without it this tile is read before this thread's part has arrived
+    sync_block();                                             // without it other threads' parts are missing, and the load below
+                                                              // overwrites a tile that a slower warp still reads
+    load_kv(tile + STAGES - 1);
+
+    const int col0 = (first_tile + tile) * TILE_KV, stage = tile % STAGES;
+    if (!warp_keys.overlaps(col0, TILE_KV)) continue;         // other warps of the block see this tile, this one does not
+    const KeyTile k_smem{smem + K_OFFSET + stage * KeyTile::bytes};
+    const ValueTile v_smem{smem + V_OFFSET + stage * ValueTile::bytes};
+
+    Acc<WARP_ROWS, TILE_KV> s_reg;
+    multiply_transposed(s_reg, q, k_smem);
+    if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    if (!common_keys.contains(col0, TILE_KV)) mask(s_reg, band, warp_row, col0);
+    update(softmax, s_reg, o_reg, EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E);
+    multiply_add(o_reg, s_reg, v_smem);
+  }
+
+  RowVec<WARP_ROWS> lse;
+  finish(softmax, o_reg, lse);
+  store(out_smem, o_reg);                                     // over the warp's own queries, which nobody else reads
+  sync_warp();                                                // without it a lane sends rows that its neighbours have not written
+  const GlobalTile out = slice(p.out, here.batch, here.head, warp_row, p.len_q, p.dim_v);
+  store<Warp>(out, out_smem);
+  if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, warp_row), p.lse.row_stride, out.rows, lse);
+}

@@ -1,0 +1,103 @@
+// element.cuh -- number formats: float16, bfloat16, tf32, and the float32 functions softmax needs.
+#pragma once
+#include "config.cuh"
+#include "tile/scope.cuh"
+
+struct half_t { u16 bits; };
+struct bfloat_t { u16 bits; };
+
+template <Dtype> struct ElementOf;
+template <> struct ElementOf<FLOAT16> { typedef half_t type; };
+template <> struct ElementOf<BFLOAT16> { typedef bfloat_t type; };
+template <> struct ElementOf<FLOAT32> { typedef float type; };
+typedef ElementOf<DTYPE>::type Element;
+
+#if ON_GPU
+OP u32 float_bits(float x) { return __float_as_uint(x); }
+OP float bits_float(u32 x) { return __uint_as_float(x); }
+#else
+OP u32 float_bits(float x) { u32 u; std::memcpy(&u, &x, 4); return u; }
+OP float bits_float(u32 u) { float x; std::memcpy(&x, &u, 4); return x; }
+#endif
+OP float infinity() { return bits_float(0x7f800000u); }
+
+OP float to_float(float x) { return x; }
+OP float to_float(bfloat_t x) { return bits_float(u32(x.bits) << 16); }
+OP float to_float(half_t x) {
+#if ON_GPU
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+#else
+  const u32 sign = u32(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
+  if (magnitude >= 0x7c00) return bits_float(sign | 0x7f800000u | (magnitude << 13));         // infinity and NaN
+  return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));               // also right for subnormals
+#endif
+}
+
+template <typename T> OP T from_float(float x);
+template <> OP float from_float<float>(float x) { return x; }
+template <> OP bfloat_t from_float<bfloat_t>(float x) {
+  const u32 u = float_bits(x);
+  return {u16(x != x ? 0x7fff : (u + 0x7fff + ((u >> 16) & 1)) >> 16)};
+}
+template <> OP half_t from_float<half_t>(float x) {
+  half_t y;
+#if ON_GPU
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+  const u32 u = float_bits(x), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
+  if (magnitude > 0x7f800000) y.bits = 0x7fff;
+  else if (magnitude >= 0x477ff000) y.bits = u16(sign | 0x7c00);                              // rounds beyond 65504
+  else if (magnitude < 0x38800000)                                                            // subnormal: one addition rounds it
+    y.bits = u16(sign | (float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000));
+  else y.bits = u16(sign | ((magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13));
+#endif
+  return y;
+}
+
+// two neighbouring elements in one word
+template <typename T> OP u32 pack(float lo, float hi) { return u32(from_float<T>(lo).bits) | u32(from_float<T>(hi).bits) << 16; }
+#if ON_GPU
+OP u32 cvt_rn_f16x2(float lo, float hi) {
+  u32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+  return y;
+}
+OP u32 cvt_rn_bf16x2(float lo, float hi) {
+  u32 y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+  return y;
+}
+template <> OP u32 pack<bfloat_t>(float lo, float hi) { return cvt_rn_bf16x2(lo, hi); }
+template <> OP u32 pack<half_t>(float lo, float hi) {
+  if constexpr (ARCH >= 80) return cvt_rn_f16x2(lo, hi);
+  else return u32(from_float<half_t>(lo).bits) | u32(from_float<half_t>(hi).bits) << 16;
+}
+#endif
+template <typename T> OP float unpack(u32 word, int which) { return to_float(T{u16(which ? word >> 16 : word)}); }
+
+// nearest tf32 number (10 mantissa bits), ties away from zero, as a float32
+OP float round_tf32(float x) {
+#if ON_GPU
+  u32 y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return bits_float(y);
+#else
+  return x - x != 0.f ? x : bits_float((float_bits(x) + 0x1000u) & ~0x1fffu);
+#endif
+}
+
+// 2^x; results below the normal range are zero
+OP float exp2_approx(float x) {
+#if ON_GPU
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return x < -126.f ? 0.f : exp2f(x);
+#endif
+}
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;

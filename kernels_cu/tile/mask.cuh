@@ -1,0 +1,49 @@
+// mask.cuh -- which keys a query may see: row i sees the keys i + first_key ... i + last_key that exist.
+// Causal masks and sliding windows are such bands; without them the band is as wide as the keys.
+#pragma once
+#include "tile/fragment.cuh"
+
+struct Band {
+  int first_key, last_key, len_kv;
+};
+
+struct KeyRange {
+  int first, last;
+  OP bool overlaps(int col0, int cols) const { return col0 <= last && first < col0 + cols; }
+  OP bool contains(int col0, int cols) const { return first <= col0 && col0 + cols - 1 <= last; }
+};
+// the keys between the first and the last one that any of rows row0 ... row0 + rows - 1 sees
+OP KeyRange seen_by_any(const Band& band, int row0, int rows) {
+  return {max_of(row0 + band.first_key, 0), min_of(row0 + rows - 1 + band.last_key, band.len_kv - 1)};
+}
+// the keys that each of these rows sees
+OP KeyRange seen_by_all(const Band& band, int row0, int rows) {
+  return {max_of(row0 + rows - 1 + band.first_key, 0), min_of(row0 + band.last_key, band.len_kv - 1)};
+}
+
+// Scores of pairs outside the band become -inf. Selected, not added: whatever such a score was, NaN included, is gone.
+template <int M, int N> OP void mask(Acc<M, N>& s, const Band& band, int row0, int col0) {
+  for_lane(l) {
+    Regs<int, M / 8> first, last;                             // relative to this lane's column of register 0
+    #pragma unroll
+    for (int i = 0; i < M / 8; ++i) {
+      const KeyRange keys = seen_by_any(band, row0 + RowVec<M>::row(l, i), 1);
+      first.at(l, i) = keys.first - col0 - s.col(l, 0);
+      last.at(l, i) = keys.last - col0 - s.col(l, 0);
+    }
+    #pragma unroll
+    for (int r = 0; r < s.regs; ++r)
+      if (s.reg_col(r) < first.at(l, s.slot(r)) || s.reg_col(r) > last.at(l, s.slot(r))) s.at(l, r) = -infinity();
+  }
+}
+
+// raw products become scores: scaled, and bent into (-softcap, softcap) if softcap > 0
+template <int M, int N> OP void scale_scores(Acc<M, N>& s, float scale, float softcap) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < s.regs; ++r) {
+      const float score = s.at(l, r) * scale;
+      s.at(l, r) = softcap > 0.f ? softcap * tanhf(score / softcap) : score;
+    }
+  }
+}

@@ -1,0 +1,145 @@
+// mma.cuh -- matrix products of fragments: one step, and the two products of attention.
+#pragma once
+#include "tile/shared.cuh"
+
+#if ON_GPU
+OP void mma_m16n8k16_bf16(float* d, const u32* a, const u32* b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+OP void mma_m16n8k16_f16(float* d, const u32* a, const u32* b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+OP void mma_m16n8k8_f16(float* d, const u32* a, u32 b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+OP void mma_m16n8k8_tf32(float* d, const u32* a, const u32* b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+#endif
+
+// acc[:, n0 : n0 + 16] += a b, on tensor cores
+template <int M, int N> OP void tensor_mma(Acc<M, N>& acc, int n0, const OperandA<M>& a, const OperandB<>& b) {
+#if ON_GPU
+  #pragma unroll
+  for (int m = 0; m < M / 16; ++m) {
+    #pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float* d = acc.v + m * acc.per_16_rows + n0 / 2 + 4 * n;
+      const u32 *x = a.v + 4 * m, *y = b.v + 2 * n;
+      if constexpr (FAMILY == TF32) mma_m16n8k8_tf32(d, x, y);
+      else if constexpr (ARCH < 80) mma_m16n8k8_f16(d, x, y[0]), mma_m16n8k8_f16(d, x + 2, y[1]);
+      else if constexpr (DTYPE == FLOAT16) mma_m16n8k16_f16(d, x, y);
+      else mma_m16n8k16_bf16(d, x, y);
+    }
+  }
+#else
+  constexpr int PER_REG = FAMILY == HALVES ? 2 : 1;
+  auto value = [](u32 word, int i) {
+    if constexpr (FAMILY == HALVES) return unpack<Element>(word, i);
+    else return bits_float(word & ~0x1fffu);                // the unit reads ten mantissa bits
+  };
+  float right[STEP_K][16];
+  for_lane(l) for (int r = 0; r < 4; ++r) for (int i = 0; i < PER_REG; ++i) right[b.k(l, r) + i][b.n(l, r)] = value(b.at(l, r), i);
+  for (int m = 0; m < M / 16; ++m) {
+    float left[16][STEP_K], sum[16][16] = {};
+    for_lane(l) for (int r = 0; r < 4; ++r) for (int i = 0; i < PER_REG; ++i)
+      left[a.row(l, r)][a.k(l, r) + i] = value(a.at(l, 4 * m + r), i);
+    for (int i = 0; i < 16; ++i) for (int k = 0; k < STEP_K; ++k) for (int j = 0; j < 16; ++j) sum[i][j] += left[i][k] * right[k][j];
+    for_lane(l) for (int r = 0; r < 8; ++r)
+      acc.at(l, m * acc.per_16_rows + n0 / 2 + r) += sum[acc.row(l, r)][acc.col(l, r)];
+  }
+#endif
+}
+
+// x = large + small + an error below 2^-21 |x|, both of them tf32 numbers
+template <typename Operand, int N> OP void split_tf32(Operand& large, Operand& small, const Regs<u32, N>& x) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < N; ++r) {
+      const float whole = bits_float(x.at(l, r)), top = round_tf32(whole);
+      large.at(l, r) = float_bits(top);
+      small.at(l, r) = float_bits(round_tf32(whole - top));
+    }
+  }
+}
+
+// acc[:, n0 : n0 + 16] += a b
+template <int M, int N> OP void mma(Acc<M, N>& acc, int n0, const OperandA<M>& a, const OperandB<>& b) {
+  if constexpr (FAMILY == HALVES) {
+    tensor_mma(acc, n0, a, b);
+  } else if constexpr (FAMILY == TF32) {
+    OperandA<M> a_large, a_small;
+    OperandB<> b_large, b_small;
+    split_tf32(a_large, a_small, a);
+    split_tf32(b_large, b_small, b);
+    if constexpr (TF32_PASSES == 3) {                       // small * small is below float32's own rounding; small terms first
+      tensor_mma(acc, n0, a_small, b_large);
+      tensor_mma(acc, n0, a_large, b_small);
+    }
+    tensor_mma(acc, n0, a_large, b_large);
+  } else {
+    for_lane(l) {
+      #pragma unroll
+      for (int m = 0; m < M / 16; ++m)
+        #pragma unroll
+        for (int r = 0; r < 8; ++r) {                       // register r: row half r / 2 % 2, column r % 2 of 8-column group r / 4
+          float& sum = acc.at(l, m * acc.per_16_rows + n0 / 2 + r);
+          #pragma unroll
+          for (int k = 0; k < STEP_K; ++k)
+            sum += a.at(l, m * a.regs_per_16_rows + r / 2 % 2 * 8 + k) * b.at(l, 4 * k + r / 4 * 2 + r % 2);
+        }
+    }
+  }
+}
+
+// The query rows of one warp as the left factor of Q K^T: in shared memory, or loaded once and kept in registers.
+template <int M, int WIDTH> struct QueriesInShared {
+  SharedTile<M, WIDTH> tile;
+  OP QueriesInShared(SharedTile<M, WIDTH> q_smem) : tile(q_smem) {}
+  OP void step(OperandA<M>& a, int k0) const { load(a, tile, 0, k0); }
+};
+template <int M, int WIDTH> struct QueriesInRegisters {
+  OperandA<M> steps[WIDTH / STEP_K];
+  OP QueriesInRegisters(SharedTile<M, WIDTH> q_smem) {
+    #pragma unroll
+    for (int i = 0; i < WIDTH / STEP_K; ++i) load(steps[i], q_smem, 0, i * STEP_K);
+  }
+  OP void step(OperandA<M>& a, int k0) const { a = steps[k0 / STEP_K]; }
+};
+
+// s = q k^T
+template <int M, int N, int WIDTH, template <int, int> class Queries>
+OP void multiply_transposed(Acc<M, N>& s, const Queries<M, WIDTH>& q, SharedTile<N, WIDTH> k_smem) {
+  fill(s, 0.f);
+  #pragma unroll
+  for (int d = 0; d < WIDTH; d += STEP_K) {
+    OperandA<M> q_reg;
+    q.step(q_reg, d);
+    #pragma unroll
+    for (int n = 0; n < N; n += STEP_N) {
+      OperandB<> k_reg;
+      load_transposed(k_reg, k_smem, n, d);
+      mma(s, n, q_reg, k_reg);
+    }
+  }
+}
+
+// o += p v
+template <int M, int N, int WIDTH> OP void multiply_add(Acc<M, WIDTH>& o, const Acc<M, N>& p, SharedTile<N, WIDTH> v_smem) {
+  OperandA<M> p_reg[N / STEP_K];                              // all of P first: in half precision that frees half its registers
+  #pragma unroll
+  for (int i = 0; i < N / STEP_K; ++i) to_operand(p_reg[i], p, i * STEP_K);
+  #pragma unroll
+  for (int i = 0; i < N / STEP_K; ++i) {
+    #pragma unroll
+    for (int n = 0; n < WIDTH; n += STEP_N) {
+      OperandB<> v_reg;
+      load(v_reg, v_smem, i * STEP_K, n);
+      mma(o, n, p_reg[i], v_reg);
+    }
+  }
+}

@@ -1,0 +1,106 @@
+// scope.cuh -- the one place that knows what a lane is, and on which of two machines the code runs.
+//
+//   GPU   a warp operation runs once per lane; `for_lane` binds the lane's own id; a fragment holds the lane's own registers.
+//   host  a warp operation runs once per warp, which is an OS thread; `for_lane` walks 32 lanes; a fragment holds all their registers.
+//
+// Code written with `for_lane` has one body. Only what crosses lanes or warps has two.
+#pragma once
+
+#if defined(__CUDACC_RTC__) || defined(__CUDACC__)
+#define ON_GPU 1
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+#define OP __device__ __forceinline__
+#define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#define GRID_CONSTANT const __grid_constant__
+#define for_lane(lane) if (const int lane = lane_id(); true)
+#else
+#define ON_GPU 0
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+typedef int64_t i64;
+#define OP inline
+#define KERNEL(threads, blocks) extern "C" void
+#define GRID_CONSTANT const
+#define for_lane(lane) for (int lane = 0; lane < 32; ++lane)
+#include "tile/host.cuh"
+#endif
+
+// N registers of type T in every lane. On the host they start as NaN, so that a read before a write shows in the result.
+#if ON_GPU
+OP int lane_id() { return threadIdx.x & 31; }
+template <typename T, int N> struct Regs {
+  T v[N];
+  OP T& at(int, int r) { return v[r]; }
+  OP const T& at(int, int r) const { return v[r]; }
+};
+#else
+template <typename T, int N> struct Regs {
+  T v[32][N];
+  Regs() { std::memset(v, 0xff, sizeof v); }
+  T& at(int lane, int r) { return v[lane][r]; }
+  const T& at(int lane, int r) const { return v[lane][r]; }
+};
+#endif
+
+#if ON_GPU
+OP int warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
+OP u32 block_id() { return blockIdx.x; }
+// Shared memory is addressed by 32-bit integers on the GPU, so that constant offsets fold into the instructions.
+typedef u32 SharedAddress;
+OP SharedAddress shared_memory() { extern __shared__ __align__(1024) char arena[]; return u32(__cvta_generic_to_shared(arena)); }
+OP void sync_block() { __syncthreads(); }
+OP void sync_warp() { __syncwarp(); }
+#else
+OP int warp_id() { return host::self->warp; }
+OP u32 block_id() { return u32(host::self->block->index); }
+typedef char* SharedAddress;
+OP SharedAddress shared_memory() { return host::self->block->shared; }
+OP void sync_block(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { host::sync_block(file, line); }
+OP void sync_warp() { host::self->publish_stores(); }
+#endif
+
+// true in every lane if any lane's flag is set
+OP bool warp_any(const Regs<bool, 1>& flag) {
+#if ON_GPU
+  return __any_sync(0xffffffffu, flag.v[0]);
+#else
+  for_lane(l) if (flag.at(l, 0)) return true;
+  return false;
+#endif
+}
+
+// dst[d] = the value of src[s] in lane `member` of each quad (the four lanes that share a fragment row)
+template <int N, int M> OP void from_quad(Regs<float, N>& dst, int d, const Regs<float, M>& src, int s, int member) {
+#if ON_GPU
+  dst.v[d] = __shfl_sync(0xffffffffu, src.v[s], (lane_id() & ~3) | member);
+#else
+  for_lane(l) dst.at(l, d) = src.at((l & ~3) | member, s);
+#endif
+}
+
+// every lane of a quad ends with the quad's combined value
+template <int N, typename F> OP void quad_reduce(Regs<float, N>& x, F combine) {
+#if ON_GPU
+  #pragma unroll
+  for (int r = 0; r < N; ++r) {
+    x.v[r] = combine(x.v[r], __shfl_xor_sync(0xffffffffu, x.v[r], 1));
+    x.v[r] = combine(x.v[r], __shfl_xor_sync(0xffffffffu, x.v[r], 2));
+  }
+#else
+  for (int quad = 0; quad < 32; quad += 4) for (int r = 0; r < N; ++r) {
+    const float all = combine(combine(x.at(quad, r), x.at(quad + 1, r)), combine(x.at(quad + 2, r), x.at(quad + 3, r)));
+    for (int l = quad; l < quad + 4; ++l) x.at(l, r) = all;
+  }
+#endif
+}
+
+template <typename T> OP constexpr T min_of(T a, T b) { return a < b ? a : b; }
+template <typename T> OP constexpr T max_of(T a, T b) { return a > b ? a : b; }
+OP constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
