@@ -1,0 +1,150 @@
+"""The public functions. No logic: each hands its arguments on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import launch
+from .launch import AttentionPlan
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    precision: str | None = None,
+    algorithm: str = "auto",
+    backend: str = "auto",
+    return_lse: bool = False,
+    out: Any = None,
+    lse: Any = None,
+) -> Any:
+    """Exact attention, ``softmax(q @ k.T * scale) @ v``, in memory linear in the sequence length.
+
+    Parameters
+    ----------
+    q : array, shape (..., heads, seq_q, dim)
+        Queries: float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64. CuPy, NumPy, or any array with DLPack or the CUDA
+        array interface. 2-D is one head, 3-D is heads without batch. Any strides are read in place.
+    k : array, shape (..., heads_kv, seq_kv, dim)
+        Keys. `heads` is a multiple of `heads_kv`: each key-value head serves that many neighbouring query heads (GQA, MQA). The
+        axes before heads broadcast as in `numpy.matmul`, without copies.
+    v : array, shape (..., heads_kv, seq_kv, dim_v)
+        Values; `dim_v` may differ from `dim`.
+    scale : float, optional
+        Factor of the scores, by default ``1 / sqrt(dim)``. May be negative or zero.
+    causal : {False, True, 'bottom_right', 'top_left'}
+        True means 'bottom_right': the last query sees the last key, query i the keys up to ``i + seq_kv - seq_q``. With 'top_left'
+        the first query sees the first key only.
+    window : (int or None, int or None), optional
+        Query i sees at most `left` keys before and `right` keys behind its own place, both ends included, anchored like `causal`.
+        None or -1 is unbounded.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``.
+    precision : {None, 'ieee', 'tf32'}
+        For float32 on tensor cores: None and 'ieee' keep float32 accuracy by three TF32 products, 'tf32' makes do with one.
+    algorithm : {'auto', 'v2'}
+        'v2' is FlashAttention-2's loop order.
+    backend : {'auto', 'cuda', 'host', 'numpy'}
+        'auto' is 'cuda' for device arrays and 'numpy' for arrays in host memory. 'host' executes the CUDA source on the CPU, which
+        needs a C++ compiler.
+    return_lse : bool
+        Return the log-sum-exp of the scores as well.
+    out : array, shape (..., heads, seq_q, dim_v), optional
+        Where to write the result.
+    lse : array, shape (..., heads, seq_q), optional
+        Where to write the log-sum-exp: float32, or float64 for float64.
+
+    Returns
+    -------
+    out : array, shape (..., heads, seq_q, dim_v)
+        In q's dtype, memory order and kind of array. Rows of queries that see no key are 0.
+    lse : array, shape (..., heads, seq_q)
+        Only with ``return_lse=True``. Natural logarithm; -inf for queries that see no key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong; the message names it, what was expected and what came. Nothing has been written then.
+    UnsupportedError
+        If an argument has a meaning that is not implemented for this device.
+    CompileError
+        If the kernel cannot be compiled; with the compiler's log.
+
+    Notes
+    -----
+    Work is queued on CuPy's current stream and not waited for. Memory beyond the results is not used. The first call with a new
+    combination of dtype, head dim and alignment compiles a kernel (about a second, kept on disk); after it, calls can be captured
+    in a CUDA graph if `out` is given. Results are bitwise reproducible.
+
+    A query and a key that may not see each other do not influence each other, whatever they hold. A NaN or infinity in a row of
+    `v`, however, reaches every query whose tile of keys contains that row, as ``0 * nan``.
+
+    References
+    ----------
+    T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 100, 64), dtype=np.float32)
+    >>> cupy_flash.attention(q, k, v, causal=True).shape
+    (8, 100, 64)
+    """
+    views = launch.as_views(q, k, v, out, lse)
+    options = (scale, causal, window, softcap, precision, algorithm, backend, return_lse, None)
+    return launch.prepared(views, options).run(views, q, out, lse)
+
+
+def plan_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    precision: str | None = None,
+    algorithm: str = "auto",
+    backend: str = "auto",
+    return_lse: bool = False,
+    out: Any = None,
+    lse: Any = None,
+    arch: str | None = None,
+) -> AttentionPlan:
+    """Decide how `attention` would compute, without computing.
+
+    Parameters
+    ----------
+    q, k, v, scale, causal, window, softcap, precision, algorithm, backend, return_lse, out, lse
+        As in `attention`. Only the layouts of the arrays matter.
+    arch : str, optional
+        Architecture to plan for on backend 'host', such as '75' or '90a'; by default '80'. On a GPU it is the device's own.
+
+    Returns
+    -------
+    AttentionPlan
+        Prints itself, and computes when called as ``plan(q, k, v, out=..., lse=...)`` with arrays of the same layouts.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> q = np.ones((1, 4, 256, 64), np.float16)
+    >>> plan = cupy_flash.plan_attention(q, q, q, causal=True, backend="host")
+    >>> plan.kernel.config.TILE_Q
+    128
+    """
+    views = launch.as_views(q, k, v, out, lse)
+    options = (scale, causal, window, softcap, precision, algorithm, backend, return_lse, arch)
+    return launch.prepared(views, options)

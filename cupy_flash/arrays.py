@@ -1,0 +1,230 @@
+"""Arrays of any library in, views out; results go back as the caller's own kind of array.
+
+A view shares the caller's memory: CuPy and NumPy arrays are taken as they are, others come through DLPack (which
+orders the streams of the two libraries) or, failing that, the CUDA array interface. The caller's library is never
+imported: who made an array can be asked through `sys.modules`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import ml_dtypes
+import numpy
+
+from .layout import Layout
+
+if TYPE_CHECKING:
+    import cupy
+
+    Array: TypeAlias = numpy.ndarray | cupy.ndarray
+
+BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
+DTYPES = {"bfloat16": BFLOAT16} | {name: numpy.dtype(name) for name in ("float16", "float32", "float64")}
+
+# Device types of DLPack: host memory pageable and pinned, device memory plain and managed.
+HOST_MEMORY = (1, 3)
+CUDA_MEMORY = (2, 13)
+
+
+def view(x: Any, name: str, *, writable: bool = False) -> Array:
+    """An array of any library as a NumPy or CuPy array that shares its memory.
+
+    Parameters
+    ----------
+    x : array
+        NumPy, CuPy, or anything with DLPack, the CUDA array interface or ``__array__``. No autograd graph is ever
+        recorded: a tensor that requires a gradient is accepted only where its library is not recording one either.
+    name : str
+        What error messages call the argument.
+    writable : bool
+        True if results will be written to `x`: refuses read-only and immutable arrays.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        NumPy for host memory, CuPy for device memory.
+
+    Raises
+    ------
+    TypeError
+        If `x` is no array, or its memory cannot be shared.
+    ValueError
+        If the result would be detached from an autograd graph, or not be written where the caller looks.
+    """
+    if type(x) is numpy.ndarray or _is_cupy(x):
+        array = x
+    elif isinstance(x, numpy.ndarray):
+        array = x.view(numpy.ndarray)
+    else:
+        array = _foreign_view(x, name)
+    if writable and (_made_by(x, "jax") or (isinstance(array, numpy.ndarray) and not array.flags.writeable)):
+        raise ValueError(f"{name}: expected a writable array, got a read-only {type(x).__name__}")
+    return array
+
+
+def signature(array: Array) -> tuple[Any, ...]:
+    """What tells layouts apart, gathered fast: shape, strides in bytes, dtype, alignment and device."""
+    if isinstance(array, numpy.ndarray):
+        device, address = None, pointer(array) | 16
+    else:
+        memory = array.data
+        device, address = memory.device_id, memory.ptr | 16
+    return array.shape, array.strides, array.dtype, address & -address, device
+
+
+def layout(array: Array, name: str = "array") -> Layout:
+    """The `Layout` of a NumPy or CuPy array; error messages call it `name`."""
+    return layout_of(signature(array), name)
+
+
+@functools.lru_cache(maxsize=1024)  # making a Layout takes longer than finding it again, and a program has few
+def layout_of(signature: tuple[Any, ...], name: str) -> Layout:
+    """The `Layout` of an array with this signature."""
+    shape, strides, dtype, alignment, device = signature
+    if any(stride % dtype.itemsize for stride in strides):
+        raise ValueError(f"{name}: expected strides that are multiples of {dtype.itemsize} bytes, got {strides}")
+    # A foreign byte order is part of NumPy's dtype.str ('>f4') but not of its name.
+    dtype_name = dtype.name if dtype.isnative else dtype.str
+    return Layout(shape, tuple(stride // dtype.itemsize for stride in strides), dtype_name, alignment, device)
+
+
+def pointer(array: Array) -> int:
+    """Address of the element whose indices are all 0."""
+    return array.__array_interface__["data"][0] if isinstance(array, numpy.ndarray) else array.data.ptr
+
+
+def empty(layout: Layout, shape: tuple[int, ...]) -> Array:
+    """A new array, uninitialised, in host memory or on the current device.
+
+    Parameters
+    ----------
+    layout : Layout
+        A dense layout, as `Problem` has it.
+    shape : tuple of int
+        What the user sees: the shape of `layout`, or its last axes if the others have size 1.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+    """
+    dtype = DTYPES[layout.dtype]
+    strides = tuple([stride * dtype.itemsize for stride in layout.strides[len(layout.shape) - len(shape) :]])
+    if layout.device is None:
+        return numpy.ndarray(shape, dtype, strides=strides)
+    import cupy
+
+    return cupy.ndarray(shape, dtype, cupy.cuda.alloc(layout.nbytes), strides)
+
+
+def give_back(result: Array, like: Any) -> Any:
+    """A result as the caller's own kind of array, sharing its memory where the caller's library can.
+
+    Parameters
+    ----------
+    result : numpy.ndarray or cupy.ndarray
+    like : array
+        What the caller passed in: a PyTorch tensor, Numba device array, JAX or other array with
+        ``__array_namespace__`` gets one of the same library. Anything else gets `result` itself.
+
+    Returns
+    -------
+    array
+    """
+    if isinstance(like, numpy.ndarray) or _is_cupy(like):
+        return result
+    # NumPy does not export bfloat16 by DLPack.
+    exportable = not isinstance(result, numpy.ndarray) or result.dtype != BFLOAT16
+    if _made_by(like, "torch"):
+        torch = sys.modules["torch"]
+        return torch.from_dlpack(result) if exportable else torch.from_dlpack(result.view("int16")).view(torch.bfloat16)
+    if _made_by(like, "numba"):
+        return sys.modules["numba"].cuda.as_cuda_array(result)
+    if hasattr(like, "__array_namespace__"):
+        library = like.__array_namespace__()
+        return library.from_dlpack(result) if exportable else library.asarray(result, device=like.device)
+    return result
+
+
+def _is_cupy(x: Any) -> bool:
+    cupy = sys.modules.get("cupy")  # who holds a CuPy array has imported CuPy
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+def _made_by(x: Any, library: str) -> bool:
+    """True if a class of x comes from the library; subclasses that users derive count as well."""
+    return any(base.__module__.partition(".")[0] == library for base in type(x).__mro__)
+
+
+def _foreign_view(x: Any, name: str) -> Array:
+    if _made_by(x, "torch"):
+        x = _detached(x, name)
+    try:
+        array = _imported(x)
+    except (BufferError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name}: expected an array whose memory can be shared, got {type(x).__name__}: {error}"
+        ) from error
+    if array is None:
+        raise TypeError(
+            f"{name}: expected a NumPy or CuPy array or one with DLPack or the CUDA array interface, "
+            f"got {type(x).__name__}"
+        )
+    return array
+
+
+def _imported(x: Any) -> Array | None:
+    """x through the best protocol that it has, or None if it has none."""
+    if hasattr(x, "__dlpack_device__"):
+        memory, ordinal = x.__dlpack_device__()
+        if memory in CUDA_MEMORY:
+            import cupy
+
+            return cupy.from_dlpack(x)
+        if memory not in HOST_MEMORY:
+            raise TypeError(f"DLPack device ({int(memory)}, {ordinal}) is neither CUDA nor host memory")
+        return _host_view(x)
+    if hasattr(x, "__cuda_array_interface__"):
+        import cupy
+
+        array = cupy.asarray(x)
+        # The interface has no word for bfloat16: what says so arrives as bytes without a type.
+        if array.dtype.kind == "V":
+            raise TypeError(f"the CUDA array interface says {array.dtype.str!r}; bfloat16 needs DLPack")
+        return array
+    if hasattr(x, "__array__"):
+        return _host_copy_or_view(x)
+    return None
+
+
+def _host_view(x: Any) -> numpy.ndarray:
+    if _made_by(x, "torch"):
+        torch = sys.modules["torch"]
+        # Not by DLPack: NumPy takes no bfloat16 from it, and all that old versions of PyTorch export as read-only.
+        return x.view(torch.int16).numpy().view(BFLOAT16) if x.dtype == torch.bfloat16 else x.numpy()
+    try:
+        return numpy.from_dlpack(x)
+    except (BufferError, RuntimeError) as error:  # NumPy takes no bfloat16 from DLPack, but from __array__ it does
+        if not hasattr(x, "__array__"):
+            raise TypeError(str(error)) from error
+        return _host_copy_or_view(x)
+
+
+def _host_copy_or_view(x: Any) -> numpy.ndarray:
+    array = numpy.asarray(x).view()
+    array.flags.writeable = False  # results written to it might never reach x
+    return array
+
+
+def _detached(tensor: Any, name: str) -> Any:
+    """What PyTorch made, without its gradient; an error where PyTorch would have recorded one."""
+    if not getattr(tensor, "requires_grad", False):
+        return tensor
+    if sys.modules["torch"].is_grad_enabled():
+        raise ValueError(
+            f"{name}: expected a tensor that requires no gradient, got one that does, and no autograd graph is "
+            f"recorded here; pass {name}.detach() or call under torch.no_grad()"
+        )
+    return tensor.detach()

@@ -1,0 +1,199 @@
+"""How far a result may be from the truth: the bound, written once.
+
+The truth is `reference.oracle`: float64, from the inputs as they are after rounding to their dtype. NaN and infinity
+have to be where the oracle has them. Besides, in every row of the result and for every log-sum-exp,
+
+    max |result - oracle|  <=  2 * max |naive - oracle|  +  floor.
+
+`naive` is the textbook formula in the same precision, so the first term follows the problem: its length, its softcap,
+the spread of its scores. The factor 2 is for what a tiled kernel does besides: rescale, merge, sum in another order.
+Row by row, because the first rows of a causal problem are averages of few values, large and with large errors. One
+maximum over all rows would hide behind them whatever goes wrong with the small results of the last rows.
+
+The floor is for rows in which naive is exact by luck, such as those with a single key. It is what the roundings of a
+kernel may amount to. u is half an ulp of 1 in the format that sums are kept in, `o` the elementwise product, |x|_p the
+p-norm.
+
+Sums. Relative to its largest partial sum, a sum of n products errs by no more than
+
+    sum(n) = (sqrt(n) + passes * n / 8) * u:
+
+sqrt(n) for roundings to nearest, a random walk; the rest because tensor cores truncate. That errs the same way every
+time, by u on average at each instruction. An instruction takes 8 terms or more, and float32 needs three of them.
+
+Independent errors. Terms that err by up to r of themselves, each on its own and evenly spread, move their sum by
+r |terms|_2 / sqrt(3) as a standard deviation. TAIL takes 6.5 of these, which one sum in 10^10 exceeds.
+
+Score. Products of q and k err independently by `product`, and |q o k|_2 <= |q|_4 |k|_4. Their sum, and scale, change
+of base, subtraction of the maximum and exponential with u each, are relative to no more than |q|_2 |k|_2. The two
+exponentials or so in a tanh err relative to the softcap.
+
+    random = |scale| * product * |q|_4 |k|_4
+    steady = |scale| * (sum(dim) + 4 u) * |q|_2 |k|_2 + 4 u * softcap
+
+Result. An error of a score is a relative error of its P, and `factor` is another, from rounding P and V before they
+meet. Summation adds sum(len_kv), and rounding to the format of the result `output`. Relative errors that all terms
+share move a result by that much of |result|, independent ones as above:
+
+    floor = (random + steady + factor + sum(len_kv) + output) * (|result| + TAIL * |P o V|_2)
+
+Log-sum-exp. It is an average of scores and errs like one. Its denominator is summed without tensor cores, and
+logarithm, change of base, addition of the maximum and rounding add u each:
+
+    floor = TAIL * random + steady + sqrt(len_kv) u + 4 u (1 + |lse|)
+
+None of these numbers was fitted to a result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from . import reference
+from .reference import Array, namespace
+
+TAIL = 6.5 / math.sqrt(3)
+TF32 = 2.0**-11  # half an ulp of 1
+# x = high + low + rest, each part TF32: a product leaves out low * low and the two rests, each TF32**2 of it at most.
+SPLIT_TF32 = 3 * TF32**2
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Relative errors of the operations behind one dtype: powers of two, read off the formats."""
+
+    output: float  # rounding to the dtype of the result
+    product: float  # one product of q and k
+    factor: float  # one product of P and V
+    sum: float  # rounding of one addition
+    passes: int  # tensor-core instructions to one product; 0 without tensor cores
+
+
+ARITHMETIC = {
+    "float16": Arithmetic(output=2.0**-11, product=0, factor=2.0**-11, sum=2.0**-24, passes=1),
+    "bfloat16": Arithmetic(output=2.0**-8, product=0, factor=2.0**-8, sum=2.0**-24, passes=1),
+    "tf32": Arithmetic(output=2.0**-24, product=2 * TF32, factor=2 * TF32, sum=2.0**-24, passes=1),
+    "float32": Arithmetic(output=2.0**-24, product=SPLIT_TF32, factor=SPLIT_TF32, sum=2.0**-24, passes=3),
+    "float64": Arithmetic(output=2.0**-53, product=2.0**-53, factor=2.0**-53, sum=2.0**-53, passes=0),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The judgement on one result: errors and what was allowed, at the row that comes closest to failing or fails most.
+
+    An error is infinite where NaN or infinity is out of place. Without a log-sum-exp to judge, its figures are 0.
+    """
+
+    ok: bool
+    error: float
+    allowed: float
+    lse_error: float
+    lse_allowed: float
+    message: str
+
+
+def compare(
+    out: Array, lse: Array | None, q: Array, k: Array, v: Array, *, precision: str = "ieee", **scores: Any
+) -> Comparison:
+    """Judge a result, one head at a time: the memory in use is O(len_q * len_kv).
+
+    Parameters
+    ----------
+    out, lse
+        The result, `(*batch, heads_q, len_q, dim_v)` in the dtype of `q`, and its log-sum-exp in float32 (float64 for
+        float64), or None where none was asked for.
+    q, k, v
+        The inputs, `(*batch, heads, seq, dim)`; leading axes broadcast.
+    precision
+        "ieee" or "tf32".
+    **scores
+        `scale`, `first_key`, `last_key` and `softcap`, as in `reference`; `Case.scores` has them.
+    """
+    batch = numpy.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    rows = (*batch, *q.shape[-3:-1])
+    wide = numpy.dtype(numpy.float64 if q.dtype == numpy.float64 else numpy.float32)
+    for name, array, shape, dtype in (("out", out, (*rows, v.shape[-1]), q.dtype), ("lse", lse, rows, wide)):
+        if array is not None and (array.shape != shape or array.dtype != dtype):
+            message = f"{name} is {array.dtype} {array.shape}, expected {dtype} {shape}"
+            return Comparison(False, math.inf, 0.0, math.inf, 0.0, message)
+
+    q, k, v = (namespace(x).broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
+    group = q.shape[-3] // max(k.shape[-3], 1)
+    worst = worst_lse = (0.0, 0.0, 0.0, ())
+    for *element, head in numpy.ndindex(rows[:-1]) if out.size else ():
+        at = (*element, slice(head, head + 1))  # slices, so that one head still has its axis
+        source = (*element, slice(head // group, head // group + 1))
+        inputs = q[at], k[source], v[source]
+        truth, true_lse, allowed, lse_allowed = _bound(*inputs, precision, scores)
+        worst = max(worst, _closest(_distance(out[at], truth).max(axis=-1), allowed, (*element, head)))
+        if lse is not None:
+            worst_lse = max(worst_lse, _closest(_distance(lse[at], true_lse), lse_allowed, (*element, head)))
+
+    message = "; ".join(_describe(name, *row) for name, row in (("out", worst), ("lse", worst_lse)))
+    return Comparison(max(worst[0], worst_lse[0]) <= 1, *worst[1:3], *worst_lse[1:3], message)
+
+
+@numpy.errstate(all="ignore")
+def _bound(q: Array, k: Array, v: Array, precision: str, scores: dict[str, Any]) -> tuple[Array, Array, Array, Array]:
+    """Return, for one head, the true result and log-sum-exp, and for each row what either may be off by."""
+    xp = namespace(q)
+    plain, plain_lse = reference.naive(q, k, v, precision=precision, **scores)
+    arithmetic = ARITHMETIC["tf32" if precision == "tf32" else q.dtype.name]
+    u, (len_kv, dim) = arithmetic.sum, k.shape[-2:]
+    q, k, v = (x.astype(numpy.float64) for x in (q, k, v))
+    p, lse = reference.probabilities(q, k, **scores)
+    seen = reference.visible(*p.shape[-2:], scores.get("first_key"), scores.get("last_key"), xp)
+    out = reference.weighted_sum(p, v, seen)
+
+    def norms(order: int) -> Array:
+        """|q|_p |k|_p for each query and the longest key."""
+        of_q, of_k = ((abs(x) ** order).sum(axis=-1) ** (1 / order) for x in (q, k))
+        return _finite(of_q) * (_finite(of_k).max() if of_k.size else 0)
+
+    def summation(n: int) -> float:
+        return (math.sqrt(n) + arithmetic.passes * n / 8) * u
+
+    random = abs(scores["scale"]) * arithmetic.product * norms(4)
+    steady = abs(scores["scale"]) * (summation(dim) + 4 * u) * norms(2) + 4 * u * (scores.get("softcap") or 0)
+    size = _finite(out).max(axis=-1) + TAIL * _finite(p**2 @ _finite(v) ** 2).max(axis=-1) ** 0.5
+    floor = (random + steady + arithmetic.factor + summation(len_kv) + arithmetic.output) * size
+    lse_floor = TAIL * random + steady + (math.sqrt(len_kv) + 4 * (1 + _finite(lse))) * u
+    allowed = 2 * _finite(plain - out).max(axis=-1) + floor
+    return out, lse, allowed, 2 * _finite(plain_lse - lse) + lse_floor
+
+
+def _finite(x: Array) -> Array:
+    """Return the magnitudes, 0 for what is not finite."""
+    xp = namespace(x)
+    return xp.where(xp.isfinite(x), abs(x), 0)
+
+
+@numpy.errstate(all="ignore")
+def _distance(result: Array, truth: Array) -> Array:
+    """Return the differences: infinite where only one of the two is finite, or neither is and they differ."""
+    xp = namespace(truth)
+    result = result.astype(numpy.float64)
+    same = (result == truth) | (xp.isnan(result) & xp.isnan(truth))
+    difference = xp.where(same, 0, abs(result - truth))
+    return xp.where(xp.isnan(difference), xp.inf, difference)
+
+
+@numpy.errstate(all="ignore")
+def _closest(error: Array, allowed: Array, head: tuple[int, ...]) -> tuple[float, float, float, tuple[int, ...]]:
+    """Return error/allowed, error, allowed and index of the row with the largest error/allowed."""
+    error, allowed = error.ravel(), allowed.ravel()
+    ratio = namespace(error).where(error > 0, error / allowed, 0)
+    row = int(ratio.argmax())
+    return float(ratio[row]), float(error[row]), float(allowed[row]), (*head, row)
+
+
+def _describe(name: str, ratio: float, error: float, allowed: float, row: tuple[int, ...]) -> str:
+    if not row:
+        return f"{name}: nothing to judge"
+    what = "NaN or infinity out of place" if math.isinf(error) else f"error {error:.2e}, allowed {allowed:.2e}"
+    return f"{name}: {what}, {'worst' if ratio <= 1 else 'FAILS'} in row {row}"

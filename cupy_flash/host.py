@@ -1,0 +1,192 @@
+"""Executing a kernel's source on this machine's processor: find a C++ compiler, build, run.
+
+A plain build is a shared object called in this process. A sanitized build is a program of its own, because a sanitizer has to be
+there before Python is: it receives copies of the arrays, each in an allocation of its own, and its report becomes an exception.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+
+from . import cache
+from .errors import CompileError, DeadlockError, SanitizerError
+from .plan import Plan
+from .source import files, source_of
+
+SANITIZERS = {"address": "address,undefined", "thread": "thread"}
+SCHEDULES = ("eager", "deferred")
+OPTIONS = ("-std=c++20", "-O2", "-pthread", "-Wno-unknown-pragmas")
+MESSAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """How the host executes a kernel.
+
+    Parameters
+    ----------
+    sanitize : {'', 'address', 'thread'}
+        AddressSanitizer with UndefinedBehaviorSanitizer, or ThreadSanitizer. From ``CUPY_FLASH_HOST_SANITIZE``.
+    schedule : {'eager', 'deferred'}
+        Asynchronous operations happen when issued, or as late as the waits allow. From ``CUPY_FLASH_HOST_SCHEDULE``.
+    """
+
+    sanitize: str = ""
+    schedule: str = "eager"
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (("SANITIZE", self.sanitize, ("", *SANITIZERS)), ("SCHEDULE", self.schedule, SCHEDULES)):
+            if value not in choices:
+                raise ValueError(f"CUPY_FLASH_HOST_{name}: expected one of {choices}, got {value!r}")
+
+    @classmethod
+    def from_environment(cls) -> HostOptions:
+        """The options that the environment variables name."""
+        return cls(os.environ.get("CUPY_FLASH_HOST_SANITIZE", ""), os.environ.get("CUPY_FLASH_HOST_SCHEDULE", "eager"))
+
+
+@functools.cache
+def compiler() -> tuple[str, ...]:
+    """The command of the first C++ compiler found: ``$CXX``, c++, g++, clang++, or the one in the package ziglang."""
+    named = os.environ.get("CXX")
+    for command in filter(None, (named, "c++", "g++", "clang++")):
+        if shutil.which(command.split()[0]):
+            return tuple(command.split())
+    if importlib.util.find_spec("ziglang"):
+        return (sys.executable, "-m", "ziglang", "c++")
+    raise CompileError(
+        "backend 'host' needs a C++20 compiler, and none of $CXX, c++, g++, clang++ was found; "
+        'install one with "apt install g++", "dnf install gcc-c++" or "xcode-select --install", or: pip install ziglang'
+    )
+
+
+@functools.cache
+def compiler_version() -> str:
+    """What the compiler says of itself, on one line."""
+    return subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+
+
+def build(plan: Plan, options: HostOptions) -> Path:
+    """The shared object, or with a sanitizer the program, that executes a plan: from the cache, or built now.
+
+    Raises
+    ------
+    CompileError
+        With the compiler's output, or if there is no compiler.
+    """
+    main = "host_main.cpp" if options.sanitize else "host.cpp"
+    flags = [*OPTIONS, f'-DKERNEL_FILE="{plan.kernel}.cu"', f"-DKERNEL_NAME={plan.kernel}"]
+    if options.sanitize:
+        flags += [f"-fsanitize={SANITIZERS[options.sanitize]}", "-fno-sanitize-recover=all", "-g"]
+    else:
+        flags += ["-shared", "-fPIC"]
+    sources = source_of(plan) | {name: text for name, text in files().items() if name.endswith(".cpp")}
+    parts = (compiler(), compiler_version(), platform.machine(), flags, sorted(sources.items()))
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    name = f"{plan.kernel}-host{options.sanitize and '-' + options.sanitize}-{digest}.{'exe' if options.sanitize else 'so'}"
+    return cache.path_of(name) or cache.write(name, _compile(plan, main, flags, sources))
+
+
+def run(plan: Plan, blocks: int, params: numpy.ndarray, arrays: dict[str, numpy.ndarray], options: HostOptions) -> None:
+    """Execute all blocks of a grid.
+
+    Parameters
+    ----------
+    plan : Plan
+    blocks : int
+    params : numpy.ndarray
+        Size-1 parameter struct, addresses filled in.
+    arrays : dict of str to numpy.ndarray
+        What the addresses in `params` point to, by field.
+    options : HostOptions
+
+    Raises
+    ------
+    DeadlockError
+        If warps wait for each other in a circle; says who waits for what.
+    SanitizerError
+        With the sanitizer's report.
+    """
+    path = build(plan, options)
+    deferred = SCHEDULES.index(options.schedule)
+    teams = max(1, len(os.sched_getaffinity(0)) // plan.config.WARPS) if hasattr(os, "sched_getaffinity") else 1
+    if options.sanitize:
+        _run_program(path, blocks, params, arrays, deferred)
+        return
+    message = ctypes.create_string_buffer(MESSAGE_BYTES)
+    failed = _load(str(path)).launch(ctypes.c_void_p(params.ctypes.data), ctypes.c_int64(blocks), deferred, teams, message, MESSAGE_BYTES)
+    if failed:
+        raise DeadlockError(f"{plan.name}: {message.value.decode()}")
+
+
+@functools.cache
+def _load(path: str) -> ctypes.CDLL:
+    return ctypes.CDLL(path)
+
+
+def _compile(plan: Plan, main: str, flags: list[str], sources: dict[str, str]) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="cupy_flash-") as folder:
+        for name, text in sources.items():
+            file = Path(folder, name)
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        output = Path(folder, "output")
+        command = [*compiler(), *flags, f"-I{folder}", str(Path(folder, main)), "-o", str(output)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise CompileError(f"{plan.name}: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        return output.read_bytes()
+
+
+def _run_program(path: Path, blocks: int, params: numpy.ndarray, arrays: dict[str, numpy.ndarray], deferred: int) -> None:
+    """Run a sanitized program on copies of the arrays and copy the results back.
+
+    The job file holds int64 numbers and bytes: blocks, schedule, size of params, params, number of arrays, then for each array
+    the offset of its address in params, the offset of element 0 in its memory, the size of that memory, and the memory.
+    """
+    with tempfile.TemporaryDirectory(prefix="cupy_flash-") as folder:
+        job = Path(folder, "job")
+        spans = {name: _span(array) for name, array in arrays.items()}
+        with job.open("wb") as file:
+            file.write(_int64(blocks, deferred, params.nbytes) + params.tobytes() + _int64(len(arrays)))
+            for name, (low, high) in spans.items():
+                offset = params.dtype.fields[name][1]
+                file.write(_int64(offset, int(params[name]["data"][0]) - low, high - low) + ctypes.string_at(low, high - low))
+        done = subprocess.run([str(path), str(job)], capture_output=True, text=True, preexec_fn=_fixed_addresses)
+        if done.returncode == 1:
+            raise DeadlockError(done.stdout.strip())
+        if done.returncode:
+            raise SanitizerError(done.stderr or f"{path.name} ended with status {done.returncode}")
+        results = job.read_bytes()
+        end = len(results)
+        for name, (low, high) in reversed(spans.items()):
+            if name in ("out", "lse"):
+                ctypes.memmove(low, results[end - (high - low) : end], high - low)
+            end -= high - low + 24
+
+
+def _span(array: numpy.ndarray) -> tuple[int, int]:
+    return numpy.lib.array_utils.byte_bounds(array)
+
+
+def _int64(*numbers: int) -> bytes:
+    return numpy.array(numbers, numpy.int64).tobytes()
+
+
+def _fixed_addresses() -> None:
+    """Switch address randomisation off: where Linux randomises widely, ThreadSanitizer's memory map does not fit in."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).personality(0x0040000)

@@ -1,0 +1,102 @@
+"""Plan -> machine code for a GPU, by NVRTC. Needs CuPy and the NVRTC library, but no GPU.
+
+CuPy's own compilation is not used: it appends an architecture of its own choice and leaves included files out of its cache key.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from . import cache
+from .errors import CompileError
+from .plan import Plan
+from .source import source_of
+
+OPTIONS = ("--std=c++17",)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the assembler said of a kernel."""
+
+    registers: int
+    spill_bytes: int
+    warnings: tuple[str, ...]
+
+
+@functools.cache
+def _binding() -> Any:
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        raise CompileError(
+            f"compiling for a GPU needs CuPy and NVRTC, and loading them failed: {error}\n"
+            'install them with: pip install "cupy-flash[cuda12]" (or cuda13)'
+        ) from error
+    return nvrtc
+
+
+def version() -> tuple[int, int]:
+    """The version of NVRTC."""
+    return _binding().getVersion()
+
+
+def key(plan: Plan) -> str:
+    """A hash of everything that decides the machine code: sources, options, architecture and compiler."""
+    parts = (version(), OPTIONS, plan.architecture.name, sorted(source_of(plan).items()))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def cubin(plan: Plan) -> bytes:
+    """The machine code of a plan, from the cache or compiled now.
+
+    Raises
+    ------
+    CompileError
+        With the compiler's log.
+    """
+    name = f"{plan.kernel}-{plan.architecture}-{key(plan)}.cubin"
+    code = cache.read(name)
+    if code is None:
+        code, _ = compile_plan(plan)
+        cache.write(name, code)
+    return code
+
+
+def compile_plan(plan: Plan, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """Compile a plan, past the cache.
+
+    Returns
+    -------
+    code : bytes
+    log : str
+        What compiler and assembler printed.
+    """
+    nvrtc = _binding()
+    (main, text), *headers = source_of(plan).items()
+    program = nvrtc.createProgram(text, main, [body.encode() for _, body in headers], [name.encode() for name, _ in headers])
+    try:
+        try:
+            nvrtc.compileProgram(program, (f"-arch={plan.architecture}", *OPTIONS, *options))
+        except nvrtc.NVRTCError as error:
+            raise CompileError(f"{plan.name}: {error}\n{nvrtc.getProgramLog(program)}") from error
+        # CuPy takes the result for a C string and drops its last byte, which the driver does not miss but other tools do.
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def report(plan: Plan) -> Report:
+    """Compile a plan and read registers, spills and warnings from the assembler's log."""
+    _, log = compile_plan(plan, ("--ptxas-options=-v",))
+    return Report(
+        registers=int(re.search(r"Used (\d+) registers", log)[1]),
+        spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+        warnings=tuple(line for line in log.splitlines() if "warning" in line.lower() or "C75" in line),
+    )

@@ -1,0 +1,274 @@
+"""What is to be computed: a frozen `Problem` made from shapes, dtypes, strides and options.
+
+Every error that a user can cause is raised by `make_problem`, before anything is allocated, compiled or written, and
+names the argument, what was expected and what came. No array is touched: `arrays.layout` describes one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from .errors import UnsupportedError
+from .layout import ITEMSIZE, Layout, dense_layout, result_layout
+from .options import Options
+
+MAX_KERNEL_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention computation, checked and with every default resolved.
+
+    The layouts have their full axes, `(*batch, heads, seq, dim)` (`lse` has no `dim`): a missing heads axis is put in
+    and broadcast axes have stride 0. `out_shape` and `lse_shape` are the shapes that the user sees.
+
+    Row `i` sees the keys `j` with `i + first_key <= j <= i + last_key`, where None is unbounded: causality, window and
+    anchor in one. A bound that excludes no pair is None, so that it costs no mask.
+    """
+
+    dtype: str
+    batch: tuple[int, ...]
+    heads_q: int
+    heads_kv: int
+    len_q: int
+    len_kv: int
+    dim: int
+    dim_v: int
+    q: Layout
+    k: Layout
+    v: Layout
+    out: Layout
+    lse: Layout | None
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    scale: float
+    first_key: int | None
+    last_key: int | None
+    softcap: float | None
+    precision: str
+    algorithm: str
+    backend: str
+    device: int | None
+
+    @property
+    def empty(self) -> bool:
+        """True if there is no element to compute, neither of the output nor of a requested lse."""
+        return 0 in self.out.shape and (self.lse is None or 0 in self.lse.shape)
+
+    @property
+    def pairs(self) -> int:
+        """Unmasked (row, key) pairs of one head."""
+        # Row i sees the keys from clamp(i + first_key) up to clamp(i + last_key + 1), clamped to [0, len_kv]. These
+        # never cross, because a window holds its own anchor, so each end can be summed over the rows by itself.
+        begin = 0 if self.first_key is None else _clamped_sum(self.first_key, self.len_q, self.len_kv)
+        if self.last_key is None:
+            return self.len_q * self.len_kv - begin
+        return _clamped_sum(self.last_key + 1, self.len_q, self.len_kv) - begin
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the two matrix products, masked pairs not counted."""
+        return 2 * (self.dim + self.dim_v) * self.pairs * self.heads_q * math.prod(self.batch)
+
+
+def make_problem(
+    q: Layout, k: Layout, v: Layout, options: Options, out: Layout | None = None, lse: Layout | None = None
+) -> Problem:
+    """Check the arguments of `attention` and resolve its defaults.
+
+    Parameters
+    ----------
+    q, k, v : Layout
+        The inputs as the user gave them.
+    options : Options
+    out, lse : Layout, optional
+        Where results go. By default `out` gets q's memory order, and `lse`, if requested, is C-contiguous.
+
+    Returns
+    -------
+    Problem
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that no implementation could accept.
+    UnsupportedError
+        For arguments that have a meaning but no implementation.
+    """
+    _check_inputs(q, k, v)
+    backend = options.resolve_backend(q.device)
+    _check_sizes(q, k, v, backend)
+    heads_q, len_q, dim = _matrices(q)
+    heads_kv, len_kv, _ = _matrices(k)
+    dim_v = v.shape[-1]
+    batch = _batch(q, k, v)
+
+    out_shape = (*batch, heads_q, len_q, dim_v)
+    all_2d = len(q.shape) == len(k.shape) == len(v.shape) == 2
+    seen_shape = out_shape[-2:] if all_2d else out_shape
+    full_q = q.broadcast_to((*batch, heads_q, len_q, dim))
+    if out is None:
+        out = result_layout(full_q, out_shape)
+    else:
+        _check_result("out", out, seen_shape, q.dtype, q.device)
+        out = out.broadcast_to(out_shape)
+
+    return_lse = options.resolve_return_lse()
+    lse_dtype = "float64" if q.dtype == "float64" else "float32"
+    if lse is not None:
+        _check_result("lse", lse, seen_shape[:-1], lse_dtype, q.device)
+        lse = lse.broadcast_to(out_shape[:-1])
+    elif return_lse:
+        lse = dense_layout(out_shape[:-1], reversed(range(len(out_shape) - 1)), lse_dtype, q.device)
+
+    first_key, last_key = options.resolve_key_range(len_q, len_kv)
+    return Problem(
+        dtype=q.dtype,
+        batch=batch,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        len_q=len_q,
+        len_kv=len_kv,
+        dim=dim,
+        dim_v=dim_v,
+        q=full_q,
+        k=k.broadcast_to((*batch, heads_kv, len_kv, dim)),
+        v=v.broadcast_to((*batch, heads_kv, len_kv, dim_v)),
+        out=out,
+        lse=lse,
+        out_shape=seen_shape,
+        lse_shape=seen_shape[:-1],
+        scale=options.resolve_scale(dim),
+        first_key=first_key,
+        last_key=last_key,
+        softcap=options.resolve_softcap(),
+        precision=options.resolve_precision(q.dtype),
+        algorithm=options.resolve_algorithm(),
+        backend=backend,
+        device=q.device,
+    )
+
+
+def check_overlap(pointers: dict[str, int], layouts: dict[str, Layout]) -> None:
+    """Refuse results that share memory with an input or with each other.
+
+    Address intervals are compared, so arrays that interleave without sharing an element are refused as well.
+
+    Parameters
+    ----------
+    pointers : dict of str to int
+        Address of element 0 of each argument, by its name.
+    layouts : dict of str to Layout
+        Layout of each argument, under the same names. The results are those called "out" and "lse".
+
+    Raises
+    ------
+    ValueError
+    """
+    spans = {}
+    for name, layout in layouts.items():
+        low, high = layout.extent
+        if low < high:
+            spans[name] = (pointers[name] + low * layout.itemsize, pointers[name] + high * layout.itemsize)
+    for name in ("out", "lse"):
+        start, stop = spans.pop(name, (0, 0))
+        for other, (low, high) in spans.items():
+            if start < high and low < stop:
+                raise ValueError(
+                    f"{name}: expected memory apart from that of {other} ({low:#x} to {high:#x}), "
+                    f"got {start:#x} to {stop:#x}"
+                )
+
+
+def _matrices(layout: Layout) -> tuple[int, int, int]:
+    """Heads, seq and dim; a missing heads axis is one head."""
+    heads, seq, dim = (1, *layout.shape)[-3:]
+    return heads, seq, dim
+
+
+def _batch(q: Layout, k: Layout, v: Layout) -> tuple[int, ...]:
+    """The axes before heads, broadcast together."""
+    batch = q.shape[:-3]
+    for name, layout in (("k", k), ("v", v)):
+        axes = []
+        for size, other in zip_longest(reversed(batch), reversed(layout.shape[:-3]), fillvalue=1):
+            if size != other and 1 not in (size, other):
+                raise ValueError(f"{name}: expected batch axes that broadcast with {batch}, got {layout.shape[:-3]}")
+            axes.append(other if size == 1 else size)
+        batch = tuple(reversed(axes))
+    return batch
+
+
+def _check_inputs(q: Layout, k: Layout, v: Layout) -> None:
+    for name, layout in (("q", q), ("k", k), ("v", v)):
+        if layout.dtype not in ITEMSIZE:
+            raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {layout.dtype}")
+        if layout.dtype != q.dtype:
+            raise TypeError(f"{name}: expected {q.dtype} (that of q), got {layout.dtype}")
+        if len(layout.shape) < 2:
+            raise ValueError(f"{name}: expected at least 2 axes, (..., heads, seq, dim), got shape {layout.shape}")
+        _check_place(name, layout, q.device)
+
+
+def _check_place(name: str, layout: Layout, device: int | None) -> None:
+    if layout.device != device:
+        raise ValueError(f"{name}: expected an array {_where(device)} (like q), got one {_where(layout.device)}")
+    if layout.alignment < layout.itemsize:
+        raise ValueError(
+            f"{name}: expected an address divisible by its item size {layout.itemsize}, "
+            f"got one divisible by {layout.alignment} only"
+        )
+
+
+def _where(device: int | None) -> str:
+    return "in host memory" if device is None else f"on CUDA device {device}"
+
+
+def _check_sizes(q: Layout, k: Layout, v: Layout, backend: str) -> None:
+    heads_q, _, dim = _matrices(q)
+    heads_kv, len_kv, dim_k = _matrices(k)
+    heads_v, len_v, dim_v = _matrices(v)
+    if dim == 0:
+        raise ValueError("q: expected head dim of at least 1, got 0")
+    if dim_k != dim:
+        raise ValueError(f"k: expected head dim {dim} (that of q), got {dim_k}")
+    if heads_v != heads_kv:
+        raise ValueError(f"v: expected {heads_kv} heads (those of k), got {heads_v}")
+    if len_v != len_kv:
+        raise ValueError(f"v: expected {len_kv} keys (those of k), got {len_v}")
+    if heads_q and (heads_kv == 0 or heads_q % heads_kv):
+        raise ValueError(f"q: expected a multiple of {heads_kv} heads (those of k), got {heads_q}")
+    if backend == "numpy":
+        return
+    if q.dtype == "float64":
+        raise UnsupportedError(
+            f"q: expected float16, bfloat16 or float32 on backend {backend!r}, got float64, "
+            "which only backend 'numpy' computes, from arrays in host memory"
+        )
+    for name, size in (("q", dim), ("v", dim_v)):
+        if not 1 <= size <= MAX_KERNEL_DIM:
+            raise UnsupportedError(
+                f"{name}: expected head dim of 1 to {MAX_KERNEL_DIM} on backend {backend!r}, got {size}"
+            )
+
+
+def _check_result(name: str, layout: Layout, shape: tuple[int, ...], dtype: str, device: int | None) -> None:
+    if layout.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype}, got {layout.dtype}")
+    if layout.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {layout.shape}")
+    _check_place(name, layout, device)
+    if layout.overlaps_itself:
+        raise ValueError(f"{name}: expected elements apart from each other, got strides {layout.strides} for {shape}")
+
+
+def _clamped_sum(start: int, count: int, top: int) -> int:
+    """Sum of min(max(x, 0), top) over the `count` integers from `start` on."""
+
+    def below(stop: int) -> int:
+        ramp = max(0, min(stop, top))
+        return ramp * (ramp - 1) // 2 + max(0, stop - top) * top
+
+    return below(start + count) - below(start)

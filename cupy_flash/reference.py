@@ -1,0 +1,238 @@
+"""Attention in sixty lines of array code.
+
+Three readings of the same definition, for NumPy and CuPy arrays shaped `(*batch, heads, seq, dim)`:
+
+- `oracle`: float64 throughout, what every result is judged against;
+- `naive`: the textbook formula in the caller's own precision, the error a result is allowed to be compared with;
+- `blocked`: online softmax over tiles of keys, O(n) memory, what users get for arrays on the host.
+
+All three take `scale`, `first_key`, `last_key` and `softcap`. The order is: scale, softcap, mask, softmax.
+Query row i sees the keys j with `i + first_key <= j <= i + last_key`; `None` leaves that side open. Causal masks and
+sliding windows are both such bands. A row that sees nothing has result 0 and log-sum-exp -inf. NaN and infinity are
+data: they travel to the rows that see them, without a warning.
+
+Keys and values may have fewer heads than queries: query head h reads key head `h // (heads_q // heads_kv)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import numpy
+
+Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray; CuPy may be absent, so it cannot be named here
+
+
+def namespace(array: Array) -> ModuleType:
+    """Return `cupy` for a CuPy array, which is the only case that imports it, and `numpy` for all others."""
+    if type(array).__module__.partition(".")[0] == "cupy":
+        import cupy
+
+        return cupy
+    return numpy
+
+
+def visible(
+    len_q: int, len_kv: int, first_key: int | None = None, last_key: int | None = None, xp: ModuleType = numpy
+) -> Array:
+    """Return the boolean `(len_q, len_kv)` mask of the pairs that take part."""
+    offset = xp.arange(len_kv) - xp.arange(len_q)[:, None]
+    seen = xp.ones((len_q, len_kv), dtype=bool)
+    if first_key is not None:
+        seen &= offset >= first_key
+    if last_key is not None:
+        seen &= offset <= last_key
+    return seen
+
+
+@numpy.errstate(all="ignore")
+def probabilities(
+    q: Array,
+    k: Array,
+    *,
+    scale: float,
+    first_key: int | None = None,
+    last_key: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Array, Array]:
+    """Return the softmax `(*batch, heads_q, len_q, len_kv)` and its log-sum-exp, in the dtype of `q` and `k`."""
+    xp = namespace(q)
+    s = q @ _repeat_heads(k, q).swapaxes(-1, -2) * scale
+    if softcap is not None:
+        s = softcap * xp.tanh(s / softcap)
+    s = xp.where(visible(*s.shape[-2:], first_key, last_key, xp), s, -xp.inf)
+    if s.shape[-1] == 0:  # an empty axis has no maximum
+        return s, xp.full(s.shape[:-1], -xp.inf, dtype=s.dtype)
+    top = s.max(axis=-1, keepdims=True)
+    top = xp.where(top == -xp.inf, 0, top)  # for a row that sees nothing, exp(-inf - -inf) would be NaN
+    p = xp.exp(s - top)
+    total = p.sum(axis=-1, keepdims=True)
+    lse = (top + xp.log(total))[..., 0]
+    return p / xp.where(total == 0, 1, total), lse
+
+
+@numpy.errstate(all="ignore")
+def weighted_sum(p: Array, v: Array, seen: Array) -> Array:
+    """Return `p @ v` over the pairs in `seen` only: a zero that the mask put into `p` must not meet NaN or infinity."""
+    xp = namespace(v)
+    finite = xp.isfinite(v).all(axis=-1)
+    out = p @ xp.where(finite[..., None], v, 0)
+    for j in map(int, xp.flatnonzero(~finite.all(axis=tuple(range(finite.ndim - 1))))):  # usually none
+        takes_part = seen[:, j, None] & ~finite[..., j, None, None]
+        out += xp.where(takes_part, p[..., j, None] * v[..., j, None, :], 0)
+    return out
+
+
+def oracle(q: Array, k: Array, v: Array, **scores: Any) -> tuple[Array, Array]:
+    """Return `(out, lse)` in float64, from the inputs as they are, already rounded to their dtype.
+
+    Data of a masked pair is selected away, never multiplied by zero: a NaN in a key or a value reaches
+    only the rows that see it. Memory is O(len_q * len_kv).
+    """
+    return _attention(*(x.astype(numpy.float64) for x in (q, k, v)), lambda x: x, scores)
+
+
+def naive(q: Array, k: Array, v: Array, *, precision: str = "ieee", **scores: Any) -> tuple[Array, Array]:
+    """Return `(out, lse)` as the textbook formula gives them in the precision of the inputs.
+
+    Products of inputs accumulate in float32 and the softmax is float32; P is rounded to the inputs' dtype before P @ V,
+    and so is the result. With `precision="tf32"` both factors of every product are rounded to TF32. float64 stays
+    float64. On CuPy a float32 product is IEEE unless the process set `CUPY_TF32=1`: leave it unset.
+    """
+    dtype = q.dtype
+    wide = _accumulator(dtype)
+
+    def factor(x: Array) -> Array:
+        # Half-precision factors are widened before they meet: float32 holds the product of two of them exactly.
+        return _round_to_tf32(x) if precision == "tf32" else x.astype(dtype).astype(wide)
+
+    out, lse = _attention(*(factor(x) for x in (q, k, v)), factor, scores)
+    return out.astype(dtype), lse
+
+
+@numpy.errstate(all="ignore")
+def blocked(
+    q: numpy.ndarray,
+    k: numpy.ndarray,
+    v: numpy.ndarray,
+    *,
+    scale: float,
+    first_key: int | None = None,
+    last_key: int | None = None,
+    softcap: float | None = None,
+    out: numpy.ndarray | None = None,
+    lse: numpy.ndarray | None = None,
+    block_q: int = 256,
+    block_kv: int = 512,
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Return `(out, lse)` in O(n) memory, for NumPy arrays of any strides.
+
+    Softmax and accumulation are float32, or float64 for float64 inputs. Tiles that no row sees are never read, tiles
+    that every row sees whole are not masked.
+
+    Parameters
+    ----------
+    q, k, v
+        Arrays `(*batch, heads, seq, dim)`. They are read in place, a tile at a time.
+    scale, first_key, last_key, softcap
+        As in the head of this module.
+    out, lse
+        Where to write, of any strides: `(*batch, heads_q, len_q, dim_v)` and `(*batch, heads_q, len_q)`. New arrays by
+        default, `out` in the dtype of `q`.
+    block_q, block_kv
+        Tile sizes. The defaults keep a tile of scores in a core's own cache.
+    """
+    wide = _accumulator(q.dtype)
+    batch = numpy.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    q, k, v = (numpy.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
+    (heads_q, len_q), heads_kv, dim_v = q.shape[-3:-1], k.shape[-3], v.shape[-1]
+    group = heads_q // max(heads_kv, 1)
+    out = numpy.empty((*batch, heads_q, len_q, dim_v), q.dtype) if out is None else out
+    lse = numpy.empty((*batch, heads_q, len_q), wide) if lse is None else lse
+
+    for *element, head in numpy.ndindex(*batch, heads_kv):
+        for row in range(0, len_q, block_q):
+            # The query heads that share a key head are rows of one tall tile: each key is read once for all of them.
+            tile = (*element, slice(head * group, (head + 1) * group), slice(row, row + block_q))
+            q_tile = numpy.multiply(q[tile], scale, dtype=wide)
+            first = None if first_key is None else row + first_key
+            last = None if last_key is None else row + last_key
+            source = (*element, head)
+            out[tile], lse[tile] = _attend(q_tile, k[source], v[source], first, last, softcap, block_kv)
+    return out, lse
+
+
+def _attend(
+    q: numpy.ndarray,  # (group, rows, dim), scaled, in the dtype to compute in
+    k: numpy.ndarray,  # (len_kv, dim)
+    v: numpy.ndarray,  # (len_kv, dim_v)
+    first_key: int | None,
+    last_key: int | None,
+    softcap: float | None,
+    block_kv: int,
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Return result and log-sum-exp of one tile of queries against all the keys it sees."""
+    group, rows, dim = q.shape
+    len_kv, dim_v = v.shape
+    q = q.reshape(group * rows, dim)
+    top = numpy.full(group * rows, -numpy.inf, q.dtype)
+    total = numpy.zeros(group * rows, q.dtype)
+    acc = numpy.zeros((group * rows, dim_v), q.dtype)
+
+    begin = 0 if first_key is None else max(0, first_key)
+    end = len_kv if last_key is None else min(len_kv, rows + last_key)
+    for col in range(begin, end, block_kv):
+        stop = min(col + block_kv, end)
+        # BLAS wants unit strides; this copies a tile at most, and nothing where the keys already are what it wants.
+        k_tile = numpy.ascontiguousarray(k[col:stop], q.dtype)
+        v_tile = numpy.ascontiguousarray(v[col:stop], q.dtype)
+        s = q @ k_tile.T
+        if softcap is not None:
+            s = softcap * numpy.tanh(s / softcap)
+
+        cut_below = first_key is not None and rows - 1 + first_key > col
+        cut_above = last_key is not None and last_key < stop - 1
+        seen = None
+        if cut_below or cut_above:
+            first = None if first_key is None else first_key - col
+            last = None if last_key is None else last_key - col
+            seen = numpy.tile(visible(rows, stop - col, first, last), (group, 1))
+            s = numpy.where(seen, s, -numpy.inf)
+
+        new_top = numpy.maximum(top, s.max(axis=1))
+        shift = numpy.where(new_top == -numpy.inf, 0, new_top)  # nothing seen yet: exp(-inf - -inf) would be NaN
+        s -= shift[:, None]
+        p = numpy.exp(s, out=s)
+        rescale = numpy.exp(top - shift)
+        top = new_top
+        total = total * rescale + p.sum(axis=1)
+        acc *= rescale[:, None]
+        acc += p @ v_tile if seen is None else weighted_sum(p, v_tile, seen)
+
+    acc /= numpy.where(total == 0, 1, total)[:, None]
+    return acc.reshape(group, rows, dim_v), (top + numpy.log(total)).reshape(group, rows)
+
+
+def _attention(
+    q: Array, k: Array, v: Array, factor: Callable[[Array], Array], scores: dict[str, Any]
+) -> tuple[Array, Array]:
+    """Return `(out, lse)` in the dtype of the arguments; `factor` rounds P before it meets V."""
+    p, lse = probabilities(q, k, **scores)
+    seen = visible(*p.shape[-2:], scores.get("first_key"), scores.get("last_key"), namespace(q))
+    return weighted_sum(factor(p), _repeat_heads(v, q), seen), lse
+
+
+def _repeat_heads(kv: Array, q: Array) -> Array:
+    return namespace(kv).repeat(kv, q.shape[-3] // max(kv.shape[-3], 1), axis=-3)
+
+
+def _accumulator(dtype: numpy.dtype) -> type[numpy.floating]:
+    return numpy.float64 if dtype == numpy.float64 else numpy.float32
+
+
+def _round_to_tf32(x: Array) -> Array:
+    """Round float32 to TF32, 10 explicit mantissa bits: to nearest, ties away from zero, as `cvt.rna.tf32.f32` does."""
+    bits = namespace(x).ascontiguousarray(x).view(numpy.uint32)
+    return ((bits + numpy.uint32(1 << 12)) & numpy.uint32(0xFFFF_E000)).view(numpy.float32)
