@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import launch
-from .launch import AttentionPlan
+from .launch import Arguments, AttentionPlan, prepared
 
 
 def attention(
@@ -96,9 +95,9 @@ def attention(
     >>> cupy_flash.attention(q, k, v, causal=True).shape
     (8, 100, 64)
     """
-    views = launch.as_views(q, k, v, out, lse)
+    given = Arguments(q, k, v, out, lse)
     options = (scale, causal, window, softcap, precision, algorithm, backend, return_lse, None)
-    return launch.prepared(views, options).run(views, q, out, lse)
+    return prepared(given, options).run(given)
 
 
 def plan_attention(
@@ -145,6 +144,5 @@ def plan_attention(
     >>> plan.kernel.config.TILE_Q
     128
     """
-    views = launch.as_views(q, k, v, out, lse)
     options = (scale, causal, window, softcap, precision, algorithm, backend, return_lse, arch)
-    return launch.prepared(views, options)
+    return prepared(Arguments(q, k, v, out, lse), options)

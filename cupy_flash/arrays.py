@@ -65,25 +65,26 @@ def view(x: Any, name: str, *, writable: bool = False) -> Array:
     return array
 
 
-def signature(array: Array) -> tuple[Any, ...]:
-    """What tells layouts apart, gathered fast: shape, strides in bytes, dtype, alignment and device."""
+def describe(array: Array) -> tuple[tuple[Any, ...], int]:
+    """What tells layouts apart (shape, strides in bytes, dtype, alignment, device), and the address; gathered fast."""
     if isinstance(array, numpy.ndarray):
-        device, address = None, pointer(array) | 16
+        device, address = None, pointer(array)
     else:
         memory = array.data
-        device, address = memory.device_id, memory.ptr | 16
-    return array.shape, array.strides, array.dtype, address & -address, device
+        device, address = memory.device_id, memory.ptr
+    bit = address | 16
+    return (array.shape, array.strides, array.dtype, bit & -bit, device), address
 
 
 def layout(array: Array, name: str = "array") -> Layout:
     """The `Layout` of a NumPy or CuPy array; error messages call it `name`."""
-    return layout_of(signature(array), name)
+    return layout_of(describe(array)[0], name)
 
 
 @functools.lru_cache(maxsize=1024)  # making a Layout takes longer than finding it again, and a program has few
-def layout_of(signature: tuple[Any, ...], name: str) -> Layout:
-    """The `Layout` of an array with this signature."""
-    shape, strides, dtype, alignment, device = signature
+def layout_of(description: tuple[Any, ...], name: str) -> Layout:
+    """The `Layout` of an array that `describe` describes so."""
+    shape, strides, dtype, alignment, device = description
     if any(stride % dtype.itemsize for stride in strides):
         raise ValueError(f"{name}: expected strides that are multiples of {dtype.itemsize} bytes, got {strides}")
     # A foreign byte order is part of NumPy's dtype.str ('>f4') but not of its name.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import stat
 import tempfile
 import warnings
@@ -48,7 +49,7 @@ def write(name: str, payload: bytes) -> Path:
         try:
             return _publish(home, name, contents)
         except OSError as error:
-            warnings.warn(f"the kernel cache {home} cannot be written ({error}); compiled kernels last as long as this process")
+            _warn_once(f"the kernel cache {home} cannot be written ({error}); compiled kernels last as long as this process")
     return _publish(_temporary_folder(), name, contents)
 
 
@@ -60,7 +61,8 @@ def path_of(name: str) -> Path | None:
 def entries() -> list[Path]:
     """The files in the cache, oldest first."""
     home = folder()
-    files = [file for file in home.iterdir() if file.suffix in (".cubin", ".so", ".exe")] if home.is_dir() else []
+    # The folder may be one that the user shares with other things: only names that end as ours do.
+    files = [file for file in home.iterdir() if re.search(r"-[0-9a-f]{32}\.(cubin|so|exe)$", file.name)] if home.is_dir() else []
     return sorted(files, key=lambda file: file.stat().st_mtime)
 
 

@@ -58,8 +58,9 @@ from .reference import Array, namespace
 
 TAIL = 6.5 / math.sqrt(3)
 TF32 = 2.0**-11  # half an ulp of 1
-# x = high + low + rest, each part TF32: a product leaves out low * low and the two rests, each TF32**2 of it at most.
-SPLIT_TF32 = 3 * TF32**2
+# x = high + low + rest, high rounded to TF32 and low cut to it: a product leaves out low * low, TF32**2 of it at most, and the
+# two rests, twice that each.
+SPLIT_TF32 = 5 * TF32**2
 
 
 @dataclass(frozen=True)

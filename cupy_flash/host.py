@@ -127,8 +127,8 @@ def run(plan: Plan, blocks: int, params: numpy.ndarray, arrays: dict[str, numpy.
         _run_program(path, blocks, params, arrays, deferred)
         return
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
-    failed = _load(str(path)).launch(ctypes.c_void_p(params.ctypes.data), ctypes.c_int64(blocks), deferred, teams, message, MESSAGE_BYTES)
-    if failed:
+    address = ctypes.c_void_p(params.ctypes.data)
+    if _load(str(path)).launch(address, ctypes.c_int64(blocks), deferred, teams, message, MESSAGE_BYTES):
         raise DeadlockError(f"{plan.name}: {message.value.decode()}")
 
 

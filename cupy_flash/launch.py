@@ -12,7 +12,7 @@ from .architecture import HOST, Architecture, architecture_named, architecture_o
 from .host import HostOptions
 from .layout import Layout
 from .options import Options
-from .params import POINTERS, forward_params
+from .params import FORWARD, POINTERS, forward_params
 from .plan import Plan, make_plan
 from .problem import Problem, check_overlap, make_problem
 
@@ -38,11 +38,13 @@ class AttentionPlan:
         self._returns_lse = returns_lse
         results = (_seen(problem.out, problem.out_shape), problem.lse and _seen(problem.lse, problem.lse_shape))
         self._layouts = dict(zip(POINTERS, (*inputs, *results)))
-        self._spans = [layout and [end * layout.itemsize for end in layout.extent] for layout in self._layouts.values()]
+        self._spans = [(0, 0) if x is None else [end * x.itemsize for end in x.extent] for x in self._layouts.values()]
         if kernel is not None:
-            self._params = forward_params(problem)
-            # Where the addresses lie among the 64-bit words of the struct.
-            self._words = [self._params.dtype.fields[name][1] // 8 for name in POINTERS]
+            params = forward_params(problem)
+            # As words, because CuPy spells out the fields of a structured argument at every launch.
+            self._words = params.view(numpy.uint64)
+            self._bytes = numpy.dtype((numpy.void, params.nbytes))
+            self._places = [params.dtype.fields[name][1] // 8 for name in POINTERS]
             self._grid = (0 if problem.empty else kernel.blocks(problem),)
             self._block = (kernel.threads,)
 
@@ -94,51 +96,52 @@ class AttentionPlan:
         ValueError
             If an array is not laid out as planned.
         """
-        views = as_views(q, k, v, out, lse)
-        for array, (name, planned) in zip(views, self._layouts.items()):
-            if array is not None:
-                _check_layout(name, array, planned)
-        return self.run(views, q, out, lse)
+        given = Arguments(q, k, v, out, lse)
+        for name, found, planned in zip(POINTERS, given.descriptions, self._layouts.values()):
+            if found is not None:
+                _check_layout(name, arrays.layout_of(found, name), planned)
+        return self.run(given)
 
-    def run(self, views: tuple[Any, ...], q: Any, out: Any, lse: Any) -> Any:
-        """Compute on views whose layouts are known to be those planned; results in the kind of `q`, or `out` and `lse` as given."""
-        if out is not None or lse is not None:
-            self._check_apart(views)
+    def run(self, given: Arguments) -> Any:
+        """Compute on arrays that are known to have the layouts planned for."""
+        if given.out is not None or given.lse is not None:
+            self._check_apart(given.addresses)
         device = self.problem.device
         if device is None or _current_device() == device:
-            out_view, lse_view = self._compute(*views)
+            out, lse = self._compute(given)
         else:
             import cupy
 
             with cupy.cuda.Device(device):
-                out_view, lse_view = self._compute(*views)
-        out = arrays.give_back(out_view, q) if out is None else out
+                out, lse = self._compute(given)
+        out = arrays.give_back(out, given.q) if given.out is None else given.out
         if not self._returns_lse:
             return out
-        return out, arrays.give_back(lse_view, q) if lse is None else lse
+        return out, arrays.give_back(lse, given.q) if given.lse is None else given.lse
 
-    def _compute(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> tuple[Any, Any]:
+    def _compute(self, given: Arguments) -> tuple[Any, Any]:
         p = self.problem
+        q, k, v, out, lse = given.views
+        addresses = given.addresses
         if out is None:
             out = arrays.empty(p.out, p.out_shape)
+            addresses[3] = arrays.pointer(out)
         if lse is None and p.lse is not None:
             lse = arrays.empty(p.lse, p.lse_shape)
+            addresses[4] = arrays.pointer(lse)
         if p.empty:
             return out, lse
         if p.backend == "numpy":
             self._compute_with_numpy(q, k, v, out, lse)
             return out, lse
-        operands = (q, k, v, out, lse)
-        params = self._params.copy()  # of its own, so that threads may share the plan
-        words = params.view(numpy.uint64)
-        for word, array in zip(self._words, operands):
-            if array is not None:
-                words[word] = arrays.pointer(array)
+        words = self._words.copy()  # of its own, so that threads may share the plan
+        for place, address in zip(self._places, addresses):
+            words[place] = address
         if p.backend == "cuda":
-            self._function(self._grid, self._block, (params,), self.kernel.shared_bytes)
+            self._function(self._grid, self._block, (words.view(self._bytes),), self.kernel.shared_bytes)
         else:
-            given = {name: array for name, array in zip(POINTERS, operands) if array is not None}
-            host.run(self.kernel, self._grid[0], params, given, HostOptions.from_environment())
+            operands = {name: x for name, x in zip(POINTERS, (q, k, v, out, lse)) if x is not None}
+            host.run(self.kernel, self._grid[0], words.view(FORWARD), operands, HostOptions.from_environment())
         return out, lse
 
     @functools.cached_property
@@ -160,55 +163,56 @@ class AttentionPlan:
             lse=lse if lse is None or len(p.out_shape) > 2 else lse[None],
         )
 
-    def _check_apart(self, views: tuple[Any, ...]) -> None:
+    def _check_apart(self, addresses: list[int]) -> None:
         """Refuse results that overlap an input or each other."""
-        spans = []
-        for array, span in zip(views, self._spans):
-            if array is not None:
-                address = arrays.pointer(array)
-                spans.append((address + span[0], address + span[1]))
-        for i, (start, stop) in enumerate(spans[3:], 3):
+        spans = [(address + low, address + high) for address, (low, high) in zip(addresses, self._spans)]
+        for i in (3, 4):
+            start, stop = spans[i]
             for low, high in spans[:i]:
                 if start < high and low < stop:
-                    given = {name: array for name, array in zip(POINTERS, views) if array is not None}
-                    check_overlap(
-                        {name: arrays.pointer(array) for name, array in given.items()},
-                        {name: self._layouts[name] for name in given},
-                    )
+                    given = {name: address for name, address in zip(POINTERS, addresses) if address}
+                    check_overlap(given, {name: self._layouts[name] for name in given})
 
 
-def as_views(q: Any, k: Any, v: Any, out: Any, lse: Any) -> tuple[Any, ...]:
-    """The arguments as NumPy or CuPy arrays; None stays None."""
-    return (
-        arrays.view(q, "q"),
-        arrays.view(k, "k"),
-        arrays.view(v, "v"),
-        None if out is None else arrays.view(out, "out", writable=True),
-        None if lse is None else arrays.view(lse, "lse", writable=True),
-    )
+class Arguments:
+    """The arrays of a call: as given, as NumPy or CuPy views, their descriptions and addresses; None and 0 for those left out."""
+
+    __slots__ = ("addresses", "descriptions", "lse", "out", "q", "views")
+
+    def __init__(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+        self.q, self.out, self.lse = q, out, lse
+        view = arrays.view
+        self.views = (
+            view(q, "q"),
+            view(k, "k"),
+            view(v, "v"),
+            None if out is None else view(out, "out", writable=True),
+            None if lse is None else view(lse, "lse", writable=True),
+        )
+        described = [(None, 0) if x is None else arrays.describe(x) for x in self.views]
+        self.descriptions = tuple([description for description, _ in described])
+        self.addresses = [address for _, address in described]
 
 
-def prepared(views: tuple[Any, ...], options: tuple[Any, ...]) -> AttentionPlan:
-    """The plan for these views; a plan once made for equal layouts and options is found again.
+def prepared(given: Arguments, options: tuple[Any, ...]) -> AttentionPlan:
+    """The plan for these arrays; a plan once made for equal layouts and options is found again.
 
     Parameters
     ----------
-    views : tuple
-        q, k, v, out, lse; the last two may be None.
+    given : Arguments
     options : tuple
         The fields of `Options`, in order, then the architecture's name or None.
     """
-    signatures = tuple([None if x is None else arrays.signature(x) for x in views])
     try:
         # The types tell True from 1, which are equal as keys but not as options.
-        return _prepared(signatures, options, tuple([type(option) for option in options]))
+        return _prepared(given.descriptions, options, tuple([type(option) for option in options]))
     except TypeError:  # an option that cannot be a key: a list as window, say, or one that is wrong in itself
-        return _prepared.__wrapped__(signatures, options, ())
+        return _prepared.__wrapped__(given.descriptions, options, ())
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(signatures: tuple[Any, ...], options: tuple[Any, ...], _types: tuple[type, ...]) -> AttentionPlan:
-    layouts = [s and arrays.layout_of(s, name) for s, name in zip(signatures, POINTERS)]
+def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: tuple[type, ...]) -> AttentionPlan:
+    layouts = [d and arrays.layout_of(d, name) for d, name in zip(descriptions, POINTERS)]
     *given, arch = options
     asked = Options(*given)
     problem = make_problem(*layouts[:3], asked, *layouts[3:])
@@ -251,14 +255,15 @@ def _seen(layout: Layout, shape: tuple[int, ...]) -> Layout:
     return Layout(shape, layout.strides[len(layout.shape) - len(shape) :], layout.dtype, layout.alignment, layout.device)
 
 
-def _check_layout(name: str, array: Any, planned: Layout | None) -> None:
-    if planned is None:
-        raise ValueError(f"{name}: expected None, the plan was made without it, got an array")
-    found = arrays.layout(array, name)
+def _check_layout(name: str, found: Layout, planned: Layout | None) -> None:
     if found == planned:
         return
+    if planned is None:
+        raise ValueError(f"{name}: expected None, the plan was made without it, got an array")
     for field in ("shape", "strides", "dtype", "device"):
         if getattr(found, field) != getattr(planned, field):
             raise ValueError(f"{name}: expected {field} {getattr(planned, field)}, as planned, got {getattr(found, field)}")
     if found.alignment < planned.alignment:
-        raise ValueError(f"{name}: expected an address divisible by {planned.alignment}, as planned, got one divisible by {found.alignment}")
+        raise ValueError(
+            f"{name}: expected an address divisible by {planned.alignment}, as planned, got one divisible by {found.alignment}"
+        )

@@ -79,10 +79,14 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
 
   #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
-    wait_for_copies<STAGES - 2>();                            // without it this tile is read before this thread's part has arrived
+    wait_for_copies<max_of(STAGES - 2, 0)>();                            // without it this tile is read before this thread's part has arrived
     sync_block();                                             // without it other threads' parts are missing, and the load below
                                                               // overwrites a tile that a slower warp still reads
     load_kv(tile + STAGES - 1);
+    if (STAGES == 1) {
+      wait_for_copies<0>();                                   // with one stage nothing arrives ahead: without these two lines the
+      sync_block();                                           // tile just asked for is read before it is there
+    }
 
     const int col0 = (first_tile + tile) * TILE_KV, stage = tile % STAGES;
     if (!warp_keys.overlaps(col0, TILE_KV)) continue;         // other warps of the block see this tile, this one does not

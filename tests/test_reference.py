@@ -33,17 +33,18 @@ def brute_force(q, k, v, scale, first_key, last_key, softcap):
     q, k, v = (numpy.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
     out = numpy.zeros((*q.shape[:-1], v.shape[-1]))
     lse = numpy.full(q.shape[:-1], -math.inf)
-    for *element, head, i in numpy.ndindex(q.shape[:-1]):
+    for at in numpy.ndindex(q.shape[:-1]):
+        *element, head, i = at
         source = (*element, head // (q.shape[-3] // k.shape[-3]))
         weights = {}
-        for j in range(k.shape[-2]):
+        for j, key in enumerate(k[source]):
             if (first_key is None or i + first_key <= j) and (last_key is None or j <= i + last_key):
-                s = scale * sum(a * b for a, b in zip(q[*element, head, i], k[*source, j], strict=True))
+                s = scale * sum(a * b for a, b in zip(q[at], key, strict=True))
                 weights[j] = math.exp(s if softcap is None else softcap * math.tanh(s / softcap))
         if weights:
             total = sum(weights.values())
-            lse[*element, head, i] = math.log(total)
-            out[*element, head, i] = sum(w / total * v[*source, j] for j, w in weights.items())
+            lse[at] = math.log(total)
+            out[at] = sum(w / total * v[source][j] for j, w in weights.items())
     return out, lse
 
 

@@ -4,19 +4,19 @@
 
 #if ON_GPU
 OP void mma_m16n8k16_bf16(float* d, const u32* a, const u32* b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 OP void mma_m16n8k16_f16(float* d, const u32* a, const u32* b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 OP void mma_m16n8k8_f16(float* d, const u32* a, u32 b) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 OP void mma_m16n8k8_tf32(float* d, const u32* a, const u32* b) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 #endif
@@ -55,15 +55,23 @@ template <int M, int N> OP void tensor_mma(Acc<M, N>& acc, int n0, const Operand
 #endif
 }
 
-// x = large + small + an error below 2^-21 |x|, both of them tf32 numbers
+// x = large + small + an error below 2^-21 |x|: large is x rounded to tf32, of small the unit reads the ten mantissa bits it can.
+// Adding half of the last place before cutting rounds to nearest; NaN stays NaN through small, infinity becomes NaN.
 template <typename Operand, int N> OP void split_tf32(Operand& large, Operand& small, const Regs<u32, N>& x) {
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < N; ++r) {
-      const float whole = bits_float(x.at(l, r)), top = round_tf32(whole);
-      large.at(l, r) = float_bits(top);
-      small.at(l, r) = float_bits(round_tf32(whole - top));
+      large.at(l, r) = (x.at(l, r) + 0x1000u) & ~0x1fffu;
+      small.at(l, r) = float_bits(bits_float(x.at(l, r)) - bits_float(large.at(l, r)));
     }
+  }
+}
+
+// x rounded to tf32
+template <int N> OP void round_tf32(Regs<u32, N>& x) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < N; ++r) x.at(l, r) = float_bits(round_tf32(bits_float(x.at(l, r))));
   }
 }
 
@@ -72,11 +80,14 @@ template <int M, int N> OP void mma(Acc<M, N>& acc, int n0, const OperandA<M>& a
   if constexpr (FAMILY == HALVES) {
     tensor_mma(acc, n0, a, b);
   } else if constexpr (FAMILY == TF32) {
-    OperandA<M> a_large, a_small;
-    OperandB<> b_large, b_small;
-    split_tf32(a_large, a_small, a);
-    split_tf32(b_large, b_small, b);
-    if constexpr (TF32_PASSES == 3) {                       // small * small is below float32's own rounding; small terms first
+    OperandA<M> a_large = a, a_small;
+    OperandB<> b_large = b, b_small;
+    if constexpr (TF32_PASSES == 1) {
+      round_tf32(a_large);
+      round_tf32(b_large);
+    } else {                                                  // small * small is below float32's own rounding; small terms first
+      split_tf32(a_large, a_small, a);
+      split_tf32(b_large, b_small, b);
       tensor_mma(acc, n0, a_small, b_large);
       tensor_mma(acc, n0, a_large, b_small);
     }
@@ -111,11 +122,23 @@ template <int M, int WIDTH> struct QueriesInRegisters {
   OP void step(OperandA<M>& a, int k0) const { a = steps[k0 / STEP_K]; }
 };
 
+// acc[:, n0 : n0 + 16] += part, by ordinary additions
+template <int M, int N> OP void add(Acc<M, N>& acc, int n0, const Acc<M, STEP_N>& part) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < part.regs; ++r) acc.at(l, r / 8 * acc.per_16_rows + n0 / 2 + r % 8) += part.at(l, r);
+  }
+}
+
+// Tensor cores truncate their sums. In half precision that is far below the rounding of the factors, but a float32 sum over
+// thousands of keys would be dragged towards zero: there, tensor cores add up short runs, and additions that round join them.
+constexpr bool SHORT_RUNS = FAMILY == TF32;
+
 // s = q k^T
 template <int M, int N, int WIDTH, template <int, int> class Queries>
 OP void multiply_transposed(Acc<M, N>& s, const Queries<M, WIDTH>& q, SharedTile<N, WIDTH> k_smem) {
   fill(s, 0.f);
-  #pragma unroll
+  #pragma unroll (SHORT_RUNS ? 1 : WIDTH / STEP_K)
   for (int d = 0; d < WIDTH; d += STEP_K) {
     OperandA<M> q_reg;
     q.step(q_reg, d);
@@ -123,7 +146,14 @@ OP void multiply_transposed(Acc<M, N>& s, const Queries<M, WIDTH>& q, SharedTile
     for (int n = 0; n < N; n += STEP_N) {
       OperandB<> k_reg;
       load_transposed(k_reg, k_smem, n, d);
-      mma(s, n, q_reg, k_reg);
+      if constexpr (SHORT_RUNS) {
+        Acc<M, STEP_N> run;
+        fill(run, 0.f);
+        mma(run, 0, q_reg, k_reg);
+        add(s, n, run);
+      } else {
+        mma(s, n, q_reg, k_reg);
+      }
     }
   }
 }
@@ -133,13 +163,28 @@ template <int M, int N, int WIDTH> OP void multiply_add(Acc<M, WIDTH>& o, const 
   OperandA<M> p_reg[N / STEP_K];                              // all of P first: in half precision that frees half its registers
   #pragma unroll
   for (int i = 0; i < N / STEP_K; ++i) to_operand(p_reg[i], p, i * STEP_K);
-  #pragma unroll
-  for (int i = 0; i < N / STEP_K; ++i) {
+  if constexpr (SHORT_RUNS) {
     #pragma unroll
     for (int n = 0; n < WIDTH; n += STEP_N) {
-      OperandB<> v_reg;
-      load(v_reg, v_smem, i * STEP_K, n);
-      mma(o, n, p_reg[i], v_reg);
+      Acc<M, STEP_N> run;
+      fill(run, 0.f);
+      #pragma unroll
+      for (int i = 0; i < N / STEP_K; ++i) {
+        OperandB<> v_reg;
+        load(v_reg, v_smem, i * STEP_K, n);
+        mma(run, 0, p_reg[i], v_reg);
+      }
+      add(o, n, run);
+    }
+  } else {
+    #pragma unroll
+    for (int i = 0; i < N / STEP_K; ++i) {
+      #pragma unroll
+      for (int n = 0; n < WIDTH; n += STEP_N) {
+        OperandB<> v_reg;
+        load(v_reg, v_smem, i * STEP_K, n);
+        mma(o, n, p_reg[i], v_reg);
+      }
     }
   }
 }

@@ -1,0 +1,46 @@
+// host_main.cpp -- a kernel as a program of its own, for sanitizers: reads a job file, executes it, writes the arrays back in place.
+// host.py describes the file. Every array lives in an allocation of exactly its size, so that a step outside is seen.
+#include "host.cpp"
+#include <cstdio>
+#include <memory>
+
+static FILE* job;
+
+static i64 number() {
+  i64 value;
+  if (std::fread(&value, sizeof value, 1, job) != 1) std::abort();
+  return value;
+}
+static void bytes(void* to, i64 size) {
+  if (size && std::fread(to, size, 1, job) != 1) std::abort();
+}
+
+int main(int, char** arguments) {
+  job = std::fopen(arguments[1], "r+b");
+  if (!job) return 2;
+  const i64 blocks = number(), deferred = number();
+  std::vector<char> params(number());
+  bytes(params.data(), params.size());
+
+  struct Array { std::unique_ptr<char[]> memory; i64 size; long place; };
+  std::vector<Array> arrays(number());
+  for (Array& array : arrays) {
+    const i64 field = number(), first = number();
+    array.size = number();
+    array.memory.reset(new char[array.size]);
+    array.place = std::ftell(job);
+    bytes(array.memory.get(), array.size);
+    char* data = array.memory.get() + first;
+    std::memcpy(params.data() + field, &data, sizeof data);
+  }
+
+  char message[4096] = "";
+  const int failed = launch(params.data(), blocks, int(deferred), 1, message, sizeof message);
+  std::puts(message);
+  for (const Array& array : arrays) {
+    std::fseek(job, array.place, SEEK_SET);
+    std::fwrite(array.memory.get(), 1, array.size, job);
+  }
+  std::fclose(job);
+  return failed;
+}

@@ -1,0 +1,49 @@
+"""What the tests share: one kernel cache, a clean environment, and the mark of tests that need a GPU."""
+
+import functools
+import os
+
+import pytest
+from hypothesis import settings
+
+from cupy_flash import host, source
+
+settings.register_profile("cupy_flash", deadline=None)  # an example may have to wait for a compiler
+settings.load_profile("cupy_flash")
+
+
+@functools.cache
+def gpu_available():
+    try:
+        import cupy
+    except ImportError:
+        return False
+    return cupy.cuda.is_available()
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not gpu_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernel_cache(tmp_path_factory):
+    """A new folder of compiled kernels, the same for all workers: what one of them builds, the others find."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUPY_FLASH_CACHE_DIR", str(folder / "kernels"))
+        for name in ("CUPY_FLASH_HOST_SANITIZE", "CUPY_FLASH_HOST_SCHEDULE"):
+            environment.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture
+def change_kernel(monkeypatch):
+    """A function that puts another text in the place of a kernel file, for the host and until the test ends."""
+
+    def change(file, text):
+        monkeypatch.setattr(host, "source_of", lambda plan: source.source_of(plan) | {file: text})
+
+    return change
