@@ -54,6 +54,9 @@ def view(x: Any, name: str, *, writable: bool = False) -> Array:
     ValueError
         If the result would be detached from an autograd graph, or not be written where the caller looks.
     """
+    cupy = sys.modules.get("cupy")  # who holds a CuPy array has imported CuPy
+    if cupy is not None and type(x) is cupy.ndarray:
+        return x
     if type(x) is numpy.ndarray or _is_cupy(x):
         array = x
     elif isinstance(x, numpy.ndarray):
@@ -67,7 +70,7 @@ def view(x: Any, name: str, *, writable: bool = False) -> Array:
 
 def describe(array: Array) -> tuple[tuple[Any, ...], int]:
     """What tells layouts apart (shape, strides in bytes, dtype, alignment, device), and the address; gathered fast."""
-    if isinstance(array, numpy.ndarray):
+    if type(array) is numpy.ndarray:
         device, address = None, pointer(array)
     else:
         memory = array.data
@@ -90,6 +93,13 @@ def layout_of(description: tuple[Any, ...], name: str) -> Layout:
     # A foreign byte order is part of NumPy's dtype.str ('>f4') but not of its name.
     dtype_name = dtype.name if dtype.isnative else dtype.str
     return Layout(shape, tuple(stride // dtype.itemsize for stride in strides), dtype_name, alignment, device)
+
+
+def description_of(layout: Layout) -> tuple[Any, ...]:
+    """What `describe` says of an array with this layout."""
+    dtype = DTYPES[layout.dtype]
+    strides = tuple([stride * dtype.itemsize for stride in layout.strides])
+    return layout.shape, strides, dtype, layout.alignment, layout.device
 
 
 def pointer(array: Array) -> int:
@@ -150,7 +160,7 @@ def give_back(result: Array, like: Any) -> Any:
 
 
 def _is_cupy(x: Any) -> bool:
-    cupy = sys.modules.get("cupy")  # who holds a CuPy array has imported CuPy
+    cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(x, cupy.ndarray)
 
 

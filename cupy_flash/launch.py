@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy
-
-from . import arrays, host, nvrtc, reference
+from . import arrays, host, reference
 from .architecture import HOST, Architecture, architecture_named, architecture_of
 from .host import HostOptions
 from .layout import Layout
 from .options import Options
-from .params import FORWARD, POINTERS, forward_params
+from .params import POINTERS, forward_params
 from .plan import Plan, make_plan
 from .problem import Problem, check_overlap, make_problem
 
-MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute in cuda.h
+if TYPE_CHECKING:
+    from .device import DeviceKernel
 
 
 class AttentionPlan:
@@ -38,15 +37,15 @@ class AttentionPlan:
         self._returns_lse = returns_lse
         results = (_seen(problem.out, problem.out_shape), problem.lse and _seen(problem.lse, problem.lse_shape))
         self._layouts = dict(zip(POINTERS, (*inputs, *results)))
+        self._descriptions = [x and arrays.description_of(x) for x in self._layouts.values()]
         self._spans = [(0, 0) if x is None else [end * x.itemsize for end in x.extent] for x in self._layouts.values()]
         if kernel is not None:
-            params = forward_params(problem)
-            # As words, because CuPy spells out the fields of a structured argument at every launch.
-            self._words = params.view(numpy.uint64)
-            self._bytes = numpy.dtype((numpy.void, params.nbytes))
-            self._places = [params.dtype.fields[name][1] // 8 for name in POINTERS]
-            self._grid = (0 if problem.empty else kernel.blocks(problem),)
-            self._block = (kernel.threads,)
+            self._params = forward_params(problem)
+            self._blocks = 0 if problem.empty else kernel.blocks(problem)
+        if problem.backend == "cuda":
+            from .device import current_device
+
+            self._current_device = current_device
 
     @property
     def result_bytes(self) -> int:
@@ -72,7 +71,7 @@ class AttentionPlan:
         if self.kernel is None:
             lines.append("NumPy, online softmax over blocks of keys")
         else:
-            lines += [str(self.kernel), f"  {self._grid[0]} blocks"]
+            lines += [str(self.kernel), f"  {self._blocks} blocks"]
         return "\n".join(lines)
 
     def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None) -> Any:
@@ -97,9 +96,10 @@ class AttentionPlan:
             If an array is not laid out as planned.
         """
         given = Arguments(q, k, v, out, lse)
-        for name, found, planned in zip(POINTERS, given.descriptions, self._layouts.values()):
-            if found is not None:
-                _check_layout(name, arrays.layout_of(found, name), planned)
+        for i, (found, planned) in enumerate(zip(given.descriptions, self._descriptions)):
+            if found is not None and found != planned:
+                name = POINTERS[i]
+                _check_layout(name, arrays.layout_of(found, name), self._layouts[name])
         return self.run(given)
 
     def run(self, given: Arguments) -> Any:
@@ -107,7 +107,7 @@ class AttentionPlan:
         if given.out is not None or given.lse is not None:
             self._check_apart(given.addresses)
         device = self.problem.device
-        if device is None or _current_device() == device:
+        if device is None or self._current_device() == device:
             out, lse = self._compute(given)
         else:
             import cupy
@@ -134,19 +134,22 @@ class AttentionPlan:
         if p.backend == "numpy":
             self._compute_with_numpy(q, k, v, out, lse)
             return out, lse
-        words = self._words.copy()  # of its own, so that threads may share the plan
-        for place, address in zip(self._places, addresses):
-            words[place] = address
         if p.backend == "cuda":
-            self._function(self._grid, self._block, (words.view(self._bytes),), self.kernel.shared_bytes)
+            self._on_device.launch(addresses)
         else:
+            params = self._params.copy()
             operands = {name: x for name, x in zip(POINTERS, (q, k, v, out, lse)) if x is not None}
-            host.run(self.kernel, self._grid[0], words.view(FORWARD), operands, HostOptions.from_environment())
+            for name in operands:
+                params[name]["data"] = arrays.pointer(operands[name])
+            host.run(self.kernel, self._blocks, params, operands, HostOptions.from_environment())
         return out, lse
 
     @functools.cached_property
-    def _function(self) -> Any:
-        return loaded(self.kernel, self.problem.device)
+    def _on_device(self) -> DeviceKernel:
+        from .device import DeviceKernel
+
+        places = tuple(self._params.dtype.fields[name][1] // 8 for name in POINTERS)
+        return DeviceKernel(self.kernel, self.problem.device, self._params.tobytes(), places, self._blocks)
 
     def _compute_with_numpy(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
         p = self.problem
@@ -167,11 +170,12 @@ class AttentionPlan:
         """Refuse results that overlap an input or each other."""
         spans = [(address + low, address + high) for address, (low, high) in zip(addresses, self._spans)]
         for i in (3, 4):
-            start, stop = spans[i]
-            for low, high in spans[:i]:
-                if start < high and low < stop:
-                    given = {name: address for name, address in zip(POINTERS, addresses) if address}
-                    check_overlap(given, {name: self._layouts[name] for name in given})
+            if addresses[i]:
+                start, stop = spans[i]
+                for low, high in spans[:i]:
+                    if start < high and low < stop:
+                        given = {name: address for name, address in zip(POINTERS, addresses) if address}
+                        check_overlap(given, {name: self._layouts[name] for name in given})
 
 
 class Arguments:
@@ -181,17 +185,18 @@ class Arguments:
 
     def __init__(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
         self.q, self.out, self.lse = q, out, lse
-        view = arrays.view
-        self.views = (
-            view(q, "q"),
-            view(k, "k"),
-            view(v, "v"),
-            None if out is None else view(out, "out", writable=True),
-            None if lse is None else view(lse, "lse", writable=True),
-        )
-        described = [(None, 0) if x is None else arrays.describe(x) for x in self.views]
-        self.descriptions = tuple([description for description, _ in described])
-        self.addresses = [address for _, address in described]
+        view, describe = arrays.view, arrays.describe
+        views = [view(q, "q"), view(k, "k"), view(v, "v"), None, None]
+        described = [describe(views[0]), describe(views[1]), describe(views[2]), (None, 0), (None, 0)]
+        if out is not None:
+            views[3] = view(out, "out", writable=True)
+            described[3] = describe(views[3])
+        if lse is not None:
+            views[4] = view(lse, "lse", writable=True)
+            described[4] = describe(views[4])
+        self.views = views
+        self.descriptions, addresses = zip(*described)
+        self.addresses = list(addresses)
 
 
 def prepared(given: Arguments, options: tuple[Any, ...]) -> AttentionPlan:
@@ -223,31 +228,12 @@ def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: t
 def _architecture(problem: Problem, arch: str | None) -> Architecture:
     if problem.backend == "host":
         return HOST if arch is None else architecture_named(arch)
-    import cupy
+    from .device import compute_capability
 
-    own = architecture_of(cupy.cuda.Device(problem.device).compute_capability)
+    own = architecture_of(compute_capability(problem.device))
     if arch is not None and architecture_named(arch) != own:
         raise ValueError(f"arch: expected None or {own.name!r}, what device {problem.device} executes, got {arch!r}")
     return own
-
-
-@functools.cache
-def loaded(kernel: Plan, device: int) -> Any:
-    """The function of a kernel on a device, its dynamic shared memory allowed. The device must be current."""
-    from cupy.cuda import Module
-    from cupy_backends.cuda.api import driver
-
-    module = Module()
-    module.load(nvrtc.cubin(kernel))
-    function = module.get_function(kernel.kernel)
-    driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes)
-    return function
-
-
-def _current_device() -> int:
-    from cupy.cuda import runtime
-
-    return runtime.getDevice()
 
 
 def _seen(layout: Layout, shape: tuple[int, ...]) -> Layout:

@@ -77,12 +77,14 @@ FLOAT32_80 = (
     Row(32, 128, 64, "32 rows a warp: each K and V fragment, once split, serves six products"),
     Row(64, 128, 32, "32 rows a warp; 64 keys a tile would leave one block an SM"),
     Row(96, 128, 16, "32 rows a warp and two blocks an SM"),
-    Row(128, 128, 16, "32 rows a warp and two blocks an SM"),
+    Row(128, 128, 48, "16 rows a warp leave room for wide key tiles: queries are split less often", warps=8, min_blocks=1),
     Row(192, 64, 16, ONE_BLOCK, min_blocks=1),
     Row(256, 64, 16, ONE_BLOCK, min_blocks=1),
 )
 FLOAT32_86 = (
-    *FLOAT32_80[:5],
+    *FLOAT32_80[:3],
+    Row(128, 128, 16, "32 rows a warp; 99 KB of shared memory"),
+    FLOAT32_80[4],
     Row(256, 32, 16, "99 KB of shared memory: half the queries of sm_80", warps=2, min_blocks=1),
 )
 FLOAT32_75 = (

@@ -1,0 +1,18 @@
+"""The command line: one module per command. Nothing here imports CuPy before a command needs it."""
+
+from __future__ import annotations
+
+import click
+
+from .. import __version__
+from . import cache, check, compile, doctor, plan, source
+
+
+@click.group(name="cupy-flash", context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="cupy-flash")
+def main() -> None:
+    """Exact attention for CuPy, NumPy and everything else that is not PyTorch."""
+
+
+for command in (check.check, doctor.doctor, plan.plan, compile.compile_, source.source, cache.cache):
+    main.add_command(command)

@@ -1,0 +1,107 @@
+"""What several commands take: architectures, shapes, and an attention problem spelt out on the command line."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ..architecture import ARCHITECTURES, HOST, Architecture, architecture_named
+from ..errors import UnsupportedError
+from ..launch import AttentionPlan
+from ..layout import ITEMSIZE, dense_layout
+from ..options import Options
+from ..plan import make_plan
+from ..problem import make_problem
+from .devices import own_architecture
+from .output import UserError
+
+
+class ArchitectureType(click.ParamType):
+    """The name of an architecture."""
+
+    name = "arch"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return f"[{'|'.join(ARCHITECTURES)}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Architecture:
+        if isinstance(value, Architecture):
+            return value
+        try:
+            return architecture_named(value)
+        except UnsupportedError as error:
+            self.fail(str(error), param, ctx)
+
+
+class ShapeType(click.ParamType):
+    """Sizes with an x between them, such as 2x16x1024x64."""
+
+    name = "shape"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        sizes = value.split("x")
+        if not all(size.isdecimal() for size in sizes):
+            self.fail(f"expected sizes with an x between them, such as 2x16x1024x64, got {value!r}", param, ctx)
+        return tuple(map(int, sizes))
+
+
+class WindowType(click.ParamType):
+    """Both ends of a window, L:R; an end left out is unbounded."""
+
+    name = "L:R"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | None, int | None]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            left, right = (int(end) if end else None for end in value.split(":"))
+        except ValueError:
+            self.fail(f"expected two integers L:R, either of which may be left out, got {value!r}", param, ctx)
+        return left, right
+
+
+ARCHITECTURE = ArchitectureType()
+SHAPE = ShapeType()
+WINDOW = WindowType()
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the arguments that describe a problem; it is called with the `AttentionPlan` that they lead to."""
+
+    @click.argument("shapes", type=SHAPE, nargs=-1, required=True, metavar="SHAPE...")
+    @click.option("--dtype", type=click.Choice(tuple(ITEMSIZE)), default="float16", show_default=True)
+    @click.option("--causal", "causal", flag_value="bottom_right", help="The last query sees the last key.")
+    @click.option("--top-left", "causal", flag_value="top_left", help="Causal, and the first query sees the first key only.")
+    @click.option("--window", type=WINDOW, help="Keys seen before and behind a query's own place, such as 128:0 or 128:.")
+    @click.option("--softcap", type=float, help="Scores go through softcap * tanh(score / softcap).")
+    @click.option("--scale", type=float, help="By default 1 / sqrt(dim).")
+    @click.option("--precision", type=click.Choice(("ieee", "tf32")), help="Of float32 products on tensor cores.")
+    @click.option("--arch", type=ARCHITECTURE, help=f"By default that of the first GPU, or {HOST.name} without one.")
+    @functools.wraps(command)
+    def wrapper(
+        shapes: tuple[tuple[int, ...], ...], dtype: str, causal: str | None, arch: Architecture | None, **others: Any
+    ) -> None:
+        given = {name: others.pop(name) for name in ("window", "softcap", "scale", "precision")}
+        options = Options(causal=causal or False, backend="cuda", **given)
+        command(_planned(shapes, dtype, options, arch or own_architecture() or HOST), **others)
+
+    return wrapper
+
+
+def _planned(shapes: tuple[tuple[int, ...], ...], dtype: str, options: Options, architecture: Architecture) -> AttentionPlan:
+    """The plan for C-contiguous arrays of these shapes on a device. No array is made and no device is touched."""
+    if len(shapes) not in (1, 3):
+        raise click.UsageError(f"expected one shape for all of q, k, v, or three, got {len(shapes)}")
+    q, k, v = shapes if len(shapes) == 3 else shapes * 3
+    layouts = tuple(dense_layout(shape, reversed(range(len(shape))), dtype, device=0) for shape in (q, k, v))
+    try:
+        problem = make_problem(*layouts, options)
+        return AttentionPlan(problem, make_plan(problem, architecture), layouts, returns_lse=False)
+    except (ValueError, UnsupportedError) as error:
+        raise UserError(str(error)) from error

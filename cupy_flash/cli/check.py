@@ -1,0 +1,180 @@
+"""``check``: the shared cases on one backend, judged against the float64 oracle."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections import Counter
+from dataclasses import asdict
+
+import click
+
+from .. import check as checks
+from .. import host
+from ..architecture import HOST, Architecture
+from ..cases import Case, case_named, full_cases
+from ..check import CaseResult
+from ..errors import CompileError
+from ..matrix import KINDS
+from .arguments import ARCHITECTURE, json_option
+from .devices import own_architecture
+from .output import echo_json, echo_progress, table, terminal_width
+
+
+@click.command()
+@click.option(
+    "--backend", type=click.Choice(("auto", "cuda", "host", "numpy")), default="auto", help="auto: cuda, or host without a GPU."
+)
+@click.option("--quick/--full", "quick", default=None, help="Which suite. By default full on a GPU, quick elsewhere.")
+@click.option("--dtype", type=click.Choice((*KINDS, "float64")), help="Only cases of this dtype; tf32 counts as one.")
+@click.option("--dim", type=int, help="Only cases with this head dim.")
+@click.option("--case", "names", multiple=True, metavar="NAME", help="This case instead of a suite; may be repeated.")
+@click.option("--arch", type=ARCHITECTURE, help=f"What backend host executes; by default {HOST.name}.")
+@json_option
+@click.pass_context
+def check(
+    context: click.Context,
+    backend: str,
+    quick: bool | None,
+    dtype: str | None,
+    dim: int | None,
+    names: tuple[str, ...],
+    arch: Architecture | None,
+    as_json: bool,
+) -> None:
+    """Compute the shared cases and judge the results.
+
+    Against attention in float64, with a bound that follows from the arithmetic. A suite leaves out what its backend does not
+    compute, and says so; a case asked for by name always runs. Exits with 1 if a case fails.
+    """
+    start = time.perf_counter()
+    backend, architecture = _resolved(backend, arch)
+    if names and (dtype or dim or quick is not None):
+        raise click.UsageError("--case names the cases, so --quick, --full, --dtype and --dim have nothing to select")
+    if names:
+        cases, skipped = list(map(_case, names)), {}
+    else:
+        suite = "quick" if (backend != "cuda" if quick is None else quick) else "full"
+        cases, skipped = _selected(suite, dtype, dim, backend, architecture)
+
+    results = _run(cases, backend, arch and arch.name)
+    seconds = time.perf_counter() - start
+    if as_json:
+        _print_json(results, skipped, backend, architecture, seconds)
+    else:
+        _print_table(results, skipped)
+        _print_failures(results, f"{context.command_path} --backend {backend}" + (f" --arch {arch.name}" if arch else ""))
+        click.echo(f"\n{_summary(results, skipped)} on {_place(backend, architecture)} in {seconds:.1f} s")
+    context.exit(0 if all(result.ok for result in results) else 1)
+
+
+def _resolved(backend: str, arch: Architecture | None) -> tuple[str, Architecture | None]:
+    """The backend meant and the architecture that it executes: None on NumPy. An error if it cannot run here at all."""
+    own = own_architecture() if backend in ("auto", "cuda") else None
+    if backend == "auto":
+        backend = "host" if own is None else "cuda"
+    if arch is not None and backend != "host":
+        raise click.UsageError(f"--arch is for backend host, which executes any architecture, and this is backend {backend}")
+    if backend == "numpy":
+        return backend, None
+    if backend == "cuda":
+        if own is None:
+            raise click.ClickException("there is no CUDA device that kernels could run on; the command doctor says why")
+        return backend, own
+    try:
+        host.compiler()
+    except CompileError as error:
+        raise click.ClickException(str(error)) from error
+    return backend, arch or HOST
+
+
+def _case(name: str) -> Case:
+    try:
+        return case_named(name)
+    except ValueError:
+        near = difflib.get_close_matches(name, [case.name for case in full_cases()], n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; --full prints all names"
+        raise click.BadParameter(f"no case is named {name!r}{hint}", param_hint="--case") from None
+
+
+def _selected(
+    suite: str, dtype: str | None, dim: int | None, backend: str, architecture: Architecture | None
+) -> tuple[list[Case], dict[Case, str]]:
+    """The cases to run, and those to skip with the reason."""
+    reasons = {case: checks.why_skipped(case, backend, architecture) for case in checks.select_cases(suite, dtype, dim)}
+    skipped = {case: reason for case, reason in reasons.items() if reason}
+    cases = [case for case in reasons if case not in skipped]
+    if not cases:
+        why = ", ".join(dict.fromkeys(skipped.values())) or f"no {suite} case has this dtype and head dim"
+        raise click.UsageError(f"nothing to run: {why}")
+    return cases, skipped
+
+
+def _run(cases: list[Case], backend: str, arch: str | None) -> list[CaseResult]:
+    kernels = checks.kernels_of(cases, backend, arch)
+    if kernels:
+        echo_progress(checks.build_kernels(kernels, backend), len(kernels), "building kernels")
+    return echo_progress((checks.run_case(case, backend, arch=arch) for case in cases), len(cases), "running cases   ")
+
+
+def _print_table(results: list[CaseResult], skipped: dict[Case, str]) -> None:
+    rows, colours = [], [None]
+    for result in results:
+        judged = result.comparison
+        figures = (f"{judged.error:.1e}", f"{judged.allowed:.1e}") if judged else ("", "")
+        rows.append((result.case.name, result.plan, *figures, "ok" if result.ok else "FAILED"))
+        colours.append(None if result.ok else "red")
+    for case, reason in skipped.items():
+        rows.append((case.name, reason, "", "", "skipped"))
+        colours.append("yellow")
+    lines = table(("case", "plan", "max error", "allowed", "verdict"), rows, "<<>><", terminal_width())
+    for line, colour in zip(lines, colours):
+        click.secho(line, fg=colour)
+
+
+def _print_failures(results: list[CaseResult], command: str) -> None:
+    """What is wrong with each case, and the command that repeats it."""
+    for result in results:
+        if not result.ok:
+            # With one case, which is what the command printed here runs, there is room for a compiler's whole log.
+            message = result.message if len(results) == 1 else result.message.partition("\n")[0]
+            click.echo(f"\n{result.case.name}: {message}\n  {command} --case {result.case.name}")
+
+
+def _summary(results: list[CaseResult], skipped: dict[Case, str]) -> str:
+    passed = sum(result.ok for result in results)
+    words = [f"{passed} passed", f"{len(results) - passed} failed"]
+    words += [f"{number} skipped ({reason})" for reason, number in Counter(skipped.values()).items()]
+    return ", ".join(words)
+
+
+def _place(backend: str, architecture: Architecture | None) -> str:
+    return f"backend {backend}" + (f" ({architecture})" if architecture else "")
+
+
+def _print_json(
+    results: list[CaseResult], skipped: dict[Case, str], backend: str, architecture: Architecture | None, seconds: float
+) -> None:
+    passed = sum(result.ok for result in results)
+    echo_json(
+        {
+            "backend": backend,
+            "architecture": architecture and architecture.name,
+            "seconds": seconds,
+            "passed": passed,
+            "failed": len(results) - passed,
+            "results": list(map(_record, results)),
+            "skipped": [{"case": case.name, "reason": reason} for case, reason in skipped.items()],
+        }
+    )
+
+
+def _record(result: CaseResult) -> dict[str, object]:
+    return {
+        "case": result.case.name,
+        "plan": result.plan,
+        "ok": result.ok,
+        "seconds": result.seconds,
+        "error": result.error,
+        "comparison": result.comparison and asdict(result.comparison),
+    }

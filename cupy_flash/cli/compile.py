@@ -1,0 +1,119 @@
+"""``compile``: every row of the tuning tables through NVRTC, which needs no GPU."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+import click
+
+from .. import nvrtc
+from ..architecture import ARCHITECTURES, Architecture
+from ..check import in_parallel
+from ..errors import CompileError
+from ..matrix import KINDS, every_plan
+from ..nvrtc import Report
+from ..plan import Plan
+from .arguments import ARCHITECTURE, json_option
+from .output import echo_json, echo_progress, table, terminal_width
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A plan and what the compiler made of it."""
+
+    plan: Plan
+    seconds: float
+    report: Report | None
+    log: str
+
+    @property
+    def fault(self) -> str:
+        """What a shipped plan must not have, or ''."""
+        if self.report is None:
+            return "does not compile"
+        if self.report.spill_bytes:
+            return "spills registers"
+        return "serialises wgmma" if any("C75" in warning for warning in self.report.warnings) else ""
+
+
+@click.command("compile")
+@click.option("--arch", "architectures", type=ARCHITECTURE, multiple=True, help="For this architecture; may be repeated.")
+@click.option("--all", "everything", is_flag=True, help="For every architecture: the default.")
+@click.option("--dtype", "kinds", type=click.Choice(tuple(KINDS)), multiple=True, help="Only this dtype; may be repeated.")
+@click.option("--ptxas", is_flag=True, help="Print the assembler's log.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compilations at a time; by default one per core.")
+@json_option
+@click.pass_context
+def compile_(
+    context: click.Context,
+    architectures: tuple[Architecture, ...],
+    everything: bool,
+    kinds: tuple[str, ...],
+    ptxas: bool,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Compile every row of the tuning tables.
+
+    Reports registers, shared memory and spills; neither reads nor fills the cache. Exits with 1 if a kernel does not compile,
+    spills registers or has its wgmma serialised.
+    """
+    if architectures and everything:
+        raise click.UsageError("--arch and --all exclude each other")
+    try:
+        version = nvrtc.version()
+    except CompileError as error:
+        raise click.ClickException(str(error)) from error
+
+    plans = list(every_plan(architectures or ARCHITECTURES.values(), kinds or KINDS))
+    compiled = in_parallel(lambda plan: _compiled(plan, ptxas), plans, jobs)
+    results = echo_progress(compiled, len(plans), "compiling")
+    faults = [result for result in results if result.fault]
+    if as_json:
+        echo_json({"nvrtc": version, "kernels": list(map(_record, results))})
+    else:
+        _print(results)
+        click.echo(f"\n{len(results)} kernels by NVRTC {version[0]}.{version[1]}, {len(faults)} with a fault")
+    context.exit(1 if faults else 0)
+
+
+def _compiled(plan: Plan, with_log: bool) -> Compiled:
+    start = time.perf_counter()
+    try:
+        report = nvrtc.report(plan)
+        log = nvrtc.compile_plan(plan, ("--ptxas-options=-v",))[1] if with_log else ""
+    except CompileError as error:
+        report, log = None, str(error)
+    return Compiled(plan, time.perf_counter() - start, report, log)
+
+
+def _print(results: list[Compiled]) -> None:
+    rows = []
+    for result in results:
+        report = result.report
+        figures = (f"{report.registers}", f"{result.plan.shared_bytes}", f"{report.spill_bytes}") if report else ("", "", "")
+        rows.append((result.plan.name, *figures, f"{result.seconds:.1f}", result.fault or "ok"))
+    header = ("plan", "registers", "shared bytes", "spilled bytes", "seconds", "verdict")
+    heading, *lines = table(header, rows, "<>>>><", terminal_width())
+    click.echo(heading)
+    for line, result in zip(lines, results):
+        click.secho(line, fg="red" if result.fault else None)
+        for text in result.log.splitlines():
+            click.echo(f"  {text}")
+    warnings = Counter(text for result in results if result.report for text in set(result.report.warnings))
+    for text, count in warnings.items():
+        click.echo(f"{count} of {len(results)}: {text.strip()}")
+
+
+def _record(result: Compiled) -> dict[str, object]:
+    return {
+        "architecture": result.plan.architecture.name,
+        "plan": result.plan.name,
+        "shared_bytes": result.plan.shared_bytes,
+        "seconds": result.seconds,
+        "fault": result.fault,
+        "report": result.report and asdict(result.report),
+        "log": result.log,
+    }

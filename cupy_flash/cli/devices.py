@@ -1,0 +1,39 @@
+"""The CUDA devices of this machine, as far as CuPy can see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..architecture import Architecture, architecture_of
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU; `capability` is its compute capability without the dot."""
+
+    name: str
+    capability: str
+
+    @property
+    def architecture(self) -> Architecture:
+        """What is compiled for it. Raises UnsupportedError if nothing is."""
+        return architecture_of(self.capability)
+
+
+def devices() -> list[Device]:
+    """All devices. Raises what CuPy raises if it is missing or finds no driver."""
+    import cupy
+    from cupy.cuda import runtime
+
+    return [
+        Device(runtime.getDeviceProperties(ordinal)["name"].decode(), cupy.cuda.Device(ordinal).compute_capability)
+        for ordinal in range(runtime.getDeviceCount())
+    ]
+
+
+def own_architecture() -> Architecture | None:
+    """What is compiled for the device that CuPy uses unless told otherwise; None without a device that is served."""
+    try:
+        return devices()[0].architecture
+    except Exception:  # no CuPy, no driver, a device too old: `doctor` tells them apart, here they are all the same
+        return None

@@ -1,0 +1,28 @@
+"""``source``: the text that is compiled."""
+
+from __future__ import annotations
+
+import click
+
+from ..launch import AttentionPlan
+from ..source import source_of
+from .arguments import takes_problem
+
+
+@click.command()
+@takes_problem
+@click.option("--file", "name", help="Print this file only, such as config.cuh, byte for byte.")
+def source(attention: AttentionPlan, name: str | None) -> None:
+    """Print exactly the text that is compiled.
+
+    The kernel comes first, then its headers, each file behind a line with its name; config.cuh holds the values of the plan.
+    SHAPE and options are those of the command plan.
+    """
+    files = source_of(attention.kernel)
+    if name is None:
+        for file, text in files.items():
+            click.echo(f"// ---- {file} ----\n{text}")
+    elif name in files:
+        click.echo(files[name], nl=False)
+    else:
+        raise click.BadParameter(f"expected one of {', '.join(files)}, got {name!r}", param_hint="--file")
