@@ -7,16 +7,19 @@ processes that race write the same bytes.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import os
 import re
+import shutil
 import stat
 import tempfile
 import warnings
 from pathlib import Path
 
 DIGEST_BYTES = 32
+_temporary: list[Path] = []  # this process's own folder, once the cache could not be used
 
 
 def folder() -> Path:
@@ -30,15 +33,21 @@ def folder() -> Path:
 
 def read(name: str) -> bytes | None:
     """The payload stored under this name, or None if there is none that is whole."""
-    home = usable_folder()
-    if home is None:
-        return None
-    try:
-        stored = (home / name).read_bytes()
-    except OSError:
-        return None
-    payload, digest = stored[:-DIGEST_BYTES], stored[-DIGEST_BYTES:]
-    return payload if hashlib.sha256(payload).digest() == digest else None
+    path = path_of(name)
+    return None if path is None else path.read_bytes()[:-DIGEST_BYTES]
+
+
+def path_of(name: str) -> Path | None:
+    """The path of a whole file of this name, or None."""
+    homes = [usable_folder(), *_temporary]
+    for home in filter(None, homes):
+        try:
+            stored = (home / name).read_bytes()
+        except OSError:
+            continue
+        if hashlib.sha256(stored[:-DIGEST_BYTES]).digest() == stored[-DIGEST_BYTES:]:
+            return home / name
+    return None
 
 
 def write(name: str, payload: bytes) -> Path:
@@ -51,11 +60,6 @@ def write(name: str, payload: bytes) -> Path:
         except OSError as error:
             _warn_once(f"the kernel cache {home} cannot be written ({error}); compiled kernels last as long as this process")
     return _publish(_temporary_folder(), name, contents)
-
-
-def path_of(name: str) -> Path | None:
-    """The path of a whole file of this name, or None."""
-    return folder() / name if read(name) is not None else None
 
 
 def entries() -> list[Path]:
@@ -97,9 +101,11 @@ def _publish(home: Path, name: str, contents: bytes) -> Path:
     return home / name
 
 
-@functools.cache
 def _temporary_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="cupy_flash-"))
+    if not _temporary:
+        _temporary.append(Path(tempfile.mkdtemp(prefix="cupy_flash-")))
+        atexit.register(shutil.rmtree, _temporary[0], ignore_errors=True)
+    return _temporary[0]
 
 
 @functools.cache

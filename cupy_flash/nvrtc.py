@@ -26,6 +26,7 @@ class Report:
     registers: int
     spill_bytes: int
     warnings: tuple[str, ...]
+    log: str
 
 
 @functools.cache
@@ -98,5 +99,6 @@ def report(plan: Plan) -> Report:
     return Report(
         registers=int(re.search(r"Used (\d+) registers", log)[1]),
         spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
-        warnings=tuple(line for line in log.splitlines() if "warning" in line.lower() or "C75" in line),
+        warnings=tuple(line for line in log.splitlines() if "warning #" in line or "warning :" in line or "C75" in line),
+        log=log,
     )

@@ -5,7 +5,7 @@ A plan names everything that reaches a compiled kernel, so equal plans share one
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from .architecture import Architecture
 from .errors import UnsupportedError
@@ -41,7 +41,7 @@ class Plan:
     kernel: str
     architecture: Architecture
     config: Config
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = field(compare=False)  # two plans of one kernel are equal, however they came about
 
     @property
     def threads(self) -> int:
@@ -73,7 +73,7 @@ class Plan:
         return "-".join(words + ["explicit"] * c.EXPLICIT_SCORES)
 
     def __str__(self) -> str:
-        constants = ", ".join(f"{field.name}={getattr(self.config, field.name)}" for field in fields(self.config))
+        constants = ", ".join(f"{knob.name}={getattr(self.config, knob.name)}" for knob in fields(self.config))
         lines = [
             f"{self.kernel} for {self.architecture}: {self.threads} threads, {self.shared_bytes} bytes of shared memory",
             f"  {constants}",

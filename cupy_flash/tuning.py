@@ -74,24 +74,23 @@ HALVES_75 = (
     Row(256, 64, 16, "64 KB of shared memory", min_blocks=1),
 )
 FLOAT32_80 = (
-    Row(32, 128, 64, "32 rows a warp: each K and V fragment, once split, serves six products"),
+    Row(32, 128, 32, "32 rows a warp: each K and V fragment, once split, serves six products"),
     Row(64, 128, 32, "32 rows a warp; 64 keys a tile would leave one block an SM"),
-    Row(96, 128, 16, "32 rows a warp and two blocks an SM"),
     Row(128, 128, 48, "16 rows a warp leave room for wide key tiles: queries are split less often", warps=8, min_blocks=1),
     Row(192, 64, 16, ONE_BLOCK, min_blocks=1),
     Row(256, 64, 16, ONE_BLOCK, min_blocks=1),
 )
 FLOAT32_86 = (
-    *FLOAT32_80[:3],
-    Row(128, 128, 16, "32 rows a warp; 99 KB of shared memory"),
-    FLOAT32_80[4],
+    Row(32, 128, 32, "32 rows a warp: each K and V fragment, once split, serves six products"),
+    Row(64, 64, 32, "32 rows a warp would spill on sm_120"),
+    Row(192, 64, 16, "99 KB of shared memory: narrow key tiles", min_blocks=1),
     Row(256, 32, 16, "99 KB of shared memory: half the queries of sm_80", warps=2, min_blocks=1),
 )
 FLOAT32_75 = (
     Row(32, 64, 32, "every lane holds the factors its own sums need: registers decide", min_blocks=1),
     Row(64, 64, 16, "every lane holds the factors its own sums need: registers decide", min_blocks=1),
     Row(128, 32, 16, "64 KB of shared memory", warps=2, min_blocks=1),
-    Row(256, 16, 16, "64 KB of shared memory, so one stage", warps=1, stages=1, min_blocks=1),
+    Row(256, 32, 16, "64 KB of shared memory, so one stage", warps=2, stages=1, min_blocks=1),
 )
 
 TABLES: dict[str, dict[str, tuple[Row, ...]]] = {

@@ -75,7 +75,7 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the arguments that describe a problem; it is called with the `AttentionPlan` that they lead to."""
 
     @click.argument("shapes", type=SHAPE, nargs=-1, required=True, metavar="SHAPE...")
-    @click.option("--dtype", type=click.Choice(tuple(ITEMSIZE)), default="float16", show_default=True)
+    @click.option("--dtype", type=click.Choice(tuple(ITEMSIZE)), default="float16", show_default=True, help="Of the arrays.")
     @click.option("--causal", "causal", flag_value="bottom_right", help="The last query sees the last key.")
     @click.option("--top-left", "causal", flag_value="top_left", help="Causal, and the first query sees the first key only.")
     @click.option("--window", type=WINDOW, help="Keys seen before and behind a query's own place, such as 128:0 or 128:.")

@@ -137,8 +137,14 @@ def _print_failures(results: list[CaseResult], command: str) -> None:
     for result in results:
         if not result.ok:
             # With one case, which is what the command printed here runs, there is room for a compiler's whole log.
-            message = result.message if len(results) == 1 else result.message.partition("\n")[0]
+            message = result.message if len(results) == 1 else _headline(result.message)
             click.echo(f"\n{result.case.name}: {message}\n  {command} --case {result.case.name}")
+
+
+def _headline(message: str) -> str:
+    """The line of a message that says most: of a compiler's log the first error, of anything else the first line."""
+    lines = message.splitlines()
+    return next((line.strip() for line in lines if "error:" in line), lines[0])
 
 
 def _summary(results: list[CaseResult], skipped: dict[Case, str]) -> str:

@@ -83,7 +83,7 @@ def _compiled(plan: Plan, with_log: bool) -> Compiled:
     start = time.perf_counter()
     try:
         report = nvrtc.report(plan)
-        log = nvrtc.compile_plan(plan, ("--ptxas-options=-v",))[1] if with_log else ""
+        log = report.log if with_log else ""
     except CompileError as error:
         report, log = None, str(error)
     return Compiled(plan, time.perf_counter() - start, report, log)

@@ -88,7 +88,7 @@ OP void for_granules(SharedTile<ROWS, WIDTH> tile, const GlobalTile& global, Mov
       const int col = (first_granule + i * across) * GRANULE;
       const int rows = col < global.cols ? global.rows : 0;
       Element* in_global = global.at(first_row, col);
-      #pragma unroll
+      #pragma unroll (ARCH >= 80 ? ceil_div(ROWS, down) : 4)    // without cp.async each copy in flight holds registers
       for (int j = 0; j < ceil_div(ROWS, down); ++j) {
         const int row0 = j * down / 8 * 8, row = first_row + j * down % 8;
         const SharedAddress in_tile = GRANULE == tile.per_chunk ? tile.chunk_at(row0, row, i * across, first_granule) : tile.at(row0 + row, col);
@@ -120,7 +120,7 @@ template <int M, int N> OP void store(SharedTile<M, N> tile, const Acc<M, N>& ac
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < acc.regs; r += 2) {
-      const SharedAddress to = tile.at(acc.row(l, r), acc.col(l, r));
+      const SharedAddress to = tile.at(acc.row(l, r), acc.reg_col(r), acc.col(l, 0));
       if constexpr (FAMILY == HALVES) store_shared(to, pack<Element>(acc.at(l, r), acc.at(l, r + 1)));
       else store_shared(to, acc.at(l, r)), store_shared(to + 4, acc.at(l, r + 1));
     }

@@ -44,11 +44,13 @@ constexpr int STEP_N = 16;
 
 // M x STEP_K left factor.
 template <int M, Family = FAMILY> struct OperandA : Regs<u32, M / 4> {
+  static constexpr int regs = M / 4;
   static constexpr int regs_per_16_rows = 4;
   static OP int row(int lane, int r) { return lane / 4 + 8 * (r % 2); }
   static OP int k(int lane, int r) { return FAMILY == HALVES ? lane % 4 * 2 + 8 * (r / 2) : lane % 4 + 4 * (r / 2); }
 };
 template <int M> struct OperandA<M, REPLICATED> : Regs<float, M> {
+  static constexpr int regs = M;
   static constexpr int regs_per_16_rows = 16;
   static OP int row(int lane, int r) { return lane / 4 + 8 * (r / 8); }
   static OP int k(int, int r) { return r % 8; }
@@ -56,10 +58,12 @@ template <int M> struct OperandA<M, REPLICATED> : Regs<float, M> {
 
 // STEP_K x STEP_N right factor.
 template <Family = FAMILY> struct OperandB : Regs<u32, 4> {
+  static constexpr int regs = 4;
   static OP int k(int lane, int r) { return FAMILY == HALVES ? lane % 4 * 2 + 8 * (r % 2) : lane % 4 + 4 * (r % 2); }
   static OP int n(int lane, int r) { return lane / 4 + 8 * (r / 2); }
 };
 template <> struct OperandB<REPLICATED> : Regs<float, 32> {
+  static constexpr int regs = 32;
   static OP int k(int, int r) { return r / 4; }
   static OP int n(int lane, int r) { return lane % 4 * 2 + r % 2 + 8 * (r / 2 % 2); }
 };

@@ -57,10 +57,10 @@ template <int M, int N> OP void tensor_mma(Acc<M, N>& acc, int n0, const Operand
 
 // x = large + small + an error below 2^-21 |x|: large is x rounded to tf32, of small the unit reads the ten mantissa bits it can.
 // Adding half of the last place before cutting rounds to nearest; NaN stays NaN through small, infinity becomes NaN.
-template <typename Operand, int N> OP void split_tf32(Operand& large, Operand& small, const Regs<u32, N>& x) {
+template <typename Operand> OP void split_tf32(Operand& large, Operand& small, const Operand& x) {
   for_lane(l) {
     #pragma unroll
-    for (int r = 0; r < N; ++r) {
+    for (int r = 0; r < Operand::regs; ++r) {
       large.at(l, r) = (x.at(l, r) + 0x1000u) & ~0x1fffu;
       small.at(l, r) = float_bits(bits_float(x.at(l, r)) - bits_float(large.at(l, r)));
     }
@@ -68,10 +68,10 @@ template <typename Operand, int N> OP void split_tf32(Operand& large, Operand& s
 }
 
 // x rounded to tf32
-template <int N> OP void round_tf32(Regs<u32, N>& x) {
+template <typename Operand> OP void round_tf32(Operand& x) {
   for_lane(l) {
     #pragma unroll
-    for (int r = 0; r < N; ++r) x.at(l, r) = float_bits(round_tf32(bits_float(x.at(l, r))));
+    for (int r = 0; r < Operand::regs; ++r) x.at(l, r) = float_bits(round_tf32(bits_float(x.at(l, r))));
   }
 }
 
@@ -80,12 +80,14 @@ template <int M, int N> OP void mma(Acc<M, N>& acc, int n0, const OperandA<M>& a
   if constexpr (FAMILY == HALVES) {
     tensor_mma(acc, n0, a, b);
   } else if constexpr (FAMILY == TF32) {
-    OperandA<M> a_large = a, a_small;
-    OperandB<> b_large = b, b_small;
+    OperandA<M> a_large = a;
+    OperandB<> b_large = b;
     if constexpr (TF32_PASSES == 1) {
       round_tf32(a_large);
       round_tf32(b_large);
     } else {                                                  // small * small is below float32's own rounding; small terms first
+      OperandA<M> a_small;
+      OperandB<> b_small;
       split_tf32(a_large, a_small, a);
       split_tf32(b_large, b_small, b);
       tensor_mma(acc, n0, a_small, b_large);
@@ -95,14 +97,11 @@ template <int M, int N> OP void mma(Acc<M, N>& acc, int n0, const OperandA<M>& a
   } else {
     for_lane(l) {
       #pragma unroll
-      for (int m = 0; m < M / 16; ++m)
+      for (int k = 0; k < STEP_K; ++k)
         #pragma unroll
-        for (int r = 0; r < 8; ++r) {                       // register r: row half r / 2 % 2, column r % 2 of 8-column group r / 4
-          float& sum = acc.at(l, m * acc.per_16_rows + n0 / 2 + r);
-          #pragma unroll
-          for (int k = 0; k < STEP_K; ++k)
-            sum += a.at(l, m * a.regs_per_16_rows + r / 2 % 2 * 8 + k) * b.at(l, 4 * k + r / 4 * 2 + r % 2);
-        }
+        for (int r = 0; r < M / 2; ++r)                     // register r: row half r / 2 % 2, column r % 2 of 8-column group r / 4 % 2
+          acc.at(l, r / 8 * acc.per_16_rows + n0 / 2 + r % 8) +=
+              a.at(l, r / 8 * a.regs_per_16_rows + r / 2 % 2 * 8 + k) * b.at(l, 4 * k + r / 4 % 2 * 2 + r % 2);
     }
   }
 }
@@ -138,7 +137,7 @@ constexpr bool SHORT_RUNS = FAMILY == TF32;
 template <int M, int N, int WIDTH, template <int, int> class Queries>
 OP void multiply_transposed(Acc<M, N>& s, const Queries<M, WIDTH>& q, SharedTile<N, WIDTH> k_smem) {
   fill(s, 0.f);
-  #pragma unroll (SHORT_RUNS ? 1 : WIDTH / STEP_K)
+  #pragma unroll (FAMILY == HALVES ? WIDTH / STEP_K : 1)      // float32 steps are long; side by side they would spill
   for (int d = 0; d < WIDTH; d += STEP_K) {
     OperandA<M> q_reg;
     q.step(q_reg, d);

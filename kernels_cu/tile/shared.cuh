@@ -22,9 +22,13 @@ template <int ROWS, int WIDTH> struct SharedTile {
     const int lane_part = row * chunks * 16 + (pattern(row) ^ chunk % period) * 16 + chunk / period * period * 16;
     return base + ((lane_part ^ chunk0 % period * 16) + row0 * chunks * 16 + chunk0 / period * period * 16);
   }
-  OP SharedAddress at(int row, int col) const {
-    const int chunk = col / per_chunk;
-    return chunk_at(0, row, chunk & ~1, chunk & 1) + col % per_chunk * int(sizeof(Element));
+  OP SharedAddress at(int row, int col) const { return at(row, 0, col); }
+  // Element (row, col0 + col), where col0 is a multiple of 8 and, unless it is 0, col is below 8. Where row and col0 are constant,
+  // addresses again differ by constants and one xor.
+  OP SharedAddress at(int row, int col0, int col) const {
+    const int chunk0 = col0 / per_chunk, chunk = col / per_chunk;
+    const int place = (pattern(row) ^ chunk0 % period ^ chunk % period) + chunk0 / period * period + chunk / period * period;
+    return base + (row * chunks + place) * 16 + col % per_chunk * int(sizeof(Element));
   }
 };
 
@@ -35,6 +39,16 @@ template <typename T> OP T load_shared(SharedAddress address) {
   T value;
   std::memcpy(&value, address, sizeof value);
   return value;
+#endif
+}
+// One float that the compiler leaves where it stands: loads without tensor cores are so many that, all moved ahead, they would spill.
+OP float load_shared_here(SharedAddress address) {
+#if ON_GPU
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+#else
+  return load_shared<float>(address);
 #endif
 }
 // On the host the other lanes see the value after sync_warp or sync_block and, in the deferred schedule, not earlier.
@@ -89,7 +103,7 @@ template <int M, int ROWS, int WIDTH> OP void load(OperandA<M>& a, SharedTile<RO
   if constexpr (FAMILY == REPLICATED) {
     for_lane(l) {
       #pragma unroll
-      for (int r = 0; r < M; ++r) a.at(l, r) = to_float(load_shared<Element>(tile.at(row0 + a.row(l, r), k0 + a.k(l, r))));
+      for (int r = 0; r < a.regs; ++r) a.at(l, r) = load_shared_here(tile.at(row0 + a.row(l, r), k0, a.k(l, r)));
     }
   } else {
     #pragma unroll
@@ -103,7 +117,7 @@ template <int ROWS, int WIDTH> OP void load_transposed(OperandB<>& b, SharedTile
   if constexpr (FAMILY == REPLICATED) {
     for_lane(l) {
       #pragma unroll
-      for (int r = 0; r < 32; ++r) b.at(l, r) = to_float(load_shared<Element>(tile.at(n0 + b.n(l, r), k0 + b.k(l, r))));
+      for (int r = 0; r < b.regs; ++r) b.at(l, r) = load_shared_here(tile.at(n0 + b.n(l, r), k0, b.k(l, r)));
     }
   } else {
     ldmatrix(b, 0, [=](int l) { return tile.chunk_at(n0, l % 8 + l / 16 * 8, k0 / tile.per_chunk, l / 8 % 2); });
@@ -116,7 +130,7 @@ template <int ROWS, int WIDTH> OP void load(OperandB<>& b, SharedTile<ROWS, WIDT
   if constexpr (FAMILY == REPLICATED) {
     for_lane(l) {
       #pragma unroll
-      for (int r = 0; r < 32; ++r) b.at(l, r) = to_float(load_shared<Element>(tile.at(k0 + b.k(l, r), n0 + b.n(l, r))));
+      for (int r = 0; r < b.regs; ++r) b.at(l, r) = load_shared_here(tile.at(k0 + b.k(l, r), n0 + r / 2 % 2 * 8, b.n(l, r) % 8));
     }
   } else if constexpr (FAMILY == TF32) {
     for_lane(l) {

@@ -1,0 +1,317 @@
+"""The command line: help, exit codes, what programs read, and that a wrong kernel is found."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import cupy_flash
+from cupy_flash import cache, check, nvrtc, source
+from cupy_flash.architecture import ARCHITECTURES
+from cupy_flash.cases import case_named, full_cases
+from cupy_flash.cli import compile, doctor, main
+from cupy_flash.cli.output import echo_json, table
+from cupy_flash.errors import CompileError
+from cupy_flash.matrix import KINDS, every_plan, has
+from cupy_flash.nvrtc import Report
+from cupy_flash.tuning import TABLES
+
+ROOT = Path(__file__).parents[1]
+MASKED_CASE = "float16-h7x1-q61-k97-d40-top_left"
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, list(map(str, arguments)))
+
+
+def run_json(*arguments):
+    result = run(*arguments, "--json")
+    return json.loads(result.stdout), result.exit_code
+
+
+def python(code, **environment):
+    """Run code in a process of its own, where what this one has imported does not count."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=os.environ | environment, check=False
+    )
+
+
+def every_command(command=main, path=()):
+    yield path, command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from every_command(child, (*path, name))
+
+
+@pytest.mark.parametrize("path, command", [pytest.param(*found, id=" ".join(found[0]) or "main") for found in every_command()])
+def test_every_command_and_option_has_help(path, command):
+    result = run(*path, "--help")
+    assert result.exit_code == 0
+    assert command.help and command.help.splitlines()[0].endswith(".")
+    assert command.get_short_help_str(limit=60).endswith((".", "PyTorch")), "too long for the list of commands"
+    for option in command.params:
+        assert isinstance(option, click.Argument) or option.help, option.name
+
+
+def test_version():
+    assert cupy_flash.__version__ in run("--version").stdout
+
+
+def test_help_imports_no_cupy():
+    done = python(
+        "import sys; from cupy_flash.cli import main; main(['--help'], standalone_mode=False); print('cupy' in sys.modules)"
+    )
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_the_command_of_a_checkout_works_from_anywhere(tmp_path):
+    command = [sys.executable, ROOT / "cli.py", "plan"]
+    done = subprocess.run([*command, "8x100x64", "--arch", "90"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "fwd_v2 for sm_90a" in done.stdout
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and f"Usage: python {ROOT / 'cli.py'} plan" in done.stderr
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_plan_for_every_architecture(architecture, dtype):
+    plan, code = run_json("plan", "2x16x1024x96", "--causal", "--arch", architecture.name, "--dtype", dtype)
+    assert code == 0
+    assert plan["architecture"] == architecture.name and plan["config"]["ARCH"] == architecture.number
+    assert plan["config"]["WIDTH"] == 96 and plan["problem"]["last_key"] == 0
+    assert plan["shared_bytes"] <= architecture.shared_bytes
+    assert plan["workspace_bytes"] == 0 and plan["result_bytes"] == 2 * 16 * 1024 * 96 * (2 if dtype == "float16" else 4)
+
+
+def test_plan_reads_shapes_and_options():
+    shapes = ("6x50x64", "2x70x64", "2x70x40")
+    options = ("--window", "8:", "--top-left", "--softcap", "30", "--scale", "-0.5", "--precision", "tf32", "--dtype", "float32")
+    plan, code = run_json("plan", *shapes, *options, "--arch", "80")
+    problem = plan["problem"]
+    assert code == 0
+    assert (problem["heads_q"], problem["heads_kv"], problem["len_q"], problem["len_kv"], problem["dim_v"]) == (6, 2, 50, 70, 40)
+    assert (problem["first_key"], problem["last_key"], problem["scale"], problem["softcap"]) == (-8, 0, -0.5, 30.0)
+    assert plan["config"]["TF32_PASSES"] == 1 and plan["config"]["EXPLICIT_SCORES"]
+    assert any("softcap" in reason for reason in plan["reasons"])
+    text = run("plan", *shapes, *options, "--arch", "80").stdout
+    assert "6 heads on 2" in text and "EXPLICIT_SCORES=True" in text
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["plan"], "SHAPE"),
+        (["plan", "2xax3"], "got '2xax3'"),
+        (["plan", "2x3", "4x5"], "one shape for all of q, k, v, or three, got 2"),
+        (["plan", "8x64x64", "--arch", "61"], "got '61'"),
+        (["plan", "8x64x64", "--window", "1"], "got '1'"),
+        (["plan", "8x64x64", "--window", "-3:0"], "window: expected ends"),
+        (["plan", "8x64x64", "--softcap", "-1"], "softcap: expected"),
+        (["plan", "8x64x300"], "got 300"),
+        (["plan", "5x64x64", "2x64x64", "2x64x64"], "q: expected a multiple of 2 heads"),
+        (["plan", "8x64x64", "--dtype", "float64"], "float64"),
+        (["source", "8x64x64", "--dtype", "bfloat16", "--arch", "75"], "no bfloat16"),
+        (["source", "8x64x64", "--file", "nope.cuh"], "config.cuh"),
+        (["check", "--backend", "numpy", "--arch", "80"], "--arch is for backend host"),
+        (["check", "--backend", "numpy", "--dim", "7"], "nothing to run"),
+        (["check", "--backend", "host", "--dtype", "float64"], "only backend 'numpy' computes float64"),
+        (["check", "--backend", "numpy", "--case", MASKED_CASE, "--dim", "40"], "--case names the cases"),
+        (["check", "--backend", "numpy", "--case", MASKED_CASE + "s"], f"did you mean {MASKED_CASE}?"),
+        (["compile", "--arch", "80", "--all"], "exclude each other"),
+    ],
+)
+def test_user_errors_end_with_2_and_say_what_was_wrong(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr.splitlines()[-1] and "Traceback" not in result.stderr
+
+
+def test_source_is_the_text_that_is_compiled():
+    [plan] = [p for p in every_plan([ARCHITECTURES["90a"]], ["bfloat16"]) if p.config.WIDTH == 192]
+    arguments = ("8x1024x192", "--dtype", "bfloat16", "--arch", "90a")
+    files = source.source_of(plan)
+    assert run("source", *arguments).stdout == "".join(f"// ---- {name} ----\n{text}\n" for name, text in files.items())
+    assert next(iter(files)) == "fwd_v2.cu"
+    for name, text in files.items():
+        assert run("source", *arguments, "--file", name).stdout == text
+    assert "ARCH = 90;" in files["config.cuh"] and "WIDTH = 192;" in files["config.cuh"]
+
+
+def test_check_on_numpy_judges_every_quick_case():
+    report, code = run_json("check", "--backend", "numpy", "--quick")
+    assert code == 0
+    assert report["failed"] == 0 and report["skipped"] == [] and report["passed"] == len(report["results"])
+    assert {result["plan"] for result in report["results"]} == {"numpy", "nothing to launch"}
+
+
+def test_check_on_the_host_says_what_it_skips():
+    result = run("check", "--backend", "host", "--dim", 40)
+    assert result.exit_code == 0, result.output
+    assert "1 passed, 0 failed, 1 skipped (only backend 'numpy' computes float64) on backend host (sm_80)" in result.stdout
+    [row] = [line for line in result.stdout.splitlines() if line.startswith(MASKED_CASE)]
+    assert "fwd_v2-sm_80-float16-d64-64x64" in row and row.endswith("ok")
+
+
+def test_check_finds_a_kernel_that_does_not_mask(change_kernel):
+    line = "s.at(l, r) = -infinity();"
+    text = source.files()["tile/mask.cuh"]
+    assert line in text
+    change_kernel("tile/mask.cuh", text.replace(line, "{}"))
+    result = run("check", "--backend", "host", "--arch", "80", "--dim", 40)
+    assert result.exit_code == 1
+    assert f"\n  cupy-flash check --backend host --arch 80 --case {MASKED_CASE}\n" in result.stdout
+    assert "FAILS in row" in result.stdout and "0 passed, 1 failed" in result.stdout
+
+
+def test_check_shows_the_compilers_log(change_kernel):
+    change_kernel("tile/mask.cuh", "#error this is no mask")
+    result = run("check", "--backend", "host", "--case", MASKED_CASE)
+    assert result.exit_code == 1
+    assert "CompileError" in result.stdout and "this is no mask" in result.stdout
+
+
+def test_an_exception_is_the_result_of_its_case(monkeypatch):
+    def refuse(*_, **__):
+        raise ZeroDivisionError("no reason")
+
+    monkeypatch.setattr(check, "plan_attention", refuse)
+    report, code = run_json("check", "--backend", "numpy", "--case", MASKED_CASE)
+    [result] = report["results"]
+    assert code == 1 and report["failed"] == 1
+    assert result["error"] == "ZeroDivisionError: no reason" and result["comparison"] is None
+
+
+def test_what_a_suite_leaves_out():
+    why = {(backend, name): check.why_skipped(case_named(name), backend, ARCHITECTURES["75"]) for backend, name in _skips()}
+    assert [key for key, reason in why.items() if not reason] == [("numpy", name) for _, name in _skips()[::3]]
+    assert why["cuda", "bfloat16-h2-q49-k63-d256"] == "sm_75 has no bfloat16"
+    heavy = next(case for case in full_cases() if case.heavy and case.dtype == "float16")
+    assert check.why_skipped(heavy, "host", ARCHITECTURES["80"]) and not check.why_skipped(heavy, "cuda", ARCHITECTURES["80"])
+
+
+def _skips():
+    names = ("float64-h3x1-q45-k61-d40-causal", "bfloat16-h2-q49-k63-d256", "tf32-h1-q79-k103-d64")
+    return [(backend, name) for name in names for backend in ("numpy", "host", "cuda")]
+
+
+@pytest.mark.gpu
+def test_check_on_a_gpu():
+    report, code = run_json("check", "--quick")
+    assert code == 0 and report["backend"] == "cuda" and report["failed"] == 0
+
+
+def test_the_matrix_has_every_row():
+    plans = list(every_plan())
+    rows = sum(
+        len(TABLES[a.name]["float32" if "32" in kind else "half"]) for a in ARCHITECTURES.values() for kind in KINDS if has(a, kind)
+    )
+    assert len(plans) == len({plan.name for plan in plans}) == rows
+    assert not any(p.architecture.number == 75 and (p.config.DTYPE == "BFLOAT16" or p.config.TF32_PASSES == 1) for p in plans)
+
+
+def test_compile_reports_what_the_assembler_says(monkeypatch):
+    pytest.importorskip("cupy")
+    monkeypatch.setattr(compile, "every_plan", lambda *arguments: list(every_plan(*arguments))[:1])  # all take minutes
+    report, code = run_json("compile", "--arch", "75", "--dtype", "float16", "--ptxas")
+    [kernel] = report["kernels"]
+    assert code == 0 and kernel["fault"] == "" and kernel["architecture"] == "75" and kernel["shared_bytes"] > 0
+    assert f"Used {kernel['report']['registers']} registers" in kernel["log"]
+
+
+@pytest.mark.parametrize(
+    "report, fault",
+    [
+        (Report(200, 0, ()), ""),
+        (Report(200, 0, ("warning: unused",)), ""),
+        (Report(255, 8, ()), "spills registers"),
+        (Report(200, 0, ("(C7510) Potential Performance Loss: wgmma",)), "serialises wgmma"),
+        (CompileError("fwd_v2: no\nlog"), "does not compile"),
+    ],
+)
+def test_compile_ends_with_1_on_a_fault(monkeypatch, report, fault):
+    def reported(plan):
+        if isinstance(report, Exception):
+            raise report
+        return report
+
+    monkeypatch.setattr(nvrtc, "version", lambda: (12, 9))
+    monkeypatch.setattr(nvrtc, "report", reported)
+    result = run("compile", "--arch", "90a", "--arch", "80", "--dtype", "tf32", "--jobs", 1)
+    assert result.exit_code == (1 if fault else 0)
+    assert f"12 kernels by NVRTC 12.9, {12 if fault else 0} with a fault" in result.stdout
+    assert all(line.endswith(fault or "ok") for line in result.stdout.splitlines() if line.startswith("fwd_v2"))
+
+
+def test_cache_clears_its_own_files_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path / "kernels"))
+    assert run("cache", "dir").stdout == f"{tmp_path / 'kernels'}\n"
+    assert run_json("cache", "list") == ([], 0)
+    ours = cache.write(f"fwd_v2-sm_80-{'0' * 32}.cubin", b"code")
+    (tmp_path / "kernels" / "libother.so").write_bytes(b"")
+    [entry], _ = run_json("cache", "list")
+    assert entry["name"] == ours.name and entry["bytes"] == ours.stat().st_size and entry["age_seconds"] < 60
+    assert "1 file, 0 kB" in run("cache", "list").stdout
+    assert "deleted 1 file from" in run("cache", "clear").stdout
+    assert [file.name for file in (tmp_path / "kernels").iterdir()] == ["libother.so"]
+
+
+NO_CUPY = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("cupy", "cupy_backends", "ziglang"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Absent())
+from cupy_flash.cli import main
+main(["doctor", "--json"])
+"""
+
+
+def test_doctor_without_cupy():
+    done = python(NO_CUPY)
+    report = json.loads(done.stdout)
+    works = {finding["name"]: finding["works"] for finding in report["findings"]}
+    assert not any(works[name] for name in ("CuPy", "NVRTC", "driver", "device 0"))
+    assert all("cupy" in finding["value"] for finding in report["findings"] if finding["name"] in ("CuPy", "NVRTC"))
+    assert all(finding["works"] or finding["remedy"] for finding in report["findings"])
+    assert report["backends"] == {"cuda": False, "host": works["C++ compiler"], "numpy": True}
+    assert done.returncode == (0 if works["C++ compiler"] else 1)
+
+
+def test_doctor_without_anything_ends_with_1():
+    done = python(NO_CUPY, PATH="", CXX="")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["backends"] == {"cuda": False, "host": False, "numpy": True}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are those of POSIX")
+def test_doctor_says_why_a_cache_folder_is_refused(tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path))
+    [finding] = [finding for finding in doctor.examine() if finding.name == "cache"]
+    assert not finding.works and "others can write to it" in finding.value
+    assert f"chmod 700 {tmp_path}" in finding.remedy
+
+
+def test_doctor_prints_a_line_for_each_finding():
+    result = run("doctor")
+    assert "backends that work:" in result.stdout and "NumPy" in result.stdout
+    assert result.exit_code == (0 if "host" in result.stdout.splitlines()[-1] or "cuda" in result.stdout.splitlines()[-1] else 1)
+
+
+def test_a_table_fits_its_width():
+    rows = [("a-case-with-a-very-long-name", "7.0", "ok"), ("short", "10.0", "FAILED")]
+    header, first, _ = table(("case", "error", "verdict"), rows, "<><")
+    assert first == "a-case-with-a-very-long-name    7.0  ok" and header.index("error") == first.index("7.0") - 2
+    narrow = table(("case", "error", "verdict"), rows, "<><", width=30)
+    assert max(map(len, narrow)) <= 30
+    assert "…" in narrow[1] and narrow[1].startswith("a-case") and narrow[2].startswith("short ")
+
+
+def test_json_has_no_infinity(capsys):
+    echo_json({"error": float("inf"), "row": (1, float("nan"))})
+    assert json.loads(capsys.readouterr().out) == {"error": None, "row": [1, None]}

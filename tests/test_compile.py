@@ -1,0 +1,118 @@
+"""The sources as the GPU compiler takes them: every row of every tuning table, and errors that say where."""
+
+import re
+import subprocess
+from dataclasses import asdict, fields, make_dataclass, replace
+
+import pytest
+
+from cupy_flash import CompileError, host, nvrtc, source
+from cupy_flash.architecture import ARCHITECTURES
+from cupy_flash.matrix import every_plan
+from cupy_flash.plan import Config
+
+SM_75, SM_80 = ARCHITECTURES["75"], ARCHITECTURES["80"]
+
+
+@pytest.fixture
+def needs_nvrtc():
+    try:
+        nvrtc.version()
+    except CompileError as error:
+        pytest.skip(str(error))
+
+
+def plans(*sets):
+    """Parametrises a test with plans, each known by its name."""
+    return pytest.mark.parametrize("plan", [plan for some in sets for plan in some], ids=lambda plan: plan.name)
+
+
+# The tuning tables
+
+
+# float16 takes the instructions of bfloat16 with another suffix, and tf32 one product in three of float32's: of these, one
+# architecture stands for all.
+@plans(
+    every_plan(kinds=["bfloat16", "float32"]),
+    every_plan([SM_75, SM_80], ["float16"]),
+    every_plan([SM_80], ["tf32"]),
+)
+def test_row_compiles_without_spill_or_warning(plan, needs_nvrtc):
+    report = nvrtc.report(plan)
+    assert (report.spill_bytes, report.warnings) == (0, ())
+
+
+@pytest.mark.parametrize("change", [{"COPY_BYTES": 8}, {"COPY_BYTES": 4}, {"COPY_BYTES": 0}, {"EXPLICIT_SCORES": True}], ids=str)
+@plans(plan for plan in every_plan([SM_80], ["bfloat16", "float32"]) if plan.config.WIDTH == plan.config.TILE_Q == 128)
+def test_variant_compiles(plan, change, needs_nvrtc):
+    """Spills are allowed here: these serve layouts and options that are slow for other reasons."""
+    assert nvrtc.report(replace(plan, config=replace(plan.config, **change))).warnings == ()
+
+
+def test_rows_fit_shared_memory():
+    assert [plan.name for plan in every_plan() if plan.shared_bytes > plan.architecture.shared_bytes] == []
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"DTYPE": "FLOAT32"}, {"STAGES": 3}, {"WIDTH": 96, "WIDTH_V": 32}, {"WIDTH": 32, "WIDTH_V": 96}], ids=str
+)
+def test_plan_and_kernel_agree_on_shared_memory(change, tmp_path):
+    plan = next(every_plan([SM_80], ["float16"]))
+    plan = replace(plan, config=replace(plan.config, **change))
+    for name, text in source.source_of(plan).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    check = f'#include "{plan.kernel}.cu"\nstatic_assert(SHARED_BYTES == {plan.shared_bytes});\n'
+    command = [*host.compiler(), "-std=c++20", "-w", "-fsyntax-only", f"-I{tmp_path}", "-x", "c++", "-"]
+    assert subprocess.run(command, input=check, capture_output=True, text=True).stderr == ""
+
+
+# The constants
+
+CONSTANT = re.compile(r"(constexpr +\w+ +)(\w+)( = )(\w+)(; *)")
+
+
+def test_every_field_of_config_is_a_constant_of_the_kernels():
+    assert {match[1] for match in CONSTANT.findall(source.files()["config.cuh"])} == {field.name for field in fields(Config)}
+
+
+@plans(every_plan([SM_75]))
+def test_config_text_has_the_values_of_the_plan(plan):
+    spelled = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in asdict(plan.config).items()}
+    assert {match[1]: match[3] for match in CONSTANT.findall(source.config_text(plan.config))} == spelled
+
+
+def test_config_text_keeps_everything_but_values():
+    plan = next(every_plan([SM_80], ["float32"]))
+    default, text = source.files()["config.cuh"], source.config_text(plan.config)
+    assert CONSTANT.sub(r"\1\2\3;", text) == CONSTANT.sub(r"\1\2\3;", default)
+    assert [line.find("//") for line in text.splitlines()] == [line.find("//") for line in default.splitlines()]
+
+
+def test_constant_that_config_cuh_lacks_is_refused():
+    wider = make_dataclass("Wider", ["TILE_Z"], bases=(Config,), frozen=True)
+    config = wider(**asdict(next(every_plan()).config), TILE_Z=1)
+    with pytest.raises(ValueError, match="TILE_Z"):
+        source.config_text(config)
+
+
+# What the compiler says
+
+
+@pytest.mark.parametrize("file", ["fwd_v2.cu", "params.cuh", "tile/mask.cuh"])
+def test_error_names_file_and_line(file, needs_nvrtc, monkeypatch):
+    text = source.files()[file] + "\nnonsense here;\n"
+    monkeypatch.setattr(nvrtc, "source_of", lambda plan: source.source_of(plan) | {file: text})
+    with pytest.raises(CompileError, match=rf"{file}\({text.count(chr(10))}\): error"):
+        nvrtc.compile_plan(next(every_plan([SM_80])))
+
+
+def test_report_reads_spills_and_serialised_products(monkeypatch):
+    log = (
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+        "    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\n"
+        "ptxas info    : Used 255 registers, used 1 barriers\n"
+    )
+    monkeypatch.setattr(nvrtc, "compile_plan", lambda plan, options: (b"", log))
+    report = nvrtc.report(next(every_plan()))
+    assert (report.registers, report.spill_bytes, report.warnings) == (255, 20, (log.splitlines()[0],))

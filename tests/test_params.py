@@ -1,0 +1,157 @@
+"""What a kernel is told at launch: the NumPy dtypes are the C structs, and batch axes merge without losing an element."""
+
+import dataclasses
+import subprocess
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupy_flash import UnsupportedError, arrays, host, source
+from cupy_flash.layout import dense_layout
+from cupy_flash.options import Options
+from cupy_flash.params import BATCH_AXES, FORWARD, TENSOR, UNBOUNDED, forward_params, merge_batch_axes
+from cupy_flash.problem import make_problem
+
+# The structs
+
+PROGRAM = """
+#include "params.cuh"
+#include <cstddef>
+#include <cstdio>
+#include <type_traits>
+template <typename T> char kind() {
+  typedef std::remove_all_extents_t<T> Scalar;
+  return std::is_class_v<Scalar> ? 'V' : std::is_pointer_v<Scalar> ? 'u' : std::is_floating_point_v<Scalar> ? 'f' : 'i';
+}
+#define SHOW(S, F) std::printf(#S "." #F " %zu %zu %c\\n", offsetof(S, F), sizeof(S::F), kind<decltype(S::F)>());
+#define SIZE(S) std::printf(#S " %zu\\n", sizeof(S));
+"""
+
+
+def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
+    """Name, offset, size and kind of each field."""
+    calls, expected = [], []
+    for struct, dtype in (("Tensor", TENSOR), ("ForwardParams", FORWARD)):
+        for name in dtype.names:
+            field, offset = dtype.fields[name][:2]
+            calls.append(f"SHOW({struct}, {name})")
+            expected.append(f"{struct}.{name} {offset} {field.itemsize} {field.base.kind}")
+        calls.append(f"SIZE({struct})")
+        expected.append(f"{struct} {dtype.itemsize}")
+    (tmp_path / "structs.cpp").write_text(f"{PROGRAM}int main() {{ {' '.join(calls)} }}\n")
+    command = [*host.compiler(), "-std=c++20", "-pthread", "-w", f"-I{source.shelf()}", "structs.cpp", "-o", "structs"]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    found = subprocess.run([tmp_path / "structs"], check=True, capture_output=True, text=True).stdout
+    assert found.splitlines() == expected
+
+
+def test_number_of_batch_axes_is_that_of_the_kernels():
+    assert f"constexpr int BATCH_AXES = {BATCH_AXES};" in source.files()["params.cuh"]
+
+
+# Their contents
+
+
+def problem_of(*shape, **options):
+    layout = dense_layout(shape, reversed(range(len(shape))), "float16", None)
+    return make_problem(layout, layout, layout, Options(backend="host", **options))
+
+
+def test_a_problem_becomes_numbers():
+    """Each number differs from the others, so that none can take another's place."""
+    q, out = (dense_layout((2, 6, 10, dim), (3, 1, 2, 0), "float16", None) for dim in (64, 48))
+    k, v = (dense_layout((2, 3, 20, dim), (3, 2, 1, 0), "float16", None) for dim in (64, 48))
+    asked = Options(scale=0.3, softcap=5.0, window=(4, 2), return_lse=True, backend="host")
+    params = forward_params(make_problem(q, k, v, asked, out))[0]
+    strides = {
+        name: tuple(params[name][f"{axis}_stride"] for axis in ("head", "row", "col")) for name in ("q", "k", "v", "out", "lse")
+    }
+    assert strides == {"q": (64, 384, 1), "k": (1280, 64, 1), "v": (960, 48, 1), "out": (48, 288, 1), "lse": (10, 1, 0)}
+    assert [params[name]["batch_stride"][-1] for name in strides] == [3840, 3840, 2880, 2880, 60]
+    assert {name: params[name].tolist() for name in FORWARD.names if name not in strides} == {
+        "first_key": 6,
+        "last_key": 12,
+        "batch": [1, 1, 1, 2],
+        "heads": 6,
+        "heads_per_kv": 2,
+        "len_q": 10,
+        "len_kv": 20,
+        "dim": 64,
+        "dim_v": 48,
+        "scale": pytest.approx(0.3),
+        "softcap": 5.0,
+    }
+
+
+def test_no_mask_is_a_band_wider_than_any_length():
+    params = forward_params(problem_of(3, 5, 8))[0]
+    assert (params["first_key"], params["last_key"]) == (-UNBOUNDED, UNBOUNDED)
+    assert 2 * UNBOUNDED < 2**31 + 1  # a row plus a bound stays below 2^31
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_length_beyond_32_bits_is_refused(name):
+    problem = dataclasses.replace(problem_of(3, 5, 8), **{{"q": "len_q", "k": "len_kv"}[name]: UNBOUNDED})
+    with pytest.raises(UnsupportedError, match=rf"{name}: expected fewer than 2\*\*30 rows, got {UNBOUNDED}"):
+        forward_params(problem)
+
+
+# Batch axes
+
+
+@st.composite
+def views(draw):
+    """Several views of one shape into memory of their own: axes in any order, sliced, reversed, broadcast."""
+    shape = tuple(draw(st.lists(st.integers(1, 3), max_size=6)))
+
+    def view():
+        order = draw(st.permutations(range(len(shape))))
+        room = [draw(st.sampled_from((size, size, size + 1))) for size in shape]
+        stored = [room[axis] for axis in order]
+        whole = numpy.arange(numpy.prod(stored, dtype=int)).reshape(stored).transpose(numpy.argsort(order))
+        x = whole[(..., *map(slice, shape))]
+        for axis in range(len(shape)):
+            change = draw(st.sampled_from(("none", "none", "none", "reverse", "broadcast")))
+            if change == "reverse":
+                x = numpy.flip(x, axis)
+            elif change == "broadcast":
+                x = numpy.broadcast_to(x.take([0], axis), shape)
+        return x
+
+    return [view() for _ in range(draw(st.integers(1, 3)))]
+
+
+@given(views())
+def test_merged_axes_reach_the_same_elements_in_the_same_order(views):
+    shape = views[0].shape
+    layouts = {str(i): arrays.layout(x) for i, x in enumerate(views)}
+    try:
+        sizes, strides = merge_batch_axes(shape, layouts)
+    except UnsupportedError:
+        assert sum(size > 1 for size in shape) > BATCH_AXES
+        return
+    assert len(sizes) == BATCH_AXES
+    for x, steps in zip(views, strides.values()):
+        merged = numpy.lib.stride_tricks.as_strided(x, sizes, [step * x.itemsize for step in steps])
+        numpy.testing.assert_array_equal(merged.ravel(), x.ravel())
+
+
+@given(st.lists(st.integers(1, 3), max_size=7))
+def test_contiguous_axes_merge_to_one(shape):
+    layout = dense_layout(tuple(shape), reversed(range(len(shape))), "float32", None)
+    sizes, strides = merge_batch_axes(tuple(shape), {"q": layout})
+    assert sizes == (1, 1, 1, numpy.prod(shape, dtype=int))
+    assert strides["q"][-1] in (0, 1)
+
+
+def test_five_axes_that_do_not_merge_are_refused():
+    layout = dense_layout((2,) * 5, range(5), "float16", None)  # the first axis is the fastest
+    with pytest.raises(UnsupportedError, match=r"q: expected batch axes that merge to at most 4, got \(2, 2, 2, 2, 2\).* leave 5"):
+        merge_batch_axes((2,) * 5, {"q": layout})
+
+
+def test_an_axis_merges_only_where_every_array_allows_it():
+    dense, swapped = (dense_layout((2, 3), order, "float16", None) for order in ((1, 0), (0, 1)))
+    assert merge_batch_axes((2, 3), {"q": dense, "k": swapped}) == ((1, 1, 2, 3), {"q": (0, 0, 3, 1), "k": (0, 0, 1, 2)})
