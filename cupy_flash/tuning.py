@@ -80,6 +80,7 @@ FLOAT32_80 = (
     Row(192, 64, 16, ONE_BLOCK, min_blocks=1),
     Row(256, 64, 16, ONE_BLOCK, min_blocks=1),
 )
+FLOAT32_100 = (FLOAT32_80[0], Row(64, 64, 32, "32 rows a warp would spill"), *FLOAT32_80[2:])
 FLOAT32_86 = (
     Row(32, 128, 32, "32 rows a warp: each K and V fragment, once split, serves six products"),
     Row(64, 64, 32, "32 rows a warp would spill on sm_120"),
@@ -99,7 +100,7 @@ TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
     "86": {"half": HALVES_86, "float32": FLOAT32_86},
     "89": {"half": HALVES_86, "float32": FLOAT32_86},
     "90a": {"half": HALVES_90, "float32": FLOAT32_80},
-    "100": {"half": HALVES_100, "float32": FLOAT32_80},
+    "100": {"half": HALVES_100, "float32": FLOAT32_100},
     "120": {"half": HALVES_86, "float32": FLOAT32_86},
 }
 

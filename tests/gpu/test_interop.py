@@ -1,0 +1,62 @@
+"""Arrays of other libraries in, results of the same kind out, in place and without a copy."""
+
+import numpy
+import pytest
+
+from cupy_flash import attention
+
+cupy = pytest.importorskip("cupy")
+
+
+def expected(dtype="float16"):
+    q = cupy.random.default_rng(0).standard_normal((2, 4, 70, 64), dtype=numpy.float32).astype(dtype)
+    return q, attention(q, q, q, causal=True)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32"))
+def test_torch(dtype):
+    torch = pytest.importorskip("torch")
+    q = torch.randn(2, 4, 70, 64, device="cuda").to(getattr(torch, dtype))
+    out, lse = attention(q, q, q, causal=True, return_lse=True)
+    assert type(out) is torch.Tensor and out.device == q.device and out.dtype == q.dtype
+    truth = torch.nn.functional.scaled_dot_product_attention(q.double(), q.double(), q.double(), is_causal=True)
+    tolerance = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-5}[dtype]  # a few roundings of results of order 1
+    assert (out.double() - truth).abs().max().item() <= tolerance
+    assert lse.dtype == torch.float32
+
+
+def test_torch_out_is_written_in_place():
+    torch = pytest.importorskip("torch")
+    q = torch.randn(2, 4, 70, 64, device="cuda", dtype=torch.float16)
+    out = torch.full_like(q, float("nan"))
+    assert attention(q, q, q, out=out) is out
+    torch.cuda.synchronize()
+    assert torch.isfinite(out).all()
+
+
+def test_jax():
+    jax = pytest.importorskip("jax")
+    q, truth = expected()
+    given = jax.dlpack.from_dlpack(q)
+    out = attention(given, given, given, causal=True)
+    assert isinstance(out, jax.Array)
+    assert numpy.array_equal(numpy.asarray(out), cupy.asnumpy(truth))
+
+
+def test_numba():
+    cuda = pytest.importorskip("numba.cuda")
+    q, truth = expected()
+    given = cuda.as_cuda_array(q)
+    out = attention(given, given, given, causal=True)
+    assert type(out) is type(given)
+    assert numpy.array_equal(out.copy_to_host(), cupy.asnumpy(truth))
+
+
+def test_cuda_array_interface_alone():
+    class Foreign:
+        def __init__(self, array):
+            self.__cuda_array_interface__ = array.__cuda_array_interface__
+
+    q, truth = expected()
+    out = attention(Foreign(q), Foreign(q), Foreign(q), causal=True)
+    assert isinstance(out, cupy.ndarray) and bool((out == truth).all())
