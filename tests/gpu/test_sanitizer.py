@@ -36,7 +36,7 @@ def test_clean(tool):
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=fwd_", sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    options = ["--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=fwd_"]
+    done = subprocess.run([sanitizer, *options, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and "done" in done.stdout, (done.stdout + done.stderr)[-3000:]
     assert "0 errors" in done.stdout or "0 hazards" in done.stdout, done.stdout[-2000:]
