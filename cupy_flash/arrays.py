@@ -69,14 +69,13 @@ def view(x: Any, name: str, *, writable: bool = False) -> Array:
 
 
 def describe(array: Array) -> tuple[tuple[Any, ...], int]:
-    """What tells layouts apart (shape, strides in bytes, dtype, alignment, device), and the address; gathered fast."""
+    """What tells layouts apart (shape, strides in bytes, dtype, address modulo 16, device), and the address; gathered fast."""
     if type(array) is numpy.ndarray:
         device, address = None, pointer(array)
     else:
         memory = array.data
         device, address = memory.device_id, memory.ptr
-    bit = address | 16
-    return (array.shape, array.strides, array.dtype, bit & -bit, device), address
+    return (array.shape, array.strides, array.dtype, address & 15, device), address
 
 
 def layout(array: Array, name: str = "array") -> Layout:
@@ -87,7 +86,8 @@ def layout(array: Array, name: str = "array") -> Layout:
 @functools.lru_cache(maxsize=1024)  # making a Layout takes longer than finding it again, and a program has few
 def layout_of(description: tuple[Any, ...], name: str) -> Layout:
     """The `Layout` of an array that `describe` describes so."""
-    shape, strides, dtype, alignment, device = description
+    shape, strides, dtype, phase, device = description
+    alignment = (phase | 16) & -(phase | 16)
     if any(stride % dtype.itemsize for stride in strides):
         raise ValueError(f"{name}: expected strides that are multiples of {dtype.itemsize} bytes, got {strides}")
     # A foreign byte order is part of NumPy's dtype.str ('>f4') but not of its name.
@@ -96,10 +96,10 @@ def layout_of(description: tuple[Any, ...], name: str) -> Layout:
 
 
 def description_of(layout: Layout) -> tuple[Any, ...]:
-    """What `describe` says of an array with this layout."""
+    """What `describe` says of an array with this layout that is aligned to 16 bytes."""
     dtype = DTYPES[layout.dtype]
     strides = tuple([stride * dtype.itemsize for stride in layout.strides])
-    return layout.shape, strides, dtype, layout.alignment, layout.device
+    return layout.shape, strides, dtype, 0, layout.device
 
 
 def pointer(array: Array) -> int:

@@ -36,7 +36,8 @@ class DeviceKernel(threading.local):
     """
 
     def __init__(self, kernel: Plan, device: int, params: bytes, places: tuple[int, ...], blocks: int) -> None:
-        module = _module(kernel, device)  # holds the code for as long as this object lives
+        cupy.cuda.runtime.free(0)  # makes the device's context current, which in a new thread it is not
+        module = _module(kernel, device)
         self._function = module.get_function(kernel.kernel)
         driver.funcSetAttribute(self._function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes)
         # The driver takes an array of pointers to arguments: word 0 is that array, the one argument follows it.

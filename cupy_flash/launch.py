@@ -37,7 +37,8 @@ class AttentionPlan:
         self._returns_lse = returns_lse
         results = (_seen(problem.out, problem.out_shape), problem.lse and _seen(problem.lse, problem.lse_shape))
         self._layouts = dict(zip(POINTERS, (*inputs, *results)))
-        self._descriptions = [x and arrays.description_of(x) for x in self._layouts.values()]
+        *inputs, out, _ = (x and arrays.description_of(x) for x in self._layouts.values())
+        self._usual = ((*inputs, out, None), (*inputs, None, None))  # with and without `out`
         self._spans = [(0, 0) if x is None else [end * x.itemsize for end in x.extent] for x in self._layouts.values()]
         if kernel is not None:
             self._params = forward_params(problem)
@@ -96,10 +97,10 @@ class AttentionPlan:
             If an array is not laid out as planned.
         """
         given = Arguments(q, k, v, out, lse)
-        for i, (found, planned) in enumerate(zip(given.descriptions, self._descriptions)):
-            if found is not None and found != planned:
-                name = POINTERS[i]
-                _check_layout(name, arrays.layout_of(found, name), self._layouts[name])
+        if given.descriptions not in self._usual:
+            for name, found in zip(POINTERS, given.descriptions):
+                if found is not None:
+                    _check_layout(name, arrays.layout_of(found, name), self._layouts[name])
         return self.run(given)
 
     def run(self, given: Arguments) -> Any:
@@ -168,14 +169,20 @@ class AttentionPlan:
 
     def _check_apart(self, addresses: list[int]) -> None:
         """Refuse results that overlap an input or each other."""
-        spans = [(address + low, address + high) for address, (low, high) in zip(addresses, self._spans)]
-        for i in (3, 4):
-            if addresses[i]:
-                start, stop = spans[i]
-                for low, high in spans[:i]:
-                    if start < high and low < stop:
-                        given = {name: address for name, address in zip(POINTERS, addresses) if address}
-                        check_overlap(given, {name: self._layouts[name] for name in given})
+        a = addresses
+        q, k, v, out, lse = self._spans
+        results = [(a[3] + out[0], a[3] + out[1])] if a[3] else []
+        if a[4]:
+            results.append((a[4] + lse[0], a[4] + lse[1]))
+        for start, stop in results:
+            if (
+                (start < a[0] + q[1] and a[0] + q[0] < stop)
+                or (start < a[1] + k[1] and a[1] + k[0] < stop)
+                or (start < a[2] + v[1] and a[2] + v[0] < stop)
+                or (len(results) == 2 and results[0][0] < results[1][1] and results[1][0] < results[0][1])
+            ):
+                given = {name: address for name, address in zip(POINTERS, addresses) if address}
+                check_overlap(given, {name: self._layouts[name] for name in given})
 
 
 class Arguments:
@@ -186,17 +193,19 @@ class Arguments:
     def __init__(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
         self.q, self.out, self.lse = q, out, lse
         view, describe = arrays.view, arrays.describe
-        views = [view(q, "q"), view(k, "k"), view(v, "v"), None, None]
-        described = [describe(views[0]), describe(views[1]), describe(views[2]), (None, 0), (None, 0)]
+        q, k, v = view(q, "q"), view(k, "k"), view(v, "v")
+        (about_q, at_q), (about_k, at_k), (about_v, at_v) = describe(q), describe(k), describe(v)
+        about_out = about_lse = None
+        at_out = at_lse = 0
         if out is not None:
-            views[3] = view(out, "out", writable=True)
-            described[3] = describe(views[3])
+            out = view(out, "out", writable=True)
+            about_out, at_out = describe(out)
         if lse is not None:
-            views[4] = view(lse, "lse", writable=True)
-            described[4] = describe(views[4])
-        self.views = views
-        self.descriptions, addresses = zip(*described)
-        self.addresses = list(addresses)
+            lse = view(lse, "lse", writable=True)
+            about_lse, at_lse = describe(lse)
+        self.views = (q, k, v, out, lse)
+        self.descriptions = (about_q, about_k, about_v, about_out, about_lse)
+        self.addresses = [at_q, at_k, at_v, at_out, at_lse]
 
 
 def prepared(given: Arguments, options: tuple[Any, ...]) -> AttentionPlan:

@@ -115,8 +115,9 @@ template <typename Scope, int ROWS, int WIDTH> OP void store(const GlobalTile& d
   });
 }
 
-// tile = acc, rounded to the element type; visible to the warp after sync_warp
+// tile = acc, rounded to the element type, in memory that belongs to the warp; visible to it after sync_warp
 template <int M, int N> OP void store(SharedTile<M, N> tile, const Acc<M, N>& acc) {
+  sync_warp();                                                // without it a lane overwrites what its neighbours still read there
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < acc.regs; r += 2) {
