@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from . import arrays, host, reference
+from . import arrays, reference
 from .architecture import HOST, Architecture, architecture_named, architecture_of
-from .host import HostOptions
+from .errors import UnsupportedError
 from .layout import Layout
 from .options import Options
 from .params import POINTERS, forward_params
@@ -16,6 +16,8 @@ from .problem import Problem, check_overlap, make_problem
 
 if TYPE_CHECKING:
     from .device import DeviceKernel
+
+MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
 
 
 class AttentionPlan:
@@ -43,6 +45,8 @@ class AttentionPlan:
         if kernel is not None:
             self._params = forward_params(problem)
             self._blocks = 0 if problem.empty else kernel.blocks(problem)
+            if self._blocks >= MAX_BLOCKS:
+                raise UnsupportedError(f"q: expected fewer than {MAX_BLOCKS} tiles of rows over all heads, got {self._blocks}")
         if problem.backend == "cuda":
             from .device import current_device
 
@@ -138,11 +142,13 @@ class AttentionPlan:
         if p.backend == "cuda":
             self._on_device.launch(addresses)
         else:
+            from . import host  # brings subprocess and its like, which a GPU does not need
+
             params = self._params.copy()
             operands = {name: x for name, x in zip(POINTERS, (q, k, v, out, lse)) if x is not None}
             for name in operands:
                 params[name]["data"] = arrays.pointer(operands[name])
-            host.run(self.kernel, self._blocks, params, operands, HostOptions.from_environment())
+            host.run(self.kernel, self._blocks, params, operands, host.HostOptions.from_environment())
         return out, lse
 
     @functools.cached_property
@@ -168,7 +174,7 @@ class AttentionPlan:
         )
 
     def _check_apart(self, addresses: list[int]) -> None:
-        """Refuse results that overlap an input or each other."""
+        """Refuse results that overlap an input or each other. Spelled out: as loops it would take a tenth of a call."""
         a = addresses
         q, k, v, out, lse = self._spans
         results = [(a[3] + out[0], a[3] + out[1])] if a[3] else []

@@ -26,7 +26,7 @@ class Report:
     registers: int
     spill_bytes: int
     warnings: tuple[str, ...]
-    log: str
+    log: str = ""
 
 
 @functools.cache

