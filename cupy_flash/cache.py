@@ -72,12 +72,12 @@ def entries() -> list[Path]:
 
 def usable_folder() -> Path | None:
     """The cache folder, made private to the user if it is new; None, with a warning, if code must not be loaded from it."""
-    home = folder()
     try:
+        home = folder()
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = home.stat()
-    except (OSError, RuntimeError) as error:
-        _warn_once(f"the kernel cache {home} cannot be made ({error}); compiled kernels last as long as this process")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        _warn_once(f"the kernel cache cannot be made ({error}); compiled kernels last as long as this process")
         return None
     if os.name == "posix" and (status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
         _warn_once(

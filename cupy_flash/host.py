@@ -30,6 +30,7 @@ SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 SCHEDULES = ("eager", "deferred")
 OPTIONS = ("-std=c++20", "-O2", "-pthread", "-Wno-unknown-pragmas")
 MESSAGE_BYTES = 4096
+DEADLOCK_STATUS = 3  # of host_main.cpp
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def _run_program(path: Path, blocks: int, params: numpy.ndarray, arrays: dict[st
                 offset = params.dtype.fields[name][1]
                 file.write(_int64(offset, int(params[name]["data"][0]) - low, high - low) + ctypes.string_at(low, high - low))
         done = subprocess.run([str(path), str(job)], capture_output=True, text=True, preexec_fn=_fixed_addresses)
-        if done.returncode == 1:
+        if done.returncode == DEADLOCK_STATUS:
             raise DeadlockError(done.stdout.strip())
         if done.returncode:
             raise SanitizerError(done.stderr or f"{path.name} ended with status {done.returncode}")

@@ -60,7 +60,7 @@ def test_what_is_no_array_is_named(value):
 
 
 def test_what_is_no_tensor_of_torch_is_named():
-    with pytest.raises(TypeError, match="^v: expected a NumPy or CuPy array.*, got Tensor$"):
+    with pytest.raises(TypeError, match=r"^v: expected a NumPy or CuPy array.*, got Tensor$"):
         arrays.view(foreign("torch"), "v")
 
 
@@ -69,7 +69,7 @@ def test_read_only_results_are_refused():
     assert arrays.view(array, "out", writable=True) is array
     array.flags.writeable = False
     assert arrays.view(array, "q") is array
-    with pytest.raises(ValueError, match="^out: expected a writable array, got a read-only ndarray$"):
+    with pytest.raises(ValueError, match=r"^out: expected a writable array, got a read-only ndarray$"):
         arrays.view(array, "out", writable=True)
 
 
@@ -96,7 +96,7 @@ def test_cuda_array_interface_cannot_say_bfloat16(monkeypatch):
     cupy = pytest.importorskip("cupy")
     tensor, shared = foreign("other", __cuda_array_interface__={}), SimpleNamespace(dtype=numpy.dtype("V2"))
     monkeypatch.setattr(cupy, "asarray", {tensor: shared}.__getitem__)
-    with pytest.raises(TypeError, match="^k: expected an array .* got Tensor: .*'|V2'; bfloat16 needs DLPack"):
+    with pytest.raises(TypeError, match=r"^k: expected an array .* got Tensor: .*'|V2'; bfloat16 needs DLPack"):
         arrays.view(tensor, "k")
 
 
@@ -106,7 +106,7 @@ def test_a_refusing_library_is_quoted(error):
         raise error("sparse tensors have no memory")
 
     tensor = foreign("other", __dlpack_device__=refuse)
-    with pytest.raises(TypeError, match="^k: expected an array .* got Tensor: sparse tensors have no memory$"):
+    with pytest.raises(TypeError, match=r"^k: expected an array .* got Tensor: sparse tensors have no memory$"):
         arrays.view(tensor, "k")
 
 
@@ -137,14 +137,14 @@ def test_bfloat16_in_host_memory_comes_by_array():
     assert seen.dtype == ml_dtypes.bfloat16
     assert numpy.shares_memory(seen, source)
     assert source.flags.writeable
-    with pytest.raises(TypeError, match="^q: .*: bfloat16$"):
+    with pytest.raises(TypeError, match=r"^q: .*: bfloat16$"):
         arrays.view(foreign("other", **attributes), "q")
 
 
 def test_array_protocol_may_copy_so_takes_no_results():
     lender = foreign("other", __array__=lambda self, *_, **k: numpy.ones((2, 3)))
     assert arrays.view(lender, "q").shape == (2, 3)
-    with pytest.raises(ValueError, match="^out: expected a writable array, got a read-only Tensor$"):
+    with pytest.raises(ValueError, match=r"^out: expected a writable array, got a read-only Tensor$"):
         arrays.view(lender, "out", writable=True)
 
 
@@ -153,7 +153,7 @@ def test_jax_arrays_on_a_device_are_immutable(monkeypatch):
     monkeypatch.setattr(cupy, "from_dlpack", lambda x: device_array((2, 3)))
     tensor = foreign("jax", **dlpack(2))
     assert arrays.view(tensor, "q").shape == (2, 3)
-    with pytest.raises(ValueError, match="^out: expected a writable array"):
+    with pytest.raises(ValueError, match=r"^out: expected a writable array"):
         arrays.view(tensor, "out", writable=True)
 
 
@@ -280,7 +280,7 @@ def test_torch_round_trip_shares_memory(dtype):
 def test_torch_gradients_are_never_lost_silently():
     torch = pytest.importorskip("torch")
     tensor = torch.ones(2, 3, requires_grad=True)
-    with pytest.raises(ValueError, match="^q: expected a tensor that requires no gradient, .*q.detach()"):
+    with pytest.raises(ValueError, match=r"^q: expected a tensor that requires no gradient, .*q.detach()"):
         arrays.view(tensor, "q")
     with torch.no_grad():
         assert arrays.pointer(arrays.view(tensor, "q")) == tensor.data_ptr()
@@ -296,11 +296,11 @@ def test_jax_round_trip(dtype):
     back = arrays.give_back(numpy.asfortranarray(seen), array)
     assert isinstance(back, jax.Array)
     assert (back.dtype, back.tolist(), back.device) == (array.dtype, seen.tolist(), array.device)
-    with pytest.raises(ValueError, match="^out: expected a writable array"):
+    with pytest.raises(ValueError, match=r"^out: expected a writable array"):
         arrays.view(array, "out", writable=True)
 
 
 def test_jax_tracers_are_refused():
     jax = pytest.importorskip("jax")
-    with pytest.raises(TypeError, match="^q: expected an array whose memory can be shared, got"):
+    with pytest.raises(TypeError, match=r"^q: expected an array whose memory can be shared, got"):
         jax.jit(lambda x: arrays.view(x, "q"))(jax.numpy.ones(3))

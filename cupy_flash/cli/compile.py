@@ -114,6 +114,6 @@ def _record(result: Compiled) -> dict[str, object]:
         "shared_bytes": result.plan.shared_bytes,
         "seconds": result.seconds,
         "fault": result.fault,
-        "report": result.report and asdict(result.report),
+        "report": result.report and {name: value for name, value in asdict(result.report).items() if name != "log"},
         "log": result.log,
     }
