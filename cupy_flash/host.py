@@ -62,10 +62,12 @@ class HostOptions:
 @functools.cache
 def compiler() -> tuple[str, ...]:
     """The command of the first C++ compiler found: ``$CXX``, c++, g++, clang++, or the one in the package ziglang."""
-    named = os.environ.get("CXX")
-    for command in filter(None, (named, "c++", "g++", "clang++")):
-        if shutil.which(command.split()[0]):
-            return tuple(command.split())
+    named = os.environ.get("CXX", "").split()
+    if named and not shutil.which(named[0]):
+        raise CompileError(f"CXX: expected a command that runs a C++20 compiler, got {named[0]!r}, which was not found")
+    for command in filter(None, (named, ["c++"], ["g++"], ["clang++"])):
+        if shutil.which(command[0]):
+            return tuple(command)
     if importlib.util.find_spec("ziglang"):
         return (sys.executable, "-m", "ziglang", "c++")
     raise CompileError(

@@ -79,7 +79,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
 
   #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
-    wait_for_copies<max_of(STAGES - 2, 0)>();                            // without it this tile is read before this thread's part has arrived
+    wait_for_copies<max_of(STAGES - 2, 0)>();                 // without it this tile is read before this thread's part has arrived
     sync_block();                                             // without it other threads' parts are missing, and the load below
                                                               // overwrites a tile that a slower warp still reads
     load_kv(tile + STAGES - 1);
