@@ -105,9 +105,9 @@ def make_plan(problem: Problem, architecture: Architecture) -> Plan:
     if problem.precision == "tf32" and architecture.number < 80:
         raise UnsupportedError(f"precision: expected None or 'ieee' on {architecture}, which has no tf32, got 'tf32'")
     width, width_v = padded(problem.dim), padded(problem.dim_v)
-    row = row_for(architecture, problem.dtype, max(width, width_v), problem.len_q)
     copy_bytes, why_copy = copy_size(problem)
     explicit = problem.softcap is not None or problem.scale <= 0
+    row = row_for(architecture, problem.dtype, max(width, width_v), problem.len_q, copy_bytes, explicit)
     why_scores = "scores scaled one by one: softcap" if problem.softcap is not None else ""
     why_scores = why_scores or ("scores scaled one by one: scale <= 0" if explicit else "")
     return Plan(

@@ -3,13 +3,15 @@
 import re
 import subprocess
 from dataclasses import asdict, fields, make_dataclass, replace
+from itertools import product
 
 import pytest
 
 from cupy_flash import CompileError, host, nvrtc, source
 from cupy_flash.architecture import ARCHITECTURES
 from cupy_flash.matrix import every_plan
-from cupy_flash.plan import Config
+from cupy_flash.plan import Config, Plan, configure
+from cupy_flash.tuning import SHORT, WIDTHS, row_for
 
 SM_75, SM_80 = ARCHITECTURES["75"], ARCHITECTURES["80"]
 
@@ -42,11 +44,16 @@ def test_row_compiles_without_spill_or_warning(plan, needs_nvrtc):
     assert (report.spill_bytes, report.warnings) == (0, ())
 
 
-@pytest.mark.parametrize("change", [{"COPY_BYTES": 8}, {"COPY_BYTES": 4}, {"COPY_BYTES": 0}, {"EXPLICIT_SCORES": True}], ids=str)
-@plans(plan for plan in every_plan([SM_80], ["bfloat16", "float32"]) if plan.config.WIDTH == plan.config.TILE_Q == 128)
-def test_variant_compiles(plan, change, needs_nvrtc):
-    """Spills are allowed here: these serve layouts and options that are slow for other reasons."""
-    assert nvrtc.report(replace(plan, config=replace(plan.config, **change))).warnings == ()
+def other_uses(architecture, dtypes):
+    """Plans for what a table serves besides aligned memory and plain scores, at each width."""
+    for dtype, width, (copy_bytes, explicit) in product(dtypes, WIDTHS, [(16, True), (0, False)]):
+        row = row_for(architecture, dtype, width, SHORT + 1, copy_bytes, explicit)
+        yield Plan("fwd_v2", architecture, configure(row, architecture, dtype, "ieee", width, width, copy_bytes, explicit), ())
+
+
+@plans(other_uses(ARCHITECTURES["90a"], ["bfloat16", "float32"]))
+def test_other_use_compiles_without_spill(plan, needs_nvrtc):
+    assert nvrtc.report(plan).spill_bytes == 0
 
 
 def test_rows_fit_shared_memory():
