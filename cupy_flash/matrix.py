@@ -25,7 +25,7 @@ def has(architecture: Architecture, kind: str) -> bool:
 def every_plan(
     architectures: Iterable[Architecture] = tuple(ARCHITECTURES.values()), kinds: Iterable[str] = tuple(KINDS)
 ) -> Iterator[Plan]:
-    """One plan for each row of the tuning tables, at the row's own width and with 16-byte copies.
+    """One plan for each tile in the tuning tables, at its row's own width and with 16-byte copies.
 
     Parameters
     ----------
@@ -38,6 +38,8 @@ def every_plan(
         for kind in kinds:
             if has(architecture, kind):
                 dtype, precision = KINDS[kind]
+                plans = []
                 for row in table_for(architecture, dtype):
                     config = configure(row, architecture, dtype, precision, row.width, row.width)
-                    yield Plan("fwd_v2", architecture, config, (f"tile {row.tile_q}x{row.tile_kv}: {row.why}",))
+                    plans.append(Plan("fwd_v2", architecture, config, (f"tile {row.tile_q}x{row.tile_kv}: {row.why}",)))
+                yield from dict.fromkeys(plans)  # rows for few queries and for small copies may be one tile

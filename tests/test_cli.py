@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -206,10 +207,15 @@ def test_check_on_a_gpu():
 
 def test_the_matrix_has_every_row():
     plans = list(every_plan())
-    rows = sum(
-        len(TABLES[a.name]["float32" if "32" in kind else "half"]) for a in ARCHITECTURES.values() for kind in KINDS if has(a, kind)
-    )
-    assert len(plans) == len({plan.name for plan in plans}) == rows
+    # A row may serve for two reasons, few queries and small copies say: that is one kernel.
+    rows = {
+        (a.name, kind, replace(row, why="", max_len_q=None, min_copy=0, plain_scores=False))
+        for a in ARCHITECTURES.values()
+        for kind in KINDS
+        if has(a, kind)
+        for row in TABLES[a.name]["float32" if "32" in kind else "half"]
+    }
+    assert len(plans) == len({plan.name for plan in plans}) == len(rows)
     assert not any(p.architecture.number == 75 and (p.config.DTYPE == "BFLOAT16" or p.config.TF32_PASSES == 1) for p in plans)
 
 
