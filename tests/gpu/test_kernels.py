@@ -202,6 +202,37 @@ def test_held_plan_refuses_another_layout():
         plan(q.swapaxes(0, 1).copy().swapaxes(0, 1), q, q)
 
 
+needs_two_devices = pytest.mark.skipif(
+    cupy.cuda.is_available() and cupy.cuda.runtime.getDeviceCount() < 2, reason="needs two CUDA devices"
+)
+
+
+@needs_two_devices
+def test_arrays_of_another_device_are_computed_there():
+    case = Case("float16", 150, 150, heads_q=2, causal=True)
+    on_host = make_inputs(case)
+    with cupy.cuda.Device(1):
+        inputs = [cupy.asarray(x) for x in on_host]
+        cupy.cuda.Device().synchronize()
+    assert cupy.cuda.runtime.getDevice() == 0
+    out, lse = attention(*inputs, **case.options)
+    assert (out.device.id, lse.device.id, cupy.cuda.runtime.getDevice()) == (1, 1, 0)
+    with cupy.cuda.Device(1):
+        cupy.cuda.Device().synchronize()
+        judge(case, inputs, (out, lse))
+    here = [cupy.asarray(x) for x in on_host]
+    judge(case, here, attention(*here, **case.options))
+
+
+@needs_two_devices
+def test_arrays_of_two_devices_are_refused():
+    q = cupy.ones((2, 30, 64), numpy.float16)
+    with cupy.cuda.Device(1):
+        k = cupy.ones((2, 30, 64), numpy.float16)
+    with pytest.raises(ValueError, match=r"k: expected an array on CUDA device 0 .* got one on CUDA device 1"):
+        attention(q, k, q)
+
+
 def test_public_names_work_on_device_arrays():
     q = cupy.ones((3, 5, 8), numpy.float32)
     assert isinstance(cupy_flash.attention(q, q, q), cupy.ndarray)
