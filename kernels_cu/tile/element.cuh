@@ -101,3 +101,15 @@ OP float exp2_approx(float x) {
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
+
+// 1 / x to about one unit in the last place; 0 for x beyond 2^126
+OP float reciprocal(float x) {
+#if ON_GPU
+  return __fdividef(1.f, x);
+#else
+  return 1.f / x;
+#endif
+}
+
+// tanh x = 1 - 2 / (e^2x + 1), with an absolute error near 2^-22. (tanh.approx is off by 2^-11, which softcap would multiply.)
+OP float tanh_by_exp2(float x) { return 1.f - 2.f * reciprocal(exp2_approx(x * (2.f * LOG2E)) + 1.f); }

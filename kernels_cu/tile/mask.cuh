@@ -39,11 +39,15 @@ template <int M, int N> OP void mask(Acc<M, N>& s, const Band& band, int row0, i
 
 // raw products become scores: scaled, and bent into (-softcap, softcap) if softcap > 0
 template <int M, int N> OP void scale_scores(Acc<M, N>& s, float scale, float softcap) {
-  for_lane(l) {
-    #pragma unroll
-    for (int r = 0; r < s.regs; ++r) {
-      const float score = s.at(l, r) * scale;
-      s.at(l, r) = softcap > 0.f ? softcap * tanhf(score / softcap) : score;
+  if (softcap > 0.f) {                                        // asked once, not for each score
+    for_lane(l) {
+      #pragma unroll
+      for (int r = 0; r < s.regs; ++r) s.at(l, r) = softcap * tanh_by_exp2(s.at(l, r) * (scale / softcap));
+    }
+  } else {
+    for_lane(l) {
+      #pragma unroll
+      for (int r = 0; r < s.regs; ++r) s.at(l, r) *= scale;
     }
   }
 }
