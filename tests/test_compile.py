@@ -16,14 +16,6 @@ from cupy_flash.tuning import SHORT, WIDTHS, row_for
 SM_75, SM_80 = ARCHITECTURES["75"], ARCHITECTURES["80"]
 
 
-@pytest.fixture
-def needs_nvrtc():
-    try:
-        nvrtc.version()
-    except CompileError as error:
-        pytest.skip(str(error))
-
-
 def plans(*sets):
     """Parametrises a test with plans, each known by its name."""
     return pytest.mark.parametrize("plan", [plan for some in sets for plan in some], ids=lambda plan: plan.name)
@@ -39,7 +31,7 @@ def plans(*sets):
     every_plan([SM_75, SM_80], ["float16"]),
     every_plan([SM_80], ["tf32"]),
 )
-def test_row_compiles_without_spill_or_warning(plan, needs_nvrtc):
+def test_row_compiles_without_spill_or_warning(plan):
     report = nvrtc.report(plan)
     assert (report.spill_bytes, report.warnings) == (0, ())
 
@@ -52,7 +44,7 @@ def other_uses(architecture, dtypes):
 
 
 @plans(other_uses(ARCHITECTURES["90a"], ["bfloat16", "float32"]))
-def test_other_use_compiles_without_spill(plan, needs_nvrtc):
+def test_other_use_compiles_without_spill(plan):
     assert nvrtc.report(plan).spill_bytes == 0
 
 
@@ -107,7 +99,7 @@ def test_constant_that_config_cuh_lacks_is_refused():
 
 
 @pytest.mark.parametrize("file", ["fwd_v2.cu", "params.cuh", "tile/mask.cuh"])
-def test_error_names_file_and_line(file, needs_nvrtc, monkeypatch):
+def test_error_names_file_and_line(file, monkeypatch):
     text = source.files()[file] + "\nnonsense here;\n"
     monkeypatch.setattr(nvrtc, "source_of", lambda plan: source.source_of(plan) | {file: text})
     with pytest.raises(CompileError, match=rf"{file}\({text.count(chr(10))}\): error"):
