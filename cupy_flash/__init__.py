@@ -1,16 +1,24 @@
 """Exact attention for CuPy, NumPy and everything else that is not PyTorch."""
 
-from .api import attention, plan_attention
+from .api import attention, attention_backward, attention_vjp, merge_states, plan_attention, plan_attention_backward
+from .backward import BackwardPlan
 from .errors import CompileError, DeadlockError, SanitizerError, UnsupportedError
+from .gradients import Gradients
 from .launch import AttentionPlan
 
 __version__ = "0.1.0"
 __all__ = [
     "AttentionPlan",
+    "BackwardPlan",
     "CompileError",
     "DeadlockError",
+    "Gradients",
     "SanitizerError",
     "UnsupportedError",
     "attention",
+    "attention_backward",
+    "attention_vjp",
+    "merge_states",
     "plan_attention",
+    "plan_attention_backward",
 ]

@@ -136,7 +136,7 @@ def make_inputs(case: Case, xp: ModuleType = numpy, seed: int = 0) -> tuple[Any,
     """
     rng = numpy.random.default_rng([seed, zlib.crc32(case.name.encode())])
     dtype = numpy.dtype(ml_dtypes.bfloat16 if case.dtype == "bfloat16" else case.dtype)
-    q, k, v = (_place(x.astype(dtype), case.layout, xp) for x in _numbers(case, rng))
+    q, k, v = (place(x.astype(dtype), case.layout, xp) for x in _numbers(case, rng))
     if case.layout == "broadcast":
         k, v = (xp.broadcast_to(x, case.batch + x.shape[-3:]) for x in (k, v))
     return q, k, v
@@ -274,7 +274,7 @@ def _numbers(case: Case, rng: numpy.random.Generator) -> list[numpy.ndarray]:
     return [q, k, v]
 
 
-def _place(values: numpy.ndarray, layout: Layout, xp: ModuleType) -> Any:
+def place(values: numpy.ndarray, layout: Layout, xp: ModuleType) -> Any:
     """Return an array of `xp` with these values in this layout, NaN before, between and behind them."""
 
     def swapped(x: Any) -> Any:  # its own inverse: from logical to memory order, and back

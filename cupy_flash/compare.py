@@ -73,6 +73,10 @@ class Arithmetic:
     sum: float  # rounding of one addition
     passes: int  # tensor-core instructions to one product; 0 without tensor cores
 
+    def summation(self, n: int) -> float:
+        """Return `sum(n)`: the error of a sum of n products, relative to its largest partial sum."""
+        return (math.sqrt(n) + self.passes * n / 8) * self.sum
+
 
 ARITHMETIC = {
     "float16": Arithmetic(output=2.0**-11, product=0, factor=2.0**-11, sum=2.0**-24, passes=1),
@@ -131,11 +135,11 @@ def compare(
         source = (*element, slice(head // group, head // group + 1))
         inputs = q[at], k[source], v[source]
         truth, true_lse, allowed, lse_allowed = _bound(*inputs, precision, scores)
-        worst = max(worst, _closest(_distance(out[at], truth).max(axis=-1), allowed, (*element, head)))
+        worst = max(worst, closest(distance(out[at], truth).max(axis=-1), allowed, (*element, head)))
         if lse is not None:
-            worst_lse = max(worst_lse, _closest(_distance(lse[at], true_lse), lse_allowed, (*element, head)))
+            worst_lse = max(worst_lse, closest(distance(lse[at], true_lse), lse_allowed, (*element, head)))
 
-    message = "; ".join(_describe(name, *row) for name, row in (("out", worst), ("lse", worst_lse)))
+    message = "; ".join(describe(name, *row) for name, row in (("out", worst), ("lse", worst_lse)))
     return Comparison(max(worst[0], worst_lse[0]) <= 1, *worst[1:3], *worst_lse[1:3], message)
 
 
@@ -144,38 +148,48 @@ def _bound(q: Array, k: Array, v: Array, precision: str, scores: dict[str, Any])
     """Return, for one head, the true result and log-sum-exp, and for each row what either may be off by."""
     xp = namespace(q)
     plain, plain_lse = reference.naive(q, k, v, precision=precision, **scores)
-    arithmetic = ARITHMETIC["tf32" if precision == "tf32" else q.dtype.name]
-    u, (len_kv, dim) = arithmetic.sum, k.shape[-2:]
+    arithmetic = arithmetic_of(q.dtype, precision)
+    len_kv = k.shape[-2]
     q, k, v = (x.astype(numpy.float64) for x in (q, k, v))
     p, lse = reference.probabilities(q, k, **scores)
     seen = reference.visible(*p.shape[-2:], scores.get("first_key"), scores.get("last_key"), xp)
     out = reference.weighted_sum(p, v, seen)
 
-    def norms(order: int) -> Array:
-        """|q|_p |k|_p for each query and the longest key."""
-        of_q, of_k = ((abs(x) ** order).sum(axis=-1) ** (1 / order) for x in (q, k))
-        return _finite(of_q) * (_finite(of_k).max() if of_k.size else 0)
-
-    def summation(n: int) -> float:
-        return (math.sqrt(n) + arithmetic.passes * n / 8) * u
-
-    random = abs(scores["scale"]) * arithmetic.product * norms(4)
-    steady = abs(scores["scale"]) * (summation(dim) + 4 * u) * norms(2) + 4 * u * (scores.get("softcap") or 0)
-    size = _finite(out).max(axis=-1) + TAIL * _finite(p**2 @ _finite(v) ** 2).max(axis=-1) ** 0.5
-    floor = (random + steady + arithmetic.factor + summation(len_kv) + arithmetic.output) * size
-    lse_floor = TAIL * random + steady + (math.sqrt(len_kv) + 4 * (1 + _finite(lse))) * u
-    allowed = 2 * _finite(plain - out).max(axis=-1) + floor
-    return out, lse, allowed, 2 * _finite(plain_lse - lse) + lse_floor
+    random, steady, lse_steady = score_errors(q, k, lse, arithmetic, scores)
+    size = finite(out).max(axis=-1) + TAIL * finite(p**2 @ finite(v) ** 2).max(axis=-1) ** 0.5
+    floor = (random + steady + arithmetic.factor + arithmetic.summation(len_kv) + arithmetic.output) * size
+    allowed = 2 * finite(plain - out).max(axis=-1) + floor
+    return out, lse, allowed, 2 * finite(plain_lse - lse) + TAIL * random + lse_steady
 
 
-def _finite(x: Array) -> Array:
+def arithmetic_of(dtype: numpy.dtype, precision: str) -> Arithmetic:
+    """Return the arithmetic behind a dtype and a precision, "ieee" or "tf32"."""
+    return ARITHMETIC["tf32" if precision == "tf32" else dtype.name]
+
+
+@numpy.errstate(all="ignore")
+def score_errors(q: Array, k: Array, lse: Array, arithmetic: Arithmetic, scores: dict[str, Any]) -> tuple[Array, Array, Array]:
+    """Return, from float64 arrays, `random`, `steady`, and the floor of the log-sum-exp without its `TAIL * random`."""
+    u, (len_kv, dim) = arithmetic.sum, k.shape[-2:]
+    random = abs(scores["scale"]) * arithmetic.product * norms(4, q, k)
+    steady = abs(scores["scale"]) * (arithmetic.summation(dim) + 4 * u) * norms(2, q, k) + 4 * u * (scores.get("softcap") or 0)
+    return random, steady, steady + (math.sqrt(len_kv) + 4 * (1 + finite(lse))) * u
+
+
+def norms(order: int, rows: Array, keys: Array) -> Array:
+    """Return |row|_p |key|_p for each row and the longest key."""
+    of_rows, of_keys = ((abs(x) ** order).sum(axis=-1) ** (1 / order) for x in (rows, keys))
+    return finite(of_rows) * (finite(of_keys).max() if of_keys.size else 0)
+
+
+def finite(x: Array) -> Array:
     """Return the magnitudes, 0 for what is not finite."""
     xp = namespace(x)
     return xp.where(xp.isfinite(x), abs(x), 0)
 
 
 @numpy.errstate(all="ignore")
-def _distance(result: Array, truth: Array) -> Array:
+def distance(result: Array, truth: Array) -> Array:
     """Return the differences: infinite where only one of the two is finite, or neither is and they differ."""
     xp = namespace(truth)
     result = result.astype(numpy.float64)
@@ -185,7 +199,7 @@ def _distance(result: Array, truth: Array) -> Array:
 
 
 @numpy.errstate(all="ignore")
-def _closest(error: Array, allowed: Array, head: tuple[int, ...]) -> tuple[float, float, float, tuple[int, ...]]:
+def closest(error: Array, allowed: Array, head: tuple[int, ...]) -> tuple[float, float, float, tuple[int, ...]]:
     """Return error/allowed, error, allowed and index of the row with the largest error/allowed."""
     error, allowed = error.ravel(), allowed.ravel()
     ratio = namespace(error).where(error > 0, error / allowed, 0)
@@ -193,7 +207,7 @@ def _closest(error: Array, allowed: Array, head: tuple[int, ...]) -> tuple[float
     return float(ratio[row]), float(error[row]), float(allowed[row]), (*head, row)
 
 
-def _describe(name: str, ratio: float, error: float, allowed: float, row: tuple[int, ...]) -> str:
+def describe(name: str, ratio: float, error: float, allowed: float, row: tuple[int, ...]) -> str:
     if not row:
         return f"{name}: nothing to judge"
     what = "NaN or infinity out of place" if math.isinf(error) else f"error {error:.2e}, allowed {allowed:.2e}"

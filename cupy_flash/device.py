@@ -7,10 +7,13 @@ import functools
 import threading
 
 import cupy
+import numpy
 from cupy_backends.cuda.api import driver
 
 from . import nvrtc
-from .plan import Plan
+from .params import place_of
+from .plan import Launch, Plan
+from .workspace import Workspace
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute in cuda.h
 
@@ -18,7 +21,7 @@ current_device = cupy.cuda.runtime.getDevice
 
 
 class DeviceKernel(threading.local):
-    """A loaded kernel and its parameters, to be launched with the addresses of a call.
+    """A loaded kernel file and its parameters, to be launched with the addresses of a call.
 
     CuPy's own launch converts its arguments anew each time; here the parameters stay in place as 64-bit words and a launch writes
     the addresses among them. Each thread has words of its own, and the driver copies them before a launch returns.
@@ -28,32 +31,52 @@ class DeviceKernel(threading.local):
     kernel : Plan
     device : int
         CUDA ordinal; it is the current device when a kernel is loaded and launched.
-    params : bytes
+    params : numpy.ndarray
         The parameter struct.
-    places : tuple of int
-        Which 64-bit words of the struct are addresses.
-    blocks : int
+    names : tuple of str
+        The arrays whose addresses a launch is given, in order.
+    workspace : Workspace
+        Memory that a launch allocates unless it is given.
+    launches : tuple of Launch
+        Queued one after the other; those without a block are left out.
     """
 
-    def __init__(self, kernel: Plan, device: int, params: bytes, places: tuple[int, ...], blocks: int) -> None:
+    def __init__(
+        self,
+        kernel: Plan,
+        device: int,
+        params: numpy.ndarray,
+        names: tuple[str, ...],
+        workspace: Workspace,
+        launches: tuple[Launch, ...],
+    ) -> None:
         cupy.cuda.runtime.free(0)  # makes the device's context current, which in a new thread it is not
-        module = _module(kernel, device)
-        self._function = module.get_function(kernel.kernel)
-        driver.funcSetAttribute(self._function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes)
+        launches = tuple(launch for launch in launches if launch.blocks)
+        self._functions = [_module(kernel, device).get_function(launch.entry) for launch in launches]  # keeps them loaded
+        for function, launch in zip(self._functions, launches):
+            driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes)
         # The driver takes an array of pointers to arguments: word 0 is that array, the one argument follows it.
-        self._words = (ctypes.c_uint64 * (1 + len(params) // 8)).from_buffer_copy(bytes(8) + params)
+        self._words = (ctypes.c_uint64 * (1 + params.nbytes // 8)).from_buffer_copy(bytes(8) + params.tobytes())
         arguments = ctypes.addressof(self._words)
         self._words[0] = arguments + 8
-        self._places = [1 + place for place in places]
-        grid_and_block = (blocks, 1, 1, kernel.threads, 1, 1)
-        self._before_stream = (self._function.ptr, *grid_and_block, kernel.shared_bytes)
+        self._places = [1 + place_of(params, name) for name in (*names, *workspace.names)]
+        self._workspace = workspace
+        self._before_stream = [
+            (function.ptr, launch.blocks, 1, 1, kernel.threads, 1, 1, launch.shared_bytes)
+            for function, launch in zip(self._functions, launches)
+        ]
         self._after_stream = (arguments, 0)
 
-    def launch(self, addresses: list[int]) -> None:
+    def launch(self, addresses: list[int], workspace: cupy.ndarray | None = None) -> None:
         """Queue the kernel on the current stream."""
+        if self._workspace.parts:
+            memory = cupy.cuda.alloc(self._workspace.nbytes) if workspace is None else workspace.data
+            addresses = addresses + [memory.ptr + offset for offset in self._workspace.offsets]
         for place, address in zip(self._places, addresses):
             self._words[place] = address
-        driver.launchKernel(*self._before_stream, cupy.cuda.get_current_stream().ptr, *self._after_stream)
+        stream = cupy.cuda.get_current_stream().ptr
+        for before_stream in self._before_stream:
+            driver.launchKernel(*before_stream, stream, *self._after_stream)
 
 
 @functools.cache

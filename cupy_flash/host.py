@@ -16,14 +16,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy
 
 from . import cache
 from .errors import CompileError, DeadlockError, SanitizerError
-from .plan import Plan
+from .params import place_of
+from .plan import PARAMS, Launch, Plan
 from .source import files, source_of
 
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
@@ -91,9 +92,9 @@ def build(plan: Plan, options: HostOptions) -> Path:
         With the compiler's output, or if there is no compiler.
     """
     main = "host_main.cpp" if options.sanitize else "host.cpp"
-    flags = [*OPTIONS, f'-DKERNEL_FILE="{plan.kernel}.cu"', f"-DKERNEL_NAME={plan.kernel}"]
-    if options.sanitize:
-        flags += [f"-fsanitize={SANITIZERS[options.sanitize]}", "-fno-sanitize-recover=all", "-g"]
+    flags = [*OPTIONS, f'-DKERNEL_FILE="{plan.kernel}.cu"', f"-DPARAMS={PARAMS[plan.kernel]}"]
+    if options.sanitize:  # the program finds the entries of the kernel by name, which -rdynamic lets it
+        flags += [f"-fsanitize={SANITIZERS[options.sanitize]}", "-fno-sanitize-recover=all", "-g", "-rdynamic"]
     else:
         flags += ["-shared", "-fPIC"]
     sources = source_of(plan) | {name: text for name, text in files().items() if name.endswith(".cpp")}
@@ -103,18 +104,43 @@ def build(plan: Plan, options: HostOptions) -> Path:
     return cache.path_of(name) or cache.write(name, _compile(plan, main, flags, sources))
 
 
-def run(plan: Plan, blocks: int, params: numpy.ndarray, arrays: dict[str, numpy.ndarray], options: HostOptions) -> None:
-    """Execute all blocks of a grid.
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a kernel moved between device memory and its registers or shared memory, and computed in matrix products.
+
+    Parameters
+    ----------
+    read_bytes, written_bytes, flops : int
+    """
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    flops: int = 0
+
+
+def run(
+    plan: Plan,
+    launches: tuple[Launch, ...],
+    params: numpy.ndarray,
+    arrays: dict[str, numpy.ndarray],
+    options: HostOptions,
+) -> Traffic | None:
+    """Execute a kernel file's entries, one after the other.
 
     Parameters
     ----------
     plan : Plan
-    blocks : int
+    launches : tuple of Launch
     params : numpy.ndarray
-        Size-1 parameter struct, addresses filled in.
+        Size-1 parameter struct; addresses are filled in here.
     arrays : dict of str to numpy.ndarray
-        What the addresses in `params` point to, by field.
+        The arrays and parts of workspace, by the field that points to them.
     options : HostOptions
+
+    Returns
+    -------
+    Traffic or None
+        Summed over the entries; None from a sanitized build, which does not report it.
 
     Raises
     ------
@@ -123,16 +149,30 @@ def run(plan: Plan, blocks: int, params: numpy.ndarray, arrays: dict[str, numpy.
     SanitizerError
         With the sanitizer's report.
     """
+    launches = tuple(launch for launch in launches if launch.blocks)
+    if not launches:
+        return Traffic()
     path = build(plan, options)
+    params = params.copy()
+    words = params.view(numpy.uint64)
+    for name, array in arrays.items():
+        words[place_of(params, name)] = array.ctypes.data
     deferred = SCHEDULES.index(options.schedule)
-    teams = max(1, len(os.sched_getaffinity(0)) // plan.config.WARPS) if hasattr(os, "sched_getaffinity") else 1
     if options.sanitize:
-        _run_program(path, blocks, params, arrays, deferred)
-        return
+        for launch in launches:
+            _run_program(path, launch, params, arrays, deferred)
+        return None
+
+    library = _load(str(path))
+    counts = (ctypes.c_uint64 * 3)()
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
-    address = ctypes.c_void_p(params.ctypes.data)
-    if _load(str(path)).launch(address, ctypes.c_int64(blocks), deferred, teams, message, MESSAGE_BYTES):
-        raise DeadlockError(f"{plan.name}: {message.value.decode()}")
+    teams = max(1, len(os.sched_getaffinity(0)) // plan.config.WARPS) if hasattr(os, "sched_getaffinity") else 1
+    for entry, blocks, shared_bytes in map(astuple, launches):
+        kernel = ctypes.cast(getattr(library, entry), ctypes.c_void_p)
+        numbers = (ctypes.c_int64(blocks), shared_bytes, deferred, teams)
+        if library.launch(kernel, ctypes.c_void_p(params.ctypes.data), *numbers, counts, message, MESSAGE_BYTES):
+            raise DeadlockError(f"{plan.name}: {message.value.decode()}")
+    return Traffic(*counts)
 
 
 @functools.cache
@@ -154,30 +194,33 @@ def _compile(plan: Plan, main: str, flags: list[str], sources: dict[str, str]) -
         return output.read_bytes()
 
 
-def _run_program(path: Path, blocks: int, params: numpy.ndarray, arrays: dict[str, numpy.ndarray], deferred: int) -> None:
-    """Run a sanitized program on copies of the arrays and copy the results back.
+def _run_program(path: Path, launch: Launch, params: numpy.ndarray, arrays: dict[str, numpy.ndarray], deferred: int) -> None:
+    """Run one entry in a sanitized program on copies of the arrays, and copy back what it changed.
 
-    The job file holds int64 numbers and bytes: blocks, schedule, size of params, params, number of arrays, then for each array
-    the offset of its address in params, the offset of element 0 in its memory, the size of that memory, and the memory.
+    The job file holds int64 numbers and bytes: length of the entry's name, name, blocks, bytes of shared memory, schedule, size of
+    params, params, number of arrays, then for each array the offset of its address in params, the offset of element 0 in its
+    memory, the size of that memory, and the memory.
     """
     with tempfile.TemporaryDirectory(prefix="cupy_flash-") as folder:
         job = Path(folder, "job")
         spans = {name: _span(array) for name, array in arrays.items()}
+        name, numbers = launch.entry.encode(), (launch.blocks, launch.shared_bytes, deferred, params.nbytes)
         with job.open("wb") as file:
-            file.write(_int64(blocks, deferred, params.nbytes) + params.tobytes() + _int64(len(arrays)))
-            for name, (low, high) in spans.items():
-                offset = params.dtype.fields[name][1]
-                file.write(_int64(offset, int(params[name]["data"][0]) - low, high - low) + ctypes.string_at(low, high - low))
+            file.write(_int64(len(name)) + name + _int64(*numbers) + params.tobytes() + _int64(len(arrays)))
+            for field, (low, high) in spans.items():
+                place, address = place_of(params, field), arrays[field].ctypes.data
+                file.write(_int64(8 * place, address - low, high - low) + ctypes.string_at(low, high - low))
         done = subprocess.run([str(path), str(job)], capture_output=True, text=True, preexec_fn=_fixed_addresses)
         if done.returncode == DEADLOCK_STATUS:
             raise DeadlockError(done.stdout.strip())
         if done.returncode:
             raise SanitizerError(done.stderr or f"{path.name} ended with status {done.returncode}")
-        results = job.read_bytes()
-        end = len(results)
-        for name, (low, high) in reversed(spans.items()):
-            if name in ("out", "lse"):
-                ctypes.memmove(low, results[end - (high - low) : end], high - low)
+        contents = job.read_bytes()
+        end = len(contents)
+        for low, high in reversed(spans.values()):
+            memory = contents[end - (high - low) : end]
+            if memory != ctypes.string_at(low, high - low):  # inputs may be read-only, and are left alone
+                ctypes.memmove(low, memory, high - low)
             end -= high - low + 24
 
 

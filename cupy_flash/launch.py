@@ -1,4 +1,4 @@
-"""Plan + arrays -> a running kernel: the parameter struct, the grid, and what is kept between calls."""
+"""Plan + arrays -> attention: results allocated, the kernel launched, and what is kept between calls."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from . import arrays, reference
-from .architecture import HOST, Architecture, architecture_named, architecture_of
-from .errors import UnsupportedError
+from .execution import Execution, Prepared, architecture_for, kept
 from .layout import Layout
 from .options import Options
-from .params import POINTERS, forward_params
-from .plan import Plan, make_plan
-from .problem import Problem, check_overlap, make_problem
+from .params import FORWARD_ARRAYS, forward_params
+from .plan import Plan, forward_launches, forward_workspace, make_plan
+from .problem import Problem, make_problem
 
 if TYPE_CHECKING:
-    from .device import DeviceKernel
-
-MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
+    from .host import Traffic
 
 
-class AttentionPlan:
+class AttentionPlan(Prepared):
     """A problem with everything decided: called with arrays of the same layouts it only launches. Prints itself.
 
     Made by `plan_attention`. It holds no array, and several threads may call it.
@@ -35,22 +32,17 @@ class AttentionPlan:
 
     def __init__(self, problem: Problem, kernel: Plan | None, inputs: tuple[Layout, ...], returns_lse: bool) -> None:
         self.problem = problem
-        self.kernel = kernel
         self._returns_lse = returns_lse
-        results = (_seen(problem.out, problem.out_shape), problem.lse and _seen(problem.lse, problem.lse_shape))
-        self._layouts = dict(zip(POINTERS, (*inputs, *results)))
-        *inputs, out, _ = (x and arrays.description_of(x) for x in self._layouts.values())
-        self._usual = ((*inputs, out, None), (*inputs, None, None))  # with and without `out`
-        self._spans = [(0, 0) if x is None else [end * x.itemsize for end in x.extent] for x in self._layouts.values()]
+        execution = None
         if kernel is not None:
-            self._params = forward_params(problem)
-            self._blocks = 0 if problem.empty else kernel.blocks(problem)
-            if self._blocks >= MAX_BLOCKS:
-                raise UnsupportedError(f"q: expected fewer than {MAX_BLOCKS} tiles of rows over all heads, got {self._blocks}")
-        if problem.backend == "cuda":
-            from .device import current_device
-
-            self._current_device = current_device
+            launches, workspace = forward_launches(kernel, problem), forward_workspace(kernel, problem)
+            params = forward_params(problem)
+            execution = Execution(kernel, launches, params, FORWARD_ARRAYS, workspace, problem.device)
+        results = (_seen(problem.out, problem.out_shape), problem.lse and _seen(problem.lse, problem.lse_shape))
+        layouts = dict(zip(FORWARD_ARRAYS, (*inputs, *results)))
+        super().__init__(layouts, ("out", "lse"), problem.backend, problem.device, execution)
+        *inputs, out, _ = (x and arrays.description_of(x) for x in layouts.values())
+        self._usual = ((*inputs, out, None), (*inputs, None, None))  # with and without `out`
 
     @property
     def result_bytes(self) -> int:
@@ -58,28 +50,16 @@ class AttentionPlan:
         p = self.problem
         return p.out.nbytes + (p.lse.nbytes if p.lse is not None else 0)
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of device memory beyond inputs and results. The forward needs none."""
-        return 0
-
     def __str__(self) -> str:
-        p = self.problem
-        first = "0" if p.first_key is None else f"i{p.first_key:+d}"
-        last = str(p.len_kv - 1) if p.last_key is None else f"i{p.last_key:+d}"
         lines = [
-            f"attention of {p.dtype}, batch {p.batch}, {p.heads_q} heads on {p.heads_kv}, {p.len_q} queries on {p.len_kv} keys, "
-            f"dim {p.dim}, dim_v {p.dim_v}, on backend {p.backend!r}",
-            f"  query i sees keys {first} ... {last}; scale {p.scale:.6g}; {p.flops:.4g} FLOPs",
-            f"  results {self.result_bytes} bytes, workspace {self.workspace_bytes} bytes",
+            f"attention of {self.problem}, on backend {self._backend!r}",
+            f"  {self.problem.mask_and_scale}; {self.problem.flops:.4g} FLOPs",
+            f"  results {self.result_bytes} bytes, {self.workspace}",
+            "NumPy, online softmax over blocks of keys" if self._execution is None else str(self._execution),
         ]
-        if self.kernel is None:
-            lines.append("NumPy, online softmax over blocks of keys")
-        else:
-            lines += [str(self.kernel), f"  {self._blocks} blocks"]
         return "\n".join(lines)
 
-    def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None) -> Any:
+    def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None, workspace: Any = None) -> Any:
         """Compute attention of arrays laid out like those the plan was made for.
 
         Parameters
@@ -88,6 +68,9 @@ class AttentionPlan:
             As in `attention`.
         out, lse : array, optional
             Where to write. By default new arrays.
+        workspace : array of uint8, optional
+            At least `workspace_bytes` in the memory of the arrays, for the kernel. By default it is allocated; a call that
+            allocates nothing can be captured in a CUDA graph.
 
         Returns
         -------
@@ -97,34 +80,51 @@ class AttentionPlan:
 
         Raises
         ------
-        ValueError
+        TypeError, ValueError
             If an array is not laid out as planned.
         """
         given = Arguments(q, k, v, out, lse)
         if given.descriptions not in self._usual:
-            for name, found in zip(POINTERS, given.descriptions):
-                if found is not None:
-                    _check_layout(name, arrays.layout_of(found, name), self._layouts[name])
-        return self.run(given)
+            self._check_layouts(given.descriptions)
+        if workspace is not None:
+            workspace = self.workspace.given(workspace, self._device)
+        return self.run(given, workspace)
 
-    def run(self, given: Arguments) -> Any:
+    def counted(self, q: Any, k: Any, v: Any) -> tuple[Any, Traffic | None]:
+        """Compute on the host, and say what the kernel moved and computed.
+
+        Parameters
+        ----------
+        q, k, v : array
+            As in a call of the plan, which has to be for backend 'host'.
+
+        Returns
+        -------
+        result : array or tuple of array
+            What a call of the plan returns.
+        traffic : Traffic or None
+            Bytes read from and written to device memory, and operations of matrix products. None with a sanitizer, which does not
+            report them.
+        """
+        self._check_counts()
+        given = Arguments(q, k, v, None, None)
+        self._check_layouts(given.descriptions)
+        out, lse, traffic = self._compute(given, None)
+        return (out, lse) if self._returns_lse else out, traffic
+
+    def run(self, given: Arguments, workspace: arrays.Array | None = None) -> Any:
         """Compute on arrays that are known to have the layouts planned for."""
-        if given.out is not None or given.lse is not None:
-            self._check_apart(given.addresses)
-        device = self.problem.device
-        if device is None or self._current_device() == device:
-            out, lse = self._compute(given)
-        else:
-            import cupy
-
-            with cupy.cuda.Device(device):
-                out, lse = self._compute(given)
+        if workspace is not None:
+            self._check_apart(given.addresses, workspace)
+        elif given.out is not None or given.lse is not None:
+            self._check_results_apart(given.addresses)
+        out, lse, _ = self._where_planned(self._compute, given, workspace)
         out = arrays.give_back(out, given.q) if given.out is None else given.out
         if not self._returns_lse:
             return out
         return out, arrays.give_back(lse, given.q) if given.lse is None else given.lse
 
-    def _compute(self, given: Arguments) -> tuple[Any, Any]:
+    def _compute(self, given: Arguments, workspace: arrays.Array | None) -> tuple[Any, Any, Traffic | None]:
         p = self.problem
         q, k, v, out, lse = given.views
         addresses = given.addresses
@@ -134,29 +134,13 @@ class AttentionPlan:
         if lse is None and p.lse is not None:
             lse = arrays.empty(p.lse, p.lse_shape)
             addresses[4] = arrays.pointer(lse)
-        if p.empty:
-            return out, lse
-        if p.backend == "numpy":
+        if self._backend == "cuda":
+            self._execution.on_device.launch(addresses, workspace)
+        elif self._backend == "host":
+            return out, lse, self._execution.run_on_host((q, k, v, out, lse), workspace)
+        elif not p.empty:
             self._compute_with_numpy(q, k, v, out, lse)
-            return out, lse
-        if p.backend == "cuda":
-            self._on_device.launch(addresses)
-        else:
-            from . import host  # brings subprocess and its like, which a GPU does not need
-
-            params = self._params.copy()
-            operands = {name: x for name, x in zip(POINTERS, (q, k, v, out, lse)) if x is not None}
-            for name in operands:
-                params[name]["data"] = arrays.pointer(operands[name])
-            host.run(self.kernel, self._blocks, params, operands, host.HostOptions.from_environment())
-        return out, lse
-
-    @functools.cached_property
-    def _on_device(self) -> DeviceKernel:
-        from .device import DeviceKernel
-
-        places = tuple(self._params.dtype.fields[name][1] // 8 for name in POINTERS)
-        return DeviceKernel(self.kernel, self.problem.device, self._params.tobytes(), places, self._blocks)
+        return out, lse, None
 
     def _compute_with_numpy(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
         p = self.problem
@@ -173,8 +157,8 @@ class AttentionPlan:
             lse=lse if lse is None or len(p.out_shape) > 2 else lse[None],
         )
 
-    def _check_apart(self, addresses: list[int]) -> None:
-        """Refuse results that overlap an input or each other. Spelled out: as loops it would take a tenth of a call."""
+    def _check_results_apart(self, addresses: list[int]) -> None:
+        """What `_check_apart` does, spelled out: as loops it would take a tenth of a call."""
         a = addresses
         q, k, v, out, lse = self._spans
         results = [(a[3] + out[0], a[3] + out[1])] if a[3] else []
@@ -187,8 +171,7 @@ class AttentionPlan:
                 or (start < a[2] + v[1] and a[2] + v[0] < stop)
                 or (len(results) == 2 and results[0][0] < results[1][1] and results[1][0] < results[0][1])
             ):
-                given = {name: address for name, address in zip(POINTERS, addresses) if address}
-                check_overlap(given, {name: self._layouts[name] for name in given})
+                self._check_apart(addresses, None)
 
 
 class Arguments:
@@ -223,48 +206,21 @@ def prepared(given: Arguments, options: tuple[Any, ...]) -> AttentionPlan:
     options : tuple
         The fields of `Options`, in order, then the architecture's name or None.
     """
-    try:
-        # The types tell True from 1, which are equal as keys but not as options.
-        return _prepared(given.descriptions, options, tuple([type(option) for option in options]))
-    except TypeError:  # an option that cannot be a key: a list as window, say, or one that is wrong in itself
-        return _prepared.__wrapped__(given.descriptions, options, ())
+    return kept(_prepared, given.descriptions, options)
 
 
 @functools.lru_cache(maxsize=1024)
 def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: tuple[type, ...]) -> AttentionPlan:
-    layouts = [d and arrays.layout_of(d, name) for d, name in zip(descriptions, POINTERS)]
+    layouts = [d and arrays.layout_of(d, name) for d, name in zip(descriptions, FORWARD_ARRAYS)]
     *given, arch = options
     asked = Options(*given)
     problem = make_problem(*layouts[:3], asked, *layouts[3:])
-    kernel = None if problem.backend == "numpy" else make_plan(problem, _architecture(problem, arch))
+    kernel = None
+    if problem.backend != "numpy":
+        kernel = make_plan(problem, architecture_for(problem.backend, problem.device, arch))
     return AttentionPlan(problem, kernel, tuple(layouts[:3]), bool(asked.return_lse))
 
 
-def _architecture(problem: Problem, arch: str | None) -> Architecture:
-    if problem.backend == "host":
-        return HOST if arch is None else architecture_named(arch)
-    from .device import compute_capability
-
-    own = architecture_of(compute_capability(problem.device))
-    if arch is not None and architecture_named(arch) != own:
-        raise ValueError(f"arch: expected None or {own.name!r}, what device {problem.device} executes, got {arch!r}")
-    return own
-
-
 def _seen(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """A result's layout with the axes that the user sees."""
+    """A result's layout with the axes that the user sees: the last ones."""
     return Layout(shape, layout.strides[len(layout.shape) - len(shape) :], layout.dtype, layout.alignment, layout.device)
-
-
-def _check_layout(name: str, found: Layout, planned: Layout | None) -> None:
-    if found == planned:
-        return
-    if planned is None:
-        raise ValueError(f"{name}: expected None, the plan was made without it, got an array")
-    for field in ("shape", "strides", "dtype", "device"):
-        if getattr(found, field) != getattr(planned, field):
-            raise ValueError(f"{name}: expected {field} {getattr(planned, field)}, as planned, got {getattr(found, field)}")
-    if found.alignment < planned.alignment:
-        raise ValueError(
-            f"{name}: expected an address divisible by {planned.alignment}, as planned, got one divisible by {found.alignment}"
-        )

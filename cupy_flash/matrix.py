@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 
 from .architecture import ARCHITECTURES, Architecture
-from .plan import Plan, configure
-from .tuning import table_for
+from .merge import merge_plan
+from .plan import PARAMS, Plan, configure
+from .tuning import Row, table_for
 
 # What kernels tell apart by name: the dtype of the arrays and the precision of products.
 KINDS = {
@@ -23,7 +25,9 @@ def has(architecture: Architecture, kind: str) -> bool:
 
 
 def every_plan(
-    architectures: Iterable[Architecture] = tuple(ARCHITECTURES.values()), kinds: Iterable[str] = tuple(KINDS)
+    architectures: Iterable[Architecture] = tuple(ARCHITECTURES.values()),
+    kinds: Iterable[str] = tuple(KINDS),
+    kernels: Iterable[str] = tuple(PARAMS),
 ) -> Iterator[Plan]:
     """One plan for each tile in the tuning tables, at its row's own width and with 16-byte copies.
 
@@ -32,14 +36,21 @@ def every_plan(
     architectures : iterable of Architecture
     kinds : iterable of str
         Keys of `KINDS`. What an architecture does not compute is left out for it.
+    kernels : iterable of str
+        Keys of `plan.PARAMS`: names of kernel files.
     """
-    kinds = tuple(kinds)
-    for architecture in architectures:
-        for kind in kinds:
-            if has(architecture, kind):
-                dtype, precision = KINDS[kind]
-                plans = []
-                for row in table_for(architecture, dtype):
-                    config = configure(row, architecture, dtype, precision, row.width, row.width)
-                    plans.append(Plan("fwd_v2", architecture, config, (f"tile {row.tile_q}x{row.tile_kv}: {row.why}",)))
-                yield from dict.fromkeys(plans)  # rows for few queries and for small copies may be one tile
+    kinds, kernels = tuple(kinds), tuple(kernels)
+    for architecture, kind, kernel in product(architectures, kinds, kernels):
+        if not has(architecture, kind):
+            continue
+        dtype, precision = KINDS[kind]
+        if kernel != "merge":
+            # Rows for few queries and for small copies may be one tile.
+            rows = table_for(kernel, architecture, dtype)
+            yield from dict.fromkeys(_row_plan(kernel, architecture, dtype, precision, row) for row in rows)
+        elif precision == "ieee":
+            yield merge_plan(architecture, dtype)
+
+
+def _row_plan(kernel: str, architecture: Architecture, dtype: str, precision: str, row: Row) -> Plan:
+    return Plan(kernel, architecture, configure(row, architecture, dtype, precision, row.width, row.width), (row.reason,))

@@ -21,7 +21,7 @@ OPTIONS = ("--std=c++17",)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the assembler said of a kernel."""
+    """What the assembler said of a kernel file: registers of the entry that has most, spills of all."""
 
     registers: int
     spill_bytes: int
@@ -97,7 +97,7 @@ def report(plan: Plan) -> Report:
     """Compile a plan and read registers, spills and warnings from the assembler's log."""
     _, log = compile_plan(plan, ("--ptxas-options=-v",))
     return Report(
-        registers=int(re.search(r"Used (\d+) registers", log)[1]),
+        registers=max(map(int, re.findall(r"Used (\d+) registers", log))),
         spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
         warnings=tuple(line for line in log.splitlines() if "warning #" in line or "warning :" in line or "C75" in line),
         log=log,

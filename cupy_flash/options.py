@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from .errors import UnsupportedError
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -59,11 +57,9 @@ class Options:
         return self.precision
 
     def resolve_algorithm(self) -> str:
-        """Either 'auto' or 'v2'."""
+        """Either 'v1' or 'v2'."""
         _check_choice("algorithm", self.algorithm, ("auto", "v1", "v2"))
-        if self.algorithm == "v1":
-            raise UnsupportedError("algorithm: expected 'auto' or 'v2', got 'v1', which is not built yet")
-        return self.algorithm
+        return "v2" if self.algorithm == "auto" else self.algorithm
 
     def resolve_backend(self, device: int | None) -> str:
         """Either 'cuda', 'host' or 'numpy', for arrays on the given CUDA device or, if None, in host memory."""
@@ -84,9 +80,14 @@ class Options:
 
     def resolve_return_lse(self) -> bool:
         """Whether the caller asks for the lse."""
-        if not _is_bool(self.return_lse):
-            raise TypeError(f"return_lse: expected True or False, got {self.return_lse!r}")
-        return bool(self.return_lse)
+        return check_flag("return_lse", self.return_lse)
+
+
+def check_flag(name: str, value: bool) -> bool:
+    """An option that is True or False and nothing else."""
+    if not _is_bool(value):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+    return bool(value)
 
 
 def _window(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:

@@ -1,12 +1,18 @@
-"""The parameter structs of ``kernels_cu/params.cuh`` as NumPy dtypes, and a problem in that form."""
+"""The parameter structs of ``kernels_cu/params.cuh`` as NumPy dtypes, and problems in that form."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy
 
 from .errors import UnsupportedError
 from .layout import Layout
 from .problem import Problem
+
+if TYPE_CHECKING:
+    from .backward_problem import BackwardProblem
+    from .merge import MergeProblem
 
 BATCH_AXES = 4
 UNBOUNDED = 1 << 30  # lengths stay below, so that a row plus a bound fits 32 bits
@@ -21,6 +27,7 @@ TENSOR = numpy.dtype(
     ],
     align=True,
 )
+# A field of type u8 is a pointer to workspace.
 FORWARD = numpy.dtype(
     [
         ("q", TENSOR),
@@ -28,6 +35,7 @@ FORWARD = numpy.dtype(
         ("v", TENSOR),
         ("out", TENSOR),
         ("lse", TENSOR),
+        ("state", "u8"),
         ("first_key", "i4"),
         ("last_key", "i4"),
         ("batch", "i4", (BATCH_AXES,)),
@@ -42,7 +50,59 @@ FORWARD = numpy.dtype(
     ],
     align=True,
 )
-POINTERS = ("q", "k", "v", "out", "lse")
+BACKWARD = numpy.dtype(
+    [
+        ("q", TENSOR),
+        ("k", TENSOR),
+        ("v", TENSOR),
+        ("out", TENSOR),
+        ("lse", TENSOR),
+        ("dout", TENSOR),
+        ("dlse", TENSOR),
+        ("dq", TENSOR),
+        ("dk", TENSOR),
+        ("dv", TENSOR),
+        ("stats", "u8"),
+        ("dq_sums", "u8"),
+        ("dk_parts", "u8"),
+        ("dv_parts", "u8"),
+        ("turns", "u8"),
+        ("first_key", "i4"),
+        ("last_key", "i4"),
+        ("batch", "i4", (BATCH_AXES,)),
+        ("heads", "i4"),
+        ("heads_per_kv", "i4"),
+        ("heads_per_block", "i4"),
+        ("heads_together", "i4"),
+        ("len_q", "i4"),
+        ("len_kv", "i4"),
+        ("dim", "i4"),
+        ("dim_v", "i4"),
+        ("scale", "f4"),
+        ("softcap", "f4"),
+    ],
+    align=True,
+)
+MERGE = numpy.dtype(
+    [
+        ("out_a", TENSOR),
+        ("out_b", TENSOR),
+        ("out", TENSOR),
+        ("lse_a", TENSOR),
+        ("lse_b", TENSOR),
+        ("lse", TENSOR),
+        ("batch", "i4", (BATCH_AXES,)),
+        ("heads", "i4"),
+        ("len_q", "i4"),
+        ("dim_v", "i4"),
+    ],
+    align=True,
+)
+
+# The arrays of each computation, in the order in which calls hand them on.
+FORWARD_ARRAYS = ("q", "k", "v", "out", "lse")
+BACKWARD_ARRAYS = ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv")
+MERGE_ARRAYS = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")
 
 
 def forward_params(problem: Problem) -> numpy.ndarray:
@@ -53,26 +113,75 @@ def forward_params(problem: Problem) -> numpy.ndarray:
     UnsupportedError
         If a length or the number of batch axes is beyond what the kernels count.
     """
-    for name, length in (("q", problem.len_q), ("k", problem.len_kv)):
-        if length >= UNBOUNDED:
-            raise UnsupportedError(f"{name}: expected fewer than 2**30 rows, got {length}")
-    layouts = {name: getattr(problem, name) for name in POINTERS if getattr(problem, name) is not None}
-    batch, strides = merge_batch_axes(problem.batch, layouts)
-    params = numpy.zeros(1, FORWARD)
+    params = _with_strides(FORWARD, problem.batch, {name: getattr(problem, name) for name in FORWARD_ARRAYS})
+    _add_scores(params, problem)
+    return params
+
+
+def backward_params(problem: BackwardProblem, heads_per_block: int, heads_together: int) -> numpy.ndarray:
+    """A size-1 array of dtype `BACKWARD` with everything but the addresses.
+
+    Raises
+    ------
+    UnsupportedError
+        As `forward_params`.
+    """
+    params = _with_strides(BACKWARD, problem.forward.batch, problem.layouts)
+    _add_scores(params, problem.forward)
+    params["heads_per_block"], params["heads_together"] = heads_per_block, heads_together
+    return params
+
+
+def merge_params(problem: MergeProblem) -> numpy.ndarray:
+    """A size-1 array of dtype `MERGE` with everything but the addresses.
+
+    Raises
+    ------
+    UnsupportedError
+        As `forward_params`.
+    """
+    *batch, heads, len_q, dim_v = problem.layouts["out"].shape
+    _check_length("out_a", len_q)
+    params = _with_strides(MERGE, tuple(batch), problem.layouts)
+    params["heads"], params["len_q"], params["dim_v"] = heads, len_q, dim_v
+    return params
+
+
+def place_of(params: numpy.ndarray, name: str) -> int:
+    """Which 64-bit word of a struct is the address of the array or the part of workspace called `name`."""
+    return params.dtype.fields[name][1] // 8  # the address is the first field of a TENSOR
+
+
+def _with_strides(struct: numpy.dtype, batch: tuple[int, ...], layouts: dict[str, Layout | None]) -> numpy.ndarray:
+    """A struct of zeros with the sizes of the batch axes and the strides of all arrays; None is an array left out."""
+    layouts = {name: layout for name, layout in layouts.items() if layout is not None}
+    sizes, strides = merge_batch_axes(batch, layouts)
+    params = numpy.zeros(1, struct)
+    params["batch"] = sizes
     for name, layout in layouts.items():
         params[name]["batch_stride"] = strides[name]
-        heads, rows, *cols = layout.strides[len(problem.batch) :]
+        heads, rows, *cols = layout.strides[len(batch) :]
         params[name]["head_stride"], params[name]["row_stride"] = heads, rows
         params[name]["col_stride"] = cols[0] if cols else 0
+    return params
+
+
+def _add_scores(params: numpy.ndarray, problem: Problem) -> None:
+    """Sizes, mask and scale, which the forward and the backward are told alike."""
+    _check_length("q", problem.len_q)
+    _check_length("k", problem.len_kv)
     params["first_key"] = -UNBOUNDED if problem.first_key is None else problem.first_key
     params["last_key"] = UNBOUNDED if problem.last_key is None else problem.last_key
-    params["batch"] = batch
     params["heads"] = problem.heads_q
-    params["heads_per_kv"] = problem.heads_q // max(problem.heads_kv, 1)
+    params["heads_per_kv"] = problem.heads_per_kv
     for field in ("len_q", "len_kv", "dim", "dim_v", "scale"):
         params[field] = getattr(problem, field)
     params["softcap"] = problem.softcap or 0
-    return params
+
+
+def _check_length(name: str, length: int) -> None:
+    if length >= UNBOUNDED:
+        raise UnsupportedError(f"{name}: expected fewer than 2**30 rows, got {length}")
 
 
 def merge_batch_axes(

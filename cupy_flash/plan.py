@@ -5,6 +5,7 @@ A plan names everything that reaches a compiled kernel, so equal plans share one
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 
 from .architecture import Architecture
@@ -12,6 +13,11 @@ from .errors import UnsupportedError
 from .layout import Layout
 from .problem import Problem
 from .tuning import WIDTHS, Row, row_for
+from .workspace import Workspace
+
+# The kernel files, and the struct of `kernels_cu/params.cuh` that every entry of a file is launched with.
+PARAMS = {"fwd_v2": "ForwardParams", "fwd_v1": "ForwardParams", "bwd_v2": "BackwardParams", "merge": "MergeParams"}
+MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,7 @@ class Config:
     TF32_PASSES: int
     TILE_Q: int
     TILE_KV: int
+    Q_TILES: int
     WIDTH: int
     WIDTH_V: int
     WARPS: int
@@ -35,8 +42,17 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """One entry of a kernel file, executed by so many blocks."""
+
+    entry: str
+    blocks: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """A kernel, its constants, and why they were chosen. Prints itself."""
+    """A kernel file, its constants, and why they were chosen. Prints itself."""
 
     kernel: str
     architecture: Architecture
@@ -45,23 +61,27 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a block, for every entry."""
         return 32 * self.config.WARPS
 
     @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block; `kernels_cu/fwd_v2.cu` states the same sum as SHARED_BYTES."""
+    def entries(self) -> dict[str, int]:
+        """The entries of the file in the order of their launches, with the shared memory of a block, as each file states it."""
         c = self.config
         itemsize = 4 if c.DTYPE == "FLOAT32" else 2
+        if self.kernel == "merge":
+            return {"merge": 0}
+        if self.kernel == "bwd_v2":
+            keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
+            main = itemsize * (keys + queries + c.TILE_KV * c.TILE_Q) + c.STAGES * 2 * c.TILE_Q * 4
+            return {"bwd_v2_pre": 0, "bwd_v2": main, "bwd_v2_post": itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH}
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
-        return (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V)) * itemsize
+        return {self.kernel: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
 
-    def blocks(self, problem: Problem) -> int:
-        """Blocks of the grid: one per query tile, head and batch element."""
-        blocks = -(-problem.len_q // self.config.TILE_Q) * problem.heads_q
-        for size in problem.batch:
-            blocks *= size
-        return blocks
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, of the entry that has most."""
+        return max(self.entries.values())
 
     @property
     def name(self) -> str:
@@ -69,7 +89,8 @@ class Plan:
         c = self.config
         words = [self.kernel, str(self.architecture), c.DTYPE.lower(), f"d{c.WIDTH}"]
         words += [f"v{c.WIDTH_V}"] * (c.WIDTH_V != c.WIDTH) + ["tf32"] * (c.TF32_PASSES == 1)
-        words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}", f"copy{c.COPY_BYTES or 'elements'}"]
+        words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}"] + [f"q{c.Q_TILES}"] * (c.Q_TILES > 1)
+        words += [f"copy{c.COPY_BYTES or 'elements'}"]
         return "-".join(words + ["explicit"] * c.EXPLICIT_SCORES)
 
     def __str__(self) -> str:
@@ -100,22 +121,59 @@ def make_plan(problem: Problem, architecture: Architecture) -> Plan:
     UnsupportedError
         If no kernel for this architecture computes the problem.
     """
-    if problem.dtype == "bfloat16" and architecture.number < 80:
-        raise UnsupportedError(f"q: expected float16 or float32 on {architecture}, which has no bfloat16, got bfloat16")
-    if problem.precision == "tf32" and architecture.number < 80:
-        raise UnsupportedError(f"precision: expected None or 'ieee' on {architecture}, which has no tf32, got 'tf32'")
+    check_kind(architecture, "q", problem.dtype, problem.precision)
+    kernel = f"fwd_{problem.algorithm}"
     width, width_v = padded(problem.dim), padded(problem.dim_v)
-    copy_bytes, why_copy = copy_size(problem)
-    explicit = problem.softcap is not None or problem.scale <= 0
-    row = row_for(architecture, problem.dtype, max(width, width_v), problem.len_q, copy_bytes, explicit)
-    why_scores = "scores scaled one by one: softcap" if problem.softcap is not None else ""
-    why_scores = why_scores or ("scores scaled one by one: scale <= 0" if explicit else "")
+    copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in ("q", "k", "v", "out")})
+    explicit, why_scores = explicit_scores(problem)
+    row = row_for(kernel, architecture, problem.dtype, max(width, width_v), problem.len_q, copy_bytes, explicit)
     return Plan(
-        kernel="fwd_v2",
+        kernel=kernel,
         architecture=architecture,
         config=configure(row, architecture, problem.dtype, problem.precision, width, width_v, copy_bytes, explicit),
-        reasons=tuple(filter(None, (f"tile {row.tile_q}x{row.tile_kv}: {row.why}", why_copy, why_scores))),
+        reasons=tuple(filter(None, (row.reason, why_copy, why_scores))),
     )
+
+
+def forward_launches(plan: Plan, problem: Problem) -> tuple[Launch, ...]:
+    """The grid of a forward: so many query tiles a block, for each head and batch element."""
+    [(entry, shared_bytes)] = plan.entries.items()
+    blocks = -(-_tiles(plan, problem) // plan.config.Q_TILES) * problem.heads_q * math.prod(problem.batch)
+    return (checked(Launch(entry, blocks, shared_bytes)),)
+
+
+def forward_workspace(plan: Plan, problem: Problem) -> Workspace:
+    """What a forward keeps in device memory between two steps: nothing in v2, O, l and m of every row in v1."""
+    if plan.kernel == "fwd_v2":
+        return Workspace()
+    tile = plan.config.TILE_Q * plan.config.WIDTH_V + 2 * plan.config.TILE_Q
+    return Workspace((("state", 4 * tile * _tiles(plan, problem) * problem.heads_q * math.prod(problem.batch)),))
+
+
+def _tiles(plan: Plan, problem: Problem) -> int:
+    return -(-problem.len_q // plan.config.TILE_Q)
+
+
+def checked(launch: Launch) -> Launch:
+    """The launch, if a grid holds its blocks."""
+    if launch.blocks >= MAX_BLOCKS:
+        raise UnsupportedError(f"q: expected fewer than {MAX_BLOCKS} blocks of {launch.entry}, got {launch.blocks}")
+    return launch
+
+
+def check_kind(architecture: Architecture, name: str, dtype: str, precision: str = "ieee") -> None:
+    """Refuse what came with sm_80 only."""
+    if dtype == "bfloat16" and architecture.number < 80:
+        raise UnsupportedError(f"{name}: expected float16 or float32 on {architecture}, which has no bfloat16, got bfloat16")
+    if precision == "tf32" and architecture.number < 80:
+        raise UnsupportedError(f"precision: expected None or 'ieee' on {architecture}, which has no tf32, got 'tf32'")
+
+
+def explicit_scores(problem: Problem) -> tuple[bool, str]:
+    """Whether each score is scaled by itself, and why."""
+    if problem.softcap is not None:
+        return True, "scores scaled one by one: softcap"
+    return problem.scale <= 0, "scores scaled one by one: scale <= 0" if problem.scale <= 0 else ""
 
 
 def configure(
@@ -135,6 +193,7 @@ def configure(
         TF32_PASSES=1 if precision == "tf32" else 3,
         TILE_Q=row.tile_q,
         TILE_KV=row.tile_kv,
+        Q_TILES=row.q_tiles,
         WIDTH=width,
         WIDTH_V=width_v,
         WARPS=row.warps,
@@ -152,20 +211,19 @@ def padded(dim: int) -> int:
     return next(width for width in WIDTHS if width >= dim)
 
 
-def copy_size(problem: Problem) -> tuple[int, str]:
+def copy_size(layouts: dict[str, Layout]) -> tuple[int, str]:
     """The most bytes that may move at once: 16, 8, 4, or 0 for single elements; and what keeps it below 16."""
     why = ""
     for size in (16, 8, 4):
-        obstacle = next(filter(None, (_obstacle(problem, name, size) for name in ("q", "k", "v", "out"))), None)
+        obstacle = next(filter(None, (_obstacle(name, layout, size) for name, layout in layouts.items())), None)
         if obstacle is None:
             return size, why and f"copies of {size} bytes: {why}"
         why = why or obstacle
     return 0, f"copies of single elements: {obstacle}"
 
 
-def _obstacle(problem: Problem, name: str, size: int) -> str | None:
-    """Why `name` cannot be moved `size` bytes at a time, or None."""
-    layout: Layout = getattr(problem, name)
+def _obstacle(name: str, layout: Layout, size: int) -> str | None:
+    """Why an array cannot be moved `size` bytes at a time, or None."""
     *axes, (dim, step) = zip(layout.shape, layout.strides)
     if dim > 1 and step != 1:
         return f"elements of {name} are {step * layout.itemsize} bytes apart"

@@ -52,6 +52,24 @@ class Problem:
     backend: str
     device: int | None
 
+    def __str__(self) -> str:
+        return (
+            f"{self.dtype}, batch {self.batch}, {self.heads_q} heads on {self.heads_kv}, "
+            f"{self.len_q} queries on {self.len_kv} keys, dim {self.dim}, dim_v {self.dim_v}"
+        )
+
+    @property
+    def mask_and_scale(self) -> str:
+        """Which keys a query sees, and the scale, for people."""
+        first = "0" if self.first_key is None else f"i{self.first_key:+d}"
+        last = str(self.len_kv - 1) if self.last_key is None else f"i{self.last_key:+d}"
+        return f"query i sees keys {first} ... {last}; scale {self.scale:.6g}"
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.heads_q // max(self.heads_kv, 1)
+
     @property
     def empty(self) -> bool:
         """True if there is no element to compute, neither of the output nor of a requested lse."""
@@ -112,13 +130,13 @@ def make_problem(
     if out is None:
         out = result_layout(full_q, out_shape)
     else:
-        _check_result("out", out, seen_shape, q.dtype, q.device)
+        check_result("out", out, seen_shape, q.dtype, q.device)
         out = out.broadcast_to(out_shape)
 
     return_lse = options.resolve_return_lse()
-    lse_dtype = "float64" if q.dtype == "float64" else "float32"
+    lse_dtype = lse_dtype_of(q.dtype)
     if lse is not None:
-        _check_result("lse", lse, seen_shape[:-1], lse_dtype, q.device)
+        check_result("lse", lse, seen_shape[:-1], lse_dtype, q.device)
         lse = lse.broadcast_to(out_shape[:-1])
     elif return_lse:
         lse = dense_layout(out_shape[:-1], reversed(range(len(out_shape) - 1)), lse_dtype, q.device)
@@ -151,28 +169,58 @@ def make_problem(
     )
 
 
-def check_overlap(pointers: dict[str, int], layouts: dict[str, Layout]) -> None:
+def lse_dtype_of(dtype: str) -> str:
+    """The dtype of the log-sum-exp of inputs of a dtype."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def check_operand(
+    name: str, layout: Layout, shape: tuple[int, ...], dtype: str, device: int | None, like: str = "q"
+) -> None:
+    """Refuse an array that is not of this shape and dtype in this memory."""
+    if layout.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype}, got {layout.dtype}")
+    if layout.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {layout.shape}")
+    check_place(name, layout, device, like)
+
+
+def check_result(name: str, layout: Layout, shape: tuple[int, ...], dtype: str, device: int | None) -> None:
+    """The same for an array that is written: two of its indices must not reach one element."""
+    check_operand(name, layout, shape, dtype, device)
+    if layout.overlaps_itself:
+        raise ValueError(f"{name}: expected elements apart from each other, got strides {layout.strides} for {shape}")
+
+
+def check_place(name: str, layout: Layout, device: int | None, like: str = "q") -> None:
+    """Refuse an array in other memory than that of the argument `like`, or at an odd address."""
+    if layout.device != device:
+        raise ValueError(f"{name}: expected an array {_where(device)} (like {like}), got one {_where(layout.device)}")
+    if layout.alignment < layout.itemsize:
+        raise ValueError(
+            f"{name}: expected an address divisible by its item size {layout.itemsize}, "
+            f"got one divisible by {layout.alignment} only"
+        )
+
+
+def check_overlap(spans: dict[str, tuple[int, int]], results: tuple[str, ...]) -> None:
     """Refuse results that share memory with an input or with each other.
 
     Address intervals are compared, so arrays that interleave without sharing an element are refused as well.
 
     Parameters
     ----------
-    pointers : dict of str to int
-        Address of element 0 of each argument, by its name.
-    layouts : dict of str to Layout
-        Layout of each argument, under the same names. The results are those called "out" and "lse".
+    spans : dict of str to (int, int)
+        Lowest address that each argument touches, and one more than the highest, by its name.
+    results : tuple of str
+        Which of them are written.
 
     Raises
     ------
     ValueError
     """
-    spans = {}
-    for name, layout in layouts.items():
-        low, high = layout.extent
-        if low < high:
-            spans[name] = (pointers[name] + low * layout.itemsize, pointers[name] + high * layout.itemsize)
-    for name in ("out", "lse"):
+    spans = {name: span for name, span in spans.items() if span[0] < span[1]}
+    for name in results:
         start, stop = spans.pop(name, (0, 0))
         for other, (low, high) in spans.items():
             if start < high and low < stop:
@@ -209,17 +257,7 @@ def _check_inputs(q: Layout, k: Layout, v: Layout) -> None:
             raise TypeError(f"{name}: expected {q.dtype} (that of q), got {layout.dtype}")
         if len(layout.shape) < 2:
             raise ValueError(f"{name}: expected at least 2 axes, (..., heads, seq, dim), got shape {layout.shape}")
-        _check_place(name, layout, q.device)
-
-
-def _check_place(name: str, layout: Layout, device: int | None) -> None:
-    if layout.device != device:
-        raise ValueError(f"{name}: expected an array {_where(device)} (like q), got one {_where(layout.device)}")
-    if layout.alignment < layout.itemsize:
-        raise ValueError(
-            f"{name}: expected an address divisible by its item size {layout.itemsize}, "
-            f"got one divisible by {layout.alignment} only"
-        )
+        check_place(name, layout, q.device)
 
 
 def _where(device: int | None) -> str:
@@ -252,16 +290,6 @@ def _check_sizes(q: Layout, k: Layout, v: Layout, backend: str) -> None:
             raise UnsupportedError(
                 f"{name}: expected head dim of 1 to {MAX_KERNEL_DIM} on backend {backend!r}, got {size}"
             )
-
-
-def _check_result(name: str, layout: Layout, shape: tuple[int, ...], dtype: str, device: int | None) -> None:
-    if layout.dtype != dtype:
-        raise TypeError(f"{name}: expected {dtype}, got {layout.dtype}")
-    if layout.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape}, got {layout.shape}")
-    _check_place(name, layout, device)
-    if layout.overlaps_itself:
-        raise ValueError(f"{name}: expected elements apart from each other, got strides {layout.strides} for {shape}")
 
 
 def _clamped_sum(start: int, count: int, top: int) -> int:

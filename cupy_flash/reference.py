@@ -12,11 +12,12 @@ sliding windows are both such bands. A row that sees nothing has result 0 and lo
 data: they travel to the rows that see them, without a warning.
 
 Keys and values may have fewer heads than queries: query head h reads key head `h // (heads_q // heads_kv)`.
+`merged` makes the result over all keys from those over two parts of them. Gradients are in `gradients`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -59,7 +60,7 @@ def probabilities(
 ) -> tuple[Array, Array]:
     """Return the softmax `(*batch, heads_q, len_q, len_kv)` and its log-sum-exp, in the dtype of `q` and `k`."""
     xp = namespace(q)
-    s = q @ _repeat_heads(k, q).swapaxes(-1, -2) * scale
+    s = q @ repeat_heads(k, q).swapaxes(-1, -2) * scale
     if softcap is not None:
         s = softcap * xp.tanh(s / softcap)
     s = xp.where(visible(*s.shape[-2:], first_key, last_key, xp), s, -xp.inf)
@@ -102,11 +103,11 @@ def naive(q: Array, k: Array, v: Array, *, precision: str = "ieee", **scores: An
     float64. On CuPy a float32 product is IEEE unless the process set `CUPY_TF32=1`: leave it unset.
     """
     dtype = q.dtype
-    wide = _accumulator(dtype)
+    wide = accumulator(dtype)
 
     def factor(x: Array) -> Array:
         # Half-precision factors are widened before they meet: float32 holds the product of two of them exactly.
-        return _round_to_tf32(x) if precision == "tf32" else x.astype(dtype).astype(wide)
+        return round_to_tf32(x) if precision == "tf32" else x.astype(dtype).astype(wide)
 
     out, lse = _attention(*(factor(x) for x in (q, k, v)), factor, scores)
     return out.astype(dtype), lse
@@ -144,7 +145,7 @@ def blocked(
     block_q, block_kv
         Tile sizes. The defaults keep a tile of scores in a core's own cache.
     """
-    wide = _accumulator(q.dtype)
+    wide = accumulator(q.dtype)
     batch = numpy.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     q, k, v = (numpy.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
     (heads_q, len_q), heads_kv, dim_v = q.shape[-3:-1], k.shape[-3], v.shape[-1]
@@ -164,6 +165,41 @@ def blocked(
     return out, lse
 
 
+@numpy.errstate(all="ignore")
+def merged(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    """Return `(out, lse)` over two sets of keys together, from the results over each of them.
+
+    The sum is float32, or float64 for float64 results. A result of weight 0 is selected away: over no keys at all,
+    where `lse` is -inf, it may be anything. Where both have seen nothing, the result is 0 and -inf.
+
+    Parameters
+    ----------
+    out_a, out_b
+        `(..., heads, len_q, dim_v)`, of one shape and dtype; the merged result has this dtype.
+    lse_a, lse_b
+        `(..., heads, len_q)`, natural logarithms; the merged one has the dtype of `lse_a`.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> from cupy_flash.reference import blocked, merged
+    >>> q, k, v = numpy.random.default_rng(0).standard_normal((3, 2, 50, 8))
+    >>> near = blocked(q, k[:, :20], v[:, :20], scale=0.3)
+    >>> far = blocked(q, k[:, 20:], v[:, 20:], scale=0.3)
+    >>> numpy.allclose(merged(*near, *far)[0], blocked(q, k, v, scale=0.3)[0])
+    True
+    """
+    xp = namespace(out_a)
+    wide = accumulator(out_a.dtype)
+    top = xp.maximum(lse_a, lse_b)
+    top = xp.where(top == -xp.inf, 0, top)  # nothing seen by either: exp(-inf - -inf) would be NaN
+    weights = [xp.exp(lse - top) for lse in (lse_a, lse_b)]
+    total = weights[0] + weights[1]
+    share_a, share_b = (xp.where(weight == 0, 0, weight / total)[..., None] for weight in weights)
+    out = xp.where(share_a == 0, 0, share_a * out_a.astype(wide)) + xp.where(share_b == 0, 0, share_b * out_b.astype(wide))
+    return out.astype(out_a.dtype), (top + xp.log(total)).astype(lse_a.dtype)
+
+
 def _attend(
     q: numpy.ndarray,  # (group, rows, dim), scaled, in the dtype to compute in
     k: numpy.ndarray,  # (len_kv, dim)
@@ -181,24 +217,14 @@ def _attend(
     total = numpy.zeros(group * rows, q.dtype)
     acc = numpy.zeros((group * rows, dim_v), q.dtype)
 
-    begin = 0 if first_key is None else max(0, first_key)
-    end = len_kv if last_key is None else min(len_kv, rows + last_key)
-    for col in range(begin, end, block_kv):
-        stop = min(col + block_kv, end)
+    for keys, seen in tiles_in_sight(group, rows, len_kv, first_key, last_key, block_kv):
         # BLAS wants unit strides; this copies a tile at most, and nothing where the keys already are what it wants.
-        k_tile = numpy.ascontiguousarray(k[col:stop], q.dtype)
-        v_tile = numpy.ascontiguousarray(v[col:stop], q.dtype)
+        k_tile = numpy.ascontiguousarray(k[keys], q.dtype)
+        v_tile = numpy.ascontiguousarray(v[keys], q.dtype)
         s = q @ k_tile.T
         if softcap is not None:
             s = softcap * numpy.tanh(s / softcap)
-
-        cut_below = first_key is not None and rows - 1 + first_key > col
-        cut_above = last_key is not None and last_key < stop - 1
-        seen = None
-        if cut_below or cut_above:
-            first = None if first_key is None else first_key - col
-            last = None if last_key is None else last_key - col
-            seen = numpy.tile(visible(rows, stop - col, first, last), (group, 1))
+        if seen is not None:
             s = numpy.where(seen, s, -numpy.inf)
 
         new_top = numpy.maximum(top, s.max(axis=1))
@@ -215,24 +241,47 @@ def _attend(
     return acc.reshape(group, rows, dim_v), (top + numpy.log(total)).reshape(group, rows)
 
 
+def tiles_in_sight(
+    group: int, rows: int, len_kv: int, first_key: int | None, last_key: int | None, block_kv: int
+) -> Iterator[tuple[slice, numpy.ndarray | None]]:
+    """Yield the tiles of keys that `rows` queries in each of `group` heads see.
+
+    With each comes the mask `(group * rows, keys)` of its pairs, or None where every row sees every key.
+    """
+    begin = 0 if first_key is None else max(0, first_key)
+    end = len_kv if last_key is None else min(len_kv, rows + last_key)
+    for col in range(begin, end, block_kv):
+        stop = min(col + block_kv, end)
+        cut_below = first_key is not None and rows - 1 + first_key > col
+        cut_above = last_key is not None and last_key < stop - 1
+        seen = None
+        if cut_below or cut_above:
+            first = None if first_key is None else first_key - col
+            last = None if last_key is None else last_key - col
+            seen = numpy.tile(visible(rows, stop - col, first, last), (group, 1))
+        yield slice(col, stop), seen
+
+
 def _attention(
     q: Array, k: Array, v: Array, factor: Callable[[Array], Array], scores: dict[str, Any]
 ) -> tuple[Array, Array]:
     """Return `(out, lse)` in the dtype of the arguments; `factor` rounds P before it meets V."""
     p, lse = probabilities(q, k, **scores)
     seen = visible(*p.shape[-2:], scores.get("first_key"), scores.get("last_key"), namespace(q))
-    return weighted_sum(factor(p), _repeat_heads(v, q), seen), lse
+    return weighted_sum(factor(p), repeat_heads(v, q), seen), lse
 
 
-def _repeat_heads(kv: Array, q: Array) -> Array:
+def repeat_heads(kv: Array, q: Array) -> Array:
+    """Return keys or values with a head for each head of `q`."""
     return namespace(kv).repeat(kv, q.shape[-3] // max(kv.shape[-3], 1), axis=-3)
 
 
-def _accumulator(dtype: numpy.dtype) -> type[numpy.floating]:
+def accumulator(dtype: numpy.dtype) -> type[numpy.floating]:
+    """Return the type to compute in: float64 for float64, float32 for all others."""
     return numpy.float64 if dtype == numpy.float64 else numpy.float32
 
 
-def _round_to_tf32(x: Array) -> Array:
+def round_to_tf32(x: Array) -> Array:
     """Round float32 to TF32, 10 explicit mantissa bits: to nearest, ties away from zero, as `cvt.rna.tf32.f32` does."""
     bits = namespace(x).ascontiguousarray(x).view(numpy.uint32)
     return ((bits + numpy.uint32(1 << 12)) & numpy.uint32(0xFFFF_E000)).view(numpy.float32)

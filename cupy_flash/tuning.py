@@ -7,9 +7,10 @@ sequence 16,384; rows for other architectures were compiled and run on the host 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .architecture import Architecture
+from .errors import UnsupportedError
 
 WIDTHS = (32, 64, 96, 128, 192, 256)
 SHORT = 64  # query lengths served by the rows for short queries
@@ -26,11 +27,17 @@ class Row:
     warps: int = 4
     stages: int = 2
     min_blocks: int = 2
+    q_tiles: int = 1
     q_in_registers: bool = False
     lazy_rescale: bool = True
     max_len_q: int | None = None  # for at most so many queries
     min_copy: int = 0  # for copies of at least so many bytes: smaller ones need registers for more addresses
     plain_scores: bool = False  # not where scores are scaled one by one, which needs registers as well
+
+    @property
+    def reason(self) -> str:
+        """The tile and why it was chosen."""
+        return f"tile {self.tile_q}x{self.tile_kv}: {self.why}"
 
 
 FEW_ROWS = "few query rows: a smaller tile computes fewer rows that do not exist"
@@ -125,20 +132,109 @@ TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
 }
 
 
-def table_for(architecture: Architecture, dtype: str) -> tuple[Row, ...]:
-    """The rows for a dtype on an architecture."""
-    return TABLES[architecture.name]["float32" if dtype == "float32" else "half"]
+# The backward. A block owns TILE_KV keys; half of its warps own the gradient of values, half that of keys, so that a warp has
+# 2 TILE_KV / WARPS rows: 16, 32 or 64. K and V stay in shared memory, Q and dO pass through STAGES of TILE_Q rows each. All warps
+# share the TILE_Q x WIDTH of dQ, in parts of 16 or 32 rows and whole steps of 16 columns, which not every width has for 8 warps.
+WIDE_KEYS = "128 keys a block: dQ is added to half as often as with 64"
+NARROW_KEYS = "64 keys a block: a warp holds 16 rows of one gradient"
+FEW_QUERIES = "narrow tiles leave registers for the gradients of wide rows"
+LITTLE_SHARED = "99 KB of shared memory: narrow tiles"
+LEAST_SHARED = "64 KB of shared memory: narrow tiles"
+FEW_WARPS = "no more warps than there are parts of dQ"
+
+BACKWARD_HALVES_90 = (
+    Row(128, 64, 128, WIDE_KEYS, warps=8, min_blocks=1),
+    Row(256, 64, 64, NARROW_KEYS, warps=8, stages=1, min_blocks=1),
+)
+BACKWARD_HALVES_80 = (
+    Row(128, 64, 128, WIDE_KEYS, warps=8, min_blocks=1),
+    Row(256, 32, 64, FEW_QUERIES, warps=8, stages=1, min_blocks=1),
+)
+BACKWARD_HALVES_86 = (
+    Row(64, 64, 128, WIDE_KEYS, warps=8, min_blocks=1),
+    Row(96, 32, 64, FEW_WARPS, min_blocks=1),
+    Row(128, 32, 64, LITTLE_SHARED, warps=8, min_blocks=1),
+    Row(256, 32, 32, LITTLE_SHARED, stages=1, min_blocks=1),
+)
+BACKWARD_HALVES_75 = (
+    Row(64, 32, 64, LEAST_SHARED, min_blocks=1),
+    Row(128, 32, 32, LEAST_SHARED, stages=1, min_blocks=1),
+    Row(256, 16, 32, LEAST_SHARED, stages=1, min_blocks=1),
+)
+BACKWARD_FLOAT32_90 = (
+    Row(32, 32, 128, FEW_WARPS, min_blocks=1),
+    Row(64, 32, 128, WIDE_KEYS, warps=8, min_blocks=1),
+    Row(96, 32, 64, FEW_WARPS, min_blocks=1),
+    Row(128, 32, 64, NARROW_KEYS, warps=8, min_blocks=1),
+    Row(256, 16, 32, FEW_QUERIES, stages=1, min_blocks=1),
+)
+BACKWARD_FLOAT32_80 = (
+    Row(32, 32, 128, FEW_WARPS, min_blocks=1),
+    Row(64, 32, 128, WIDE_KEYS, warps=8, min_blocks=1),
+    Row(96, 32, 64, FEW_WARPS, stages=1, min_blocks=1),
+    Row(128, 32, 64, NARROW_KEYS, warps=8, stages=1, min_blocks=1),
+    Row(256, 16, 32, FEW_QUERIES, stages=1, min_blocks=1),
+)
+BACKWARD_FLOAT32_86 = (
+    Row(32, 32, 64, FEW_WARPS, stages=1, min_blocks=1),
+    Row(64, 32, 64, LITTLE_SHARED, warps=8, stages=1, min_blocks=1),
+    Row(128, 32, 32, LITTLE_SHARED, stages=1, min_blocks=1),
+    Row(256, 16, 32, LITTLE_SHARED, stages=1, min_blocks=1),
+)
+BACKWARD_FLOAT32_75 = (  # at width 256 even a tile of 16 x 16 takes more than 64 KB
+    Row(32, 16, 32, FEW_WARPS, warps=2, stages=1, min_blocks=1),
+    Row(64, 16, 32, LEAST_SHARED, stages=1, min_blocks=1),
+    Row(96, 16, 32, FEW_WARPS, warps=2, stages=1, min_blocks=1),
+    Row(128, 16, 32, LEAST_SHARED, stages=1, min_blocks=1),
+    Row(192, 16, 16, LEAST_SHARED, warps=2, stages=1, min_blocks=1),
+)
+
+BACKWARD_TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
+    "75": {"half": BACKWARD_HALVES_75, "float32": BACKWARD_FLOAT32_75},
+    "80": {"half": BACKWARD_HALVES_80, "float32": BACKWARD_FLOAT32_80},
+    "86": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_86},
+    "89": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_86},
+    "90a": {"half": BACKWARD_HALVES_90, "float32": BACKWARD_FLOAT32_90},
+    "100": {"half": BACKWARD_HALVES_90, "float32": BACKWARD_FLOAT32_90},
+    "120": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_86},
+}
+
+
+def table_for(kernel: str, architecture: Architecture, dtype: str) -> tuple[Row, ...]:
+    """The rows of a kernel for a dtype on an architecture."""
+    kind = "float32" if dtype == "float32" else "half"
+    if kernel == "bwd_v2":
+        return BACKWARD_TABLES[architecture.name][kind]
+    rows = TABLES[architecture.name][kind]
+    return _v1_rows(rows) if kernel == "fwd_v1" else rows
 
 
 def row_for(
-    architecture: Architecture, dtype: str, width: int, len_q: int, copy_bytes: int = 16, explicit: bool = False
+    kernel: str, architecture: Architecture, dtype: str, width: int, len_q: int, copy_bytes: int = 16, explicit: bool = False
 ) -> Row:
-    """The first row that is wide enough and meant for this many queries, these copies and such scores."""
-    return next(
-        row
-        for row in table_for(architecture, dtype)
-        if row.width >= width
-        and (row.max_len_q is None or len_q <= row.max_len_q)
-        and copy_bytes >= row.min_copy
-        and not (explicit and row.plain_scores)
+    """The first row that is wide enough and meant for this many queries, these copies and such scores.
+
+    Raises
+    ------
+    UnsupportedError
+        If none is wide enough.
+    """
+    rows = table_for(kernel, architecture, dtype)
+    for row in rows:
+        if (
+            row.width >= width
+            and (row.max_len_q is None or len_q <= row.max_len_q)
+            and copy_bytes >= row.min_copy
+            and not (explicit and row.plain_scores)
+        ):
+            return row
+    raise UnsupportedError(
+        f"q: expected head dims of at most {rows[-1].width} in {dtype} for {kernel} on {architecture}, whose "
+        f"{architecture.shared_bytes >> 10} KB of shared memory hold no wider tile, got one of up to {width}"
     )
+
+
+def _v1_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Rows for v1: those for v2 that serve every use. The others take more registers, which v1 needs for its state."""
+    general = (row for row in rows if row.max_len_q is None and row.min_copy == 0 and not row.plain_scores)
+    return tuple(replace(row, stages=1, q_tiles=4, why="as in v2, but keys stay while queries pass") for row in general)

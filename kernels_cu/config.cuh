@@ -10,6 +10,7 @@ constexpr int   TF32_PASSES = 3;          // float32 products from ARCH 80 on: 3
 
 constexpr int   TILE_Q = 128;             // query rows a block owns
 constexpr int   TILE_KV = 64;             // key rows per step of the KV loop
+constexpr int   Q_TILES = 4;              // fwd_v1: query tiles a block owns
 constexpr int   WIDTH = 64;               // head dim, rounded up to a multiple of 32; columns beyond the true dim are zero
 constexpr int   WIDTH_V = 64;             // the same for the head dim of v and out
 constexpr int   WARPS = 4;                // each owns TILE_Q / WARPS query rows: 16 or 32

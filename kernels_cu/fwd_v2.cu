@@ -27,7 +27,7 @@ using QueryTile = SharedTile<WARP_ROWS, WIDTH>;
 using OutTile = SharedTile<WARP_ROWS, WIDTH_V>;
 using KeyTile = SharedTile<TILE_KV, WIDTH>;
 using ValueTile = SharedTile<TILE_KV, WIDTH_V>;
-using Queries = Choose<Q_IN_REGISTERS, QueriesInRegisters<WARP_ROWS, WIDTH>, QueriesInShared<WARP_ROWS, WIDTH>>;
+using Queries = Choose<Q_IN_REGISTERS, RowsInRegisters<WARP_ROWS, WIDTH>, RowsInShared<WARP_ROWS, WIDTH>>;
 
 // Shared memory: one region per warp for its rows of Q and, at the end, of out; then STAGES of K, then STAGES of V.
 constexpr int WARP_BYTES = max_of(QueryTile::bytes, OutTile::bytes);

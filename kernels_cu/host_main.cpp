@@ -1,7 +1,9 @@
-// host_main.cpp -- a kernel as a program of its own, for sanitizers: reads a job file, executes it, writes the arrays back in place.
+// host_main.cpp -- a kernel file as a program of its own, for sanitizers: reads a job file, executes the kernel that it names, writes
+// the arrays back in place.
 // host.py describes the file. Every array lives in an allocation of exactly its size, so that a step outside is seen.
 #include "host.cpp"
 #include <cstdio>
+#include <dlfcn.h>
 #include <memory>
 
 static FILE* job;
@@ -18,7 +20,11 @@ static void bytes(void* to, i64 size) {
 int main(int, char** arguments) {
   job = std::fopen(arguments[1], "r+b");
   if (!job) return 2;
-  const i64 blocks = number(), deferred = number();
+  std::string name(number(), ' ');
+  bytes(name.data(), name.size());
+  Kernel* kernel = reinterpret_cast<Kernel*>(dlsym(RTLD_DEFAULT, name.c_str()));
+  if (!kernel) return 2;
+  const i64 blocks = number(), shared_bytes = number(), deferred = number();
   std::vector<char> params(number());
   bytes(params.data(), params.size());
 
@@ -35,7 +41,8 @@ int main(int, char** arguments) {
   }
 
   char message[4096] = "";
-  const int deadlock = launch(params.data(), blocks, int(deferred), 1, message, sizeof message);
+  u64 counts[3] = {};
+  const int deadlock = launch(kernel, params.data(), blocks, int(shared_bytes), int(deferred), 1, counts, message, sizeof message);
   std::puts(message);
   for (const Array& array : arrays) {
     std::fseek(job, array.place, SEEK_SET);

@@ -20,6 +20,7 @@ struct ForwardParams {
   Tensor v;                               // (*batch, heads_kv, len_kv, dim_v)
   Tensor out;                             // (*batch, heads,    len_q,  dim_v)
   Tensor lse;                             // (*batch, heads,    len_q)  float32, or data = null when nobody asked for it
+  float* state;                           // fwd_v1: O, l and m of all rows between two steps, in the order of fragments
   int first_key;                          // row i sees the keys i + first_key ...
   int last_key;                           // ... to i + last_key, both included; lengths and bounds stay below 2^30
   int batch[BATCH_AXES];
@@ -31,4 +32,45 @@ struct ForwardParams {
   int dim_v;
   float scale;
   float softcap;                          // scores become softcap * tanh(score / softcap); 0 = no cap
+};
+
+struct BackwardParams {
+  Tensor q;                               // (*batch, heads,    len_q,  dim)
+  Tensor k;                               // (*batch, heads_kv, len_kv, dim)
+  Tensor v;                               // (*batch, heads_kv, len_kv, dim_v)
+  Tensor out;                             // (*batch, heads,    len_q,  dim_v)  as the forward left it
+  Tensor lse;                             // (*batch, heads,    len_q)  float32
+  Tensor dout;                            // (*batch, heads,    len_q,  dim_v)
+  Tensor dlse;                            // (*batch, heads,    len_q)  float32, or data = null: zero
+  Tensor dq;                              // (*batch, heads,    len_q,  dim)    a stride of 0 along a batch axis means: summed over it
+  Tensor dk;                              // (*batch, heads_kv, len_kv, dim)    the same
+  Tensor dv;                              // (*batch, heads_kv, len_kv, dim_v)  the same
+  float* stats;                           // (batch, heads, query tiles, 2, TILE_Q)  log2-sum-exp2 of the scores; rowsum(dout * out) - dlse
+  float* dq_sums;                         // (batch, heads, query tiles, TILE_Q * WIDTH)  in the order of fragments
+  float* dk_parts;                        // (batch, heads_kv, splits, key tiles, TILE_KV * WIDTH)  the same, or null: dk is stored at once
+  float* dv_parts;                        // the same for dv
+  u32* turns;                             // (batch, heads, query tiles)  key tiles that have been added to dq_sums, or null: in any order
+  int first_key;                          // as in the forward
+  int last_key;
+  int batch[BATCH_AXES];
+  int heads;
+  int heads_per_kv;                       // query heads that share one key-value head
+  int heads_per_block;                    // of those, how many one block sums over: heads_per_kv / splits
+  int heads_together;                     // heads whose key tiles neighbouring blocks take in turn
+  int len_q;
+  int len_kv;
+  int dim;
+  int dim_v;
+  float scale;
+  float softcap;
+};
+
+// out = the attention over the keys of a and of b together, from the attention over each.
+struct MergeParams {
+  Tensor out_a, out_b, out;               // (*batch, heads, len_q, dim_v)
+  Tensor lse_a, lse_b, lse;               // (*batch, heads, len_q)  float32
+  int batch[BATCH_AXES];
+  int heads;
+  int len_q;
+  int dim_v;
 };

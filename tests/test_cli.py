@@ -20,7 +20,7 @@ from cupy_flash.cli.output import echo_json, table
 from cupy_flash.errors import CompileError
 from cupy_flash.matrix import KINDS, every_plan, has
 from cupy_flash.nvrtc import Report
-from cupy_flash.tuning import TABLES
+from cupy_flash.tuning import BACKWARD_TABLES, TABLES
 
 ROOT = Path(__file__).parents[1]
 MASKED_CASE = "float16-h7x1-q61-k97-d40-top_left"
@@ -102,6 +102,25 @@ def test_plan_reads_shapes_and_options():
     assert "6 heads on 2" in text and "EXPLICIT_SCORES=True" in text
 
 
+def test_plan_of_the_backward():
+    shapes = ("2x16x1024x96", "2x4x1024x96", "2x4x1024x64")
+    plan, code = run_json("plan", *shapes, "--backward", "--deterministic", "--arch", "90a")
+    assert code == 0 and plan["kernel"] == "bwd_v2" and plan["config"]["WIDTH"] == plan["config"]["WIDTH_V"] == 96
+    assert [launch["entry"] for launch in plan["launches"]] == ["bwd_v2_pre", "bwd_v2", "bwd_v2_post"]
+    assert set(plan["workspace"]) == {"stats", "dq_sums", "dk_parts", "dv_parts", "turns"}
+    assert plan["result_bytes"] == 2 * 2 * 1024 * (16 * 96 + 4 * 96 + 4 * 64)
+    text = run("plan", *shapes, "--backward", "--arch", "90a").stdout
+    assert f"stats {plan['workspace']['stats']}, " in text and "turns" not in text
+
+
+def test_plan_of_v1():
+    plan, code = run_json("plan", "16x1000x128", "--algorithm", "v1", "--arch", "90a")
+    tiles = -(-1000 // plan["config"]["TILE_Q"])
+    assert code == 0 and plan["kernel"] == "fwd_v1" and plan["config"]["Q_TILES"] > 1
+    assert [launch["blocks"] for launch in plan["launches"]] == [16 * -(-tiles // plan["config"]["Q_TILES"])]
+    assert plan["workspace"] == {"state": 4 * 16 * tiles * plan["config"]["TILE_Q"] * (128 + 2)}
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -123,6 +142,9 @@ def test_plan_reads_shapes_and_options():
         (["check", "--backend", "numpy", "--case", MASKED_CASE, "--dim", "40"], "--case names the cases"),
         (["check", "--backend", "numpy", "--case", MASKED_CASE + "s"], f"did you mean {MASKED_CASE}?"),
         (["compile", "--arch", "80", "--all"], "exclude each other"),
+        (["plan", "8x64x64", "--deterministic"], "--deterministic is an option of --backward"),
+        (["plan", "8x64x256", "--backward", "--dtype", "float32", "--arch", "75"], "for bwd_v2 on sm_75, whose 64 KB"),
+        (["plan", "8x64x64", "--backward", "--algorithm", "v1"], "'v1', which is a forward only"),
     ],
 )
 def test_user_errors_end_with_2_and_say_what_was_wrong(arguments, message):
@@ -132,7 +154,7 @@ def test_user_errors_end_with_2_and_say_what_was_wrong(arguments, message):
 
 
 def test_source_is_the_text_that_is_compiled():
-    [plan] = [p for p in every_plan([ARCHITECTURES["90a"]], ["bfloat16"]) if p.config.WIDTH == 192]
+    [plan] = [p for p in every_plan([ARCHITECTURES["90a"]], ["bfloat16"], ["fwd_v2"]) if p.config.WIDTH == 192]
     arguments = ("8x1024x192", "--dtype", "bfloat16", "--arch", "90a")
     files = source.source_of(plan)
     assert run("source", *arguments).stdout == "".join(f"// ---- {name} ----\n{text}\n" for name, text in files.items())
@@ -158,7 +180,7 @@ def test_check_on_the_host_says_what_it_skips():
 
 
 def test_check_finds_a_kernel_that_does_not_mask(change_kernel):
-    line = "s.at(l, r) = -infinity();"
+    line = "s.at(l, r) = masked;"
     text = source.files()["tile/mask.cuh"]
     assert line in text
     change_kernel("tile/mask.cuh", text.replace(line, "{}"))
@@ -209,13 +231,16 @@ def test_the_matrix_has_every_row():
     plans = list(every_plan())
     # A row may serve for two reasons, few queries and small copies say: that is one kernel.
     rows = {
-        (a.name, kind, replace(row, why="", max_len_q=None, min_copy=0, plain_scores=False))
+        (kernel, a.name, kind, replace(row, why="", max_len_q=None, min_copy=0, plain_scores=False))
+        for kernel, tables in (("fwd_v1", TABLES), ("fwd_v2", TABLES), ("bwd_v2", BACKWARD_TABLES))
         for a in ARCHITECTURES.values()
         for kind in KINDS
         if has(a, kind)
-        for row in TABLES[a.name]["float32" if "32" in kind else "half"]
+        for row in tables[a.name]["float32" if "32" in kind else "half"]
+        if kernel != "fwd_v1" or (row.max_len_q, row.min_copy, row.plain_scores) == (None, 0, False)  # it has the general ones
     }
-    assert len(plans) == len({plan.name for plan in plans}) == len(rows)
+    merges = [(a, kind) for a in ARCHITECTURES.values() for kind in KINDS if has(a, kind) and kind != "tf32"]
+    assert len(plans) == len({plan.name for plan in plans}) == len(rows) + len(merges)
     assert not any(p.architecture.number == 75 and (p.config.DTYPE == "BFLOAT16" or p.config.TF32_PASSES == 1) for p in plans)
 
 
@@ -246,7 +271,7 @@ def test_compile_ends_with_1_on_a_fault(monkeypatch, report, fault):
 
     monkeypatch.setattr(nvrtc, "version", lambda: (12, 9))
     monkeypatch.setattr(nvrtc, "report", reported)
-    result = run("compile", "--arch", "90a", "--arch", "80", "--dtype", "tf32", "--jobs", 1)
+    result = run("compile", "--arch", "90a", "--arch", "80", "--dtype", "tf32", "--kernel", "fwd_v2", "--jobs", 1)
     assert result.exit_code == (1 if fault else 0)
     rows = sum(len(TABLES[arch]["float32"]) for arch in ("90a", "80"))
     assert f"{rows} kernels by NVRTC 12.9, {rows if fault else 0} with a fault" in result.stdout

@@ -10,7 +10,7 @@ import pytest
 from cupy_flash import CompileError, host, nvrtc, source
 from cupy_flash.architecture import ARCHITECTURES
 from cupy_flash.matrix import every_plan
-from cupy_flash.plan import Config, Plan, configure
+from cupy_flash.plan import PARAMS, Config, Plan, configure
 from cupy_flash.tuning import SHORT, WIDTHS, row_for
 
 SM_75, SM_80 = ARCHITECTURES["75"], ARCHITECTURES["80"]
@@ -38,9 +38,10 @@ def test_row_compiles_without_spill_or_warning(plan):
 
 def other_uses(architecture, dtypes):
     """Plans for what a table serves besides aligned memory and plain scores, at each width."""
-    for dtype, width, (copy_bytes, explicit) in product(dtypes, WIDTHS, [(16, True), (0, False)]):
-        row = row_for(architecture, dtype, width, SHORT + 1, copy_bytes, explicit)
-        yield Plan("fwd_v2", architecture, configure(row, architecture, dtype, "ieee", width, width, copy_bytes, explicit), ())
+    uses = product(("fwd_v2", "bwd_v2"), dtypes, WIDTHS, [(16, True), (0, False)])
+    for kernel, dtype, width, (copy_bytes, explicit) in uses:
+        row = row_for(kernel, architecture, dtype, width, SHORT + 1, copy_bytes, explicit)
+        yield Plan(kernel, architecture, configure(row, architecture, dtype, "ieee", width, width, copy_bytes, explicit), ())
 
 
 @plans(other_uses(ARCHITECTURES["90a"], ["bfloat16", "float32"]))
@@ -52,18 +53,42 @@ def test_rows_fit_shared_memory():
     assert [plan.name for plan in every_plan() if plan.shared_bytes > plan.architecture.shared_bytes] == []
 
 
+FORWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"WIDTH": 96, "WIDTH_V": 32}, {"WIDTH": 32, "WIDTH_V": 96})
+BACKWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"STAGES": 1}, {"WIDTH": 128, "WIDTH_V": 128}, {"TILE_Q": 128, "TILE_KV": 64})
+# The end of what an entry keeps in shared memory, in the names of its file.
+ENDS = {
+    "fwd_v2": "SHARED_BYTES",
+    "fwd_v1": "V_OFFSET + ValueTile::bytes",
+    "bwd_v2": "STAGE_OFFSET + STAGES * STAGE_BYTES",
+    "bwd_v2_post": "max_of(SharedTile<TILE_Q, WIDTH>::bytes, SharedTile<TILE_KV, WIDTH>::bytes)",
+}
+
+
 @pytest.mark.parametrize(
-    "change", [{}, {"DTYPE": "FLOAT32"}, {"STAGES": 3}, {"WIDTH": 96, "WIDTH_V": 32}, {"WIDTH": 32, "WIDTH_V": 96}], ids=str
+    "kernel, change",
+    [
+        *product(["fwd_v2"], (*FORWARD_CHANGES, {"STAGES": 3})),
+        *product(["fwd_v1"], FORWARD_CHANGES),
+        *product(["bwd_v2"], BACKWARD_CHANGES),
+    ],
+    ids=str,
 )
-def test_plan_and_kernel_agree_on_shared_memory(change, tmp_path):
-    plan = next(every_plan([SM_80], ["float16"]))
+def test_plan_and_kernel_agree_on_shared_memory(kernel, change, tmp_path):
+    plan = next(every_plan([SM_80], ["float16"], [kernel]))
     plan = replace(plan, config=replace(plan.config, **change))
     for name, text in source.source_of(plan).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    check = f'#include "{plan.kernel}.cu"\nstatic_assert(SHARED_BYTES == {plan.shared_bytes});\n'
+    checks = [f"static_assert({ENDS[entry]} == {size});" for entry, size in plan.entries.items() if entry in ENDS]
+    check = "\n".join([f'#include "{plan.kernel}.cu"', *checks, ""])
     command = [*host.compiler(), "-std=c++20", "-w", "-fsyntax-only", f"-I{tmp_path}", "-x", "c++", "-"]
     assert subprocess.run(command, input=check, capture_output=True, text=True).stderr == ""
+
+
+def test_every_entry_is_a_kernel_of_its_file():
+    for plan in every_plan([SM_80], ["float16"]):
+        found = re.findall(r"^KERNEL\(.*?\) (\w+)\(GRID_CONSTANT (\w+) p\)", source.files()[f"{plan.kernel}.cu"], re.MULTILINE)
+        assert found == [(entry, PARAMS[plan.kernel]) for entry in plan.entries]
 
 
 # The constants
@@ -107,8 +132,10 @@ def test_error_names_file_and_line(file, monkeypatch):
 
 
 def test_report_reads_spills_and_serialised_products(monkeypatch):
-    log = (
+    log = (  # of a file with two entries
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 40 registers, used 1 barriers\n"
         "    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\n"
         "ptxas info    : Used 255 registers, used 1 barriers\n"
     )

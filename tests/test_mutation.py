@@ -10,23 +10,31 @@ from itertools import count, product
 
 import pytest
 
-from cupy_flash import DeadlockError, SanitizerError, arrays, host, plan_attention, source
+from cupy_flash import DeadlockError, SanitizerError, arrays, attention, host, plan_attention, plan_attention_backward, source
+from cupy_flash.backward import BackwardPlan
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
+from cupy_flash.compare_gradients import compare_gradients, make_cotangents
 from cupy_flash.host import SCHEDULES
 from cupy_flash.launch import AttentionPlan
 
-KERNELS = sorted(file for file in source.files() if re.fullmatch(r"fwd_\w+\.cu", file))
+KERNELS = sorted(file for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu", file))
 CALL = re.compile(r"//.*|\b(?:sync|wait|commit)_\w+(?:<[^;]*>)?\([^;]*\);")  # or a comment, which may speak of one
 
 # Many small tiles of keys, and a causal mask, so that the warps of a block see different ones and drift apart.
 CASE = Case("float16", 40, 75, dim=32, heads_q=2, causal=True)
 TWO_STAGES = {"TILE_Q": 32, "TILE_KV": 16, "WARPS": 2, "STAGES": 2, "Q_IN_REGISTERS": True}
-CONFIGURATIONS = {  # between them they reach every call
-    "two stages": TWO_STAGES,
-    "one stage": TWO_STAGES | {"STAGES": 1},
-    "stores": TWO_STAGES | {"COPY_BYTES": 0},  # in place of copies: lanes see each other's after a barrier
-}
+TWO_PAIRS = {"TILE_Q": 32, "TILE_KV": 32, "WARPS": 4, "STAGES": 2}
+
+
+def configurations(file):
+    """Constants that between them reach every call of a kernel."""
+    constants = TWO_PAIRS if file.startswith("bwd") else TWO_STAGES
+    return {
+        "two stages": constants,
+        "one stage": constants | {"STAGES": 1},
+        "stores": constants | {"COPY_BYTES": 0},  # in place of copies: lanes see each other's after a barrier
+    }
 
 # The call with this number is left out. Decided when the kernel runs, so that it is built once for all of them.
 LEFT_OUT = """\
@@ -49,6 +57,26 @@ def with_choice(file):
     return LEFT_OUT + CALL.sub(choose, source.files()[file])
 
 
+def results(kernel, constants):
+    """The judgement on what a forward computes with these constants."""
+    inputs = make_inputs(CASE)
+    plan = plan_attention(*inputs, backend="host", algorithm=kernel.removeprefix("fwd_"), **CASE.options)
+    changed = replace(plan.kernel, config=replace(plan.kernel.config, **constants))
+    computed = AttentionPlan(plan.problem, changed, tuple(map(arrays.layout, inputs)), True)(*inputs)
+    return compare(*computed, *inputs, **CASE.scores)
+
+
+def gradients(kernel, constants):
+    """The judgement on what a backward computes with these constants."""
+    inputs, (dout, dlse) = make_inputs(CASE), make_cotangents(CASE)
+    given = (dout, *inputs, *attention(*inputs, **CASE.options))
+    options = {name: value for name, value in CASE.options.items() if name != "return_lse"}
+    plan = plan_attention_backward(*given, dlse=dlse, backend="host", **options)
+    changed = replace(plan.kernel, config=replace(plan.kernel.config, **constants))
+    computed = BackwardPlan(plan.problem, changed, tuple(map(arrays.layout, (*given, dlse))))(*given, dlse=dlse)
+    return compare_gradients(computed, dout, *inputs, dlse=dlse, **CASE.scores)
+
+
 @pytest.fixture
 def faults_without(monkeypatch, change_kernel):
     """A function that leaves one call out of a kernel and yields what is noticed in each configuration and schedule."""
@@ -58,14 +86,11 @@ def faults_without(monkeypatch, change_kernel):
     def run(file, number):
         monkeypatch.setenv("LEFT_OUT", "-1" if number is None else str(number))
         change_kernel(file, with_choice(file))
-        inputs = make_inputs(CASE)
-        plan = plan_attention(*inputs, backend="host", **CASE.options)
-        for (name, constants), schedule in product(CONFIGURATIONS.items(), SCHEDULES):
+        compute = gradients if file.startswith("bwd") else results
+        for (name, constants), schedule in product(configurations(file).items(), SCHEDULES):
             monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
-            kernel = replace(plan.kernel, kernel=file.removesuffix(".cu"), config=replace(plan.kernel.config, **constants))
             try:
-                result = AttentionPlan(plan.problem, kernel, tuple(map(arrays.layout, inputs)), True)(*inputs)
-                comparison = compare(*result, *inputs, **CASE.scores)
+                comparison = compute(file.removesuffix(".cu"), constants)
                 if not comparison.ok:
                     yield f"{name}, {schedule}: {comparison.message}"
             except (DeadlockError, SanitizerError) as error:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cupy_flash import UnsupportedError, arrays, host, source
 from cupy_flash.layout import dense_layout
 from cupy_flash.options import Options
-from cupy_flash.params import BATCH_AXES, FORWARD, TENSOR, UNBOUNDED, forward_params, merge_batch_axes
+from cupy_flash.params import BACKWARD, BATCH_AXES, FORWARD, MERGE, TENSOR, UNBOUNDED, forward_params, merge_batch_axes
 from cupy_flash.problem import make_problem
 
 # The structs
@@ -33,7 +33,7 @@ template <typename T> char kind() {
 def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
     """Name, offset, size and kind of each field."""
     calls, expected = [], []
-    for struct, dtype in (("Tensor", TENSOR), ("ForwardParams", FORWARD)):
+    for struct, dtype in (("Tensor", TENSOR), ("ForwardParams", FORWARD), ("BackwardParams", BACKWARD), ("MergeParams", MERGE)):
         for name in dtype.names:
             field, offset = dtype.fields[name][:2]
             calls.append(f"SHOW({struct}, {name})")
@@ -71,6 +71,7 @@ def test_a_problem_becomes_numbers():
     assert strides == {"q": (64, 384, 1), "k": (1280, 64, 1), "v": (960, 48, 1), "out": (48, 288, 1), "lse": (10, 1, 0)}
     assert [params[name]["batch_stride"][-1] for name in strides] == [3840, 3840, 2880, 2880, 60]
     assert {name: params[name].tolist() for name in FORWARD.names if name not in strides} == {
+        "state": 0,
         "first_key": 6,
         "last_key": 12,
         "batch": [1, 1, 1, 2],

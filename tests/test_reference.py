@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cupy_flash import reference
 from cupy_flash.cases import Case, full_cases, make_inputs
 from cupy_flash.compare import compare
-from cupy_flash.reference import blocked, naive, oracle, visible
+from cupy_flash.reference import blocked, merged, naive, oracle, visible
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -174,10 +174,39 @@ def test_split_anywhere_and_merge(problem, data):
     a, lse_a = blocked(q, k[..., :cut, :], v[..., :cut, :], **scores, **blocks)
     b, lse_b = blocked(q, k[..., cut:, :], v[..., cut:, :], **(scores | later), **blocks)
     whole, lse = blocked(q, k, v, **scores, **blocks)
-    numpy.testing.assert_allclose(numpy.logaddexp(lse_a, lse_b), lse, atol=1e-12)
-    base = numpy.where(numpy.isfinite(lse), lse, 0)
-    share_a, share_b = (numpy.exp(part - base)[..., None] for part in (lse_a, lse_b))
-    numpy.testing.assert_allclose(share_a * a + share_b * b, whole, atol=1e-12)
+    for got, expected in zip(merged(a, lse_a, b, lse_b), (whole, lse), strict=True):
+        numpy.testing.assert_allclose(got, expected, atol=1e-12)
+
+
+def test_merged_has_the_dtype_of_its_parts_and_is_rounded_once():
+    shape = (2, 5, 4)
+    a, b = normal(*shape, seed=1, dtype="float16"), normal(*shape, seed=2, dtype="float16")
+    lse_a, lse_b = normal(*shape[:-1], seed=3, dtype="float32"), normal(*shape[:-1], seed=4, dtype="float32")
+    out, lse = merged(a, lse_a, b, lse_b)
+    exact, exact_lse = merged(*(x.astype("float64") for x in (a, lse_a, b, lse_b)))
+    assert (out.dtype, lse.dtype, exact.dtype) == ("float16", "float32", "float64")
+    numpy.testing.assert_allclose(exact_lse, numpy.logaddexp(lse_a.astype("float64"), lse_b), rtol=1e-15)
+    near = numpy.nextafter(exact.astype("float16"), numpy.sign(exact - exact.astype("float16")).astype("float16") * numpy.inf)
+    assert ((out == exact.astype("float16")) | (out == near)).all()  # the nearest, or where float32 cannot tell, the next
+    numpy.testing.assert_allclose(lse, exact_lse, rtol=1e-6, atol=1e-6)
+    for got, expected in zip(merged(b, lse_b, a, lse_a), (out, lse), strict=True):
+        assert numpy.array_equal(got, expected)
+
+
+@pytest.mark.parametrize("nothing", [numpy.nan, numpy.inf, 7.0])
+def test_merged_leaves_out_what_has_no_weight(nothing):
+    a, lse_a = normal(3, 4), numpy.array([0.5, 1e3, -numpy.inf])
+    b, lse_b = numpy.full((3, 4), nothing), numpy.full(3, -numpy.inf)
+    for out, lse in (merged(a, lse_a, b, lse_b), merged(b, lse_b, a, lse_a)):
+        assert numpy.array_equal(out, [*a[:2], numpy.zeros(4)]) and numpy.array_equal(lse, lse_a)
+    out, lse = merged(a, lse_a, b, lse_a - 1e4)  # weights of exp(-10,000), which is 0 too
+    assert numpy.array_equal(out[:2], a[:2]) and numpy.array_equal(lse[:2], lse_a[:2])
+
+
+def test_merged_of_scores_that_exp_cannot_hold():
+    out, lse = merged(numpy.zeros((2, 1)), numpy.array([1000.0, -1000]), numpy.ones((2, 1)), numpy.array([1000.0, -1000]))
+    assert numpy.array_equal(out, [[0.5], [0.5]])
+    numpy.testing.assert_allclose(lse, [1000 + math.log(2), -1000 + math.log(2)], rtol=1e-15)
 
 
 @few

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from .. import __version__
-from . import cache, check, compile, doctor, plan, source
+from . import bench, cache, check, compile, doctor, plan, source, trace, traffic
 
 
 @click.group(name="cupy-flash", context_settings={"help_option_names": ["-h", "--help"]})
@@ -14,5 +14,15 @@ def main() -> None:
     """Exact attention for CuPy, NumPy and everything else that is not PyTorch."""
 
 
-for command in (check.check, doctor.doctor, plan.plan, compile.compile_, source.source, cache.cache):
+for command in (
+    check.check,
+    doctor.doctor,
+    plan.plan,
+    compile.compile_,
+    source.source,
+    cache.cache,
+    bench.bench,
+    traffic.traffic,
+    trace.trace,
+):
     main.add_command(command)

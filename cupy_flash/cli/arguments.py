@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from ..architecture import ARCHITECTURES, HOST, Architecture, architecture_named
+from ..backward import BackwardPlan
+from ..backward_plan import make_backward_plan
+from ..backward_problem import make_backward_problem
 from ..errors import UnsupportedError
 from ..launch import AttentionPlan
-from ..layout import ITEMSIZE, dense_layout
+from ..layout import ITEMSIZE, Layout, dense_layout
 from ..options import Options
 from ..plan import make_plan
 from ..problem import make_problem
@@ -72,7 +76,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 
 def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the arguments that describe a problem; it is called with the `AttentionPlan` that they lead to."""
+    """Give a command the arguments that describe a problem; it is called with the plan that they lead to."""
 
     @click.argument("shapes", type=SHAPE, nargs=-1, required=True, metavar="SHAPE...")
     @click.option("--dtype", type=click.Choice(tuple(ITEMSIZE)), default="float16", show_default=True, help="Of the arrays.")
@@ -82,26 +86,55 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
     @click.option("--softcap", type=float, help="Scores go through softcap * tanh(score / softcap).")
     @click.option("--scale", type=float, help="By default 1 / sqrt(dim).")
     @click.option("--precision", type=click.Choice(("ieee", "tf32")), help="Of float32 products on tensor cores.")
+    @click.option("--algorithm", type=click.Choice(("auto", "v1", "v2")), default="auto", show_default=True, help="Loop order.")
+    @click.option("--backward", is_flag=True, help="The gradients instead of the attention.")
+    @click.option("--deterministic", is_flag=True, help="Of --backward: the same bits each time.")
     @click.option("--arch", type=ARCHITECTURE, help=f"By default that of the first GPU, or {HOST.name} without one.")
     @functools.wraps(command)
     def wrapper(
-        shapes: tuple[tuple[int, ...], ...], dtype: str, causal: str | None, arch: Architecture | None, **others: Any
+        shapes: tuple[tuple[int, ...], ...],
+        dtype: str,
+        causal: str | None,
+        backward: bool,
+        deterministic: bool,
+        arch: Architecture | None,
+        **others: Any,
     ) -> None:
-        given = {name: others.pop(name) for name in ("window", "softcap", "scale", "precision")}
+        if deterministic and not backward:
+            raise click.UsageError("--deterministic is an option of --backward; attention itself always is")
+        given = {name: others.pop(name) for name in ("window", "softcap", "scale", "precision", "algorithm")}
         options = Options(causal=causal or False, backend="cuda", **given)
-        command(_planned(shapes, dtype, options, arch or own_architecture() or HOST), **others)
+        if len(shapes) not in (1, 3):
+            raise click.UsageError(f"expected one shape for all of q, k, v, or three, got {len(shapes)}")
+        layouts = tuple(_dense(shape, dtype) for shape in shapes * (3 // len(shapes)))
+        architecture = arch or own_architecture() or HOST
+        try:
+            if backward:
+                planned = _planned_backward(layouts, options, architecture, deterministic)
+            else:
+                planned = _planned(layouts, options, architecture)
+        except (ValueError, UnsupportedError) as error:
+            raise UserError(str(error)) from error
+        command(planned, **others)
 
     return wrapper
 
 
-def _planned(shapes: tuple[tuple[int, ...], ...], dtype: str, options: Options, architecture: Architecture) -> AttentionPlan:
-    """The plan for C-contiguous arrays of these shapes on a device. No array is made and no device is touched."""
-    if len(shapes) not in (1, 3):
-        raise click.UsageError(f"expected one shape for all of q, k, v, or three, got {len(shapes)}")
-    q, k, v = shapes if len(shapes) == 3 else shapes * 3
-    layouts = tuple(dense_layout(shape, reversed(range(len(shape))), dtype, device=0) for shape in (q, k, v))
-    try:
-        problem = make_problem(*layouts, options)
-        return AttentionPlan(problem, make_plan(problem, architecture), layouts, returns_lse=False)
-    except (ValueError, UnsupportedError) as error:
-        raise UserError(str(error)) from error
+def _dense(shape: tuple[int, ...], dtype: str) -> Layout:
+    """The layout of a C-contiguous array on a device. No array is made and no device is touched."""
+    return dense_layout(shape, reversed(range(len(shape))), dtype, device=0)
+
+
+def _planned(layouts: tuple[Layout, ...], options: Options, architecture: Architecture) -> AttentionPlan:
+    problem = make_problem(*layouts, options)
+    return AttentionPlan(problem, make_plan(problem, architecture), layouts, returns_lse=False)
+
+
+def _planned_backward(
+    layouts: tuple[Layout, ...], options: Options, architecture: Architecture, deterministic: bool
+) -> BackwardPlan:
+    forward = make_problem(*layouts, replace(options, return_lse=True))
+    out, lse = _dense(forward.out_shape, forward.dtype), _dense(forward.lse_shape, forward.lse.dtype)
+    inputs = (out, *layouts, out, lse)
+    problem = make_backward_problem(*inputs, options, deterministic=deterministic)
+    return BackwardPlan(problem, make_backward_plan(problem, architecture), (*inputs, None))

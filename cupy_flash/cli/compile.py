@@ -14,7 +14,7 @@ from ..check import in_parallel
 from ..errors import CompileError
 from ..matrix import KINDS, every_plan
 from ..nvrtc import Report
-from ..plan import Plan
+from ..plan import PARAMS, Plan
 from .arguments import ARCHITECTURE, json_option
 from .output import echo_json, echo_progress, table, terminal_width
 
@@ -42,6 +42,7 @@ class Compiled:
 @click.option("--arch", "architectures", type=ARCHITECTURE, multiple=True, help="For this architecture; may be repeated.")
 @click.option("--all", "everything", is_flag=True, help="For every architecture: the default.")
 @click.option("--dtype", "kinds", type=click.Choice(tuple(KINDS)), multiple=True, help="Only this dtype; may be repeated.")
+@click.option("--kernel", "kernels", type=click.Choice(tuple(PARAMS)), multiple=True, help="Only this file; may be repeated.")
 @click.option("--ptxas", is_flag=True, help="Print the assembler's log.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compilations at a time; by default one per core.")
 @json_option
@@ -51,6 +52,7 @@ def compile_(
     architectures: tuple[Architecture, ...],
     everything: bool,
     kinds: tuple[str, ...],
+    kernels: tuple[str, ...],
     ptxas: bool,
     jobs: int | None,
     as_json: bool,
@@ -67,7 +69,7 @@ def compile_(
     except CompileError as error:
         raise click.ClickException(str(error)) from error
 
-    plans = list(every_plan(architectures or ARCHITECTURES.values(), kinds or KINDS))
+    plans = list(every_plan(architectures or ARCHITECTURES.values(), kinds or KINDS, kernels or PARAMS))
     compiled = in_parallel(lambda plan: _compiled(plan, ptxas), plans, jobs)
     results = echo_progress(compiled, len(plans), "compiling")
     faults = [result for result in results if result.fault]

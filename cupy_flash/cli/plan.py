@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import click
 
+from ..backward import BackwardPlan
 from ..launch import AttentionPlan
 from .arguments import json_option, takes_problem
 from .output import echo_json
@@ -14,16 +15,16 @@ from .output import echo_json
 @click.command()
 @takes_problem
 @json_option
-def plan(attention: AttentionPlan, as_json: bool) -> None:
-    """Show how attention would be computed.
+def plan(planned: AttentionPlan | BackwardPlan, as_json: bool) -> None:
+    """Show how attention would be computed, or its gradients.
 
     The kernel, its constants and the reasons for them. One SHAPE stands for q, k and v alike, three for one each: 2x16x1024x64
     is (batch, heads, seq, dim). Needs no GPU and no memory for the arrays.
     """
     if not as_json:
-        click.echo(str(attention))
+        click.echo(str(planned))
         return
-    problem, kernel = attention.problem, attention.kernel
+    kernel = planned.kernel
     echo_json(
         {
             "name": kernel.name,
@@ -33,10 +34,11 @@ def plan(attention: AttentionPlan, as_json: bool) -> None:
             "reasons": kernel.reasons,
             "threads": kernel.threads,
             "shared_bytes": kernel.shared_bytes,
-            "blocks": kernel.blocks(problem),
-            "result_bytes": attention.result_bytes,
-            "workspace_bytes": attention.workspace_bytes,
-            "flops": problem.flops,
-            "problem": asdict(problem),
+            "launches": list(map(asdict, planned.launches)),
+            "result_bytes": planned.result_bytes,
+            "workspace_bytes": planned.workspace_bytes,
+            "workspace": dict(planned.workspace.parts),
+            "flops": planned.problem.flops,
+            "problem": asdict(planned.problem),
         }
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from ..backward import BackwardPlan
 from ..launch import AttentionPlan
 from ..source import source_of
 from .arguments import takes_problem
@@ -12,13 +13,13 @@ from .arguments import takes_problem
 @click.command()
 @takes_problem
 @click.option("--file", "name", help="Print this file only, such as config.cuh, byte for byte.")
-def source(attention: AttentionPlan, name: str | None) -> None:
+def source(planned: AttentionPlan | BackwardPlan, name: str | None) -> None:
     """Print exactly the text that is compiled.
 
     The kernel comes first, then its headers, each file behind a line with its name; config.cuh holds the values of the plan.
     SHAPE and options are those of the command plan.
     """
-    files = source_of(attention.kernel)
+    files = source_of(planned.kernel)
     if name is None:
         for file, text in files.items():
             click.echo(f"// ---- {file} ----\n{text}")

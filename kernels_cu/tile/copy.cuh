@@ -8,7 +8,7 @@ struct GlobalTile {
   Element* base;
   i64 row_stride, col_stride;
   int rows, cols;
-  OP Element* at(int row, int col) const { return base + row * row_stride + col * col_stride; }
+  OP Element* at(int row, int col) const { return base + row * row_stride + (COPY_BYTES == 0 ? col * col_stride : col); }
   OP GlobalTile from_row(int row) const { return {base + row * row_stride, row_stride, col_stride, rows - row, cols}; }
 };
 
@@ -102,26 +102,48 @@ OP void for_granules(SharedTile<ROWS, WIDTH> tile, const GlobalTile& global, Mov
 // tile = src, zero beyond its rows and columns. Asynchronous where the architecture and the alignment allow: complete after
 // commit_copies and wait_for_copies, and then visible to the threads that meet at a barrier.
 template <typename Scope, int ROWS, int WIDTH> OP void load_async(SharedTile<ROWS, WIDTH> tile, const GlobalTile& src) {
+  if constexpr (Scope::threads == 32) sync_warp();            // without it a lane overwrites what its neighbours still read there
   for_granules<Scope>(tile, src, [](SharedAddress to, const Element* from, bool exists) {
-    if constexpr (ARCH >= 80 && COPY_BYTES != 0) cp_async<COPY_BYTES>(to, from, !exists);
-    else store_shared(to, exists ? *reinterpret_cast<const Granule*>(from) : Granule{});
+    if constexpr (ARCH >= 80 && COPY_BYTES != 0) {
+      cp_async<COPY_BYTES>(to, from, !exists);
+    } else {
+      if (exists) count_read(sizeof(Granule));
+      store_shared(to, exists ? *reinterpret_cast<const Granule*>(from) : Granule{});
+    }
   });
+}
+
+// to[0 : count] = from[0 : count], float32 words in fours, by all threads of a block. Asynchronous like the tiles.
+OP void load_async(SharedAddress to, const float* from, int count) {
+  for_lane(l) {
+    const int i = Block::thread(l) * 4;
+    if (i < count) {
+      if constexpr (ARCH >= 80) {
+        cp_async<16>(to + i * 4, from + i, false);
+      } else {
+        count_read(16);
+        store_shared(to + i * 4, *reinterpret_cast<const Vector<16>*>(from + i));
+      }
+    }
+  }
 }
 
 // dst = tile, clipped to its rows and columns
 template <typename Scope, int ROWS, int WIDTH> OP void store(const GlobalTile& dst, SharedTile<ROWS, WIDTH> tile) {
   for_granules<Scope>(tile, dst, [](SharedAddress from, Element* to, bool exists) {
-    if (exists) *reinterpret_cast<Granule*>(to) = load_shared<Granule>(from);
+    if (!exists) return;
+    count_written(sizeof(Granule));
+    *reinterpret_cast<Granule*>(to) = load_shared<Granule>(from);
   });
 }
 
-// tile = acc, rounded to the element type, in memory that belongs to the warp; visible to it after sync_warp
-template <int M, int N> OP void store(SharedTile<M, N> tile, const Acc<M, N>& acc) {
+// tile[row0 :, col0 :] = acc, rounded to the element type, in memory that belongs to the warp; visible to it after sync_warp
+template <int ROWS, int WIDTH, int M, int N> OP void store(SharedTile<ROWS, WIDTH> tile, const Acc<M, N>& acc, int row0 = 0, int col0 = 0) {
   sync_warp();                                                // without it a lane overwrites what its neighbours still read there
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < acc.regs; r += 2) {
-      const SharedAddress to = tile.at(acc.row(l, r), acc.reg_col(r), acc.col(l, 0));
+      const SharedAddress to = tile.at(row0 + acc.row(l, r), col0 + acc.reg_col(r), acc.col(l, 0));
       if constexpr (FAMILY == HALVES) store_shared(to, pack<Element>(acc.at(l, r), acc.at(l, r + 1)));
       else store_shared(to, acc.at(l, r)), store_shared(to + 4, acc.at(l, r + 1));
     }
@@ -132,6 +154,78 @@ template <int M, int N> OP void store(SharedTile<M, N> tile, const Acc<M, N>& ac
 template <int M> OP void store(float* dst, i64 stride, int len, const RowVec<M>& rows) {
   for_lane(l) {
     #pragma unroll
-    for (int i = 0; i < rows.slots; ++i) if (l % 4 == 0 && rows.row(l, i) < len) dst[rows.row(l, i) * stride] = rows.at(l, i);
+    for (int i = 0; i < rows.slots; ++i) {
+      if (l % 4 != 0 || rows.row(l, i) >= len) continue;
+      count_written(sizeof(float));
+      dst[rows.row(l, i) * stride] = rows.at(l, i);
+    }
+  }
+}
+// rows[row] = src[row], which the warp itself has stored
+template <int M> OP void load(RowVec<M>& rows, const float* src) {
+  sync_warp();                                                // without it a lane reads before its neighbour has written
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < rows.slots; ++i) {
+      if (l % 4 == 0) count_read(sizeof(float));              // the other three of a quad ask for the same word
+      rows.at(l, i) = src[rows.row(l, i)];
+    }
+  }
+}
+
+OP float read(const float* from) { count_read(sizeof(float)); return *from; }
+OP void write(float* to, float value) { count_written(sizeof(float)); *to = value; }
+
+template <int BYTES> OP float element_of(const Vector<BYTES>& granule, int i) {
+  if constexpr (BYTES == 0) return to_float(granule.element);
+  else if constexpr (sizeof(Element) == 4) return bits_float(granule.words[i]);
+  else return unpack<Element>(granule.words[i / 2], i % 2);
+}
+
+// Calls use(row, exists, sum over columns of a[row] * b[row]) once for each of ROWS rows, shared by the warps of a block. Rows that do
+// not exist sum to 0.
+template <int ROWS, int WIDTH, typename Use> OP void for_row_dots(const GlobalTile& a, const GlobalTile& b, Use use) {
+  constexpr int per_row = WIDTH / GRANULE, across = min_of(per_row & -per_row, 32), down = Block::threads / across;
+  #pragma unroll 4
+  for (int row0 = 0; row0 < ROWS; row0 += down) {
+    Regs<float, 1> sum;
+    for_lane(l) {
+      const int row = row0 + Block::thread(l) / across;
+      sum.at(l, 0) = 0.f;
+      #pragma unroll
+      for (int i = 0; i < per_row / across; ++i) {
+        const int col = (l % across + i * across) * GRANULE;
+        if (row >= a.rows || col >= a.cols || row >= ROWS) continue;
+        count_read(2 * sizeof(Granule));
+        const Granule x = *reinterpret_cast<const Granule*>(a.at(row, col)), y = *reinterpret_cast<const Granule*>(b.at(row, col));
+        #pragma unroll
+        for (int e = 0; e < GRANULE; ++e) sum.at(l, 0) = fmaf(element_of(x, e), element_of(y, e), sum.at(l, 0));
+      }
+    }
+    reduce_lanes<across>(sum, [](float x, float y) { return x + y; });
+    for_lane(l) {
+      const int row = row0 + Block::thread(l) / across;
+      if (l % across == 0 && row < ROWS) use(row, row < a.rows, sum.at(l, 0));
+    }
+  }
+}
+
+OP float read(const GlobalTile& tile, int row, int col) {
+  count_read(sizeof(Element));
+  return to_float(*tile.at(row, col));
+}
+OP void write(const GlobalTile& tile, int row, int col, float value) {
+  count_written(sizeof(Element));
+  *tile.at(row, col) = from_float<Element>(value);
+}
+
+// For each row of a tile, shared by the warps of a block: with = begin(row, whether this lane is the first of the row), then
+// use(row, col, with) for each element.
+template <int ROWS, typename Begin, typename Use> OP void for_rows(const GlobalTile& tile, Begin begin, Use use) {
+  for (int row = warp_id(); row < min_of(ROWS, tile.rows); row += WARPS) {
+    for_lane(l) {
+      const auto with = begin(row, l == 0);
+      for (int col = l; col < tile.cols; col += 32) use(row, col, with);
+    }
   }
 }

@@ -10,11 +10,18 @@ template <int M> struct RowVec : Regs<float, M / 8> {
   static OP int row(int lane, int slot) { return lane / 4 + 8 * slot; }
 };
 
+// One value per column of an N-column fragment, the same in the eight lanes that share a column pair.
+template <int N> struct ColVec : Regs<float, N / 4> {
+  static constexpr int slots = N / 4;
+  static OP int col(int lane, int slot) { return slot / 2 * 8 + lane % 4 * 2 + slot % 2; }
+};
+
 // M x N accumulator in float32.
 template <int M, int N> struct Acc : Regs<float, M * N / 32> {
   static constexpr int regs = M * N / 32;
   static constexpr int per_16_rows = N / 2;
   static OP constexpr int slot(int r) { return r / per_16_rows * 2 + r / 2 % 2; }         // index into a RowVec<M>
+  static OP constexpr int col_slot(int r) { return r % per_16_rows / 4 * 2 + r % 2; }     // index into a ColVec<N>
   static OP constexpr int reg_col(int r) { return r % per_16_rows / 4 * 8 + r % 2; }      // column of lane 0
   static OP int row(int lane, int r) { return lane / 4 + 8 * slot(r); }
   static OP int col(int lane, int r) { return reg_col(r) + lane % 4 * 2; }

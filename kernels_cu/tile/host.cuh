@@ -6,6 +6,7 @@
 // ThreadSanitizer a missing barrier between warps is a reported race. Warps that wait for each other in a circle end in a report.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <string>
@@ -33,6 +34,7 @@ struct Block {
     index = block;
     live = warps;
     arrived = stuck = 0;
+    pairs.assign(warps, Pair{});
     std::memset(shared, 0xff, shared_bytes);                  // every 16- and 32-bit pattern of ones is a NaN
   }
 
@@ -48,6 +50,19 @@ struct Block {
     }
     waits_for[warp].clear();
   }
+  // Blocks until another block has counted up to `value`. Blocks start in order, so one that waits for an earlier one is served.
+  void wait_for(const u32& counter, u32 value) {
+    const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (std::atomic_ref<const u32>(counter).load(std::memory_order_acquire) != value) {
+      if (std::chrono::steady_clock::now() > patience) {
+        std::lock_guard<std::mutex> lock(mutex);
+        failure = "deadlock in block " + std::to_string(index) + ": it waits for blocks that do not come before it";
+        wake.notify_all();
+        throw Stopped{};
+      }
+      std::this_thread::yield();
+    }
+  }
   void state_changed() { ++version; stuck = 0; wake.notify_all(); }
 
   void sync(int warp, const char* file, int line) {
@@ -55,6 +70,13 @@ struct Block {
     const u64 mine = barrier_phase;
     if (++arrived == warps) { arrived = 0; ++barrier_phase; state_changed(); return; }
     wait_until(lock, warp, "the block barrier at " + std::string(file) + ":" + std::to_string(line), [&] { return barrier_phase != mine; });
+  }
+  void sync_pair(int warp, int pair, const char* file, int line) {
+    std::unique_lock<std::mutex> lock(mutex);
+    Pair& both = pairs[pair];
+    const u64 mine = both.phase;
+    if (++both.arrived == 2) { both.arrived = 0; ++both.phase; state_changed(); return; }
+    wait_until(lock, warp, "the other warp of the pair at " + std::string(file) + ":" + std::to_string(line), [&] { return both.phase != mine; });
   }
   void leave(int warp) {
     std::unique_lock<std::mutex> lock(mutex);
@@ -71,11 +93,23 @@ struct Block {
   std::vector<std::string> waits_for;
   int live = 0, arrived = 0, stuck = 0;
   u64 version = 0, barrier_phase = 0;
+  struct Pair { int arrived = 0; u64 phase = 0; };
+  std::vector<Pair> pairs;
 
   void report_deadlock() {
     failure = "deadlock in block " + std::to_string(index) + ":";
     for (int w = 0; w < warps; ++w) failure += "\n  warp " + std::to_string(w) + " waits for " + waits_for[w];
     wake.notify_all();
+  }
+};
+
+// What a kernel moved to and from device memory, and computed in matrix products.
+struct Counts {
+  u64 read_bytes = 0, written_bytes = 0, flops = 0;
+  void operator+=(const Counts& more) {
+    read_bytes += more.read_bytes;
+    written_bytes += more.written_bytes;
+    flops += more.flops;
   }
 };
 
@@ -85,8 +119,10 @@ struct Store { void* dst; int bytes; char value[16]; };
 struct Warp {
   Block* block = nullptr;
   int warp = 0;
+  Counts counts;
 
   void copy_async(void* dst, const void* src, int bytes) {
+    if (src) counts.read_bytes += bytes;
     if (block->schedule == EAGER) perform({dst, src, bytes});
     else open.push_back({dst, src, bytes});
   }
@@ -122,11 +158,14 @@ struct Warp {
 
 inline thread_local Warp* self = nullptr;
 
-template <typename Params> Params params_of(void (*kernel)(Params));
-
 inline void sync_block(const char* file, int line) {
   self->publish_stores();
   self->block->sync(self->warp, file, line);
+}
+
+inline void sync_pair(int pair, const char* file, int line) {
+  self->publish_stores();
+  self->block->sync_pair(self->warp, pair, file, line);
 }
 
 // All warps of a team meet between two blocks of the grid.
@@ -147,9 +186,10 @@ struct Meeting {
 };
 
 // Executes kernel(params) for every block of the grid. Teams of `warps` threads take blocks in order until none is left or one fails.
-// Returns the first failure, or an empty string.
+// Adds what they moved and computed to `counts`. Returns the first failure, or an empty string.
 template <typename Params>
-std::string run_grid(void (*kernel)(const Params), const Params& params, i64 blocks, int warps, int shared_bytes, Schedule schedule, int teams) {
+std::string run_grid(void (*kernel)(const Params), const Params& params, i64 blocks, int warps, int shared_bytes, Schedule schedule, int teams,
+                     Counts& counts) {
   std::atomic<i64> next{0};
   std::mutex mutex;
   std::string failure;
@@ -173,7 +213,11 @@ std::string run_grid(void (*kernel)(const Params), const Params& params, i64 blo
           current = next++;
           if (current < blocks) block.start(current);
         });
-        if (current >= blocks) return;
+        if (current >= blocks) {
+          std::lock_guard<std::mutex> lock(mutex);
+          counts += warp.counts;
+          return;
+        }
         warp.start();
         try { kernel(params); } catch (const Stopped&) {}
         block.leave(id);

@@ -7,6 +7,7 @@ struct Band {
   int first_key, last_key, len_kv;
 };
 
+// Columns first ... last, both included.
 struct KeyRange {
   int first, last;
   OP bool overlaps(int col0, int cols) const { return col0 <= last && first < col0 + cols; }
@@ -21,19 +22,35 @@ OP KeyRange seen_by_all(const Band& band, int row0, int rows) {
   return {max_of(row0 + rows - 1 + band.first_key, 0), min_of(row0 + band.last_key, band.len_kv - 1)};
 }
 
+// The same band seen from the keys: key j is seen by the queries j - last_key ... j - first_key that exist, if it exists itself.
+struct TransposedBand {
+  int first_query, last_query, len_q, len_kv;
+};
+OP TransposedBand transposed(int first_key, int last_key, int len_q, int len_kv) { return {-last_key, -first_key, len_q, len_kv}; }
+OP KeyRange seeing_any(const TransposedBand& band, int row0, int rows) {
+  return seen_by_any({band.first_query, band.last_query, band.len_q}, row0, min_of(rows, band.len_kv - row0));
+}
+OP KeyRange seeing_all(const TransposedBand& band, int row0, int rows) {
+  if (row0 + rows > band.len_kv) return {0, -1};
+  return seen_by_all({band.first_query, band.last_query, band.len_q}, row0, rows);
+}
+
+OP KeyRange visible_in_row(const Band& band, int row) { return seen_by_any(band, row, 1); }
+OP KeyRange visible_in_row(const TransposedBand& band, int row) { return row < band.len_kv ? seeing_any(band, row, 1) : KeyRange{0, -1}; }
+
 // Scores of pairs outside the band become -inf. Selected, not added: whatever such a score was, NaN included, is gone.
-template <int M, int N> OP void mask(Acc<M, N>& s, const Band& band, int row0, int col0) {
+template <int M, int N, typename AnyBand> OP void mask(Acc<M, N>& s, const AnyBand& band, int row0, int col0, float masked = -infinity()) {
   for_lane(l) {
     Regs<int, M / 8> first, last;                             // relative to this lane's column of register 0
     #pragma unroll
     for (int i = 0; i < M / 8; ++i) {
-      const KeyRange keys = seen_by_any(band, row0 + RowVec<M>::row(l, i), 1);
+      const KeyRange keys = visible_in_row(band, row0 + RowVec<M>::row(l, i));
       first.at(l, i) = keys.first - col0 - s.col(l, 0);
       last.at(l, i) = keys.last - col0 - s.col(l, 0);
     }
     #pragma unroll
     for (int r = 0; r < s.regs; ++r)
-      if (s.reg_col(r) < first.at(l, s.slot(r)) || s.reg_col(r) > last.at(l, s.slot(r))) s.at(l, r) = -infinity();
+      if (s.reg_col(r) < first.at(l, s.slot(r)) || s.reg_col(r) > last.at(l, s.slot(r))) s.at(l, r) = masked;
   }
 }
 

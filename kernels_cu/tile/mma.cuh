@@ -1,5 +1,6 @@
 // mma.cuh -- matrix products of fragments: one step, and the two products of attention.
 #pragma once
+#include "tile/blocked.cuh"
 #include "tile/shared.cuh"
 
 #if ON_GPU
@@ -77,6 +78,7 @@ template <typename Operand> OP void round_tf32(Operand& x) {
 
 // acc[:, n0 : n0 + 16] += a b
 template <int M, int N> OP void mma(Acc<M, N>& acc, int n0, const OperandA<M>& a, const OperandB<>& b) {
+  count_flops(2 * M * STEP_N * STEP_K);
   if constexpr (FAMILY == HALVES) {
     tensor_mma(acc, n0, a, b);
   } else if constexpr (FAMILY == TF32) {
@@ -106,15 +108,15 @@ template <int M, int N> OP void mma(Acc<M, N>& acc, int n0, const OperandA<M>& a
   }
 }
 
-// The query rows of one warp as the left factor of Q K^T: in shared memory, or loaded once and kept in registers.
-template <int M, int WIDTH> struct QueriesInShared {
+// The rows of one warp as the left factor of Q K^T: in shared memory, or loaded once and kept in registers.
+template <int M, int WIDTH> struct RowsInShared {
   SharedTile<M, WIDTH> tile;
-  OP QueriesInShared(SharedTile<M, WIDTH> q_smem) : tile(q_smem) {}
+  OP RowsInShared(SharedTile<M, WIDTH> q_smem) : tile(q_smem) {}
   OP void step(OperandA<M>& a, int k0) const { load(a, tile, 0, k0); }
 };
-template <int M, int WIDTH> struct QueriesInRegisters {
+template <int M, int WIDTH> struct RowsInRegisters {
   OperandA<M> steps[WIDTH / STEP_K];
-  OP QueriesInRegisters(SharedTile<M, WIDTH> q_smem) {
+  OP RowsInRegisters(SharedTile<M, WIDTH> q_smem) {
     #pragma unroll
     for (int i = 0; i < WIDTH / STEP_K; ++i) load(steps[i], q_smem, 0, i * STEP_K);
   }
@@ -134,8 +136,8 @@ template <int M, int N> OP void add(Acc<M, N>& acc, int n0, const Acc<M, STEP_N>
 constexpr bool SHORT_RUNS = FAMILY == TF32;
 
 // s = q k^T
-template <int M, int N, int WIDTH, template <int, int> class Queries>
-OP void multiply_transposed(Acc<M, N>& s, const Queries<M, WIDTH>& q, SharedTile<N, WIDTH> k_smem) {
+template <int M, int N, int WIDTH, template <int, int> class Rows>
+OP void multiply_transposed(Acc<M, N>& s, const Rows<M, WIDTH>& q, SharedTile<N, WIDTH> k_smem) {
   fill(s, 0.f);
   #pragma unroll (FAMILY == HALVES ? WIDTH / STEP_K : 1)      // float32 steps are long; side by side they would spill
   for (int d = 0; d < WIDTH; d += STEP_K) {
@@ -158,17 +160,14 @@ OP void multiply_transposed(Acc<M, N>& s, const Queries<M, WIDTH>& q, SharedTile
 }
 
 // o += p v
-template <int M, int N, int WIDTH> OP void multiply_add(Acc<M, WIDTH>& o, const Acc<M, N>& p, SharedTile<N, WIDTH> v_smem) {
-  OperandA<M> p_reg[N / STEP_K];                              // all of P first: in half precision that frees half its registers
-  #pragma unroll
-  for (int i = 0; i < N / STEP_K; ++i) to_operand(p_reg[i], p, i * STEP_K);
+template <int M, int N, int WIDTH> OP void multiply_add(Acc<M, WIDTH>& o, const OperandA<M> (&p_reg)[N], SharedTile<N * STEP_K, WIDTH> v_smem) {
   if constexpr (SHORT_RUNS) {
     #pragma unroll
     for (int n = 0; n < WIDTH; n += STEP_N) {
       Acc<M, STEP_N> run;
       fill(run, 0.f);
       #pragma unroll
-      for (int i = 0; i < N / STEP_K; ++i) {
+      for (int i = 0; i < N; ++i) {
         OperandB<> v_reg;
         load(v_reg, v_smem, i * STEP_K, n);
         mma(run, 0, p_reg[i], v_reg);
@@ -177,12 +176,44 @@ template <int M, int N, int WIDTH> OP void multiply_add(Acc<M, WIDTH>& o, const 
     }
   } else {
     #pragma unroll
-    for (int i = 0; i < N / STEP_K; ++i) {
+    for (int i = 0; i < N; ++i) {
       #pragma unroll
       for (int n = 0; n < WIDTH; n += STEP_N) {
         OperandB<> v_reg;
         load(v_reg, v_smem, i * STEP_K, n);
         mma(o, n, p_reg[i], v_reg);
+      }
+    }
+  }
+}
+template <int M, int N, int WIDTH> OP void multiply_add(Acc<M, WIDTH>& o, const Acc<M, N>& p, SharedTile<N, WIDTH> v_smem) {
+  OperandA<M> p_reg[N / STEP_K];                              // all of P first: in half precision that frees half its registers
+  to_operands(p_reg, p);
+  multiply_add(o, p_reg, v_smem);
+}
+
+// d = a^T b, where d[i, j] pairs column m0 + i of a with column n0 + j of b
+template <int M, int N, int ROWS, int WIDTH_A, int WIDTH_B>
+OP void multiply_left_transposed(Acc<M, N>& d, BlockedTile<ROWS, WIDTH_A> a_smem, int m0, SharedTile<ROWS, WIDTH_B> b_smem, int n0) {
+  constexpr bool aligned = (N & (N - 1)) == 0 || N % (b_smem.period * b_smem.per_chunk) == 0;   // then addresses differ by constants
+  const auto b_part = aligned ? b_smem.from_col(n0) : b_smem;
+  const int first_col = aligned ? 0 : n0;
+  fill(d, 0.f);
+  #pragma unroll (FAMILY == HALVES ? ROWS / STEP_K : 1)       // float32 steps are long; side by side they would spill
+  for (int k = 0; k < ROWS; k += STEP_K) {
+    OperandA<M> a_reg;
+    load_transposed(a_reg, a_smem, m0, k);
+    #pragma unroll
+    for (int n = 0; n < N; n += STEP_N) {
+      OperandB<> b_reg;
+      load(b_reg, b_part, k, first_col + n);
+      if constexpr (SHORT_RUNS) {
+        Acc<M, STEP_N> run;
+        fill(run, 0.f);
+        mma(run, 0, a_reg, b_reg);
+        add(d, n, run);
+      } else {
+        mma(d, n, a_reg, b_reg);
       }
     }
   }

@@ -9,26 +9,61 @@ template <bool FIRST, typename A, typename B> using Choose = typename ChooseType
 struct Place {
   int batch[BATCH_AXES];
   int head;
-  int row;                                                    // first query row
+  int row;                                                    // first row
+  u32 batch_number;                                           // number of the batch element
 };
+
+// the indices of a batch element from its number
+OP void batch_element(int (&element)[BATCH_AXES], const int (&batch)[BATCH_AXES], u32 number) {
+  #pragma unroll
+  for (int i = BATCH_AXES - 1; i >= 0; --i) {
+    element[i] = 0;
+    if (batch[i] > 1) {                                       // divisions are slow, and most problems have one batch axis
+      element[i] = int(number % batch[i]);
+      number /= batch[i];
+    }
+  }
+}
 
 // Blocks in launch order: tiles of a head, heads, batch. Neighbours share K and V in the L2 cache. The last tile of a head comes
 // first, because under a causal mask it is the longest and the short ones fill the gaps at the end.
-OP Place place_of_block(const int (&batch)[BATCH_AXES], int heads, int len_q, int tile_q) {
+OP Place place_of_block(const int (&batch)[BATCH_AXES], int heads, int len_q, int tile_q, u32 block = block_id()) {
   const u32 tiles = ceil_div(len_q, tile_q);
-  u32 rest = block_id();
+  u32 rest = block;
   Place here;
   here.row = int(tiles - 1 - rest % tiles) * tile_q;
   rest /= tiles;
   here.head = int(rest % heads);
   rest /= heads;
+  here.batch_number = rest;
+  batch_element(here.batch, batch, rest);
+  return here;
+}
+
+// Blocks of the backward own keys. Neighbours take turns among `together` heads: with few, they share q and dout in the L2 cache; with
+// many, few of them add to the same rows of dq at a time. The first keys of a head come first: under a causal mask they are seen by
+// the most queries, and blocks that add to dq in the order of keys then never wait for one that starts later.
+struct KeyPlace {
+  int batch[BATCH_AXES];
+  int head_kv;
+  int split;                                                  // which of the shares of the query heads
+  int tile;                                                   // of keys
+  u32 batch_number;                                           // number of the batch element
+};
+
+OP KeyPlace key_place_of_block(const int (&batch)[BATCH_AXES], int heads_kv, int splits, int len_kv, int tile_kv, u32 together) {
+  u32 units = u32(heads_kv) * splits;
   #pragma unroll
-  for (int i = BATCH_AXES - 1; i >= 0; --i) {
-    here.batch[i] = 0;
-    if (batch[i] > 1) {                                       // divisions are slow, and most problems have one batch axis
-      here.batch[i] = int(rest % batch[i]);
-      rest /= batch[i];
-    }
-  }
+  for (int i = 0; i < BATCH_AXES; ++i) units *= batch[i];
+  const u32 tiles = ceil_div(len_kv, tile_kv);
+  const u32 first_unit = block_id() / (together * tiles) * together, rest = block_id() - first_unit * tiles;
+  together = min_of(together, units - first_unit);            // the last ones may be fewer
+  KeyPlace here;
+  here.tile = int(rest / together);
+  const u32 unit = first_unit + rest % together;
+  here.split = int(unit % splits);
+  here.head_kv = int(unit / splits % heads_kv);
+  here.batch_number = unit / splits / heads_kv;
+  batch_element(here.batch, batch, here.batch_number);
   return here;
 }

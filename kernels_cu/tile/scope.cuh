@@ -57,6 +57,8 @@ typedef u32 SharedAddress;
 OP SharedAddress shared_memory() { extern __shared__ __align__(1024) char arena[]; return u32(__cvta_generic_to_shared(arena)); }
 OP void sync_block() { __syncthreads(); }
 OP void sync_warp() { __syncwarp(); }
+// meets the one other warp that names the same pair
+OP void sync_pair(int pair) { asm volatile("bar.sync %0, 64;" :: "r"(1 + pair) : "memory"); }
 #else
 OP int warp_id() { return host::self->warp; }
 OP u32 block_id() { return u32(host::self->block->index); }
@@ -64,6 +66,18 @@ typedef char* SharedAddress;
 OP SharedAddress shared_memory() { return host::self->block->shared; }
 OP void sync_block(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { host::sync_block(file, line); }
 OP void sync_warp() { host::self->publish_stores(); }
+OP void sync_pair(int pair, const char* file = __builtin_FILE(), int line = __builtin_LINE()) { host::sync_pair(pair, file, line); }
+#endif
+
+// On the host: bytes that the calling warp read from or wrote to device memory, and operations of its matrix products.
+#if ON_GPU
+OP void count_read(int) {}
+OP void count_written(int) {}
+OP void count_flops(int) {}
+#else
+OP void count_read(int bytes) { host::self->counts.read_bytes += bytes; }
+OP void count_written(int bytes) { host::self->counts.written_bytes += bytes; }
+OP void count_flops(int flops) { host::self->counts.flops += flops; }
 #endif
 
 // true in every lane if any lane's flag is set
@@ -85,21 +99,22 @@ template <int N, int M> OP void from_quad(Regs<float, N>& dst, int d, const Regs
 #endif
 }
 
-// every lane of a quad ends with the quad's combined value
-template <int N, typename F> OP void quad_reduce(Regs<float, N>& x, F combine) {
+// every lane of a group of LANES neighbours ends with the group's combined value
+template <int LANES, int N, typename F> OP void reduce_lanes(Regs<float, N>& x, F combine) {
 #if ON_GPU
   #pragma unroll
-  for (int r = 0; r < N; ++r) {
-    x.v[r] = combine(x.v[r], __shfl_xor_sync(0xffffffffu, x.v[r], 1));
-    x.v[r] = combine(x.v[r], __shfl_xor_sync(0xffffffffu, x.v[r], 2));
-  }
+  for (int r = 0; r < N; ++r)
+    #pragma unroll
+    for (int step = 1; step < LANES; step *= 2) x.v[r] = combine(x.v[r], __shfl_xor_sync(0xffffffffu, x.v[r], step));
 #else
-  for (int quad = 0; quad < 32; quad += 4) for (int r = 0; r < N; ++r) {
-    const float all = combine(combine(x.at(quad, r), x.at(quad + 1, r)), combine(x.at(quad + 2, r), x.at(quad + 3, r)));
-    for (int l = quad; l < quad + 4; ++l) x.at(l, r) = all;
+  for (int step = 1; step < LANES; step *= 2) {
+    const Regs<float, N> before = x;
+    for_lane(l) for (int r = 0; r < N; ++r) x.at(l, r) = combine(before.at(l, r), before.at(l ^ step, r));
   }
 #endif
 }
+// the same for a quad, the four lanes that share a fragment row
+template <int N, typename F> OP void quad_reduce(Regs<float, N>& x, F combine) { reduce_lanes<4>(x, combine); }
 
 template <typename T> OP constexpr T min_of(T a, T b) { return a < b ? a : b; }
 template <typename T> OP constexpr T max_of(T a, T b) { return a > b ? a : b; }

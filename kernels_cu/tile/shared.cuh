@@ -8,29 +8,40 @@ template <int ROWS, int WIDTH> struct SharedTile {
   static constexpr int per_chunk = 16 / sizeof(Element);
   static constexpr int chunks = WIDTH / per_chunk;
   static constexpr int bytes = ROWS * WIDTH * int(sizeof(Element));
-  static constexpr int period = chunks % 8 == 0 ? 8 : 4;      // chunks that change places among themselves
-  static_assert(chunks % 4 == 0, "a row is a multiple of 64 bytes");
+  static constexpr int row_bytes = chunks * 16;
+  static constexpr int period = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : 2;  // chunks that change places among themselves
+  static_assert(chunks % 2 == 0, "a row is a multiple of 32 bytes");
   SharedAddress base;
+  int turn = 0;                                               // of a view that starts at a later column: what its chunks are xor-ed with
 
   // Rows of 128, 256 ... bytes all start in bank 0, so all three bits come from the row; rows of 64 or 192 bytes alternate
-  // between two halves of the banks by themselves, and two bits suffice.
-  static OP int pattern(int row) { return period == 8 ? row & 7 : row >> 1 & 3; }
+  // between two halves of the banks by themselves, and two bits suffice; rows of 32 bytes take turns among four quarters.
+  static OP int pattern(int row) { return period == 8 ? row & 7 : period == 4 ? row >> 1 & 3 : row >> 2 & 1; }
+
+  // The columns from col0 on, if no column of them that is asked for has a chunk number with a binary digit of col0's.
+  OP SharedTile from_col(int col0) const {
+    const int chunk0 = col0 / per_chunk;
+    return {base + chunk0 / period * period * 16, chunk0 % period * 16};
+  }
 
   // Chunk (row0 + row, chunk0 + chunk), where row0 is a multiple of 8 and the binary digits of chunk0 and chunk do not overlap.
   // With row and chunk from the lane and row0 and chunk0 constant, addresses differ by constants and one xor.
   OP SharedAddress chunk_at(int row0, int row, int chunk0, int chunk) const {
     const int lane_part = row * chunks * 16 + (pattern(row) ^ chunk % period) * 16 + chunk / period * period * 16;
-    return base + ((lane_part ^ chunk0 % period * 16) + row0 * chunks * 16 + chunk0 / period * period * 16);
+    return base + ((lane_part ^ turn ^ chunk0 % period * 16) + row0 * chunks * 16 + chunk0 / period * period * 16);
   }
   OP SharedAddress at(int row, int col) const { return at(row, 0, col); }
   // Element (row, col0 + col), where col0 is a multiple of 8 and, unless it is 0, col is below 8. Where row and col0 are constant,
   // addresses again differ by constants and one xor.
   OP SharedAddress at(int row, int col0, int col) const {
     const int chunk0 = col0 / per_chunk, chunk = col / per_chunk;
-    const int place = (pattern(row) ^ chunk0 % period ^ chunk % period) + chunk0 / period * period + chunk / period * period;
+    const int place = (pattern(row) ^ turn / 16 ^ chunk0 % period ^ chunk % period) + chunk0 / period * period + chunk / period * period;
     return base + (row * chunks + place) * 16 + col % per_chunk * int(sizeof(Element));
   }
 };
+
+struct alignas(8) Pair { float x[2]; };
+struct alignas(16) Four { float x[4]; };
 
 template <typename T> OP T load_shared(SharedAddress address) {
 #if ON_GPU
@@ -165,4 +176,10 @@ template <int M, int N> OP void to_operand(OperandA<M>& a, const Acc<M, N>& s, i
       for (int r = 0; r < 16; ++r) from_quad(a, to + r, s, from + r / 8 * 2 + r % 2, r % 8 / 2);
     }
   }
+}
+
+// p_reg[i] = s[:, i * STEP_K : (i + 1) * STEP_K]
+template <int M, int N> OP void to_operands(OperandA<M> (&p_reg)[N / STEP_K], const Acc<M, N>& s) {
+  #pragma unroll
+  for (int i = 0; i < N / STEP_K; ++i) to_operand(p_reg[i], s, i * STEP_K);
 }

@@ -48,6 +48,41 @@ OP void update(OnlineSoftmax<M>& state, Acc<M, N>& s, Acc<M, D>& o, float scale_
   }
 }
 
+// Between two steps of the same rows, a kernel may keep them elsewhere: maximum, sum, and the weighted mean so far.
+template <int M, int D> OP void pause(OnlineSoftmax<M>& state, Acc<M, D>& o, RowVec<M>& max, RowVec<M>& sum) {
+  quad_reduce(state.sum, [](float a, float b) { return a + b; });
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < max.slots; ++i) {
+      max.at(l, i) = state.max.at(l, i);
+      sum.at(l, i) = state.sum.at(l, i);
+      state.sum.at(l, i) = sum.at(l, i) == 0.f ? 0.f : 1.f / sum.at(l, i);
+    }
+    #pragma unroll
+    for (int r = 0; r < o.regs; ++r) o.at(l, r) *= state.sum.at(l, o.slot(r));
+  }
+}
+template <int M, int D> OP void resume(OnlineSoftmax<M>& state, Acc<M, D>& o, const RowVec<M>& max, const RowVec<M>& sum) {
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < max.slots; ++i) {
+      state.max.at(l, i) = max.at(l, i);
+      state.sum.at(l, i) = 0.25f * sum.at(l, i);              // the share of each of the four lanes
+    }
+    #pragma unroll
+    for (int r = 0; r < o.regs; ++r) o.at(l, r) *= sum.at(l, o.slot(r));
+  }
+}
+
+// What each of two sets of keys contributes to a row, and the log-sum-exp of both.
+struct Weights { float a, b, lse; };
+OP Weights weights_of(float lse_a, float lse_b) {
+  const float top = fmaxf(lse_a, lse_b), safe = top == -infinity() ? 0.f : top;
+  const float a = exp2_approx((lse_a - safe) * LOG2E), b = exp2_approx((lse_b - safe) * LOG2E), sum = a + b;
+  if (sum == 0.f) return {0.f, 0.f, -infinity()};
+  return {a / sum, b / sum, top + log2f(sum) * LN2};
+}
+
 // o becomes the weighted mean; lse = ln sum_j e^score_j. A row that saw nothing gives 0 and -inf.
 template <int M, int D> OP void finish(OnlineSoftmax<M>& state, Acc<M, D>& o, RowVec<M>& lse) {
   quad_reduce(state.sum, [](float a, float b) { return a + b; });

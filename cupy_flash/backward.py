@@ -1,0 +1,223 @@
+"""Plan + arrays -> gradients: results allocated, the kernels launched, and what is kept between calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import arrays
+from .backward_plan import HEADS_TOGETHER, backward_launches, backward_workspace, heads_per_block, make_backward_plan
+from .backward_problem import BackwardProblem, make_backward_problem
+from .execution import Execution, Operands, Prepared, architecture_for, kept
+from .gradients import Gradients, blocked_gradients
+from .launch import Arguments, prepared
+from .layout import Layout
+from .options import Options, check_flag
+from .params import BACKWARD_ARRAYS, backward_params
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from .host import Traffic
+
+RESULTS = ("dq", "dk", "dv")
+
+
+class BackwardPlan(Prepared):
+    """Gradients with everything decided: called with arrays of the same layouts it only launches. Prints itself.
+
+    Made by `plan_attention_backward`. It holds no array, and several threads may call it.
+
+    Attributes
+    ----------
+    problem : BackwardProblem
+        What is computed.
+    kernel : Plan or None
+        How. None on backend 'numpy', which has no kernel.
+    """
+
+    def __init__(self, problem: BackwardProblem, kernel: Plan | None, inputs: tuple[Layout | None, ...]) -> None:
+        self.problem = problem
+        p = problem.forward
+        execution = None
+        if kernel is not None:
+            launches, workspace = backward_launches(kernel, problem), backward_workspace(kernel, problem)
+            params = backward_params(problem, heads_per_block(kernel, problem), HEADS_TOGETHER)
+            execution = Execution(kernel, launches, params, BACKWARD_ARRAYS, workspace, p.device)
+        results = (problem.dq, problem.dk, problem.dv)
+        super().__init__(dict(zip(BACKWARD_ARRAYS, (*inputs, *results))), RESULTS, p.backend, p.device, execution)
+        described = [x and arrays.description_of(x) for x in (*inputs, *results)]
+        self._usual = (described, [*described[:-3], None, None, None])  # with and without results
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the gradients: what a call allocates for those that are not given."""
+        return sum(self._layouts[name].nbytes for name in RESULTS)
+
+    def __str__(self) -> str:
+        p = self.problem.forward
+        ordered = ", bitwise reproducible" if self.problem.deterministic else ""
+        lines = [
+            f"gradients of attention of {p}, on backend {self._backend!r}{ordered}",
+            f"  {p.mask_and_scale}; {self.problem.flops:.4g} FLOPs",
+            f"  results {self.result_bytes} bytes, {self.workspace}",
+            "NumPy, tile by tile" if self._execution is None else str(self._execution),
+        ]
+        return "\n".join(lines)
+
+    def __call__(
+        self,
+        dout: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        *,
+        dlse: Any = None,
+        dq: Any = None,
+        dk: Any = None,
+        dv: Any = None,
+        workspace: Any = None,
+    ) -> Gradients:
+        """Compute the gradients for arrays laid out like those the plan was made for.
+
+        Parameters
+        ----------
+        dout, q, k, v, out, lse, dlse : array
+            As in `attention_backward`.
+        dq, dk, dv : array, optional
+            Where to write. By default new arrays.
+        workspace : array of uint8, optional
+            At least `workspace_bytes` in the memory of the arrays, for the kernels. By default it is allocated; a call that
+            allocates nothing can be captured in a CUDA graph.
+
+        Returns
+        -------
+        Gradients
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an array is not laid out as planned.
+        """
+        given = operands(dout, q, k, v, out, lse, dlse, dq, dk, dv)
+        if given.descriptions not in self._usual:
+            self._check_layouts(given.descriptions)
+        if workspace is not None:
+            workspace = self.workspace.given(workspace, self._device)
+        return self.run(given, workspace)
+
+    def counted(
+        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None
+    ) -> tuple[Gradients, Traffic | None]:
+        """Compute on the host, and say what the kernels moved and computed.
+
+        Parameters
+        ----------
+        dout, q, k, v, out, lse, dlse : array
+            As in a call of the plan, which has to be for backend 'host'.
+
+        Returns
+        -------
+        gradients : Gradients
+        traffic : Traffic or None
+            Bytes read from and written to device memory, and operations of matrix products, of all kernels together. None with a
+            sanitizer, which does not report them.
+        """
+        self._check_counts()
+        given = operands(dout, q, k, v, out, lse, dlse, None, None, None)
+        self._check_layouts(given.descriptions)
+        return self._compute(given, None)
+
+    def run(self, given: Operands, workspace: arrays.Array | None = None) -> Gradients:
+        """Compute on arrays that are known to have the layouts planned for."""
+        if workspace is not None or any(given.addresses[-3:]):
+            self._check_apart(given.addresses, workspace)
+        gradients, _ = self._where_planned(self._compute, given, workspace)
+        inputs, asked = given.arrays[1:4], given.arrays[-3:]
+        return Gradients(*[arrays.give_back(x, like) if to is None else to for x, like, to in zip(gradients, inputs, asked)])
+
+    def _compute(self, given: Operands, workspace: arrays.Array | None) -> tuple[Gradients, Traffic | None]:
+        p = self.problem
+        for i, layout in zip((7, 8, 9), (p.dq, p.dk, p.dv)):
+            if given.views[i] is None:
+                given.views[i] = arrays.empty(layout, layout.shape)
+                given.addresses[i] = arrays.pointer(given.views[i])
+        gradients = Gradients(*given.views[-3:])
+        traffic = None
+        if p.zero:
+            for gradient in gradients:
+                gradient.fill(0)
+        if self._backend == "cuda":
+            self._execution.on_device.launch(given.addresses, workspace)
+        elif self._backend == "host":
+            traffic = self._execution.run_on_host(given.views, workspace)
+        elif not p.zero:
+            self._compute_with_numpy(*given.views)
+        return gradients, traffic
+
+    def _compute_with_numpy(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *results: Any) -> None:
+        p = self.problem.forward
+        dout, q, k, v, out, *results = (x if x.ndim > 2 else x[None] for x in (dout, q, k, v, out, *results))
+        lse, dlse = (x if x is None or x.ndim > 1 else x[None] for x in (lse, dlse))
+        blocked_gradients(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dlse=dlse,
+            scale=p.scale,
+            first_key=p.first_key,
+            last_key=p.last_key,
+            softcap=p.softcap,
+            **dict(zip(RESULTS, results)),
+        )
+
+
+def operands(*given: Any) -> Operands:
+    """The arrays of a call in the order of `BACKWARD_ARRAYS`."""
+    return Operands(BACKWARD_ARRAYS, given, required=6, results=3)
+
+
+def prepared_backward(given: Operands, options: tuple[Any, ...], deterministic: bool, arch: str | None) -> BackwardPlan:
+    """The plan for these arrays; a plan once made for equal layouts and options is found again.
+
+    Parameters
+    ----------
+    given : Operands
+    options : tuple
+        The fields of `Options` but the last, in order.
+    deterministic : bool
+    arch : str or None
+    """
+    return kept(_prepared, tuple(given.descriptions), (*options, deterministic, arch))
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: tuple[type, ...]) -> BackwardPlan:
+    layouts = {name: d and arrays.layout_of(d, name) for name, d in zip(BACKWARD_ARRAYS, descriptions)}
+    *asked, deterministic, arch = options
+    problem = make_backward_problem(**layouts, options=Options(*asked), deterministic=deterministic)
+    p = problem.forward
+    kernel = None if p.backend == "numpy" else make_backward_plan(problem, architecture_for(p.backend, p.device, arch))
+    return BackwardPlan(problem, kernel, tuple(layouts.values())[:-3])
+
+
+def attention_and_vjp(
+    q: Any, k: Any, v: Any, scores: tuple[Any, ...], algorithm: str, backend: str, return_lse: bool, deterministic: bool
+) -> tuple[Any, Callable[..., Gradients]]:
+    """What `attention_vjp` returns; `scores` are the options from `scale` to `precision`."""
+    return_lse = check_flag("return_lse", return_lse)
+    deterministic = check_flag("deterministic", deterministic)
+    given = Arguments(q, k, v, None, None)
+    out, lse = prepared(given, (*scores, algorithm, backend, True, None)).run(given)
+
+    def vjp(dout: Any, dlse: Any = None) -> Gradients:
+        """The gradients with respect to q, k and v from those with respect to the results."""
+        given = operands(dout, q, k, v, out, lse, dlse, None, None, None)
+        return prepared_backward(given, (*scores, "auto", backend), deterministic, None).run(given)
+
+    return ((out, lse) if return_lse else out), vjp

@@ -1,0 +1,122 @@
+"""Which gradients are to be computed: a frozen `BackwardProblem` made from shapes, dtypes, strides and options.
+
+As in `problem`, every error that a user can cause is raised here, before anything is allocated, compiled or written.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from .errors import UnsupportedError
+from .layout import Layout, result_layout
+from .options import Options, check_flag
+from .params import BACKWARD_ARRAYS
+from .problem import Problem, check_operand, check_result, lse_dtype_of, make_problem
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardProblem:
+    """The gradients of one attention computation, checked and with every default resolved.
+
+    `forward` is the attention that is differentiated; its `out` and `lse` are the arrays that it left. `dout` and `dlse` have their
+    full axes as well. `dq`, `dk` and `dv` are as the user sees them, with the shapes of their inputs: a gradient is summed over the
+    batch axes along which its input was broadcast.
+    """
+
+    forward: Problem
+    dout: Layout
+    dlse: Layout | None
+    dq: Layout
+    dk: Layout
+    dv: Layout
+    deterministic: bool
+
+    @property
+    def layouts(self) -> dict[str, Layout | None]:
+        """The arrays of a call with their full axes, in order. A stride of 0 along a batch axis of a gradient means: summed."""
+        p = self.forward
+        given = (self.dout, p.q, p.k, p.v, p.out, p.lse, self.dlse)
+        results = (x.broadcast_to(like.shape) for x, like in ((self.dq, p.q), (self.dk, p.k), (self.dv, p.v)))
+        return dict(zip(BACKWARD_ARRAYS, (*given, *results)))
+
+    @property
+    def sums_keys(self) -> bool:
+        """True if the gradient of keys or of values is a sum over a batch axis."""
+        batch = math.prod(self.forward.batch)
+        return any(math.prod(x.shape[:-3]) != batch for x in (self.dk, self.dv))
+
+    @property
+    def zero(self) -> bool:
+        """True if there is no query head of a batch element that a gradient could come from."""
+        return 0 in self.forward.batch or self.forward.heads_q == 0
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the five matrix products, masked pairs not counted."""
+        p = self.forward
+        return p.flops // (p.dim + p.dim_v) * (3 * p.dim + 2 * p.dim_v)
+
+
+def make_backward_problem(
+    dout: Layout,
+    q: Layout,
+    k: Layout,
+    v: Layout,
+    out: Layout,
+    lse: Layout,
+    options: Options,
+    *,
+    dlse: Layout | None = None,
+    dq: Layout | None = None,
+    dk: Layout | None = None,
+    dv: Layout | None = None,
+    deterministic: bool = False,
+) -> BackwardProblem:
+    """Check the arguments of `attention_backward` and resolve its defaults.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse : Layout
+        The inputs as the user gave them.
+    options : Options
+    dlse : Layout, optional
+    dq, dk, dv : Layout, optional
+        Where results go. By default each gets the memory order of its input.
+    deterministic : bool
+
+    Returns
+    -------
+    BackwardProblem
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that no implementation could accept.
+    UnsupportedError
+        For arguments that have a meaning but no implementation.
+    """
+    forward = make_problem(q, k, v, options)
+    if forward.algorithm == "v1":
+        raise UnsupportedError("algorithm: expected 'auto' or 'v2' for a backward, got 'v1', which is a forward only")
+    lse_dtype = lse_dtype_of(q.dtype)
+    check_operand("out", out, forward.out_shape, q.dtype, q.device)
+    check_operand("lse", lse, forward.lse_shape, lse_dtype, q.device)
+    check_operand("dout", dout, forward.out_shape, q.dtype, q.device)
+    if dlse is not None:
+        check_operand("dlse", dlse, forward.lse_shape, lse_dtype, q.device)
+
+    gradients = {}
+    for name, source, result in (("dq", q, dq), ("dk", k, dk), ("dv", v, dv)):
+        if result is not None:
+            check_result(name, result, source.shape, q.dtype, q.device)
+        gradients[name] = result or result_layout(source, source.shape)
+
+    out_shape = forward.out.shape
+    return BackwardProblem(
+        forward=replace(forward, out=out.broadcast_to(out_shape), lse=lse.broadcast_to(out_shape[:-1])),
+        dout=dout.broadcast_to(out_shape),
+        dlse=dlse and dlse.broadcast_to(out_shape[:-1]),
+        **gradients,
+        deterministic=check_flag("deterministic", deterministic),
+    )

@@ -1,0 +1,360 @@
+"""How fast attention is, beside its peers: what is measured, in which order, and what follows from it.
+
+A `Cell` is a problem; a `Contender` is a way to compute it. In a cell, every contender's result is judged first. Then all of them
+take turns, a few launches each, for several rounds, so that a change of the GPU's clock falls on all of them alike. A contender
+that raises is a `Failure`, and so is a kernel of this project whose result is wrong: neither stops the cell or the others. A peer
+whose error is beyond the bound is measured, with a note that says so.
+
+Nothing here touches a GPU: `stopwatch` does, through the `Bench` that is handed in.
+
+Rates count the work that the problem has, not what a kernel does: for each pair of a query and a key that see each other
+2 * (dim + dim_v) operations forward and 2 * (3 * dim + 2 * dim_v) backward, where P is recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Protocol, TypeAlias
+
+Array: TypeAlias = Any  # cupy.ndarray; CuPy may be absent, so it cannot be named here
+
+DIRECTIONS = ("forward", "backward")
+TOKENS = 16_384  # of a batch, in the FlashAttention papers' setting
+HIDDEN = 2048  # heads times dim there
+WARM_UP = 3  # launches that are timed to learn how long one takes
+FEWEST, MOST = 3, 100  # launches in a contender's turn
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A problem with as many queries as keys, and as many key heads as query heads.
+
+    Parameters
+    ----------
+    direction : {'forward', 'backward'}
+        The backward is timed without the forward before it.
+    dtype : str
+    dim : int
+    causal : bool
+    seq, batch, heads : int
+    """
+
+    direction: str
+    dtype: str
+    dim: int
+    causal: bool
+    seq: int
+    batch: int
+    heads: int
+
+    def __str__(self) -> str:
+        return f"{self.direction} {self.dtype} {self.batch}x{self.heads}x{self.seq}x{self.dim} {self.mask}"
+
+    @property
+    def mask(self) -> str:
+        """'causal' or 'full'."""
+        return "causal" if self.causal else "full"
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, seq, dim), of q, k, v and the result alike."""
+        return self.batch, self.heads, self.seq, self.dim
+
+    @property
+    def flops(self) -> int:
+        """Operations of the matrix products, masked pairs not counted."""
+        pairs = self.seq * (self.seq + 1) // 2 if self.causal else self.seq**2
+        each = 2 * (self.dim + self.dim) if self.direction == "forward" else 2 * (3 * self.dim + 2 * self.dim)
+        return each * pairs * self.heads * self.batch
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Cells to choose from: every combination of what is listed, with `TOKENS` tokens of `HIDDEN` numbers.
+
+    Parameters
+    ----------
+    dtypes : tuple of str
+    dims, seqs : tuple of int
+    masks : tuple of bool
+        Whether causal.
+    """
+
+    dtypes: tuple[str, ...]
+    dims: tuple[int, ...]
+    seqs: tuple[int, ...]
+    masks: tuple[bool, ...] = (False, True)
+
+    def cells(self, directions: Iterable[str]) -> tuple[Cell, ...]:
+        """The cells; those that a table shows beside each other come one after another."""
+        return tuple(
+            Cell(direction, dtype, dim, causal, seq, max(1, TOKENS // seq), max(1, HIDDEN // dim))
+            for direction, dtype, dim, causal, seq in product(directions, self.dtypes, self.dims, self.masks, self.seqs)
+        )
+
+
+SUITES = {
+    "paper": Suite(("bfloat16",), (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16_384)),
+    "quick": Suite(("float16", "bfloat16"), (64, 128), (1024, 4096, 16_384)),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A contender made ready for one cell.
+
+    Parameters
+    ----------
+    launch : callable
+        Queues the work once, and returns whatever holds its results.
+    arrays : callable
+        From that, the results as CuPy arrays (batch, heads, seq, dim): `out`, or `dq`, `dk` and `dv`.
+    library : {'cupy', 'torch'}
+        On whose current stream the work is queued: its events measure it.
+    """
+
+    launch: Callable[[], Any]
+    arrays: Callable[[Any], tuple[Array, ...]]
+    library: str = "cupy"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to compute attention.
+
+    Parameters
+    ----------
+    name : str
+    prepare : callable
+        From a cell and its inputs, a `Run`. Whatever it raises is why the contender is left out.
+    ours : bool
+        Whether it is a kernel of this project.
+    directions : tuple of str
+    """
+
+    name: str
+    prepare: Callable[[Cell, tuple[Array, ...]], Run]
+    ours: bool = False
+    directions: tuple[str, ...] = DIRECTIONS
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether results are right, as far as they could be judged.
+
+    Parameters
+    ----------
+    ok : bool
+    note : str
+        What is wrong, or why they were not judged; '' for results that are right.
+    """
+
+    ok: bool = True
+    note: str = ""
+
+
+class Bench(Protocol):
+    """The machine that measures; `stopwatch.GpuBench` is one."""
+
+    def make_inputs(self, cell: Cell) -> tuple[Array, ...]:
+        """q, k, v, and for the backward dout."""
+
+    def judge(self, cell: Cell, inputs: tuple[Array, ...], results: tuple[Array, ...]) -> Verdict:
+        """Whether the results are right."""
+
+    def time(self, run: Run, launches: int) -> list[float]:
+        """Seconds of each of so many launches."""
+
+    def matmul_rate(self, dtype: str) -> float:
+        """Operations per second of cuBLAS."""
+
+    def clear(self) -> None:
+        """Give back the memory of a cell that is done."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How long one launch of a contender takes.
+
+    Parameters
+    ----------
+    contender : str
+    seconds : float
+        The median over the rounds of the median of each.
+    low, high : float
+        Seconds that 20 and 80 per cent of all launches stay below.
+    launches : int
+    note : str
+        What is wrong with the result of a peer, or why a result was not judged; '' for one that is right.
+    """
+
+    contender: str
+    seconds: float
+    low: float
+    high: float
+    launches: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a contender was not measured."""
+
+    contender: str
+    message: str
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What came out of a cell."""
+
+    cell: Cell
+    measurements: tuple[Measurement, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+    def of(self, contender: str) -> Measurement | None:
+        """The measurement of a contender, or None."""
+        return next((m for m in self.measurements if m.contender == contender), None)
+
+    def rate(self, contender: str) -> float | None:
+        """Operations per second of a contender, or None."""
+        found = self.of(contender)
+        return found and self.cell.flops / found.seconds
+
+    def speedup(self, contender: str, peer: str) -> float | None:
+        """How many times as fast as a peer a contender is; None where either was not measured."""
+        one, other = self.of(contender), self.of(peer)
+        return other.seconds / one.seconds if one and other else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A contender beside a peer, over all cells of a direction in which both were measured.
+
+    Parameters
+    ----------
+    direction, contender, peer : str
+    cells : int
+    mean : float
+        Geometric mean of how many times as fast the contender is.
+    least, most : float
+    """
+
+    direction: str
+    contender: str
+    peer: str
+    cells: int
+    mean: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Parameters
+    ----------
+    rounds : int
+        Turns that each contender has in a cell.
+    seconds : float
+        Device time of a contender in a cell, over all rounds; a turn has `FEWEST` to `MOST` launches whatever they take.
+    """
+
+    rounds: int = 5
+    seconds: float = 0.25
+
+    def launches(self, seconds_each: float) -> int:
+        """Launches of a turn, for a contender of which one takes so long."""
+        return min(max(round(self.seconds / self.rounds / seconds_each), FEWEST), MOST)
+
+
+@dataclass
+class _Turns:
+    """A contender's turns in a cell so far."""
+
+    run: Run
+    note: str
+    launches: int
+    rounds: list[list[float]] = field(default_factory=list)
+
+
+def measure(cells: Iterable[Cell], contenders: Sequence[Contender], bench: Bench, effort: Effort) -> Iterator[CellResult]:
+    """Measure cells, one after another.
+
+    Parameters
+    ----------
+    cells : iterable of Cell
+    contenders : sequence of Contender
+        Those that do not serve a cell's direction are left out there.
+    bench : Bench
+    effort : Effort
+
+    Yields
+    ------
+    CellResult
+    """
+    for cell in cells:
+        yield _measure(cell, [c for c in contenders if cell.direction in c.directions], bench, effort)
+        bench.clear()
+
+
+def _measure(cell: Cell, contenders: list[Contender], bench: Bench, effort: Effort) -> CellResult:
+    turns: dict[str, _Turns] = {}
+    failures: list[Failure] = []
+    try:
+        inputs = bench.make_inputs(cell)
+    except Exception as error:  # most likely a kernel of an earlier cell has broken the context
+        return CellResult(cell, failures=tuple(Failure(c.name, reason(error)) for c in contenders))
+    for contender in contenders:
+        with warnings.catch_warnings(record=True) as notes:  # PyTorch says in warnings why a backend does not serve
+            warnings.simplefilter("always")
+            try:
+                run = contender.prepare(cell, inputs)
+                verdict = bench.judge(cell, inputs, run.arrays(run.launch()))
+                if contender.ours and not verdict.ok:
+                    raise ArithmeticError(verdict.note)
+                launches = effort.launches(statistics.median(bench.time(run, WARM_UP)))
+                turns[contender.name] = _Turns(run, verdict.note, launches)
+            except Exception as error:  # whatever it is, it is what became of this contender, and the others are still to run
+                failures.append(Failure(contender.name, reason(error, *(str(note.message) for note in notes))))
+    for number in range(effort.rounds):
+        names = list(turns)
+        for name in names[number % len(names) :] + names[: number % len(names)] if names else ():
+            turn = turns[name]
+            try:
+                turn.rounds.append(bench.time(turn.run, turn.launches))
+            except Exception as error:
+                failures.append(Failure(name, reason(error)))
+                del turns[name]
+    return CellResult(cell, tuple(_summed_up(name, turn) for name, turn in turns.items()), tuple(failures))
+
+
+def _summed_up(name: str, turn: _Turns) -> Measurement:
+    every = sorted(seconds for one in turn.rounds for seconds in one)
+    low, high = (every[round(share * (len(every) - 1))] for share in (0.2, 0.8))
+    return Measurement(name, statistics.median(map(statistics.median, turn.rounds)), low, high, len(every), turn.note)
+
+
+def reason(error: Exception, *notes: str) -> str:
+    """An exception and the warnings before it on one line, each at its first line."""
+    texts = [f"{type(error).__name__}: {error}", *notes]
+    return "; ".join(dict.fromkeys(text.strip().splitlines()[0] for text in texts if text.strip()))
+
+
+def compare_all(results: Sequence[CellResult], contenders: Sequence[Contender]) -> tuple[Comparison, ...]:
+    """Each kernel of this project beside each other contender, by direction."""
+    comparisons = []
+    for direction, own, peer in product(DIRECTIONS, contenders, contenders):
+        ratios = [r.speedup(own.name, peer.name) for r in results if r.cell.direction == direction]
+        ratios = [ratio for ratio in ratios if ratio is not None]
+        if own.ours and peer is not own and ratios:
+            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            numbers = (len(ratios), mean, min(ratios), max(ratios))
+            comparisons.append(Comparison(direction, own.name, peer.name, *numbers))
+    return tuple(comparisons)

@@ -1,0 +1,73 @@
+"""Device memory that a call needs beyond its arrays: parts of one allocation."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from . import arrays
+
+ALIGNMENT = 256  # of each part within the allocation: what a memory transaction of any GPU divides
+UNWRITTEN = 0xFF  # on the host: NaN in every dtype, so that a read before a write shows
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The parts of a workspace, each under the name of the kernel's parameter that points to it.
+
+    Parameters
+    ----------
+    parts : tuple of (str, int)
+        Name and bytes.
+    """
+
+    parts: tuple[tuple[str, int], ...] = ()
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parts, in order."""
+        return tuple(name for name, _ in self.parts)
+
+    @functools.cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each part begins, in bytes from the beginning of the allocation."""
+        sizes = [-(-size // ALIGNMENT) * ALIGNMENT for _, size in self.parts]
+        return tuple(sum(sizes[:i]) for i in range(len(sizes)))
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of the allocation."""
+        return self.offsets[-1] + self.parts[-1][1] if self.parts else 0
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size}" for name, size in self.parts)
+        return f"workspace {self.nbytes} bytes" + (f": {parts}" if parts else "")
+
+    def on_host(self, memory: numpy.ndarray | None = None) -> dict[str, numpy.ndarray]:
+        """The parts as arrays of bytes, in the memory given or in new memory full of NaN."""
+        if memory is None:
+            memory = numpy.full(self.nbytes, UNWRITTEN, numpy.uint8)
+        return {name: memory[start : start + size] for (name, size), start in zip(self.parts, self.offsets)}
+
+    def given(self, x: Any, device: int | None) -> arrays.Array:
+        """The caller's own memory for the workspace, checked.
+
+        Raises
+        ------
+        TypeError, ValueError
+        """
+        memory = arrays.view(x, "workspace", writable=True)
+        (shape, strides, dtype, phase, where), _ = arrays.describe(memory)
+        if dtype != numpy.uint8:
+            raise TypeError(f"workspace: expected uint8, got {dtype}")
+        if len(shape) != 1 or (strides != (1,) and shape[0] > 1) or shape[0] < self.nbytes:
+            raise ValueError(f"workspace: expected one axis of at least {self.nbytes} bytes without gaps, got shape {shape}")
+        if where != device:
+            places = ["in host memory" if place is None else f"on CUDA device {place}" for place in (device, where)]
+            raise ValueError(f"workspace: expected an array {places[0]}, got one {places[1]}")
+        if phase:
+            raise ValueError(f"workspace: expected an address divisible by 16, got remainder {phase}")
+        return memory

@@ -1,0 +1,251 @@
+// bwd_v2.cu -- FlashAttention-2, backward with recomputation (Dao, 2023, Algorithm 2): outer loop over key-value tiles, inner loop
+// over query tiles. Three kernels, launched one after the other:
+//
+//   bwd_v2_pre    for each query row:  delta = rowsum(dout o out) - dlse,  dq = 0
+//
+//   bwd_v2        one block per key-value tile j;  S^T and P^T are never stored, but computed again from q, k and lse:
+//     dK = 0,  dV = 0
+//     for each query head that shares the keys, and each query tile i that sees one of them, the last first:
+//       S^T = K_j Q_i^T                         by the first half of the warps        dP^T = V_j dO_i^T           by the second half
+//       P^T = 2^(S^T - lse_i)                   -- passed to the second half -->      dS^T = P^T o (dP^T - delta_i)
+//       dV += P^T dO_i                          in registers                          dK += dS^T Q_i              in registers
+//       dQ_i += dS K_j                          by all warps, added up in device memory, where all blocks of the head meet
+//     dv_j = dV,  dk_j = scale dK
+//
+//   bwd_v2_post   for each query tile:  dq_i = scale dQ_i;  also sums gradients of inputs that were broadcast
+//
+// Two warps, one of each half, share TILE_KV / PAIRS keys. Each keeps one gradient: both would not leave room for anything else.
+#include "config.cuh"
+#include "params.cuh"
+#include "tile/copy.cuh"
+#include "tile/gradient.cuh"
+#include "tile/mask.cuh"
+#include "tile/mma.cuh"
+#include "tile/place.cuh"
+#include "tile/sums.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int PAIRS = WARPS / 2;
+constexpr int PAIR_KEYS = TILE_KV / PAIRS;
+static_assert(WIDTH == WIDTH_V, "one shape of tile serves q, k, v and dout");
+
+using QueryTile = SharedTile<TILE_Q, WIDTH>;                  // of q or dout
+using KeyTile = SharedTile<TILE_KV, WIDTH>;                   // of k or v
+using PairTile = SharedTile<PAIR_KEYS, WIDTH>;                // rows of one pair of warps in either
+using GradientTile = BlockedTile<TILE_KV, TILE_Q>;            // dS^T
+using PairGradientTile = BlockedTile<PAIR_KEYS, TILE_Q>;
+using Passed = PassedTile<PAIR_KEYS, TILE_Q>;                 // P^T, where the pair's part of dS^T will be
+using QuerySums = SumTile<TILE_Q, WIDTH>;
+using KeySums = SumTile<TILE_KV, WIDTH>;
+
+// Shared memory: K, V, P^T and then dS^T, then for each stage Q, dO, and lse and delta of their rows.
+constexpr int STATS_BYTES = 2 * TILE_Q * int(sizeof(float));
+constexpr int V_OFFSET = KeyTile::bytes;
+constexpr int DS_OFFSET = V_OFFSET + KeyTile::bytes;
+constexpr int STAGE_OFFSET = DS_OFFSET + GradientTile::bytes;
+constexpr int STAGE_BYTES = 2 * QueryTile::bytes + STATS_BYTES;
+
+// dQ = dS K is dealt out to the warps in parts of DQ_ROWS x DQ_COLS: of 32 rows if that leaves whole steps of 16 columns.
+constexpr bool DQ_BY_32 = TILE_Q % 32 == 0 && WARPS % (TILE_Q / 32) == 0 && WIDTH % (16 * (WARPS / (TILE_Q / 32))) == 0;
+constexpr int DQ_ROWS = DQ_BY_32 ? 32 : 16;
+constexpr int DQ_ACROSS = WARPS / (TILE_Q / DQ_ROWS);
+constexpr int DQ_COLS = WIDTH / DQ_ACROSS;
+static_assert(DQ_ACROSS * (TILE_Q / DQ_ROWS) == WARPS && DQ_COLS % 16 == 0, "every warp has a part of dQ, of whole 16-column steps");
+
+// number of a query tile, counted over batch elements and heads
+OP u32 query_tile_number(const BackwardParams& p, u32 batch_number, int head, int tile) {
+  return (batch_number * p.heads + head) * ceil_div(p.len_q, TILE_Q) + tile;
+}
+
+KERNEL(THREADS, 1) bwd_v2_pre(GRID_CONSTANT BackwardParams p) {
+  const Place here = place_of_block(p.batch, p.heads, p.len_q, TILE_Q);
+  const u32 number = query_tile_number(p, here.batch_number, here.head, here.row / TILE_Q);
+  clear(QuerySums{p.dq_sums + i64(number) * QuerySums::size});
+  if (p.turns && warp_id() == 0) clear_turn(p.turns + number);
+
+  const GlobalTile out = slice(p.out, here.batch, here.head, here.row, p.len_q, p.dim_v);
+  const GlobalTile dout = slice(p.dout, here.batch, here.head, here.row, p.len_q, p.dim_v);
+  const float* lse = row_slice(p.lse, here.batch, here.head, here.row);
+  const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, here.row) : nullptr;
+  float* const stats = p.stats + i64(number) * 2 * TILE_Q;
+  for_row_dots<TILE_Q, WIDTH>(out, dout, [&](int row, bool exists, float dot) {
+    const float row_lse = exists ? read(lse + row * p.lse.row_stride) : -infinity();
+    write(stats + row, row_lse == -infinity() ? infinity() : row_lse * LOG2E);      // a row that sees nothing: P = 2^(S - inf) = 0
+    write(stats + TILE_Q + row, exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot);
+  });
+}
+
+// The query tiles of a block: from the last to the first of its first head, then of the next.
+struct QueryCursor {
+  int head, tile;
+  OP void advance(int first_tile, int last_tile) {
+    if (tile-- > first_tile) return;
+    tile = last_tile;
+    ++head;
+  }
+};
+
+KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
+  const int splits = p.heads_per_kv / p.heads_per_block;
+  const KeyPlace here = key_place_of_block(p.batch, p.heads / p.heads_per_kv, splits, p.len_kv, TILE_KV, p.heads_together);
+  const int row0 = here.tile * TILE_KV;
+  const int first_head = here.head_kv * p.heads_per_kv + here.split * p.heads_per_block;
+  const int warp = warp_id(), pair = warp % PAIRS;
+  const bool for_values = warp < PAIRS;                       // this warp sums up dV; otherwise dK
+  const int pair_row = pair * PAIR_KEYS;
+
+  const SharedAddress smem = shared_memory();
+  const KeyTile k_smem{smem}, v_smem{smem + V_OFFSET};
+  const GradientTile ds_smem{smem + DS_OFFSET};
+  const PairTile own_smem{(for_values ? k_smem : v_smem).base + pair_row * KeyTile::row_bytes};
+  const PairGradientTile pair_ds_smem{ds_smem.base + ds_smem.offset(pair_row, 0)};
+  const Passed p_smem{pair_ds_smem.base};
+  const auto q_smem = [=](int stage) { return QueryTile{smem + STAGE_OFFSET + stage * STAGE_BYTES}; };
+  const auto do_smem = [=](int stage) { return QueryTile{q_smem(stage).base + QueryTile::bytes}; };
+  const auto stats_smem = [=](int stage) { return do_smem(stage).base + QueryTile::bytes; };
+
+  const TransposedBand band = transposed(p.first_key, p.last_key, p.len_q, p.len_kv);
+  const KeyRange queries = seeing_any(band, row0, TILE_KV);
+  const KeyRange common_queries = seeing_all(band, row0 + pair_row, PAIR_KEYS);
+  const int first_tile = queries.first / TILE_Q, last_tile = queries.last / TILE_Q;
+  const int steps = queries.last < queries.first ? 0 : (last_tile + 1 - first_tile) * p.heads_per_block;
+
+  QueryCursor now{first_head, last_tile};
+  const auto load_step = [&](int step, int ahead) {           // the query tile `ahead` of now, which is that of `step`, to its place
+    if (step < steps) {
+      QueryCursor coming = now;
+      #pragma unroll
+      for (int i = 0; i < ahead; ++i) coming.advance(first_tile, last_tile);
+      const int stage = step % STAGES;
+      load_async<Block>(q_smem(stage), slice(p.q, here.batch, coming.head, coming.tile * TILE_Q, p.len_q, p.dim));
+      load_async<Block>(do_smem(stage), slice(p.dout, here.batch, coming.head, coming.tile * TILE_Q, p.len_q, p.dim_v));
+      const u32 number = query_tile_number(p, here.batch_number, coming.head, coming.tile);
+      load_async(stats_smem(stage), p.stats + i64(number) * 2 * TILE_Q, 2 * TILE_Q);
+    }
+    commit_copies();                                          // also when empty: the wait below counts groups
+  };
+  if (steps > 0) {
+    load_async<Block>(k_smem, slice(p.k, here.batch, here.head_kv, row0, p.len_kv, p.dim));
+    load_async<Block>(v_smem, slice(p.v, here.batch, here.head_kv, row0, p.len_kv, p.dim_v));
+  }
+  for (int step = 0; step < STAGES - 1; ++step) load_step(step, step);
+
+  Acc<PAIR_KEYS, WIDTH> sum_reg;                              // dV or dK
+  fill(sum_reg, 0.f);
+  u32 number = 0;                                             // of the query tile
+
+  #pragma unroll 1
+  for (int step = 0; step < steps; ++step, now.advance(first_tile, last_tile)) {
+    wait_for_copies<max_of(STAGES - 2, 0)>();                 // without it this tile is read before this thread's part has arrived
+    sync_block();                                             // without it other threads' parts are missing, the load below overwrites
+                                                              // a tile, and P below the dS, that a slower warp still reads
+    if (p.turns && step > 0 && warp == 0) pass_turn(p.turns + number);    // all warps have added the dQ of the step before
+    load_step(step + STAGES - 1, STAGES - 1);
+    if (STAGES == 1) {
+      wait_for_copies<0>();                                   // with one stage nothing arrives ahead: without these two lines the
+      sync_block();                                           // tile just asked for is read before it is there
+    }
+
+    const int stage = step % STAGES, col0 = now.tile * TILE_Q;
+    const bool masked = !common_queries.contains(col0, TILE_Q);
+    Acc<PAIR_KEYS, TILE_Q> s_reg;                             // S^T, then P^T; or dP^T, then dS^T
+    OperandA<PAIR_KEYS> factor_reg[TILE_Q / STEP_K];          // P^T; or dS^T
+    ColVec<TILE_Q> stat_reg;                                  // lse; or delta
+    multiply_transposed(s_reg, RowsInShared<PAIR_KEYS, WIDTH>(own_smem), for_values ? q_smem(stage) : do_smem(stage));
+    load(stat_reg, stats_smem(stage) + (for_values ? 0 : TILE_Q * 4));
+    if (EXPLICIT_SCORES && for_values) scale_scores(s_reg, p.scale, p.softcap);
+    if (masked) mask(s_reg, band, row0 + pair_row, col0, for_values ? -infinity() : 0.f);    // 0 (0 - delta) is 0, whatever dP was
+    if (for_values) {
+      probabilities(s_reg, stat_reg, EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E, p.softcap, p_smem);
+      to_operands(factor_reg, s_reg);
+      sync_pair(pair);                                        // without it P is read before this warp has written it
+    } else {
+      sync_pair(pair);                                        // without it P is read before the other warp has written it
+      score_gradients(s_reg, stat_reg, p_smem);
+      store(pair_ds_smem, s_reg);                             // over P, which only this warp reads
+      to_operands(factor_reg, s_reg);
+    }
+    multiply_add(sum_reg, factor_reg, for_values ? do_smem(stage) : q_smem(stage));
+
+    number = query_tile_number(p, here.batch_number, now.head, now.tile);
+    if (p.turns && warp == 0) {
+      const int first_key = seen_by_any({p.first_key, p.last_key, p.len_kv}, col0, 1).first;
+      take_turn(p.turns + number, here.tile - first_key / TILE_KV);
+    }
+    sync_block();                                             // without it dS is read before its warps have written it, and dQ is
+                                                              // added before its turn
+    Acc<DQ_ROWS, DQ_COLS> dq_reg;
+    const int dq_row = warp / DQ_ACROSS * DQ_ROWS, dq_col = warp % DQ_ACROSS * DQ_COLS;
+    multiply_left_transposed(dq_reg, ds_smem, dq_row, k_smem, dq_col);
+    add(QuerySums{p.dq_sums + i64(number) * QuerySums::size}, dq_reg, dq_row, dq_col);
+  }
+
+  sync_block();                                               // without it gradients overwrite K and V that a slower warp still reads
+  if (p.turns && steps > 0 && warp == 0) pass_turn(p.turns + number);
+  if (!for_values) scale(sum_reg, p.scale);
+  float* const parts = for_values ? p.dv_parts : p.dk_parts;
+  if (parts) {
+    const u32 share = (here.batch_number * p.heads + first_head) / p.heads_per_block;
+    const i64 tile_number = i64(share) * ceil_div(p.len_kv, TILE_KV) + here.tile;
+    store(KeySums{parts + tile_number * KeySums::size}, sum_reg, pair_row, 0);
+    return;
+  }
+  const PairTile result_smem{(for_values ? v_smem : k_smem).base + pair_row * KeyTile::row_bytes};
+  store(result_smem, sum_reg);
+  sync_warp();                                                // without it a lane sends rows that its neighbours have not written
+  const Tensor& gradient = for_values ? p.dv : p.dk;
+  store<Warp>(slice(gradient, here.batch, first_head / p.heads_per_kv, row0 + pair_row, p.len_kv, for_values ? p.dim_v : p.dim), result_smem);
+}
+
+// One tile of a gradient from its sums: `parts` of them lie `part_stride` tiles apart for each batch element, and those of all batch
+// elements that the gradient does not tell apart are added up.
+template <int ROWS>
+OP void finish_tile(const BackwardParams& p, const Tensor& gradient, const float* sums, int heads, int parts, int len, int cols, u32 block, float factor) {
+  const Place here = place_of_block(p.batch, heads, len, ROWS, block);
+  int summed[BATCH_AXES];                                     // elements to add up along each axis
+  u32 elements = 1;
+  #pragma unroll
+  for (int i = 0; i < BATCH_AXES; ++i) {
+    const bool sum = p.batch[i] > 1 && gradient.batch_stride[i] == 0;
+    if (sum && here.batch[i] > 0) return;                     // the block of element 0 does it
+    summed[i] = sum ? p.batch[i] : 1;
+    elements *= summed[i];
+  }
+
+  const SharedTile<ROWS, WIDTH> tile_smem{shared_memory()};
+  const int tiles = ceil_div(len, ROWS);
+  for (int piece = warp_id(); piece < ROWS / 16 * (WIDTH / 16); piece += WARPS) {
+    const int row = piece / (WIDTH / 16) * 16, col = piece % (WIDTH / 16) * 16;
+    Acc<16, 16> sum_reg;
+    fill(sum_reg, 0.f);
+    for (u32 element = 0; element < elements; ++element) {
+      int batch[BATCH_AXES];
+      batch_element(batch, summed, element);
+      u32 batch_number = 0;
+      #pragma unroll
+      for (int i = 0; i < BATCH_AXES; ++i) batch_number = batch_number * p.batch[i] + here.batch[i] + batch[i];
+      for (int part = 0; part < parts; ++part) {
+        const i64 number = ((i64(batch_number) * heads + here.head) * parts + part) * tiles + here.row / ROWS;
+        Acc<16, 16> part_reg;
+        load(part_reg, SumTile<ROWS, WIDTH>{const_cast<float*>(sums) + number * ROWS * WIDTH}, row, col);
+        add(sum_reg, 0, part_reg);
+      }
+    }
+    scale(sum_reg, factor);
+    store(tile_smem, sum_reg, row, col);
+  }
+  sync_block();                                               // without it a thread sends what other warps have not written
+  store<Block>(slice(gradient, here.batch, here.head, here.row, len, cols), tile_smem);
+}
+
+KERNEL(THREADS, 1) bwd_v2_post(GRID_CONSTANT BackwardParams p) {
+  u32 batch = 1;
+  #pragma unroll
+  for (int i = 0; i < BATCH_AXES; ++i) batch *= p.batch[i];
+  const int heads_kv = p.heads / p.heads_per_kv, splits = p.heads_per_kv / p.heads_per_block;
+  const u32 query_blocks = ceil_div(p.len_q, TILE_Q) * p.heads * batch, key_blocks = ceil_div(p.len_kv, TILE_KV) * heads_kv * batch;
+  const u32 block = block_id();
+  if (block < query_blocks) finish_tile<TILE_Q>(p, p.dq, p.dq_sums, p.heads, 1, p.len_q, p.dim, block, p.scale);
+  else if (block < query_blocks + key_blocks) finish_tile<TILE_KV>(p, p.dk, p.dk_parts, heads_kv, splits, p.len_kv, p.dim, block - query_blocks, 1.f);
+  else finish_tile<TILE_KV>(p, p.dv, p.dv_parts, heads_kv, splits, p.len_kv, p.dim_v, block - query_blocks - key_blocks, 1.f);
+}

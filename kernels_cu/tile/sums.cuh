@@ -1,0 +1,100 @@
+// sums.cuh -- float32 sums in device memory: the workspace of kernels that add to one result more than once.
+#pragma once
+#include "tile/shared.cuh"
+
+// ROWS x WIDTH sums in the order of fragments: 16 x 16 blocks, row by row; in a block first registers 0 ... 3 of all lanes, then
+// 4 ... 7. A warp so moves 512 neighbouring bytes at once, and no tile size or number of warps is part of the order.
+template <int ROWS, int WIDTH> struct SumTile {
+  static constexpr int size = ROWS * WIDTH;
+  float* base;
+  static OP constexpr int offset(int row0, int col0) { return (row0 / 16 * (WIDTH / 16) + col0 / 16) * 256; }
+};
+
+// Calls move(four registers of a lane, their place) for all of a fragment that lies at (row0, col0) of a tile.
+template <int ROWS, int WIDTH, typename Fragment, typename Move>
+OP void for_sums(SumTile<ROWS, WIDTH> tile, Fragment& acc, int row0, int col0, Move move) {
+  float* const first = tile.base + tile.offset(row0, col0);
+  for_lane(l) {
+    float* const own = first + l * 4;
+    #pragma unroll
+    for (int r = 0; r < acc.regs; r += 4)
+      move(&acc.at(l, r), own + tile.offset(r / acc.per_16_rows * 16, r % acc.per_16_rows / 8 * 16) + r % 8 / 4 * 128);
+  }
+}
+
+// tile[row0 :, col0 :] = acc
+template <int ROWS, int WIDTH, int M, int N> OP void store(SumTile<ROWS, WIDTH> tile, const Acc<M, N>& acc, int row0, int col0) {
+  for_sums(tile, acc, row0, col0, [](const float* from, float* to) {
+    count_written(sizeof(Four));
+    *reinterpret_cast<Four*>(to) = Four{from[0], from[1], from[2], from[3]};
+  });
+}
+
+// acc = tile[row0 :, col0 :]
+template <int M, int N, int ROWS, int WIDTH> OP void load(Acc<M, N>& acc, SumTile<ROWS, WIDTH> tile, int row0, int col0) {
+  for_sums(tile, acc, row0, col0, [](float* to, const float* from) {
+    count_read(sizeof(Four));
+    const Four four = *reinterpret_cast<const Four*>(from);
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = four.x[i];
+  });
+}
+
+#if ON_GPU
+// PTX ISA 8.1, which came with CUDA 12.1
+constexpr bool RED_V4 = ARCH >= 90 && (__CUDACC_VER_MAJOR__ > 12 || __CUDACC_VER_MINOR__ >= 1);
+OP void red_add_v4(float* to, const float* x) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+OP void red_add(float* to, float x) { asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" :: "l"(to), "f"(x) : "memory"); }
+#endif
+
+// tile[row0 :, col0 :] += acc, while other blocks add to it as well
+template <int ROWS, int WIDTH, int M, int N> OP void add(SumTile<ROWS, WIDTH> tile, const Acc<M, N>& acc, int row0, int col0) {
+  for_sums(tile, acc, row0, col0, [](const float* from, float* to) {
+    count_read(sizeof(Four));
+    count_written(sizeof(Four));
+#if ON_GPU
+    if constexpr (RED_V4) {
+      red_add_v4(to, from);
+    } else {
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) red_add(to + i, from[i]);
+    }
+#else
+    for (int i = 0; i < 4; ++i) std::atomic_ref<float>(to[i]).fetch_add(from[i], std::memory_order_relaxed);
+#endif
+  });
+}
+
+// tile = 0, by all threads of a block
+template <int ROWS, int WIDTH> OP void clear(SumTile<ROWS, WIDTH> tile) {
+  for_lane(l) {
+    for (int i = (warp_id() * 32 + l) * 4; i < tile.size; i += 32 * WARPS * 4) {
+      count_written(sizeof(Four));
+      *reinterpret_cast<Four*>(tile.base + i) = Four{};
+    }
+  }
+}
+
+// Blocks that have to add in order count those that have. Called by one warp: returns when `mine` others are done, and what they added
+// is then visible to it and to the warps that meet it at a barrier.
+OP void take_turn(const u32* turn, u32 mine) {
+#if ON_GPU
+  u32 done;
+  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory"); while (done != mine);
+#else
+  host::self->block->wait_for(*turn, mine);
+#endif
+}
+OP void clear_turn(u32* turn) {
+  for_lane(l) if (l == 0) *turn = 0;
+}
+// Called by one warp after a barrier behind the additions of all warps.
+OP void pass_turn(u32* turn) {
+#if ON_GPU
+  if (lane_id() == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
+#else
+  std::atomic_ref<u32>(*turn).fetch_add(1, std::memory_order_release);
+#endif
+}

@@ -1,0 +1,159 @@
+"""merge_states: two results over different keys become the one over all, on NumPy and by the kernel."""
+
+import dataclasses
+
+import ml_dtypes
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupy_flash import UnsupportedError, attention, merge_states
+from cupy_flash.architecture import ARCHITECTURES
+from cupy_flash.cases import Case, make_inputs
+from cupy_flash.compare import compare
+from cupy_flash.layout import dense_layout
+from cupy_flash.merge import make_merge_problem, merge_plan
+from cupy_flash.params import MERGE, MERGE_ARRAYS, merge_params
+
+backends = pytest.mark.parametrize("backend", ["host", "numpy"])
+
+
+def laid(*shape, dtype="float16", device=None, strides=None):
+    """A C-contiguous layout, unless strides are given."""
+    dense = dense_layout(shape, reversed(range(len(shape))), dtype, device)
+    return dataclasses.replace(dense, strides=strides or dense.strides)
+
+
+def states(*shape, dtype=numpy.float16):
+    """Two results of this shape, as if over different keys."""
+    rng = numpy.random.default_rng(0)
+    outs, lses = rng.standard_normal((2, *shape)).astype(dtype), rng.standard_normal((2, *shape[:-1])).astype(numpy.float32)
+    return outs[0], lses[0], outs[1], lses[1]
+
+
+def expected_of(out_a, lse_a, out_b, lse_b):
+    """In float64; the states hold no infinity."""
+    a, b = numpy.exp(lse_a.astype("f8"))[..., None], numpy.exp(lse_b.astype("f8"))[..., None]
+    return (a * out_a.astype("f8") + b * out_b.astype("f8")) / (a + b), numpy.log(a + b)[..., 0]
+
+
+@backends
+@pytest.mark.parametrize("dtype, unit", [("float16", 2.0**-11), (ml_dtypes.bfloat16, 2.0**-8), ("float32", 2.0**-24)])
+@pytest.mark.parametrize("shape", [(2, 3, 70, 64), (20, 33), (1, 17, 300), (2, 1, 3, 5, 1), (5, 0, 4), (0, 5, 4)])
+def test_weights_are_those_of_the_sums(backend, dtype, unit, shape):
+    given = states(*shape, dtype=dtype)
+    out, lse = merge_states(*given, backend=backend)
+    expected, expected_lse = expected_of(*given)
+    assert out.dtype == given[0].dtype and out.shape == shape and lse.dtype == numpy.float32 and lse.shape == shape[:-1]
+    # A weight has the rounding of the difference of two lse below 8 in size, of an exponential and of a division.
+    largest = numpy.maximum(abs(given[0].astype("f8")), abs(given[2].astype("f8")))
+    assert (abs(out.astype("f8") - expected) <= (unit + 16 * 2.0**-23) * largest).all()
+    assert (abs(lse - expected_lse) <= 8 * 2.0**-23 * (1 + abs(expected_lse))).all()
+
+
+@backends
+@given(st.integers(1, 100), st.integers(0, 150), st.integers(0, 150))
+def test_keys_split_anywhere_merge_to_the_whole(backend, len_q, len_a, len_b):
+    case = Case("float16", len_q, len_a + len_b, dim=32, heads_q=4, heads_kv=2)
+    q, k, v = make_inputs(case)
+    parts = [attention(q, k[..., keys, :], v[..., keys, :], return_lse=True) for keys in numpy.s_[:len_a, len_a:]]
+    judged = compare(*merge_states(*parts[0], *parts[1], backend=backend), q, k, v, **case.scores)
+    assert judged.ok, judged.message
+
+
+@backends
+def test_a_state_of_weight_0_may_hold_anything(backend):
+    out_a, lse_a, out_b, lse_b = states(2, 40, 64)
+    out_a[:, ::2], lse_a[:, ::2] = numpy.nan, -numpy.inf
+    out_b[:, 1::4], lse_b[:, 1::4] = numpy.inf, -numpy.inf
+    out_b[:, ::4], lse_b[:, ::4] = numpy.nan, -numpy.inf
+    out, lse = merge_states(out_a, lse_a, out_b, lse_b, backend=backend)
+    assert (out[:, ::4] == 0).all() and (lse[:, ::4] == -numpy.inf).all()  # neither saw a key
+    assert numpy.array_equal(out[:, 2::4], out_b[:, 2::4]) and numpy.array_equal(out[:, 1::4], out_a[:, 1::4])
+    assert abs(lse[:, 2::4] - lse_b[:, 2::4]).max() <= 2.0**-20 and abs(lse[:, 1::4] - lse_a[:, 1::4]).max() <= 2.0**-20
+
+
+@backends
+def test_views_are_read_in_place(backend):
+    given = states(3, 20, 64)
+    memory = [numpy.full((3, 40, 2 * x.shape[-1] if x.ndim == 3 else 40), numpy.nan, x.dtype) for x in given]
+    views = [m[:, ::-2, ::2] if x.ndim == 3 else m[:, ::-2, 7] for m, x in zip(memory, given)]
+    for view, x in zip(views, given):
+        view[...] = x
+    for found, expected in zip(merge_states(*views, backend=backend), merge_states(*given, backend=backend)):
+        assert numpy.array_equal(found, expected)
+
+
+@backends
+def test_memory_order_is_that_of_the_first(backend):
+    out_a, lse_a, out_b, lse_b = states(2, 3, 20, 64)
+    swapped = out_a.swapaxes(1, 2).copy().swapaxes(1, 2)
+    out, lse = merge_states(swapped, lse_a, out_b, lse_b, backend=backend)
+    assert out.strides == swapped.strides and lse.flags.c_contiguous
+
+
+def test_float64_stays_float64():
+    out_a, lse_a, out_b, lse_b = states(2, 5, 8, dtype=numpy.float64)
+    given = (out_a, lse_a.astype("f8"), out_b, lse_b.astype("f8"))
+    out, lse = merge_states(*given)
+    expected, expected_lse = expected_of(*given)
+    numpy.testing.assert_allclose(out, expected, rtol=1e-13, atol=1e-14)
+    numpy.testing.assert_allclose(lse, expected_lse, rtol=1e-13, atol=1e-14)
+    with pytest.raises(UnsupportedError, match="out_a: expected float16, bfloat16 or float32 on backend 'host', got float64"):
+        merge_states(*given, backend="host")
+
+
+OUT, LSE = laid(2, 5, 8), laid(2, 5, dtype="float32")
+REFUSALS = [
+    ({"out_a": laid(8)}, ValueError, "out_a: expected at least 2 axes, (..., heads, seq, dim_v), got shape (8,)"),
+    ({"out_a": laid(2, 5, 8, dtype="int32")}, TypeError, "out_a: expected float16, bfloat16, float32 or float64, got int32"),
+    ({"out_b": laid(1, 5, 8)}, ValueError, "out_b: expected shape (2, 5, 8), got (1, 5, 8)"),
+    ({"out_b": laid(2, 5, 8, dtype="float32")}, TypeError, "out_b: expected float16, got float32"),
+    ({"out_b": laid(2, 5, 8, device=1)}, ValueError, "out_b: expected an array in host memory (like out_a), got one on CUDA"),
+    ({"lse_a": laid(2, 5)}, TypeError, "lse_a: expected float32, got float16"),
+    ({"lse_b": laid(2, 4, dtype="float32")}, ValueError, "lse_b: expected shape (2, 5), got (2, 4)"),
+    ({"backend": "cuda"}, ValueError, "backend: expected 'host' or 'numpy' for arrays in host memory, got 'cuda'"),
+    ({"backend": "gpu"}, ValueError, "backend: expected one of ('auto', 'cuda', 'host', 'numpy'), got 'gpu'"),
+]
+
+
+@pytest.mark.parametrize("arguments, exception, message", REFUSALS, ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+def test_refusals_name_argument_expected_and_got(arguments, exception, message):
+    given = {"out_a": OUT, "lse_a": LSE, "out_b": OUT, "lse_b": LSE, "backend": "auto"} | arguments
+    with pytest.raises(exception) as raised:
+        make_merge_problem(**given)
+    assert message in str(raised.value)
+
+
+def test_no_state_can_be_left_out():
+    out_a, lse_a, out_b, _ = states(2, 5, 8)
+    with pytest.raises(TypeError, match=r"^lse_b: expected a NumPy or CuPy array or one with .* got NoneType"):
+        merge_states(out_a, lse_a, out_b, None)
+
+
+def test_what_turing_lacks_is_refused():
+    with pytest.raises(UnsupportedError, match="out_a: expected float16 or float32 on sm_75"):
+        merge_plan(ARCHITECTURES["75"], "bfloat16")
+
+
+def test_a_problem_becomes_numbers():
+    out_b, lse_b = laid(4, 2, 5, 8, strides=(0, 9, -18, 1)), laid(4, 2, 5, dtype="float32", strides=(1, 20, 4))
+    out_a, lse_a = laid(4, 2, 5, 8), laid(4, 2, 5, dtype="float32")
+    params = merge_params(make_merge_problem(out_a, lse_a, out_b, lse_b, "host"))[0]
+    axes = ("batch", "head", "row", "col")
+    strides = {name: tuple(params[name][f"{axis}_stride"].tolist() for axis in axes) for name in MERGE_ARRAYS}
+    assert strides == {
+        "out_a": ([0, 0, 0, 80], 40, 8, 1),
+        "lse_a": ([0, 0, 0, 10], 5, 1, 0),
+        "out_b": ([0, 0, 0, 0], 9, -18, 1),
+        "lse_b": ([0, 0, 0, 1], 20, 4, 0),
+        "out": ([0, 0, 0, 80], 40, 8, 1),
+        "lse": ([0, 0, 0, 10], 5, 1, 0),
+    }
+    assert {name: params[name].tolist() for name in MERGE.names if name not in strides} == {
+        "batch": [1, 1, 1, 4],
+        "heads": 2,
+        "len_q": 5,
+        "dim_v": 8,
+    }
