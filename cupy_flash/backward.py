@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import arrays
-from .backward_plan import HEADS_TOGETHER, backward_launches, backward_workspace, heads_per_block, make_backward_plan
+from .backward_plan import backward_launches, backward_workspace, heads_per_block, heads_together, make_backward_plan
 from .backward_problem import BackwardProblem, make_backward_problem
 from .execution import Execution, Operands, Prepared, architecture_for, kept
 from .gradients import Gradients, blocked_gradients
@@ -42,7 +42,7 @@ class BackwardPlan(Prepared):
         execution = None
         if kernel is not None:
             launches, workspace = backward_launches(kernel, problem), backward_workspace(kernel, problem)
-            params = backward_params(problem, heads_per_block(kernel, problem), HEADS_TOGETHER)
+            params = backward_params(problem, heads_per_block(kernel, problem), heads_together(kernel, problem))
             execution = Execution(kernel, launches, params, BACKWARD_ARRAYS, workspace, p.device)
         results = (problem.dq, problem.dk, problem.dv)
         super().__init__(dict(zip(BACKWARD_ARRAYS, (*inputs, *results))), RESULTS, p.backend, p.device, execution)

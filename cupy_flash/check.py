@@ -1,14 +1,18 @@
 """Does it compute right, on this machine? The shared cases, run on a backend and judged against the float64 oracle.
 
-Compiling costs far more than computing, so the kernels of all cases are built first, in parallel, and the cases then run one
-after another: what a failure of the device leaves behind is blamed on the case that caused it.
+Of each case there is a forward by either algorithm, and a backward with and without a fixed order. Compiling costs far more than
+computing, so the kernels of all cases are built first, in parallel, and the cases then run one after another: what a failure of the
+device leaves behind is blamed on the case that caused it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,11 +21,13 @@ from typing import Any, TypeVar
 
 import numpy
 
-from . import host, nvrtc
-from .api import plan_attention
+from . import arrays, host, nvrtc
+from .api import plan_attention, plan_attention_backward
 from .architecture import Architecture
+from .backward import BackwardPlan
 from .cases import Case, full_cases, make_inputs, quick_cases
 from .compare import Comparison, compare
+from .compare_gradients import GradientComparison, compare_gradients, make_cotangents
 from .errors import CompileError
 from .launch import AttentionPlan
 from .matrix import has
@@ -32,25 +38,53 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
+class Computation:
+    """What is computed of a case.
+
+    Parameters
+    ----------
+    direction : {'forward', 'backward'}
+        A backward takes the results of a forward by the same algorithm on the same backend.
+    algorithm : {'v1', 'v2'}
+    deterministic : bool
+        Of a backward, as in `attention_backward`.
+    """
+
+    direction: str
+    algorithm: str
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.direction} {self.algorithm}" + (" deterministic" if self.deterministic else "")
+
+
+FORWARD, FORWARD_V1 = Computation("forward", "v2"), Computation("forward", "v1")
+BACKWARD, DETERMINISTIC = Computation("backward", "v2"), Computation("backward", "v2", deterministic=True)
+COMPUTATIONS = (FORWARD, FORWARD_V1, BACKWARD, DETERMINISTIC)
+
+
+@dataclass(frozen=True)
 class CaseResult:
-    """What became of a case.
+    """What became of one computation of a case.
 
     Parameters
     ----------
     case : Case
+    computation : Computation
     plan : str
-        Name of the kernel's plan, 'numpy', or 'nothing to launch'; empty if planning failed.
-    comparison : Comparison or None
+        Name of the kernel's plan, 'numpy', or 'nothing to launch'; empty if an exception came before there was one.
+    comparison : Comparison, GradientComparison or None
         None if an exception came first.
     seconds : float
-        From making the inputs to the judgement.
+        From its start to the judgement. Inputs are made by the first computation of a case that needs them.
     error : str
         The exception, or ''.
     """
 
     case: Case
+    computation: Computation
     plan: str
-    comparison: Comparison | None
+    comparison: Comparison | GradientComparison | None
     seconds: float
     error: str = ""
 
@@ -64,6 +98,15 @@ class CaseResult:
         """The judgement or the exception in words."""
         return self.error or self.comparison.message
 
+    @property
+    def figures(self) -> tuple[float, float] | None:
+        """Error and what was allowed: of gradients, for the one that comes closest to failing. None if nothing was judged."""
+        judged = self.comparison
+        if isinstance(judged, GradientComparison):
+            gradients = filter(None, (judged.dq, judged.dk, judged.dv))
+            judged = max(gradients, default=None, key=lambda x: x.error / max(x.allowed, sys.float_info.min))
+        return judged and (judged.error, judged.allowed)
+
 
 def kind_of(case: Case) -> str:
     """The dtype of a case, or 'tf32'."""
@@ -76,8 +119,17 @@ def select_cases(suite: str, dtype: str | None = None, dim: int | None = None) -
     return tuple(case for case in cases if dtype in (None, kind_of(case)) and dim in (None, case.dim))
 
 
-def why_skipped(case: Case, backend: str, architecture: Architecture | None = None) -> str:
-    """Why a suite leaves this case out on a backend and, for kernels, an architecture; '' if it does not.
+def select_computations(backend: str, direction: str = "both", algorithm: str = "all") -> tuple[Computation, ...]:
+    """What a backend computes in direction 'forward', 'backward' or 'both' by algorithm 'v1', 'v2' or 'all'.
+
+    NumPy has one algorithm, called v2 here, which adds in one order.
+    """
+    offered = (FORWARD, BACKWARD) if backend == "numpy" else COMPUTATIONS
+    return tuple(x for x in offered if direction in ("both", x.direction) and algorithm in ("all", x.algorithm))
+
+
+def why_skipped(case: Case, computation: Computation, backend: str, architecture: Architecture | None = None) -> str:
+    """Why a suite leaves this out on a backend and, for kernels, an architecture; '' if it does not.
 
     Not asked of the planner: a planner that refuses what it should compute must fail the check.
     """
@@ -87,17 +139,33 @@ def why_skipped(case: Case, backend: str, architecture: Architecture | None = No
         return "only backend 'numpy' computes float64"
     if backend == "host" and case.heavy:
         return "too heavy for a CPU that executes kernels"
-    if architecture is not None and not has(architecture, kind_of(case)):
+    if architecture is None:
+        return ""
+    if not has(architecture, kind_of(case)):
         return f"{architecture} has no {kind_of(case)}"
+    wide = case.dtype == "float32" and max(case.dim, case.dim_v) > 192
+    if computation.direction == "backward" and architecture.number < 80 and wide:
+        return f"{architecture} has no backward of float32 wider than 192"  # its 64 KB of shared memory do not hold the tiles
     return ""
 
 
-def run_case(case: Case, backend: str, *, arch: str | None = None, seed: int = 0) -> CaseResult:
-    """Compute a case and judge the result.
+def beyond_main_kernel(cases: Iterable[Case], computation: Computation, backend: str, arch: str | None = None) -> list[Case]:
+    """The cases that need another kernel for this computation than most of them do."""
+    kernels = {case: tuple(kernels_of({case: (computation,)}, backend, arch)) for case in cases}
+    shared = Counter(filter(None, kernels.values()))
+    main = max(shared, key=shared.get, default=None)
+    return [case for case, own in kernels.items() if own and own != main]
+
+
+def run_case(
+    case: Case, computations: Iterable[Computation], backend: str, *, arch: str | None = None, seed: int = 0
+) -> list[CaseResult]:
+    """Compute a case and judge the results.
 
     Parameters
     ----------
     case : Case
+    computations : iterable of Computation
     backend : {'cuda', 'host', 'numpy'}
     arch : str, optional
         Architecture for backend 'host', as in `plan_attention`.
@@ -106,34 +174,22 @@ def run_case(case: Case, backend: str, *, arch: str | None = None, seed: int = 0
 
     Returns
     -------
-    CaseResult
-        An exception is a result as well.
+    list of CaseResult
+        One for each computation. An exception is a result as well.
     """
-    start = time.perf_counter()
-    name, comparison, error = "", None, ""
-    try:
-        inputs, plan = _planned(case, backend, arch, seed)
-        name = _name(plan)
-        result = plan(*inputs)
-        out, lse = result if case.return_lse else (result, None)
-        comparison = compare(out, lse, *inputs, precision=case.precision, **case.scores)
-    except Exception as raised:  # whatever it is, it is what became of this case, and the others are still to run
-        error = f"{type(raised).__name__}: {raised}"
-    return CaseResult(case, name, comparison, time.perf_counter() - start, error)
+    given = _Given(case, backend, arch, seed)
+    return [_run(given, computation) for computation in computations]
 
 
-def kernels_of(cases: Iterable[Case], backend: str, arch: str | None = None) -> list[Plan]:
-    """The kernels that the cases launch, each once."""
+def kernels_of(tasks: Mapping[Case, Iterable[Computation]], backend: str, arch: str | None = None) -> list[Plan]:
+    """The kernels that these computations launch, each once."""
     kernels = {}
-    for case in cases:
-        try:
-            _, plan = _planned(case, backend, arch)
-        except Exception:  # the case will say so itself when it runs
-            continue
-        if plan.kernel is not None and not plan.problem.empty:
-            kernel = plan.kernel
-            kernels.setdefault((kernel.kernel, kernel.architecture, kernel.config), kernel)
-    return list(kernels.values())
+    for case, computations in tasks.items():
+        given = _Given(case, backend, arch)
+        for computation in computations:
+            with suppress(Exception):  # the case will say so itself when it runs
+                kernels |= dict.fromkeys(given.kernels(computation))
+    return list(kernels)
 
 
 def build_kernels(kernels: Iterable[Plan], backend: str, jobs: int | None = None) -> Iterator[Plan]:
@@ -160,9 +216,64 @@ def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], jobs:
         yield from pool.map(function, items)
 
 
-def _planned(case: Case, backend: str, arch: str | None, seed: int = 0) -> tuple[tuple[Any, ...], AttentionPlan]:
-    inputs = make_inputs(case, _namespace(backend), seed)
-    return inputs, plan_attention(*inputs, **case.options, backend=backend, arch=arch)
+def _run(given: _Given, computation: Computation) -> CaseResult:
+    start = time.perf_counter()
+    name, comparison, error = "", None, ""
+    case = given.case
+    judge = {"precision": case.precision, **case.scores}
+    try:
+        forward = given.forward(computation)
+        if computation.direction == "forward":
+            name = _name(forward)
+            result = forward(*given.inputs)
+            out, lse = result if case.return_lse else (result, None)
+            comparison = compare(out, lse, *given.inputs, **judge)
+        else:
+            state = forward(*given.inputs)
+            backward = given.backward(computation, *state)
+            name = _name(backward)
+            dout, dlse = given.cotangents
+            gradients = backward(dout, *given.inputs, *state, dlse=dlse)
+            comparison = compare_gradients(gradients, dout, *given.inputs, dlse=dlse, **judge)
+    except Exception as raised:  # whatever it is, it is what became of this case, and the others are still to run
+        error = f"{type(raised).__name__}: {raised}"
+    return CaseResult(case, computation, name, comparison, time.perf_counter() - start, error)
+
+
+class _Given:
+    """A case with its arrays, which are made when first asked for and shared by all that is computed of it."""
+
+    def __init__(self, case: Case, backend: str, arch: str | None, seed: int = 0) -> None:
+        self.case = case
+        self._backend = backend
+        self._seed = seed
+        self._options = case.options | {"backend": backend, "arch": arch}
+
+    @functools.cached_property
+    def inputs(self) -> tuple[Any, Any, Any]:
+        return make_inputs(self.case, _namespace(self._backend), self._seed)
+
+    @functools.cached_property
+    def cotangents(self) -> tuple[Any, Any]:
+        return make_cotangents(self.case, _namespace(self._backend), self._seed)
+
+    def forward(self, computation: Computation) -> AttentionPlan:
+        options = self._options | ({"return_lse": True} if computation.direction == "backward" else {})
+        return plan_attention(*self.inputs, **options, algorithm=computation.algorithm)
+
+    def backward(self, computation: Computation, out: Any, lse: Any) -> BackwardPlan:
+        options = {name: value for name, value in self._options.items() if name != "return_lse"}
+        dout, dlse = self.cotangents
+        options |= {"dlse": dlse, "deterministic": computation.deterministic}
+        return plan_attention_backward(dout, *self.inputs, out, lse, **options)
+
+    def kernels(self, computation: Computation) -> list[Plan]:
+        """What is launched for a computation; for a backward with its forward, whose results need not be there yet."""
+        plans = [self.forward(computation)]
+        if computation.direction == "backward":
+            p = plans[0].problem
+            plans.append(self.backward(computation, arrays.empty(p.out, p.out_shape), arrays.empty(p.lse, p.lse_shape)))
+        return [plan.kernel for plan in plans if _launches(plan)]
 
 
 def _namespace(backend: str) -> ModuleType:
@@ -173,10 +284,14 @@ def _namespace(backend: str) -> ModuleType:
     return cupy
 
 
-def _name(plan: AttentionPlan) -> str:
-    if plan.problem.empty:
-        return "nothing to launch"
-    return "numpy" if plan.kernel is None else plan.kernel.name
+def _launches(plan: AttentionPlan | BackwardPlan) -> bool:
+    return any(launch.blocks for launch in plan.launches)
+
+
+def _name(plan: AttentionPlan | BackwardPlan) -> str:
+    if plan.kernel is None:
+        return "numpy"
+    return plan.kernel.name if _launches(plan) else "nothing to launch"
 
 
 def _cores() -> int:

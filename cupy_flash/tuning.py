@@ -7,7 +7,7 @@ sequence 16,384; rows for other architectures were compiled and run on the host 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .architecture import Architecture
 from .errors import UnsupportedError
@@ -33,6 +33,7 @@ class Row:
     max_len_q: int | None = None  # for at most so many queries
     min_copy: int = 0  # for copies of at least so many bytes: smaller ones need registers for more addresses
     plain_scores: bool = False  # not where scores are scaled one by one, which needs registers as well
+    in_order_from: int | None = None  # only where dq is summed in order, and for at least so many queries
 
     @property
     def reason(self) -> str:
@@ -132,54 +133,77 @@ TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
 }
 
 
+# The forward of FlashAttention 1. O and the softmax state of 16 rows a warp come from memory and go back in every step, which takes
+# registers that v2 has for wider tiles.
+KEYS_STAY = "as many keys as registers allow: O travels once for each tile of them"
+V1_HALVES = (
+    Row(64, 64, 128, KEYS_STAY, stages=1, q_tiles=4, lazy_rescale=False),
+    Row(128, 64, 64, KEYS_STAY, stages=1, q_tiles=4, lazy_rescale=False),
+    Row(256, 64, 32, KEYS_STAY, stages=1, q_tiles=4, min_blocks=1, lazy_rescale=False),
+)
+V1_FLOAT32 = (
+    Row(64, 64, 32, KEYS_STAY, stages=1, q_tiles=4, lazy_rescale=False),
+    Row(128, 64, 16, KEYS_STAY, stages=1, q_tiles=4, min_blocks=1, lazy_rescale=False),
+    Row(256, 32, 16, KEYS_STAY, warps=2, stages=1, q_tiles=4, min_blocks=1, lazy_rescale=False),
+)
+V1_HALVES_75 = (
+    Row(64, 64, 64, KEYS_STAY, stages=1, q_tiles=4, lazy_rescale=False),
+    Row(128, 64, 32, KEYS_STAY, stages=1, q_tiles=4, lazy_rescale=False),
+    Row(256, 64, 16, KEYS_STAY, stages=1, q_tiles=4, min_blocks=1, lazy_rescale=False),
+)
+V1_FLOAT32_75 = (
+    Row(64, 64, 16, KEYS_STAY, stages=1, q_tiles=4, min_blocks=1, lazy_rescale=False),
+    Row(256, 32, 16, KEYS_STAY, warps=2, stages=1, q_tiles=4, min_blocks=1, lazy_rescale=False),
+)
+
 # The backward. A block owns TILE_KV keys; half of its warps own the gradient of values, half that of keys, so that a warp has
 # 2 TILE_KV / WARPS rows: 16, 32 or 64. K and V stay in shared memory, Q and dO pass through STAGES of TILE_Q rows each. All warps
 # share the TILE_Q x WIDTH of dQ, in parts of 16 or 32 rows and whole steps of 16 columns, which not every width has for 8 warps.
-WIDE_KEYS = "128 keys a block: dQ is added to half as often as with 64"
-NARROW_KEYS = "64 keys a block: a warp holds 16 rows of one gradient"
-FEW_QUERIES = "narrow tiles leave registers for the gradients of wide rows"
+# "Measured" is as above, of the whole backward; where two blocks of a row differ, bfloat16 at sequence 16,384.
+THREE_BLOCKS = "32 rows a warp; three small blocks an SM wait for each other less than one large one; measured 302, 305 causal"
+WAIT_LESS = "in order: fewer, larger blocks wait for their turn less often; measured 284, 281 causal"
+WIDE_KEYS = "32 rows a warp: each fragment of Q and dO serves four products; measured 322, 320 causal"
+WIDE_ROWS = "16 rows a warp leave room for a gradient of wide rows"
+FEW_WARPS = "32 rows a warp, and no more warps than there are parts of dQ"
 LITTLE_SHARED = "99 KB of shared memory: narrow tiles"
 LEAST_SHARED = "64 KB of shared memory: narrow tiles"
-FEW_WARPS = "no more warps than there are parts of dQ"
 
 BACKWARD_HALVES_90 = (
-    Row(128, 64, 128, WIDE_KEYS, warps=8, min_blocks=1),
-    Row(256, 64, 64, NARROW_KEYS, warps=8, stages=1, min_blocks=1),
+    Row(64, 128, 128, WAIT_LESS, warps=8, min_blocks=1, in_order_from=4096),
+    Row(64, 64, 64, THREE_BLOCKS, min_blocks=3, min_copy=16, plain_scores=True),
+    Row(64, 64, 64, "32 rows a warp; three blocks an SM would spill"),
+    Row(128, 64, 128, WIDE_KEYS, warps=8, min_blocks=1, min_copy=16, plain_scores=True),
+    Row(128, 64, 64, WIDE_ROWS, warps=8, min_blocks=1),
+    Row(256, 32, 64, WIDE_ROWS, warps=8, min_blocks=1),
 )
 BACKWARD_HALVES_80 = (
-    Row(128, 64, 128, WIDE_KEYS, warps=8, min_blocks=1),
-    Row(256, 32, 64, FEW_QUERIES, warps=8, stages=1, min_blocks=1),
+    Row(64, 64, 64, "32 rows a warp; two small blocks an SM wait for each other less than one large one"),
+    Row(128, 64, 64, WIDE_ROWS, warps=8, min_blocks=1),
+    Row(256, 32, 64, WIDE_ROWS, warps=8, min_blocks=1),
 )
 BACKWARD_HALVES_86 = (
-    Row(64, 64, 128, WIDE_KEYS, warps=8, min_blocks=1),
+    Row(64, 64, 64, "32 rows a warp", min_blocks=1),
     Row(96, 32, 64, FEW_WARPS, min_blocks=1),
     Row(128, 32, 64, LITTLE_SHARED, warps=8, min_blocks=1),
-    Row(256, 32, 32, LITTLE_SHARED, stages=1, min_blocks=1),
+    Row(256, 32, 32, LITTLE_SHARED, min_blocks=1),
 )
 BACKWARD_HALVES_75 = (
     Row(64, 32, 64, LEAST_SHARED, min_blocks=1),
     Row(128, 32, 32, LEAST_SHARED, stages=1, min_blocks=1),
     Row(256, 16, 32, LEAST_SHARED, stages=1, min_blocks=1),
 )
-BACKWARD_FLOAT32_90 = (
-    Row(32, 32, 128, FEW_WARPS, min_blocks=1),
-    Row(64, 32, 128, WIDE_KEYS, warps=8, min_blocks=1),
-    Row(96, 32, 64, FEW_WARPS, min_blocks=1),
-    Row(128, 32, 64, NARROW_KEYS, warps=8, min_blocks=1),
-    Row(256, 16, 32, FEW_QUERIES, stages=1, min_blocks=1),
-)
 BACKWARD_FLOAT32_80 = (
-    Row(32, 32, 128, FEW_WARPS, min_blocks=1),
-    Row(64, 32, 128, WIDE_KEYS, warps=8, min_blocks=1),
-    Row(96, 32, 64, FEW_WARPS, stages=1, min_blocks=1),
-    Row(128, 32, 64, NARROW_KEYS, warps=8, stages=1, min_blocks=1),
-    Row(256, 16, 32, FEW_QUERIES, stages=1, min_blocks=1),
+    Row(64, 32, 64, FEW_WARPS + "; measured 54 at sequence 4,096", min_blocks=1),
+    Row(96, 32, 32, FEW_WARPS, min_blocks=1),
+    Row(128, 32, 64, "16 rows a warp; measured 48 at sequence 4,096", warps=8, min_blocks=1),
+    Row(256, 16, 32, WIDE_ROWS, min_blocks=1),
 )
 BACKWARD_FLOAT32_86 = (
-    Row(32, 32, 64, FEW_WARPS, stages=1, min_blocks=1),
-    Row(64, 32, 64, LITTLE_SHARED, warps=8, stages=1, min_blocks=1),
-    Row(128, 32, 32, LITTLE_SHARED, stages=1, min_blocks=1),
-    Row(256, 16, 32, LITTLE_SHARED, stages=1, min_blocks=1),
+    Row(64, 32, 64, FEW_WARPS, min_blocks=1),
+    Row(96, 32, 32, FEW_WARPS, min_blocks=1),
+    Row(128, 16, 32, LITTLE_SHARED, min_blocks=1),
+    Row(192, 16, 32, LITTLE_SHARED, min_blocks=1),
+    Row(256, 16, 16, LITTLE_SHARED, warps=2, min_blocks=1),
 )
 BACKWARD_FLOAT32_75 = (  # at width 256 even a tile of 16 x 16 takes more than 64 KB
     Row(32, 16, 32, FEW_WARPS, warps=2, stages=1, min_blocks=1),
@@ -189,30 +213,37 @@ BACKWARD_FLOAT32_75 = (  # at width 256 even a tile of 16 x 16 takes more than 6
     Row(192, 16, 16, LEAST_SHARED, warps=2, stages=1, min_blocks=1),
 )
 
+V1_TABLES = {name: {"half": V1_HALVES, "float32": V1_FLOAT32} for name in TABLES} | {
+    "75": {"half": V1_HALVES_75, "float32": V1_FLOAT32_75}
+}
 BACKWARD_TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
     "75": {"half": BACKWARD_HALVES_75, "float32": BACKWARD_FLOAT32_75},
     "80": {"half": BACKWARD_HALVES_80, "float32": BACKWARD_FLOAT32_80},
     "86": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_86},
     "89": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_86},
-    "90a": {"half": BACKWARD_HALVES_90, "float32": BACKWARD_FLOAT32_90},
-    "100": {"half": BACKWARD_HALVES_90, "float32": BACKWARD_FLOAT32_90},
+    "90a": {"half": BACKWARD_HALVES_90, "float32": BACKWARD_FLOAT32_80},
+    "100": {"half": BACKWARD_HALVES_80, "float32": BACKWARD_FLOAT32_80},
     "120": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_86},
 }
+KERNEL_TABLES = {"fwd_v2": TABLES, "fwd_v1": V1_TABLES, "bwd_v2": BACKWARD_TABLES}
 
 
 def table_for(kernel: str, architecture: Architecture, dtype: str) -> tuple[Row, ...]:
     """The rows of a kernel for a dtype on an architecture."""
-    kind = "float32" if dtype == "float32" else "half"
-    if kernel == "bwd_v2":
-        return BACKWARD_TABLES[architecture.name][kind]
-    rows = TABLES[architecture.name][kind]
-    return _v1_rows(rows) if kernel == "fwd_v1" else rows
+    return KERNEL_TABLES[kernel][architecture.name]["float32" if dtype == "float32" else "half"]
 
 
 def row_for(
-    kernel: str, architecture: Architecture, dtype: str, width: int, len_q: int, copy_bytes: int = 16, explicit: bool = False
+    kernel: str,
+    architecture: Architecture,
+    dtype: str,
+    width: int,
+    len_q: int,
+    copy_bytes: int = 16,
+    explicit: bool = False,
+    in_order: bool = False,
 ) -> Row:
-    """The first row that is wide enough and meant for this many queries, these copies and such scores.
+    """The first row that is wide enough and meant for this many queries, these copies, such scores, and such an order of sums.
 
     Raises
     ------
@@ -226,15 +257,10 @@ def row_for(
             and (row.max_len_q is None or len_q <= row.max_len_q)
             and copy_bytes >= row.min_copy
             and not (explicit and row.plain_scores)
+            and (row.in_order_from is None or (in_order and len_q >= row.in_order_from))
         ):
             return row
     raise UnsupportedError(
         f"q: expected head dims of at most {rows[-1].width} in {dtype} for {kernel} on {architecture}, whose "
         f"{architecture.shared_bytes >> 10} KB of shared memory hold no wider tile, got one of up to {width}"
     )
-
-
-def _v1_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Rows for v1: those for v2 that serve every use. The others take more registers, which v1 needs for its state."""
-    general = (row for row in rows if row.max_len_q is None and row.min_copy == 0 and not row.plain_scores)
-    return tuple(replace(row, stages=1, q_tiles=4, why="as in v2, but keys stay while queries pass") for row in general)

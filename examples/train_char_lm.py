@@ -129,7 +129,7 @@ def mean_loss(model: Model, weights: Array, text: Array, training: Training) -> 
 
 
 def generate(model: Model, weights: Array, prompt: bytes, length: int, seq: int, seed: int = 0) -> bytes:
-    """Continue `prompt` by `length` bytes, each drawn from what the model expects after the last `seq` ones."""
+    """Return the `length` bytes that continue `prompt`, each drawn from what the model expects after the last `seq` ones."""
     xp = namespace(weights)
     rng = np.random.default_rng(seed)
     text = bytearray(prompt)
@@ -137,7 +137,7 @@ def generate(model: Model, weights: Array, prompt: bytes, length: int, seq: int,
         tokens = xp.asarray(np.frombuffer(text[-seq:], np.uint8)[None])
         logits = logits_vjp(model, weights, tokens)[0][-1]
         text.append(int((logits + xp.asarray(rng.gumbel(size=BYTES))).argmax()))  # adding Gumbel noise draws from the softmax
-    return bytes(text)
+    return bytes(text[len(prompt) :])
 
 
 def read_text() -> Text:
@@ -210,7 +210,7 @@ SIZE = click.IntRange(min=1)
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="The highest learning rate.")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="End sooner than --steps, with the whole schedule.")
 @click.option("--seed", type=click.IntRange(min=0))
-@click.option("--sample", type=click.IntRange(min=0), default=0, help="Print that many bytes written by the model.")
+@click.option("--sample", type=click.IntRange(min=0), default=0, help="Let the model continue held-out text by that many bytes.")
 @click.option("--plot", "picture", type=click.Path(dir_okay=False), help="Draw the losses into this file; needs matplotlib.")
 def main(device: str, attention: tuple[str, ...], sample: int, picture: str | None, **given: Any) -> None:
     xp = array_module(device)
@@ -243,8 +243,10 @@ def main(device: str, attention: tuple[str, ...], sample: int, picture: str | No
     if picture:
         plot(runs, unigram, bigram, picture)
     if sample:
-        written = generate(model, runs[attention[0]].weights, b"def ", sample, training.seq, training.seed)
-        click.echo(written.decode(errors="replace"))
+        prompt = text[1][: training.seq // 2].tobytes()
+        written = generate(model, runs[attention[0]].weights, prompt, sample, training.seq, training.seed)
+        before, after = (part.decode(errors="replace") for part in (prompt[-80:], written))
+        click.echo(f"...{before} [from here on it is the model's] {after}")
 
 
 if __name__ == "__main__":

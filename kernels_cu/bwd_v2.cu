@@ -86,10 +86,8 @@ struct QueryCursor {
 };
 
 KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
-  const int splits = p.heads_per_kv / p.heads_per_block;
-  const KeyPlace here = key_place_of_block(p.batch, p.heads / p.heads_per_kv, splits, p.len_kv, TILE_KV, p.heads_together);
+  const KeyPlace here = key_place_of_block(p.batch, p.heads, p.heads_per_kv, p.heads_per_block, p.len_kv, TILE_KV, p.heads_together);
   const int row0 = here.tile * TILE_KV;
-  const int first_head = here.head_kv * p.heads_per_kv + here.split * p.heads_per_block;
   const int warp = warp_id(), pair = warp % PAIRS;
   const bool for_values = warp < PAIRS;                       // this warp sums up dV; otherwise dK
   const int pair_row = pair * PAIR_KEYS;
@@ -110,7 +108,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   const int first_tile = queries.first / TILE_Q, last_tile = queries.last / TILE_Q;
   const int steps = queries.last < queries.first ? 0 : (last_tile + 1 - first_tile) * p.heads_per_block;
 
-  QueryCursor now{first_head, last_tile};
+  QueryCursor now{here.first_head, last_tile};
   const auto load_step = [&](int step, int ahead) {           // the query tile `ahead` of now, which is that of `step`, to its place
     if (step < steps) {
       QueryCursor coming = now;
@@ -183,10 +181,12 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   sync_block();                                               // without it gradients overwrite K and V that a slower warp still reads
   if (p.turns && steps > 0 && warp == 0) pass_turn(p.turns + number);
   if (!for_values) scale(sum_reg, p.scale);
+  // The place again, instead of keeping it in registers that the loop needs.
+  const KeyPlace place = key_place_of_block(p.batch, p.heads, p.heads_per_kv, p.heads_per_block, p.len_kv, TILE_KV, p.heads_together);
   float* const parts = for_values ? p.dv_parts : p.dk_parts;
   if (parts) {
-    const u32 share = (here.batch_number * p.heads + first_head) / p.heads_per_block;
-    const i64 tile_number = i64(share) * ceil_div(p.len_kv, TILE_KV) + here.tile;
+    const u32 share = (place.batch_number * p.heads + place.first_head) / p.heads_per_block;
+    const i64 tile_number = i64(share) * ceil_div(p.len_kv, TILE_KV) + place.tile;
     store(KeySums{parts + tile_number * KeySums::size}, sum_reg, pair_row, 0);
     return;
   }
@@ -194,7 +194,8 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   store(result_smem, sum_reg);
   sync_warp();                                                // without it a lane sends rows that its neighbours have not written
   const Tensor& gradient = for_values ? p.dv : p.dk;
-  store<Warp>(slice(gradient, here.batch, first_head / p.heads_per_kv, row0 + pair_row, p.len_kv, for_values ? p.dim_v : p.dim), result_smem);
+  const int first_row = place.tile * TILE_KV + pair_row;
+  store<Warp>(slice(gradient, place.batch, place.head_kv, first_row, p.len_kv, for_values ? p.dim_v : p.dim), result_smem);
 }
 
 // One tile of a gradient from its sums: `parts` of them lie `part_stride` tiles apart for each batch element, and those of all batch

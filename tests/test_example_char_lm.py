@@ -34,7 +34,7 @@ def text(example):
 @pytest.fixture(scope="module")
 def small(example):
     """A model and a training that take a second."""
-    return example.Model(layers=2, heads=2, dim=32), example.Training(seq=48, batch=8, steps=20, rate=5e-3)
+    return example.Model(layers=2, heads=2, dim=32), example.Training(seq=48, batch=8, steps=20, rate=1e-2)
 
 
 def tokens_of(shape, seed=0):
@@ -98,11 +98,11 @@ def test_flash_and_naive_attention_train_alike(example, text, small, dtype):
 
 def test_training_learns_more_than_the_frequencies(example, text, small):
     model, training = small
-    run = example.train(model, replace(training, steps=200), text)
+    run = example.train(model, replace(training, steps=80), text)
     unigram, _ = example.counting_losses(text)
-    assert run.validation_loss < 0.95 * unigram
-    assert np.mean(run.losses[-10:]) < 0.95 * unigram < unigram < run.losses[0]
-    assert len(run.losses) == len(run.seconds) == 200
+    assert run.validation_loss < 0.9 * unigram
+    assert np.mean(run.losses[-10:]) < 0.9 * unigram < unigram < run.losses[0]
+    assert len(run.losses) == len(run.seconds) == 80
     assert run.tokens_per_second == pytest.approx(8 * 48 / np.median(run.seconds))
 
 
@@ -142,12 +142,20 @@ def test_text_is_python_and_its_parts_are_apart(example, text):
     assert all((one == other).all() for one, other in zip(text, example.read_text()))
 
 
+def test_windows_pair_every_byte_with_the_next(example):
+    tokens, targets = example.windows(np.arange(100, dtype=np.uint8), np.array([3, 96]), 3)
+    assert tokens.tolist() == [[3, 4, 5], [96, 97, 98]]
+    assert targets.tolist() == [[4, 5, 6], [97, 98, 99]]
+
+
 def test_counting_losses(example):
-    half = np.frombuffer(b"ab" * 50_000, np.uint8)
-    unigram, bigram = example.counting_losses((half, half[:1000]))
-    # Each of the 256 bytes has one more occurrence than was counted, and 50,000 pairs of two kinds were.
-    assert unigram == pytest.approx(math.log(2), rel=256 / 50_000)
-    assert bigram == pytest.approx(0, abs=1 / 50_000)
+    text = np.frombuffer(b"abac" * 25_000, np.uint8)
+    # Each of the 256 bytes has one more occurrence than was counted, in 100,000; each pair has a 256th of one.
+    unigram, bigram = example.counting_losses((text, text[:1000]))
+    assert unigram == pytest.approx(1.5 * math.log(2), abs=0.005)
+    assert bigram == pytest.approx(0.5 * math.log(2), rel=0.005)
+    # "a" may be followed by "b" or by "c", while "b" only follows "a".
+    assert example.counting_losses((text, text[:2]))[1] == pytest.approx(math.log(2), rel=0.005)
 
 
 def test_generated_bytes_follow_the_model(example, small):
@@ -156,12 +164,12 @@ def test_generated_bytes_follow_the_model(example, small):
     views = model.views(weights)
     views["head"][...] = 0  # all bytes are equally likely ...
     drawn = example.generate(model, weights, b"ab", 200, seq=16)
-    assert drawn[:2] == b"ab" and len(drawn) == 202 and len(set(drawn)) > 100
+    assert len(drawn) == 200 and len(set(drawn)) > 100
     assert drawn == example.generate(model, weights, b"ab", 200, seq=16)
     views["out"][...] = views["down"][...] = 0  # ... and now "a" is followed by "b", and "b" by "a"
     views["head"][:, ord("b")], views["head"][:, ord("a")] = views["embed"][ord("a")], views["embed"][ord("b")]
     weights[-model.dim * 256 :] *= 10
-    assert example.generate(model, weights, b"a", 9, seq=4) == b"ababababab"
+    assert example.generate(model, weights, b"a", 9, seq=4) == b"babababab"
 
 
 def test_command(example, tmp_path):
@@ -174,7 +182,7 @@ def test_command(example, tmp_path):
     assert "validation loss of counts" in result.output
     for name in ATTENTIONS:
         assert any(line.startswith(f"{name}: ") and "3 steps" in line for line in result.output.splitlines())
-    assert "\ndef " in result.output
+    assert "[from here on it is the model's]" in result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

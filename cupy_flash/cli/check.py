@@ -1,4 +1,4 @@
-"""``check``: the shared cases on one backend, judged against the float64 oracle."""
+"""``check``: results and gradients of the shared cases on one backend, judged against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import difflib
 import time
 from collections import Counter
 from dataclasses import asdict
+from itertools import chain
+from typing import TypeAlias
 
 import click
 
@@ -13,12 +15,15 @@ from .. import check as checks
 from .. import host
 from ..architecture import HOST, Architecture
 from ..cases import Case, case_named, full_cases
-from ..check import CaseResult
+from ..check import FORWARD_V1, CaseResult, Computation
 from ..errors import CompileError
 from ..matrix import KINDS
 from .arguments import ARCHITECTURE, json_option
 from .devices import own_architecture
 from .output import echo_json, echo_progress, table, terminal_width
+
+Tasks: TypeAlias = dict[Case, list[Computation]]
+Skipped: TypeAlias = dict[tuple[Case, Computation], str]  # with the reason
 
 
 @click.command()
@@ -29,6 +34,8 @@ from .output import echo_json, echo_progress, table, terminal_width
 @click.option("--dtype", type=click.Choice((*KINDS, "float64")), help="Only cases of this dtype; tf32 counts as one.")
 @click.option("--dim", type=int, help="Only cases with this head dim.")
 @click.option("--case", "names", multiple=True, metavar="NAME", help="This case instead of a suite; may be repeated.")
+@click.option("--direction", type=click.Choice(("forward", "backward", "both")), default="both", help="Results, gradients or both.")
+@click.option("--algorithm", type=click.Choice(("v1", "v2", "all")), default="all", help="Of the kernels; v1 has no backward.")
 @click.option("--arch", type=ARCHITECTURE, help=f"What backend host executes; by default {HOST.name}.")
 @json_option
 @click.pass_context
@@ -39,25 +46,31 @@ def check(
     dtype: str | None,
     dim: int | None,
     names: tuple[str, ...],
+    direction: str,
+    algorithm: str,
     arch: Architecture | None,
     as_json: bool,
 ) -> None:
     """Compute the shared cases and judge the results.
 
-    Against attention in float64, with a bound that follows from the arithmetic. A suite leaves out what its backend does not
-    compute, and says so; a case asked for by name always runs. Exits with 1 if a case fails.
+    Results and gradients, against attention in float64, with a bound that follows from the arithmetic. A suite leaves out what its
+    backend does not compute, and the quick one what would take a CPU too long, and says so; a case asked for by name always runs.
+    Exits with 1 if a case fails.
     """
     start = time.perf_counter()
     backend, architecture = _resolved(backend, arch)
+    computations = checks.select_computations(backend, direction, algorithm)
+    if not computations:
+        raise click.UsageError(f"nothing to run: backend {backend} has no {algorithm} in direction {direction}")
     if names and (dtype or dim or quick is not None):
         raise click.UsageError("--case names the cases, so --quick, --full, --dtype and --dim have nothing to select")
     if names:
-        cases, skipped = list(map(_case, names)), {}
+        tasks, skipped = {_case(name): list(computations) for name in names}, {}
     else:
         suite = "quick" if (backend != "cuda" if quick is None else quick) else "full"
-        cases, skipped = _selected(suite, dtype, dim, backend, architecture)
+        tasks, skipped = _selected(suite, dtype, dim, computations, backend, architecture)
 
-    results = _run(cases, backend, arch and arch.name)
+    results = _run(tasks, backend, arch and arch.name)
     seconds = time.perf_counter() - start
     if as_json:
         _print_json(results, skipped, backend, architecture, seconds)
@@ -98,36 +111,50 @@ def _case(name: str) -> Case:
 
 
 def _selected(
-    suite: str, dtype: str | None, dim: int | None, backend: str, architecture: Architecture | None
-) -> tuple[list[Case], dict[Case, str]]:
-    """The cases to run, and those to skip with the reason."""
-    reasons = {case: checks.why_skipped(case, backend, architecture) for case in checks.select_cases(suite, dtype, dim)}
-    skipped = {case: reason for case, reason in reasons.items() if reason}
-    cases = [case for case in reasons if case not in skipped]
-    if not cases:
+    suite: str,
+    dtype: str | None,
+    dim: int | None,
+    computations: tuple[Computation, ...],
+    backend: str,
+    architecture: Architecture | None,
+) -> tuple[Tasks, Skipped]:
+    """What to compute of which case, and what to skip with the reason."""
+    cases = checks.select_cases(suite, dtype, dim)
+    reasons = {(case, x): checks.why_skipped(case, x, backend, architecture) for case in cases for x in computations}
+    if suite == "quick" and backend == "host" and FORWARD_V1 in computations:
+        served = [case for case in cases if not reasons[case, FORWARD_V1]]
+        for case in checks.beyond_main_kernel(served, FORWARD_V1, backend, architecture.name):
+            reasons[case, FORWARD_V1] = "one kernel of v1 is quick, --full has all"
+    skipped = {task: reason for task, reason in reasons.items() if reason}
+    tasks: Tasks = {}
+    for (case, computation), reason in reasons.items():
+        if not reason:
+            tasks.setdefault(case, []).append(computation)
+    if not tasks:
         why = ", ".join(dict.fromkeys(skipped.values())) or f"no {suite} case has this dtype and head dim"
         raise click.UsageError(f"nothing to run: {why}")
-    return cases, skipped
+    return tasks, skipped
 
 
-def _run(cases: list[Case], backend: str, arch: str | None) -> list[CaseResult]:
-    kernels = checks.kernels_of(cases, backend, arch)
+def _run(tasks: Tasks, backend: str, arch: str | None) -> list[CaseResult]:
+    kernels = checks.kernels_of(tasks, backend, arch)
     if kernels:
         echo_progress(checks.build_kernels(kernels, backend), len(kernels), "building kernels")
-    return echo_progress((checks.run_case(case, backend, arch=arch) for case in cases), len(cases), "running cases   ")
+    results = (checks.run_case(case, computations, backend, arch=arch) for case, computations in tasks.items())
+    return list(chain.from_iterable(echo_progress(results, len(tasks), "running cases   ")))
 
 
-def _print_table(results: list[CaseResult], skipped: dict[Case, str]) -> None:
+def _print_table(results: list[CaseResult], skipped: Skipped) -> None:
     rows, colours = [], [None]
     for result in results:
-        judged = result.comparison
-        figures = (f"{judged.error:.1e}", f"{judged.allowed:.1e}") if judged else ("", "")
-        rows.append((result.case.name, result.plan, *figures, "ok" if result.ok else "FAILED"))
+        figures = [f"{x:.1e}" for x in result.figures] if result.figures else ("", "")
+        verdict = "ok" if result.ok else "FAILED"
+        rows.append((result.case.name, str(result.computation), result.plan, *figures, verdict))
         colours.append(None if result.ok else "red")
-    for case, reason in skipped.items():
-        rows.append((case.name, reason, "", "", "skipped"))
+    for (case, computation), reason in skipped.items():
+        rows.append((case.name, str(computation), reason, "", "", "skipped"))
         colours.append("yellow")
-    lines = table(("case", "plan", "max error", "allowed", "verdict"), rows, "<<>><", terminal_width())
+    lines = table(("case", "computed", "plan", "max error", "allowed", "verdict"), rows, "<<<>><", terminal_width())
     for line, colour in zip(lines, colours):
         click.secho(line, fg=colour)
 
@@ -138,7 +165,9 @@ def _print_failures(results: list[CaseResult], command: str) -> None:
         if not result.ok:
             # With one case, which is what the command printed here runs, there is room for a compiler's whole log.
             message = result.message if len(results) == 1 else _headline(result.message)
-            click.echo(f"\n{result.case.name}: {message}\n  {command} --case {result.case.name}")
+            computation = result.computation
+            again = f"--direction {computation.direction} --algorithm {computation.algorithm} --case {result.case.name}"
+            click.echo(f"\n{computation} of {result.case.name}: {message}\n  {command} {again}")
 
 
 def _headline(message: str) -> str:
@@ -147,7 +176,7 @@ def _headline(message: str) -> str:
     return next((line.strip() for line in lines if "error:" in line), lines[0])
 
 
-def _summary(results: list[CaseResult], skipped: dict[Case, str]) -> str:
+def _summary(results: list[CaseResult], skipped: Skipped) -> str:
     passed = sum(result.ok for result in results)
     words = [f"{passed} passed", f"{len(results) - passed} failed"]
     words += [f"{number} skipped ({reason})" for reason, number in Counter(skipped.values()).items()]
@@ -159,7 +188,7 @@ def _place(backend: str, architecture: Architecture | None) -> str:
 
 
 def _print_json(
-    results: list[CaseResult], skipped: dict[Case, str], backend: str, architecture: Architecture | None, seconds: float
+    results: list[CaseResult], skipped: Skipped, backend: str, architecture: Architecture | None, seconds: float
 ) -> None:
     passed = sum(result.ok for result in results)
     echo_json(
@@ -170,7 +199,10 @@ def _print_json(
             "passed": passed,
             "failed": len(results) - passed,
             "results": list(map(_record, results)),
-            "skipped": [{"case": case.name, "reason": reason} for case, reason in skipped.items()],
+            "skipped": [
+                {"case": case.name, "computation": str(computation), "reason": reason}
+                for (case, computation), reason in skipped.items()
+            ],
         }
     )
 
@@ -178,6 +210,7 @@ def _print_json(
 def _record(result: CaseResult) -> dict[str, object]:
     return {
         "case": result.case.name,
+        "computation": str(result.computation),
         "plan": result.plan,
         "ok": result.ok,
         "seconds": result.seconds,

@@ -46,13 +46,15 @@ OP Place place_of_block(const int (&batch)[BATCH_AXES], int heads, int len_q, in
 struct KeyPlace {
   int batch[BATCH_AXES];
   int head_kv;
-  int split;                                                  // which of the shares of the query heads
+  int first_head;                                             // of the query heads that the block sums over
   int tile;                                                   // of keys
   u32 batch_number;                                           // number of the batch element
 };
 
-OP KeyPlace key_place_of_block(const int (&batch)[BATCH_AXES], int heads_kv, int splits, int len_kv, int tile_kv, u32 together) {
-  u32 units = u32(heads_kv) * splits;
+OP KeyPlace key_place_of_block(const int (&batch)[BATCH_AXES], int heads, int heads_per_kv, int heads_per_block, int len_kv, int tile_kv,
+                               u32 together) {
+  const u32 shares = u32(heads) / heads_per_block;            // a unit is one share of one batch element
+  u32 units = shares;
   #pragma unroll
   for (int i = 0; i < BATCH_AXES; ++i) units *= batch[i];
   const u32 tiles = ceil_div(len_kv, tile_kv);
@@ -61,9 +63,9 @@ OP KeyPlace key_place_of_block(const int (&batch)[BATCH_AXES], int heads_kv, int
   KeyPlace here;
   here.tile = int(rest / together);
   const u32 unit = first_unit + rest % together;
-  here.split = int(unit % splits);
-  here.head_kv = int(unit / splits % heads_kv);
-  here.batch_number = unit / splits / heads_kv;
+  here.first_head = int(unit % shares) * heads_per_block;
+  here.head_kv = here.first_head / heads_per_kv;
+  here.batch_number = unit / shares;
   batch_element(here.batch, batch, here.batch_number);
   return here;
 }

@@ -51,7 +51,12 @@ template <typename T, int N> struct Regs {
 
 #if ON_GPU
 OP int warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
-OP u32 block_id() { return blockIdx.x; }
+// Asked again, it is computed again, and so is what follows from it: nothing of it has to wait in registers.
+OP u32 block_id() {
+  u32 id;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(id));
+  return id;
+}
 // Shared memory is addressed by 32-bit integers on the GPU, so that constant offsets fold into the instructions.
 typedef u32 SharedAddress;
 OP SharedAddress shared_memory() { extern __shared__ __align__(1024) char arena[]; return u32(__cvta_generic_to_shared(arena)); }
