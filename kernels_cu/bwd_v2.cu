@@ -198,10 +198,11 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   store<Warp>(slice(gradient, place.batch, place.head_kv, first_row, p.len_kv, for_values ? p.dim_v : p.dim), result_smem);
 }
 
-// One tile of a gradient from its sums: `parts` of them lie `part_stride` tiles apart for each batch element, and those of all batch
-// elements that the gradient does not tell apart are added up.
+// One tile of a gradient from its sums, of which there are `parts` for each head and batch element. Those of all batch elements that
+// the gradient does not tell apart are added up.
 template <int ROWS>
-OP void finish_tile(const BackwardParams& p, const Tensor& gradient, const float* sums, int heads, int parts, int len, int cols, u32 block, float factor) {
+OP void finish_tile(const BackwardParams& p, const Tensor& gradient, float* sums, int heads, int parts, int len, int cols, u32 block,
+                    float factor) {
   const Place here = place_of_block(p.batch, heads, len, ROWS, block);
   int summed[BATCH_AXES];                                     // elements to add up along each axis
   u32 elements = 1;
@@ -228,7 +229,7 @@ OP void finish_tile(const BackwardParams& p, const Tensor& gradient, const float
       for (int part = 0; part < parts; ++part) {
         const i64 number = ((i64(batch_number) * heads + here.head) * parts + part) * tiles + here.row / ROWS;
         Acc<16, 16> part_reg;
-        load(part_reg, SumTile<ROWS, WIDTH>{const_cast<float*>(sums) + number * ROWS * WIDTH}, row, col);
+        load(part_reg, SumTile<ROWS, WIDTH>{sums + number * ROWS * WIDTH}, row, col);
         add(sum_reg, 0, part_reg);
       }
     }
@@ -246,7 +247,8 @@ KERNEL(THREADS, 1) bwd_v2_post(GRID_CONSTANT BackwardParams p) {
   const int heads_kv = p.heads / p.heads_per_kv, splits = p.heads_per_kv / p.heads_per_block;
   const u32 query_blocks = ceil_div(p.len_q, TILE_Q) * p.heads * batch, key_blocks = ceil_div(p.len_kv, TILE_KV) * heads_kv * batch;
   const u32 block = block_id();
+  const u32 key_block = block - query_blocks;
   if (block < query_blocks) finish_tile<TILE_Q>(p, p.dq, p.dq_sums, p.heads, 1, p.len_q, p.dim, block, p.scale);
-  else if (block < query_blocks + key_blocks) finish_tile<TILE_KV>(p, p.dk, p.dk_parts, heads_kv, splits, p.len_kv, p.dim, block - query_blocks, 1.f);
-  else finish_tile<TILE_KV>(p, p.dv, p.dv_parts, heads_kv, splits, p.len_kv, p.dim_v, block - query_blocks - key_blocks, 1.f);
+  else if (key_block < key_blocks) finish_tile<TILE_KV>(p, p.dk, p.dk_parts, heads_kv, splits, p.len_kv, p.dim, key_block, 1.f);
+  else finish_tile<TILE_KV>(p, p.dv, p.dv_parts, heads_kv, splits, p.len_kv, p.dim_v, key_block - key_blocks, 1.f);
 }

@@ -8,13 +8,13 @@ constexpr int   ARCH = 80;                // 10 * compute capability: from 80 on
 constexpr Dtype DTYPE = FLOAT16;          // of q, k, v and out
 constexpr int   TF32_PASSES = 3;          // float32 products from ARCH 80 on: 3 keeps float32 accuracy (3xTF32), 1 rounds the factors to tf32
 
-constexpr int   TILE_Q = 128;             // query rows a block owns
-constexpr int   TILE_KV = 64;             // key rows per step of the KV loop
+constexpr int   TILE_Q = 128;             // query rows a block owns; in the backward, query rows per step
+constexpr int   TILE_KV = 64;             // key rows per step of the KV loop; in the backward, key rows a block owns
 constexpr int   Q_TILES = 4;              // fwd_v1: query tiles a block owns
 constexpr int   WIDTH = 64;               // head dim, rounded up to a multiple of 32; columns beyond the true dim are zero
 constexpr int   WIDTH_V = 64;             // the same for the head dim of v and out
-constexpr int   WARPS = 4;                // each owns TILE_Q / WARPS query rows: 16 or 32
-constexpr int   STAGES = 2;               // K and V tiles in flight or in use
+constexpr int   WARPS = 4;                // each owns TILE_Q / WARPS query rows: 16 or 32; in the backward a pair owns 2 TILE_KV / WARPS key rows: 16, 32 or 64
+constexpr int   STAGES = 2;               // tiles of K and V, in the backward of Q and dO, in flight or in use
 constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the registers of a thread
 
 constexpr int   COPY_BYTES = 16;          // bytes moved at once between device and shared memory: 16, 8, 4, or 0 for one element; divides every row

@@ -1,5 +1,5 @@
 // params.cuh -- what a kernel is told at launch: one struct per kernel family, passed by value.
-// launch.py mirrors each struct with a NumPy dtype; a test compares the two field by field.
+// params.py mirrors each struct with a NumPy dtype; a test compares the two field by field.
 #pragma once
 #include "tile/scope.cuh"
 

@@ -4,6 +4,8 @@ from functools import partial
 
 import numpy
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cupy_flash import (
     Gradients,
@@ -14,7 +16,9 @@ from cupy_flash import (
     plan_attention_backward,
 )
 from cupy_flash.cases import Case, make_inputs, quick_cases
+from cupy_flash.compare import ARITHMETIC, TAIL, norms, score_errors
 from cupy_flash.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.gradients import pairs_of
 
 backends = pytest.mark.parametrize("backend", ["host", "numpy"])
 
@@ -37,14 +41,81 @@ def test_no_input_can_be_left_out(name):
 
 # Results
 
-@pytest.mark.parametrize("case", quick_cases(), ids=str)
-def test_case_on_numpy(case):
-    inputs, (dout, dlse) = make_inputs(case), make_cotangents(case)
-    (_, _), vjp = attention_vjp(*inputs, **case.options | {"return_lse": True})
-    gradients = vjp(dout, dlse)
+
+def judge(case, inputs, cotangents, gradients):
+    dout, dlse = cotangents
     assert [x.shape for x in gradients] == [x.shape for x in inputs]
     judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores)
     assert judged.ok, judged.message
+
+
+@pytest.mark.parametrize("case", quick_cases(), ids=str)
+def test_case_on_numpy(case):
+    inputs, cotangents = make_inputs(case), make_cotangents(case)
+    _, vjp = attention_vjp(*inputs, **case.options)
+    judge(case, inputs, cotangents, vjp(*cotangents))
+
+
+@pytest.mark.parametrize("schedule, deterministic", [("eager", False), ("deferred", True)], ids=["eager", "deferred in order"])
+@pytest.mark.parametrize("case", [case for case in quick_cases() if case.dtype != "float64"], ids=str)
+def test_case_on_the_host(case, schedule, deterministic, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+    inputs, cotangents = make_inputs(case), make_cotangents(case)
+    _, vjp = attention_vjp(*inputs, backend="host", deterministic=deterministic, **case.options)
+    judge(case, inputs, cotangents, vjp(*cotangents))
+
+
+@st.composite
+def problems(draw):
+    """A case of any lengths, heads and mask."""
+    return Case(
+        "float16",
+        draw(st.integers(1, 150)),
+        draw(st.integers(1, 150)),
+        heads_q=draw(st.integers(1, 3)),
+        heads_kv=1,
+        causal=draw(st.sampled_from((False, True, "top_left"))),
+        window=draw(st.none() | st.tuples(st.integers(0, 60), st.integers(0, 60))),
+    )
+
+
+def squares(x):
+    return (x**2).sum(axis=-1)
+
+
+@settings(max_examples=25)
+@given(problems())
+def test_gradients_of_all_keys_add_up(case):
+    """The weights of a query add up to 1 whatever the keys are: sum dK = 0, and sum dV = sum dO over the queries that see a key.
+
+    What may be missing follows from the roundings that `compare_gradients` lists. Those to float16, of P, out, dS and gradients,
+    are independent of each other: TAIL times their 2-norm. Those to float32 are small enough to be counted as if all went one way.
+    """
+    inputs, (dout, _) = make_inputs(case), make_cotangents(case)
+    (_, lse), vjp = attention_vjp(*inputs, backend="host", **case.options)
+    _, dk, dv = (x[0].astype("f8") for x in vjp(dout))
+    q, k, v, dout = (x[0].astype("f8") for x in (*inputs, dout))
+    pairs = pairs_of(dout, q, k, v, None, case.scores)
+    half, lost, arithmetic = 2.0**-11, 2.0**-25, ARITHMETIC["float16"]
+    _, of_score, of_lse = score_errors(q, k, pairs.lse, arithmetic, case.scores)
+    of_p = of_score + of_lse + 4 * arithmetic.sum + arithmetic.summation(case.heads_q * case.len_q)
+    seen = (pairs.p > 0).sum(axis=-1)
+
+    def allowed(gradient, x, of_halves, of_singles):
+        """From a gradient of keys, which sums rows of x with weights of these errors: squares, and magnitudes."""
+        independent = (x**2 * of_halves[..., None]).sum(axis=(0, 1)) + (gradient**2).sum(axis=(0, 1))
+        return TAIL * half * independent**0.5 + (abs(x) * of_singles[..., None]).sum(axis=(0, 1)) + lost * gradient.shape[1]
+
+    taking_part = dout * numpy.isfinite(lse[0])[..., None]
+    missing = abs(dv.sum(axis=(0, 1)) - taking_part.sum(axis=(0, 1)))
+    assert (missing <= allowed(dv, taking_part, squares(pairs.p), of_p + lost * seen)).all()
+
+    difference = abs(pairs.dp - pairs.delta[..., None])
+    of_difference = (2 * arithmetic.summation(case.dim_v) + 4 * arithmetic.sum) * norms(2, dout, v)  # of dP and delta
+    of_difference += (of_p + arithmetic.summation(case.len_kv)) * (pairs.p * abs(pairs.dp)).sum(axis=-1)  # of out, and so of delta
+    of_singles = of_p * abs(pairs.ds).sum(axis=-1) + of_difference + lost * (seen + ((pairs.p > 0) * difference).sum(axis=-1))
+    of_halves = 2 * squares(pairs.ds) + squares(pairs.p * pairs.dp) + squares(dout * pairs.out)
+    assert (abs(dk.sum(axis=(0, 1))) <= allowed(dk, case.scores["scale"] * q, of_halves, of_singles)).all()
 
 
 def test_memory_order_and_kind_are_those_of_the_inputs():

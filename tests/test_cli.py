@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import click
@@ -14,7 +15,8 @@ from click.testing import CliRunner
 import cupy_flash
 from cupy_flash import cache, check, nvrtc, source
 from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.cases import case_named, full_cases
+from cupy_flash.cases import quick_cases
+from cupy_flash.check import COMPUTATIONS
 from cupy_flash.cli import compile, doctor, main
 from cupy_flash.cli.output import echo_json, table
 from cupy_flash.errors import CompileError
@@ -141,6 +143,8 @@ def test_plan_of_v1():
         (["check", "--backend", "host", "--dtype", "float64"], "only backend 'numpy' computes float64"),
         (["check", "--backend", "numpy", "--case", MASKED_CASE, "--dim", "40"], "--case names the cases"),
         (["check", "--backend", "numpy", "--case", MASKED_CASE + "s"], f"did you mean {MASKED_CASE}?"),
+        (["check", "--backend", "numpy", "--algorithm", "v1"], "nothing to run: backend numpy has no v1 in direction both"),
+        (["check", "--backend", "numpy", "--direction", "backward", "--algorithm", "v1"], "has no v1 in direction backward"),
         (["compile", "--arch", "80", "--all"], "exclude each other"),
         (["plan", "8x64x64", "--deterministic"], "--deterministic is an option of --backward"),
         (["plan", "8x64x256", "--backward", "--dtype", "float32", "--arch", "75"], "for bwd_v2 on sm_75, whose 64 KB"),
@@ -168,15 +172,19 @@ def test_check_on_numpy_judges_every_quick_case():
     report, code = run_json("check", "--backend", "numpy", "--quick")
     assert code == 0
     assert report["failed"] == 0 and report["skipped"] == [] and report["passed"] == len(report["results"])
-    assert {result["plan"] for result in report["results"]} == {"numpy", "nothing to launch"}
+    assert {result["plan"] for result in report["results"]} == {"numpy"}
+    judged = {(result["case"], result["computation"]) for result in report["results"]}
+    assert judged == set(product(map(str, quick_cases()), ("forward v2", "backward v2")))
 
 
 def test_check_on_the_host_says_what_it_skips():
     result = run("check", "--backend", "host", "--dim", 40)
     assert result.exit_code == 0, result.output
-    assert "1 passed, 0 failed, 1 skipped (only backend 'numpy' computes float64) on backend host (sm_80)" in result.stdout
-    [row] = [line for line in result.stdout.splitlines() if line.startswith(MASKED_CASE)]
-    assert "fwd_v2-sm_80-float16-d64-64x64" in row and row.endswith("ok")
+    assert "4 passed, 0 failed, 4 skipped (only backend 'numpy' computes float64) on backend host (sm_80)" in result.stdout
+    rows = [line for line in result.stdout.splitlines() if line.startswith(MASKED_CASE)]
+    found = [(line.split()[1:3], line.split()[-4].split("-")[0], line.split()[-1]) for line in rows]
+    kernels = {"forward v2": "fwd_v2", "forward v1": "fwd_v1", "backward v2": "bwd_v2", "backward v2 deterministic": "bwd_v2"}
+    assert found == [(computed.split()[:2], kernel, "ok") for computed, kernel in kernels.items()]
 
 
 def test_check_finds_a_kernel_that_does_not_mask(change_kernel):
@@ -184,15 +192,17 @@ def test_check_finds_a_kernel_that_does_not_mask(change_kernel):
     text = source.files()["tile/mask.cuh"]
     assert line in text
     change_kernel("tile/mask.cuh", text.replace(line, "{}"))
-    result = run("check", "--backend", "host", "--arch", "80", "--dim", 40)
+    result = run("check", "--backend", "host", "--arch", "80", "--dim", 40, "--algorithm", "v2")
     assert result.exit_code == 1
-    assert f"\n  cupy-flash check --backend host --arch 80 --case {MASKED_CASE}\n" in result.stdout
-    assert "FAILS in row" in result.stdout and "0 passed, 1 failed" in result.stdout
+    assert "FAILS in row" in result.stdout and "0 passed, 3 failed" in result.stdout
+    for direction in ("forward", "backward"):
+        repeats = f"cupy-flash check --backend host --arch 80 --direction {direction} --algorithm v2 --case {MASKED_CASE}"
+        assert f"\n  {repeats}\n" in result.stdout
 
 
 def test_check_shows_the_compilers_log(change_kernel):
     change_kernel("tile/mask.cuh", "#error this is no mask")
-    result = run("check", "--backend", "host", "--case", MASKED_CASE)
+    result = run("check", "--backend", "host", "--direction", "forward", "--algorithm", "v2", "--case", MASKED_CASE)
     assert result.exit_code == 1
     assert "CompileError" in result.stdout and "this is no mask" in result.stdout
 
@@ -203,28 +213,17 @@ def test_an_exception_is_the_result_of_its_case(monkeypatch):
 
     monkeypatch.setattr(check, "plan_attention", refuse)
     report, code = run_json("check", "--backend", "numpy", "--case", MASKED_CASE)
-    [result] = report["results"]
-    assert code == 1 and report["failed"] == 1
-    assert result["error"] == "ZeroDivisionError: no reason" and result["comparison"] is None
-
-
-def test_what_a_suite_leaves_out():
-    why = {(backend, name): check.why_skipped(case_named(name), backend, ARCHITECTURES["75"]) for backend, name in _skips()}
-    assert [key for key, reason in why.items() if not reason] == [("numpy", name) for _, name in _skips()[::3]]
-    assert why["cuda", "bfloat16-h2-q49-k63-d256"] == "sm_75 has no bfloat16"
-    heavy = next(case for case in full_cases() if case.heavy and case.dtype == "float16")
-    assert check.why_skipped(heavy, "host", ARCHITECTURES["80"]) and not check.why_skipped(heavy, "cuda", ARCHITECTURES["80"])
-
-
-def _skips():
-    names = ("float64-h3x1-q45-k61-d40-causal", "bfloat16-h2-q49-k63-d256", "tf32-h1-q79-k103-d64")
-    return [(backend, name) for name in names for backend in ("numpy", "host", "cuda")]
+    assert code == 1 and report["failed"] == len(report["results"]) == 2
+    for result in report["results"]:
+        assert result["error"] == "ZeroDivisionError: no reason" and result["comparison"] is None
 
 
 @pytest.mark.gpu
 def test_check_on_a_gpu():
     report, code = run_json("check", "--quick")
     assert code == 0 and report["backend"] == "cuda" and report["failed"] == 0
+    assert {result["computation"] for result in report["results"]} == set(map(str, COMPUTATIONS))
+    assert {skip["reason"] for skip in report["skipped"]} == {"only backend 'numpy' computes float64"}
 
 
 def test_the_matrix_has_every_row():

@@ -124,7 +124,7 @@ def _selected(
     if suite == "quick" and backend == "host" and FORWARD_V1 in computations:
         served = [case for case in cases if not reasons[case, FORWARD_V1]]
         for case in checks.beyond_main_kernel(served, FORWARD_V1, backend, architecture.name):
-            reasons[case, FORWARD_V1] = "one kernel of v1 is quick, --full has all"
+            reasons[case, FORWARD_V1] = "another kernel of v1: only in --full"
     skipped = {task: reason for task, reason in reasons.items() if reason}
     tasks: Tasks = {}
     for (case, computation), reason in reasons.items():

@@ -8,7 +8,7 @@ struct GlobalTile {
   Element* base;
   i64 row_stride, col_stride;
   int rows, cols;
-  OP Element* at(int row, int col) const { return base + row * row_stride + (COPY_BYTES == 0 ? col * col_stride : col); }
+  OP Element* at(int row, int col) const { return base + row * row_stride + col * col_stride; }
   OP GlobalTile from_row(int row) const { return {base + row * row_stride, row_stride, col_stride, rows - row, cols}; }
 };
 
@@ -72,6 +72,7 @@ struct Warp {
 template <int BYTES> struct alignas(BYTES) Vector { u32 words[BYTES / 4]; };
 template <> struct Vector<0> { Element element; };
 typedef Vector<COPY_BYTES> Granule;
+constexpr bool ASYNCHRONOUS = ARCH >= 80 && COPY_BYTES != 0;
 constexpr int GRANULE = sizeof(Granule) / sizeof(Element);
 
 // Calls move(in_tile, in_global, exists) for the two places of each granule of a tile. Neighbouring lanes take neighbouring
@@ -88,7 +89,7 @@ OP void for_granules(SharedTile<ROWS, WIDTH> tile, const GlobalTile& global, Mov
       const int col = (first_granule + i * across) * GRANULE;
       const int rows = col < global.cols ? global.rows : 0;
       Element* in_global = global.at(first_row, col);
-      #pragma unroll (ARCH >= 80 ? ceil_div(ROWS, down) : 4)    // without cp.async each copy in flight holds registers
+      #pragma unroll (ASYNCHRONOUS ? ceil_div(ROWS, down) : 4)  // others hold registers while they are on their way
       for (int j = 0; j < ceil_div(ROWS, down); ++j) {
         const int row0 = j * down / 8 * 8, row = first_row + j * down % 8;
         const SharedAddress in_tile = GRANULE == tile.per_chunk ? tile.chunk_at(row0, row, i * across, first_granule) : tile.at(row0 + row, col);
@@ -104,7 +105,7 @@ OP void for_granules(SharedTile<ROWS, WIDTH> tile, const GlobalTile& global, Mov
 template <typename Scope, int ROWS, int WIDTH> OP void load_async(SharedTile<ROWS, WIDTH> tile, const GlobalTile& src) {
   if constexpr (Scope::threads == 32) sync_warp();            // without it a lane overwrites what its neighbours still read there
   for_granules<Scope>(tile, src, [](SharedAddress to, const Element* from, bool exists) {
-    if constexpr (ARCH >= 80 && COPY_BYTES != 0) {
+    if constexpr (ASYNCHRONOUS) {
       cp_async<COPY_BYTES>(to, from, !exists);
     } else {
       if (exists) count_read(sizeof(Granule));

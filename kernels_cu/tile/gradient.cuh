@@ -17,6 +17,7 @@ template <int N> OP void load(ColVec<N>& cols, SharedAddress src) {
 // s becomes p = 2^(scale_log2 * s - lse), and the other warp is passed p, times the derivative of the softcap if there is one.
 template <int M, int N>
 OP void probabilities(Acc<M, N>& s, const ColVec<N>& lse, float scale_log2, float softcap, PassedTile<M, N> passed) {
+  const float inverse = softcap > 0.f ? 1.f / softcap : 0.f;
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < s.regs; r += passed.per_move) {
@@ -26,9 +27,9 @@ OP void probabilities(Acc<M, N>& s, const ColVec<N>& lse, float scale_log2, floa
         const float score = s.at(l, r + i);
         const float p = exp2_approx(fmaf(score, scale_log2, -lse.at(l, s.col_slot(r + i))));
         s.at(l, r + i) = factor[i] = p;
-        if (EXPLICIT_SCORES && softcap > 0.f) {
-          const float bent = score / softcap;
-          factor[i] = p == 0.f ? 0.f : p * (1.f - bent * bent); // of a masked pair, bent is infinite
+        if (EXPLICIT_SCORES) {
+          const float bent = score * inverse;
+          factor[i] = p == 0.f ? 0.f : p * (1.f - bent * bent);     // of a masked pair, bent is infinite or NaN
         }
       }
       store_shared(passed.at(l, r), pack_moved(factor));
