@@ -93,8 +93,8 @@ def heads_per_block(plan: Plan, problem: BackwardProblem) -> int:
 def heads_together(plan: Plan, problem: BackwardProblem) -> int:
     """How many heads neighbouring blocks take in turn.
 
-    With many, few blocks add to the same rows of dq at a time; too many would not share q and dout in the L2 cache. On an H200 up to
-    400 blocks run at once; measured at 1,024, 4,096 and 16,384 keys, the heads of about 1,024 blocks were best.
+    With many, few blocks add to the same rows of dq at a time; too many would not share q and dout in the L2 cache. On an
+    H200 up to 400 blocks run at once; of 1,024, 4,096 and 16,384 keys, the heads of about 1,024 blocks were fastest.
     """
     return max(1, BLOCKS_TOGETHER // max(_key_tiles(plan, problem), 1))
 
