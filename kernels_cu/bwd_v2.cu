@@ -156,7 +156,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     if (for_values) {
       probabilities(s_reg, stat_reg, EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E, p.softcap, p_smem);
       to_operands(factor_reg, s_reg);
-      sync_pair(pair);                                        // without it P is read before this warp has written it
+      arrive_pair(pair);                                      // without it the other warp waits for P forever
     } else {
       sync_pair(pair);                                        // without it P is read before the other warp has written it
       score_gradients(s_reg, stat_reg, p_smem);

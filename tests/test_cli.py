@@ -143,8 +143,8 @@ def test_plan_of_v1():
         (["check", "--backend", "host", "--dtype", "float64"], "only backend 'numpy' computes float64"),
         (["check", "--backend", "numpy", "--case", MASKED_CASE, "--dim", "40"], "--case names the cases"),
         (["check", "--backend", "numpy", "--case", MASKED_CASE + "s"], f"did you mean {MASKED_CASE}?"),
-        (["check", "--backend", "numpy", "--algorithm", "v1"], "nothing to run: backend numpy has no v1 in direction both"),
-        (["check", "--backend", "numpy", "--direction", "backward", "--algorithm", "v1"], "has no v1 in direction backward"),
+        (["check", "--backend", "numpy", "--algorithm", "v1"], "on backend numpy there is no forward or backward by v1"),
+        (["check", "--backend", "numpy", "--direction", "backward", "--algorithm", "v1"], "there is no backward by v1"),
         (["compile", "--arch", "80", "--all"], "exclude each other"),
         (["plan", "8x64x64", "--deterministic"], "--deterministic is an option of --backward"),
         (["plan", "8x64x256", "--backward", "--dtype", "float32", "--arch", "75"], "for bwd_v2 on sm_75, whose 64 KB"),
@@ -223,7 +223,7 @@ def test_check_on_a_gpu():
     report, code = run_json("check", "--quick")
     assert code == 0 and report["backend"] == "cuda" and report["failed"] == 0
     assert {result["computation"] for result in report["results"]} == set(map(str, COMPUTATIONS))
-    assert {skip["reason"] for skip in report["skipped"]} == {"only backend 'numpy' computes float64"}
+    assert not any("--full" in skip["reason"] for skip in report["skipped"])  # a GPU's compiler is fast enough for all of v1
 
 
 def test_the_matrix_has_every_row():

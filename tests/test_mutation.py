@@ -19,7 +19,7 @@ from cupy_flash.host import SCHEDULES
 from cupy_flash.launch import AttentionPlan
 
 KERNELS = sorted(file for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu", file))
-CALL = re.compile(r"//.*|\b(?:sync|wait|commit)_\w+(?:<[^;]*>)?\([^;]*\);")  # or a comment, which may speak of one
+CALL = re.compile(r"//.*|\b(?:sync|arrive|wait|commit)_\w+(?:<[^;]*>)?\([^;]*\);")  # or a comment, which may speak of one
 
 # Many small tiles of keys, and a causal mask, so that the warps of a block see different ones and drift apart.
 CASE = Case("float16", 40, 75, dim=32, heads_q=2, causal=True)

@@ -61,7 +61,8 @@ def check(
     backend, architecture = _resolved(backend, arch)
     computations = checks.select_computations(backend, direction, algorithm)
     if not computations:
-        raise click.UsageError(f"nothing to run: backend {backend} has no {algorithm} in direction {direction}")
+        asked = "forward or backward" if direction == "both" else direction
+        raise click.UsageError(f"nothing to run: on backend {backend} there is no {asked} by {algorithm}")
     if names and (dtype or dim or quick is not None):
         raise click.UsageError("--case names the cases, so --quick, --full, --dtype and --dim have nothing to select")
     if names:

@@ -34,7 +34,7 @@ struct Block {
     index = block;
     live = warps;
     arrived = stuck = 0;
-    pairs.assign(warps, Pair{});
+    arrived_in_pair.assign(warps, 0);
     std::memset(shared, 0xff, shared_bytes);                  // every 16- and 32-bit pattern of ones is a NaN
   }
 
@@ -71,12 +71,17 @@ struct Block {
     if (++arrived == warps) { arrived = 0; ++barrier_phase; state_changed(); return; }
     wait_until(lock, warp, "the block barrier at " + std::string(file) + ":" + std::to_string(line), [&] { return barrier_phase != mine; });
   }
+  // The number of warps that have come to a pair's barrier; every second one opens it.
+  u64 arrive_pair(int pair) {
+    const u64 mine = ++arrived_in_pair[pair];
+    if (mine % 2 == 0) state_changed();
+    return mine;
+  }
   void sync_pair(int warp, int pair, const char* file, int line) {
     std::unique_lock<std::mutex> lock(mutex);
-    Pair& both = pairs[pair];
-    const u64 mine = both.phase;
-    if (++both.arrived == 2) { both.arrived = 0; ++both.phase; state_changed(); return; }
-    wait_until(lock, warp, "the other warp of the pair at " + std::string(file) + ":" + std::to_string(line), [&] { return both.phase != mine; });
+    const u64 mine = arrive_pair(pair), both = mine + mine % 2;
+    wait_until(lock, warp, "the other warp of the pair at " + std::string(file) + ":" + std::to_string(line),
+               [&] { return arrived_in_pair[pair] >= both; });
   }
   void leave(int warp) {
     std::unique_lock<std::mutex> lock(mutex);
@@ -93,8 +98,7 @@ struct Block {
   std::vector<std::string> waits_for;
   int live = 0, arrived = 0, stuck = 0;
   u64 version = 0, barrier_phase = 0;
-  struct Pair { int arrived = 0; u64 phase = 0; };
-  std::vector<Pair> pairs;
+  std::vector<u64> arrived_in_pair;
 
   void report_deadlock() {
     failure = "deadlock in block " + std::to_string(index) + ":";
@@ -163,6 +167,11 @@ inline void sync_block(const char* file, int line) {
   self->block->sync(self->warp, file, line);
 }
 
+inline void arrive_pair(int pair) {
+  self->publish_stores();
+  std::lock_guard<std::mutex> lock(self->block->mutex);
+  self->block->arrive_pair(pair);
+}
 inline void sync_pair(int pair, const char* file, int line) {
   self->publish_stores();
   self->block->sync_pair(self->warp, pair, file, line);

@@ -62,7 +62,8 @@ typedef u32 SharedAddress;
 OP SharedAddress shared_memory() { extern __shared__ __align__(1024) char arena[]; return u32(__cvta_generic_to_shared(arena)); }
 OP void sync_block() { __syncthreads(); }
 OP void sync_warp() { __syncwarp(); }
-// meets the one other warp that names the same pair
+// One warp tells the other that names the same pair what it has written, and goes on; the other waits to be told.
+OP void arrive_pair(int pair) { asm volatile("bar.arrive %0, 64;" :: "r"(1 + pair) : "memory"); }
 OP void sync_pair(int pair) { asm volatile("bar.sync %0, 64;" :: "r"(1 + pair) : "memory"); }
 #else
 OP int warp_id() { return host::self->warp; }
@@ -71,6 +72,7 @@ typedef char* SharedAddress;
 OP SharedAddress shared_memory() { return host::self->block->shared; }
 OP void sync_block(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { host::sync_block(file, line); }
 OP void sync_warp() { host::self->publish_stores(); }
+OP void arrive_pair(int pair) { host::arrive_pair(pair); }
 OP void sync_pair(int pair, const char* file = __builtin_FILE(), int line = __builtin_LINE()) { host::sync_pair(pair, file, line); }
 #endif
 

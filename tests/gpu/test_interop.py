@@ -3,7 +3,10 @@
 import numpy
 import pytest
 
-from cupy_flash import attention
+from cupy_flash import attention, attention_vjp
+from cupy_flash.cases import Case
+from cupy_flash.compare_gradients import compare_gradients
+from cupy_flash.gradients import oracle_gradients
 
 cupy = pytest.importorskip("cupy")
 
@@ -32,6 +35,29 @@ def test_torch_out_is_written_in_place():
     assert attention(q, q, q, out=out) is out
     torch.cuda.synchronize()
     assert torch.isfinite(out).all()
+
+
+def test_gradients_are_those_of_torch_autograd():
+    """Both are held against the oracle: ours by the bound of float32, and autograd in float64: four sums of 70 terms."""
+    torch = pytest.importorskip("torch")
+    case = Case("float32", 70, 70, heads_q=4, batch=(2,), causal=True)
+    dout, q, k, v = torch.randn(4, 2, 4, 70, 64, device="cuda")
+    dlse = torch.randn(2, 4, 70, device="cuda")
+    _, vjp = attention_vjp(q, k, v, **case.options)
+    gradients = vjp(dout, dlse)
+    assert all(type(x) is torch.Tensor and x.device == q.device and x.dtype == q.dtype for x in gradients)
+
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    unseen = torch.ones(70, 70, dtype=torch.bool, device="cuda").triu(1)
+    scores = (exact[0] @ exact[1].mT * case.scores["scale"]).masked_fill(unseen, -torch.inf)
+    results = scores.softmax(-1) @ exact[2], scores.logsumexp(-1)
+    autograd = torch.autograd.grad(results, exact, (dout.double(), dlse.double()))
+
+    dlse, *arrays = (cupy.from_dlpack(x) for x in (dlse, dout, q, k, v))
+    for ours, theirs in zip(oracle_gradients(*arrays, dlse=dlse, **case.scores), autograd):
+        assert float(abs(ours - cupy.from_dlpack(theirs)).max()) <= 4 * 70 * 2.0**-53 * float(abs(ours).max())
+    judged = compare_gradients([*map(cupy.from_dlpack, gradients)], *arrays, dlse=dlse, **case.scores)
+    assert judged.ok, judged.message
 
 
 def test_jax():

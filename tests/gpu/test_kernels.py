@@ -1,4 +1,4 @@
-"""The shared cases on a device, and what only a device can show: repeats, streams, graphs, devices, memory."""
+"""What only a device can show of a forward and of a merge: repeats, streams, graphs, devices, memory."""
 
 import threading
 
@@ -7,9 +7,8 @@ import numpy
 import pytest
 
 import cupy_flash
-from cupy_flash import UnsupportedError, attention, plan_attention
-from cupy_flash.architecture import architecture_of
-from cupy_flash.cases import Case, full_cases, make_inputs
+from cupy_flash import UnsupportedError, attention, merge_states, plan_attention
+from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
 
 cupy = pytest.importorskip("cupy")
@@ -21,14 +20,6 @@ def judge(case, inputs, result):
     assert comparison.ok, comparison.message
 
 
-@pytest.mark.parametrize("case", [case for case in full_cases() if case.dtype != "float64"], ids=str)
-def test_case(case):
-    inputs = make_inputs(case, cupy)
-    plan = plan_attention(*inputs, **case.options)
-    judge(case, inputs, plan(*inputs))
-    assert plan.kernel.architecture == architecture_of(cupy.cuda.Device().compute_capability)
-
-
 REPEATED = (
     Case("float16", 300, 500, heads_q=4, batch=(2,), causal=True),
     Case("bfloat16", 257, 257, dim=128, heads_q=6, heads_kv=2),
@@ -36,10 +27,11 @@ REPEATED = (
 )
 
 
+@pytest.mark.parametrize("algorithm", ["v2", "v1"])
 @pytest.mark.parametrize("case", REPEATED, ids=str)
-def test_a_thousand_repeats_are_bitwise_equal(case):
+def test_a_thousand_repeats_are_bitwise_equal(case, algorithm):
     inputs = make_inputs(case, cupy)
-    plan = plan_attention(*inputs, **case.options)
+    plan = plan_attention(*inputs, algorithm=algorithm, **case.options)
     first_out, first_lse = plan(*inputs)
     differences = cupy.zeros((), numpy.int64)
     out, lse = cupy.empty_like(first_out), cupy.empty_like(first_lse)
@@ -148,6 +140,28 @@ def test_memory_beyond_the_results_is_not_used():
     assert pool.used_bytes() - used == out.nbytes + lse.nbytes
     assert free - cupy.cuda.runtime.memGetInfo()[0] <= out.nbytes + lse.nbytes + (4 << 20)  # blocks of the driver are 2 MiB
     assert float(abs(out.astype("f") - 1).max()) == 0
+
+
+MERGED = (
+    Case("float16", 200, 500, heads_q=6, heads_kv=2, batch=(2,), layout="bshd"),
+    Case("bfloat16", 65, 500, dim=128),
+    Case("float32", 70, 500, dim=96, dim_v=33, heads_q=2),
+)
+
+
+@pytest.mark.parametrize("split", [0, 1, 64, 333, 499, 500])
+@pytest.mark.parametrize("case", MERGED, ids=str)
+def test_keys_split_anywhere_merge_to_the_whole(case, split):
+    q, k, v = make_inputs(case, cupy)
+    parts = [attention(q, k[..., keys, :], v[..., keys, :], return_lse=True) for keys in numpy.s_[:split, split:]]
+    judge(case, (q, k, v), merge_states(*parts[0], *parts[1]))
+
+
+def test_a_state_over_no_keys_may_hold_anything():
+    q, k, v = make_inputs(MERGED[0], cupy)
+    out, lse = attention(q, k, v, return_lse=True)
+    nothing = cupy.full_like(out, numpy.nan), cupy.full_like(lse, -numpy.inf)
+    assert bool((merge_states(*nothing, out, lse)[0] == out).all() and (merge_states(out, lse, *nothing)[0] == out).all())
 
 
 def test_an_offset_beyond_two_to_the_31_elements():

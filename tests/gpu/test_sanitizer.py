@@ -1,4 +1,4 @@
-"""compute-sanitizer's four tools on small cases that reach every kind of copy, product and mask."""
+"""compute-sanitizer's four tools on small cases of every kernel that reach every kind of copy, product and mask."""
 
 import shutil
 import subprocess
@@ -9,10 +9,12 @@ import pytest
 pytest.importorskip("cupy")
 
 PROGRAM = """
-import cupy, numpy
+import cupy
 cupy.cuda.set_allocator(None)  # a memory pool would hide a step outside
-from cupy_flash import attention
+from cupy_flash import attention, attention_vjp, merge_states
 from cupy_flash.cases import Case, make_inputs
+from cupy_flash.compare_gradients import make_cotangents
+
 for case in (
     Case("float16", 70, 90, heads_q=2, causal=True),
     Case("float16", 1, 130, dim=128),
@@ -24,9 +26,35 @@ for case in (
     Case("float32", 40, 50, dim=33, precision="tf32"),
     Case("float16", 5, 0),
 ):
-    inputs = [cupy.ascontiguousarray(x) for x in make_inputs(case, cupy)]
-    attention(*inputs, **case.options)
+    attention(*make_inputs(case, cupy), **case.options)
     cupy.cuda.Device().synchronize()
+
+for case in (
+    Case("float16", 300, 200, heads_q=2, causal=True),  # two blocks, of four tiles of queries and of one
+    Case("float32", 70, 60, dim=33, window=(20, 20)),
+):
+    attention(*make_inputs(case, cupy), algorithm="v1", **case.options)
+    cupy.cuda.Device().synchronize()
+
+for case in (
+    Case("float16", 150, 200, heads_q=4, heads_kv=2, causal=True),  # parts of dk and dv are added up afterwards
+    Case("bfloat16", 130, 70, dim=128, window=(20, 20)),
+    Case("float16", 50, 60, dim=33, softcap=10.0),
+    Case("float32", 70, 60, causal=True),
+):
+    for deterministic in (False, True):
+        _, vjp = attention_vjp(*make_inputs(case, cupy), deterministic=deterministic, **case.options)
+        vjp(*make_cotangents(case, cupy))
+        cupy.cuda.Device().synchronize()
+
+case = Case("float16", 70, 200, heads_q=2, batch=(3,))
+q, k, v = make_inputs(case, cupy)
+k, v = k[:1], v[:1]  # broadcast: their gradients are sums
+_, vjp = attention_vjp(q, k, v)
+vjp(make_cotangents(case, cupy)[0])
+parts = [attention(q, k[:, :, keys], v[:, :, keys], return_lse=True) for keys in (slice(0, 50), slice(50, 200))]
+merge_states(*parts[0], *parts[1])
+cupy.cuda.Device().synchronize()
 print("done")
 """
 
@@ -36,7 +64,9 @@ def test_clean(tool):
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    options = ["--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=fwd_"]
+    options = ["--tool", tool, "--error-exitcode", "9"]
+    for name in ("fwd_", "bwd_", "merge"):  # not what CuPy launches
+        options += ["--kernel-name", f"kernel_substring={name}"]
     done = subprocess.run([sanitizer, *options, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and "done" in done.stdout, (done.stdout + done.stderr)[-3000:]
     assert "0 errors" in done.stdout or "0 hazards" in done.stdout, done.stdout[-2000:]

@@ -1,0 +1,55 @@
+"""The shared cases on a device: every forward, by both algorithms, and every backward."""
+
+import pytest
+
+from cupy_flash import attention, check, plan_attention, plan_attention_backward
+from cupy_flash.architecture import architecture_of
+from cupy_flash.cases import full_cases, make_inputs
+from cupy_flash.compare import compare
+from cupy_flash.compare_gradients import compare_gradients, make_cotangents
+
+cupy = pytest.importorskip("cupy")
+
+
+CASES = [case for case in full_cases() if case.dtype != "float64"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """Compiled in parallel, as `check` does: one after another they take longer than all the rest. Heavy cases need few others."""
+    tasks = {case: check.COMPUTATIONS for case in CASES if not case.heavy}
+    list(check.build_kernels(check.kernels_of(tasks, "cuda"), "cuda"))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def given(request):
+    """A case, its inputs, and dout and dlse: made once for all tests of the case, which come one after another."""
+    return request.param, make_inputs(request.param, cupy), make_cotangents(request.param, cupy)
+
+
+def check_kernel(plan, name):
+    assert plan.kernel.kernel == name
+    assert plan.kernel.architecture == architecture_of(cupy.cuda.Device().compute_capability)
+
+
+@pytest.mark.parametrize("algorithm", ["v2", "v1"])
+def test_forward(given, algorithm):
+    case, inputs, _ = given
+    plan = plan_attention(*inputs, algorithm=algorithm, **case.options)
+    check_kernel(plan, f"fwd_{algorithm}")
+    result = plan(*inputs)
+    out, lse = result if case.return_lse else (result, None)
+    judged = compare(out, lse, *inputs, precision=case.precision, **case.scores)
+    assert judged.ok, judged.message
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
+def test_backward(given, deterministic):
+    case, inputs, (dout, dlse) = given
+    state = attention(*inputs, **case.options | {"return_lse": True})
+    options = {name: value for name, value in case.options.items() if name != "return_lse"}
+    plan = plan_attention_backward(dout, *inputs, *state, dlse=dlse, deterministic=deterministic, **options)
+    check_kernel(plan, "bwd_v2")
+    gradients = plan(dout, *inputs, *state, dlse=dlse)
+    judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores)
+    assert judged.ok, judged.message
