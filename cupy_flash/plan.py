@@ -90,7 +90,7 @@ class Plan:
         words = [self.kernel, str(self.architecture), c.DTYPE.lower(), f"d{c.WIDTH}"]
         words += [f"v{c.WIDTH_V}"] * (c.WIDTH_V != c.WIDTH) + ["tf32"] * (c.TF32_PASSES == 1)
         words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}"] + [f"q{c.Q_TILES}"] * (c.Q_TILES > 1)
-        words += [f"copy{c.COPY_BYTES or 'elements'}"]
+        words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"copy{c.COPY_BYTES or 'elements'}"]
         return "-".join(words + ["explicit"] * c.EXPLICIT_SCORES)
 
     def __str__(self) -> str:
@@ -224,6 +224,8 @@ def copy_size(layouts: dict[str, Layout]) -> tuple[int, str]:
 
 def _obstacle(name: str, layout: Layout, size: int) -> str | None:
     """Why an array cannot be moved `size` bytes at a time, or None."""
+    if 0 in layout.shape:
+        return None
     *axes, (dim, step) = zip(layout.shape, layout.strides)
     if dim > 1 and step != 1:
         return f"elements of {name} are {step * layout.itemsize} bytes apart"

@@ -68,10 +68,10 @@ OP void store_state(float* state, Softmax& softmax, Out& o_reg) {
 
 KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
   const Place here = place_of_block(p.batch, p.heads, p.len_q, Q_TILES * TILE_Q);
-  const int head_kv = here.head / p.heads_per_kv;
   const int rows = min_of(Q_TILES * TILE_Q, p.len_q - here.row), query_tiles = ceil_div(rows, TILE_Q);
   const i64 first_number = (i64(here.batch_number) * p.heads + here.head) * ceil_div(p.len_q, TILE_Q) + here.row / TILE_Q;
   float* const state = p.state + first_number * STATE_SIZE;
+  const GlobalTile q = slice(p.q, here.batch, here.head, here.row + warp_id() * WARP_ROWS, p.len_q, p.dim);
 
   const SharedAddress smem = shared_memory();
   const QueryTile q_smem{smem + warp_id() * WARP_BYTES};
@@ -81,9 +81,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
 
   const Band band{p.first_key, p.last_key, p.len_kv};
   const KeyRange block_keys = seen_by_any(band, here.row, rows);
-  const GlobalTile k = slice(p.k, here.batch, head_kv, 0, p.len_kv, p.dim);
-  const GlobalTile v = slice(p.v, here.batch, head_kv, 0, p.len_kv, p.dim_v);
 
+  #pragma unroll 1
   for (int i = 0; i < query_tiles; ++i) {
     Softmax softmax;
     Out o_reg;
@@ -94,8 +93,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
   #pragma unroll 1
   for (int col0 = block_keys.first / TILE_KV * TILE_KV; col0 <= block_keys.last; col0 += TILE_KV) {
     sync_block();                                             // without it K and V are overwritten while a slower warp still reads them
-    load_async<Block>(k_smem, k.from_row(col0));
-    load_async<Block>(v_smem, v.from_row(col0));
+    const Place place = place_of_block(p.batch, p.heads, p.len_q, Q_TILES * TILE_Q);     // again, instead of keeping it in registers
+    load_async<Block>(k_smem, slice(p.k, place.batch, place.head / p.heads_per_kv, col0, p.len_kv, p.dim));
+    load_async<Block>(v_smem, slice(p.v, place.batch, place.head / p.heads_per_kv, col0, p.len_kv, p.dim_v));
     commit_copies();
     wait_for_copies<0>();                                     // without it this tile is read before this thread's part has arrived
     sync_block();                                             // without it other threads' parts are missing
@@ -104,11 +104,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
     for (int i = 0; i < query_tiles; ++i) {
       const int warp_row = here.row + i * TILE_Q + warp_id() * WARP_ROWS;
       if (!seen_by_any(band, warp_row, WARP_ROWS).overlaps(col0, TILE_KV)) continue;
-      load_async<Warp>(q_smem, slice(p.q, here.batch, here.head, warp_row, p.len_q, p.dim));
-      commit_copies();
       Softmax softmax;
       Out o_reg;
       load_state(softmax, o_reg, state + i * STATE_SIZE);
+      load_async<Warp>(q_smem, q.from_row(i * TILE_Q));
+      commit_copies();
       wait_for_copies<0>();                                   // without it Q is read before it has arrived
       sync_warp();                                            // without it a lane reads rows that its neighbours have not finished
 
@@ -132,8 +132,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
     finish(softmax, o_reg, lse);
     store(out_smem, o_reg);
     sync_warp();                                              // without it a lane sends rows that its neighbours have not written
-    const GlobalTile out = slice(p.out, here.batch, here.head, warp_row, p.len_q, p.dim_v);
+    const Place place = place_of_block(p.batch, p.heads, p.len_q, Q_TILES * TILE_Q);     // again
+    const GlobalTile out = slice(p.out, place.batch, place.head, warp_row, p.len_q, p.dim_v);
     store<Warp>(out, out_smem);
-    if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, warp_row), p.lse.row_stride, out.rows, lse);
+    if (p.lse.data) store(row_slice(p.lse, place.batch, place.head, warp_row), p.lse.row_stride, out.rows, lse);
   }
 }

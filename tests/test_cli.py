@@ -22,7 +22,7 @@ from cupy_flash.cli.output import echo_json, table
 from cupy_flash.errors import CompileError
 from cupy_flash.matrix import KINDS, every_plan, has
 from cupy_flash.nvrtc import Report
-from cupy_flash.tuning import BACKWARD_TABLES, TABLES
+from cupy_flash.tuning import KERNEL_TABLES
 
 ROOT = Path(__file__).parents[1]
 MASKED_CASE = "float16-h7x1-q61-k97-d40-top_left"
@@ -230,13 +230,12 @@ def test_the_matrix_has_every_row():
     plans = list(every_plan())
     # A row may serve for two reasons, few queries and small copies say: that is one kernel.
     rows = {
-        (kernel, a.name, kind, replace(row, why="", max_len_q=None, min_copy=0, plain_scores=False))
-        for kernel, tables in (("fwd_v1", TABLES), ("fwd_v2", TABLES), ("bwd_v2", BACKWARD_TABLES))
+        (kernel, a.name, kind, replace(row, why="", max_len_q=None, min_copy=0, plain_scores=False, in_order_from=None))
+        for kernel, tables in KERNEL_TABLES.items()
         for a in ARCHITECTURES.values()
         for kind in KINDS
         if has(a, kind)
         for row in tables[a.name]["float32" if "32" in kind else "half"]
-        if kernel != "fwd_v1" or (row.max_len_q, row.min_copy, row.plain_scores) == (None, 0, False)  # it has the general ones
     }
     merges = [(a, kind) for a in ARCHITECTURES.values() for kind in KINDS if has(a, kind) and kind != "tf32"]
     assert len(plans) == len({plan.name for plan in plans}) == len(rows) + len(merges)
@@ -272,7 +271,7 @@ def test_compile_ends_with_1_on_a_fault(monkeypatch, report, fault):
     monkeypatch.setattr(nvrtc, "report", reported)
     result = run("compile", "--arch", "90a", "--arch", "80", "--dtype", "tf32", "--kernel", "fwd_v2", "--jobs", 1)
     assert result.exit_code == (1 if fault else 0)
-    rows = sum(len(TABLES[arch]["float32"]) for arch in ("90a", "80"))
+    rows = sum(len(KERNEL_TABLES["fwd_v2"][arch]["float32"]) for arch in ("90a", "80"))
     assert f"{rows} kernels by NVRTC 12.9, {rows if fault else 0} with a fault" in result.stdout
     assert all(line.endswith(fault or "ok") for line in result.stdout.splitlines() if line.startswith("fwd_v2"))
 
