@@ -78,7 +78,8 @@ template <int ROWS, int WIDTH> OP void clear(SumTile<ROWS, WIDTH> tile) {
 }
 
 // Blocks that have to add in order count those that have. Called by one warp: returns when `mine` others are done, and what they added
-// is then visible to it and to the warps that meet it at a barrier.
+// is then visible to it and to the warps that meet it at a barrier. Only blocks of lower numbers may come before: a GPU starts blocks in
+// the order of their numbers, so that those are running or done.
 OP void take_turn(const u32* turn, u32 mine) {
 #if ON_GPU
   u32 done;
