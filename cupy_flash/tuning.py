@@ -159,7 +159,7 @@ V1_FLOAT32_75 = (
 # The backward. A block owns TILE_KV keys; half of its warps own the gradient of values, half that of keys, so that a warp has
 # 2 TILE_KV / WARPS rows: 16, 32 or 64. K and V stay in shared memory, Q and dO pass through STAGES of TILE_Q rows each. All warps
 # share the TILE_Q x WIDTH of dQ, in parts of 16 or 32 rows and whole steps of 16 columns, which not every width has for 8 warps.
-# "Measured" is as above, of the whole backward; where two blocks of a row differ, bfloat16 at sequence 16,384.
+# "Measured" is of the whole backward, otherwise as above.
 THREE_BLOCKS = "32 rows a warp; three small blocks an SM wait for each other less than one large one; measured 302, 305 causal"
 WAIT_LESS = "in order: fewer, larger blocks wait for their turn less often; measured 284, 281 causal"
 WIDE_KEYS = "32 rows a warp: each fragment of Q and dO serves four products; measured 322, 320 causal"

@@ -15,6 +15,7 @@ from cupy_flash import (
     plan_attention,
     plan_attention_backward,
 )
+from cupy_flash.backward import _prepared
 from cupy_flash.cases import Case, make_inputs, quick_cases
 from cupy_flash.compare import ARITHMETIC, TAIL, norms, score_errors
 from cupy_flash.compare_gradients import compare_gradients, make_cotangents
@@ -40,6 +41,21 @@ def test_no_input_can_be_left_out(name):
 
 
 # Results
+
+@pytest.mark.parametrize("together", [1, 3, 4, 100])
+def test_heads_that_take_turns_leave_none_out(together, monkeypatch):
+    """Of 8 shares of query heads: one at a time, 3 and at last 2, 4, and more than there are."""
+    monkeypatch.setattr("cupy_flash.backward.heads_together", lambda kernel, problem: together)
+    _prepared.cache_clear()
+    case = Case("float16", 70, 150, heads_q=4, heads_kv=2, batch=(2,), causal=True)
+    inputs, (dout, dlse) = make_inputs(case), make_cotangents(case)
+    state = attention(*inputs, **case.options)
+    for deterministic in (False, True):
+        gradients = attention_backward(
+            dout, *inputs, *state, causal=True, dlse=dlse, deterministic=deterministic, backend="host"
+        )
+        judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, **case.scores)
+        assert judged.ok, judged.message
 
 
 def judge(case, inputs, cotangents, gradients):

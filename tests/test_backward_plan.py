@@ -1,6 +1,7 @@
 """How gradients are computed: tiles, grids and workspace of a plan."""
 
 from dataclasses import replace
+from itertools import product
 
 import ml_dtypes
 import numpy
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from cupy_flash import UnsupportedError, plan_attention_backward
 from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.backward_plan import FEWEST_BLOCKS, backward_launches, heads_per_block
+from cupy_flash.backward_plan import BLOCKS_TOGETHER, FEWEST_BLOCKS, backward_launches, heads_per_block, heads_together
 from cupy_flash.matrix import every_plan
 from cupy_flash.tuning import BACKWARD_TABLES, WIDTHS, row_for
 from cupy_flash.workspace import ALIGNMENT, Workspace
@@ -36,11 +37,21 @@ def test_every_width_has_a_row_that_the_kernel_can_divide(name, dtype, width):
         with pytest.raises(UnsupportedError, match=r"at most 192 in float32 for bwd_v2 on sm_75, whose 64 KB .* up to 256"):
             row_for("bwd_v2", ARCHITECTURES[name], dtype, width, 1000)
         return
-    row = row_for("bwd_v2", ARCHITECTURES[name], dtype, width, 1000)
-    assert row.width >= width and row.why and row.tile_q % 16 == 0
-    assert row.warps % 2 == 0 and row.tile_kv / (row.warps / 2) in (16, 32, 64)
-    parts = [(row.tile_q // height, row.warps // (row.tile_q // height)) for height in (16, 32) if row.tile_q >= height]
-    assert any(down * across == row.warps and width % (16 * across) == 0 for down, across in parts)
+    for copy_bytes, explicit, in_order, len_q in product((16, 0), (False, True), (False, True), (100, 10_000)):
+        row = row_for("bwd_v2", ARCHITECTURES[name], dtype, width, len_q, copy_bytes, explicit, in_order)
+        assert row.width >= width and row.tile_q % 16 == 0
+        assert row.warps % 2 == 0 and row.tile_kv / (row.warps / 2) in (16, 32, 64)
+        parts = [(row.tile_q // height, row.warps // (row.tile_q // height)) for height in (16, 32) if row.tile_q >= height]
+        assert any(down * across == row.warps and width % (16 * across) == 0 for down, across in parts)
+
+
+def test_long_sums_in_order_have_a_tile_of_their_own():
+    def tile(len_q, **options):
+        config = plan((1, 1, len_q, 64), arch="90a", **options).kernel.config
+        return config.TILE_Q, config.TILE_KV
+
+    assert tile(4096, deterministic=True) == (128, 128)
+    assert tile(4096) == tile(4095, deterministic=True) == (64, 64)
 
 
 def test_every_entry_fits_shared_memory():
@@ -112,6 +123,14 @@ def test_heads_per_block_is_the_largest_divisor_that_leaves_enough_blocks(group,
     together = heads_per_block(made.kernel, replace(made.problem, forward=forward))
     enough = [d for d in range(1, group + 1) if group % d == 0 and batch * heads_kv * (group // d) >= FEWEST_BLOCKS]
     assert together == max(enough, default=1)
+
+
+@given(st.integers(0, 100_000))
+def test_heads_take_turns_until_there_are_enough_blocks(len_kv):
+    made = plan((2, 5, 64))
+    problem = replace(made.problem, forward=replace(made.problem.forward, len_kv=len_kv))
+    tiles, together = max(1, -(-len_kv // made.kernel.config.TILE_KV)), heads_together(made.kernel, problem)
+    assert together == 1 or together * tiles <= BLOCKS_TOGETHER < (together + 1) * tiles
 
 
 def test_workspace_has_the_parts_that_are_needed():

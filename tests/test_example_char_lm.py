@@ -173,7 +173,6 @@ def test_generated_bytes_follow_the_model(example, small):
 
 
 def test_command(example, tmp_path):
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "loss.png"
     sizes = "--layers 1 --heads 2 --dim 16 --seq 32 --batch 2 --steps 3"
     arguments = f"--device cpu {sizes} --seed 1 --attention flash --attention naive --sample 20 --plot"

@@ -147,12 +147,12 @@ def test_our_kernels_are_right(direction, dtype, causal, deterministic):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["torch-cudnn", "torch-flash2", "torch-efficient", "fa4"])
 def test_peers_compute_the_same(name, direction, causal):
-    bench, cell, inputs, there = on_gpu(direction, "bfloat16", causal, names=[name])
-    if not there:
-        pytest.skip(f"needs {peers.NEEDS[name]}")
+    pytest.importorskip(peers.NEEDS[name])
+    [contender], _ = peers.contenders((), [name])
+    bench = GpuBench()
     cell = Cell(direction, "bfloat16", 64, causal, 1024, 2, 2)  # a dim and a length that all of them serve
     inputs = bench.make_inputs(cell)
-    verdict = bench.judge(cell, inputs, results_of(there[0], cell, inputs))
+    verdict = bench.judge(cell, inputs, results_of(contender, cell, inputs))
     assert verdict.ok, verdict.note
 
 

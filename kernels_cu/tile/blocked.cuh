@@ -12,7 +12,6 @@ template <int ROWS, int COLS> struct BlockedTile {
   static constexpr int bytes = ROWS * COLS * size;
   SharedAddress base;
   static OP constexpr int offset(int row0, int col0) { return (row0 / 16 * (COLS / 16) + col0 / 16) * 256 * size; }
-  OP BlockedTile<16, COLS> rows(int row0) const { return {base + offset(row0, 0)}; }
 };
 
 #if ON_GPU
