@@ -42,6 +42,17 @@ def test_no_input_can_be_left_out(name):
 
 # Results
 
+def test_keys_that_do_not_exist_take_no_part():
+    """Scores near -256 have a log-sum-exp beside which the score 0 of a row of zeros would be e^256."""
+    rng = numpy.random.default_rng(0)
+    q, k = (numpy.full((1, length, 64), number, numpy.float16) for length, number in ((50, 2.0), (70, -2.0)))
+    v, dout = (rng.standard_normal((1, length, 64)).astype(numpy.float16) for length in (70, 50))
+    state = attention(q, k, v, scale=1.0, return_lse=True)
+    gradients = attention_backward(dout, q, k, v, *state, scale=1.0, backend="host")
+    judged = compare_gradients(gradients, dout, q, k, v, scale=1.0)
+    assert judged.ok, judged.message
+
+
 @pytest.mark.parametrize("together", [1, 3, 4, 100])
 def test_heads_that_take_turns_leave_none_out(together, monkeypatch):
     """Of 8 shares of query heads: one at a time, 3 and at last 2, 4, and more than there are."""
