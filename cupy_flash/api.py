@@ -1,13 +1,13 @@
-"""The public functions. No logic: each hands its arguments on."""
+"""The public functions that compute. No logic: each hands its arguments on. `planning` has those that only decide."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from .backward import BackwardPlan, attention_and_vjp, operands, prepared_backward
+from .backward import attention_and_vjp, operands, prepared_backward
 from .gradients import Gradients
-from .launch import Arguments, AttentionPlan, prepared
+from .launch import Arguments, prepared
 from .merge import merge
 
 
@@ -101,56 +101,8 @@ def attention(
     (8, 100, 64)
     """
     given = Arguments(q, k, v, out, lse)
-    options = (scale, causal, window, softcap, precision, algorithm, backend, return_lse, None)
+    options = (None, scale, causal, window, softcap, precision, algorithm, backend, return_lse)
     return prepared(given, options).run(given)
-
-
-def plan_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    scale: float | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    precision: str | None = None,
-    algorithm: str = "auto",
-    backend: str = "auto",
-    return_lse: bool = False,
-    out: Any = None,
-    lse: Any = None,
-    arch: str | None = None,
-) -> AttentionPlan:
-    """Decide how `attention` would compute, without computing.
-
-    Parameters
-    ----------
-    q, k, v, scale, causal, window, softcap, precision, algorithm, backend, return_lse, out, lse
-        As in `attention`. Only the layouts of the arrays matter.
-    arch : str, optional
-        Architecture to plan for on backend 'host', such as '75' or '90a'; by default '80'. On a GPU it is the device's own.
-
-    Returns
-    -------
-    AttentionPlan
-        Prints itself, and computes when called as ``plan(q, k, v, out=..., lse=...)`` with arrays of the same layouts.
-
-    Raises
-    ------
-    TypeError, ValueError, UnsupportedError
-        As `attention`.
-
-    Examples
-    --------
-    >>> import numpy as np, cupy_flash
-    >>> q = np.ones((1, 4, 256, 64), np.float16)
-    >>> plan = cupy_flash.plan_attention(q, q, q, causal=True, backend="host")
-    >>> plan.kernel.config.TILE_Q
-    128
-    """
-    options = (scale, causal, window, softcap, precision, algorithm, backend, return_lse, arch)
-    return prepared(Arguments(q, k, v, out, lse), options)
 
 
 def attention_backward(
@@ -293,61 +245,6 @@ def attention_vjp(
     """
     scores = (scale, causal, window, softcap, precision)
     return attention_and_vjp(q, k, v, scores, algorithm, backend, return_lse, deterministic)
-
-
-def plan_attention_backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    *,
-    scale: float | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    precision: str | None = None,
-    algorithm: str = "auto",
-    backend: str = "auto",
-    dlse: Any = None,
-    deterministic: bool = False,
-    dq: Any = None,
-    dk: Any = None,
-    dv: Any = None,
-    arch: str | None = None,
-) -> BackwardPlan:
-    """Decide how `attention_backward` would compute, without computing.
-
-    Parameters
-    ----------
-    dout, q, k, v, out, lse, scale, causal, window, softcap, precision, algorithm, backend, dlse, deterministic, dq, dk, dv
-        As in `attention_backward`. Only the layouts of the arrays matter.
-    arch : str, optional
-        As in `plan_attention`.
-
-    Returns
-    -------
-    BackwardPlan
-        Prints itself, knows its `workspace_bytes`, and computes when called as
-        ``plan(dout, q, k, v, out, lse, dlse=..., dq=..., dk=..., dv=..., workspace=...)`` with arrays of the same layouts.
-
-    Raises
-    ------
-    TypeError, ValueError, UnsupportedError
-        As `attention_backward`.
-
-    Examples
-    --------
-    >>> import numpy as np, cupy_flash
-    >>> x, lse = np.ones((4, 256, 64), np.float16), np.ones((4, 256), np.float32)
-    >>> plan = cupy_flash.plan_attention_backward(x, x, x, x, x, lse, backend="host")
-    >>> plan.workspace.names
-    ('stats', 'dq_sums')
-    """
-    given = operands(dout, q, k, v, out, lse, dlse, dq, dk, dv)
-    options = (scale, causal, window, softcap, precision, algorithm, backend)
-    return prepared_backward(given, options, deterministic, arch)
 
 
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, backend: str = "auto") -> tuple[Any, Any]:

@@ -213,7 +213,7 @@ def attention_and_vjp(
     return_lse = check_flag("return_lse", return_lse)
     deterministic = check_flag("deterministic", deterministic)
     given = Arguments(q, k, v, None, None)
-    out, lse = prepared(given, (*scores, algorithm, backend, True, None)).run(given)
+    out, lse = prepared(given, (None, *scores, algorithm, backend, True)).run(given)
 
     def vjp(dout: Any, dlse: Any = None) -> Gradients:
         """The gradients with respect to q, k and v from those with respect to the results."""

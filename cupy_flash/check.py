@@ -1,6 +1,7 @@
 """Does it compute right, on this machine? The shared cases, run on a backend and judged against the float64 oracle.
 
-Of each case there is a forward by either algorithm, and a backward with and without a fixed order. Compiling costs far more than
+Of each case there is a forward by either algorithm, and a backward with and without a fixed order; where the planner has a kernel
+made for one architecture, also a forward by the one that serves all. Compiling costs far more than
 computing, so the kernels of all cases are built first, in parallel, and the cases then run one after another: what a failure of the
 device leaves behind is blamed on the case that caused it.
 """
@@ -22,7 +23,6 @@ from typing import Any, TypeVar
 import numpy
 
 from . import arrays, host, nvrtc
-from .api import plan_attention, plan_attention_backward
 from .architecture import Architecture
 from .backward import BackwardPlan
 from .cases import Case, full_cases, make_inputs, quick_cases
@@ -32,6 +32,8 @@ from .errors import CompileError
 from .launch import AttentionPlan
 from .matrix import has
 from .plan import Plan
+from .planning import plan_attention, plan_attention_backward
+from .tuning import table_for
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -48,17 +50,22 @@ class Computation:
     algorithm : {'v1', 'v2'}
     deterministic : bool
         Of a backward, as in `attention_backward`.
+    kernel : str, optional
+        Of a forward, as in `plan_attention`.
     """
 
     direction: str
     algorithm: str
     deterministic: bool = False
+    kernel: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.direction} {self.algorithm}" + (" deterministic" if self.deterministic else "")
+        words = [self.direction, self.algorithm] + ["deterministic"] * self.deterministic
+        return " ".join(words + [f"by {self.kernel}"] * (self.kernel is not None))
 
 
 FORWARD, FORWARD_V1 = Computation("forward", "v2"), Computation("forward", "v1")
+GENERIC = Computation("forward", "v2", kernel="fwd_v2")  # where the planner has a better kernel for most arrays
 BACKWARD, DETERMINISTIC = Computation("backward", "v2"), Computation("backward", "v2", deterministic=True)
 COMPUTATIONS = (FORWARD, FORWARD_V1, BACKWARD, DETERMINISTIC)
 
@@ -119,12 +126,16 @@ def select_cases(suite: str, dtype: str | None = None, dim: int | None = None) -
     return tuple(case for case in cases if dtype in (None, kind_of(case)) and dim in (None, case.dim))
 
 
-def select_computations(backend: str, direction: str = "both", algorithm: str = "all") -> tuple[Computation, ...]:
+def select_computations(
+    backend: str, direction: str = "both", algorithm: str = "all", architecture: Architecture | None = None
+) -> tuple[Computation, ...]:
     """What a backend computes in direction 'forward', 'backward' or 'both' by algorithm 'v1', 'v2' or 'all'.
 
-    NumPy has one algorithm, called v2 here, which adds in one order.
+    NumPy has one algorithm, called v2 here, which adds in one order. `GENERIC` is for kernels of an architecture that has another.
     """
     offered = (FORWARD, BACKWARD) if backend == "numpy" else COMPUTATIONS
+    if architecture is not None and table_for("fwd_hopper", architecture, "float16"):
+        offered += (GENERIC,)
     return tuple(x for x in offered if direction in ("both", x.direction) and algorithm in ("all", x.algorithm))
 
 
@@ -143,6 +154,8 @@ def why_skipped(case: Case, computation: Computation, backend: str, architecture
         return ""
     if not has(architecture, kind_of(case)):
         return f"{architecture} has no {kind_of(case)}"
+    if computation == GENERIC and not table_for("fwd_hopper", architecture, case.dtype):
+        return f"forward v2 of {case.dtype} is by fwd_v2 anyway"
     wide = case.dtype == "float32" and max(case.dim, case.dim_v) > 192
     if computation.direction == "backward" and architecture.number < 80 and wide:
         return f"{architecture} has no backward of float32 wider than 192"  # its 64 KB of shared memory do not hold the tiles
@@ -259,7 +272,7 @@ class _Given:
 
     def forward(self, computation: Computation) -> AttentionPlan:
         options = self._options | ({"return_lse": True} if computation.direction == "backward" else {})
-        return plan_attention(*self.inputs, **options, algorithm=computation.algorithm)
+        return plan_attention(*self.inputs, **options, algorithm=computation.algorithm, kernel=computation.kernel)
 
     def backward(self, computation: Computation, out: Any, lse: Any) -> BackwardPlan:
         options = {name: value for name, value in self._options.items() if name != "return_lse"}

@@ -13,9 +13,11 @@ from cupy_backends.cuda.api import driver
 from . import nvrtc
 from .params import place_of
 from .plan import Launch, Plan
+from .tensor_map import DriverMap, TensorMap
 from .workspace import Workspace
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute in cuda.h
+WORDS_ALIGNED = 8  # 64 bytes, at a multiple of which the driver expects a tensor map
 
 current_device = cupy.cuda.runtime.getDevice
 
@@ -24,7 +26,8 @@ class DeviceKernel(threading.local):
     """A loaded kernel file and its parameters, to be launched with the addresses of a call.
 
     CuPy's own launch converts its arguments anew each time; here the parameters stay in place as 64-bit words and a launch writes
-    the addresses among them. Each thread has words of its own, and the driver copies them before a launch returns.
+    the addresses among them; of a tensor map only an address that has changed. Each thread has words of its own, and the driver
+    copies them before a launch returns.
 
     Parameters
     ----------
@@ -39,6 +42,8 @@ class DeviceKernel(threading.local):
         Memory that a launch allocates unless it is given.
     launches : tuple of Launch
         Queued one after the other; those without a block are left out.
+    maps : dict of str to TensorMap
+        The arrays that the struct holds maps of, in the clear.
     """
 
     def __init__(
@@ -49,17 +54,24 @@ class DeviceKernel(threading.local):
         names: tuple[str, ...],
         workspace: Workspace,
         launches: tuple[Launch, ...],
+        maps: dict[str, TensorMap],
     ) -> None:
         cupy.cuda.runtime.free(0)  # makes the device's context current, which in a new thread it is not
-        launches = tuple(launch for launch in launches if launch.blocks)
+        launches = tuple(launch.on(_multiprocessors(device)) for launch in launches if launch.blocks)
         self._functions = [_module(kernel, device).get_function(launch.entry) for launch in launches]  # keeps them loaded
         for function, launch in zip(self._functions, launches):
             driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes)
-        # The driver takes an array of pointers to arguments: word 0 is that array, the one argument follows it.
-        self._words = (ctypes.c_uint64 * (1 + params.nbytes // 8)).from_buffer_copy(bytes(8) + params.tobytes())
-        arguments = ctypes.addressof(self._words)
-        self._words[0] = arguments + 8
-        self._places = [1 + place_of(params, name) for name in (*names, *workspace.names)]
+        # The driver takes an array of pointers to arguments: here of one, in the word before the argument, which is aligned.
+        self._words = (ctypes.c_uint64 * (WORDS_ALIGNED + params.nbytes // 8))()
+        memory = ctypes.addressof(self._words)
+        first = WORDS_ALIGNED - memory // 8 % WORDS_ALIGNED
+        arguments = memory + 8 * (first - 1)
+        self._words[first - 1] = memory + 8 * first
+        ctypes.memmove(memory + 8 * first, params.ctypes.data, params.nbytes)
+        places = [(i, name, first + place_of(params, name)) for i, name in enumerate((*names, *workspace.names))]
+        self._places = [(i, place) for i, name, place in places if name not in maps]
+        in_maps = [(i, DriverMap(name, maps[name], memory + 8 * place)) for i, name, place in places if name in maps]
+        self._maps = [(i, driver_map.point_to) for i, driver_map in in_maps]
         self._workspace = workspace
         self._before_stream = [
             (function.ptr, launch.blocks, 1, 1, kernel.threads, 1, 1, launch.shared_bytes)
@@ -72,11 +84,19 @@ class DeviceKernel(threading.local):
         if self._workspace.parts:
             memory = cupy.cuda.alloc(self._workspace.nbytes) if workspace is None else workspace.data
             addresses = addresses + [memory.ptr + offset for offset in self._workspace.offsets]
-        for place, address in zip(self._places, addresses):
-            self._words[place] = address
+        words = self._words
+        for i, place in self._places:
+            words[place] = addresses[i]
+        for i, point_to in self._maps:
+            point_to(addresses[i])
         stream = cupy.cuda.get_current_stream().ptr
         for before_stream in self._before_stream:
             driver.launchKernel(*before_stream, stream, *self._after_stream)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
 
 
 @functools.cache

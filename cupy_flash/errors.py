@@ -9,7 +9,11 @@ class CompileError(RuntimeError):
     """A kernel did not compile. The message carries the compiler's log."""
 
 
-class DeadlockError(RuntimeError):
+class FaultError(RuntimeError):
+    """A kernel run on the host used a barrier, the copy engine or a warpgroup against their rules. The message says where."""
+
+
+class DeadlockError(FaultError):
     """A kernel run on the host came to a state in which every warp waits. The message says who waits on what."""
 
 

@@ -18,6 +18,7 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from .device import DeviceKernel
     from .host import Traffic
+    from .tensor_map import TensorMap
 
 Result = TypeVar("Result")
 
@@ -36,6 +37,8 @@ class Execution:
     workspace : Workspace
     device : int or None
         CUDA ordinal; None executes on the host.
+    maps : dict of str to TensorMap, optional
+        The arrays that the struct holds maps of, which are in the clear there.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Execution:
         names: tuple[str, ...],
         workspace: Workspace,
         device: int | None,
+        maps: dict[str, TensorMap] | None = None,
     ) -> None:
         self.kernel = kernel
         self.launches = launches
@@ -53,9 +57,10 @@ class Execution:
         self._params = params
         self._names = names
         self._device = device
+        self._maps = maps or {}
 
     def __str__(self) -> str:
-        blocks = [f"{launch.blocks} blocks" for launch in self.launches]
+        blocks = list(map(str, self.launches))
         if len(blocks) > 1:
             blocks = [f"{launch.entry} {number}" for launch, number in zip(self.launches, blocks)]
         return f"{self.kernel}\n  {', '.join(blocks)}"
@@ -65,7 +70,7 @@ class Execution:
         """The kernel loaded on its device, to be launched with addresses in the order of the names."""
         from .device import DeviceKernel
 
-        return DeviceKernel(self.kernel, self._device, self._params, self._names, self.workspace, self.launches)
+        return DeviceKernel(self.kernel, self._device, self._params, self._names, self.workspace, self.launches, self._maps)
 
     def run_on_host(self, views: Iterable[Any], workspace: numpy.ndarray | None) -> Traffic | None:
         """Execute the kernel on this machine's processor."""

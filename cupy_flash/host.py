@@ -16,13 +16,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
 
 from . import cache
-from .errors import CompileError, DeadlockError, SanitizerError
+from .errors import CompileError, DeadlockError, FaultError, SanitizerError
 from .params import place_of
 from .plan import PARAMS, Launch, Plan
 from .source import files, source_of
@@ -31,7 +31,8 @@ SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 SCHEDULES = ("eager", "deferred")
 OPTIONS = ("-std=c++20", "-O2", "-pthread", "-Wno-unknown-pragmas")
 MESSAGE_BYTES = 4096
-DEADLOCK_STATUS = 3  # of host_main.cpp
+FAULT_STATUS = 3  # of host_main.cpp
+MULTIPROCESSORS = 2  # as many as the host pretends to be: few, so that blocks which take tiles in turn take several
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ def run(
     params : numpy.ndarray
         Size-1 parameter struct; addresses are filled in here.
     arrays : dict of str to numpy.ndarray
-        The arrays and parts of workspace, by the field that points to them.
+        The arrays and parts of workspace, by the field that points to them or maps them.
     options : HostOptions
 
     Returns
@@ -146,10 +147,12 @@ def run(
     ------
     DeadlockError
         If warps wait for each other in a circle; says who waits for what.
+    FaultError
+        If a warp breaks a rule of the machine; says which and where.
     SanitizerError
         With the sanitizer's report.
     """
-    launches = tuple(launch for launch in launches if launch.blocks)
+    launches = tuple(launch.on(MULTIPROCESSORS) for launch in launches if launch.blocks)
     if not launches:
         return Traffic()
     path = build(plan, options)
@@ -167,11 +170,11 @@ def run(
     counts = (ctypes.c_uint64 * 3)()
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
     teams = max(1, len(os.sched_getaffinity(0)) // plan.config.WARPS) if hasattr(os, "sched_getaffinity") else 1
-    for entry, blocks, shared_bytes in map(astuple, launches):
-        kernel = ctypes.cast(getattr(library, entry), ctypes.c_void_p)
-        numbers = (ctypes.c_int64(blocks), shared_bytes, deferred, teams)
+    for launch in launches:
+        kernel = ctypes.cast(getattr(library, launch.entry), ctypes.c_void_p)
+        numbers = (ctypes.c_int64(launch.blocks), launch.shared_bytes, deferred, teams)
         if library.launch(kernel, ctypes.c_void_p(params.ctypes.data), *numbers, counts, message, MESSAGE_BYTES):
-            raise DeadlockError(f"{plan.name}: {message.value.decode()}")
+            raise _fault(f"{plan.name}: {message.value.decode()}")
     return Traffic(*counts)
 
 
@@ -211,8 +214,8 @@ def _run_program(path: Path, launch: Launch, params: numpy.ndarray, arrays: dict
                 place, address = place_of(params, field), arrays[field].ctypes.data
                 file.write(_int64(8 * place, address - low, high - low) + ctypes.string_at(low, high - low))
         done = subprocess.run([str(path), str(job)], capture_output=True, text=True, preexec_fn=_fixed_addresses)
-        if done.returncode == DEADLOCK_STATUS:
-            raise DeadlockError(done.stdout.strip())
+        if done.returncode == FAULT_STATUS:
+            raise _fault(done.stdout.strip())
         if done.returncode:
             raise SanitizerError(done.stderr or f"{path.name} ended with status {done.returncode}")
         contents = job.read_bytes()
@@ -222,6 +225,10 @@ def _run_program(path: Path, launch: Launch, params: numpy.ndarray, arrays: dict
             if memory != ctypes.string_at(low, high - low):  # inputs may be read-only, and are left alone
                 ctypes.memmove(low, memory, high - low)
             end -= high - low + 24
+
+
+def _fault(message: str) -> FaultError:
+    return (DeadlockError if "deadlock in block" in message else FaultError)(message)
 
 
 def _span(array: numpy.ndarray) -> tuple[int, int]:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from . import arrays, reference
 from .execution import Execution, Prepared, architecture_for, kept
+from .forward_plan import forward_launches, forward_maps, forward_workspace, make_forward_plan
 from .layout import Layout
 from .options import Options
-from .params import FORWARD_ARRAYS, forward_params
-from .plan import Plan, forward_launches, forward_workspace, make_plan
+from .params import FORWARD_ARRAYS, forward_params, hopper_forward_params
+from .plan import Plan
 from .problem import Problem, make_problem
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ class AttentionPlan(Prepared):
         execution = None
         if kernel is not None:
             launches, workspace = forward_launches(kernel, problem), forward_workspace(kernel, problem)
-            params = forward_params(problem)
-            execution = Execution(kernel, launches, params, FORWARD_ARRAYS, workspace, problem.device)
+            maps = forward_maps(kernel, problem)
+            params = hopper_forward_params(problem, maps, kernel.config.TILE_Q) if maps else forward_params(problem)
+            execution = Execution(kernel, launches, params, FORWARD_ARRAYS, workspace, problem.device, maps)
         results = (_seen(problem.out, problem.out_shape), problem.lse and _seen(problem.lse, problem.lse_shape))
         layouts = dict(zip(FORWARD_ARRAYS, (*inputs, *results)))
         super().__init__(layouts, ("out", "lse"), problem.backend, problem.device, execution)
@@ -204,7 +206,7 @@ def prepared(given: Arguments, options: tuple[Any, ...]) -> AttentionPlan:
     ----------
     given : Arguments
     options : tuple
-        The fields of `Options`, in order, then the architecture's name or None.
+        The architecture's name or None, then the fields of `Options` in order; those at the end may be left out.
     """
     return kept(_prepared, given.descriptions, options)
 
@@ -212,12 +214,12 @@ def prepared(given: Arguments, options: tuple[Any, ...]) -> AttentionPlan:
 @functools.lru_cache(maxsize=1024)
 def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: tuple[type, ...]) -> AttentionPlan:
     layouts = [d and arrays.layout_of(d, name) for d, name in zip(descriptions, FORWARD_ARRAYS)]
-    *given, arch = options
+    arch, *given = options
     asked = Options(*given)
     problem = make_problem(*layouts[:3], asked, *layouts[3:])
     kernel = None
     if problem.backend != "numpy":
-        kernel = make_plan(problem, architecture_for(problem.backend, problem.device, arch))
+        kernel = make_forward_plan(problem, architecture_for(problem.backend, problem.device, arch))
     return AttentionPlan(problem, kernel, tuple(layouts[:3]), bool(asked.return_lse))
 
 

@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+FORWARD_KERNELS = {"fwd_v1": "v1", "fwd_v2": "v2", "fwd_hopper": "v2"}  # kernel files of the forward, and the algorithm of each
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `attention` as the user gave them; each is checked by the method that resolves it."""
+    """The options of `attention` and of its plan as the user gave them; each is checked by the method that resolves it."""
 
     scale: float | None = None
     causal: bool | str = False
@@ -19,6 +21,7 @@ class Options:
     algorithm: str = "auto"
     backend: str = "auto"
     return_lse: bool = False
+    kernel: str | None = None
 
     def resolve_scale(self, dim: int) -> float:
         """Factor of the scores."""
@@ -57,9 +60,21 @@ class Options:
         return self.precision
 
     def resolve_algorithm(self) -> str:
-        """Either 'v1' or 'v2'."""
+        """Either 'v1' or 'v2'; that of the kernel where one is asked for."""
         _check_choice("algorithm", self.algorithm, ("auto", "v1", "v2"))
-        return "v2" if self.algorithm == "auto" else self.algorithm
+        return FORWARD_KERNELS.get(self.kernel, "v2") if self.algorithm == "auto" else self.algorithm
+
+    def resolve_kernel(self, backend: str) -> str | None:
+        """The kernel file asked for, or None, which leaves the choice to the planner."""
+        if self.kernel is None:
+            return None
+        _check_choice("kernel", self.kernel, (None, *FORWARD_KERNELS))
+        if backend == "numpy":
+            raise ValueError(f"kernel: expected None on backend 'numpy', which has no kernels, got {self.kernel!r}")
+        algorithm = FORWARD_KERNELS[self.kernel]
+        if self.algorithm not in ("auto", algorithm):
+            raise ValueError(f"algorithm: expected 'auto' or {algorithm!r} with kernel {self.kernel!r}, got {self.algorithm!r}")
+        return self.kernel
 
     def resolve_backend(self, device: int | None) -> str:
         """Either 'cuda', 'host' or 'numpy', for arrays on the given CUDA device or, if None, in host memory."""

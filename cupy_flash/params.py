@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy
@@ -13,6 +14,7 @@ from .problem import Problem
 if TYPE_CHECKING:
     from .backward_problem import BackwardProblem
     from .merge import MergeProblem
+    from .tensor_map import TensorMap
 
 BATCH_AXES = 4
 UNBOUNDED = 1 << 30  # lengths stay below, so that a row plus a bound fits 32 bits
@@ -24,6 +26,19 @@ TENSOR = numpy.dtype(
         ("head_stride", "i8"),
         ("row_stride", "i8"),
         ("col_stride", "i8"),
+    ],
+    align=True,
+)
+MAP_BYTES = 128  # of a tensor map, which is aligned to half of that
+# A tensor map in the clear, as the host executes it. In its place a GPU gets what the driver makes of it.
+TENSOR_MAP = numpy.dtype(
+    [
+        ("data", "u8"),
+        ("stride", "i8", (4,)),  # in bytes, of all axes but the fastest
+        ("size", "i4", (5,)),  # the fastest axis first
+        ("box_rows", "i4"),
+        ("box_cols", "i4"),
+        ("unused", "u1", (60,)),
     ],
     align=True,
 )
@@ -49,6 +64,41 @@ FORWARD = numpy.dtype(
         ("softcap", "f4"),
     ],
     align=True,
+)
+
+
+def _of_whole_lines(fields: list[tuple]) -> numpy.dtype:
+    """A struct that begins with a tensor map, which is aligned to 64 bytes: its size is a multiple of that."""
+    packed = numpy.dtype(fields, align=True)
+    names = packed.names
+    layout = {"names": names, "formats": [packed[name] for name in names], "offsets": [packed.fields[name][1] for name in names]}
+    return numpy.dtype(layout | {"itemsize": -(-packed.itemsize // 64) * 64})
+
+
+DIVISOR = numpy.dtype([("divisor", "u4"), ("multiplier", "u4"), ("shift", "u4")], align=True)
+HOPPER_FORWARD = _of_whole_lines(
+    [
+        ("q", TENSOR_MAP),
+        ("k", TENSOR_MAP),
+        ("v", TENSOR_MAP),
+        ("out", TENSOR_MAP),
+        ("lse", TENSOR),
+        ("first_key", "i4"),
+        ("last_key", "i4"),
+        ("batch", "i4", (BATCH_AXES,)),
+        ("heads", "i4"),
+        ("heads_per_kv", "i4"),
+        ("tiles", "i4"),
+        ("run", "i4"),
+        ("by_tiles_of_head", DIVISOR),
+        ("by_heads", DIVISOR),
+        ("len_q", "i4"),
+        ("len_kv", "i4"),
+        ("dim", "i4"),
+        ("dim_v", "i4"),
+        ("scale", "f4"),
+        ("softcap", "f4"),
+    ]
 )
 BACKWARD = numpy.dtype(
     [
@@ -118,6 +168,40 @@ def forward_params(problem: Problem) -> numpy.ndarray:
     return params
 
 
+def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: int) -> numpy.ndarray:
+    """A size-1 array of dtype `HOPPER_FORWARD` with everything but the addresses, its maps in the clear.
+
+    Under a causal mask a block takes two query tiles in a row: one sees as many keys more than the average as the other sees fewer.
+
+    Raises
+    ------
+    UnsupportedError
+        As `forward_params`.
+    """
+    layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS}
+    params = _with_strides(HOPPER_FORWARD, problem.batch, layouts)
+    for name, described in maps.items():
+        params[name] = described.in_the_clear()
+    _add_scores(params, problem)
+    tiles_of_head = -(-problem.len_q // tile_q)
+    params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
+    params["run"] = 2 if problem.first_key is None and problem.last_key is not None else 1
+    params["by_tiles_of_head"], params["by_heads"] = divisor(tiles_of_head), divisor(problem.heads_q)
+    return params
+
+
+def divisor(number: int) -> tuple[int, int, int]:
+    """What a kernel needs to divide numbers below 2**31 by this one with a product and a shift.
+
+    The multiplier is above 2**(32 + shift) / number by a part in 2**31 or less, which adds less than 1 / number to a quotient
+    (Granlund and Montgomery, 1994). There is none for 1, and it is 0.
+    """
+    if number == 1:
+        return 1, 0, 0
+    shift = (number - 1).bit_length() - 1
+    return number, (1 << (32 + shift)) // number + 1, shift
+
+
 def backward_params(problem: BackwardProblem, heads_per_block: int, heads_together: int) -> numpy.ndarray:
     """A size-1 array of dtype `BACKWARD` with everything but the addresses.
 
@@ -149,16 +233,18 @@ def merge_params(problem: MergeProblem) -> numpy.ndarray:
 
 def place_of(params: numpy.ndarray, name: str) -> int:
     """Which 64-bit word of a struct is the address of the array or the part of workspace called `name`."""
-    return params.dtype.fields[name][1] // 8  # the address is the first field of a TENSOR
+    return params.dtype.fields[name][1] // 8  # the address is the first field of a TENSOR and of a TENSOR_MAP
 
 
 def _with_strides(struct: numpy.dtype, batch: tuple[int, ...], layouts: dict[str, Layout | None]) -> numpy.ndarray:
-    """A struct of zeros with the sizes of the batch axes and the strides of all arrays; None is an array left out."""
+    """A struct of zeros with the sizes of the batch axes and the strides of each TENSOR; None is an array left out."""
     layouts = {name: layout for name, layout in layouts.items() if layout is not None}
     sizes, strides = merge_batch_axes(batch, layouts)
     params = numpy.zeros(1, struct)
     params["batch"] = sizes
     for name, layout in layouts.items():
+        if struct[name] != TENSOR:
+            continue
         params[name]["batch_stride"] = strides[name]
         heads, rows, *cols = layout.strides[len(batch) :]
         params[name]["head_stride"], params[name]["row_stride"] = heads, rows

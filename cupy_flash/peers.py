@@ -7,16 +7,19 @@ order of axes. Libraries are imported when a contender of theirs is prepared.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy
 
-from .api import attention, plan_attention, plan_attention_backward
+from .api import attention
 from .bench import Array, Cell, Contender, Failure, Run
+from .options import FORWARD_KERNELS
+from .planning import plan_attention, plan_attention_backward
 
 ALGORITHMS = ("v1", "v2")
+KERNELS = tuple(kernel for kernel, algorithm in FORWARD_KERNELS.items() if algorithm == "v2")
 SDPA = {
     "torch-cudnn": "CUDNN_ATTENTION",
     "torch-flash2": "FLASH_ATTENTION",
@@ -27,7 +30,10 @@ NEEDS = dict.fromkeys(SDPA, "torch") | {"fa4": "flash_attn.cute"}  # modules
 
 
 def contenders(
-    algorithms: Iterable[str] = ALGORITHMS, peers: Iterable[str] = PEERS, deterministic: bool = False
+    algorithms: Iterable[str] = ALGORITHMS,
+    peers: Iterable[str] = PEERS,
+    deterministic: bool = False,
+    kernels: Sequence[str] = (),
 ) -> tuple[tuple[Contender, ...], tuple[Failure, ...]]:
     """Those that there are, and why the others are not.
 
@@ -39,6 +45,9 @@ def contenders(
         Out of `PEERS`.
     deterministic : bool
         Of this project's backward; peers compute theirs as they do by default.
+    kernels : sequence of str
+        Out of `KERNELS`: what 'v2' computes its forward with, in place of the planner's choice. Several are contenders of their own
+        names, and 'v2' is left with the backward.
 
     Returns
     -------
@@ -46,10 +55,7 @@ def contenders(
     missing : tuple of Failure
         Peers whose library is not installed.
     """
-    there = [
-        Contender(name, partial(_own, name, deterministic), True, ("forward", "backward") if name == "v2" else ("forward",))
-        for name in algorithms
-    ]
+    there = [contender for name in algorithms for contender in _ours(name, kernels, deterministic)]
     missing = []
     for name in peers:
         module = NEEDS.get(name)
@@ -68,11 +74,20 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _own(algorithm: str, deterministic: bool, cell: Cell, inputs: tuple[Array, ...]) -> Run:
+def _ours(algorithm: str, kernels: Sequence[str], deterministic: bool) -> list[Contender]:
+    if algorithm == "v1":
+        return [Contender("v1", partial(_own, "v1", None, deterministic), True, ("forward",))]
+    if len(kernels) < 2:
+        return [Contender("v2", partial(_own, "v2", *kernels or (None,), deterministic), True)]
+    by_kernel = [Contender(kernel, partial(_own, "v2", kernel, deterministic), True, ("forward",)) for kernel in kernels]
+    return [*by_kernel, Contender("v2", partial(_own, "v2", None, deterministic), True, ("backward",))]
+
+
+def _own(algorithm: str, kernel: str | None, deterministic: bool, cell: Cell, inputs: tuple[Array, ...]) -> Run:
     q, k, v, *dout = inputs
     if not dout:
         out = _unwritten(q)
-        plan = plan_attention(q, k, v, causal=cell.causal, algorithm=algorithm, out=out)
+        plan = plan_attention(q, k, v, causal=cell.causal, algorithm=algorithm, out=out, kernel=kernel)
         return Run(partial(plan, q, k, v, out=out, workspace=_workspace(plan)), lambda out: (out,))
     arguments = (*dout, q, k, v, *attention(q, k, v, causal=cell.causal, algorithm=algorithm, return_lse=True))
     results = dict(zip(("dq", "dk", "dv"), map(_unwritten, (q, k, v))))

@@ -1,22 +1,27 @@
-"""How a problem is computed: (`Problem`, `Architecture`) -> `Plan`, a pure function over the tables in `tuning`.
+"""What a problem is computed by: a `Plan`, its `Config` and its `Launch`es, and what all planners ask of a problem.
 
 A plan names everything that reaches a compiled kernel, so equal plans share one. Its knobs change speed, never results.
+`forward_plan` and `backward_plan` choose plans: pure functions over the tables in `tuning`.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from .architecture import Architecture
 from .errors import UnsupportedError
 from .layout import Layout
 from .problem import Problem
-from .tuning import WIDTHS, Row, row_for
-from .workspace import Workspace
+from .tuning import WIDTHS, Row
 
 # The kernel files, and the struct of `kernels_cu/params.cuh` that every entry of a file is launched with.
-PARAMS = {"fwd_v2": "ForwardParams", "fwd_v1": "ForwardParams", "bwd_v2": "BackwardParams", "merge": "MergeParams"}
+PARAMS = {
+    "fwd_v2": "ForwardParams",
+    "fwd_v1": "ForwardParams",
+    "fwd_hopper": "HopperForwardParams",
+    "bwd_v2": "BackwardParams",
+    "merge": "MergeParams",
+}
 MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
 
 
@@ -34,6 +39,8 @@ class Config:
     WIDTH_V: int
     WARPS: int
     STAGES: int
+    STAGES_V: int
+    STAGES_Q: int
     MIN_BLOCKS: int
     COPY_BYTES: int
     Q_IN_REGISTERS: bool
@@ -43,11 +50,33 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One entry of a kernel file, executed by so many blocks."""
+    """One entry of a kernel file, executed by so many blocks.
+
+    Parameters
+    ----------
+    entry : str
+    blocks : int
+        As many as can have something to do.
+    shared_bytes : int
+    per_multiprocessor : int, optional
+        No more blocks than so many for each multiprocessor: those that there are take turns.
+    """
 
     entry: str
     blocks: int
     shared_bytes: int
+    per_multiprocessor: int | None = None
+
+    def __str__(self) -> str:
+        if self.per_multiprocessor is None:
+            return f"{self.blocks} blocks"
+        return f"{self.blocks} blocks, at most {self.per_multiprocessor} a multiprocessor, which take turns"
+
+    def on(self, multiprocessors: int) -> Launch:
+        """The launch with the number of blocks that it has on a device of so many multiprocessors."""
+        if self.per_multiprocessor is None:
+            return self
+        return replace(self, blocks=min(self.blocks, multiprocessors * self.per_multiprocessor), per_multiprocessor=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +104,12 @@ class Plan:
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
             main = itemsize * (keys + queries + c.TILE_KV * c.TILE_Q) + c.STAGES * 2 * c.TILE_Q * 4
             return {"bwd_v2_pre": 0, "bwd_v2": main, "bwd_v2_post": itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH}
+        if self.kernel == "fwd_hopper":
+            panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
+            queries = c.TILE_Q * (max(panels, panels_v) if c.STAGES_Q == 1 else c.STAGES_Q * panels + panels_v)  # and out
+            keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
+            barriers = 2 * (c.STAGES + c.STAGES_V + c.TILE_Q // 64 * c.STAGES_Q)
+            return {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers}
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         return {self.kernel: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
 
@@ -90,7 +125,10 @@ class Plan:
         words = [self.kernel, str(self.architecture), c.DTYPE.lower(), f"d{c.WIDTH}"]
         words += [f"v{c.WIDTH_V}"] * (c.WIDTH_V != c.WIDTH) + ["tf32"] * (c.TF32_PASSES == 1)
         words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}"] + [f"q{c.Q_TILES}"] * (c.Q_TILES > 1)
-        words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"copy{c.COPY_BYTES or 'elements'}"]
+        if self.kernel == "fwd_hopper":
+            words.append(f"q{c.STAGES_Q}k{c.STAGES}v{c.STAGES_V}")
+        else:
+            words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"copy{c.COPY_BYTES or 'elements'}"]
         return "-".join(words + ["explicit"] * c.EXPLICIT_SCORES)
 
     def __str__(self) -> str:
@@ -101,57 +139,6 @@ class Plan:
             *(f"  {reason}" for reason in self.reasons),
         ]
         return "\n".join(lines)
-
-
-def make_plan(problem: Problem, architecture: Architecture) -> Plan:
-    """Choose the kernel for a problem.
-
-    Parameters
-    ----------
-    problem : Problem
-        With backend 'cuda' or 'host'.
-    architecture : Architecture
-
-    Returns
-    -------
-    Plan
-
-    Raises
-    ------
-    UnsupportedError
-        If no kernel for this architecture computes the problem.
-    """
-    check_kind(architecture, "q", problem.dtype, problem.precision)
-    kernel = f"fwd_{problem.algorithm}"
-    width, width_v = padded(problem.dim), padded(problem.dim_v)
-    copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in ("q", "k", "v", "out")})
-    explicit, why_scores = explicit_scores(problem)
-    row = row_for(kernel, architecture, problem.dtype, max(width, width_v), problem.len_q, copy_bytes, explicit)
-    return Plan(
-        kernel=kernel,
-        architecture=architecture,
-        config=configure(row, architecture, problem.dtype, problem.precision, width, width_v, copy_bytes, explicit),
-        reasons=tuple(filter(None, (row.reason, why_copy, why_scores))),
-    )
-
-
-def forward_launches(plan: Plan, problem: Problem) -> tuple[Launch, ...]:
-    """The grid of a forward: so many query tiles a block, for each head and batch element."""
-    [(entry, shared_bytes)] = plan.entries.items()
-    blocks = -(-_tiles(plan, problem) // plan.config.Q_TILES) * problem.heads_q * math.prod(problem.batch)
-    return (checked(Launch(entry, blocks, shared_bytes)),)
-
-
-def forward_workspace(plan: Plan, problem: Problem) -> Workspace:
-    """What a forward keeps in device memory between two steps: nothing in v2, O, l and m of every row in v1."""
-    if plan.kernel == "fwd_v2":
-        return Workspace()
-    tile = plan.config.TILE_Q * plan.config.WIDTH_V + 2 * plan.config.TILE_Q
-    return Workspace((("state", 4 * tile * _tiles(plan, problem) * problem.heads_q * math.prod(problem.batch)),))
-
-
-def _tiles(plan: Plan, problem: Problem) -> int:
-    return -(-problem.len_q // plan.config.TILE_Q)
 
 
 def checked(launch: Launch) -> Launch:
@@ -186,24 +173,17 @@ def configure(
     copy_bytes: int = 16,
     explicit: bool = False,
 ) -> Config:
-    """The constants of a kernel from a row of a tuning table and what the problem adds."""
-    return Config(
-        ARCH=architecture.number,
-        DTYPE=dtype.upper(),
-        TF32_PASSES=1 if precision == "tf32" else 3,
-        TILE_Q=row.tile_q,
-        TILE_KV=row.tile_kv,
-        Q_TILES=row.q_tiles,
-        WIDTH=width,
-        WIDTH_V=width_v,
-        WARPS=row.warps,
-        STAGES=row.stages,
-        MIN_BLOCKS=row.min_blocks,
-        COPY_BYTES=copy_bytes,
-        Q_IN_REGISTERS=row.q_in_registers,
-        LAZY_RESCALE=row.lazy_rescale,
-        EXPLICIT_SCORES=explicit,
-    )
+    """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
+    given = {
+        "ARCH": architecture.number,
+        "DTYPE": dtype.upper(),
+        "TF32_PASSES": 1 if precision == "tf32" else 3,
+        "WIDTH": width,
+        "WIDTH_V": width_v,
+        "COPY_BYTES": copy_bytes,
+        "EXPLICIT_SCORES": explicit,
+    }
+    return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 
 
 def padded(dim: int) -> int:

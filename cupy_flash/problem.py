@@ -25,7 +25,7 @@ class Problem:
     and broadcast axes have stride 0. `out_shape` and `lse_shape` are the shapes that the user sees.
 
     Row `i` sees the keys `j` with `i + first_key <= j <= i + last_key`, where None is unbounded: causality, window and
-    anchor in one. A bound that excludes no pair is None, so that it costs no mask.
+    anchor in one. A bound that excludes no pair is None, so that it costs no mask. `kernel` is the kernel file asked for, or None.
     """
 
     dtype: str
@@ -49,6 +49,7 @@ class Problem:
     softcap: float | None
     precision: str
     algorithm: str
+    kernel: str | None
     backend: str
     device: int | None
 
@@ -163,6 +164,7 @@ def make_problem(
         last_key=last_key,
         softcap=options.resolve_softcap(),
         precision=options.resolve_precision(q.dtype),
+        kernel=options.resolve_kernel(backend),
         algorithm=options.resolve_algorithm(),
         backend=backend,
         device=q.device,

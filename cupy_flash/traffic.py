@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy
 
-from .api import plan_attention
 from .arrays import DTYPES
 from .host import HostOptions
+from .planning import plan_attention
 from .reference import visible
 
 ALGORITHMS = ("naive", "v1", "v2")

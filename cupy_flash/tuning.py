@@ -26,6 +26,8 @@ class Row:
     why: str
     warps: int = 4
     stages: int = 2
+    stages_v: int = 2
+    stages_q: int = 1
     min_blocks: int = 2
     q_tiles: int = 1
     q_in_registers: bool = False
@@ -34,6 +36,7 @@ class Row:
     min_copy: int = 0  # for copies of at least so many bytes: smaller ones need registers for more addresses
     plain_scores: bool = False  # not where scores are scaled one by one, which needs registers as well
     in_order_from: int | None = None  # only where dq is summed in order, and for at least so many queries
+    banded: bool | None = None  # only where a mask hides keys, or only where none does
 
     @property
     def reason(self) -> str:
@@ -156,6 +159,27 @@ V1_FLOAT32_75 = (
     Row(256, 32, 16, KEYS_STAY, warps=2, stages=1, q_tiles=4, min_blocks=1, lazy_rescale=False),
 )
 
+# The forward for sm_90a by TMA and wgmma: 4 warps load, and each 4 others own 64 query rows, whose O and S they hold in registers.
+FOUR_GROUPS = "four groups of 64 rows hide each other's waits, narrow key tiles fit their registers and short sequences"
+THREE_GROUPS = "three groups of 64 rows: wide key tiles halve what is done once a tile"
+TWO_GROUPS = "two groups of 64 rows; the next query tile begins beneath the end of the last"
+WIDE_TILES = "long sequences, no mask: wide key tiles read Q less often"
+OUT_OVER_Q = "two groups of 64 rows; one query tile, and out in its place, since K and V take the rest of shared memory"
+FOUR = {"warps": 20, "stages": 4, "stages_v": 4, "stages_q": 2, "min_blocks": 1, "plain_scores": True}
+TWO = {"warps": 12, "stages_q": 2, "min_blocks": 1}
+HOPPER = (
+    Row(64, 256, 64, FOUR_GROUPS, **FOUR, max_len_q=1024),
+    Row(64, 256, 64, FOUR_GROUPS, **FOUR, max_len_q=8192, banded=True),
+    Row(64, 192, 128, THREE_GROUPS, warps=16, stages_q=2, min_blocks=1, plain_scores=True),
+    Row(64, 128, 128, TWO_GROUPS, **TWO),
+    Row(128, 128, 128, TWO_GROUPS, **TWO, max_len_q=4096),
+    Row(128, 128, 128, TWO_GROUPS, **TWO, banded=True),
+    Row(128, 128, 176, WIDE_TILES, warps=12, min_blocks=1, plain_scores=True),
+    Row(128, 128, 128, TWO_GROUPS, **TWO),
+    Row(192, 128, 96, OUT_OVER_Q, warps=12, min_blocks=1),
+    Row(256, 128, 80, OUT_OVER_Q, warps=12, min_blocks=1),
+)
+
 # The backward. A block owns TILE_KV keys; half of its warps own the gradient of values, half that of keys, so that a warp has
 # 2 TILE_KV / WARPS rows: 16, 32 or 64. K and V stay in shared memory, Q and dO pass through STAGES of TILE_Q rows each. All warps
 # share the TILE_Q x WIDTH of dQ, in parts of 16 or 32 rows and whole steps of 16 columns, which not every width has for 8 warps.
@@ -225,12 +249,12 @@ BACKWARD_TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
     "100": {"half": BACKWARD_HALVES_80, "float32": BACKWARD_FLOAT32_80},
     "120": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_86},
 }
-KERNEL_TABLES = {"fwd_v2": TABLES, "fwd_v1": V1_TABLES, "bwd_v2": BACKWARD_TABLES}
+KERNEL_TABLES = {"fwd_v2": TABLES, "fwd_v1": V1_TABLES, "fwd_hopper": {"90a": {"half": HOPPER}}, "bwd_v2": BACKWARD_TABLES}
 
 
 def table_for(kernel: str, architecture: Architecture, dtype: str) -> tuple[Row, ...]:
-    """The rows of a kernel for a dtype on an architecture."""
-    return KERNEL_TABLES[kernel][architecture.name]["float32" if dtype == "float32" else "half"]
+    """The rows of a kernel for a dtype on an architecture; none where it does not exist."""
+    return KERNEL_TABLES[kernel].get(architecture.name, {}).get("float32" if dtype == "float32" else "half", ())
 
 
 def row_for(
@@ -242,8 +266,9 @@ def row_for(
     copy_bytes: int = 16,
     explicit: bool = False,
     in_order: bool = False,
+    banded: bool = False,
 ) -> Row:
-    """The first row that is wide enough and meant for this many queries, these copies, such scores, and such an order of sums.
+    """The first row that is wide enough and meant for so many queries, such copies, scores and masks, and such an order of sums.
 
     Raises
     ------
@@ -258,6 +283,7 @@ def row_for(
             and copy_bytes >= row.min_copy
             and not (explicit and row.plain_scores)
             and (row.in_order_from is None or (in_order and len_q >= row.in_order_from))
+            and row.banded in (None, banded)
         ):
             return row
     raise UnsupportedError(

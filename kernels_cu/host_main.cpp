@@ -42,12 +42,12 @@ int main(int, char** arguments) {
 
   char message[4096] = "";
   u64 counts[3] = {};
-  const int deadlock = launch(kernel, params.data(), blocks, int(shared_bytes), int(deferred), 1, counts, message, sizeof message);
+  const int fault = launch(kernel, params.data(), blocks, int(shared_bytes), int(deferred), 1, counts, message, sizeof message);
   std::puts(message);
   for (const Array& array : arrays) {
     std::fseek(job, array.place, SEEK_SET);
     std::fwrite(array.memory.get(), 1, array.size, job);
   }
   std::fclose(job);
-  return deadlock ? 3 : 0;                                    // sanitizers end with 1 or 66
+  return fault ? 3 : 0;                                       // sanitizers end with 1 or 66
 }

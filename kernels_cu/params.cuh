@@ -34,6 +34,40 @@ struct ForwardParams {
   float softcap;                          // scores become softcap * tanh(score / softcap); 0 = no cap
 };
 
+// How the copy engine (TMA) finds boxes of an array: on the GPU what the driver encodes (cuTensorMapEncodeTiled). Sizes from the fastest
+// axis on: columns, rows, heads, and two batch axes, the last ones.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+// What it takes to divide numbers below 2^31 by one that stays: n / divisor = (n * multiplier >> 32) >> shift. A multiplier of 0 divides by 1.
+struct Divisor {
+  u32 divisor, multiplier, shift;
+};
+
+struct HopperForwardParams {
+  TensorMap q;                            // (*batch, heads,    len_q,  dim)    in boxes of 64 x 64
+  TensorMap k;                            // (*batch, heads_kv, len_kv, dim)    in boxes of TILE_KV x 64
+  TensorMap v;                            // (*batch, heads_kv, len_kv, dim_v)  the same
+  TensorMap out;                          // (*batch, heads,    len_q,  dim_v)  in boxes of 16 x 64
+  Tensor lse;                             // (*batch, heads,    len_q)  float32, or data = null when nobody asked for it
+  int first_key;                          // as above
+  int last_key;
+  int batch[BATCH_AXES];
+  int heads;
+  int heads_per_kv;                       // query heads that share one key-value head
+  int tiles;                              // of queries, of all heads and batch elements
+  int run;                                // how many of them in a row a block takes, if there are more than blocks: 1, or 2, a long and a short one
+  Divisor by_tiles_of_head;
+  Divisor by_heads;
+  int len_q;
+  int len_kv;
+  int dim;
+  int dim_v;
+  float scale;
+  float softcap;
+};
+
 struct BackwardParams {
   Tensor q;                               // (*batch, heads,    len_q,  dim)
   Tensor k;                               // (*batch, heads_kv, len_kv, dim)

@@ -32,6 +32,7 @@ from cupy_flash.bench import (
 from cupy_flash.cases import Case
 from cupy_flash.cli import bench as command
 from cupy_flash.cli import main
+from cupy_flash.peers import ALGORITHMS
 from cupy_flash.plots import plot_bench
 from cupy_flash.reference import visible
 
@@ -246,6 +247,28 @@ def test_the_command_prints_rates_and_comparisons(fake):
     assert "1000 TFLOP/s in float16" in result.stdout
     assert "forward  v2  peer              2.00   2.00  2.00      2" in result.stdout
     assert "fa4: there is no module flash_attn.cute" in result.stdout
+
+
+def test_the_command_hands_kernels_on(fake, monkeypatch):
+    asked = []
+    contenders = command.contenders
+    monkeypatch.setattr(command, "contenders", lambda *arguments: asked.append(arguments) or contenders(*arguments))
+    cell = ("forward", "--seq", 1024, "--dim", 64, "--dtype", "float16", "--mask", "full")
+    for option in ((), ("--kernel", "fwd_hopper"), ("--kernel", "fwd_v2,fwd_hopper")):
+        assert run(*cell, "--peers", "none", *option).exit_code == 0
+    assert asked == [(ALGORITHMS, [], False, kernels) for kernels in ((), ("fwd_hopper",), ("fwd_v2", "fwd_hopper"))]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--kernel", "fwd_v1"), "expected names out of fwd_v2, fwd_hopper, with commas between them, got 'fwd_v1'"),
+        (("--kernel", "fwd_v2", "--algorithm", "v1"), "--kernel is for v2, and --algorithm leaves v1 only"),
+    ],
+)
+def test_kernels_that_v2_does_not_have_are_refused(fake, arguments, message):
+    result = run("forward", *arguments)
+    assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
 
 
 def test_the_command_writes_json_and_a_figure(fake, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from cupy_flash import check
 from cupy_flash.architecture import ARCHITECTURES
 from cupy_flash.cases import Case, case_named, full_cases, quick_cases
-from cupy_flash.check import BACKWARD, COMPUTATIONS, DETERMINISTIC, FORWARD, FORWARD_V1, CaseResult
+from cupy_flash.check import BACKWARD, COMPUTATIONS, DETERMINISTIC, FORWARD, FORWARD_V1, GENERIC, CaseResult
 from cupy_flash.compare_gradients import GradientComparison, Judgement
 
 
@@ -26,6 +26,21 @@ from cupy_flash.compare_gradients import GradientComparison, Judgement
 )
 def test_what_is_computed(backend, direction, algorithm, computations):
     assert check.select_computations(backend, direction, algorithm) == computations
+
+
+def test_where_a_kernel_is_made_for_an_architecture_the_one_for_all_is_computed_as_well():
+    sm_80, sm_90a = ARCHITECTURES["80"], ARCHITECTURES["90a"]
+    assert check.select_computations("host", architecture=sm_80) == COMPUTATIONS
+    assert check.select_computations("cuda", architecture=sm_90a) == (*COMPUTATIONS, GENERIC)
+    assert check.select_computations("cuda", "forward", "v2", sm_90a) == (FORWARD, GENERIC)
+    assert check.select_computations("cuda", "backward", architecture=sm_90a) == (BACKWARD, DETERMINISTIC)
+    assert str(GENERIC) == "forward v2 by fwd_v2"
+    half, single = Case("bfloat16", 40, 50), Case("float32", 40, 50)
+    kernels = check.kernels_of({half: (FORWARD, GENERIC)}, "host", "90a")
+    assert [kernel.kernel for kernel in kernels] == ["fwd_hopper", "fwd_v2"]
+    assert check.why_skipped(half, GENERIC, "cuda", sm_90a) == ""
+    assert check.why_skipped(single, GENERIC, "cuda", sm_90a) == "forward v2 of float32 is by fwd_v2 anyway"
+    assert check.kernels_of({single: (FORWARD,)}, "host", "90a") == check.kernels_of({single: (GENERIC,)}, "host", "90a")
 
 
 def test_a_case_is_computed_in_every_way():

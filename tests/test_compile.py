@@ -11,9 +11,9 @@ from cupy_flash import CompileError, host, nvrtc, source
 from cupy_flash.architecture import ARCHITECTURES
 from cupy_flash.matrix import every_plan
 from cupy_flash.plan import PARAMS, Config, Plan, configure
-from cupy_flash.tuning import SHORT, WIDTHS, row_for
+from cupy_flash.tuning import HOPPER, SHORT, WIDTHS, row_for
 
-SM_75, SM_80 = ARCHITECTURES["75"], ARCHITECTURES["80"]
+SM_75, SM_80, SM_90A = ARCHITECTURES["75"], ARCHITECTURES["80"], ARCHITECTURES["90a"]
 
 
 def plans(*sets):
@@ -44,9 +44,19 @@ def other_uses(architecture, dtypes):
         yield Plan(kernel, architecture, configure(row, architecture, dtype, "ieee", width, width, copy_bytes, explicit), ())
 
 
-@plans(other_uses(ARCHITECTURES["90a"], ["bfloat16", "float32"]))
+def other_uses_of_hopper():
+    """Plans of fwd_hopper for scores that are scaled one by one, and for values that are narrower or wider than keys."""
+    widths = [(row.width, row.width, True) for row in HOPPER] + [(64, 128, False), (128, 64, False), (192, 128, False)]
+    for width, width_v, explicit in dict.fromkeys(widths):
+        row = row_for("fwd_hopper", SM_90A, "bfloat16", max(width, width_v), SHORT + 1, explicit=explicit)
+        config = configure(row, SM_90A, "bfloat16", "ieee", width, width_v, explicit=explicit)
+        yield Plan("fwd_hopper", SM_90A, config, ())
+
+
+@plans(other_uses(SM_90A, ["bfloat16", "float32"]), other_uses_of_hopper())
 def test_other_use_compiles_without_spill(plan):
-    assert nvrtc.report(plan).spill_bytes == 0
+    report = nvrtc.report(plan)
+    assert report.spill_bytes == 0 and not any("C75" in warning for warning in report.warnings)
 
 
 def test_rows_fit_shared_memory():
@@ -55,10 +65,12 @@ def test_rows_fit_shared_memory():
 
 FORWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"WIDTH": 96, "WIDTH_V": 32}, {"WIDTH": 32, "WIDTH_V": 96})
 BACKWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"STAGES": 1}, {"WIDTH": 128, "WIDTH_V": 128}, {"TILE_Q": 128, "TILE_KV": 64})
+HOPPER_CHANGES = ({}, {"STAGES_Q": 2}, {"STAGES": 4, "STAGES_V": 1}, {"WIDTH_V": 64}, {"WIDTH": 64, "WIDTH_V": 128})
 # The end of what an entry keeps in shared memory, in the names of its file.
 ENDS = {
     "fwd_v2": "SHARED_BYTES",
     "fwd_v1": "V_OFFSET + ValueTile::bytes",
+    "fwd_hopper": "SHARED_BYTES",
     "bwd_v2": "STAGE_OFFSET + STAGES * STAGE_BYTES",
     "bwd_v2_post": "max_of(SharedTile<TILE_Q, WIDTH>::bytes, SharedTile<TILE_KV, WIDTH>::bytes)",
 }
@@ -69,12 +81,13 @@ ENDS = {
     [
         *product(["fwd_v2"], (*FORWARD_CHANGES, {"STAGES": 3})),
         *product(["fwd_v1"], FORWARD_CHANGES),
+        *product(["fwd_hopper"], HOPPER_CHANGES),
         *product(["bwd_v2"], BACKWARD_CHANGES),
     ],
     ids=str,
 )
 def test_plan_and_kernel_agree_on_shared_memory(kernel, change, tmp_path):
-    plan = next(every_plan([SM_80], ["float16"], [kernel]))
+    plan = next(every_plan([SM_80, SM_90A], ["float16"], [kernel]))
     plan = replace(plan, config=replace(plan.config, **change))
     for name, text in source.source_of(plan).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -86,7 +99,7 @@ def test_plan_and_kernel_agree_on_shared_memory(kernel, change, tmp_path):
 
 
 def test_every_entry_is_a_kernel_of_its_file():
-    for plan in every_plan([SM_80], ["float16"]):
+    for plan in every_plan([SM_80, SM_90A], ["float16"]):
         found = re.findall(r"^KERNEL\(.*?\) (\w+)\(GRID_CONSTANT (\w+) p\)", source.files()[f"{plan.kernel}.cu"], re.MULTILINE)
         assert found == [(entry, PARAMS[plan.kernel]) for entry in plan.entries]
 
@@ -100,7 +113,7 @@ def test_every_field_of_config_is_a_constant_of_the_kernels():
     assert {match[1] for match in CONSTANT.findall(source.files()["config.cuh"])} == {field.name for field in fields(Config)}
 
 
-@plans(every_plan([SM_75]))
+@plans(every_plan([SM_75]), every_plan([SM_90A], ["bfloat16"], ["fwd_hopper"]))
 def test_config_text_has_the_values_of_the_plan(plan):
     spelled = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in asdict(plan.config).items()}
     assert {match[1]: match[3] for match in CONSTANT.findall(source.config_text(plan.config))} == spelled

@@ -48,6 +48,15 @@ ELSEWHERE = (
     ("90a", Case("float16", 130, 150, heads_q=2, causal=True)),
     ("90a", Case("bfloat16", 70, 90, dim=128, window=(20, 20))),
 )
+HOPPER = (
+    Case("float16", 130, 150, heads_q=4, heads_kv=2, causal=True),  # six tiles for two blocks
+    Case("bfloat16", 70, 90, dim=128, window=(20, 20)),
+    Case("bfloat16", 150, 300, dim=40, heads_q=3, softcap=30.0, values="large"),
+    Case("float16", 1, 257, dim=96, dim_v=80, heads_q=2, batch=(3,)),
+    Case("float16", 100, 70, dim=72, heads_q=2, batch=(2,), layout="bshd"),
+    Case("float16", 70, 150, dim=64, heads_q=2, batch=(2,), layout="broadcast"),
+    Case("float16", 140, 90, dim=256, causal=True, return_lse=False),
+)
 
 
 @schedules
@@ -55,7 +64,16 @@ ELSEWHERE = (
 def test_other_architecture(arch, case, schedule, schedule_as):
     schedule_as(schedule)
     inputs = make_inputs(case)
-    plan = plan_attention(*inputs, backend="host", arch=arch, **case.options)
+    plan = plan_attention(*inputs, backend="host", arch=arch, kernel="fwd_v2", **case.options)
+    judge(case, inputs, plan(*inputs))
+
+
+@schedules
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_hopper(case, schedule, schedule_as):
+    schedule_as(schedule)
+    inputs = make_inputs(case)
+    plan = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", **case.options)
     judge(case, inputs, plan(*inputs))
 
 
@@ -253,12 +271,14 @@ def test_strides_do_not_change_a_bit(moved, strides):
 # Faults in kernels
 
 
+@pytest.mark.parametrize("kernel", ["fwd_v2", "fwd_hopper"])
 @pytest.mark.parametrize("tool", host.SANITIZERS)
-def test_sanitizers_find_nothing(tool, monkeypatch):
+def test_sanitizers_find_nothing(tool, kernel, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", tool)
-    case = Case("float16", 50, 90, dim=32, heads_q=2, causal=True)
+    case = Case("float16", 50, 90, dim=32, heads_q=3, causal=True)
     inputs = make_inputs(case)
-    judge(case, inputs, on_host(*inputs, **case.options))
+    plan = plan_attention(*inputs, backend="host", arch="80" if kernel == "fwd_v2" else "90a", kernel=kernel, **case.options)
+    judge(case, inputs, plan(*inputs))
 
 
 @pytest.mark.parametrize("field, access", [("len_kv", "READ"), ("len_q", "WRITE")])

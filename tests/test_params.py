@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from cupy_flash import UnsupportedError, arrays, host, source
 from cupy_flash.layout import dense_layout
 from cupy_flash.options import Options
-from cupy_flash.params import BACKWARD, BATCH_AXES, FORWARD, MERGE, TENSOR, UNBOUNDED, forward_params, merge_batch_axes
+from cupy_flash.params import (
+    BACKWARD,
+    BATCH_AXES,
+    FORWARD,
+    HOPPER_FORWARD,
+    MERGE,
+    TENSOR,
+    TENSOR_MAP,
+    UNBOUNDED,
+    forward_params,
+    merge_batch_axes,
+)
 from cupy_flash.problem import make_problem
 
 # The structs
@@ -26,20 +37,21 @@ template <typename T> char kind() {
   return std::is_class_v<Scalar> ? 'V' : std::is_pointer_v<Scalar> ? 'u' : std::is_floating_point_v<Scalar> ? 'f' : 'i';
 }
 #define SHOW(S, F) std::printf(#S "." #F " %zu %zu %c\\n", offsetof(S, F), sizeof(S::F), kind<decltype(S::F)>());
-#define SIZE(S) std::printf(#S " %zu\\n", sizeof(S));
+#define WHOLE(S) std::printf(#S " %zu %zu\\n", sizeof(S), alignof(S));
 """
 
 
 def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
-    """Name, offset, size and kind of each field."""
-    calls, expected = [], []
-    for struct, dtype in (("Tensor", TENSOR), ("ForwardParams", FORWARD), ("BackwardParams", BACKWARD), ("MergeParams", MERGE)):
+    """Name, offset, size and kind of each field; of a tensor map, whose content is the driver's, the size alone."""
+    calls, expected = ["WHOLE(TensorMap)"], [f"TensorMap {TENSOR_MAP.itemsize} 64"]
+    structs = {"Tensor": TENSOR, "ForwardParams": FORWARD, "BackwardParams": BACKWARD, "MergeParams": MERGE}
+    for struct, dtype in (structs | {"HopperForwardParams": HOPPER_FORWARD}).items():
         for name in dtype.names:
             field, offset = dtype.fields[name][:2]
             calls.append(f"SHOW({struct}, {name})")
             expected.append(f"{struct}.{name} {offset} {field.itemsize} {field.base.kind}")
-        calls.append(f"SIZE({struct})")
-        expected.append(f"{struct} {dtype.itemsize}")
+        calls.append(f"WHOLE({struct})")
+        expected.append(f"{struct} {dtype.itemsize} {64 if dtype == HOPPER_FORWARD else 8}")
     (tmp_path / "structs.cpp").write_text(f"{PROGRAM}int main() {{ {' '.join(calls)} }}\n")
     command = [*host.compiler(), "-std=c++20", "-pthread", "-w", f"-I{source.shelf()}", "structs.cpp", "-o", "structs"]
     subprocess.run(command, check=True, cwd=tmp_path)

@@ -119,6 +119,31 @@ def test_only_kernels_that_exist_compute_a_direction():
     ]
 
 
+def test_v2_computes_its_forward_with_the_kernel_asked_for(monkeypatch):
+    """The planner is asked for it, and the backward is left alone."""
+    asked = []
+
+    def refuse(*_, kernel=None, **__):
+        asked.append(kernel)
+        raise NotImplementedError
+
+    monkeypatch.setattr(peers, "plan_attention", refuse)
+    monkeypatch.setattr(peers, "_unwritten", lambda like: like)
+    both = ("forward", "backward")
+    for kernels, found in (
+        ((), [("v1", ("forward",), None), ("v2", both, None)]),
+        (("fwd_v2",), [("v1", ("forward",), None), ("v2", both, "fwd_v2")]),
+        (peers.KERNELS, [("v1", ("forward",), None), *((k, ("forward",), k) for k in peers.KERNELS), ("v2", ("backward",), None)]),
+    ):
+        there, _ = peers.contenders(("v1", "v2"), (), kernels=kernels)
+        asked.clear()
+        for contender in there:
+            with pytest.raises(NotImplementedError):
+                contender.prepare(cell_of("forward"), (None, None, None))
+        assert [(c.name, c.directions, kernel) for c, kernel in zip(there, asked)] == found and all(c.ours for c in there)
+    assert peers.KERNELS == ("fwd_v2", "fwd_hopper")
+
+
 # On a GPU
 
 

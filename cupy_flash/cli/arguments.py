@@ -14,10 +14,10 @@ from ..backward import BackwardPlan
 from ..backward_plan import make_backward_plan
 from ..backward_problem import make_backward_problem
 from ..errors import UnsupportedError
+from ..forward_plan import make_forward_plan
 from ..launch import AttentionPlan
 from ..layout import ITEMSIZE, Layout, dense_layout
 from ..options import Options
-from ..plan import make_plan
 from ..problem import make_problem
 from .devices import own_architecture
 from .output import UserError
@@ -127,7 +127,7 @@ def _dense(shape: tuple[int, ...], dtype: str) -> Layout:
 
 def _planned(layouts: tuple[Layout, ...], options: Options, architecture: Architecture) -> AttentionPlan:
     problem = make_problem(*layouts, options)
-    return AttentionPlan(problem, make_plan(problem, architecture), layouts, returns_lse=False)
+    return AttentionPlan(problem, make_forward_plan(problem, architecture), layouts, returns_lse=False)
 
 
 def _planned_backward(

@@ -13,7 +13,7 @@ import click
 
 from .. import __version__
 from ..bench import DIRECTIONS, SUITES, Bench, CellResult, Contender, Effort, Failure, compare_all, measure, reason
-from ..peers import ALGORITHMS, PEERS, contenders
+from ..peers import ALGORITHMS, KERNELS, PEERS, contenders
 from .devices import devices
 from .lists import SIZES, names
 from .output import UserError, echo_progress, table, terminal_width
@@ -53,6 +53,7 @@ class Report:
 @click.option("--seq", "seqs", type=SIZES, help="Sequence lengths instead of the suite's.")
 @click.option("--mask", "masks", type=names(*MASKS), default=",".join(MASKS), show_default=True, help="Which masks.")
 @click.option("--algorithm", "algorithms", type=names(*ALGORITHMS), default=",".join(ALGORITHMS), help="Of this project.")
+@click.option("--kernel", "kernels", type=names(*KERNELS), default=(), help="Of v2's forward: these, not the planner's choice.")
 @click.option("--peers", type=names(*PEERS, "none"), default=",".join(PEERS), help="By default all that are installed.")
 @click.option("--deterministic", is_flag=True, help="This project's backward adds in a fixed order; peers stay as they are.")
 @click.option("--rounds", type=click.IntRange(1), default=EFFORT.rounds, show_default=True, help="Turns in a cell.")
@@ -69,6 +70,7 @@ def bench(
     seqs: tuple[int, ...] | None,
     masks: tuple[str, ...],
     algorithms: tuple[str, ...],
+    kernels: tuple[str, ...],
     peers: tuple[str, ...],
     deterministic: bool,
     rounds: int,
@@ -82,10 +84,12 @@ def bench(
     FlashAttention-4, as far as they are installed. Every cell has 16,384 tokens of 2048 numbers: heads are 2048 / dim. Results
     are judged before they are timed. Exits with 1 if a kernel of this project fails.
     """
+    if kernels and "v2" not in algorithms:
+        raise click.UsageError(f"--kernel is for v2, and --algorithm leaves {', '.join(algorithms)} only")
     given = {"dtypes": dtypes, "dims": dims, "seqs": seqs, "masks": tuple(MASKS[mask] for mask in masks)}
     chosen = replace(SUITES[suite], **{name: value for name, value in given.items() if value})
     cells = chosen.cells(DIRECTIONS if direction == "both" else (direction,))
-    there, missing = contenders(algorithms, [peer for peer in peers if peer != "none"], deterministic)
+    there, missing = contenders(algorithms, [peer for peer in peers if peer != "none"], deterministic, kernels)
     machine = _machine()
     rates = echo_progress((_matmul_rate(machine, dtype) for dtype in chosen.dtypes), len(chosen.dtypes), "cuBLAS   ")
     matmul = {dtype: rate for dtype, rate in zip(chosen.dtypes, rates) if isinstance(rate, float)}

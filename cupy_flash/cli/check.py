@@ -59,7 +59,7 @@ def check(
     """
     start = time.perf_counter()
     backend, architecture = _resolved(backend, arch)
-    computations = checks.select_computations(backend, direction, algorithm)
+    computations = checks.select_computations(backend, direction, algorithm, architecture)
     if not computations:
         asked = "forward or backward" if direction == "both" else direction
         raise click.UsageError(f"nothing to run: on backend {backend} there is no {asked} by {algorithm}")

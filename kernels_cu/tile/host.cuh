@@ -2,110 +2,14 @@
 //
 // What a GPU leaves undefined is made visible here. Shared memory starts as NaN. Asynchronous copies run in one of two schedules:
 // EAGER, at the moment they are issued, and DEFERRED, at the last moment the waits allow; a kernel that lacks a wait passes one and
-// fails the other. Values a lane stores to shared memory reach the other lanes, when deferred, at the next barrier. Under
-// ThreadSanitizer a missing barrier between warps is a reported race. Warps that wait for each other in a circle end in a report.
+// fails the other. Products of warpgroups read their factors in the same two ways. Values a lane stores to shared memory reach the other
+// lanes, when deferred, at the next barrier. Under ThreadSanitizer a missing barrier between warps is a reported race. Warps that wait
+// for each other in a circle, and barriers used against the rules, end in a report.
 #pragma once
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <mutex>
-#include <string>
-#include <thread>
-#include <vector>
+#include "tile/host_block.cuh"
+#include <algorithm>
 
 namespace host {
-
-enum Schedule { EAGER, DEFERRED };
-struct Stopped {};                         // unwinds a warp when its block has failed
-
-// One thread block: its shared memory, and who waits for what.
-struct Block {
-  const int warps, shared_bytes;
-  const Schedule schedule;
-  char* shared = nullptr;
-  i64 index = 0;
-
-  Block(int warps, int shared_bytes, Schedule schedule) : warps(warps), shared_bytes(shared_bytes), schedule(schedule), waits_for(warps) {
-    arena.resize(shared_bytes + 1024);
-    shared = arena.data() + (1024 - reinterpret_cast<uintptr_t>(arena.data()) % 1024) % 1024;
-  }
-
-  void start(i64 block) {
-    index = block;
-    live = warps;
-    arrived = stuck = 0;
-    arrived_in_pair.assign(warps, 0);
-    std::memset(shared, 0xff, shared_bytes);                  // every 16- and 32-bit pattern of ones is a NaN
-  }
-
-  // Blocks the calling warp until `ready()`, which is evaluated under the lock. A warp that finds it false is stuck until some
-  // other warp changes the state; when every live warp is stuck nobody can, and that is a deadlock.
-  template <typename Ready> void wait_until(std::unique_lock<std::mutex>& lock, int warp, const std::string& what, Ready ready) {
-    waits_for[warp] = what;
-    while (!ready()) {
-      const u64 seen = version;
-      if (++stuck == live) report_deadlock();
-      while (version == seen && failure.empty()) wake.wait(lock);
-      if (!failure.empty()) throw Stopped{};
-    }
-    waits_for[warp].clear();
-  }
-  // Blocks until another block has counted up to `value`. Blocks start in order, so one that waits for an earlier one is served.
-  void wait_for(const u32& counter, u32 value) {
-    const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-    while (std::atomic_ref<const u32>(counter).load(std::memory_order_acquire) != value) {
-      if (std::chrono::steady_clock::now() > patience) {
-        std::lock_guard<std::mutex> lock(mutex);
-        failure = "deadlock in block " + std::to_string(index) + ": it waits for blocks that do not come before it";
-        wake.notify_all();
-        throw Stopped{};
-      }
-      std::this_thread::yield();
-    }
-  }
-  void state_changed() { ++version; stuck = 0; wake.notify_all(); }
-
-  void sync(int warp, const char* file, int line) {
-    std::unique_lock<std::mutex> lock(mutex);
-    const u64 mine = barrier_phase;
-    if (++arrived == warps) { arrived = 0; ++barrier_phase; state_changed(); return; }
-    wait_until(lock, warp, "the block barrier at " + std::string(file) + ":" + std::to_string(line), [&] { return barrier_phase != mine; });
-  }
-  // The number of warps that have come to a pair's barrier; every second one opens it.
-  u64 arrive_pair(int pair) {
-    const u64 mine = ++arrived_in_pair[pair];
-    if (mine % 2 == 0) state_changed();
-    return mine;
-  }
-  void sync_pair(int warp, int pair, const char* file, int line) {
-    std::unique_lock<std::mutex> lock(mutex);
-    const u64 mine = arrive_pair(pair), both = mine + mine % 2;
-    wait_until(lock, warp, "the other warp of the pair at " + std::string(file) + ":" + std::to_string(line),
-               [&] { return arrived_in_pair[pair] >= both; });
-  }
-  void leave(int warp) {
-    std::unique_lock<std::mutex> lock(mutex);
-    waits_for[warp] = "nothing: it has finished";
-    if (--live > 0 && stuck == live) report_deadlock();
-  }
-
-  std::mutex mutex;
-  std::string failure;
-
- private:
-  std::vector<char> arena;
-  std::condition_variable wake;
-  std::vector<std::string> waits_for;
-  int live = 0, arrived = 0, stuck = 0;
-  u64 version = 0, barrier_phase = 0;
-  std::vector<u64> arrived_in_pair;
-
-  void report_deadlock() {
-    failure = "deadlock in block " + std::to_string(index) + ":";
-    for (int w = 0; w < warps; ++w) failure += "\n  warp " + std::to_string(w) + " waits for " + waits_for[w];
-    wake.notify_all();
-  }
-};
 
 // What a kernel moved to and from device memory, and computed in matrix products.
 struct Counts {
@@ -119,6 +23,7 @@ struct Counts {
 
 struct Copy { void* dst; const void* src; int bytes; };         // src = null: zeros
 struct Store { void* dst; int bytes; char value[16]; };
+struct Product { const void* result; std::shared_ptr<void> sum; std::function<void()> compute, deliver; };
 
 struct Warp {
   Block* block = nullptr;
@@ -138,6 +43,7 @@ struct Warp {
     }
   }
   void store_shared(void* dst, const void* value, int bytes) {
+    hide(static_cast<const char*>(dst), bytes);
     if (block->schedule == EAGER) { std::memcpy(dst, value, bytes); return; }
     Store store{dst, bytes, {}};
     std::memcpy(store.value, value, bytes);
@@ -147,13 +53,81 @@ struct Warp {
     for (const Store& s : stores) std::memcpy(s.dst, s.value, s.bytes);
     stores.clear();
   }
-  void start() { open.clear(); groups.clear(); stores.clear(); }
+  // What the lanes have stored is seen by the copy engine and by products.
+  void show_stores() {
+    publish_stores();
+    block->show(warp, first_hidden, last_hidden);
+    first_hidden = last_hidden = nullptr;
+  }
+
+  // The copy engine reads shared memory: at once, or when the warp waits for that.
+  void store_async(const std::function<void()>& copy) {
+    if (block->schedule == EAGER) copy();
+    async_stores.push_back(copy);
+  }
+  void wait_for_async_stores() {
+    if (block->schedule == DEFERRED)
+      for (const auto& copy : async_stores) copy();
+    async_stores.clear();
+  }
+
+  // A product computes at once or when it is waited for. The registers at `result` get it from the wait that names them: before that,
+  // a compiler is free to read them too early.
+  void start_product(const Product& product) {
+    block->do_together(warp);
+    if (block->schedule == EAGER) product.compute();
+    running.push_back(product);
+  }
+  void wait_for_products(int pending, const void* named, CallSite at) {
+    for (; int(running.size()) > pending; running.erase(running.begin())) {
+      if (block->schedule == DEFERRED) running.front().compute();
+      complete.push_back(running.front());
+    }
+    for (const Product& product : running)
+      if (product.result == named) fail("waits for a product that may still run", at);
+    for (const Product& product : complete)
+      if (product.result == named) product.deliver();
+    std::erase_if(complete, [=](const Product& product) { return product.result == named; });
+  }
+  // What the registers at `result` will hold when all products started for them are waited for, or null.
+  std::shared_ptr<void> sum_at(const void* result) const {
+    std::shared_ptr<void> sum;
+    for (const auto* products : {&complete, &running})
+      for (const Product& product : *products)
+        if (product.result == result) sum = product.sum;
+    return sum;
+  }
+
+  [[noreturn]] void fail(const std::string& what, CallSite at) { block->fail(warp, what, at); }
+  void check_shown(const char* from, int bytes, const char* who, CallSite at) { block->check_shown(warp, from, bytes, who, at); }
+
+  void start() {
+    open.clear();
+    groups.clear();
+    stores.clear();
+    async_stores.clear();
+    running.clear();
+    complete.clear();
+    first_hidden = last_hidden = nullptr;
+  }
+  void end() {
+    if (!async_stores.empty()) block->fail(warp, "ends while the copy engine may still read shared memory");
+    if (!running.empty()) block->fail(warp, "ends while a product runs");
+  }
 
  private:
   std::vector<Copy> open;                                     // issued, not yet in a group
   std::vector<std::vector<Copy>> groups;                      // committed, oldest first
   std::vector<Store> stores;
+  const char *first_hidden, *last_hidden;                     // around what was stored and not shown
+  std::vector<std::function<void()>> async_stores;            // not waited for
+  std::vector<Product> running, complete;                     // products, oldest first; complete ones have not been named by a wait
 
+  void hide(const char* dst, int bytes) {
+    block->hide(warp, dst, bytes);
+    first_hidden = first_hidden ? std::min(first_hidden, dst) : dst;
+    last_hidden = std::max(last_hidden, dst + bytes);
+  }
   static void perform(const Copy& c) {
     if (c.src) std::memcpy(c.dst, c.src, c.bytes);
     else std::memset(c.dst, 0, c.bytes);
@@ -162,19 +136,18 @@ struct Warp {
 
 inline thread_local Warp* self = nullptr;
 
-inline void sync_block(const char* file, int line) {
+inline void sync_block(CallSite at) {
   self->publish_stores();
-  self->block->sync(self->warp, file, line);
+  self->block->sync(self->warp, at);
 }
 
-inline void arrive_pair(int pair) {
+inline void arrive_named(int name, int members) {
   self->publish_stores();
-  std::lock_guard<std::mutex> lock(self->block->mutex);
-  self->block->arrive_pair(pair);
+  self->block->arrive_named(name, members);
 }
-inline void sync_pair(int pair, const char* file, int line) {
+inline void sync_named(int name, int members, const char* whom, CallSite at) {
   self->publish_stores();
-  self->block->sync_pair(self->warp, pair, file, line);
+  self->block->sync_named(self->warp, name, members, whom, at);
 }
 
 // All warps of a team meet between two blocks of the grid.
@@ -204,7 +177,7 @@ std::string run_grid(void (*kernel)(const Params), const Params& params, i64 blo
   std::string failure;
 
   auto team = [&] {
-    Block block(warps, shared_bytes, schedule);
+    Block block(blocks, warps, shared_bytes, schedule);
     Meeting meeting(warps);
     i64 current = 0;
     auto member = [&](int id) {
@@ -228,7 +201,10 @@ std::string run_grid(void (*kernel)(const Params), const Params& params, i64 blo
           return;
         }
         warp.start();
-        try { kernel(params); } catch (const Stopped&) {}
+        try {
+          kernel(params);
+          warp.end();
+        } catch (const Stopped&) {}
         block.leave(id);
       }
     };

@@ -22,6 +22,17 @@ OP KeyRange seen_by_all(const Band& band, int row0, int rows) {
   return {max_of(row0 + rows - 1 + band.first_key, 0), min_of(row0 + band.last_key, band.len_kv - 1)};
 }
 
+// Tiles begin ... end - 1 of `width` keys.
+struct TileRange {
+  int begin, end;
+};
+// the tiles that hold a key which any of these rows sees; if there is none, the first of `otherwise`
+OP TileRange tiles_seen(const Band& band, int row0, int rows, int width, const TileRange& otherwise) {
+  const KeyRange keys = seen_by_any(band, row0, rows);
+  if (rows <= 0 || keys.last < keys.first) return {otherwise.begin, otherwise.begin + 1};
+  return {keys.first / width, keys.last / width + 1};
+}
+
 // The same band seen from the keys: key j is seen by the queries j - last_key ... j - first_key that exist, if it exists itself.
 struct TransposedBand {
   int first_query, last_query, len_q, len_kv;

@@ -19,8 +19,8 @@ OP void batch_element(int (&element)[BATCH_AXES], const int (&batch)[BATCH_AXES]
   for (int i = BATCH_AXES - 1; i >= 0; --i) {
     element[i] = 0;
     if (batch[i] > 1) {                                       // divisions are slow, and most problems have one batch axis
-      element[i] = int(number % batch[i]);
-      number /= batch[i];
+      element[i] = number < u32(batch[i]) ? int(number) : int(number % batch[i]);
+      number = number < u32(batch[i]) ? 0 : number / batch[i];
     }
   }
 }
@@ -39,6 +39,34 @@ OP Place place_of_block(const int (&batch)[BATCH_AXES], int heads, int len_q, in
   batch_element(here.batch, batch, rest);
   return here;
 }
+
+OP u32 divide(u32 n, const Divisor& by) {
+#if ON_GPU
+  return by.multiplier ? __umulhi(n, by.multiplier) >> by.shift : n;
+#else
+  return by.multiplier ? u32(u64(n) * by.multiplier >> 32) >> by.shift : n;
+#endif
+}
+
+// Query tiles by number, head after head, so that the blocks at work share keys and values in the L2 cache. Of a head the last tile comes
+// first, then the first, the last but one, the second ...: under a causal mask two neighbours are as long together as any other two.
+OP Place place_of_tile(const HopperForwardParams& p, u32 number, int tile_q) {
+  const u32 head = divide(number, p.by_tiles_of_head), place = number - head * p.by_tiles_of_head.divisor;
+  const u32 tile = place % 2 ? place / 2 : p.by_tiles_of_head.divisor - 1 - place / 2;
+  Place here;
+  here.row = int(tile) * tile_q;
+  here.batch_number = divide(head, p.by_heads);
+  here.head = int(head - here.batch_number * p.heads);
+  batch_element(here.batch, p.batch, here.batch_number);
+  return here;
+}
+
+// The number of the tile that a block takes in a turn, and whether there is one.
+OP u32 in_turn(const HopperForwardParams& p, u32 turn) {
+  const bool pairs = p.run == 2 && u32(p.tiles) > blocks();
+  return pairs ? (turn / 2 * blocks() + block_id()) * 2 + turn % 2 : turn * blocks() + block_id();
+}
+OP bool has_turn(const HopperForwardParams& p, u32 turn) { return in_turn(p, turn) < u32(p.tiles); }
 
 // Blocks of the backward own keys. Neighbours take turns among `together` heads: with few, they share q and dout in the L2 cache; with
 // many, few of them add to the same rows of dq at a time. The first keys of a head come first: under a causal mask they are seen by

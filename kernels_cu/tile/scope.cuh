@@ -49,6 +49,15 @@ template <typename T, int N> struct Regs {
 };
 #endif
 
+// Where an operation is called, for the reports of the host: the default of a last parameter.
+#if ON_GPU
+struct CallSite {};
+OP CallSite call_site() { return {}; }
+#else
+using host::CallSite;
+OP CallSite call_site(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+#endif
+
 #if ON_GPU
 OP int warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 // Asked again, it is computed again, and so is what follows from it: nothing of it has to wait in registers.
@@ -57,6 +66,7 @@ OP u32 block_id() {
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(id));
   return id;
 }
+OP u32 blocks() { return gridDim.x; }
 // Shared memory is addressed by 32-bit integers on the GPU, so that constant offsets fold into the instructions.
 typedef u32 SharedAddress;
 OP SharedAddress shared_memory() { extern __shared__ __align__(1024) char arena[]; return u32(__cvta_generic_to_shared(arena)); }
@@ -68,13 +78,48 @@ OP void sync_pair(int pair) { asm volatile("bar.sync %0, 64;" :: "r"(1 + pair) :
 #else
 OP int warp_id() { return host::self->warp; }
 OP u32 block_id() { return u32(host::self->block->index); }
+OP u32 blocks() { return u32(host::self->block->blocks); }
 typedef char* SharedAddress;
 OP SharedAddress shared_memory() { return host::self->block->shared; }
-OP void sync_block(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { host::sync_block(file, line); }
+OP void sync_block(CallSite at = call_site()) { host::sync_block(at); }
 OP void sync_warp() { host::self->publish_stores(); }
-OP void arrive_pair(int pair) { host::arrive_pair(pair); }
-OP void sync_pair(int pair, const char* file = __builtin_FILE(), int line = __builtin_LINE()) { host::sync_pair(pair, file, line); }
+OP void arrive_pair(int pair) { host::arrive_named(1 + pair, 2); }
+OP void sync_pair(int pair, CallSite at = call_site()) { host::sync_named(1 + pair, 2, "the other warp of the pair", at); }
 #endif
+
+// All of x is computed when this is reached, and read again after it: compilers otherwise move arithmetic past waits, and products of
+// warpgroups use registers that a compiler knows nothing of.
+template <int N> OP void pin(Regs<float, N>& x) {
+#if ON_GPU
+  #pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x.v[i]) :: "memory");
+#endif
+}
+
+// What x is computed from is computed before whatever follows: the assembler moves even waits, but not across a branch, which this is,
+// though never taken. x is not negative.
+OP void settle(float x) {
+#if ON_GPU
+  if (x < 0.f) asm volatile("nanosleep.u32 0;");
+#endif
+}
+
+// x, but computed where it stands: what follows from it is neither computed ahead of a loop nor kept in registers all along.
+OP int not_ahead(int x) {
+#if ON_GPU
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
+// x, which is the same in every lane, moved to where a warp keeps one value for all lanes: what follows from it takes no lane's work.
+template <typename T> OP T uniform(T x) {                       // a template: before sm_80 the instruction does not exist
+#if ON_GPU
+  return __reduce_max_sync(0xffffffffu, x);
+#else
+  return x;
+#endif
+}
 
 // On the host: bytes that the calling warp read from or wrote to device memory, and operations of its matrix products.
 #if ON_GPU

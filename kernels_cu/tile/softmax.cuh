@@ -48,6 +48,62 @@ OP void update(OnlineSoftmax<M>& state, Acc<M, N>& s, Acc<M, D>& o, float scale_
   }
 }
 
+// The same in two halves, for an o that is still being summed up. In the first, s becomes p. The maximum is left as it is while no
+// score is above it by more than HEADROOM, which keeps p and all sums finite; most steps then only compare, lane by lane. Returns whether
+// the maximum of any row of the warp did move; what o has to be multiplied by is then in `correction`.
+constexpr float HEADROOM = 8.f;                               // a factor of 256
+template <int M, int N> OP bool exponentiate(OnlineSoftmax<M>& state, Acc<M, N>& s, RowVec<M>& correction, float scale_log2) {
+  RowVec<M> top;
+  Regs<bool, 1> above;
+  fill(top, -infinity());
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < s.regs; r += 2) top.at(l, s.slot(r)) = largest_if_positive(top.at(l, s.slot(r)), s.at(l, r), s.at(l, r + 1));
+    above.at(l, 0) = false;
+    #pragma unroll
+    for (int i = 0; i < top.slots; ++i)                       // negative numbers have not been told apart: they matter below a low maximum
+      above.at(l, 0) |= top.at(l, i) * scale_log2 > state.max.at(l, i) + HEADROOM || state.max.at(l, i) < -HEADROOM;
+  }
+  const bool moved = warp_any(above);
+  if (moved) {
+    fill(top, -infinity());
+    for_lane(l) {
+      #pragma unroll
+      for (int r = 0; r < s.regs; ++r) top.at(l, s.slot(r)) = fmaxf(top.at(l, s.slot(r)), s.at(l, r));
+    }
+    quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
+    for_lane(l) {
+      #pragma unroll
+      for (int i = 0; i < top.slots; ++i) {
+        const float max = fmaxf(state.max.at(l, i), top.at(l, i) * scale_log2);
+        correction.at(l, i) = exp2_approx(state.max.at(l, i) - (max == -infinity() ? 0.f : max));
+        state.max.at(l, i) = max;
+        state.sum.at(l, i) *= correction.at(l, i);
+      }
+    }
+  }
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < top.slots; ++i) top.at(l, i) = state.max.at(l, i) == -infinity() ? 0.f : state.max.at(l, i);
+    #pragma unroll
+    for (int r = 0; r < s.regs; ++r) {
+      const float p = exp2_approx(fmaf(s.at(l, r), scale_log2, -top.at(l, s.slot(r))));
+      s.at(l, r) = p;
+      state.sum.at(l, s.slot(r)) += p;
+    }
+  }
+  pin(s);                                                     // all of this now, and not when the product beneath has been waited for
+  pin(state.sum);
+  for_lane(l) settle(state.sum.at(l, 0) + state.sum.at(l, 1));
+  return moved;
+}
+template <int M, int D> OP void rescale(Acc<M, D>& o, const RowVec<M>& correction) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < o.regs; ++r) o.at(l, r) *= correction.at(l, o.slot(r));
+  }
+}
+
 // Between two steps of the same rows, a kernel may keep them elsewhere: maximum, sum, and the weighted mean so far.
 template <int M, int D> OP void pause(OnlineSoftmax<M>& state, Acc<M, D>& o, RowVec<M>& max, RowVec<M>& sum) {
   quad_reduce(state.sum, [](float a, float b) { return a + b; });
@@ -83,17 +139,21 @@ OP Weights weights_of(float lse_a, float lse_b) {
   return {a / sum, b / sum, top + log2f(sum) * LN2};
 }
 
-// o becomes the weighted mean; lse = ln sum_j e^score_j. A row that saw nothing gives 0 and -inf.
-template <int M, int D> OP void finish(OnlineSoftmax<M>& state, Acc<M, D>& o, RowVec<M>& lse) {
+// All keys have been seen: lse = ln sum_j e^score_j, and weight = 1 / sum, by which o becomes the weighted mean. A row that saw nothing
+// gives 0 and -inf.
+template <int M> OP void finish(OnlineSoftmax<M>& state, RowVec<M>& weight, RowVec<M>& lse) {
   quad_reduce(state.sum, [](float a, float b) { return a + b; });
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < lse.slots; ++i) {
       const float sum = state.sum.at(l, i);
-      lse.at(l, i) = sum == 0.f ? -infinity() : (state.max.at(l, i) + log2f(sum)) * LN2;
-      state.sum.at(l, i) = sum == 0.f ? 0.f : 1.f / sum;
+      lse.at(l, i) = sum == 0.f ? -infinity() : (state.max.at(l, i) + log2_approx(sum)) * LN2;
+      weight.at(l, i) = sum == 0.f ? 0.f : reciprocal(sum);
     }
-    #pragma unroll
-    for (int r = 0; r < o.regs; ++r) o.at(l, r) *= state.sum.at(l, o.slot(r));
   }
+}
+template <int M, int D> OP void finish(OnlineSoftmax<M>& state, Acc<M, D>& o, RowVec<M>& lse) {
+  RowVec<M> weight;
+  finish(state, weight, lse);
+  rescale(o, weight);
 }

@@ -1,0 +1,217 @@
+"""Tensor maps: how the copy engine of sm_90 (TMA) finds boxes of an array in device memory.
+
+A map has five axes, here those of an attention operand: columns, rows, heads and two batch axes. Boxes are so many rows of
+`BOX_COLUMNS` columns; what of a box lies outside the array reads as zeros and is not written. On the host a kernel reads the map in
+the clear. For a GPU the driver encodes it once, and a launch with other arrays changes its address only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy
+
+from .layout import Layout
+from .params import MAP_BYTES, TENSOR_MAP, merge_batch_axes
+
+RANK = 5
+BATCH_AXES_OF_A_MAP = 2
+BOX_COLUMNS = 64  # of 16-bit elements: the 128 bytes that one row of a swizzled panel has
+ALIGNMENT = 16  # bytes that divide the address and every stride (CUDA driver API, cuTensorMapEncodeTiled)
+MOST_BYTES = 1 << 40  # strides stay below
+MOST_ELEMENTS = 1 << 32  # sizes stay below
+BROADCASTS = True  # the hardware steps by 0 bytes; False: an axis of stride 0 cannot be expressed
+
+# Of CUtensorMapDataType and its like in cuda.h.
+DATA_TYPE = {"float16": 6, "bfloat16": 9}
+INTERLEAVE_NONE = 0
+SWIZZLE_128B = 3
+L2_PROMOTION_256B = 3
+OUT_OF_BOUNDS_ZEROS = 0
+
+DRIVER = "libcuda.so.1"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """An array as the copy engine sees it, without its address.
+
+    Parameters
+    ----------
+    dtype : {'float16', 'bfloat16'}
+    sizes : tuple of int
+        Of the five axes, the fastest first: columns, rows, heads, and the two innermost batch axes.
+    strides : tuple of int
+        In bytes, of all axes but the fastest.
+    box_rows : int
+        Rows of a box, which has one head and one batch element.
+    """
+
+    dtype: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box_rows: int
+
+    def in_the_clear(self) -> numpy.ndarray:
+        """The map as the host reads it: a 0-dimensional array of dtype `TENSOR_MAP` without an address."""
+        clear = numpy.zeros((), TENSOR_MAP)
+        clear["stride"], clear["size"] = self.strides, self.sizes
+        clear["box_rows"], clear["box_cols"] = self.box_rows, BOX_COLUMNS
+        return clear
+
+
+def tensor_maps(batch: tuple[int, ...], layouts: dict[str, Layout], box_rows: dict[str, int]) -> dict[str, TensorMap]:
+    """Maps of arrays, by name.
+
+    Parameters
+    ----------
+    batch : tuple of int
+    layouts : dict of str to Layout
+        All arrays of a problem with all their axes, because batch axes merge only where all of them allow it.
+    box_rows : dict of str to int
+        Rows of a box, for each array that gets a map.
+
+    Returns
+    -------
+    dict of str to TensorMap
+        Only to be used if `obstacle` finds none.
+    """
+    sizes, strides = merge_batch_axes(batch, layouts)
+    maps = {}
+    for name, rows in box_rows.items():
+        axes = _axes(layouts[name], len(batch), sizes, strides[name])
+        steps = [step * layouts[name].itemsize if size > 1 else ALIGNMENT for size, step in axes.values()]
+        shape = tuple(size for size, _ in axes.values())
+        maps[name] = TensorMap(layouts[name].dtype, shape, tuple(steps[1:]), rows)
+    return maps
+
+
+def obstacle(batch: tuple[int, ...], layouts: dict[str, Layout], names: Iterable[str]) -> str:
+    """Why one of these arrays cannot be expressed as a map, or ''.
+
+    Parameters
+    ----------
+    batch, layouts
+        As in `tensor_maps`.
+    names : iterable of str
+        The arrays that would get a map.
+    """
+    sizes, strides = merge_batch_axes(batch, layouts)
+    left = sum(size > 1 for size in sizes)
+    if left > BATCH_AXES_OF_A_MAP:
+        return f"{left} batch axes are left after merging, more than {BATCH_AXES_OF_A_MAP}"
+    reasons = (_obstacle(name, layouts[name], _axes(layouts[name], len(batch), sizes, strides[name])) for name in names)
+    return next(filter(None, reasons), "")
+
+
+def _axes(layout: Layout, batch_axes: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+    """Size and stride in elements of the five axes, the fastest first, by what they count."""
+    own = zip(layout.shape[batch_axes:], layout.strides[batch_axes:])
+    merged = zip(sizes[-BATCH_AXES_OF_A_MAP:], strides[-BATCH_AXES_OF_A_MAP:])
+    names = ("elements", "rows", "heads", "batch elements", "groups of batch elements")
+    return dict(zip(names, reversed([*merged, *own])))
+
+
+def _obstacle(name: str, layout: Layout, axes: dict[str, tuple[int, int]]) -> str:
+    if 0 in layout.shape:
+        return f"{name} has no elements"
+    for counted, (size, stride) in axes.items():
+        step = stride * layout.itemsize
+        apart = f"{counted} of {name} start {step} bytes apart"
+        if size >= MOST_ELEMENTS:
+            return f"{name} has {size} {counted}, expected fewer than {MOST_ELEMENTS}"
+        if size == 1:
+            continue
+        if counted == "elements":
+            if stride != 1:
+                return f"{apart}, not {layout.itemsize}"
+        elif step < 0:
+            return f"{apart}, backwards"
+        elif step % ALIGNMENT:
+            return f"{apart}, not a multiple of {ALIGNMENT}"
+        elif step >= MOST_BYTES:
+            return f"{apart}, not below {MOST_BYTES}"
+        elif step == 0 and not BROADCASTS:
+            return f"{apart}: the same ones for all"
+    if layout.alignment % ALIGNMENT:
+        return f"{name} starts at a multiple of {layout.alignment} bytes only, not of {ALIGNMENT}"
+    return ""
+
+
+class DriverMap:
+    """A map in the form of the driver, at a place in memory, that points to one array after another.
+
+    Parameters
+    ----------
+    name : str
+        Of the array, for error messages.
+    described : TensorMap
+    place : int
+        Address of the `MAP_BYTES` bytes in host memory that belong to the map, a multiple of 64.
+    """
+
+    __slots__ = ("_address", "_described", "_name", "_place", "_replace")
+
+    def __init__(self, name: str, described: TensorMap, place: int) -> None:
+        if place % (MAP_BYTES // 2):
+            raise ValueError(f"place: expected an address divisible by {MAP_BYTES // 2}, got {place:#x}")
+        self._name, self._described, self._place = name, described, ctypes.c_void_p(place)
+        self._address: int | None = None
+        _, self._replace = _driver()
+
+    def point_to(self, address: int) -> None:
+        """Make the map that of the array at this address.
+
+        Raises
+        ------
+        RuntimeError
+            If the driver refuses the map or the address.
+        """
+        if address == self._address:
+            return
+        if self._address is None:
+            self._encode(address)
+        else:
+            status = self._replace(self._place, address)
+            if status:
+                self._address = None  # the map may be anything now
+                raise RuntimeError(f"{self._name}: cuTensorMapReplaceAddress refused {address:#x} with CUDA error {status}")
+        self._address = address
+
+    def _encode(self, address: int) -> None:
+        encode, _ = _driver()
+        m = self._described
+        status = encode(
+            self._place,
+            DATA_TYPE[m.dtype],
+            RANK,
+            address,
+            (ctypes.c_uint64 * RANK)(*m.sizes),
+            (ctypes.c_uint64 * (RANK - 1))(*m.strides),
+            (ctypes.c_uint32 * RANK)(BOX_COLUMNS, m.box_rows, 1, 1, 1),
+            (ctypes.c_uint32 * RANK)(1, 1, 1, 1, 1),
+            INTERLEAVE_NONE,
+            SWIZZLE_128B,
+            L2_PROMOTION_256B,
+            OUT_OF_BOUNDS_ZEROS,
+        )
+        if status:
+            raise RuntimeError(f"{self._name}: cuTensorMapEncodeTiled refused {m} at {address:#x} with CUDA error {status}")
+
+
+@functools.cache
+def _driver() -> tuple[Callable[..., int], Callable[..., int]]:
+    """cuTensorMapEncodeTiled and cuTensorMapReplaceAddress. Neither blocks, so Python's lock is kept, which takes less time."""
+    try:
+        library = ctypes.PyDLL(DRIVER)
+        encode, replace = library.cuTensorMapEncodeTiled, library.cuTensorMapReplaceAddress
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"tensor maps need a CUDA driver of version 12.0 or newer, and loading it failed: {error}") from error
+    words, numbers = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
+    kinds = [ctypes.c_int] * 4  # enumerations
+    encode.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, words, words, numbers, numbers, *kinds]
+    replace.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return encode, replace

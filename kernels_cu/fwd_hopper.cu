@@ -1,0 +1,226 @@
+// fwd_hopper.cu -- the forward of FlashAttention-2 for sm_90a: the loop of fwd_v2.cu, with the copy engine (TMA), products of whole
+// warpgroups (wgmma) and each softmax beneath the products of its neighbours (FlashAttention-3: Shah et al., 2024).
+//
+//   A block stays and takes one query tile Q_i after the other. Its first warpgroup loads, each other one owns 64 rows of Q_i:
+//
+//   loader:   for each Q_i:  Q_i, K_0, K_1, V_0, K_2, V_1 ... V_last          in the order of use, as far ahead as there is room
+//
+//   others:   for each Q_i:
+//               S = Q_i K_0^T;  P, m, l = softmax S                           beneath the last product of the tile before
+//               for j = 1, 2 ...:
+//                 start S = Q_i K_j^T
+//                 start O = O + P V_{j-1}
+//                 wait for S;  P', m', l = the next step of the softmax       beneath the second product
+//                 wait for O;  O = 2^(m - m') O,  P = P'                      in most steps m stays, see exponentiate()
+//               O = O + P V_last
+//               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed
+#include "config.cuh"
+#include "params.cuh"
+#include "tile/arrival.cuh"
+#include "tile/copy.cuh"
+#include "tile/mask.cuh"
+#include "tile/place.cuh"
+#include "tile/softmax.cuh"
+#include "tile/wgmma.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int GROUPS = WARPS / 4 - 1;                         // warpgroups that compute
+constexpr int ROWS = TILE_Q / GROUPS;                         // of Q, for each of them
+static_assert(ROWS == 64, "a warpgroup owns 64 query rows");
+
+// Of the registers that a launch deals out evenly, the loader gives back most.
+constexpr int REGISTERS = 65536 / (THREADS * MIN_BLOCKS) / 8 * 8;
+constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : 24;
+constexpr int GROUP_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - LOADER_REGISTERS) / GROUPS / 8 * 8, 240);
+
+using KeyTile = PanelTile<TILE_KV, WIDTH>;
+using ValueTile = PanelTile<TILE_KV, WIDTH_V>;
+using QueryTile = PanelTile<ROWS, WIDTH>;
+using OutTile = PanelTile<ROWS, WIDTH_V>;
+
+// Shared memory: for each warpgroup its queries and its rows of out, which with one query tile lie in the same place; K; V; barriers.
+constexpr bool AHEAD = STAGES_Q > 1;                          // a query tile begins before the one before it has ended
+constexpr int Q_BYTES = AHEAD ? STAGES_Q * QueryTile::bytes : max_of(QueryTile::bytes, OutTile::bytes);
+constexpr int OUT_OFFSET = AHEAD ? GROUPS * Q_BYTES : 0;
+constexpr int OUT_BYTES = AHEAD ? OutTile::bytes : Q_BYTES;
+constexpr int K_OFFSET = OUT_OFFSET + GROUPS * OUT_BYTES;
+constexpr int V_OFFSET = K_OFFSET + STAGES * KeyTile::bytes;
+constexpr int K_BARRIERS = V_OFFSET + STAGES_V * ValueTile::bytes;
+constexpr int V_BARRIERS = K_BARRIERS + STAGES * RING_BARRIERS;
+constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * RING_BARRIERS;
+[[maybe_unused]] constexpr int SHARED_BYTES = Q_BARRIERS + GROUPS * STAGES_Q * RING_BARRIERS;
+
+KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
+  const SharedAddress smem = shared_memory();
+  const int group = warp_id() / 4 - 1;
+  Ring<KeyTile, STAGES> keys{smem + K_OFFSET, smem + K_BARRIERS};
+  Ring<ValueTile, STAGES_V> values{smem + V_OFFSET, smem + V_BARRIERS};
+  using Queries = Ring<QueryTile, STAGES_Q>;
+  const auto queries_of = [&](int of) { return Queries{smem + of * Q_BYTES, smem + Q_BARRIERS + of * STAGES_Q * RING_BARRIERS}; };
+  const Band band{p.first_key, p.last_key, p.len_kv};
+  const auto place = [&](u32 turn) { return place_of_tile(p, in_turn(p, turn), TILE_Q); };
+  // the key tiles that any row of the block sees; rows that see nothing are masked in one
+  const auto tiles_of = [&](const Place& here) { return tiles_seen(band, here.row, min_of(TILE_Q, p.len_q - here.row), TILE_KV, {0, 1}); };
+
+  if (warp_id() == 0) {
+    start_ring(keys, 4 * GROUPS);                             // warps that hand a tile back
+    start_ring(values, 4 * GROUPS);
+    for (int i = 0; i < GROUPS; ++i) start_ring(queries_of(i), 4);
+  }
+  sync_block();                                               // without it a warp arrives at a barrier that does not count yet
+
+  if (group < 0) {
+    give_registers<LOADER_REGISTERS>();
+    if (warp_id() > 0) return;
+    Queries queries = queries_of(0);
+    const auto load_keys = [&](const Place& here, int tile) {
+      wait_free(keys);                                        // without it keys are overwritten that a slower warp still reads
+      load_async(keys, p.k, here.batch, here.head / p.heads_per_kv, tile * TILE_KV);
+    };
+    const auto load_first = [&](const Place& here) {
+      #pragma unroll 1
+      for (int of = 0; of < GROUPS; ++of) {
+        Queries own = queries_of(of);
+        own.number = queries.number;
+        wait_free(own);                                       // without it queries are overwritten that are read, or rows that have not left
+        load_async(own, p.q, here.batch, here.head, here.row + of * ROWS);
+      }
+      queries.advance();
+      load_keys(here, tiles_of(here).begin);
+    };
+    #pragma unroll 1
+    for (u32 turn = 0; has_turn(p, turn); ++turn) {
+      const Place here = place(turn);
+      if (turn == 0 || !AHEAD) load_first(here);
+      const TileRange tiles = tiles_of(here);
+      #pragma unroll 1
+      for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+        if (tile + 1 < tiles.end) load_keys(here, tile + 1);
+        else if (AHEAD && has_turn(p, turn + 1)) load_first(place(turn + 1));
+        wait_free(values);                                    // without it values are overwritten that a slower warp still reads
+        load_async(values, p.v, here.batch, here.head / p.heads_per_kv, tile * TILE_KV);
+      }
+    }
+    return;
+  }
+
+  take_registers<GROUP_REGISTERS>();
+  Queries queries = queries_of(group);
+
+  Acc<16, TILE_KV> s_reg;
+  OperandA<16> p_reg[TILE_KV / 16];
+  Acc<16, WIDTH_V> o_reg;
+  OnlineSoftmax<16> softmax;
+  RowVec<16> correction;
+
+  // The tile at hand, the last one of its turn that the warpgroup sees, how many the block sees beyond, and the warp's rows.
+  u32 turn = 0;
+  int tile, last, unseen, warp_row;
+  const auto begin_turn = [&](u32 turn) {
+    const Place here = place(turn);
+    const TileRange all = tiles_of(here);
+    const int group_row = here.row + group * ROWS;
+    tile = all.begin;
+    last = tiles_seen(band, group_row, min_of(ROWS, p.len_q - group_row), TILE_KV, all).end - 1;
+    unseen = all.end - 1 - last;
+    warp_row = group_row + warp_id() % 4 * 16;
+  };
+  // The softmax of a turn has ended, and then, with its last product, the turn. Places are computed again: kept, they would take registers.
+  const auto row_of = [&](const Place& here) { return here.row + not_ahead(warp_id() - 4) * 16; };
+  const auto end_softmax = [&](u32 turn, RowVec<16>& weight) {
+    const Place here = place(turn);
+    RowVec<16> lse;
+    finish(softmax, weight, lse);
+    if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, row_of(here)), p.lse.row_stride, p.len_q - row_of(here), lse);
+    softmax = OnlineSoftmax<16>();
+  };
+  const auto end_turn = [&](u32 turn, const RowVec<16>& weight) {
+    const Place here = place(turn);
+    const int warp = not_ahead(warp_id());
+    const OutTile out_smem{smem + OUT_OFFSET + (warp / 4 - 1) * OUT_BYTES};
+    rescale(o_reg, weight);
+    wait_for_stores();                                        // without it rows are overwritten that have not left
+    store(out_smem, o_reg, warp % 4 * 16);
+    sync_with_copies();                                       // without it rows leave that have not been written
+    store_async(p.out, here.batch, here.head, row_of(here), out_smem, warp % 4 * 16);
+    fill(o_reg, 0.f);
+  };
+
+  // One key tile. Beneath its product and its softmax runs the second product of the tile before it, if there was one. If that one was
+  // in another turn, that turn ends here. Addresses of tiles are made uniform before the wait, which hides what that takes.
+  const auto step = [&](const bool follows, const bool starts, const int skipped) {
+    const KeyTile k_smem{uniform(keys.tile().base)};
+    const ValueTile v_smem{uniform(values.tile().base)};
+    wait_full(keys);                                          // without it the product reads keys that have not arrived
+    start_product_transposed(s_reg, queries.tile(), k_smem);
+    RowVec<16> weight;
+    if (follows) {
+      wait_full(values);                                      // without it the product reads values that have not arrived
+      start_product(o_reg, p_reg, v_smem);
+      if (starts) end_softmax(turn - 1, weight);
+      wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
+    } else {
+      wait_for_products<0>(s_reg);                            // as well
+    }
+    arrive_free(keys);                                        // without it the loader waits for ever
+    const int col0 = tile * TILE_KV;
+    if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    if (!seen_by_all(band, warp_row, 16).contains(col0, TILE_KV)) mask(s_reg, band, warp_row, col0);
+    const bool moved = exponentiate(softmax, s_reg, correction, EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E);
+    if (follows) {
+      wait_for_products<0>(o_reg);                            // without it O and P change beneath the product
+      arrive_free(values);                                    // without it the loader waits for ever
+      if (starts) {
+        skip(values, skipped);
+        end_turn(turn - 1, weight);
+      } else if (moved) {
+        rescale(o_reg, correction);
+      }
+    }
+    to_operands(p_reg, s_reg);
+  };
+
+  bool begun = false;
+  fill(o_reg, 0.f);
+  #pragma unroll 1
+  while (begun || has_turn(p, turn)) {
+    if (!begun) {
+      begin_turn(turn);
+      wait_full(queries);                                     // without it the products read queries that have not arrived
+      step(false, false, 0);
+    }
+    #pragma unroll 1
+    while (tile < last) {
+      ++tile;
+      step(true, false, 0);
+    }
+    ++turn;
+    const int skipped = unseen;
+    if (AHEAD) arrive_free(queries);                          // without it the loader waits for ever
+    // With more tiles between two turns, the loader waits for values to be free before it brings the next queries and keys.
+    begun = AHEAD && unseen <= 1 && has_turn(p, turn);
+    if (begun) {
+      begin_turn(turn);
+      skip(keys, skipped);
+      wait_full(queries);                                     // as above
+      step(true, true, skipped);
+      continue;
+    }
+    wait_full(values);                                        // as in a step, all three
+    start_product(o_reg, p_reg, values.tile());
+    RowVec<16> weight;
+    end_softmax(turn - 1, weight);
+    wait_for_products<0>(o_reg);
+    arrive_free(values);
+    for (; unseen > 0; --unseen) {
+      skip(keys, 1);
+      skip(values, 1);
+    }
+    end_turn(turn - 1, weight);
+    if (!AHEAD) {
+      wait_for_stores();                                      // without it queries arrive in place of rows that have not left
+      arrive_free(queries);                                   // without it the loader waits for ever
+    }
+  }
+  wait_for_stores();                                          // without it the block, and its shared memory, may end before
+}

@@ -1,0 +1,243 @@
+// arrival.cuh -- barriers in shared memory that count arrivals, of warps and of bytes: how warps and the copy engine (TMA) hand tiles to
+// each other. (PTX ISA, "mbarrier" and "Tensor Copies".)
+#pragma once
+#include "params.cuh"
+#include "tile/panel.cuh"
+
+// A barrier opens when `count` warps have arrived and every byte they announced has come, and then counts anew. Whoever waits names the
+// parity of the opening that it waits for: 0 for the first, 1 for the second, and so on in turn.
+struct Arrival {
+  static constexpr int bytes = 8;
+  SharedAddress address;
+};
+
+#if ON_GPU
+OP bool mbarrier_try_wait_parity(SharedAddress barrier, u32 parity) {
+  u32 open;
+  asm volatile("{ .reg .pred open; mbarrier.try_wait.parity.shared::cta.b64 open, [%1], %2; selp.u32 %0, 1, 0, open; }"
+               : "=r"(open) : "r"(barrier), "r"(parity) : "memory");
+  return open;
+}
+OP void mbarrier_init(SharedAddress barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+OP void mbarrier_arrive(SharedAddress barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory"); }
+OP void mbarrier_arrive_expect_tx(SharedAddress barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+OP void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+OP void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+OP void cp_async_bulk_tensor_5d(SharedAddress dst, const TensorMap& map, SharedAddress barrier, int col, int row, int head, int b1, int b0) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+               :: "r"(dst), "l"(&map), "r"(barrier), "r"(col), "r"(row), "r"(head), "r"(b1), "r"(b0) : "memory");
+}
+OP void cp_async_bulk_tensor_5d_store(const TensorMap& map, SharedAddress src, int col, int row, int head, int b1, int b0) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+               :: "l"(&map), "r"(src), "r"(col), "r"(row), "r"(head), "r"(b1), "r"(b0) : "memory");
+}
+OP void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+OP void cp_async_bulk_wait_group_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+template <int REGISTERS> OP void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
+template <int REGISTERS> OP void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
+#else
+// What a TensorMap holds on the host, in the clear (tensor_map.py): strides in bytes of all axes but the fastest.
+struct ClearMap {
+  char* data;
+  i64 stride[4];
+  int size[5];
+  int box_rows, box_cols;
+};
+static_assert(sizeof(ClearMap) <= sizeof(TensorMap));
+
+// Rows x 64 elements of an array, from [b0, b1, head, row, col] on, and their place in a panel in shared memory.
+struct Box {
+  ClearMap map;
+  SharedAddress in_panel;
+  int start[5];
+  CallSite at;
+
+  Box(const TensorMap& given, SharedAddress in_panel, int rows, int col, int row, int head, const int (&batch)[BATCH_AXES], CallSite at)
+      : in_panel(in_panel), start{col, row, head, batch[BATCH_AXES - 1], batch[BATCH_AXES - 2]}, at(at) {
+    std::memcpy(&map, &given, sizeof map);
+    if (map.box_rows != rows || map.box_cols != 64)
+      host::self->fail("moves " + std::to_string(rows) + " x 64 elements with a map of boxes of " + std::to_string(map.box_rows) + " x " +
+                       std::to_string(map.box_cols), at);
+    if ((in_panel - shared_memory()) % 1024) host::self->fail("moves a box at an address that is no multiple of 1024", at);
+  }
+  // Calls move(chunk, in_array, bytes) for every 16 bytes of the box: so many of them lie in the array. A row of the panel has 128 bytes,
+  // its chunks xor-ed with the row.
+  template <typename Move> void for_chunks(Move move) const {
+    char* first = map.data;
+    bool exists = true;
+    for (int axis = 2; axis < 5; ++axis) {
+      first += start[axis] * map.stride[axis - 1];
+      exists &= u32(start[axis]) < u32(map.size[axis]);       // nor before the array
+    }
+    for (int r = 0; r < map.box_rows; ++r)
+      for (int c = 0; c < 8; ++c) {
+        const int row = start[1] + r, col = start[0] + 8 * c;
+        const int cols = exists && u32(row) < u32(map.size[1]) ? min_of(max_of(map.size[0] - col, 0), 8) : 0;
+        move(in_panel + r * 128 + (c ^ r % 8) * 16, cols ? first + row * map.stride[0] + col * 2 : nullptr, cols * 2);
+      }
+  }
+  void load() const {
+    check_shown("has the copy engine overwrite");
+    for_chunks([](SharedAddress chunk, const char* from, int bytes) {
+      count_read(bytes);
+      if (bytes) std::memcpy(chunk, from, bytes);
+      std::memset(chunk + bytes, 0, 16 - bytes);
+    });
+  }
+  void store() const {
+    for_chunks([](SharedAddress chunk, char* to, int bytes) {
+      count_written(bytes);
+      if (bytes) std::memcpy(to, chunk, bytes);
+    });
+  }
+  void check_shown(const char* who) const { host::self->check_shown(in_panel, map.box_rows * 128, who, at); }
+};
+#endif
+
+// One of several warps does it, once; all warps see it after sync_block.
+OP void start_arrivals(Arrival barrier, int count, CallSite at = call_site()) {
+#if ON_GPU
+  if (lane_id() == 0) {
+    mbarrier_init(barrier.address, count);
+    fence_mbarrier_init();
+  }
+#else
+  host::self->block->start_arrivals(warp_id(), barrier.address, count, at);
+#endif
+}
+OP void arrive_at(Arrival barrier, CallSite at = call_site()) {
+#if ON_GPU
+  if (lane_id() == 0) mbarrier_arrive(barrier.address);
+#else
+  host::self->block->arrive(warp_id(), barrier.address, 0, at);
+#endif
+}
+// arrives, and announces bytes that the copy engine will bring
+OP void arrive_with_bytes(Arrival barrier, int bytes, CallSite at = call_site()) {
+#if ON_GPU
+  if (lane_id() == 0) mbarrier_arrive_expect_tx(barrier.address, bytes);
+#else
+  host::self->block->arrive(warp_id(), barrier.address, bytes, at);
+#endif
+}
+OP void wait_for(Arrival barrier, u32 parity, CallSite at = call_site()) {
+#if ON_GPU
+  while (!mbarrier_try_wait_parity(barrier.address, parity)) {}
+#else
+  host::self->block->wait_for_arrivals(warp_id(), barrier.address, parity, at);
+#endif
+}
+
+// Tiles that the copy engine brings for one warp and others read, in a circle of SLOTS. Each side walks it with a copy of its own.
+constexpr int RING_BARRIERS = 2 * Arrival::bytes;             // of a slot: it is full; it is free
+template <typename T, int SLOTS> struct Ring {
+  typedef T Tile;
+  static constexpr int slots = SLOTS;
+  static_assert((SLOTS & (SLOTS - 1)) == 0, "the number of a tile tells its slot and the parity of its round by single bits");
+  SharedAddress tiles, barriers;
+  u32 number = 0;                                             // of the tile at hand
+  OP Ring(SharedAddress tiles, SharedAddress barriers) : tiles(tiles), barriers(barriers) {}
+  OP int slot() const { return int(number % SLOTS); }
+  OP u32 round() const { return number / SLOTS % 2; }         // parity of the openings that make the slots of this round full
+  OP Tile tile() const { return {tiles + slot() * Tile::bytes}; }
+  OP Arrival full() const { return {barriers + slot() * RING_BARRIERS}; }
+  OP Arrival free() const { return {barriers + slot() * RING_BARRIERS + Arrival::bytes}; }
+  OP void advance() { ++number; }
+};
+// By one warp, before a sync_block: a slot is free again when `readers` warps have said so.
+template <typename T, int SLOTS> OP void start_ring(Ring<T, SLOTS> ring, int readers, CallSite at = call_site()) {
+  for (int i = 0; i < SLOTS; ++i, ring.advance()) {
+    start_arrivals(ring.full(), 1, at);
+    start_arrivals(ring.free(), readers, at);
+  }
+}
+// Waits until the slot at hand has been filled, or has been left by all its readers; at first it is free.
+template <typename T, int SLOTS> OP void wait_full(const Ring<T, SLOTS>& ring, CallSite at = call_site()) { wait_for(ring.full(), ring.round(), at); }
+template <typename T, int SLOTS> OP void wait_free(const Ring<T, SLOTS>& ring, CallSite at = call_site()) { wait_for(ring.free(), ring.round() ^ 1, at); }
+// The calling warp has read the slot at hand, and goes on to the next one.
+template <typename T, int SLOTS> OP void arrive_free(Ring<T, SLOTS>& ring, CallSite at = call_site()) {
+  arrive_at(ring.free(), at);
+  ring.advance();
+}
+// the same for tiles that the warp does not need
+template <typename T, int SLOTS> OP void skip(Ring<T, SLOTS>& ring, int tiles, CallSite at = call_site()) {
+  #pragma unroll 1
+  for (int i = 0; i < tiles; ++i) {
+    wait_full(ring, at);
+    arrive_free(ring, at);
+  }
+}
+// The slot at hand = map[batch, head, row : row + rows of a tile], zero beyond the array; goes on to the next one.
+template <typename T, int SLOTS>
+OP void load_async(Ring<T, SLOTS>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at = call_site()) {
+  arrive_with_bytes(ring.full(), T::bytes, at);
+#if ON_GPU
+  if (lane_id() == 0) {
+    #pragma unroll
+    for (int i = 0; i < T::panels; ++i)
+      cp_async_bulk_tensor_5d(ring.tile().base + i * T::panel_bytes, map, ring.full().address, 64 * i, row, head, batch[BATCH_AXES - 1], batch[BATCH_AXES - 2]);
+  }
+#else
+  for (int i = 0; i < T::panels; ++i) {
+    const Box box(map, ring.tile().base + i * T::panel_bytes, T::rows, 64 * i, row, head, batch, at);
+    host::self->block->load_async(warp_id(), ring.full().address, {T::panel_bytes, [=] { box.load(); }}, at);
+  }
+#endif
+  ring.advance();
+}
+// map[batch, head, row : row + 16] = tile[row0 : row0 + 16], clipped to the array
+template <int ROWS, int WIDTH>
+OP void store_async(const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, const PanelTile<ROWS, WIDTH>& tile, int row0,
+                    CallSite at = call_site()) {
+#if ON_GPU
+  if (lane_id() == 0) {
+    #pragma unroll
+    for (int i = 0; i < tile.panels; ++i)
+      cp_async_bulk_tensor_5d_store(map, tile.base + i * tile.panel_bytes + row0 * 128, 64 * i, row, head, batch[BATCH_AXES - 1], batch[BATCH_AXES - 2]);
+    cp_async_bulk_commit_group();
+  }
+#else
+  for (int i = 0; i < tile.panels; ++i) {
+    const Box box(map, tile.base + i * tile.panel_bytes + row0 * 128, 16, 64 * i, row, head, batch, at);
+    box.check_shown("has the copy engine read");
+    host::self->store_async([=] { box.store(); });
+  }
+#endif
+}
+// Waits until the copy engine has read what this warp has stored with store_async.
+OP void wait_for_stores() {
+#if ON_GPU
+  if (lane_id() == 0) cp_async_bulk_wait_group_read();
+  __syncwarp();
+#else
+  host::self->wait_for_async_stores();
+#endif
+}
+// What the lanes of the warp have written to shared memory is seen by the copy engine.
+OP void sync_with_copies() {
+#if ON_GPU
+  fence_proxy_async();
+  __syncwarp();
+#else
+  host::self->show_stores();
+#endif
+}
+
+template <int REGISTERS> OP void take_registers() {
+#if ON_GPU
+  setmaxnreg_inc<REGISTERS>();
+#else
+  host::self->block->do_together(warp_id());
+#endif
+}
+template <int REGISTERS> OP void give_registers() {
+#if ON_GPU
+  setmaxnreg_dec<REGISTERS>();
+#else
+  host::self->block->do_together(warp_id());
+#endif
+}

@@ -1,0 +1,301 @@
+// host_block.cuh -- a block on the host: its shared memory, its barriers, and the reports of who uses them wrongly.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+// ThreadSanitizer shall see the order that a kernel's barriers make, and no other: it is told of them one by one, and looks away while
+// the machine does its own business under a lock, which orders whatever it happens to order.
+#if defined(__SANITIZE_THREAD__)
+#define TELL_SANITIZER 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define TELL_SANITIZER 1
+#endif
+#endif
+#ifdef TELL_SANITIZER
+extern "C" {
+void AnnotateIgnoreReadsBegin(const char* file, int line);    // and writes
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreSyncBegin(const char* file, int line);
+void AnnotateIgnoreSyncEnd(const char* file, int line);
+void __tsan_acquire(void* order);
+void __tsan_release(void* order);
+}
+#endif
+
+namespace host {
+
+enum Schedule { EAGER, DEFERRED };
+struct Stopped {};                         // unwinds a warp when its block has failed
+struct CallSite { const char* file; int line; };
+
+// An order between warps: what one did before it gave comes before what another does after it has taken.
+struct Order {
+#ifdef TELL_SANITIZER
+  char place;
+  void give() { AnnotateIgnoreSyncEnd("", 0); __tsan_release(&place); AnnotateIgnoreSyncBegin("", 0); }
+  void take() { AnnotateIgnoreSyncEnd("", 0); __tsan_acquire(&place); AnnotateIgnoreSyncBegin("", 0); }
+#else
+  void give() {}
+  void take() {}
+#endif
+};
+// The lock of a block, under which orders are given and taken.
+struct Lock {
+#ifdef TELL_SANITIZER
+  struct LookAway {
+    LookAway() { AnnotateIgnoreSyncBegin("", 0); AnnotateIgnoreReadsBegin("", 0); }
+    ~LookAway() { AnnotateIgnoreReadsEnd("", 0); AnnotateIgnoreSyncEnd("", 0); }
+  } look_away;
+#endif
+  std::unique_lock<std::mutex> held;
+  explicit Lock(std::mutex& mutex) : held(mutex) {}
+};
+
+struct Load { i64 bytes; std::function<void()> copy; };         // by the copy engine
+
+// A barrier that counts arrivals of warps and of bytes. Openings are numbered from 0; two orders, because the next ones may arrive
+// before all have noticed.
+struct Barrier {
+  int count, missing;                                         // warps that open it; those that have not come yet
+  int starter;                                                // the warp that started it, and
+  u64 started_in;                                             // between which block barriers: from the next one on, others know it
+  i64 missing_bytes = 0;
+  u64 openings = 0;
+  Order orders[2] = {};
+  std::vector<Load> loads = {};                               // deferred, and not made yet
+};
+
+// One thread block: its shared memory, and who waits for what.
+struct Block {
+  static constexpr int NAMES = 16;                            // of named barriers, as many as a GPU has
+  const i64 blocks;                                           // of the grid
+  const int warps, shared_bytes;
+  const Schedule schedule;
+  char* shared = nullptr;
+  i64 index = 0;
+
+  Block(i64 blocks, int warps, int shared_bytes, Schedule schedule)
+      : blocks(blocks), warps(warps), shared_bytes(shared_bytes), schedule(schedule), waits_for(warps) {
+    arena.resize(shared_bytes + 1024);
+    shared = arena.data() + (1024 - reinterpret_cast<uintptr_t>(arena.data()) % 1024) % 1024;
+  }
+
+  void start(i64 block) {
+    index = block;
+    live = warps;
+    arrived = stuck = 0;
+    std::fill_n(arrived_in_named, NAMES, 0);
+    barriers.clear();
+    together.assign(warps, 0);
+    stored_by.assign(shared_bytes, 0);
+    std::memset(shared, 0xff, shared_bytes);                  // every 16- and 32-bit pattern of ones is a NaN
+  }
+
+  // Blocks the calling warp until `ready()`, which is evaluated under the lock. A warp that finds it false is stuck until some
+  // other warp changes the state; when every live warp is stuck nobody can, and that is a deadlock. `what` tells what it waits for.
+  template <typename What, typename Ready> void wait_until(Lock& lock, int warp, What what, Ready ready) {
+    if (ready()) return;
+    waits_for[warp] = what;
+    while (!ready()) {
+      if (!failure.empty()) throw Stopped{};
+      const u64 seen = version;
+      if (++stuck == live) report_deadlock();
+      while (version == seen && failure.empty()) wake.wait(lock.held);
+    }
+  }
+  // Blocks until another block has counted up to `value`. Blocks start in order, so one that waits for an earlier one is served.
+  void wait_for(const u32& counter, u32 value) {
+    const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (std::atomic_ref<const u32>(counter).load(std::memory_order_acquire) != value) {
+      if (std::chrono::steady_clock::now() > patience) {
+        Lock lock(mutex);
+        failure = "deadlock in block " + std::to_string(index) + ": it waits for blocks that do not come before it";
+        wake.notify_all();
+        throw Stopped{};
+      }
+      std::this_thread::yield();
+    }
+  }
+  void state_changed() { ++version; stuck = 0; wake.notify_all(); }
+
+  // Ends the block with a reason.
+  [[noreturn]] void fail(int warp, const std::string& what) {
+    Lock lock(mutex);
+    fail_locked(warp, what);
+  }
+  [[noreturn]] void fail(int warp, const std::string& what, CallSite at) { fail(warp, what + named(at)); }
+
+  void sync(int warp, CallSite at) {
+    Lock lock(mutex);
+    const u64 mine = barrier_phase;
+    block_orders[mine % 2].give();
+    if (++arrived == warps) { arrived = 0; ++barrier_phase; state_changed(); }
+    else wait_until(lock, warp, [=] { return "the block barrier" + named(at); }, [&] { return barrier_phase != mine; });
+    block_orders[mine % 2].take();
+  }
+
+  // Named barriers: one opens when so many warps have come to it, of which only some wait.
+  void arrive_named(int name, int members) {
+    Lock lock(mutex);
+    count_in_named(name, members);
+  }
+  void sync_named(int warp, int name, int members, const char* whom, CallSite at) {
+    Lock lock(mutex);
+    const u64 opening = count_in_named(name, members);
+    wait_until(lock, warp, [=] { return whom + named(at); }, [&] { return arrived_in_named[name] / members > opening; });
+    named_orders[name][opening % 2].take();
+  }
+
+  // Barriers that count arrivals.
+  void start_arrivals(int warp, const char* address, int count, CallSite at) {
+    Lock lock(mutex);
+    const Barrier fresh{count, count, warp, barrier_phase};
+    if (!barriers.try_emplace(address, fresh).second) fail_locked(warp, "starts " + named(address) + " again" + named(at));
+  }
+  void arrive(int warp, const char* address, i64 bytes, CallSite at) {
+    Lock lock(mutex);
+    Barrier& barrier = barrier_at(warp, address, at);
+    if (barrier.missing == 0) fail_locked(warp, "arrives at " + named(address) + ", where all have arrived and bytes are still to come" + named(at));
+    barrier.orders[barrier.openings % 2].give();
+    barrier.missing_bytes += bytes;
+    --barrier.missing;
+    open_if_complete(barrier);
+  }
+  // The copy engine brings bytes that the barrier counts; deferred, when the first warp waits for them.
+  void load_async(int warp, const char* address, const Load& load, CallSite at) {
+    if (schedule == EAGER) load.copy();
+    Lock lock(mutex);
+    Barrier& barrier = barrier_at(warp, address, at);
+    if (schedule == EAGER) { arrive_bytes(barrier, load.bytes); return; }
+    barrier.loads.push_back(load);
+    state_changed();
+  }
+  void wait_for_arrivals(int warp, const char* address, u32 parity, CallSite at) {
+    for (;;) {
+      std::vector<Load> due;
+      {
+        Lock lock(mutex);
+        Barrier& barrier = barrier_at(warp, address, at);
+        const auto open = [&] { return barrier.openings % 2 != parity; };
+        wait_until(lock, warp, [&] { return named(address) + named(at) + ": " + missing_at(barrier); },
+                   [&] { return open() || !barrier.loads.empty(); });
+        barrier.orders[parity].take();
+        if (open()) return;
+        due.swap(barrier.loads);
+      }
+      for (const Load& load : due) {
+        load.copy();
+        Lock lock(mutex);
+        arrive_bytes(barrier_at(warp, address, at), load.bytes);
+      }
+    }
+  }
+
+  // What four warps have to do together, each so often as the others of its warpgroup.
+  void do_together(int warp) { ++together[warp]; }
+
+  void leave(int warp) {
+    Lock lock(mutex);
+    waits_for[warp] = [] { return std::string("nothing: it has finished"); };
+    if (--live == 0) check_end();
+    else if (stuck == live) report_deadlock();
+  }
+
+  // What lanes store to shared memory the copy engine and products do not see until the warp shows it.
+  void hide(int warp, const char* to, int bytes) { std::memset(shown_at(warp, to, bytes), warp + 1, bytes); }
+  void show(int warp, const char* from, const char* to) {
+    Lock lock(mutex);
+    for (const char* i = from; i < to; ++i)
+      if (stored_by[i - shared] == warp + 1) stored_by[i - shared] = 0;
+  }
+  void check_shown(int warp, const char* from, int bytes, const char* who, CallSite at) {
+    const unsigned char* by = shown_at(warp, from, bytes);
+    if (by[0] || std::memcmp(by, by + 1, bytes - 1))
+      fail(warp, std::string(who) + " what lanes have stored, without sync_with_copies in between,", at);
+  }
+
+  std::mutex mutex;
+  std::string failure;
+
+ private:
+  std::vector<char> arena;
+  std::condition_variable wake;
+  std::vector<std::function<std::string()>> waits_for;
+  int live = 0, arrived = 0, stuck = 0;
+  u64 version = 0, barrier_phase = 0;
+  Order block_orders[2];
+  u64 arrived_in_named[NAMES];
+  Order named_orders[NAMES][2];
+  std::unordered_map<const char*, Barrier> barriers;          // by their place in shared memory
+  std::vector<u64> together;
+  std::vector<unsigned char> stored_by;                                  // for each byte: the number of the warp that hides it, from 1
+
+  u64 count_in_named(int name, int members) {
+    const u64 opening = arrived_in_named[name] / members;
+    named_orders[name][opening % 2].give();
+    if (++arrived_in_named[name] % members == 0) state_changed();
+    return opening;
+  }
+  unsigned char* shown_at(int warp, const char* address, int bytes) {
+    if (address < shared || address + bytes > shared + shared_bytes)
+      fail(warp, "uses shared memory from byte " + std::to_string(address - shared) + " on, of " + std::to_string(shared_bytes));
+    return &stored_by[address - shared];
+  }
+  Barrier& barrier_at(int warp, const char* address, CallSite at) {
+    const auto found = barriers.find(address);
+    if (found == barriers.end() || (found->second.starter != warp && found->second.started_in == barrier_phase))
+      fail_locked(warp, "uses " + named(address) + ", which nobody has started before the last sync_block," + named(at));
+    return found->second;
+  }
+  void arrive_bytes(Barrier& barrier, i64 bytes) {
+    barrier.orders[barrier.openings % 2].give();
+    barrier.missing_bytes -= bytes;
+    open_if_complete(barrier);
+  }
+  void open_if_complete(Barrier& barrier) {
+    if (barrier.missing > 0 || barrier.missing_bytes != 0) return;
+    ++barrier.openings;
+    barrier.missing = barrier.count;
+    state_changed();
+  }
+
+  // What only shows when all warps have left.
+  void check_end() {
+    if (!failure.empty()) return;
+    for (const auto& [address, barrier] : barriers)
+      if (barrier.missing_bytes != 0) failure = "block " + std::to_string(index) + " ends, and " + named(address) + " lacks " + missing_at(barrier);
+    for (int w = 0; w < warps; ++w)
+      if (together[w] != together[w / 4 * 4])
+        failure = "warps " + std::to_string(w / 4 * 4) + " and " + std::to_string(w) + " of block " + std::to_string(index) +
+                  " have not done the same with their warpgroup";
+  }
+
+  static std::string named(CallSite at) { return " at " + std::string(at.file) + ":" + std::to_string(at.line); }
+  std::string named(const char* address) const { return "the barrier at byte " + std::to_string(address - shared) + " of shared memory"; }
+  static std::string missing_at(const Barrier& barrier) {
+    return std::to_string(barrier.missing) + " of " + std::to_string(barrier.count) + " warps and " + std::to_string(barrier.missing_bytes) + " bytes";
+  }
+  [[noreturn]] void fail_locked(int warp, const std::string& what) {
+    if (failure.empty()) failure = "warp " + std::to_string(warp) + " of block " + std::to_string(index) + " " + what;
+    wake.notify_all();
+    throw Stopped{};
+  }
+  void report_deadlock() {
+    if (!failure.empty()) return;
+    failure = "deadlock in block " + std::to_string(index) + ":";
+    for (int w = 0; w < warps; ++w) failure += "\n  warp " + std::to_string(w) + " waits for " + waits_for[w]();
+    wake.notify_all();
+  }
+};
+
+}  // namespace host

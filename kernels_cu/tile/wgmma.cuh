@@ -1,0 +1,238 @@
+// wgmma.cuh -- products of a warpgroup: four warps of 16 rows each. The right factor lies in shared memory, the left one there too or
+// in registers. A product is started, runs beneath what follows, and is waited for.
+// (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".) Accumulators and left factors are laid out as those of mma.sync.
+#pragma once
+#include "tile/panel.cuh"
+
+#if ON_GPU
+// Where a factor lies (PTX ISA, "Matrix Descriptor Format"), low word: its start, and the distance from panel to panel of 64 columns, which
+// is read where rows are the inner extent; one more is 16 bytes further. The high word is the same for all: 1024 bytes from eight rows to
+// the next eight, and the 128-byte swizzle. Apart, because a 64-bit sum for each instruction keeps the tensor cores waiting.
+OP u32 descriptor(SharedAddress start, int panel_bytes) { return (start & 0x3ffff) >> 4 | u32(panel_bytes >> 4) << 16; }
+#define DESCRIPTOR(name, low) ".reg .b64 " name "; mov.b64 " name ", {" low ", 0x40000040}; "
+
+// An asm statement has no loops. These spell the registers of an accumulator of N columns, as text and as operands, by tens.
+#define TEN(t) "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define OF_TEN(d, t) \
+  "+f"(d[t##0]), "+f"(d[t##1]), "+f"(d[t##2]), "+f"(d[t##3]), "+f"(d[t##4]), "+f"(d[t##5]), "+f"(d[t##6]), "+f"(d[t##7]), "+f"(d[t##8]), "+f"(d[t##9])
+#define OF_A(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+#define WGMMA(N, type, d, descriptors, factors, add, transposed) \
+  "{ .reg .pred add; setp.ne.b32 add, " add ", 0; " descriptors \
+  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" d "}, " factors ", add, 1, 1, " transposed "; }"
+#define D_64 TEN() TEN(1) TEN(2) "%30, %31"
+#define OF_D_64 OF_TEN(d, ), OF_TEN(d, 1), OF_TEN(d, 2), "+f"(d[30]), "+f"(d[31])
+#define D_80 TEN() TEN(1) TEN(2) "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
+#define OF_D_80 OF_TEN(d, ), OF_TEN(d, 1), OF_TEN(d, 2), \
+  "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+#define D_96 TEN() TEN(1) TEN(2) TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47"
+#define OF_D_96 OF_TEN(d, ), OF_TEN(d, 1), OF_TEN(d, 2), OF_TEN(d, 3), \
+  "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define D_112 TEN() TEN(1) TEN(2) TEN(3) TEN(4) "%50, %51, %52, %53, %54, %55"
+#define OF_D_112 OF_TEN(d, ), OF_TEN(d, 1), OF_TEN(d, 2), OF_TEN(d, 3), OF_TEN(d, 4), \
+  "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+#define D_128 TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60, %61, %62, %63"
+#define OF_D_128 OF_TEN(d, ), OF_TEN(d, 1), OF_TEN(d, 2), OF_TEN(d, 3), OF_TEN(d, 4), OF_TEN(d, 5), \
+  "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define D_144 TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) "%70, %71"
+#define OF_D_144 OF_TEN(d, ), OF_TEN(d, 1), OF_TEN(d, 2), OF_TEN(d, 3), OF_TEN(d, 4), OF_TEN(d, 5), OF_TEN(d, 6), \
+  "+f"(d[70]), "+f"(d[71])
+#define D_160 TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define OF_D_160 OF_TEN(d, ), OF_TEN(d, 1), OF_TEN(d, 2), OF_TEN(d, 3), OF_TEN(d, 4), OF_TEN(d, 5), OF_TEN(d, 6), \
+  "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
+#define D_176 TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) "%80, %81, %82, %83, %84, %85, %86, %87"
+#define OF_D_176 OF_TEN(d, ), OF_TEN(d, 1), OF_TEN(d, 2), OF_TEN(d, 3), OF_TEN(d, 4), OF_TEN(d, 5), OF_TEN(d, 6), OF_TEN(d, 7), \
+  "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
+#define D_192 TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) "%90, %91, %92, %93, %94, %95"
+#define OF_D_192 OF_TEN(d, ), OF_TEN(d, 1), OF_TEN(d, 2), OF_TEN(d, 3), OF_TEN(d, 4), OF_TEN(d, 5), OF_TEN(d, 6), OF_TEN(d, 7), \
+  OF_TEN(d, 8), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+#define D_256 TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) \
+  "%120, %121, %122, %123, %124, %125, %126, %127"
+#define OF_D_256 OF_TEN(d, ), OF_TEN(d, 1), OF_TEN(d, 2), OF_TEN(d, 3), OF_TEN(d, 4), OF_TEN(d, 5), OF_TEN(d, 6), OF_TEN(d, 7), \
+  OF_TEN(d, 8), OF_TEN(d, 9), OF_TEN(d, 10), OF_TEN(d, 11), \
+  "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+
+// d = a b^T + (add ? d : 0): 16 columns of 64 rows of a, 16 columns of N rows of b
+template <int N> OP void wgmma_from_shared(float* d, u32 a, u32 b, int add);
+// d += a b: 16 columns of 64 rows of a, 16 rows of N columns of b
+template <int N> OP void wgmma_from_registers(float* d, const u32* a, u32 b);
+template <> OP void wgmma_from_shared<64>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(64, "f16", D_64, DESCRIPTOR("a", "%32") DESCRIPTOR("b", "%33"), "a, b", "%34", "0, 0") : OF_D_64 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(64, "bf16", D_64, DESCRIPTOR("a", "%32") DESCRIPTOR("b", "%33"), "a, b", "%34", "0, 0") : OF_D_64 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_shared<80>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(80, "f16", D_80, DESCRIPTOR("a", "%40") DESCRIPTOR("b", "%41"), "a, b", "%42", "0, 0") : OF_D_80 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(80, "bf16", D_80, DESCRIPTOR("a", "%40") DESCRIPTOR("b", "%41"), "a, b", "%42", "0, 0") : OF_D_80 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_shared<96>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(96, "f16", D_96, DESCRIPTOR("a", "%48") DESCRIPTOR("b", "%49"), "a, b", "%50", "0, 0") : OF_D_96 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(96, "bf16", D_96, DESCRIPTOR("a", "%48") DESCRIPTOR("b", "%49"), "a, b", "%50", "0, 0") : OF_D_96 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_shared<112>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(112, "f16", D_112, DESCRIPTOR("a", "%56") DESCRIPTOR("b", "%57"), "a, b", "%58", "0, 0") : OF_D_112 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(112, "bf16", D_112, DESCRIPTOR("a", "%56") DESCRIPTOR("b", "%57"), "a, b", "%58", "0, 0") : OF_D_112 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_shared<128>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(128, "f16", D_128, DESCRIPTOR("a", "%64") DESCRIPTOR("b", "%65"), "a, b", "%66", "0, 0") : OF_D_128 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(128, "bf16", D_128, DESCRIPTOR("a", "%64") DESCRIPTOR("b", "%65"), "a, b", "%66", "0, 0") : OF_D_128 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_shared<144>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(144, "f16", D_144, DESCRIPTOR("a", "%72") DESCRIPTOR("b", "%73"), "a, b", "%74", "0, 0") : OF_D_144 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(144, "bf16", D_144, DESCRIPTOR("a", "%72") DESCRIPTOR("b", "%73"), "a, b", "%74", "0, 0") : OF_D_144 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_shared<160>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(160, "f16", D_160, DESCRIPTOR("a", "%80") DESCRIPTOR("b", "%81"), "a, b", "%82", "0, 0") : OF_D_160 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(160, "bf16", D_160, DESCRIPTOR("a", "%80") DESCRIPTOR("b", "%81"), "a, b", "%82", "0, 0") : OF_D_160 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_shared<176>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(176, "f16", D_176, DESCRIPTOR("a", "%88") DESCRIPTOR("b", "%89"), "a, b", "%90", "0, 0") : OF_D_176 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(176, "bf16", D_176, DESCRIPTOR("a", "%88") DESCRIPTOR("b", "%89"), "a, b", "%90", "0, 0") : OF_D_176 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_shared<192>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(192, "f16", D_192, DESCRIPTOR("a", "%96") DESCRIPTOR("b", "%97"), "a, b", "%98", "0, 0") : OF_D_192 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(192, "bf16", D_192, DESCRIPTOR("a", "%96") DESCRIPTOR("b", "%97"), "a, b", "%98", "0, 0") : OF_D_192 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_shared<256>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(256, "f16", D_256, DESCRIPTOR("a", "%128") DESCRIPTOR("b", "%129"), "a, b", "%130", "0, 0") : OF_D_256 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(256, "bf16", D_256, DESCRIPTOR("a", "%128") DESCRIPTOR("b", "%129"), "a, b", "%130", "0, 0") : OF_D_256 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_registers<64>(float* d, const u32* a, u32 b) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(64, "f16", D_64, DESCRIPTOR("b", "%36"), "{%32, %33, %34, %35}, b", "%37", "1") : OF_D_64 : OF_A(a), "r"(b), "r"(1));
+  else
+    asm volatile(WGMMA(64, "bf16", D_64, DESCRIPTOR("b", "%36"), "{%32, %33, %34, %35}, b", "%37", "1") : OF_D_64 : OF_A(a), "r"(b), "r"(1));
+}
+template <> OP void wgmma_from_registers<96>(float* d, const u32* a, u32 b) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(96, "f16", D_96, DESCRIPTOR("b", "%52"), "{%48, %49, %50, %51}, b", "%53", "1") : OF_D_96 : OF_A(a), "r"(b), "r"(1));
+  else
+    asm volatile(WGMMA(96, "bf16", D_96, DESCRIPTOR("b", "%52"), "{%48, %49, %50, %51}, b", "%53", "1") : OF_D_96 : OF_A(a), "r"(b), "r"(1));
+}
+template <> OP void wgmma_from_registers<128>(float* d, const u32* a, u32 b) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(128, "f16", D_128, DESCRIPTOR("b", "%68"), "{%64, %65, %66, %67}, b", "%69", "1") : OF_D_128 : OF_A(a), "r"(b), "r"(1));
+  else
+    asm volatile(WGMMA(128, "bf16", D_128, DESCRIPTOR("b", "%68"), "{%64, %65, %66, %67}, b", "%69", "1") : OF_D_128 : OF_A(a), "r"(b), "r"(1));
+}
+template <> OP void wgmma_from_registers<192>(float* d, const u32* a, u32 b) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(192, "f16", D_192, DESCRIPTOR("b", "%100"), "{%96, %97, %98, %99}, b", "%101", "1") : OF_D_192 : OF_A(a), "r"(b), "r"(1));
+  else
+    asm volatile(WGMMA(192, "bf16", D_192, DESCRIPTOR("b", "%100"), "{%96, %97, %98, %99}, b", "%101", "1") : OF_D_192 : OF_A(a), "r"(b), "r"(1));
+}
+template <> OP void wgmma_from_registers<256>(float* d, const u32* a, u32 b) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(256, "f16", D_256, DESCRIPTOR("b", "%132"), "{%128, %129, %130, %131}, b", "%133", "1") : OF_D_256 : OF_A(a), "r"(b), "r"(1));
+  else
+    asm volatile(WGMMA(256, "bf16", D_256, DESCRIPTOR("b", "%132"), "{%128, %129, %130, %131}, b", "%133", "1") : OF_D_256 : OF_A(a), "r"(b), "r"(1));
+}
+
+OP void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+OP void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> OP void wgmma_wait_group() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory"); }
+#else
+// Calls put(row, col, tile[row0 + row, col]) for what a product reads of some rows.
+template <int ROWS, int WIDTH, typename Put> void read_rows(const PanelTile<ROWS, WIDTH>& tile, int row0, int rows, CallSite at, Put put) {
+  for (int first = 0; first < WIDTH; first += 64) {
+    const SharedAddress panel = tile.base + first / 64 * tile.panel_bytes;
+    host::self->check_shown(panel + row0 * 128, rows * 128, "multiplies", at);
+    for (int r = 0; r < rows; ++r) {
+      Element row[64];
+      std::memcpy(row, panel + (row0 + r) * 128, sizeof row);
+      for (int c = 0; c < min_of(WIDTH - first, 64); ++c) put(r, first + c, to_float(row[c ^ (row0 + r) % 8 * 8]));
+    }
+  }
+}
+template <int K, int N> void multiply_add(Acc<16, N>& d, const float (&left)[16][K], const float (&right)[K][N]) {
+  count_flops(2 * 16 * K * N);
+  float sum[16][N] = {};
+  for (int i = 0; i < 16; ++i)
+    for (int k = 0; k < K; ++k)
+      for (int j = 0; j < N; ++j) sum[i][j] += left[i][k] * right[k][j];
+  for_lane(l) for (int r = 0; r < d.regs; ++r) d.at(l, r) += sum[d.row(l, r)][d.col(l, r)];
+}
+// d becomes what compute(d) makes of it when a wait names it, and is NaN until then.
+template <int N, typename Compute> void start_on_host(Acc<16, N>& d, Compute compute) {
+  const auto before = std::static_pointer_cast<Acc<16, N>>(host::self->sum_at(&d)), sum = std::make_shared<Acc<16, N>>(d);
+  d = Acc<16, N>();
+  const auto compute_sum = [=] {
+    if (before) *sum = *before;
+    compute(*sum);
+  };
+  host::self->start_product({&d, sum, compute_sum, [=, &d] { d = *sum; }});
+}
+#endif
+
+// s = q k^T is started: 64 queries of a warpgroup, 16 of them the calling warp's.
+template <int N, int WIDTH>
+OP void start_product_transposed(Acc<16, N>& s, const PanelTile<64, WIDTH>& q, const PanelTile<N, WIDTH>& k, CallSite at = call_site()) {
+#if ON_GPU
+  const u32 a = descriptor(q.base, 16), b = descriptor(k.base, 16);
+  pin(s);
+  wgmma_fence();                                              // without it the product may overtake what was written to its registers
+  #pragma unroll
+  for (int i = 0; i < WIDTH / 16; ++i)
+    wgmma_from_shared<N>(s.v, a + (i / 4 * q.panel_bytes + i % 4 * 32) / 16, b + (i / 4 * k.panel_bytes + i % 4 * 32) / 16, i > 0);
+  wgmma_commit_group();
+#else
+  const int warp_row = warp_id() % 4 * 16;
+  start_on_host(s, [=](Acc<16, N>& s) {
+    float left[16][WIDTH], right[WIDTH][N];
+    read_rows(q, warp_row, 16, at, [&](int row, int col, float x) { left[row][col] = x; });
+    read_rows(k, 0, N, at, [&](int row, int col, float x) { right[col][row] = x; });
+    fill(s, 0.f);
+    multiply_add(s, left, right);
+  });
+#endif
+}
+
+// o += p v is started: p in registers.
+template <int K, int TILE, int WIDTH>
+OP void start_product(Acc<16, WIDTH>& o, const OperandA<16> (&p)[K], const PanelTile<TILE, WIDTH>& v, CallSite at = call_site()) {
+  static_assert(TILE == 16 * K, "a column of p for each row of v");
+#if ON_GPU
+  const u32 b = descriptor(v.base, v.panel_bytes);
+  pin(o);
+  wgmma_fence();
+  #pragma unroll
+  for (int i = 0; i < K; ++i) wgmma_from_registers<WIDTH>(o.v, p[i].v, b + i * 16 * 128 / 16);
+  wgmma_commit_group();
+#else
+  start_on_host(o, [=, &p](Acc<16, WIDTH>& o) {
+    float left[16][16 * K], right[16 * K][WIDTH];
+    for (int i = 0; i < K; ++i)
+      for_lane(l) for (int r = 0; r < p[i].regs; ++r) for (int half = 0; half < 2; ++half)
+        left[p[i].row(l, r)][16 * i + p[i].k(l, r) + half] = unpack<Element>(p[i].at(l, r), half);
+    read_rows(v, 0, 16 * K, at, [&](int row, int col, float x) { right[row][col] = x; });
+    multiply_add(o, left, right);
+  });
+#endif
+}
+// Waits until at most PENDING products of this warp, the ones started last, are still running. `done` is the result of one that is not.
+template <int PENDING, int N> OP void wait_for_products(Acc<16, N>& done, CallSite at = call_site()) {
+#if ON_GPU
+  wgmma_wait_group<PENDING>();
+  pin(done);
+#else
+  host::self->wait_for_products(PENDING, &done, at);
+#endif
+}

@@ -1,0 +1,111 @@
+"""What a launch hands to the driver, seen by a program in the driver's place: parameters, addresses, maps and grids."""
+
+import ctypes
+import threading
+from types import SimpleNamespace
+
+import numpy
+import pytest
+
+from cupy_flash import plan_attention, tensor_map
+from cupy_flash.params import FORWARD, FORWARD_ARRAYS, HOPPER_FORWARD, TENSOR_MAP
+
+pytest.importorskip("cupy")
+from cupy_flash import device
+
+MULTIPROCESSORS = 5
+STREAM = 77
+ENCODED = 0xE0  # in the bytes of a map that the driver has encoded
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The launches so far: the bytes of the struct that the kernel would get, its address, and the grid."""
+    launches = []
+
+    def launch_kernel(function, *numbers):
+        *grid, shared_bytes, stream, arguments, extra = numbers
+        argument = ctypes.c_uint64.from_address(arguments).value
+        launches.append(SimpleNamespace(words=ctypes.string_at(argument, function), argument=argument, grid=grid))
+        assert (stream, extra) == (STREAM, 0) and shared_bytes > 0
+
+    def encode(place, *described):
+        ctypes.memset(place, ENCODED, TENSOR_MAP.itemsize)
+        return replace(place, described[2])
+
+    def replace(place, address):
+        ctypes.c_uint64.from_address(place.value).value = address
+        return 0
+
+    def module(kernel, ordinal):  # what points to a function is here the size of the struct that it takes
+        size = (HOPPER_FORWARD if kernel.kernel == "fwd_hopper" else FORWARD).itemsize
+        return SimpleNamespace(get_function=lambda entry: SimpleNamespace(ptr=size))
+
+    cuda = SimpleNamespace(
+        runtime=SimpleNamespace(free=lambda address: None),
+        get_current_stream=lambda: SimpleNamespace(ptr=STREAM),
+        alloc=lambda size: SimpleNamespace(ptr=1 << 30),
+    )
+    monkeypatch.setattr(device, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(device, "driver", SimpleNamespace(funcSetAttribute=lambda *_: None, launchKernel=launch_kernel))
+    monkeypatch.setattr(device, "_module", module)
+    monkeypatch.setattr(device, "_multiprocessors", lambda ordinal: MULTIPROCESSORS)
+    monkeypatch.setattr(tensor_map, "_driver", lambda: (encode, replace))
+    return launches
+
+
+def execution(queries=1000, **options):
+    q = numpy.zeros((2, 3, queries, 64), numpy.float16)
+    return plan_attention(q, q, q, backend="host", arch="90a", causal=True, return_lse=True, **options)._execution
+
+
+def struct(launch, dtype):
+    return numpy.frombuffer(launch.words, dtype)[0]
+
+
+def test_a_launch_hands_over_the_struct_with_its_addresses(launched):
+    on_device = execution(kernel="fwd_v2").on_device
+    for addresses in ([1, 2, 3, 4, 5], [11, 12, 13, 14, 0]):
+        on_device.launch(addresses)
+        params = struct(launched[-1], FORWARD)
+        assert [int(params[name]["data"]) for name in FORWARD_ARRAYS] == addresses
+        assert (params["len_q"], params["last_key"], params["q"]["head_stride"]) == (1000, 0, 64_000)
+    assert launched[-1].grid == [8 * 3 * 2, 1, 1, 128, 1, 1]
+
+
+def test_the_workspace_has_its_addresses_as_well(launched):
+    prepared = execution(kernel="fwd_v1")
+    prepared.on_device.launch([1, 2, 3, 4, 5])
+    assert prepared.workspace.names == ("state",) and struct(launched[-1], FORWARD)["state"] == 1 << 30
+
+
+def test_maps_are_in_the_form_of_the_driver_and_the_rest_is_as_it_was(launched):
+    on_device = execution().on_device
+    for addresses in ([1 << 20, 2 << 20, 3 << 20, 4 << 20, 5], [1 << 20, 6 << 20, 3 << 20, 7 << 20, 0]):
+        on_device.launch(addresses)
+        params = struct(launched[-1], HOPPER_FORWARD)
+        for name, address in zip(("q", "k", "v", "out"), addresses):
+            assert params[name].tobytes() == address.to_bytes(8, "little") + bytes([ENCODED] * 120)
+        assert params["lse"]["data"] == addresses[-1] and params["lse"]["head_stride"] == 1000
+        assert (params["len_q"], params["last_key"], params["run"]) == (1000, 0, 2)
+        assert launched[-1].argument % 64 == 0
+
+
+def test_blocks_that_take_turns_are_as_many_as_the_device_holds(launched):
+    threads = execution().kernel.threads
+    execution().on_device.launch([1 << 20] * 5)
+    execution(queries=1).on_device.launch([1 << 20] * 5)
+    one_for_each_head = 2 * 3
+    assert [launch.grid for launch in launched] == [[MULTIPROCESSORS, 1, 1, threads, 1, 1]] * 2
+    assert one_for_each_head > MULTIPROCESSORS
+
+
+def test_each_thread_has_words_of_its_own(launched):
+    on_device = execution().on_device
+    on_device.launch([1 << 20] * 5)
+    thread = threading.Thread(target=on_device.launch, args=([2 << 20] * 5,))
+    thread.start()
+    thread.join()
+    on_device.launch([1 << 20] * 5)
+    here, there, again = launched
+    assert here.argument == again.argument != there.argument and here.words == again.words != there.words

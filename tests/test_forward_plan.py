@@ -1,0 +1,321 @@
+"""Which forward a problem gets where there is a kernel for one architecture: fwd_hopper, its rows, its grid and its parameters."""
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy
+import pytest
+from hypothesis import example, given, strategies
+
+from cupy_flash import UnsupportedError, attention, host, plan_attention, tuning
+from cupy_flash.architecture import ARCHITECTURES
+from cupy_flash.forward_plan import forward_maps, make_forward_plan
+from cupy_flash.layout import dense_layout
+from cupy_flash.options import Options
+from cupy_flash.params import HOPPER_FORWARD, divisor, hopper_forward_params
+from cupy_flash.plan import Launch
+from cupy_flash.problem import make_problem
+from cupy_flash.tuning import HOPPER, Row
+
+SM_90A = ARCHITECTURES["90a"]
+
+
+def array(*shape, dtype=numpy.float16):
+    return numpy.zeros(shape, dtype)
+
+
+def planned(q, k=None, v=None, **options):
+    k = q if k is None else k
+    return plan_attention(q, k, k if v is None else v, **{"backend": "host", "arch": "90a"} | options)
+
+
+def problem_of(q, k=None, v=None, **options):
+    layouts = [dense_layout(shape, reversed(range(len(shape))), "float16", None) for shape in (q, k or q, v or k or q)]
+    return make_problem(*layouts, Options(backend="host", **options))
+
+
+# The kernel
+
+
+@pytest.mark.parametrize("dtype", [numpy.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"algorithm": "v2"}, {"softcap": 5.0}], ids=str)
+def test_sm_90a_has_a_kernel_for_16_bits(dtype, options):
+    made = planned(array(2, 3, 70, 64, dtype=dtype), **options)
+    assert made.kernel.kernel == "fwd_hopper" and "TMA" not in str(made)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_others_have_not(arch):
+    expected = "fwd_hopper" if arch == "90a" else "fwd_v2"
+    assert planned(array(2, 70, 64), arch=arch).kernel.kernel == expected
+    for made in (planned(array(2, 70, 64, dtype=numpy.float32), arch=arch), planned(array(2, 70, 60), arch=arch)):
+        assert made.kernel.kernel == "fwd_v2"
+    assert planned(array(2, 70, 64), arch=arch, algorithm="v1").kernel.kernel == "fwd_v1"
+
+
+@pytest.mark.parametrize(
+    "moved, x, why",
+    [
+        ("q", array(2, 70, 68)[..., :64], "no TMA: rows of q start 136 bytes apart, not a multiple of 16"),
+        ("k", array(2, 70, 64)[:, ::-1], "no TMA: rows of k start -128 bytes apart, backwards"),
+        ("v", array(2 * 70 * 64 + 4)[4:].reshape(2, 70, 64), "no TMA: v starts at a multiple of 8 bytes only, not of 16"),
+        ("v", array(2, 70, 36), "no TMA: rows of v start 72 bytes apart, not a multiple of 16"),
+        ("out", array(2, 64, 70).swapaxes(1, 2), "no TMA: elements of out start 140 bytes apart, not 2"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_without_a_map_of_every_array_the_plan_says_why(moved, x, why):
+    arrays = {"q": array(2, 70, 64), "k": array(2, 70, 64), "v": array(2, 70, 64)} | {moved: x}
+    made = planned(**arrays)
+    assert made.kernel.kernel == "fwd_v2" and why in made.kernel.reasons
+    assert "no TMA" not in str(planned(**arrays, arch="80"))  # where nothing would be moved by it
+    with pytest.raises(UnsupportedError, match=f"kernel: .* arrays that TMA cannot move, got 'fwd_hopper': {why[8:]}"):
+        planned(**arrays, kernel="fwd_hopper")
+
+
+def test_lse_need_not_have_a_map():
+    lse = array(2, 70, 3, dtype=numpy.float32)[..., 1]
+    assert planned(array(2, 70, 64), lse=lse, return_lse=True).kernel.kernel == "fwd_hopper"
+
+
+@pytest.mark.parametrize("shapes", [((2, 5, 64), (2, 0, 64)), ((2, 0, 64), (2, 5, 64)), ((0, 5, 64), (0, 5, 64))], ids=str)
+def test_empty_arrays_have_no_map(shapes):
+    made = planned(*map(lambda shape: array(*shape), shapes))
+    assert made.kernel.kernel == "fwd_v2" and "has no elements" in str(made)
+
+
+# A kernel asked for
+
+
+@pytest.mark.parametrize("kernel", ["fwd_v1", "fwd_v2", "fwd_hopper"])
+@pytest.mark.parametrize("algorithm", ["auto", "its own"])
+def test_the_kernel_asked_for_is_planned(kernel, algorithm):
+    algorithm = {"fwd_v1": "v1"}.get(kernel, "v2") if algorithm == "its own" else algorithm
+    made = planned(array(2, 70, 64), kernel=kernel, algorithm=algorithm)
+    assert made.kernel.kernel == kernel and made.problem.algorithm == ("v1" if kernel == "fwd_v1" else "v2")
+
+
+def test_a_kernel_asked_for_is_the_one_that_is_found_without_asking():
+    q = array(2, 70, 64)
+    assert planned(q, arch="80", kernel="fwd_v2").kernel == planned(q, arch="80").kernel
+    assert planned(q, kernel="fwd_hopper").kernel == planned(q).kernel
+    assert planned(q, kernel="fwd_v1").kernel == planned(q, algorithm="v1").kernel
+    assert planned(q, kernel="fwd_v2").kernel != planned(q).kernel
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"kernel": "fwd_v3"}, ValueError, "kernel: expected one of .*'fwd_hopper'.*, got 'fwd_v3'"),
+        ({"kernel": "bwd_v2"}, ValueError, "kernel: expected one of .*, got 'bwd_v2'"),
+        ({"kernel": 2}, TypeError, "kernel: expected one of .*, got 2"),
+        ({"kernel": ["fwd_v2"]}, TypeError, "kernel: expected one of .*, got"),
+        ({"kernel": "fwd_v1", "algorithm": "v2"}, ValueError, "algorithm: expected 'auto' or 'v1' with kernel 'fwd_v1', got 'v2'"),
+        ({"kernel": "fwd_hopper", "algorithm": "v1"}, ValueError, "algorithm: expected 'auto' or 'v2' with kernel 'fwd_hopper'"),
+        ({"kernel": "fwd_v2", "backend": "numpy", "arch": None}, ValueError, "kernel: expected None on backend 'numpy'"),
+        ({"kernel": "fwd_hopper", "arch": "80"}, UnsupportedError, "kernel: expected fwd_v1 or fwd_v2 for float16 on sm_80, got"),
+    ],
+)
+def test_kernels_that_cannot_serve_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        planned(array(2, 70, 64), **options)
+
+
+def test_float32_has_no_such_kernel():
+    with pytest.raises(UnsupportedError, match="kernel: expected fwd_v1 or fwd_v2 for float32 on sm_90a, got 'fwd_hopper'"):
+        planned(array(2, 70, 64, dtype=numpy.float32), kernel="fwd_hopper")
+
+
+def test_attention_takes_no_kernel():
+    with pytest.raises(TypeError, match="kernel"):
+        attention(*[array(2, 70, 64)] * 3, kernel="fwd_v2")
+
+
+# Its constants
+
+
+@pytest.mark.parametrize(
+    "dim, dim_v, width, width_v",
+    [(8, 8, 64, 64), (64, 64, 64, 64), (72, 64, 96, 64), (128, 128, 128, 128), (136, 40, 192, 64), (64, 200, 64, 256)],
+)
+def test_widths(dim, dim_v, width, width_v):
+    made = planned(array(2, 70, dim), array(2, 90, dim), array(2, 90, dim_v)).kernel
+    c = made.config
+    row = next(row for row in HOPPER if row.width >= max(width, width_v) and row.reason in made.reasons)
+    assert [width, width_v] == [c.WIDTH, c.WIDTH_V]
+    assert [row.tile_q, row.tile_kv, row.warps] == [c.TILE_Q, c.TILE_KV, c.WARPS]
+
+
+def test_what_copies_need_elsewhere_does_not_matter():
+    """Rows of 200 bytes move 8 bytes at a time in fwd_v2; for a map the distance of rows counts."""
+    q = array(2, 70, 104)[..., :100]
+    made = planned(q, out=array(2, 70, 104)[..., :100]).kernel
+    assert made.kernel == "fwd_hopper" and made == planned(array(2, 70, 128)).kernel and "copies" not in str(made)
+    assert planned(q, kernel="fwd_v2").kernel.config.COPY_BYTES == 8
+
+
+@pytest.mark.parametrize("options, explicit", [({}, False), ({"softcap": 5.0}, True), ({"scale": 0}, True), ({"scale": -1}, True)])
+def test_scores_are_scaled_one_by_one_only_where_they_must(options, explicit):
+    assert planned(array(1, 70, 64), **options).kernel.config.EXPLICIT_SCORES is explicit
+
+
+def test_rows_own_64_queries_a_group():
+    assert {64, 128, 192, 256} == {row.width for row in HOPPER}
+    for row in HOPPER:
+        assert row.warps % 4 == 0 and row.tile_q == 64 * (row.warps // 4 - 1) and row.tile_kv % 16 == 0 and row.tile_kv <= 256
+
+
+ROWS = (
+    Row(64, 64, 64, "few", warps=8, max_len_q=64),
+    Row(64, 128, 96, "banded", warps=12, banded=True),
+    Row(64, 128, 128, "dense", warps=12, banded=False),
+    Row(256, 128, 80, "any", warps=12),
+)
+
+
+@pytest.mark.parametrize(
+    "q, options, why",
+    [
+        ((2, 64, 64), {"causal": True}, "few"),
+        ((2, 65, 64), {"causal": True}, "banded"),
+        ((2, 65, 64), {"window": (3, None)}, "banded"),
+        ((2, 65, 64), {}, "dense"),
+        ((2, 65, 64), {"window": (64, 64)}, "dense"),  # hides nothing
+        ((2, 65, 72), {"causal": True}, "any"),
+        ((2, 65, 72), {}, "any"),
+    ],
+    ids=str,
+)
+def test_the_first_row_for_width_mask_and_length_is_taken(q, options, why, monkeypatch):
+    monkeypatch.setitem(tuning.KERNEL_TABLES, "fwd_hopper", {"90a": {"half": ROWS}})
+    made = make_forward_plan(problem_of(q, **options), SM_90A)
+    assert any(reason.endswith(f": {why}") for reason in made.reasons)
+
+
+# Its grid
+
+
+def test_blocks_take_turns():
+    made = planned(array(2, 3, 400, 64))
+    tiles = -(-400 // made.kernel.config.TILE_Q) * 3 * 2
+    assert made.launches == (Launch("fwd_hopper", tiles, made.kernel.shared_bytes, made.kernel.config.MIN_BLOCKS),)
+    assert f"{tiles} blocks, at most 1 a multiprocessor, which take turns" in str(made)
+    [generic] = planned(array(2, 3, 400, 64), kernel="fwd_v2").launches
+    assert generic.per_multiprocessor is None
+
+
+@pytest.mark.parametrize("blocks, each, on_ten", [(5, None, 5), (500, None, 500), (5, 1, 5), (10, 1, 10), (11, 1, 10), (35, 3, 30)])
+def test_blocks_on_a_device(blocks, each, on_ten):
+    assert Launch("entry", blocks, 7, each).on(10) == Launch("entry", on_ten, 7)
+
+
+def test_the_host_has_few_multiprocessors(monkeypatch):
+    """So that a block takes several tiles: here the entry is called with as many blocks as it would have."""
+    found = []
+
+    class Library:
+        fwd_hopper = host.ctypes.pythonapi.Py_IsInitialized  # anything with an address
+
+        def launch(self, kernel, params, blocks, *others):
+            found.append(blocks.value)
+
+    monkeypatch.setattr(host, "build", lambda plan, options: "a library")
+    monkeypatch.setattr(host, "_load", lambda path: Library())
+    for queries in (1, 1000):
+        q = array(2, 3, queries, 64)
+        planned(q)(q, q, q)
+    assert found == [host.MULTIPROCESSORS] * 2
+    one = array(1, 1, 1, 64)
+    planned(one)(one, one, one)
+    assert found[-1] == 1
+
+
+def test_tiles_beyond_a_grid_are_refused():
+    one = array(1, 1, 1, 64)
+    with pytest.raises(UnsupportedError, match="q: expected fewer than 2147483648 blocks of fwd_hopper, got 2147483648"):
+        planned(numpy.broadcast_to(one, (2**20, 2**11, 1, 64)), one)
+
+
+@given(strategies.integers(1, 2**31 - 1), strategies.integers(0, 2**31 - 1))
+@example(1, 2**31 - 1)
+@example(2, 2**31 - 1)
+@example(3, 2**31 - 2)
+@example(2**30 + 1, 2**31 - 1)
+@example(2**31 - 1, 2**31 - 1)
+def test_a_product_divides(number, n):
+    """As `divide` of place.cuh does, which has 32 bits for each number."""
+    same, multiplier, shift = divisor(number)
+    assert same == number and multiplier < 2**32
+    for dividend in (n, n - n % number, max(n - n % number - 1, 0)):  # also where quotients change
+        assert (dividend * multiplier >> 32 >> shift if multiplier else dividend) == dividend // number
+
+
+@pytest.mark.parametrize(
+    "options, run", [({}, 1), ({"causal": True}, 2), ({"window": (5, 0)}, 1), ({"window": (None, 3)}, 2)], ids=str
+)
+def test_runs_of_a_long_and_a_short_tile(options, run):
+    problem = problem_of((3, 50, 64), **options)
+    [params] = hopper_forward_params(problem, forward_maps(make_forward_plan(problem, SM_90A), problem), 16)
+    assert (params["run"], params["tiles"]) == (run, 3 * 4)
+
+
+# Its parameters
+
+
+def test_a_problem_becomes_numbers():
+    """Each number differs from the others, so that none can take another's place."""
+    q, out = (dense_layout((2, 6, 10, dim), (3, 1, 2, 0), "float16", None) for dim in (64, 48))
+    k, v = (dense_layout((2, 3, 20, dim), (3, 2, 1, 0), "float16", None) for dim in (64, 48))
+    asked = Options(scale=0.3, softcap=5.0, window=(4, 2), return_lse=True, backend="host")
+    problem = make_problem(q, k, v, asked, out)
+    plan = make_forward_plan(problem, SM_90A)
+    params = hopper_forward_params(problem, forward_maps(plan, problem), 3)[0]
+    in_maps = ("q", "k", "v", "out")
+    assert {name: params[name]["size"].tolist() for name in in_maps} == {
+        "q": [64, 10, 6, 2, 1],
+        "k": [64, 20, 3, 2, 1],
+        "v": [48, 20, 3, 2, 1],
+        "out": [48, 10, 6, 2, 1],
+    }
+    assert {name: params[name]["stride"].tolist()[:3] for name in in_maps} == {  # bytes between rows, heads, batch elements
+        "q": [768, 128, 7680],
+        "k": [128, 2560, 7680],
+        "v": [96, 1920, 5760],
+        "out": [576, 96, 5760],
+    }
+    assert [params[name]["box_rows"] for name in in_maps] == [64, plan.config.TILE_KV, plan.config.TILE_KV, 16]
+    assert {int(params[name]["box_cols"]) for name in in_maps} == {64}
+    assert {int(params[name]["data"]) for name in (*in_maps, "lse")} == {0}
+    lse = params["lse"]
+    assert [lse["batch_stride"].tolist(), lse["head_stride"], lse["row_stride"], lse["col_stride"]] == [[0, 0, 0, 60], 10, 1, 0]
+    assert {name: params[name].tolist() for name in HOPPER_FORWARD.names if name not in (*in_maps, "lse")} == {
+        "first_key": 6,
+        "last_key": 12,
+        "batch": [1, 1, 1, 2],
+        "heads": 6,
+        "heads_per_kv": 2,
+        "tiles": 2 * 6 * 4,
+        "run": 1,
+        "by_tiles_of_head": divisor(4),
+        "by_heads": divisor(6),
+        "len_q": 10,
+        "len_kv": 20,
+        "dim": 64,
+        "dim_v": 48,
+        "scale": pytest.approx(0.3),
+        "softcap": 5.0,
+    }
+
+
+def test_an_lse_left_out_is_null():
+    problem = problem_of((2, 3, 50, 64))
+    params = hopper_forward_params(problem, forward_maps(make_forward_plan(problem, SM_90A), problem), 64)
+    assert params["lse"].tobytes() == bytes(params["lse"].nbytes)
+
+
+def test_boxes_follow_the_tile():
+    problem = problem_of((2, 3, 50, 64))
+    plan = make_forward_plan(problem, SM_90A)
+    narrow = replace(plan, config=replace(plan.config, TILE_KV=16))
+    assert [m.box_rows for m in forward_maps(narrow, problem).values()] == [64, 16, 16, 16]
+    assert forward_maps(make_forward_plan(problem, ARCHITECTURES["80"]), problem) == {}

@@ -1,0 +1,154 @@
+"""Rules of barriers that count arrivals, of the copy engine and of warpgroups, on the host: small kernels that break one.
+
+What a GPU would answer with a hang, with garbage or with nothing at all is a `FaultError` here, in both schedules.
+"""
+
+import re
+
+import numpy
+import pytest
+
+from cupy_flash import DeadlockError, FaultError, plan_attention
+from cupy_flash.cases import Case, make_inputs
+from cupy_flash.host import SCHEDULES
+
+# A small kernel in the place of a large one, with a few things at hand.
+SMALL_KERNEL = """\
+#include "tile/arrival.cuh"
+#include "tile/wgmma.cuh"
+KERNEL(32 * WARPS, 1) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
+  const Arrival barrier{shared_memory()};
+  const PanelTile<64, 64> tile{shared_memory() + 1024};
+  const int first[BATCH_AXES] = {};
+  Acc<16, 64> acc, other;
+  float out = 1.f;
+  BODY
+  if (warp_id() == 0) *static_cast<float*>(p.lse.data) = out;
+}
+"""
+BODY_LINE = SMALL_KERNEL[: SMALL_KERNEL.index("BODY")].count("\n") + 1
+
+
+@pytest.fixture(params=SCHEDULES)
+def run(request, monkeypatch, change_kernel):
+    """A function that executes a kernel with this body, in each schedule, and returns the number it leaves in `out`."""
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
+
+    def run_body(body):
+        change_kernel("fwd_hopper.cu", SMALL_KERNEL.replace("BODY", body))
+        inputs = make_inputs(Case("float16", 64, 64))
+        _, lse = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", return_lse=True)(*inputs)
+        return lse[0, 0, 0]
+
+    return run_body
+
+
+# Who breaks which rule, and what is said of it: {W} stands for "warp 0 of block 0", {B} for the barrier.
+BARRIERS = {
+    "used and never started": ("if (warp_id() == 1) arrive_at(barrier);", "warp 1 of block 0 uses {B}, which nobody has started"),
+    "started for oneself": (
+        "if (warp_id() == 0) start_arrivals(barrier, 1); if (warp_id() == 2) while (true) arrive_at(barrier);",
+        "warp 2 of block 0 uses {B}, which nobody has started before the last sync_block",
+    ),
+    "started twice": (
+        "if (warp_id() == 0) start_arrivals(barrier, 1); sync_block(); if (warp_id() == 3) start_arrivals(barrier, 1);",
+        "warp 3 of block 0 starts {B} again",
+    ),
+    "too many arrivals": (
+        "if (warp_id() == 0) { start_arrivals(barrier, 1); arrive_with_bytes(barrier, 8); arrive_at(barrier); }",
+        "{W} arrives at {B}, where all have arrived and bytes are still to come",
+    ),
+    "bytes that never come": (
+        "if (warp_id() == 0) { start_arrivals(barrier, 1); arrive_with_bytes(barrier, 8); }",
+        "block 0 ends, and {B} lacks 0 of 1 warps and 8 bytes",
+    ),
+}
+COPIES = {
+    "rows not shown": (
+        "store(tile, acc, 0); store_async(p.out, first, 0, 0, tile, 0);",
+        "{W} has the copy engine read what lanes have stored, without sync_with_copies in between",
+    ),
+    "rows shown to lanes only": (
+        "store(tile, acc, 0); sync_warp(); store_async(p.out, first, 0, 0, tile, 0);",
+        "{W} has the copy engine read what lanes have stored",
+    ),
+    "no wait at the end": ("store_async(p.out, first, 0, 0, tile, 0);", "{W} ends while the copy engine may still read"),
+    "another box": ("store_async(p.q, first, 0, 0, tile, 0);", "{W} moves 16 x 64 elements with a map of boxes of 64 x 64"),
+    "off the swizzle": ("store_async(p.out, first, 0, 0, tile, 4);", "{W} moves a box at an address that is no multiple of 1024"),
+}
+PRODUCTS = {
+    "another one waited for": (
+        "start_product_transposed(acc, tile, tile); wait_for_products<1>(acc);",
+        "warp .* of block 0 waits for a product that may still run",
+    ),
+    "no wait at the end": ("start_product_transposed(acc, tile, tile);", "warp .* of block 0 ends while a product runs"),
+    "factor not shown": (
+        "if (warp_id() == 0) store(tile, acc, 0);"
+        "sync_block(); start_product_transposed(acc, tile, tile); wait_for_products<0>(acc);",
+        "warp .* of block 0 multiplies what lanes have stored, without sync_with_copies in between",
+    ),
+    "three warps of four": (
+        "if (warp_id() != 5) take_registers<24>();",
+        "warps 4 and 5 of block 0 have not done the same with their warpgroup",
+    ),
+    "beyond shared memory": ("store_shared(shared_memory() + 300000, 1);", "uses shared memory from byte 300000 on, of"),
+}
+
+
+def assert_fault(run, body, message):
+    expected = message.format(W="warp 0 of block 0", B="the barrier at byte 0 of shared memory")
+    with pytest.raises(FaultError, match=expected):
+        run(body)
+
+
+@pytest.mark.parametrize("body, message", BARRIERS.values(), ids=BARRIERS)
+def test_rules_of_barriers(body, message, run):
+    assert_fault(run, body, message)
+
+
+@pytest.mark.parametrize("body, message", COPIES.values(), ids=COPIES)
+def test_rules_of_copies(body, message, run):
+    assert_fault(run, f"if (warp_id() == 0) {{ {body} }}", message)
+
+
+@pytest.mark.parametrize("body, message", PRODUCTS.values(), ids=PRODUCTS)
+def test_rules_of_products(body, message, run):
+    assert_fault(run, body, message)
+
+
+def test_deadlock_says_which_barrier_lacks_what(run):
+    with pytest.raises(DeadlockError) as caught:
+        run("if (warp_id() == 0) { start_arrivals(barrier, 2); arrive_at(barrier); wait_for(barrier, 0); }")
+    [place] = re.findall(r"warp 0 waits for the barrier at byte 0 of shared memory at .*/(fwd_hopper.*)", str(caught.value))
+    assert place == f"fwd_hopper.cu:{BODY_LINE}: 1 of 2 warps and 0 bytes"
+
+
+def test_each_opening_counts_anew(run):
+    """Two warps arrive, three times; the parity of the opening that is waited for takes turns."""
+    arrivals = "for (u32 i = 0; i < 3; ++i) { arrive_at(barrier); wait_for(barrier, i % 2); out += 1.f; sync_block(); }"
+    others = "for (int i = 0; i < 3; ++i) sync_block();"
+    start = "if (warp_id() == 0) start_arrivals(barrier, 2); sync_block();"
+    assert run(f"{start} if (warp_id() < 2) {arrivals} else {others}") == 4
+
+
+NAMED = {
+    "read before the wait": ("out = acc.at(0, 0); wait_for_products<0>(acc);", numpy.nan),
+    "another one named": ("wait_for_products<0>(other); out = acc.at(0, 0);", numpy.nan),
+    "named": ("wait_for_products<0>(acc); out = acc.at(0, 0);", 0),
+    "named later": ("wait_for_products<0>(other); wait_for_products<0>(acc); out = acc.at(0, 0);", 0),
+}
+
+
+@pytest.mark.parametrize("body, expected", NAMED.values(), ids=NAMED)
+def test_product_is_in_its_registers_when_a_wait_names_it(body, expected, run):
+    zeros = "if (warp_id() == 0) std::memset(tile.base, 0, tile.bytes); sync_block();"
+    numpy.testing.assert_equal(run(f"{zeros} start_product_transposed(acc, tile, tile); {body}"), numpy.float32(expected))
+
+
+def test_products_for_the_same_registers_add_up(run):
+    """o + p v + p v, of ones, waited for once."""
+    ones = "if (warp_id() == 0) { for_lane(l) for (int i = l; i < 4096; i += 32) store_shared(tile.base + 2 * i, u16(0x3c00));"
+    shown = "sync_with_copies(); } sync_block();"
+    factor = "OperandA<16> p_reg[4]; for (auto& a : p_reg) for_lane(l) for (int r = 0; r < 4; ++r) a.at(l, r) = 0x3c003c00;"
+    twice = "fill(acc, 3.f); start_product(acc, p_reg, tile); start_product(acc, p_reg, tile); wait_for_products<0>(acc);"
+    assert run(f"{ones} {shown} {factor} {twice} out = acc.at(7, 9);") == 3 + 2 * 64
