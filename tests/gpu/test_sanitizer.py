@@ -39,7 +39,7 @@ for case in (
     cupy.cuda.Device().synchronize()
 
 def forward(*inputs, **options):
-    """By a kernel that stores with instructions: initcheck does not know of memory that the copy engine has written."""
+    # By a kernel that stores with instructions: initcheck does not know of memory that the copy engine has written.
     return plan_attention(*inputs, kernel="fwd_v2", return_lse=True, **options)(*inputs)
 
 for case in (
