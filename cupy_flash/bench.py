@@ -200,6 +200,11 @@ class Measurement:
     launches: int
     note: str = ""
 
+    @property
+    def spread(self) -> float:
+        """From `low` to `high`, as a share of the median."""
+        return (self.high - self.low) / self.seconds
+
 
 @dataclass(frozen=True)
 class Failure:

@@ -28,6 +28,13 @@ class Report:
     warnings: tuple[str, ...]
     log: str = ""
 
+    @property
+    def fault(self) -> str:
+        """What a shipped plan must not have, or ''."""
+        if self.spill_bytes:
+            return "spills registers"
+        return "serialises wgmma" if any("C75" in warning for warning in self.warnings) else ""
+
 
 @functools.cache
 def _binding() -> Any:

@@ -14,8 +14,11 @@ from typing import Any
 import numpy
 
 from .api import attention
+from .arrays import layout
 from .bench import Array, Cell, Contender, Failure, Run
+from .launch import AttentionPlan
 from .options import FORWARD_KERNELS
+from .plan import Plan
 from .planning import plan_attention, plan_attention_backward
 
 ALGORITHMS = ("v1", "v2")
@@ -88,11 +91,31 @@ def _own(algorithm: str, kernel: str | None, deterministic: bool, cell: Cell, in
     if not dout:
         out = _unwritten(q)
         plan = plan_attention(q, k, v, causal=cell.causal, algorithm=algorithm, out=out, kernel=kernel)
-        return Run(partial(plan, q, k, v, out=out, workspace=_workspace(plan)), lambda out: (out,))
+        return _forward_run(plan, inputs, out)
     arguments = (*dout, q, k, v, *attention(q, k, v, causal=cell.causal, algorithm=algorithm, return_lse=True))
     results = dict(zip(("dq", "dk", "dv"), map(_unwritten, (q, k, v))))
     plan = plan_attention_backward(*arguments, causal=cell.causal, algorithm=algorithm, deterministic=deterministic, **results)
     return Run(partial(plan, *arguments, workspace=_workspace(plan), **results), tuple)
+
+
+def planned_run(kernel: Plan, cell: Cell, inputs: tuple[Array, ...]) -> Run:
+    """The forward of a cell by the very plan given, such as one that no table has.
+
+    Parameters
+    ----------
+    kernel : Plan
+        For the device of the inputs.
+    cell : Cell
+    inputs : tuple of array
+        q, k and v.
+    """
+    out = _unwritten(inputs[0])
+    problem = plan_attention(*inputs, causal=cell.causal, out=out, kernel=kernel.kernel).problem
+    return _forward_run(AttentionPlan(problem, kernel, tuple(map(layout, inputs)), False), inputs, out)
+
+
+def _forward_run(plan: AttentionPlan, inputs: tuple[Array, ...], out: Array) -> Run:
+    return Run(partial(plan, *inputs, out=out, workspace=_workspace(plan)), lambda out: (out,))
 
 
 def _unwritten(like: Array) -> Array:

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy
 
+from .architecture import Architecture
 from .arrays import DTYPES
 from .bench import Array, Cell, Run, Verdict
 from .compare import compare
 from .compare_gradients import compare_gradients
+from .execution import architecture_for
 
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU yet
 MATMUL_SIZE = 8192
@@ -37,6 +39,11 @@ class GpuBench:
         """Name of the GPU."""
         device = self._cupy.cuda.Device()
         return self._cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
+
+    @property
+    def architecture(self) -> Architecture:
+        """What is compiled for the GPU."""
+        return architecture_for("cuda", self._cupy.cuda.Device().id)
 
     @property
     def versions(self) -> dict[str, str]:

@@ -179,6 +179,17 @@ HOPPER = (
     Row(192, 128, 96, OUT_OVER_Q, warps=12, min_blocks=1),
     Row(256, 128, 80, OUT_OVER_Q, warps=12, min_blocks=1),
 )
+# Tiles that no row has now: what `bench --sweep` measures besides, since another card or compiler may like them better.
+CANDIDATE = "no row of the table"
+HOPPER_CANDIDATES = (
+    Row(64, 192, 112, CANDIDATE, warps=16, stages_q=2, min_blocks=1),
+    Row(64, 128, 176, CANDIDATE, **TWO),
+    Row(128, 128, 96, CANDIDATE, **TWO),
+    Row(128, 128, 112, CANDIDATE, **TWO),
+    Row(128, 128, 160, CANDIDATE, warps=12, min_blocks=1),
+    Row(128, 128, 192, CANDIDATE, warps=12, min_blocks=1),
+    Row(256, 128, 64, CANDIDATE, warps=12, min_blocks=1),
+)
 
 # The backward. A block owns TILE_KV keys; half of its warps own the gradient of values, half that of keys, so that a warp has
 # 2 TILE_KV / WARPS rows: 16, 32 or 64. K and V stay in shared memory, Q and dO pass through STAGES of TILE_Q rows each. All warps
@@ -250,11 +261,21 @@ BACKWARD_TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
     "120": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_86},
 }
 KERNEL_TABLES = {"fwd_v2": TABLES, "fwd_v1": V1_TABLES, "fwd_hopper": {"90a": {"half": HOPPER}}, "bwd_v2": BACKWARD_TABLES}
+CANDIDATE_TABLES = {"fwd_hopper": {"90a": {"half": HOPPER_CANDIDATES}}}
 
 
 def table_for(kernel: str, architecture: Architecture, dtype: str) -> tuple[Row, ...]:
     """The rows of a kernel for a dtype on an architecture; none where it does not exist."""
-    return KERNEL_TABLES[kernel].get(architecture.name, {}).get("float32" if dtype == "float32" else "half", ())
+    return _rows(KERNEL_TABLES, kernel, architecture, dtype)
+
+
+def candidates_for(kernel: str, architecture: Architecture, dtype: str) -> tuple[Row, ...]:
+    """The rows of a kernel's table, and those that are only measured."""
+    return table_for(kernel, architecture, dtype) + _rows(CANDIDATE_TABLES, kernel, architecture, dtype)
+
+
+def _rows(tables: dict[str, dict], kernel: str, architecture: Architecture, dtype: str) -> tuple[Row, ...]:
+    return tables.get(kernel, {}).get(architecture.name, {}).get("float32" if dtype == "float32" else "half", ())
 
 
 def row_for(

@@ -130,7 +130,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   const auto end_softmax = [&](u32 turn, RowVec<16>& weight) {
     const Place here = place(turn);
     RowVec<16> lse;
-    finish(softmax, weight, lse);
+    finish(softmax, lse);
+    weight = softmax.sum;
     if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, row_of(here)), p.lse.row_stride, p.len_q - row_of(here), lse);
     softmax = OnlineSoftmax<16>();
   };
@@ -210,8 +211,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     start_product(o_reg, p_reg, values.tile());
     RowVec<16> weight;
     end_softmax(turn - 1, weight);
-    wait_for_products<0>(o_reg);
-    arrive_free(values);
+    wait_for_products<0>(o_reg);                              // as above, both
+    arrive_free(values);                                      // as above
     for (; unseen > 0; --unseen) {
       skip(keys, 1);
       skip(values, 1);

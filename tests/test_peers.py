@@ -2,15 +2,19 @@
 
 import importlib.util
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import ml_dtypes
 import numpy
 import pytest
 
-from cupy_flash import peers
+from cupy_flash import peers, plan_attention
+from cupy_flash.architecture import ARCHITECTURES
 from cupy_flash.bench import Cell
+from cupy_flash.compare import compare
 from cupy_flash.stopwatch import FLUSH_BYTES, GpuBench
+from cupy_flash.sweep import candidates
 
 FREE = 1 << 30
 DTYPES = {"float16": numpy.float16, "bfloat16": ml_dtypes.bfloat16, "float32": numpy.float32}
@@ -142,6 +146,21 @@ def test_v2_computes_its_forward_with_the_kernel_asked_for(monkeypatch):
                 contender.prepare(cell_of("forward"), (None, None, None))
         assert [(c.name, c.directions, kernel) for c, kernel in zip(there, asked)] == found and all(c.ours for c in there)
     assert peers.KERNELS == ("fwd_v2", "fwd_hopper")
+
+
+def test_a_plan_of_no_table_is_the_one_that_runs(monkeypatch):
+    """On the host, in place of a device: the tile of a row that the planner would not take."""
+    cell = Cell("forward", "float16", 64, True, 150, 1, 2)
+    [plan, *_] = [c.plan for c in candidates(cell, ARCHITECTURES["80"]) if not c.chosen]
+    monkeypatch.setattr(peers, "plan_attention", partial(plan_attention, backend="host", arch="80"))
+    monkeypatch.setattr(peers, "_unwritten", lambda like: numpy.full_like(like, numpy.nan))
+    normal = _normal(0)
+    inputs = tuple(normal(cell.shape, numpy.float32).astype(numpy.float16) for _ in range(3))
+    run = peers.planned_run(plan, cell, inputs)
+    assert run.launch.func.kernel == plan
+    [out] = run.arrays(run.launch())
+    judged = compare(out, None, *inputs, scale=64**-0.5, last_key=0)
+    assert judged.ok, judged.message
 
 
 # On a GPU

@@ -14,10 +14,12 @@ import click
 from .. import __version__
 from ..bench import DIRECTIONS, SUITES, Bench, CellResult, Contender, Effort, Failure, compare_all, measure, reason
 from ..peers import ALGORITHMS, KERNELS, PEERS, contenders
+from ..sweep import sweep
 from .devices import devices
 from .lists import SIZES, names
-from .output import UserError, echo_progress, table, terminal_width
+from .output import UserError, echo_progress, table, terminal_width, tflops
 from .plotting import plot_option
+from .sweep import candidates_of, check_sweep, faults_of, finding_of, print_sweep
 
 DTYPES = ("float16", "bfloat16", "float32")
 MASKS = {"full": False, "causal": True}
@@ -35,6 +37,7 @@ class Report:
     matmul: dict[str, float]  # operations per second of cuBLAS, by dtype
     effort: Effort
     deterministic: bool
+    sweeps: bool  # results are `Swept`: the contenders of each cell are its candidates, all of this project
     contenders: tuple[Contender, ...]
     missing: tuple[Failure, ...]  # what was asked for and is not there
     results: tuple[CellResult, ...] = ()
@@ -55,6 +58,7 @@ class Report:
 @click.option("--algorithm", "algorithms", type=names(*ALGORITHMS), default=",".join(ALGORITHMS), help="Of this project.")
 @click.option("--kernel", "kernels", type=names(*KERNELS), default=(), help="Of v2's forward: these, not the planner's choice.")
 @click.option("--peers", type=names(*PEERS, "none"), default=",".join(PEERS), help="By default all that are installed.")
+@click.option("--sweep", "sweeps", is_flag=True, help="Every tile for the forward's kernel, beside the one that is chosen.")
 @click.option("--deterministic", is_flag=True, help="This project's backward adds in a fixed order; peers stay as they are.")
 @click.option("--rounds", type=click.IntRange(1), default=EFFORT.rounds, show_default=True, help="Turns in a cell.")
 @click.option("--seconds", type=SECONDS, default=EFFORT.seconds, show_default=True, help="GPU time of a contender in a cell.")
@@ -72,6 +76,7 @@ def bench(
     algorithms: tuple[str, ...],
     kernels: tuple[str, ...],
     peers: tuple[str, ...],
+    sweeps: bool,
     deterministic: bool,
     rounds: int,
     seconds: float,
@@ -83,20 +88,31 @@ def bench(
     Forward, backward or both (the default), in one process: cupy_flash, the formula in CuPy, PyTorch's backends and
     FlashAttention-4, as far as they are installed. Every cell has 16,384 tokens of 2048 numbers: heads are 2048 / dim. Results
     are judged before they are timed. Exits with 1 if a kernel of this project fails.
+
+    With --sweep, the forward alone: in each cell all tiles that can serve it, those of the kernel's tuning table and a few more,
+    and whether the one that the table chooses is the fastest.
     """
+    if sweeps:
+        check_sweep(context, direction, kernels)
     if kernels and "v2" not in algorithms:
         raise click.UsageError(f"--kernel is for v2, and --algorithm leaves {', '.join(algorithms)} only")
     given = {"dtypes": dtypes, "dims": dims, "seqs": seqs, "masks": tuple(MASKS[mask] for mask in masks)}
     chosen = replace(SUITES[suite], **{name: value for name, value in given.items() if value})
     cells = chosen.cells(DIRECTIONS if direction == "both" else (direction,))
-    there, missing = contenders(algorithms, [peer for peer in peers if peer != "none"], deterministic, kernels)
-    machine = _machine()
+    machine, effort = _machine(), Effort(rounds, seconds)
+    if sweeps:
+        there, missing = (), ()
+        swept = candidates_of(cells, machine.architecture, *kernels or (None,))
+        measured = sweep(swept, faults_of(swept), machine, effort)
+    else:
+        there, missing = contenders(algorithms, [peer for peer in peers if peer != "none"], deterministic, kernels)
+        measured = measure(cells, there, machine, effort)
     rates = echo_progress((_matmul_rate(machine, dtype) for dtype in chosen.dtypes), len(chosen.dtypes), "cuBLAS   ")
     matmul = {dtype: rate for dtype, rate in zip(chosen.dtypes, rates) if isinstance(rate, float)}
     missing = (*missing, *(rate for rate in rates if isinstance(rate, Failure)))
-    report = Report(machine.device, machine.versions, matmul, Effort(rounds, seconds), deterministic, there, missing)
+    report = Report(machine.device, machine.versions, matmul, effort, deterministic, sweeps, there, missing)
 
-    measured = _written(measure(cells, there, machine, report.effort), report, machine, json_path)
+    measured = _written(measured, report, machine, json_path)
     report = replace(report, results=tuple(echo_progress(measured, len(cells), "measuring")), versions=machine.versions)
     print_report(report)
     if plot:
@@ -105,7 +121,8 @@ def bench(
         title = f"{report.device}, cupy_flash {__version__}"
         for path in plot_bench(report.results, report.ours, title, plot):
             click.echo(f"figure in {path}", err=True)
-    context.exit(1 if any(failure.contender in report.ours for r in report.results for failure in r.failures) else 0)
+    failures = [failure for r in report.results for failure in r.failures]
+    context.exit(1 if any(report.sweeps or failure.contender in report.ours for failure in failures) else 0)
 
 
 def _machine() -> Any:
@@ -162,6 +179,7 @@ def record_of(report: Report) -> dict[str, Any]:
                 "flops": r.cell.flops,
                 "measurements": [asdict(m) | {"tflops": r.cell.flops / m.seconds / 1e12} for m in r.measurements],
                 "failures": [asdict(failure) for failure in r.failures],
+                **(finding_of(r) if report.sweeps else {}),
             }
             for r in report.results
         ],
@@ -173,11 +191,14 @@ def print_report(report: Report) -> None:
     """Print rates, comparisons and failures."""
     rates = ", ".join(f"{rate / 1e12:.0f} TFLOP/s in {dtype}" for dtype, rate in report.matmul.items())
     click.echo(report.device + (f"; cuBLAS multiplies two matrices of 8192 rows at {rates}" if rates else ""))
-    for direction in DIRECTIONS:
-        results = [r for r in report.results if r.cell.direction == direction]
-        if results:
-            _print_rates(results, report)
-    _print_comparisons(report)
+    if report.sweeps:
+        print_sweep(report.results)
+    else:
+        for direction in DIRECTIONS:
+            results = [r for r in report.results if r.cell.direction == direction]
+            if results:
+                _print_rates(results, report)
+        _print_comparisons(report)
     _print_notes(report)
 
 
@@ -193,7 +214,7 @@ def _print_rates(results: Sequence[CellResult], report: Report) -> None:
         rates = [_rate(r, name, first) for name in names]
         limit = report.matmul.get(cell.dtype)
         share = f"{r.rate(first) / limit:.0%}" if limit and first and r.of(first) else ""
-        spread = max((m.high - m.low) / m.seconds for m in r.measurements) if r.measurements else 0
+        spread = max((m.spread for m in r.measurements), default=0)
         rows.append((cell.dtype, str(cell.dim), cell.mask, str(cell.seq), *rates, share, f"{spread:.1%}"))
     header = ("dtype", "dim", "mask", "seq", *names, "share", "spread")
     for line in table(header, rows, "<><>" + ">" * (len(names) + 2), terminal_width()):
@@ -205,9 +226,8 @@ def _rate(result: CellResult, name: str, first: str | None) -> str:
     found = result.of(name)
     if found is None:
         return ""
-    tflops = result.rate(name) / 1e12
     speedup = result.speedup(first, name) if first and name != first else None
-    return f"{tflops:.{0 if tflops >= 100 else 1}f}" + (f" ({speedup:.2f})" if speedup else "") + ("!" if found.note else "")
+    return tflops(result.rate(name)) + (f" ({speedup:.2f})" if speedup else "") + ("!" if found.note else "")
 
 
 def _print_comparisons(report: Report) -> None:

@@ -31,11 +31,7 @@ class Compiled:
     @property
     def fault(self) -> str:
         """What a shipped plan must not have, or ''."""
-        if self.report is None:
-            return "does not compile"
-        if self.report.spill_bytes:
-            return "spills registers"
-        return "serialises wgmma" if any("C75" in warning for warning in self.report.warnings) else ""
+        return "does not compile" if self.report is None else self.report.fault
 
 
 @click.command("compile")

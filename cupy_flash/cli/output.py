@@ -37,6 +37,11 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
+def tflops(rate: float) -> str:
+    """Operations per second in TFLOP/s, with three digits or more."""
+    return f"{rate / 1e12:.{0 if rate >= 1e14 else 1}f}"
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], sides: str, width: int | None = None) -> list[str]:
     """The lines of a table with aligned columns.
 

@@ -19,8 +19,8 @@ OP void batch_element(int (&element)[BATCH_AXES], const int (&batch)[BATCH_AXES]
   for (int i = BATCH_AXES - 1; i >= 0; --i) {
     element[i] = 0;
     if (batch[i] > 1) {                                       // divisions are slow, and most problems have one batch axis
-      element[i] = number < u32(batch[i]) ? int(number) : int(number % batch[i]);
-      number = number < u32(batch[i]) ? 0 : number / batch[i];
+      element[i] = int(number % batch[i]);
+      number /= batch[i];
     }
   }
 }
@@ -57,7 +57,12 @@ OP Place place_of_tile(const HopperForwardParams& p, u32 number, int tile_q) {
   here.row = int(tile) * tile_q;
   here.batch_number = divide(head, p.by_heads);
   here.head = int(head - here.batch_number * p.heads);
-  batch_element(here.batch, p.batch, here.batch_number);
+  // Of batch axes the copy engine tells two apart, the last ones; there seldom are two.
+  const u32 inner = p.batch[BATCH_AXES - 1], outer = here.batch_number < inner ? 0 : here.batch_number / inner;
+  #pragma unroll
+  for (int i = 0; i < BATCH_AXES - 2; ++i) here.batch[i] = 0;
+  here.batch[BATCH_AXES - 2] = int(outer);
+  here.batch[BATCH_AXES - 1] = int(here.batch_number - outer * inner);
   return here;
 }
 

@@ -139,21 +139,20 @@ OP Weights weights_of(float lse_a, float lse_b) {
   return {a / sum, b / sum, top + log2f(sum) * LN2};
 }
 
-// All keys have been seen: lse = ln sum_j e^score_j, and weight = 1 / sum, by which o becomes the weighted mean. A row that saw nothing
-// gives 0 and -inf.
-template <int M> OP void finish(OnlineSoftmax<M>& state, RowVec<M>& weight, RowVec<M>& lse) {
+// All keys have been seen: lse = ln sum_j e^score_j, and the sum becomes its reciprocal, by which o becomes the weighted mean. A row that
+// saw nothing gives 0 and -inf.
+template <int M> OP void finish(OnlineSoftmax<M>& state, RowVec<M>& lse) {
   quad_reduce(state.sum, [](float a, float b) { return a + b; });
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < lse.slots; ++i) {
       const float sum = state.sum.at(l, i);
       lse.at(l, i) = sum == 0.f ? -infinity() : (state.max.at(l, i) + log2_approx(sum)) * LN2;
-      weight.at(l, i) = sum == 0.f ? 0.f : reciprocal(sum);
+      state.sum.at(l, i) = sum == 0.f ? 0.f : reciprocal(sum);
     }
   }
 }
 template <int M, int D> OP void finish(OnlineSoftmax<M>& state, Acc<M, D>& o, RowVec<M>& lse) {
-  RowVec<M> weight;
-  finish(state, weight, lse);
-  rescale(o, weight);
+  finish(state, lse);
+  rescale(o, state.sum);
 }
