@@ -168,16 +168,16 @@ OUT_OVER_Q = "two groups of 64 rows; one query tile, and out in its place, since
 FOUR = {"warps": 20, "stages": 4, "stages_v": 4, "stages_q": 2, "min_blocks": 1, "plain_scores": True}
 TWO = {"warps": 12, "stages_q": 2, "min_blocks": 1}
 HOPPER = (
-    Row(64, 256, 64, FOUR_GROUPS, **FOUR, max_len_q=1024),
-    Row(64, 256, 64, FOUR_GROUPS, **FOUR, max_len_q=8192, banded=True),
-    Row(64, 192, 128, THREE_GROUPS, warps=16, stages_q=2, min_blocks=1, plain_scores=True),
-    Row(64, 128, 128, TWO_GROUPS, **TWO),
-    Row(128, 128, 128, TWO_GROUPS, **TWO, max_len_q=4096),
-    Row(128, 128, 128, TWO_GROUPS, **TWO, banded=True),
-    Row(128, 128, 176, WIDE_TILES, warps=12, min_blocks=1, plain_scores=True),
-    Row(128, 128, 128, TWO_GROUPS, **TWO),
-    Row(192, 128, 96, OUT_OVER_Q, warps=12, min_blocks=1),
-    Row(256, 128, 80, OUT_OVER_Q, warps=12, min_blocks=1),
+    Row(64, 256, 64, FOUR_GROUPS + "; measured 393 at 512, 445 at 1,024", **FOUR, max_len_q=1024),
+    Row(64, 256, 64, FOUR_GROUPS + "; measured 337 at 1,024, 479 at 8,192 causal", **FOUR, max_len_q=8192, banded=True),
+    Row(64, 192, 128, THREE_GROUPS + "; measured 538, 517 causal", warps=16, stages_q=2, min_blocks=1, plain_scores=True),
+    Row(64, 128, 128, TWO_GROUPS + "; three would spill; measured 190 with softcap at 8,192", **TWO),
+    Row(128, 128, 128, TWO_GROUPS + "; measured 604 at 1,024, 644 at 4,096", **TWO, max_len_q=4096),
+    Row(128, 128, 128, TWO_GROUPS + "; measured 469 at 1,024, 677 causal", **TWO, banded=True),
+    Row(128, 128, 176, WIDE_TILES + "; measured 702 at 8,192, 658", warps=12, min_blocks=1, plain_scores=True),
+    Row(128, 128, 128, TWO_GROUPS + "; measured 344 with softcap at 8,192", **TWO),
+    Row(192, 128, 96, OUT_OVER_Q + "; measured 767 at 4,096", warps=12, min_blocks=1),
+    Row(256, 128, 80, OUT_OVER_Q + "; measured 778, 752 causal", warps=12, min_blocks=1),
 )
 # Tiles that no row has now: what `bench --sweep` measures besides, since another card or compiler may like them better.
 CANDIDATE = "no row of the table"
