@@ -13,7 +13,8 @@ constexpr int   TILE_KV = 64;             // key rows per step of the KV loop; i
 constexpr int   Q_TILES = 4;              // fwd_v1: query tiles a block owns
 constexpr int   WIDTH = 64;               // head dim, rounded up to a multiple of 32; columns beyond the true dim are zero
 constexpr int   WIDTH_V = 64;             // the same for the head dim of v and out
-constexpr int   WARPS = 4;                // each owns TILE_Q / WARPS query rows: 16 or 32; in the backward a pair owns 2 TILE_KV / WARPS key rows: 16, 32 or 64
+constexpr int   WARPS = 4;                // each owns TILE_Q / WARPS query rows: 16 or 32; in the backward a pair owns 2 TILE_KV / WARPS key rows: 16, 32 or 64;
+                                          // in fwd_hopper four load, and four more own each 64 query rows
 constexpr int   STAGES = 2;               // tiles of K and V, in the backward of Q and dO, in flight or in use
 constexpr int   STAGES_V = 2;             // fwd_hopper: tiles of V in flight or in use; STAGES are those of K
 constexpr int   STAGES_Q = 1;             // fwd_hopper: query tiles; with 2, each begins beneath the end of the one before; with 1, out takes Q's place
