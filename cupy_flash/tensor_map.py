@@ -23,7 +23,6 @@ BOX_COLUMNS = 64  # of 16-bit elements: the 128 bytes that one row of a swizzled
 ALIGNMENT = 16  # bytes that divide the address and every stride (CUDA driver API, cuTensorMapEncodeTiled)
 MOST_BYTES = 1 << 40  # strides stay below
 MOST_ELEMENTS = 1 << 32  # sizes stay below
-BROADCASTS = True  # the hardware steps by 0 bytes; False: an axis of stride 0 cannot be expressed
 
 # Of CUtensorMapDataType and its like in cuda.h.
 DATA_TYPE = {"float16": 6, "bfloat16": 9}
@@ -134,8 +133,6 @@ def _obstacle(name: str, layout: Layout, axes: dict[str, tuple[int, int]]) -> st
             return f"{apart}, not a multiple of {ALIGNMENT}"
         elif step >= MOST_BYTES:
             return f"{apart}, not below {MOST_BYTES}"
-        elif step == 0 and not BROADCASTS:
-            return f"{apart}: the same ones for all"
     if layout.alignment % ALIGNMENT:
         return f"{name} starts at a multiple of {layout.alignment} bytes only, not of {ALIGNMENT}"
     return ""

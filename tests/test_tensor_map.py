@@ -97,13 +97,6 @@ def test_sizes_and_strides_that_a_map_does_not_hold(shape, strides, why):
     assert why_not(zeros(3, 50, 64), shape=shape, strides=strides) == why
 
 
-def test_a_stride_of_0_can_be_given_up_in_one_place(monkeypatch):
-    monkeypatch.setattr(tensor_map, "BROADCASTS", False)
-    shared = numpy.broadcast_to(zeros(1, 3, 50, 64), (5, 3, 50, 64))
-    assert why_not(shared) == "batch elements of k start 0 bytes apart: the same ones for all"
-    assert why_not(zeros(1, 1, 50, 64)) == ""
-
-
 def test_an_axis_merges_only_where_every_array_allows_it():
     dense = arrays.layout(zeros(2, 3, 4, 3, 50, 64))
     shared = arrays.layout(numpy.broadcast_to(zeros(1, 3, 1, 3, 50, 64), (2, 3, 4, 3, 50, 64)))
