@@ -160,6 +160,7 @@ def quick_cases() -> tuple[Case, ...]:
         f16(61, 97, dim=40, heads_q=7, heads_kv=1, causal="top_left"),
         f16(129, 97, causal=True),  # more queries than keys: the first 32 rows see nothing
         f16(1, 257, heads_q=2, batch=(3,)),
+        f16(1, 137, heads_q=6, heads_kv=2, batch=(2,), window=(50, 0)),  # the heads of a group share a tile
         f16(113, 113, causal=True, window=(24, None), values="one_hot"),
         f16(90, 70, window=(16, 8), values="offset"),
         f16(50, 77, heads_q=4, heads_kv=2, batch=(2,), layout="bshd"),
@@ -222,6 +223,8 @@ def _systematic() -> Iterator[Case]:
     for heads_q, heads_kv in ((6, 2), (7, 1), (21, 3), (8, 1), (5, 5)):
         yield f16(45, 77, heads_q=heads_q, heads_kv=heads_kv, batch=(2,), causal=True)
         yield bf16(1, 200, heads_q=heads_q, heads_kv=heads_kv, dim=128)
+    for kind, layout in product((f16, f32), ("bshd", "negative", "broadcast")):
+        yield kind(1, 171, dim=72, heads_q=24, heads_kv=3, batch=(2,), window=(99, 0), softcap=30.0, layout=layout)
     for batch in ((), (3,), (2, 1, 3)):
         yield f16(33, 65, heads_q=2, batch=batch)
 

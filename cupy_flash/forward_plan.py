@@ -7,6 +7,7 @@ import math
 from .architecture import Architecture
 from .errors import UnsupportedError
 from .layout import Layout
+from .packing import packing_of
 from .params import FORWARD_ARRAYS
 from .plan import Launch, Plan, check_kind, checked, configure, copy_size, explicit_scores, padded
 from .problem import Problem
@@ -38,6 +39,8 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> Plan:
         If no kernel for this architecture computes the problem, or not the one that was asked for.
     """
     check_kind(architecture, "q", problem.dtype, problem.precision)
+    packing = packing_of(problem)
+    problem = packing.problem
     kernel, why_kernel = _kernel_for(problem, architecture)
     width, width_v = padded(problem.dim), padded(problem.dim_v)
     if kernel == "fwd_hopper":
@@ -53,7 +56,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> Plan:
         kernel=kernel,
         architecture=architecture,
         config=configure(row, architecture, problem.dtype, problem.precision, width, width_v, copy_bytes, explicit),
-        reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores))),
+        reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_copy, why_scores))),
     )
 
 
@@ -78,7 +81,7 @@ def _kernel_for(problem: Problem, architecture: Architecture) -> tuple[str, str]
 def forward_launches(plan: Plan, problem: Problem) -> tuple[Launch, ...]:
     """The grid of a forward: so many query tiles a block, for each head and batch element.
 
-    In fwd_hopper that is the most that there can be: blocks take turns.
+    The problem is what the kernel is told, see `packing`. In fwd_hopper it is the most that there can be: blocks take turns.
     """
     [(entry, shared_bytes)] = plan.entries.items()
     c = plan.config

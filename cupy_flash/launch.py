@@ -10,6 +10,7 @@ from .execution import Execution, Prepared, architecture_for, kept
 from .forward_plan import forward_launches, forward_maps, forward_workspace, make_forward_plan
 from .layout import Layout
 from .options import Options
+from .packing import packing_of
 from .params import FORWARD_ARRAYS, forward_params, hopper_forward_params
 from .plan import Plan
 from .problem import Problem, make_problem
@@ -36,9 +37,12 @@ class AttentionPlan(Prepared):
         self._returns_lse = returns_lse
         execution = None
         if kernel is not None:
-            launches, workspace = forward_launches(kernel, problem), forward_workspace(kernel, problem)
-            maps = forward_maps(kernel, problem)
-            params = hopper_forward_params(problem, maps, kernel.config.TILE_Q) if maps else forward_params(problem)
+            packing = packing_of(problem)
+            told = packing.problem
+            self._keys, self._skipped_bytes = packing.keys, packing.skipped_bytes
+            launches, workspace = forward_launches(kernel, told), forward_workspace(kernel, told)
+            maps = forward_maps(kernel, told)
+            params = hopper_forward_params(told, maps, kernel.config.TILE_Q) if maps else forward_params(told)
             execution = Execution(kernel, launches, params, FORWARD_ARRAYS, workspace, problem.device, maps)
         results = (_seen(problem.out, problem.out_shape), problem.lse and _seen(problem.lse, problem.lse_shape))
         layouts = dict(zip(FORWARD_ARRAYS, (*inputs, *results)))
@@ -137,8 +141,11 @@ class AttentionPlan(Prepared):
             lse = arrays.empty(p.lse, p.lse_shape)
             addresses[4] = arrays.pointer(lse)
         if self._backend == "cuda":
-            self._execution.on_device.launch(addresses, workspace)
+            at_q, at_k, at_v, *at_results = addresses
+            more_k, more_v = self._skipped_bytes
+            self._execution.on_device.launch([at_q, at_k + more_k, at_v + more_v, *at_results], workspace)
         elif self._backend == "host":
+            k, v = k[..., self._keys, :], v[..., self._keys, :]
             return out, lse, self._execution.run_on_host((q, k, v, out, lse), workspace)
         elif not p.empty:
             self._compute_with_numpy(q, k, v, out, lse)

@@ -91,6 +91,22 @@ def test_maps_are_in_the_form_of_the_driver_and_the_rest_is_as_it_was(launched):
         assert launched[-1].argument % 64 == 0
 
 
+@pytest.mark.parametrize("kernel, dtype", [("fwd_v2", FORWARD), ("fwd_hopper", HOPPER_FORWARD)])
+def test_keys_that_no_query_sees_are_left_out_by_the_address(launched, monkeypatch, kernel, dtype):
+    """A window of one query to a head, for heads that share a tile: k and v begin at key 69."""
+    q, k = numpy.zeros((2, 6, 1, 64), numpy.float16), numpy.zeros((2, 3, 100, 64), numpy.float16)
+    v, out = numpy.zeros((2, 100, 3, 72), numpy.float16).swapaxes(1, 2), numpy.zeros((2, 6, 1, 72), numpy.float16)
+    plan = plan_attention(q, k, v, out=out, backend="host", arch="90a", kernel=kernel, window=(30, 0))
+    monkeypatch.setattr(plan, "_backend", "cuda")
+    for _ in range(2):
+        plan(q, k, v, out=out)
+        params = struct(launched[-1], dtype)
+        expected = {"q": q, "k": k[:, :, 69:], "v": v[:, :, 69:], "out": out}
+        addresses = {name: int(params[name]["data"]) for name in expected}
+        assert addresses == {name: x.ctypes.data for name, x in expected.items()}
+        assert [params[name] for name in ("heads", "heads_per_kv", "len_q", "len_kv")] == [3, 1, 2, 31]
+
+
 def test_blocks_that_take_turns_are_as_many_as_the_device_holds(launched):
     threads = execution().kernel.threads
     execution().on_device.launch([1 << 20] * 5)

@@ -233,7 +233,7 @@ def test_the_host_has_few_multiprocessors(monkeypatch):
 def test_tiles_beyond_a_grid_are_refused():
     one = array(1, 1, 1, 64)
     with pytest.raises(UnsupportedError, match="q: expected fewer than 2147483648 blocks of fwd_hopper, got 2147483648"):
-        planned(numpy.broadcast_to(one, (2**20, 2**11, 1, 64)), one)
+        planned(numpy.broadcast_to(one, (2**20, 2**11, 1, 64)))
 
 
 @given(strategies.integers(1, 2**31 - 1), strategies.integers(0, 2**31 - 1))
