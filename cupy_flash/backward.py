@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import arrays
-from .backward_plan import backward_launches, backward_workspace, heads_per_block, heads_together, make_backward_plan
+from .backward_plan import backward_launches, backward_maps, backward_workspace, heads_per_block, heads_together, make_backward_plan
 from .backward_problem import BackwardProblem, make_backward_problem
 from .execution import Execution, Operands, Prepared, architecture_for, kept
 from .gradients import Gradients, blocked_gradients
@@ -42,8 +42,10 @@ class BackwardPlan(Prepared):
         execution = None
         if kernel is not None:
             launches, workspace = backward_launches(kernel, problem), backward_workspace(kernel, problem)
-            params = backward_params(problem, heads_per_block(kernel, problem), heads_together(kernel, problem))
-            execution = Execution(kernel, launches, params, BACKWARD_ARRAYS, workspace, p.device)
+            maps = backward_maps(kernel, problem)
+            together = heads_per_block(kernel, problem), heads_together(kernel, problem)
+            params = backward_params(problem, *together, maps, kernel.config.TILE_KV)
+            execution = Execution(kernel, launches, params, BACKWARD_ARRAYS, workspace, p.device, maps)
         results = (problem.dq, problem.dk, problem.dv)
         super().__init__(dict(zip(BACKWARD_ARRAYS, (*inputs, *results))), RESULTS, p.backend, p.device, execution)
         described = [x and arrays.description_of(x) for x in (*inputs, *results)]
@@ -182,7 +184,9 @@ def operands(*given: Any) -> Operands:
     return Operands(BACKWARD_ARRAYS, given, required=6, results=3)
 
 
-def prepared_backward(given: Operands, options: tuple[Any, ...], deterministic: bool, arch: str | None) -> BackwardPlan:
+def prepared_backward(
+    given: Operands, options: tuple[Any, ...], deterministic: bool, arch: str | None, kernel: str | None = None
+) -> BackwardPlan:
     """The plan for these arrays; a plan once made for equal layouts and options is found again.
 
     Parameters
@@ -192,15 +196,16 @@ def prepared_backward(given: Operands, options: tuple[Any, ...], deterministic: 
         The fields of `Options` but the last, in order.
     deterministic : bool
     arch : str or None
+    kernel : str or None
     """
-    return kept(_prepared, tuple(given.descriptions), (*options, deterministic, arch))
+    return kept(_prepared, tuple(given.descriptions), (*options, deterministic, arch, kernel))
 
 
 @functools.lru_cache(maxsize=1024)
 def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: tuple[type, ...]) -> BackwardPlan:
     layouts = {name: d and arrays.layout_of(d, name) for name, d in zip(BACKWARD_ARRAYS, descriptions)}
-    *asked, deterministic, arch = options
-    problem = make_backward_problem(**layouts, options=Options(*asked), deterministic=deterministic)
+    *asked, deterministic, arch, kernel = options
+    problem = make_backward_problem(**layouts, options=Options(*asked, kernel=kernel), deterministic=deterministic)
     p = problem.forward
     kernel = None if p.backend == "numpy" else make_backward_plan(problem, architecture_for(p.backend, p.device, arch))
     return BackwardPlan(problem, kernel, tuple(layouts.values())[:-3])

@@ -6,11 +6,21 @@ import math
 
 from .architecture import Architecture
 from .backward_problem import BackwardProblem
+from .errors import UnsupportedError
 from .plan import Launch, Plan, check_kind, checked, configure, copy_size, explicit_scores, padded
-from .tuning import row_for
+from .problem import Problem
+from .tensor_map import TensorMap, obstacle, tensor_maps
+from .tuning import Row, row_for, table_for
 from .workspace import Workspace
 
+HOPPER_KERNELS = ("bwd_hopper", "bwd_hopper_wide")
+MOVED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")  # what threads of bwd_v2 move
+BY_THREADS = MOVED[3:]  # and those of the other two, before and after the loop
+IN_MAPS = ("q", "k", "v", "dout", "dq", "dk", "dv")  # where the copy engine moves these
+WARP_ROWS = 16  # what a warp of these two stores
 FEWEST_BLOCKS = 2 * 132  # two for each multiprocessor of an H200: with fewer, the query heads of a group are split among blocks
+HOPPER_BLOCKS_TOGETHER = 256
+MOST_HEADS_COUNTED = 32  # by one warp, see count_block
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
 
 
@@ -34,17 +44,49 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     """
     p = problem.forward
     check_kind(architecture, "q", p.dtype, p.precision)
-    width = padded(max(p.dim, p.dim_v))  # one for all: warps that own either gradient run the same code
-    moved = {name: problem.layouts[name] for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
-    copy_bytes, why_copy = copy_size(moved)
     explicit, why_scores = explicit_scores(p)
-    row = row_for("bwd_v2", architecture, p.dtype, width, p.len_q, copy_bytes, explicit, problem.deterministic)
+    kernel, why_kernel = _kernel_for(problem, architecture, explicit)
+    moved = BY_THREADS if kernel in HOPPER_KERNELS else MOVED
+    copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in moved})
+    row = _row_for(kernel, problem, architecture, copy_bytes, explicit)
+    width = row.width if kernel in HOPPER_KERNELS else _width(p)
     return Plan(
-        kernel="bwd_v2",
+        kernel=kernel,
         architecture=architecture,
         config=configure(row, architecture, p.dtype, p.precision, width, width, copy_bytes, explicit),
-        reasons=tuple(filter(None, (row.reason, why_copy, why_scores))),
+        reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores))),
     )
+
+
+def _width(problem: Problem) -> int:
+    return padded(max(problem.dim, problem.dim_v))  # one for all: warps that own either gradient run the same code
+
+
+def _row_for(kernel: str, problem: BackwardProblem, architecture: Architecture, copy_bytes: int, explicit: bool) -> Row:
+    p = problem.forward
+    banded = p.first_key is not None or p.last_key is not None
+    return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, explicit, problem.deterministic, banded)
+
+
+def _kernel_for(problem: BackwardProblem, architecture: Architecture, explicit: bool) -> tuple[str, str]:
+    """The kernel file, and why it is not the one that the architecture is best at, or ''."""
+    p = problem.forward
+    asked = problem.kernel
+    if asked == "bwd_v2":
+        return asked, f"{asked} was asked for"
+    tables = [table_for(kernel, architecture, p.dtype) for kernel in (HOPPER_KERNELS if asked is None else (asked,))]
+    if not any(tables):
+        why_not = f"there is no other one for {p.dtype} on {architecture}"
+    else:
+        why_not = obstacle(p.batch, {name: x for name, x in problem.layouts.items() if x is not None}, IN_MAPS)
+        why_not = why_not and f"no TMA: {why_not}"
+    for kernel, rows in zip(HOPPER_KERNELS if asked is None else (asked,), tables):
+        if not why_not and any(row.width >= _width(p) and not (explicit and row.plain_scores) for row in rows):
+            return kernel, ""
+    if asked is not None:
+        why_not = why_not or "it has no tile for such head dims and scores"
+        raise UnsupportedError(f"kernel: expected None or 'bwd_v2', got {asked!r}: {why_not}")
+    return "bwd_v2", why_not if any(tables) else ""
 
 
 def backward_launches(plan: Plan, problem: BackwardProblem) -> tuple[Launch, ...]:
@@ -55,7 +97,7 @@ def backward_launches(plan: Plan, problem: BackwardProblem) -> tuple[Launch, ...
     blocks = (
         query_blocks,
         key_blocks * _splits(plan, problem),
-        query_blocks + 2 * key_blocks * _stores_parts(plan, problem),
+        query_blocks * (not _finishes_queries(plan, problem)) + 2 * key_blocks * _stores_parts(plan, problem),
     )
     entries = plan.entries.items()
     if problem.zero:
@@ -73,7 +115,19 @@ def backward_workspace(plan: Plan, problem: BackwardProblem) -> Workspace:
         parts += [(name, 4 * key_tiles * c.TILE_KV * c.WIDTH) for name in ("dk_parts", "dv_parts")]
     if problem.deterministic:
         parts.append(("turns", 4 * query_tiles))
+    if _finishes_queries(plan, problem):
+        parts.append(("done", 4 * p.heads_q * math.prod(p.batch)))
     return Workspace(tuple(parts))
+
+
+def backward_maps(plan: Plan, problem: BackwardProblem) -> dict[str, TensorMap]:
+    """The tensor maps that a kernel is given besides the arrays, by field."""
+    if plan.kernel not in HOPPER_KERNELS:
+        return {}
+    keys, queries = plan.config.TILE_KV, plan.config.TILE_Q
+    boxes = dict(zip(IN_MAPS, (queries, keys, keys, queries, WARP_ROWS, WARP_ROWS, WARP_ROWS)))
+    layouts = {name: layout for name, layout in problem.layouts.items() if layout is not None}
+    return {f"{name}_map": described for name, described in tensor_maps(problem.forward.batch, layouts, boxes).items()}
 
 
 def heads_per_block(plan: Plan, problem: BackwardProblem) -> int:
@@ -84,7 +138,8 @@ def heads_per_block(plan: Plan, problem: BackwardProblem) -> int:
     """
     p = problem.forward
     blocks = _key_tiles(plan, problem) * p.heads_kv * math.prod(p.batch)
-    together = p.heads_per_kv
+    most = MOST_HEADS_COUNTED if plan.kernel in HOPPER_KERNELS else p.heads_per_kv
+    together = max(divisor for divisor in range(1, max(most, 1) + 1) if p.heads_per_kv % divisor == 0) if p.heads_per_kv else 0
     while together > 1 and blocks * (p.heads_per_kv // together) < FEWEST_BLOCKS:
         together = max(divisor for divisor in range(1, together) if p.heads_per_kv % divisor == 0)
     return together
@@ -94,9 +149,13 @@ def heads_together(plan: Plan, problem: BackwardProblem) -> int:
     """How many heads neighbouring blocks take in turn.
 
     With many, few blocks add to the same rows of dq at a time; too many would not share q and dout in the L2 cache. On an
-    H200 up to 400 blocks run at once; of 1,024, 4,096 and 16,384 keys, the heads of about 1,024 blocks were fastest.
+    H200 bwd_v2 runs up to 400 blocks at once; of 1,024, 4,096 and 16,384 keys, the heads of about 1,024 blocks were fastest. The
+    Hopper kernels run 132, and 4 to 8 heads were within 3 % of the fastest from 512 keys to 16,384.
     """
-    return max(1, BLOCKS_TOGETHER // max(_key_tiles(plan, problem), 1))
+    tiles = max(_key_tiles(plan, problem), 1)
+    if plan.kernel in HOPPER_KERNELS:
+        return min(max(HOPPER_BLOCKS_TOGETHER // tiles, 4), 8)
+    return max(1, BLOCKS_TOGETHER // tiles)
 
 
 def _splits(plan: Plan, problem: BackwardProblem) -> int:
@@ -106,6 +165,11 @@ def _splits(plan: Plan, problem: BackwardProblem) -> int:
 def _stores_parts(plan: Plan, problem: BackwardProblem) -> bool:
     """Whether gradients of keys and values are added up from parts after all blocks have ended."""
     return _splits(plan, problem) > 1 or problem.sums_keys
+
+
+def _finishes_queries(plan: Plan, problem: BackwardProblem) -> bool:
+    """Whether the last block of a head turns its sums into dq, which is not summed over a batch axis then."""
+    return plan.kernel in HOPPER_KERNELS and not problem.sums_queries and problem.forward.len_kv > 0
 
 
 def _query_tiles(plan: Plan, problem: BackwardProblem) -> int:

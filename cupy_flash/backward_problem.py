@@ -31,6 +31,7 @@ class BackwardProblem:
     dk: Layout
     dv: Layout
     deterministic: bool
+    kernel: str | None
 
     @property
     def layouts(self) -> dict[str, Layout | None]:
@@ -45,6 +46,11 @@ class BackwardProblem:
         """True if the gradient of keys or of values is a sum over a batch axis."""
         batch = math.prod(self.forward.batch)
         return any(math.prod(x.shape[:-3]) != batch for x in (self.dk, self.dv))
+
+    @property
+    def sums_queries(self) -> bool:
+        """True if the gradient of queries is a sum over a batch axis."""
+        return math.prod(self.dq.shape[:-3]) != math.prod(self.forward.batch)
 
     @property
     def zero(self) -> bool:
@@ -96,7 +102,7 @@ def make_backward_problem(
     UnsupportedError
         For arguments that have a meaning but no implementation.
     """
-    forward = make_problem(q, k, v, options)
+    forward = make_problem(q, k, v, replace(options, kernel=None))
     if forward.algorithm == "v1":
         raise UnsupportedError("algorithm: expected 'auto' or 'v2' for a backward, got 'v1', which is a forward only")
     lse_dtype = lse_dtype_of(q.dtype)
@@ -119,4 +125,5 @@ def make_backward_problem(
         dlse=dlse and dlse.broadcast_to(out_shape[:-1]),
         **gradients,
         deterministic=check_flag("deterministic", deterministic),
+        kernel=options.resolve_backward_kernel(forward.backend),
     )

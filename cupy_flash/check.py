@@ -1,9 +1,9 @@
 """Does it compute right, on this machine? The shared cases, run on a backend and judged against the float64 oracle.
 
-Of each case there is a forward by either algorithm, and a backward with and without a fixed order; where the planner has a kernel
-made for one architecture, also a forward by the one that serves all. Compiling costs far more than
-computing, so the kernels of all cases are built first, in parallel, and the cases then run one after another: what a failure of the
-device leaves behind is blamed on the case that caused it.
+Of each case there is a forward by either algorithm, and a backward with and without a fixed order; where the planner has kernels
+made for one architecture, the same also by those that serve all. Compiling costs far more than computing, so the kernels of all
+cases are built first, in parallel, and the cases then run one after another: what a failure of the device leaves behind is blamed
+on the case that caused it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Computation:
     deterministic : bool
         Of a backward, as in `attention_backward`.
     kernel : str, optional
-        Of a forward, as in `plan_attention`.
+        Of this direction, as in `plan_attention` and `plan_attention_backward`.
     """
 
     direction: str
@@ -65,9 +65,14 @@ class Computation:
 
 
 FORWARD, FORWARD_V1 = Computation("forward", "v2"), Computation("forward", "v1")
-GENERIC = Computation("forward", "v2", kernel="fwd_v2")  # where the planner has a better kernel for most arrays
 BACKWARD, DETERMINISTIC = Computation("backward", "v2"), Computation("backward", "v2", deterministic=True)
 COMPUTATIONS = (FORWARD, FORWARD_V1, BACKWARD, DETERMINISTIC)
+BETTER = {"fwd_v2": "fwd_hopper", "bwd_v2": "bwd_hopper"}  # what the planner takes for most arrays, where it exists
+GENERIC = (
+    Computation("forward", "v2", kernel="fwd_v2"),
+    Computation("backward", "v2", kernel="bwd_v2"),
+    Computation("backward", "v2", deterministic=True, kernel="bwd_v2"),
+)
 
 
 @dataclass(frozen=True)
@@ -131,11 +136,11 @@ def select_computations(
 ) -> tuple[Computation, ...]:
     """What a backend computes in direction 'forward', 'backward' or 'both' by algorithm 'v1', 'v2' or 'all'.
 
-    NumPy has one algorithm, called v2 here, which adds in one order. `GENERIC` is for kernels of an architecture that has another.
+    NumPy has one algorithm, called v2 here, which adds in one order. `GENERIC` is for kernels of an architecture that has others.
     """
     offered = (FORWARD, BACKWARD) if backend == "numpy" else COMPUTATIONS
-    if architecture is not None and table_for("fwd_hopper", architecture, "float16"):
-        offered += (GENERIC,)
+    if architecture is not None:
+        offered += tuple(x for x in GENERIC if table_for(BETTER[x.kernel], architecture, "float16"))
     return tuple(x for x in offered if direction in ("both", x.direction) and algorithm in ("all", x.algorithm))
 
 
@@ -154,8 +159,8 @@ def why_skipped(case: Case, computation: Computation, backend: str, architecture
         return ""
     if not has(architecture, kind_of(case)):
         return f"{architecture} has no {kind_of(case)}"
-    if computation == GENERIC and not table_for("fwd_hopper", architecture, case.dtype):
-        return f"forward v2 of {case.dtype} is by fwd_v2 anyway"
+    if computation in GENERIC and not table_for(BETTER[computation.kernel], architecture, case.dtype):
+        return f"{computation.direction} v2 of {case.dtype} is by {computation.kernel} anyway"
     wide = case.dtype == "float32" and max(case.dim, case.dim_v) > 192
     if computation.direction == "backward" and architecture.number < 80 and wide:
         return f"{architecture} has no backward of float32 wider than 192"  # its 64 KB of shared memory do not hold the tiles
@@ -271,13 +276,13 @@ class _Given:
         return make_cotangents(self.case, _namespace(self._backend), self._seed)
 
     def forward(self, computation: Computation) -> AttentionPlan:
-        options = self._options | ({"return_lse": True} if computation.direction == "backward" else {})
-        return plan_attention(*self.inputs, **options, algorithm=computation.algorithm, kernel=computation.kernel)
+        own = {"kernel": computation.kernel} if computation.direction == "forward" else {"return_lse": True}
+        return plan_attention(*self.inputs, **self._options | own, algorithm=computation.algorithm)
 
     def backward(self, computation: Computation, out: Any, lse: Any) -> BackwardPlan:
         options = {name: value for name, value in self._options.items() if name != "return_lse"}
         dout, dlse = self.cotangents
-        options |= {"dlse": dlse, "deterministic": computation.deterministic}
+        options |= {"dlse": dlse, "deterministic": computation.deterministic, "kernel": computation.kernel}
         return plan_attention_backward(dout, *self.inputs, out, lse, **options)
 
     def kernels(self, computation: Computation) -> list[Plan]:

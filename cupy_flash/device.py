@@ -11,7 +11,7 @@ import numpy
 from cupy_backends.cuda.api import driver
 
 from . import nvrtc
-from .params import place_of
+from .params import places_of
 from .plan import Launch, Plan
 from .tensor_map import DriverMap, TensorMap
 from .workspace import Workspace
@@ -43,7 +43,7 @@ class DeviceKernel(threading.local):
     launches : tuple of Launch
         Queued one after the other; those without a block are left out.
     maps : dict of str to TensorMap
-        The arrays that the struct holds maps of, in the clear.
+        The fields of the struct that are maps, in the clear.
     """
 
     def __init__(
@@ -68,9 +68,13 @@ class DeviceKernel(threading.local):
         arguments = memory + 8 * (first - 1)
         self._words[first - 1] = memory + 8 * first
         ctypes.memmove(memory + 8 * first, params.ctypes.data, params.nbytes)
-        places = [(i, name, first + place_of(params, name)) for i, name in enumerate((*names, *workspace.names))]
-        self._places = [(i, place) for i, name, place in places if name not in maps]
-        in_maps = [(i, DriverMap(name, maps[name], memory + 8 * place)) for i, name, place in places if name in maps]
+        places = [
+            (i, field, first + place)
+            for i, name in enumerate((*names, *workspace.names))
+            for field, place in places_of(params, name).items()
+        ]
+        self._places = [(i, place) for i, field, place in places if field not in maps]
+        in_maps = [(i, DriverMap(field, maps[field], memory + 8 * place)) for i, field, place in places if field in maps]
         self._maps = [(i, driver_map.point_to) for i, driver_map in in_maps]
         self._workspace = workspace
         self._before_stream = [

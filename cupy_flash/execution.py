@@ -38,7 +38,7 @@ class Execution:
     device : int or None
         CUDA ordinal; None executes on the host.
     maps : dict of str to TensorMap, optional
-        The arrays that the struct holds maps of, which are in the clear there.
+        The fields of the struct that are maps, which are in the clear there.
     """
 
     def __init__(

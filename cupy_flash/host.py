@@ -23,7 +23,7 @@ import numpy
 
 from . import cache
 from .errors import CompileError, DeadlockError, FaultError, SanitizerError
-from .params import place_of
+from .params import places_of
 from .plan import PARAMS, Launch, Plan
 from .source import files, source_of
 
@@ -159,7 +159,8 @@ def run(
     params = params.copy()
     words = params.view(numpy.uint64)
     for name, array in arrays.items():
-        words[place_of(params, name)] = array.ctypes.data
+        for place in places_of(params, name).values():
+            words[place] = array.ctypes.data
     deferred = SCHEDULES.index(options.schedule)
     if options.sanitize:
         for launch in launches:
@@ -201,30 +202,30 @@ def _run_program(path: Path, launch: Launch, params: numpy.ndarray, arrays: dict
     """Run one entry in a sanitized program on copies of the arrays, and copy back what it changed.
 
     The job file holds int64 numbers and bytes: length of the entry's name, name, blocks, bytes of shared memory, schedule, size of
-    params, params, number of arrays, then for each array the offset of its address in params, the offset of element 0 in its
-    memory, the size of that memory, and the memory.
+    params, params, number of arrays, then for each array how often its address is in params, the offsets of that, the offset of
+    element 0 in its memory, the size of that memory, and the memory.
     """
     with tempfile.TemporaryDirectory(prefix="cupy_flash-") as folder:
         job = Path(folder, "job")
-        spans = {name: _span(array) for name, array in arrays.items()}
+        memories = []  # start and end of each, and where in the file
         name, numbers = launch.entry.encode(), (launch.blocks, launch.shared_bytes, deferred, params.nbytes)
         with job.open("wb") as file:
             file.write(_int64(len(name)) + name + _int64(*numbers) + params.tobytes() + _int64(len(arrays)))
-            for field, (low, high) in spans.items():
-                place, address = place_of(params, field), arrays[field].ctypes.data
-                file.write(_int64(8 * place, address - low, high - low) + ctypes.string_at(low, high - low))
+            for field, array in arrays.items():
+                places, (low, high) = places_of(params, field).values(), _span(array)
+                file.write(_int64(len(places), *(8 * place for place in places), array.ctypes.data - low, high - low))
+                memories.append((low, high, file.tell()))
+                file.write(ctypes.string_at(low, high - low))
         done = subprocess.run([str(path), str(job)], capture_output=True, text=True, preexec_fn=_fixed_addresses)
         if done.returncode == FAULT_STATUS:
             raise _fault(done.stdout.strip())
         if done.returncode:
             raise SanitizerError(done.stderr or f"{path.name} ended with status {done.returncode}")
         contents = job.read_bytes()
-        end = len(contents)
-        for low, high in reversed(spans.values()):
-            memory = contents[end - (high - low) : end]
+        for low, high, place in memories:
+            memory = contents[place : place + high - low]
             if memory != ctypes.string_at(low, high - low):  # inputs may be read-only, and are left alone
                 ctypes.memmove(low, memory, high - low)
-            end -= high - low + 24
 
 
 def _fault(message: str) -> FaultError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 
 FORWARD_KERNELS = {"fwd_v1": "v1", "fwd_v2": "v2", "fwd_hopper": "v2"}  # kernel files of the forward, and the algorithm of each
+BACKWARD_KERNELS = ("bwd_v2", "bwd_hopper", "bwd_hopper_wide")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,15 @@ class Options:
         algorithm = FORWARD_KERNELS[self.kernel]
         if self.algorithm not in ("auto", algorithm):
             raise ValueError(f"algorithm: expected 'auto' or {algorithm!r} with kernel {self.kernel!r}, got {self.algorithm!r}")
+        return self.kernel
+
+    def resolve_backward_kernel(self, backend: str) -> str | None:
+        """The same of a backward."""
+        if self.kernel is None:
+            return None
+        _check_choice("kernel", self.kernel, (None, *BACKWARD_KERNELS))
+        if backend == "numpy":
+            raise ValueError(f"kernel: expected None on backend 'numpy', which has no kernels, got {self.kernel!r}")
         return self.kernel
 
     def resolve_backend(self, device: int | None) -> str:

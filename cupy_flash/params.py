@@ -117,6 +117,7 @@ BACKWARD = numpy.dtype(
         ("dk_parts", "u8"),
         ("dv_parts", "u8"),
         ("turns", "u8"),
+        ("done", "u8"),
         ("first_key", "i4"),
         ("last_key", "i4"),
         ("batch", "i4", (BATCH_AXES,)),
@@ -132,6 +133,14 @@ BACKWARD = numpy.dtype(
         ("softcap", "f4"),
     ],
     align=True,
+)
+# The arrays whose tiles the copy engine moves are told twice, in this form and as a map.
+_BACKWARD_DIVISORS = ("by_together", "by_group", "by_shares", "by_heads_per_kv")
+_BACKWARD_MAPS = ("q", "k", "v", "dout", "dq", "dk", "dv")
+HOPPER_BACKWARD = _of_whole_lines(
+    [(f"{name}_map", TENSOR_MAP) for name in _BACKWARD_MAPS]
+    + [(name, BACKWARD[name]) for name in BACKWARD.names]
+    + [(name, DIVISOR) for name in _BACKWARD_DIVISORS]
 )
 MERGE = numpy.dtype(
     [
@@ -202,15 +211,24 @@ def divisor(number: int) -> tuple[int, int, int]:
     return number, (1 << (32 + shift)) // number + 1, shift
 
 
-def backward_params(problem: BackwardProblem, heads_per_block: int, heads_together: int) -> numpy.ndarray:
-    """A size-1 array of dtype `BACKWARD` with everything but the addresses.
+def backward_params(
+    problem: BackwardProblem, heads_per_block: int, heads_together: int, maps: dict[str, TensorMap], tile_kv: int
+) -> numpy.ndarray:
+    """A size-1 array of dtype `BACKWARD`, or with maps `HOPPER_BACKWARD`, with everything but the addresses.
 
     Raises
     ------
     UnsupportedError
         As `forward_params`.
     """
-    params = _with_strides(BACKWARD, problem.forward.batch, problem.layouts)
+    params = _with_strides(HOPPER_BACKWARD if maps else BACKWARD, problem.forward.batch, problem.layouts)
+    for name, described in maps.items():
+        params[name] = described.in_the_clear()
+    if maps:
+        p = problem.forward
+        together = heads_together, heads_together * -(-p.len_kv // tile_kv), p.heads_q // heads_per_block, p.heads_per_kv
+        for name, number in zip(_BACKWARD_DIVISORS, together):
+            params[name] = divisor(number)
     _add_scores(params, problem.forward)
     params["heads_per_block"], params["heads_together"] = heads_per_block, heads_together
     return params
@@ -231,9 +249,10 @@ def merge_params(problem: MergeProblem) -> numpy.ndarray:
     return params
 
 
-def place_of(params: numpy.ndarray, name: str) -> int:
-    """Which 64-bit word of a struct is the address of the array or the part of workspace called `name`."""
-    return params.dtype.fields[name][1] // 8  # the address is the first field of a TENSOR and of a TENSOR_MAP
+def places_of(params: numpy.ndarray, name: str) -> dict[str, int]:
+    """Which 64-bit words of a struct are the address of the array or the part of workspace called `name`, by field."""
+    fields = params.dtype.fields  # the address is the first field of a TENSOR and of a TENSOR_MAP
+    return {field: fields[field][1] // 8 for field in (name, f"{name}_map") if field in fields}
 
 
 def _with_strides(struct: numpy.dtype, batch: tuple[int, ...], layouts: dict[str, Layout | None]) -> numpy.ndarray:

@@ -15,14 +15,17 @@ import numpy
 
 from .api import attention
 from .arrays import layout
-from .bench import Array, Cell, Contender, Failure, Run
+from .bench import DIRECTIONS, Array, Cell, Contender, Failure, Run
 from .launch import AttentionPlan
-from .options import FORWARD_KERNELS
+from .options import BACKWARD_KERNELS, FORWARD_KERNELS
 from .plan import Plan
 from .planning import plan_attention, plan_attention_backward
 
 ALGORITHMS = ("v1", "v2")
-KERNELS = tuple(kernel for kernel, algorithm in FORWARD_KERNELS.items() if algorithm == "v2")
+KERNELS = {  # of v2, and the direction of each
+    **{kernel: "forward" for kernel, algorithm in FORWARD_KERNELS.items() if algorithm == "v2"},
+    **dict.fromkeys(BACKWARD_KERNELS, "backward"),
+}
 SDPA = {
     "torch-cudnn": "CUDNN_ATTENTION",
     "torch-flash2": "FLASH_ATTENTION",
@@ -49,8 +52,8 @@ def contenders(
     deterministic : bool
         Of this project's backward; peers compute theirs as they do by default.
     kernels : sequence of str
-        Out of `KERNELS`: what 'v2' computes its forward with, in place of the planner's choice. Several are contenders of their own
-        names, and 'v2' is left with the backward.
+        Out of `KERNELS`: what 'v2' computes the direction of each with, in place of the planner's choice. Several of one direction
+        are contenders of their own names, and 'v2' is left with the other.
 
     Returns
     -------
@@ -79,22 +82,30 @@ def _is_installed(module: str) -> bool:
 
 def _ours(algorithm: str, kernels: Sequence[str], deterministic: bool) -> list[Contender]:
     if algorithm == "v1":
-        return [Contender("v1", partial(_own, "v1", None, deterministic), True, ("forward",))]
-    if len(kernels) < 2:
-        return [Contender("v2", partial(_own, "v2", *kernels or (None,), deterministic), True)]
-    by_kernel = [Contender(kernel, partial(_own, "v2", kernel, deterministic), True, ("forward",)) for kernel in kernels]
-    return [*by_kernel, Contender("v2", partial(_own, "v2", None, deterministic), True, ("backward",))]
+        return [Contender("v1", partial(_own, "v1", {}, deterministic), True, ("forward",))]
+    asked = {direction: [kernel for kernel in kernels if KERNELS[kernel] == direction] for direction in DIRECTIONS}
+    there = [
+        Contender(kernel, partial(_own, "v2", {direction: kernel}, deterministic), True, (direction,))
+        for direction, several in asked.items()
+        for kernel in several
+        if len(several) > 1
+    ]
+    left = {direction: next(iter(few), None) for direction, few in asked.items() if len(few) < 2}
+    return there + [Contender("v2", partial(_own, "v2", left, deterministic), True, tuple(left))] * bool(left)
 
 
-def _own(algorithm: str, kernel: str | None, deterministic: bool, cell: Cell, inputs: tuple[Array, ...]) -> Run:
+def _own(algorithm: str, kernels: dict[str, str | None], deterministic: bool, cell: Cell, inputs: tuple[Array, ...]) -> Run:
+    """This project's kernel of a cell's direction: the one asked for, or the planner's choice."""
     q, k, v, *dout = inputs
+    kernel = kernels.get(cell.direction)
     if not dout:
         out = _unwritten(q)
         plan = plan_attention(q, k, v, causal=cell.causal, algorithm=algorithm, out=out, kernel=kernel)
         return _forward_run(plan, inputs, out)
     arguments = (*dout, q, k, v, *attention(q, k, v, causal=cell.causal, algorithm=algorithm, return_lse=True))
     results = dict(zip(("dq", "dk", "dv"), map(_unwritten, (q, k, v))))
-    plan = plan_attention_backward(*arguments, causal=cell.causal, algorithm=algorithm, deterministic=deterministic, **results)
+    options = {"causal": cell.causal, "algorithm": algorithm, "deterministic": deterministic, "kernel": kernel}
+    plan = plan_attention_backward(*arguments, **options, **results)
     return Run(partial(plan, *arguments, workspace=_workspace(plan), **results), tuple)
 
 

@@ -20,6 +20,8 @@ PARAMS = {
     "fwd_v1": "ForwardParams",
     "fwd_hopper": "HopperForwardParams",
     "bwd_v2": "BackwardParams",
+    "bwd_hopper": "HopperBackwardParams",
+    "bwd_hopper_wide": "HopperBackwardParams",
     "merge": "MergeParams",
 }
 MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
@@ -104,6 +106,14 @@ class Plan:
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
             main = itemsize * (keys + queries + c.TILE_KV * c.TILE_Q) + c.STAGES * 2 * c.TILE_Q * 4
             return {"bwd_v2_pre": 0, "bwd_v2": main, "bwd_v2_post": itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH}
+        if self.kernel in ("bwd_hopper", "bwd_hopper_wide"):
+            keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
+            stats, barriers = c.STAGES * 2 * c.TILE_Q * 4, 8 * (11 + 4 * c.STAGES)
+            main = itemsize * (keys + queries + 2 * c.TILE_Q * c.TILE_KV) + stats + barriers
+            if self.kernel == "bwd_hopper_wide":
+                main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P
+            post = itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH
+            return {f"{self.kernel}_pre": 0, self.kernel: main, f"{self.kernel}_post": post}
         if self.kernel == "fwd_hopper":
             panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
             queries = c.TILE_Q * (max(panels, panels_v) if c.STAGES_Q == 1 else c.STAGES_Q * panels + panels_v)  # and out

@@ -81,6 +81,7 @@ def plan_attention_backward(
     dk: Any = None,
     dv: Any = None,
     arch: str | None = None,
+    kernel: str | None = None,
 ) -> BackwardPlan:
     """Decide how `attention_backward` would compute, without computing.
 
@@ -90,6 +91,10 @@ def plan_attention_backward(
         As in `attention_backward`. Only the layouts of the arrays matter.
     arch : str, optional
         As in `plan_attention`.
+    kernel : {None, 'bwd_v2', 'bwd_hopper', 'bwd_hopper_wide'}
+        Kernel file to compute with, such as to compare two; None leaves the choice to the planner. 'bwd_v2' is for everything, the
+        others are for sm_90a, 16-bit dtypes and arrays whose strides are multiples of 16 bytes: 'bwd_hopper' for head dims of at
+        most 128, 'bwd_hopper_wide' for wider ones as well.
 
     Returns
     -------
@@ -100,7 +105,7 @@ def plan_attention_backward(
     Raises
     ------
     TypeError, ValueError, UnsupportedError
-        As `attention_backward`.
+        As `attention_backward`; also if the kernel asked for cannot compute this.
 
     Examples
     --------
@@ -112,4 +117,4 @@ def plan_attention_backward(
     """
     given = operands(dout, q, k, v, out, lse, dlse, dq, dk, dv)
     options = (scale, causal, window, softcap, precision, algorithm, backend)
-    return prepared_backward(given, options, deterministic, arch)
+    return prepared_backward(given, options, deterministic, arch, kernel)

@@ -260,7 +260,28 @@ BACKWARD_TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
     "100": {"half": BACKWARD_HALVES_80, "float32": BACKWARD_FLOAT32_80},
     "120": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_86},
 }
-KERNEL_TABLES = {"fwd_v2": TABLES, "fwd_v1": V1_TABLES, "fwd_hopper": {"90a": {"half": HOPPER}}, "bwd_v2": BACKWARD_TABLES}
+# The backward for sm_90a: 4 warps serve two warpgroups. In bwd_hopper each of those owns 64 keys and both of their gradients, in
+# bwd_hopper_wide one gradient of the same 64 keys.
+NARROW_STEPS = "both gradients leave no registers for wider query tiles"
+ONE_GRADIENT = "one gradient a warpgroup; shared memory holds no more keys"
+HOPPER_BACKWARD = (
+    Row(64, 128, 128, "wide query tiles halve what is done once a tile", warps=12, min_blocks=1, plain_scores=True),
+    Row(64, 64, 128, "wider query tiles would spill", warps=12, min_blocks=1),
+    Row(128, 64, 128, NARROW_STEPS, warps=12, min_blocks=1, plain_scores=True),
+)
+HOPPER_BACKWARD_WIDE = (
+    Row(128, 64, 64, "one gradient a warpgroup: both would spill", warps=12, min_blocks=1),
+    Row(192, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
+    Row(256, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
+)
+KERNEL_TABLES = {
+    "fwd_v2": TABLES,
+    "fwd_v1": V1_TABLES,
+    "fwd_hopper": {"90a": {"half": HOPPER}},
+    "bwd_v2": BACKWARD_TABLES,
+    "bwd_hopper": {"90a": {"half": HOPPER_BACKWARD}},
+    "bwd_hopper_wide": {"90a": {"half": HOPPER_BACKWARD_WIDE}},
+}
 CANDIDATE_TABLES = {"fwd_hopper": {"90a": {"half": HOPPER_CANDIDATES}}}
 
 

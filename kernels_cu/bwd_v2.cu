@@ -17,17 +17,13 @@
 // Two warps, one of each half, share TILE_KV / PAIRS keys. Each keeps one gradient: both would not leave room for anything else.
 #include "config.cuh"
 #include "params.cuh"
-#include "tile/copy.cuh"
-#include "tile/gradient.cuh"
 #include "tile/mask.cuh"
 #include "tile/mma.cuh"
-#include "tile/place.cuh"
-#include "tile/sums.cuh"
+#include "tile/passes.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int PAIRS = WARPS / 2;
 constexpr int PAIR_KEYS = TILE_KV / PAIRS;
-static_assert(WIDTH == WIDTH_V, "one shape of tile serves q, k, v and dout");
 
 using QueryTile = SharedTile<TILE_Q, WIDTH>;                  // of q or dout
 using KeyTile = SharedTile<TILE_KV, WIDTH>;                   // of k or v
@@ -35,8 +31,6 @@ using PairTile = SharedTile<PAIR_KEYS, WIDTH>;                // rows of one pai
 using GradientTile = BlockedTile<TILE_KV, TILE_Q>;            // dS^T
 using PairGradientTile = BlockedTile<PAIR_KEYS, TILE_Q>;
 using Passed = PassedTile<PAIR_KEYS, TILE_Q>;                 // P^T, where the pair's part of dS^T will be
-using QuerySums = SumTile<TILE_Q, WIDTH>;
-using KeySums = SumTile<TILE_KV, WIDTH>;
 
 // Shared memory: K, V, P^T and then dS^T, then for each stage Q, dO, and lse and delta of their rows.
 constexpr int STATS_BYTES = 2 * TILE_Q * int(sizeof(float));
@@ -52,38 +46,7 @@ constexpr int DQ_ACROSS = WARPS / (TILE_Q / DQ_ROWS);
 constexpr int DQ_COLS = WIDTH / DQ_ACROSS;
 static_assert(DQ_ACROSS * (TILE_Q / DQ_ROWS) == WARPS && DQ_COLS % 16 == 0, "every warp has a part of dQ, of whole 16-column steps");
 
-// number of a query tile, counted over batch elements and heads
-OP u32 query_tile_number(const BackwardParams& p, u32 batch_number, int head, int tile) {
-  return (batch_number * p.heads + head) * ceil_div(p.len_q, TILE_Q) + tile;
-}
-
-KERNEL(THREADS, 1) bwd_v2_pre(GRID_CONSTANT BackwardParams p) {
-  const Place here = place_of_block(p.batch, p.heads, p.len_q, TILE_Q);
-  const u32 number = query_tile_number(p, here.batch_number, here.head, here.row / TILE_Q);
-  clear(QuerySums{p.dq_sums + i64(number) * QuerySums::size});
-  if (p.turns && warp_id() == 0) clear_turn(p.turns + number);
-
-  const GlobalTile out = slice(p.out, here.batch, here.head, here.row, p.len_q, p.dim_v);
-  const GlobalTile dout = slice(p.dout, here.batch, here.head, here.row, p.len_q, p.dim_v);
-  const float* lse = row_slice(p.lse, here.batch, here.head, here.row);
-  const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, here.row) : nullptr;
-  float* const stats = p.stats + i64(number) * 2 * TILE_Q;
-  for_row_dots<TILE_Q, WIDTH>(out, dout, [&](int row, bool exists, float dot) {
-    const float row_lse = exists ? read(lse + row * p.lse.row_stride) : -infinity();
-    write(stats + row, row_lse == -infinity() ? infinity() : row_lse * LOG2E);      // a row that sees nothing: P = 2^(S - inf) = 0
-    write(stats + TILE_Q + row, exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot);
-  });
-}
-
-// The query tiles of a block: from the last to the first of its first head, then of the next.
-struct QueryCursor {
-  int head, tile;
-  OP void advance(int first_tile, int last_tile) {
-    if (tile-- > first_tile) return;
-    tile = last_tile;
-    ++head;
-  }
-};
+KERNEL(THREADS, 1) bwd_v2_pre(GRID_CONSTANT BackwardParams p) { prepare_queries(p, 1.f); }
 
 KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   const KeyPlace here = key_place_of_block(p.batch, p.heads, p.heads_per_kv, p.heads_per_block, p.len_kv, TILE_KV, p.heads_together);
@@ -113,7 +76,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     if (step < steps) {
       QueryCursor coming = now;
       #pragma unroll
-      for (int i = 0; i < ahead; ++i) coming.advance(first_tile, last_tile);
+      for (int i = 0; i < ahead; ++i) coming.advance(last_tile, first_tile);
       const int stage = step % STAGES;
       load_async<Block>(q_smem(stage), slice(p.q, here.batch, coming.head, coming.tile * TILE_Q, p.len_q, p.dim));
       load_async<Block>(do_smem(stage), slice(p.dout, here.batch, coming.head, coming.tile * TILE_Q, p.len_q, p.dim_v));
@@ -133,7 +96,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   u32 number = 0;                                             // of the query tile
 
   #pragma unroll 1
-  for (int step = 0; step < steps; ++step, now.advance(first_tile, last_tile)) {
+  for (int step = 0; step < steps; ++step, now.advance(last_tile, first_tile)) {
     wait_for_copies<max_of(STAGES - 2, 0)>();                 // without it this tile is read before this thread's part has arrived
     sync_block();                                             // without it other threads' parts are missing, the load below overwrites
                                                               // a tile, and P below the dS, that a slower warp still reads
@@ -198,57 +161,4 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   store<Warp>(slice(gradient, place.batch, place.head_kv, first_row, p.len_kv, for_values ? p.dim_v : p.dim), result_smem);
 }
 
-// One tile of a gradient from its sums, of which there are `parts` for each head and batch element. Those of all batch elements that
-// the gradient does not tell apart are added up.
-template <int ROWS>
-OP void finish_tile(const BackwardParams& p, const Tensor& gradient, float* sums, int heads, int parts, int len, int cols, u32 block,
-                    float factor) {
-  const Place here = place_of_block(p.batch, heads, len, ROWS, block);
-  int summed[BATCH_AXES];                                     // elements to add up along each axis
-  u32 elements = 1;
-  #pragma unroll
-  for (int i = 0; i < BATCH_AXES; ++i) {
-    const bool sum = p.batch[i] > 1 && gradient.batch_stride[i] == 0;
-    if (sum && here.batch[i] > 0) return;                     // the block of element 0 does it
-    summed[i] = sum ? p.batch[i] : 1;
-    elements *= summed[i];
-  }
-
-  const SharedTile<ROWS, WIDTH> tile_smem{shared_memory()};
-  const int tiles = ceil_div(len, ROWS);
-  for (int piece = warp_id(); piece < ROWS / 16 * (WIDTH / 16); piece += WARPS) {
-    const int row = piece / (WIDTH / 16) * 16, col = piece % (WIDTH / 16) * 16;
-    Acc<16, 16> sum_reg;
-    fill(sum_reg, 0.f);
-    for (u32 element = 0; element < elements; ++element) {
-      int batch[BATCH_AXES];
-      batch_element(batch, summed, element);
-      u32 batch_number = 0;
-      #pragma unroll
-      for (int i = 0; i < BATCH_AXES; ++i) batch_number = batch_number * p.batch[i] + here.batch[i] + batch[i];
-      for (int part = 0; part < parts; ++part) {
-        const i64 number = ((i64(batch_number) * heads + here.head) * parts + part) * tiles + here.row / ROWS;
-        Acc<16, 16> part_reg;
-        load(part_reg, SumTile<ROWS, WIDTH>{sums + number * ROWS * WIDTH}, row, col);
-        add(sum_reg, 0, part_reg);
-      }
-    }
-    scale(sum_reg, factor);
-    store(tile_smem, sum_reg, row, col);
-  }
-  sync_block();                                               // without it a thread sends what other warps have not written
-  store<Block>(slice(gradient, here.batch, here.head, here.row, len, cols), tile_smem);
-}
-
-KERNEL(THREADS, 1) bwd_v2_post(GRID_CONSTANT BackwardParams p) {
-  u32 batch = 1;
-  #pragma unroll
-  for (int i = 0; i < BATCH_AXES; ++i) batch *= p.batch[i];
-  const int heads_kv = p.heads / p.heads_per_kv, splits = p.heads_per_kv / p.heads_per_block;
-  const u32 query_blocks = ceil_div(p.len_q, TILE_Q) * p.heads * batch, key_blocks = ceil_div(p.len_kv, TILE_KV) * heads_kv * batch;
-  const u32 block = block_id();
-  const u32 key_block = block - query_blocks;
-  if (block < query_blocks) finish_tile<TILE_Q>(p, p.dq, p.dq_sums, p.heads, 1, p.len_q, p.dim, block, p.scale);
-  else if (key_block < key_blocks) finish_tile<TILE_KV>(p, p.dk, p.dk_parts, heads_kv, splits, p.len_kv, p.dim, key_block, 1.f);
-  else finish_tile<TILE_KV>(p, p.dv, p.dv_parts, heads_kv, splits, p.len_kv, p.dim_v, key_block - key_blocks, 1.f);
-}
+KERNEL(THREADS, 1) bwd_v2_post(GRID_CONSTANT BackwardParams p) { finish_gradients(p); }

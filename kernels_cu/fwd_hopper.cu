@@ -153,7 +153,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     const KeyTile k_smem{uniform(keys.tile().base)};
     const ValueTile v_smem{uniform(values.tile().base)};
     wait_full(keys);                                          // without it the product reads keys that have not arrived
-    start_product_transposed(s_reg, queries.tile(), k_smem);
+    start_product_transposed(s_reg, queries.tile(), 0, k_smem);
     RowVec<16> weight;
     if (follows) {
       wait_full(values);                                      // without it the product reads values that have not arrived

@@ -31,13 +31,15 @@ int main(int, char** arguments) {
   struct Array { std::unique_ptr<char[]> memory; i64 size; long place; };
   std::vector<Array> arrays(number());
   for (Array& array : arrays) {
-    const i64 field = number(), first = number();
+    std::vector<i64> fields(number());
+    for (i64& field : fields) field = number();
+    const i64 first = number();
     array.size = number();
     array.memory.reset(new char[array.size]);
     array.place = std::ftell(job);
     bytes(array.memory.get(), array.size);
     char* data = array.memory.get() + first;
-    std::memcpy(params.data() + field, &data, sizeof data);
+    for (const i64 field : fields) std::memcpy(params.data() + field, &data, sizeof data);
   }
 
   char message[4096] = "";

@@ -84,6 +84,7 @@ struct BackwardParams {
   float* dk_parts;                        // (batch, heads_kv, splits, key tiles, TILE_KV * WIDTH)  the same, or null: dk is stored at once
   float* dv_parts;                        // the same for dv
   u32* turns;                             // (batch, heads, query tiles)  key tiles that have been added to dq_sums, or null: in any order
+  u32* done;                              // (batch, heads)  blocks that have ended, so that the last one finishes dq; null: bwd_post does
   int first_key;                          // as in the forward
   int last_key;
   int batch[BATCH_AXES];
@@ -97,6 +98,22 @@ struct BackwardParams {
   int dim_v;
   float scale;
   float softcap;
+};
+
+struct BackwardMaps {
+  TensorMap q_map;                        // q in boxes of TILE_Q x 64
+  TensorMap k_map;                        // k in boxes of TILE_KV x 64
+  TensorMap v_map;                        // v, the same
+  TensorMap dout_map;                     // dout in boxes of TILE_Q x 64
+  TensorMap dq_map;                       // dq in boxes of 16 x 64
+  TensorMap dk_map;                       // dk, the same
+  TensorMap dv_map;                       // dv, the same
+};
+struct HopperBackwardParams : BackwardMaps, BackwardParams {
+  Divisor by_together;                    // heads_together
+  Divisor by_group;                       // times the key tiles of a head: what neighbouring blocks share out
+  Divisor by_shares;                      // of one batch element: heads / heads_per_block
+  Divisor by_heads_per_kv;
 };
 
 // out = the attention over the keys of a and of b together, from the attention over each.

@@ -32,7 +32,7 @@ from cupy_flash.bench import (
 from cupy_flash.cases import Case
 from cupy_flash.cli import bench as command
 from cupy_flash.cli import main
-from cupy_flash.peers import ALGORITHMS
+from cupy_flash.peers import ALGORITHMS, KERNELS
 from cupy_flash.plots import plot_bench
 from cupy_flash.reference import visible
 
@@ -253,21 +253,30 @@ def test_the_command_hands_kernels_on(fake, monkeypatch):
     asked = []
     contenders = command.contenders
     monkeypatch.setattr(command, "contenders", lambda *arguments: asked.append(arguments) or contenders(*arguments))
-    cell = ("forward", "--seq", 1024, "--dim", 64, "--dtype", "float16", "--mask", "full")
-    for option in ((), ("--kernel", "fwd_hopper"), ("--kernel", "fwd_v2,fwd_hopper")):
-        assert run(*cell, "--peers", "none", *option).exit_code == 0
-    assert asked == [(ALGORITHMS, [], False, kernels) for kernels in ((), ("fwd_hopper",), ("fwd_v2", "fwd_hopper"))]
+    cell = ("--seq", 1024, "--dim", 64, "--dtype", "float16", "--mask", "full", "--peers", "none")
+    for direction, *kernels in (
+        ("forward",),
+        ("forward", "fwd_hopper"),
+        ("forward", "fwd_v2", "fwd_hopper"),
+        ("backward", "bwd_v2", "bwd_hopper"),
+        ("both", "bwd_hopper", "fwd_v2"),
+    ):
+        option = ("--kernel", ",".join(kernels)) if kernels else ()
+        assert run(direction, *cell, *option).exit_code == 0
+        assert asked.pop() == (ALGORITHMS, [], False, tuple(kernels))
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--kernel", "fwd_v1"), "expected names out of fwd_v2, fwd_hopper, with commas between them, got 'fwd_v1'"),
-        (("--kernel", "fwd_v2", "--algorithm", "v1"), "--kernel is for v2, and --algorithm leaves v1 only"),
+        (("forward", "--kernel", "fwd_v1"), f"expected names out of {', '.join(KERNELS)}, with commas between them, got 'fwd_v1'"),
+        (("forward", "--kernel", "fwd_v2", "--algorithm", "v1"), "--kernel is for v2, and --algorithm leaves v1 only"),
+        (("forward", "--kernel", "fwd_v2,bwd_v2"), "--kernel: bwd_v2 computes the backward, which is not measured"),
+        (("backward", "--kernel", "fwd_hopper"), "--kernel: fwd_hopper computes the forward, which is not measured"),
     ],
 )
-def test_kernels_that_v2_does_not_have_are_refused(fake, arguments, message):
-    result = run("forward", *arguments)
+def test_kernels_that_compute_nothing_are_refused(fake, arguments, message):
+    result = run(*arguments)
     assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
 
 

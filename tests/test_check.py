@@ -31,16 +31,23 @@ def test_what_is_computed(backend, direction, algorithm, computations):
 def test_where_a_kernel_is_made_for_an_architecture_the_one_for_all_is_computed_as_well():
     sm_80, sm_90a = ARCHITECTURES["80"], ARCHITECTURES["90a"]
     assert check.select_computations("host", architecture=sm_80) == COMPUTATIONS
-    assert check.select_computations("cuda", architecture=sm_90a) == (*COMPUTATIONS, GENERIC)
-    assert check.select_computations("cuda", "forward", "v2", sm_90a) == (FORWARD, GENERIC)
-    assert check.select_computations("cuda", "backward", architecture=sm_90a) == (BACKWARD, DETERMINISTIC)
-    assert str(GENERIC) == "forward v2 by fwd_v2"
-    half, single = Case("bfloat16", 40, 50), Case("float32", 40, 50)
-    kernels = check.kernels_of({half: (FORWARD, GENERIC)}, "host", "90a")
-    assert [kernel.kernel for kernel in kernels] == ["fwd_hopper", "fwd_v2"]
-    assert check.why_skipped(half, GENERIC, "cuda", sm_90a) == ""
-    assert check.why_skipped(single, GENERIC, "cuda", sm_90a) == "forward v2 of float32 is by fwd_v2 anyway"
-    assert check.kernels_of({single: (FORWARD,)}, "host", "90a") == check.kernels_of({single: (GENERIC,)}, "host", "90a")
+    assert check.select_computations("cuda", architecture=sm_90a) == (*COMPUTATIONS, *GENERIC)
+    forward, *backwards = GENERIC
+    assert check.select_computations("cuda", "forward", "v2", sm_90a) == (FORWARD, forward)
+    assert check.select_computations("cuda", "backward", architecture=sm_90a) == (BACKWARD, DETERMINISTIC, *backwards)
+    assert list(map(str, GENERIC)) == ["forward v2 by fwd_v2", "backward v2 by bwd_v2", "backward v2 deterministic by bwd_v2"]
+
+
+@pytest.mark.parametrize("own, generic", list(zip((FORWARD, BACKWARD, DETERMINISTIC), GENERIC)), ids=str)
+def test_the_kernel_for_all_is_another_one_for_16_bits_only(own, generic):
+    sm_90a, half, single = ARCHITECTURES["90a"], Case("bfloat16", 40, 50), Case("float32", 40, 50)
+    kernels = check.kernels_of({half: (own, generic)}, "host", "90a")
+    others = [kernel.kernel for kernel in kernels if own == FORWARD or not kernel.kernel.startswith("fwd")]
+    assert others == [check.BETTER[generic.kernel], generic.kernel]
+    assert check.why_skipped(half, generic, "cuda", sm_90a) == ""
+    reason = f"{generic.direction} v2 of float32 is by {generic.kernel} anyway"
+    assert check.why_skipped(single, generic, "cuda", sm_90a) == reason
+    assert check.kernels_of({single: (own,)}, "host", "90a") == check.kernels_of({single: (generic,)}, "host", "90a")
 
 
 def test_a_case_is_computed_in_every_way():

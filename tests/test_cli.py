@@ -107,9 +107,9 @@ def test_plan_reads_shapes_and_options():
 def test_plan_of_the_backward():
     shapes = ("2x16x1024x96", "2x4x1024x96", "2x4x1024x64")
     plan, code = run_json("plan", *shapes, "--backward", "--deterministic", "--arch", "90a")
-    assert code == 0 and plan["kernel"] == "bwd_v2" and plan["config"]["WIDTH"] == plan["config"]["WIDTH_V"] == 96
-    assert [launch["entry"] for launch in plan["launches"]] == ["bwd_v2_pre", "bwd_v2", "bwd_v2_post"]
-    assert set(plan["workspace"]) == {"stats", "dq_sums", "dk_parts", "dv_parts", "turns"}
+    assert code == 0 and plan["kernel"] == "bwd_hopper" and plan["config"]["WIDTH"] == plan["config"]["WIDTH_V"] == 128
+    assert [launch["entry"] for launch in plan["launches"]] == ["bwd_hopper_pre", "bwd_hopper", "bwd_hopper_post"]
+    assert set(plan["workspace"]) == {"stats", "dq_sums", "dk_parts", "dv_parts", "turns", "done"}
     assert plan["result_bytes"] == 2 * 2 * 1024 * (16 * 96 + 4 * 96 + 4 * 64)
     text = run("plan", *shapes, "--backward", "--arch", "90a").stdout
     assert f"stats {plan['workspace']['stats']}, " in text and "turns" not in text
@@ -188,7 +188,7 @@ def test_check_on_the_host_says_what_it_skips():
 
 
 def test_check_finds_a_kernel_that_does_not_mask(change_kernel):
-    line = "s.at(l, r) = masked;"
+    line = "s.at(l, s.reg(i, bit0 + bit)) = masked;"
     text = source.files()["tile/mask.cuh"]
     assert line in text
     change_kernel("tile/mask.cuh", text.replace(line, "{}"))

@@ -11,7 +11,7 @@ from cupy_flash import CompileError, host, nvrtc, source
 from cupy_flash.architecture import ARCHITECTURES
 from cupy_flash.matrix import every_plan
 from cupy_flash.plan import PARAMS, Config, Plan, configure
-from cupy_flash.tuning import HOPPER, SHORT, WIDTHS, row_for
+from cupy_flash.tuning import HOPPER, SHORT, WIDTHS, row_for, table_for
 
 SM_75, SM_80, SM_90A = ARCHITECTURES["75"], ARCHITECTURES["80"], ARCHITECTURES["90a"]
 
@@ -25,10 +25,11 @@ def plans(*sets):
 
 
 # float16 takes the instructions of bfloat16 with another suffix, and tf32 one product in three of float32's: of these, one
-# architecture stands for all.
+# architecture stands for all, and one for products of warpgroups.
 @plans(
     every_plan(kinds=["bfloat16", "float32"]),
     every_plan([SM_75, SM_80], ["float16"]),
+    every_plan([SM_90A], ["float16"], ["bwd_hopper", "bwd_hopper_wide"]),
     every_plan([SM_80], ["tf32"]),
 )
 def test_row_compiles_without_spill_or_warning(plan):
@@ -53,7 +54,16 @@ def other_uses_of_hopper():
         yield Plan("fwd_hopper", SM_90A, config, ())
 
 
-@plans(other_uses(SM_90A, ["bfloat16", "float32"]), other_uses_of_hopper())
+def other_uses_of_hopper_backward():
+    """Plans of the backwards for one architecture: scores that are scaled one by one, and once each, copies of single elements."""
+    for kernel in ("bwd_hopper", "bwd_hopper_wide"):
+        rows = table_for(kernel, SM_90A, "bfloat16")
+        for row, copy_bytes, explicit in [(rows[-1], 0, False), *((row, 16, True) for row in rows if not row.plain_scores)]:
+            config = configure(row, SM_90A, "bfloat16", "ieee", row.width, row.width, copy_bytes, explicit)
+            yield Plan(kernel, SM_90A, config, ())
+
+
+@plans(other_uses(SM_90A, ["bfloat16", "float32"]), other_uses_of_hopper(), other_uses_of_hopper_backward())
 def test_other_use_compiles_without_spill(plan):
     report = nvrtc.report(plan)
     assert report.spill_bytes == 0 and not any("C75" in warning for warning in report.warnings)
@@ -65,15 +75,19 @@ def test_rows_fit_shared_memory():
 
 FORWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"WIDTH": 96, "WIDTH_V": 32}, {"WIDTH": 32, "WIDTH_V": 96})
 BACKWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"STAGES": 1}, {"WIDTH": 128, "WIDTH_V": 128}, {"TILE_Q": 128, "TILE_KV": 64})
+HOPPER_BACKWARD_CHANGES = ({}, {"TILE_Q": 64}, {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 64}, {"TILE_Q": 128, "STAGES": 1})
 HOPPER_CHANGES = ({}, {"STAGES_Q": 2}, {"STAGES": 4, "STAGES_V": 1}, {"WIDTH_V": 64}, {"WIDTH": 64, "WIDTH_V": 128})
+SUMMED = "max_of(SharedTile<TILE_Q, WIDTH>::bytes, SharedTile<TILE_KV, WIDTH>::bytes)"
 # The end of what an entry keeps in shared memory, in the names of its file.
 ENDS = {
     "fwd_v2": "SHARED_BYTES",
     "fwd_v1": "V_OFFSET + ValueTile::bytes",
     "fwd_hopper": "SHARED_BYTES",
     "bwd_v2": "STAGE_OFFSET + STAGES * STAGE_BYTES",
-    "bwd_v2_post": "max_of(SharedTile<TILE_Q, WIDTH>::bytes, SharedTile<TILE_KV, WIDTH>::bytes)",
+    "bwd_hopper": "SHARED_BYTES",
+    "bwd_hopper_wide": "SHARED_BYTES",
 }
+ENDS |= {f"{kernel}_post": SUMMED for kernel in ("bwd_v2", "bwd_hopper", "bwd_hopper_wide")}
 
 
 @pytest.mark.parametrize(
@@ -83,6 +97,8 @@ ENDS = {
         *product(["fwd_v1"], FORWARD_CHANGES),
         *product(["fwd_hopper"], HOPPER_CHANGES),
         *product(["bwd_v2"], BACKWARD_CHANGES),
+        *product(["bwd_hopper"], HOPPER_BACKWARD_CHANGES),
+        *product(["bwd_hopper_wide"], ({}, {"WIDTH": 256, "WIDTH_V": 256})),
     ],
     ids=str,
 )
@@ -113,7 +129,7 @@ def test_every_field_of_config_is_a_constant_of_the_kernels():
     assert {match[1] for match in CONSTANT.findall(source.files()["config.cuh"])} == {field.name for field in fields(Config)}
 
 
-@plans(every_plan([SM_75]), every_plan([SM_90A], ["bfloat16"], ["fwd_hopper"]))
+@plans(every_plan([SM_75]), every_plan([SM_90A], ["bfloat16"], ["fwd_hopper", "bwd_hopper", "bwd_hopper_wide"]))
 def test_config_text_has_the_values_of_the_plan(plan):
     spelled = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in asdict(plan.config).items()}
     assert {match[1]: match[3] for match in CONSTANT.findall(source.config_text(plan.config))} == spelled

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-from cupy_flash import plan_attention, tensor_map
-from cupy_flash.params import FORWARD, FORWARD_ARRAYS, HOPPER_FORWARD, TENSOR_MAP
+from cupy_flash import plan_attention, plan_attention_backward, tensor_map
+from cupy_flash.params import BACKWARD_ARRAYS, FORWARD, FORWARD_ARRAYS, HOPPER_BACKWARD, HOPPER_FORWARD, TENSOR_MAP
 
 pytest.importorskip("cupy")
 from cupy_flash import device
@@ -27,7 +27,7 @@ def launched(monkeypatch):
         *grid, shared_bytes, stream, arguments, extra = numbers
         argument = ctypes.c_uint64.from_address(arguments).value
         launches.append(SimpleNamespace(words=ctypes.string_at(argument, function), argument=argument, grid=grid))
-        assert (stream, extra) == (STREAM, 0) and shared_bytes > 0
+        assert (stream, extra) == (STREAM, 0) and shared_bytes >= 0
 
     def encode(place, *described):
         ctypes.memset(place, ENCODED, TENSOR_MAP.itemsize)
@@ -38,8 +38,8 @@ def launched(monkeypatch):
         return 0
 
     def module(kernel, ordinal):  # what points to a function is here the size of the struct that it takes
-        size = (HOPPER_FORWARD if kernel.kernel == "fwd_hopper" else FORWARD).itemsize
-        return SimpleNamespace(get_function=lambda entry: SimpleNamespace(ptr=size))
+        struct = {"fwd_hopper": HOPPER_FORWARD, "bwd_hopper": HOPPER_BACKWARD}.get(kernel.kernel, FORWARD)
+        return SimpleNamespace(get_function=lambda entry: SimpleNamespace(ptr=struct.itemsize))
 
     cuda = SimpleNamespace(
         runtime=SimpleNamespace(free=lambda address: None),
@@ -89,6 +89,28 @@ def test_maps_are_in_the_form_of_the_driver_and_the_rest_is_as_it_was(launched):
         assert params["lse"]["data"] == addresses[-1] and params["lse"]["head_stride"] == 1000
         assert (params["len_q"], params["last_key"], params["run"]) == (1000, 0, 2)
         assert launched[-1].argument % 64 == 0
+
+
+def test_a_backward_is_told_of_an_array_by_its_address_and_by_its_map(launched):
+    """Three launches get the same struct. Of those that are given twice, the map is in the form of the driver."""
+    q, lse = numpy.zeros((2, 3, 1000, 64), numpy.float16), numpy.zeros((2, 3, 1000), numpy.float32)
+    plan = plan_attention_backward(q, q, q, q, q, lse, backend="host", arch="90a", causal=True)
+    mapped = ("q", "k", "v", "dout", "dq", "dk", "dv")
+    for start in (1, 21, 1):
+        addresses = [place << 20 for place in range(start, start + len(BACKWARD_ARRAYS))]
+        launched.clear()
+        plan._execution.on_device.launch(addresses)
+        entries = [launch for launch in plan.launches if launch.blocks]
+        assert [launch.grid[0] for launch in launched] == [launch.blocks for launch in entries]
+        assert len(entries) == 2 and launched[0].words == launched[1].words and launched[0].argument % 64 == 0
+        params = struct(launched[0], HOPPER_BACKWARD)
+        assert [int(params[name]["data"]) for name in BACKWARD_ARRAYS] == addresses
+        for name, address in zip(BACKWARD_ARRAYS, addresses):
+            if name in mapped:
+                assert params[f"{name}_map"].tobytes() == address.to_bytes(8, "little") + bytes([ENCODED] * 120)
+        parts = dict(zip(plan.workspace.names, plan.workspace.offsets))
+        assert {name: int(params[name]) for name in parts} == {name: (1 << 30) + offset for name, offset in parts.items()}
+        assert (params["turns"], params["len_q"], params["last_key"], params["q"]["head_stride"]) == (0, 1000, 0, 64_000)
 
 
 @pytest.mark.parametrize("kernel, dtype", [("fwd_v2", FORWARD), ("fwd_hopper", HOPPER_FORWARD)])

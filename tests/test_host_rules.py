@@ -78,13 +78,13 @@ COPIES = {
 }
 PRODUCTS = {
     "another one waited for": (
-        "start_product_transposed(acc, tile, tile); wait_for_products<1>(acc);",
+        "start_product_transposed(acc, tile, 0, tile); wait_for_products<1>(acc);",
         "warp .* of block 0 waits for a product that may still run",
     ),
-    "no wait at the end": ("start_product_transposed(acc, tile, tile);", "warp .* of block 0 ends while a product runs"),
+    "no wait at the end": ("start_product_transposed(acc, tile, 0, tile);", "warp .* of block 0 ends while a product runs"),
     "factor not shown": (
         "if (warp_id() == 0) store(tile, acc, 0);"
-        "sync_block(); start_product_transposed(acc, tile, tile); wait_for_products<0>(acc);",
+        "sync_block(); start_product_transposed(acc, tile, 0, tile); wait_for_products<0>(acc);",
         "warp .* of block 0 multiplies what lanes have stored, without sync_with_copies in between",
     ),
     "three warps of four": (
@@ -142,7 +142,7 @@ NAMED = {
 @pytest.mark.parametrize("body, expected", NAMED.values(), ids=NAMED)
 def test_product_is_in_its_registers_when_a_wait_names_it(body, expected, run):
     zeros = "if (warp_id() == 0) std::memset(tile.base, 0, tile.bytes); sync_block();"
-    numpy.testing.assert_equal(run(f"{zeros} start_product_transposed(acc, tile, tile); {body}"), numpy.float32(expected))
+    numpy.testing.assert_equal(run(f"{zeros} start_product_transposed(acc, tile, 0, tile); {body}"), numpy.float32(expected))
 
 
 def test_products_for_the_same_registers_add_up(run):

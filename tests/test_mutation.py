@@ -1,16 +1,28 @@
 """Each barrier and each wait of each kernel is needed, and a run on the host shows it.
 
-They are left out one at a time. A wrong result, a deadlock or a report of ThreadSanitizer must follow, where memory not yet
-written holds NaN and asynchronous copies happen at once or as late as the remaining waits allow.
+They are left out one at a time, also those in headers that are a part of several kernels. A wrong result, a deadlock or a report
+of ThreadSanitizer must follow, where memory not yet written holds NaN and asynchronous copies happen at once or as late as the
+remaining waits allow.
 """
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, product
 
+import numpy
 import pytest
 
-from cupy_flash import FaultError, SanitizerError, arrays, attention, host, plan_attention, plan_attention_backward, source
+from cupy_flash import (
+    FaultError,
+    SanitizerError,
+    arrays,
+    attention,
+    backward_plan,
+    host,
+    plan_attention,
+    plan_attention_backward,
+    source,
+)
 from cupy_flash.backward import BackwardPlan
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
@@ -18,86 +30,133 @@ from cupy_flash.compare_gradients import compare_gradients, make_cotangents
 from cupy_flash.host import SCHEDULES
 from cupy_flash.launch import AttentionPlan
 
-KERNELS = sorted(file for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu", file))
+KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu", file))
+PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper"}  # headers, and a kernel that each is a part of
 CALL = re.compile(r"//.*|\b(?:sync|arrive|wait|commit)_\w+(?:<[^;]*>)?\([^;]*\);")  # or a comment, which may speak of one
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a kernel computes here, with these constants, and of a backward, whether dq is summed in order."""
+
+    case: Case
+    constants: dict[str, object]
+    deterministic: bool = False
+
+    def but(self, deterministic=False, **constants):
+        return replace(self, constants=self.constants | constants, deterministic=deterministic)
+
 
 # Many small tiles of keys, and a causal mask, so that the warps of a block see different ones and drift apart.
 CASE = Case("float16", 40, 75, dim=32, heads_q=2, causal=True)
-TWO_STAGES = {"TILE_Q": 32, "TILE_KV": 16, "WARPS": 2, "STAGES": 2, "Q_IN_REGISTERS": True}
+TWO_STAGES = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 16, "WARPS": 2, "STAGES": 2, "Q_IN_REGISTERS": True})
+TWO_PAIRS = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 32, "WARPS": 4, "STAGES": 2})
 # More tiles than blocks, so that a block takes several in turn, and two warpgroups besides the one that loads.
 HOPPER_CASE = Case("float16", 150, 75, dim=32, heads_q=3, causal=True)
-TWO_GROUPS = {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGES": 2, "STAGES_V": 2, "STAGES_Q": 2}
-TWO_PAIRS = {"TILE_Q": 32, "TILE_KV": 32, "WARPS": 4, "STAGES": 2}
+TWO_GROUPS = Setting(HOPPER_CASE, {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGES": 2, "STAGES_V": 2, "STAGES_Q": 2})
+# Two heads to a block, more blocks than one to a head, more tiles of queries than stages, and more rows of dq than leave at once.
+HOPPER_BACKWARD_CASE = Case("float16", 150, 200, dim=32, heads_q=2, heads_kv=1, causal=True)
+OWN_KEYS = Setting(HOPPER_BACKWARD_CASE, {"TILE_Q": 64, "TILE_KV": 128, "WARPS": 12, "STAGES": 2, "WIDTH": 64, "WIDTH_V": 64})
+ONE_GRADIENT = Setting(HOPPER_BACKWARD_CASE, {"WIDTH": 128, "WIDTH_V": 128})
 
 
-def configurations(file):
-    """Constants that between them reach every call of a kernel."""
-    if file == "fwd_hopper.cu":
-        return {"two stages": TWO_GROUPS, "one stage": TWO_GROUPS | {"STAGES": 1, "STAGES_V": 1, "STAGES_Q": 1}}
-    constants = TWO_PAIRS if file.startswith("bwd") else TWO_STAGES
+def settings_of(kernel):
+    """Settings that between them reach every call of a kernel."""
+    if kernel == "fwd_hopper":
+        return {"two stages": TWO_GROUPS, "one stage": TWO_GROUPS.but(STAGES=1, STAGES_V=1, STAGES_Q=1)}
+    if kernel == "bwd_hopper":
+        wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128)
+        return {"two stages": OWN_KEYS, "one stage, wide, in order": wide}
+    if kernel == "bwd_hopper_wide":
+        return {"any order": ONE_GRADIENT, "in order": ONE_GRADIENT.but(True)}
+    setting = TWO_PAIRS if kernel.startswith("bwd") else TWO_STAGES
     return {
-        "two stages": constants,
-        "one stage": constants | {"STAGES": 1},
-        "stores": constants | {"COPY_BYTES": 0},  # in place of copies: lanes see each other's after a barrier
+        "two stages": setting,
+        "one stage": setting.but(STAGES=1),
+        "stores": setting.but(COPY_BYTES=0),  # in place of copies: lanes see each other's after a barrier
     }
 
 
+IMPATIENT, PATIENCE = "tile/host_block.cuh", "seconds(60)"  # with a block that waits for another one
 # The call with this number is left out. Decided when the kernel runs, so that it is built once for all of them.
 LEFT_OUT = """\
+#ifndef LEFT_OUT
+#define LEFT_OUT
 #include <cstdlib>
 static const int left_out = std::atoi(std::getenv("LEFT_OUT"));
+#endif
 """
 
 
-def calls_of(file):
-    return [call for call in CALL.finditer(source.files()[file]) if not call[0].startswith("//")]
+def texts_of(kernel):
+    """The file of a kernel and the headers that are a part of it."""
+    files = (f"{kernel}.cu", *(part for part, owner in PARTS.items() if owner == kernel))
+    return {file: source.files()[file] for file in files}
 
 
-def with_choice(file):
-    """The text of a kernel in which each call is made unless its number is that of the environment variable LEFT_OUT."""
+def calls_of(kernel):
+    """The calls with the files that they are in; the place in the list is the number of a call."""
+    found = [(file, call) for file, text in texts_of(kernel).items() for call in CALL.finditer(text)]
+    return [(file, call) for file, call in found if not call[0].startswith("//")]
+
+
+def with_choice(kernel):
+    """The texts of a kernel in which each call is made unless its number is that of the environment variable LEFT_OUT."""
     numbers = count()
 
     def choose(call):
         return call[0] if call[0].startswith("//") else f"{{ if (left_out != {next(numbers)}) {call[0]} }}"
 
-    return LEFT_OUT + CALL.sub(choose, source.files()[file])
+    return {file: LEFT_OUT + CALL.sub(choose, text) for file, text in texts_of(kernel).items()}
 
 
-def results(kernel, constants):
-    """The judgement on what a forward computes with these constants."""
-    case, arch = (HOPPER_CASE, "90a") if kernel == "fwd_hopper" else (CASE, "80")
+def results(kernel, setting):
+    """The judgement on a forward."""
+    case = setting.case
     inputs = make_inputs(case)
-    plan = plan_attention(*inputs, backend="host", arch=arch, kernel=kernel, **case.options)
-    changed = replace(plan.kernel, config=replace(plan.kernel.config, **constants))
+    plan = plan_attention(*inputs, backend="host", arch=arch_of(kernel), kernel=kernel, **case.options)
+    changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
     computed = AttentionPlan(plan.problem, changed, tuple(map(arrays.layout, inputs)), True)(*inputs)
     return compare(*computed, *inputs, **case.scores)
 
 
-def gradients(kernel, constants):
-    """The judgement on what a backward computes with these constants."""
-    inputs, (dout, dlse) = make_inputs(CASE), make_cotangents(CASE)
-    given = (dout, *inputs, *attention(*inputs, **CASE.options))
-    options = {name: value for name, value in CASE.options.items() if name != "return_lse"}
+def gradients(kernel, setting):
+    """The judgement on a backward."""
+    case = setting.case
+    inputs, (dout, dlse) = make_inputs(case), make_cotangents(case)
+    given = (dout, *inputs, *attention(*inputs, **case.options))
+    options = {name: value for name, value in case.options.items() if name != "return_lse"}
+    options |= {"deterministic": setting.deterministic, "arch": arch_of(kernel), "kernel": kernel}
     plan = plan_attention_backward(*given, dlse=dlse, backend="host", **options)
-    changed = replace(plan.kernel, config=replace(plan.kernel.config, **constants))
+    changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
     computed = BackwardPlan(plan.problem, changed, tuple(map(arrays.layout, (*given, dlse))))(*given, dlse=dlse)
-    return compare_gradients(computed, dout, *inputs, dlse=dlse, **CASE.scores)
+    return compare_gradients(computed, dout, *inputs, dlse=dlse, **case.scores)
+
+
+def arch_of(kernel):
+    return "90a" if "hopper" in kernel else "80"
+
+
+@pytest.fixture(autouse=True)
+def fast_build(monkeypatch):
+    monkeypatch.setattr(host, "OPTIONS", (*host.OPTIONS, "-O0"))  # in half the time
 
 
 @pytest.fixture
-def faults_without(monkeypatch, change_kernel):
-    """A function that leaves one call out of a kernel and yields what is noticed in each configuration and schedule."""
+def faults_without(monkeypatch):
+    """A function that leaves one call out of a kernel and yields what is noticed in each setting and schedule."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "thread")
-    monkeypatch.setattr(host, "OPTIONS", (*host.OPTIONS, "-O0"))  # built in half the time
+    monkeypatch.setattr(backward_plan, "FEWEST_BLOCKS", 1)  # so that heads of a group are not split among blocks
 
-    def run(file, number):
+    def run(kernel, number):
         monkeypatch.setenv("LEFT_OUT", "-1" if number is None else str(number))
-        change_kernel(file, with_choice(file))
-        compute = gradients if file.startswith("bwd") else results
-        for (name, constants), schedule in product(configurations(file).items(), SCHEDULES):
+        texts = with_choice(kernel) | {IMPATIENT: source.files()[IMPATIENT].replace(PATIENCE, "seconds(5)")}
+        monkeypatch.setattr(host, "source_of", lambda plan: source.source_of(plan) | texts)
+        compute = gradients if kernel.startswith("bwd") else results
+        for (name, setting), schedule in product(settings_of(kernel).items(), SCHEDULES):
             monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
             try:
-                comparison = compute(file.removesuffix(".cu"), constants)
+                comparison = compute(kernel, setting)
                 if not comparison.ok:
                     yield f"{name}, {schedule}: {comparison.message}"
             except (FaultError, SanitizerError) as error:
@@ -106,18 +165,56 @@ def faults_without(monkeypatch, change_kernel):
     return run
 
 
-@pytest.mark.parametrize("file", KERNELS)
-def test_kernel_as_it_is(file, faults_without):
-    assert list(faults_without(file, None)) == []
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_as_it_is(kernel, faults_without):
+    assert PATIENCE in source.files()[IMPATIENT]
+    assert list(faults_without(kernel, None)) == []
+
+
+# Waits that only matter where blocks run at the same time, and one of them is slow.
+BETWEEN_BLOCKS = {name: re.compile(rf"\bwait_for\(\w+\.{name}, [^;]*\);") for name in ("turn", "ended")}
 
 
 def every_call():
-    for file in KERNELS:
-        for number, call in enumerate(calls_of(file)):
-            line = call.string.count("\n", 0, call.start()) + 1
-            yield pytest.param(file, number, id=f"{file}:{line}:{call[0]}")
+    for kernel in KERNELS:
+        for number, (file, call) in enumerate(calls_of(kernel)):
+            if not any(wait.fullmatch(call[0]) for wait in BETWEEN_BLOCKS.values()):
+                line = call.string.count("\n", 0, call.start()) + 1
+                yield pytest.param(kernel, number, id=f"{file}:{line}:{call[0]}")
 
 
-@pytest.mark.parametrize("file, number", list(every_call()))
-def test_left_out_call_is_noticed(file, number, faults_without):
-    assert any(faults_without(file, number))
+@pytest.mark.parametrize("kernel, number", list(every_call()))
+def test_left_out_call_is_noticed(kernel, number, faults_without):
+    assert any(faults_without(kernel, number))
+
+
+@pytest.mark.parametrize("left_out", [None, *BETWEEN_BLOCKS])
+def test_blocks_wait_for_one_that_is_slow(left_out, monkeypatch, change_kernel):
+    """Three blocks at a time, the first the slowest to add: dq is right, and in order, sums have the bits of blocks in turn."""
+    case = Case("float16", 60, 300, dim=32)
+    inputs, (dout, _) = make_inputs(case), make_cotangents(case)
+    given = (dout, *inputs, *attention(*inputs, return_lse=True))
+    file = "tile/key_block.cuh"
+    text = source.files()[file]
+
+    def computed(blocks, deterministic):
+        """Whether gradients are right, and the sums that dq is made of."""
+        plan = plan_attention_backward(*given, deterministic=deterministic, backend="host", arch="90a", kernel="bwd_hopper")
+        assert plan.kernel.config.TILE_KV == 128 and plan.workspace.names[:2] == ("stats", "dq_sums")
+        monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(blocks * plan.kernel.config.WARPS))
+        workspace = numpy.full(plan.workspace_bytes, 255, numpy.uint8)
+        gradients = plan(*given, workspace=workspace)
+        return compare_gradients(gradients, dout, *inputs, **case.scores).ok, workspace[slice(*plan.workspace.offsets[1:3])]
+
+    def sleep(milliseconds):
+        return f"std::this_thread::sleep_for(std::chrono::milliseconds({milliseconds}));"
+
+    _, expected = computed(1, True)
+    for name, wait in BETWEEN_BLOCKS.items():
+        assert len(wait.findall(text)) == 1
+        if name == left_out:
+            text = wait.sub(f"{{ {sleep('100 * block_id()')} }}", text)
+    assert text.count("  add(QuerySums{") == 1
+    change_kernel(file, text.replace("  add(QuerySums{", f"  {sleep('400 * (2 - block_id())')} add(QuerySums{{"))
+    (right_in_order, sums), (right, _) = computed(3, True), computed(3, False)
+    assert (right_in_order and right and numpy.array_equal(sums, expected)) == (left_out is None)

@@ -15,6 +15,7 @@ from cupy_flash.params import (
     BACKWARD,
     BATCH_AXES,
     FORWARD,
+    HOPPER_BACKWARD,
     HOPPER_FORWARD,
     MERGE,
     TENSOR,
@@ -22,6 +23,7 @@ from cupy_flash.params import (
     UNBOUNDED,
     forward_params,
     merge_batch_axes,
+    places_of,
 )
 from cupy_flash.problem import make_problem
 
@@ -45,18 +47,34 @@ def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
     """Name, offset, size and kind of each field; of a tensor map, whose content is the driver's, the size alone."""
     calls, expected = ["WHOLE(TensorMap)"], [f"TensorMap {TENSOR_MAP.itemsize} 64"]
     structs = {"Tensor": TENSOR, "ForwardParams": FORWARD, "BackwardParams": BACKWARD, "MergeParams": MERGE}
-    for struct, dtype in (structs | {"HopperForwardParams": HOPPER_FORWARD}).items():
+    with_maps = {"HopperForwardParams": HOPPER_FORWARD, "HopperBackwardParams": HOPPER_BACKWARD}
+    for struct, dtype in (structs | with_maps).items():
         for name in dtype.names:
             field, offset = dtype.fields[name][:2]
             calls.append(f"SHOW({struct}, {name})")
             expected.append(f"{struct}.{name} {offset} {field.itemsize} {field.base.kind}")
         calls.append(f"WHOLE({struct})")
-        expected.append(f"{struct} {dtype.itemsize} {64 if dtype == HOPPER_FORWARD else 8}")
+        expected.append(f"{struct} {dtype.itemsize} {64 if struct in with_maps else 8}")
     (tmp_path / "structs.cpp").write_text(f"{PROGRAM}int main() {{ {' '.join(calls)} }}\n")
     command = [*host.compiler(), "-std=c++20", "-pthread", "-w", f"-I{source.shelf()}", "structs.cpp", "-o", "structs"]
     subprocess.run(command, check=True, cwd=tmp_path)
     found = subprocess.run([tmp_path / "structs"], check=True, capture_output=True, text=True).stdout
     assert found.splitlines() == expected
+
+
+def test_an_address_has_a_place_in_each_form_that_an_array_is_told_in():
+    """Counted in words, as fields; a workspace part is a pointer, and lse has no map."""
+    params = numpy.zeros(1, HOPPER_BACKWARD)
+    words = params.view(numpy.uint64)
+    for name, fields in {"q": ["q", "q_map"], "lse": ["lse"], "dq_sums": ["dq_sums"], "dv": ["dv", "dv_map"]}.items():
+        places = places_of(params, name)
+        assert sorted(places) == fields
+        for field, place in places.items():
+            words[place] = 5
+            found = params[0][field] if field == "dq_sums" else params[0][field]["data"]
+            assert found == 5
+            words[place] = 0
+    assert places_of(numpy.zeros(1, FORWARD), "q") == {"q": 0}
 
 
 def test_number_of_batch_axes_is_that_of_the_kernels():

@@ -123,29 +123,45 @@ def test_only_kernels_that_exist_compute_a_direction():
     ]
 
 
-def test_v2_computes_its_forward_with_the_kernel_asked_for(monkeypatch):
-    """The planner is asked for it, and the backward is left alone."""
+FORWARDS, BACKWARDS = ("fwd_v2", "fwd_hopper"), ("bwd_v2", "bwd_hopper")
+BY_NAME = {kernel: {peers.KERNELS[kernel]: kernel} for kernel in (*FORWARDS, *BACKWARDS)}
+
+
+@pytest.mark.parametrize(
+    "kernels, found",
+    [
+        ((), {"v2": {"forward": None, "backward": None}}),
+        (("fwd_v2",), {"v2": {"forward": "fwd_v2", "backward": None}}),
+        (("bwd_hopper",), {"v2": {"forward": None, "backward": "bwd_hopper"}}),
+        (("bwd_v2", "fwd_hopper"), {"v2": {"forward": "fwd_hopper", "backward": "bwd_v2"}}),
+        (FORWARDS, {kernel: BY_NAME[kernel] for kernel in FORWARDS} | {"v2": {"backward": None}}),
+        (BACKWARDS, {kernel: BY_NAME[kernel] for kernel in BACKWARDS} | {"v2": {"forward": None}}),
+        (("bwd_v2", *FORWARDS), {kernel: BY_NAME[kernel] for kernel in FORWARDS} | {"v2": {"backward": "bwd_v2"}}),
+        ((*FORWARDS, *BACKWARDS), BY_NAME),
+    ],
+    ids=str,
+)
+def test_v2_computes_with_the_kernels_asked_for(kernels, found, numpy_as_cupy, monkeypatch):
+    """The planner of a direction is asked for them; of several each is a contender, and v2 has what is left."""
     asked = []
 
     def refuse(*_, kernel=None, **__):
         asked.append(kernel)
         raise NotImplementedError
 
-    monkeypatch.setattr(peers, "plan_attention", refuse)
+    for planner in ("plan_attention", "plan_attention_backward"):
+        monkeypatch.setattr(peers, planner, refuse)
     monkeypatch.setattr(peers, "_unwritten", lambda like: like)
-    both = ("forward", "backward")
-    for kernels, found in (
-        ((), [("v1", ("forward",), None), ("v2", both, None)]),
-        (("fwd_v2",), [("v1", ("forward",), None), ("v2", both, "fwd_v2")]),
-        (peers.KERNELS, [("v1", ("forward",), None), *((k, ("forward",), k) for k in peers.KERNELS), ("v2", ("backward",), None)]),
-    ):
-        there, _ = peers.contenders(("v1", "v2"), (), kernels=kernels)
-        asked.clear()
-        for contender in there:
+    ours, _ = peers.contenders(("v1", "v2"), (), kernels=kernels)
+    v1, *others = ours
+    assert (v1.name, v1.directions) == ("v1", ("forward",)) and all(c.ours for c in ours)
+    assert {c.name: c.directions for c in others} == {name: tuple(directions) for name, directions in found.items()}
+    for contender in others:
+        for direction, kernel in found[contender.name].items():
+            cell = cell_of(direction, seq=5)
             with pytest.raises(NotImplementedError):
-                contender.prepare(cell_of("forward"), (None, None, None))
-        assert [(c.name, c.directions, kernel) for c, kernel in zip(there, asked)] == found and all(c.ours for c in there)
-    assert peers.KERNELS == ("fwd_v2", "fwd_hopper")
+                contender.prepare(cell, GpuBench().make_inputs(cell))
+            assert asked.pop() == kernel
 
 
 def test_a_plan_of_no_table_is_the_one_that_runs(monkeypatch):

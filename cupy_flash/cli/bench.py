@@ -56,7 +56,7 @@ class Report:
 @click.option("--seq", "seqs", type=SIZES, help="Sequence lengths instead of the suite's.")
 @click.option("--mask", "masks", type=names(*MASKS), default=",".join(MASKS), show_default=True, help="Which masks.")
 @click.option("--algorithm", "algorithms", type=names(*ALGORITHMS), default=",".join(ALGORITHMS), help="Of this project.")
-@click.option("--kernel", "kernels", type=names(*KERNELS), default=(), help="Of v2's forward: these, not the planner's choice.")
+@click.option("--kernel", "kernels", type=names(*KERNELS), default=(), help="Of v2: these, not the planner's choice.")
 @click.option("--peers", type=names(*PEERS, "none"), default=",".join(PEERS), help="By default all that are installed.")
 @click.option("--sweep", "sweeps", is_flag=True, help="Every tile for the forward's kernel, beside the one that is chosen.")
 @click.option("--deterministic", is_flag=True, help="This project's backward adds in a fixed order; peers stay as they are.")
@@ -96,9 +96,13 @@ def bench(
         check_sweep(context, direction, kernels)
     if kernels and "v2" not in algorithms:
         raise click.UsageError(f"--kernel is for v2, and --algorithm leaves {', '.join(algorithms)} only")
+    directions = DIRECTIONS if direction == "both" else (direction,)
+    for kernel in kernels:
+        if KERNELS[kernel] not in directions:
+            raise click.UsageError(f"--kernel: {kernel} computes the {KERNELS[kernel]}, which is not measured")
     given = {"dtypes": dtypes, "dims": dims, "seqs": seqs, "masks": tuple(MASKS[mask] for mask in masks)}
     chosen = replace(SUITES[suite], **{name: value for name, value in given.items() if value})
-    cells = chosen.cells(DIRECTIONS if direction == "both" else (direction,))
+    cells = chosen.cells(directions)
     machine, effort = _machine(), Effort(rounds, seconds)
     if sweeps:
         there, missing = (), ()

@@ -31,6 +31,10 @@ OP void cp_async_bulk_tensor_5d(SharedAddress dst, const TensorMap& map, SharedA
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
                :: "r"(dst), "l"(&map), "r"(barrier), "r"(col), "r"(row), "r"(head), "r"(b1), "r"(b0) : "memory");
 }
+OP void cp_async_bulk(SharedAddress dst, const void* src, u32 bytes, SharedAddress barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(dst), "l"(src), "r"(bytes), "r"(barrier) : "memory");
+}
 OP void cp_async_bulk_tensor_5d_store(const TensorMap& map, SharedAddress src, int col, int row, int head, int b1, int b0) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
                :: "l"(&map), "r"(src), "r"(col), "r"(row), "r"(head), "r"(b1), "r"(b0) : "memory");
@@ -158,7 +162,8 @@ template <typename T, int SLOTS> OP void start_ring(Ring<T, SLOTS> ring, int rea
 // Waits until the slot at hand has been filled, or has been left by all its readers; at first it is free.
 template <typename T, int SLOTS> OP void wait_full(const Ring<T, SLOTS>& ring, CallSite at = call_site()) { wait_for(ring.full(), ring.round(), at); }
 template <typename T, int SLOTS> OP void wait_free(const Ring<T, SLOTS>& ring, CallSite at = call_site()) { wait_for(ring.free(), ring.round() ^ 1, at); }
-// The calling warp has read the slot at hand, and goes on to the next one.
+// The calling warp has read the slot at hand, and goes on to the next one. One lane arrives for all: what lanes have read one by one has
+// to have been the factor of a product since, which they start together.
 template <typename T, int SLOTS> OP void arrive_free(Ring<T, SLOTS>& ring, CallSite at = call_site()) {
   arrive_at(ring.free(), at);
   ring.advance();
@@ -171,10 +176,9 @@ template <typename T, int SLOTS> OP void skip(Ring<T, SLOTS>& ring, int tiles, C
     arrive_free(ring, at);
   }
 }
-// The slot at hand = map[batch, head, row : row + rows of a tile], zero beyond the array; goes on to the next one.
+// map[batch, head, row : row + rows of a tile] is on its way to the slot at hand, zero beyond the array
 template <typename T, int SLOTS>
-OP void load_async(Ring<T, SLOTS>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at = call_site()) {
-  arrive_with_bytes(ring.full(), T::bytes, at);
+OP void start_load(const Ring<T, SLOTS>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at) {
 #if ON_GPU
   if (lane_id() == 0) {
     #pragma unroll
@@ -186,6 +190,29 @@ OP void load_async(Ring<T, SLOTS>& ring, const TensorMap& map, const int (&batch
     const Box box(map, ring.tile().base + i * T::panel_bytes, T::rows, 64 * i, row, head, batch, at);
     host::self->block->load_async(warp_id(), ring.full().address, {T::panel_bytes, [=] { box.load(); }}, at);
   }
+#endif
+}
+// The slot at hand = this part of the array; goes on to the next one.
+template <typename T, int SLOTS>
+OP void load_async(Ring<T, SLOTS>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at = call_site()) {
+  arrive_with_bytes(ring.full(), T::bytes, at);
+  start_load(ring, map, batch, head, row, at);
+  ring.advance();
+}
+// The same, and with the tile comes one number for each of its rows, to `to`: from[0 : rows of a tile].
+template <typename T, int SLOTS>
+OP void load_async(Ring<T, SLOTS>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, const float* from,
+                   SharedAddress to, CallSite at = call_site()) {
+  constexpr int bytes = T::rows * int(sizeof(float));
+  arrive_with_bytes(ring.full(), T::bytes + bytes, at);
+  start_load(ring, map, batch, head, row, at);
+#if ON_GPU
+  if (lane_id() == 0) cp_async_bulk(to, from, bytes, ring.full().address);
+#else
+  host::self->block->load_async(warp_id(), ring.full().address, {bytes, [=] {
+    count_read(bytes);
+    std::memcpy(to, from, bytes);
+  }}, at);
 #endif
   ring.advance();
 }

@@ -23,6 +23,7 @@ template <int M, int N> struct Acc : Regs<float, M * N / 32> {
   static OP constexpr int slot(int r) { return r / per_16_rows * 2 + r / 2 % 2; }         // index into a RowVec<M>
   static OP constexpr int col_slot(int r) { return r % per_16_rows / 4 * 2 + r % 2; }     // index into a ColVec<N>
   static OP constexpr int reg_col(int r) { return r % per_16_rows / 4 * 8 + r % 2; }      // column of lane 0
+  static OP constexpr int reg(int slot, int col_slot) { return slot / 2 * per_16_rows + col_slot / 2 * 4 + slot % 2 * 2 + col_slot % 2; }
   static OP int row(int lane, int r) { return lane / 4 + 8 * slot(r); }
   static OP int col(int lane, int r) { return reg_col(r) + lane % 4 * 2; }
 };

@@ -50,6 +50,89 @@ template <int M, int N> OP void score_gradients(Acc<M, N>& dp, const ColVec<N>& 
   }
 }
 
+// The same where one warp has both S and dP, which leaves no registers for P in float32: p_reg becomes P as a left factor, and with a
+// softcap factor_reg the same times its derivative. The log-sum-exp of the columns is read from shared memory when it is needed.
+template <int N>
+OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16> (&factor_reg)[N / 16], SharedAddress lse, float scale_log2,
+                      float softcap) {
+  const float inverse = softcap > 0.f ? 1.f / softcap : 0.f;
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < s.regs; r += 4) {                     // two rows of two columns
+      const Pair stat = load_shared<Pair>(lse + s.col(l, r) * 4);
+      #pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        float p[2], factor[2];
+        #pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float score = s.at(l, r + 2 * row + i), bent = score * inverse;
+          p[i] = exp2_approx(fmaf(score, scale_log2, -stat.x[i]));
+          factor[i] = p[i] == 0.f ? 0.f : p[i] * (1.f - bent * bent);      // of a masked pair, bent is infinite or NaN
+        }
+        p_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(p[0], p[1]);
+        if (EXPLICIT_SCORES) factor_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(factor[0], factor[1]);
+      }
+    }
+  }
+}
+// A left factor passed from a warp to the same lanes of another one.
+template <int N> OP void pass(PassedTile<16, N> to, const OperandA<16> (&a)[N / 16]) {
+  for_lane(l) {
+    const int lane = not_ahead(l);
+    #pragma unroll
+    for (int i = 0; i < N / 16; ++i) store_shared(to.at(lane, 8 * i), Moved{a[i].at(l, 0), a[i].at(l, 1), a[i].at(l, 2), a[i].at(l, 3)});
+  }
+}
+template <int N> OP void receive(OperandA<16> (&a)[N / 16], PassedTile<16, N> from) {
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < N / 16; ++i) {
+      const Moved moved = load_shared<Moved>(from.at(l, 8 * i));
+      #pragma unroll
+      for (int r = 0; r < 4; ++r) a[i].at(l, r) = moved.words[r];
+    }
+  }
+}
+// ds_reg = factor_reg o (dp - delta), as a left factor; delta of the columns is in shared memory, or has been subtracted
+template <bool SUBTRACT, int N>
+OP void score_gradients(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&factor_reg)[N / 16], const Acc<16, N>& dp, SharedAddress delta) {
+  for_lane(l) {
+    const int lane = not_ahead(l);
+    #pragma unroll
+    for (int r = 0; r < dp.regs; r += 4) {                    // two rows of two columns
+      const Pair stat = SUBTRACT ? load_shared<Pair>(delta + dp.col(lane, r) * 4) : Pair{};
+      #pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const u32 factor = factor_reg[r / 8].at(l, r / 4 % 2 * 2 + row);
+        float ds[2];
+        #pragma unroll
+        for (int i = 0; i < 2; ++i) ds[i] = unpack<Element>(factor, i) * (SUBTRACT ? dp.at(l, r + 2 * row + i) - stat.x[i] : dp.at(l, r + 2 * row + i));
+        ds_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(ds[0], ds[1]);
+      }
+    }
+  }
+}
+
+// Each row of acc = cols[0 : N], in shared memory.
+template <int M, int N> OP void fill_rows(Acc<M, N>& acc, SharedAddress cols) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < acc.regs; r += 4) {
+      const Pair pair = load_shared<Pair>(cols + acc.col(l, r) * 4);
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) acc.at(l, r + i) = pair.x[i % 2];
+    }
+  }
+  pin(acc);                                                   // here, not when other products run: those would be waited for
+}
+// a += b
+template <int M, int N> OP void add(Acc<M, N>& a, const Acc<M, N>& b) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < a.regs; ++r) a.at(l, r) += b.at(l, r);
+  }
+}
+
 // acc *= factor
 template <int M, int N> OP void scale(Acc<M, N>& acc, float factor) {
   for_lane(l) {

@@ -72,6 +72,7 @@ struct Barrier {
   i64 missing_bytes = 0;
   u64 openings = 0;
   Order orders[2] = {};
+  std::unordered_map<int, u64> noticed = {};                  // how many openings, by each warp that has waited
   std::vector<Load> loads = {};                               // deferred, and not made yet
 };
 
@@ -190,7 +191,10 @@ struct Block {
         wait_until(lock, warp, [&] { return named(address) + named(at) + ": " + missing_at(barrier); },
                    [&] { return open() || !barrier.loads.empty(); });
         barrier.orders[parity].take();
-        if (open()) return;
+        if (open()) {
+          barrier.noticed[warp] = barrier.openings;
+          return;
+        }
         due.swap(barrier.loads);
       }
       for (const Load& load : due) {
@@ -262,9 +266,15 @@ struct Block {
     barrier.missing_bytes -= bytes;
     open_if_complete(barrier);
   }
+  // A warp that waits for a parity mistakes the opening after the next one for one that is still to come.
   void open_if_complete(Barrier& barrier) {
     if (barrier.missing > 0 || barrier.missing_bytes != 0) return;
     ++barrier.openings;
+    for (const auto& [warp, noticed] : barrier.noticed)
+      if (barrier.openings > noticed + 1 && failure.empty()) {
+        failure = "a barrier in block " + std::to_string(index) + " opens a second time before warp " + std::to_string(warp) + " has noticed the first";
+        wake.notify_all();
+      }
     barrier.missing = barrier.count;
     state_changed();
   }

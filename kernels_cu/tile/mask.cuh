@@ -49,19 +49,39 @@ OP KeyRange seeing_all(const TransposedBand& band, int row0, int rows) {
 OP KeyRange visible_in_row(const Band& band, int row) { return seen_by_any(band, row, 1); }
 OP KeyRange visible_in_row(const TransposedBand& band, int row) { return row < band.len_kv ? seeing_any(band, row, 1) : KeyRange{0, -1}; }
 
+// `count` ones from bit `first` on. Both may be beyond 32.
+OP u32 bmsk(u32 first, u32 count) {
+#if ON_GPU
+  u32 ones;
+  asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(ones) : "r"(first), "r"(count));
+  return ones;
+#else
+  const u64 end = min_of(u64(first) + count, u64(32));
+  return u32((u64(1) << end) - (u64(1) << min_of(u64(first), end)));
+#endif
+}
+
+// How many columns of lane 0, which are 8 j and 8 j + 1, lie below this one, from the first column of the fragment on.
+OP int columns_below(int col) { return ((col + 7) >> 3) + ((col + 6) >> 3); }
+
 // Scores of pairs outside the band become -inf. Selected, not added: whatever such a score was, NaN included, is gone.
+// Which of its columns a row sees is a range, so for each 32 columns of a lane it is a word of ones, and each score is selected by its bit.
+// The assembler makes predicates of seven bits at once, where comparing each column with two limits takes two instructions a score.
 template <int M, int N, typename AnyBand> OP void mask(Acc<M, N>& s, const AnyBand& band, int row0, int col0, float masked = -infinity()) {
   for_lane(l) {
-    Regs<int, M / 8> first, last;                             // relative to this lane's column of register 0
     #pragma unroll
     for (int i = 0; i < M / 8; ++i) {
       const KeyRange keys = visible_in_row(band, row0 + RowVec<M>::row(l, i));
-      first.at(l, i) = keys.first - col0 - s.col(l, 0);
-      last.at(l, i) = keys.last - col0 - s.col(l, 0);
+      const int first = columns_below(keys.first - col0 - s.col(l, 0)), end = columns_below(keys.last + 1 - col0 - s.col(l, 0));
+      #pragma unroll
+      for (int bit0 = 0; bit0 < N / 4; bit0 += 32) {
+        const int first_bit = max_of(first - bit0, 0);
+        const u32 visible = bmsk(first_bit, max_of(end - bit0 - first_bit, 0));
+        #pragma unroll
+        for (int bit = 0; bit < min_of(N / 4 - bit0, 32); ++bit)
+          if (!(visible >> bit & 1)) s.at(l, s.reg(i, bit0 + bit)) = masked;
+      }
     }
-    #pragma unroll
-    for (int r = 0; r < s.regs; ++r)
-      if (s.reg_col(r) < first.at(l, s.slot(r)) || s.reg_col(r) > last.at(l, s.slot(r))) s.at(l, r) = masked;
   }
 }
 

@@ -13,6 +13,13 @@ template <int ROWS, int WIDTH> struct PanelTile {
   OP SharedTile<ROWS, 64> panel(int i) const { return {base + i * panel_bytes}; }
 };
 
+#if ON_GPU
+OP void stmatrix_x4_trans(SharedAddress row, const u32* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(row), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+#endif
+
 // tile[row0 : row0 + 16] = acc, rounded to the element type, in memory that belongs to the warp
 template <int ROWS, int WIDTH> OP void store(const PanelTile<ROWS, WIDTH>& tile, const Acc<16, WIDTH>& acc, int row0) {
   for_lane(l) {
@@ -22,5 +29,22 @@ template <int ROWS, int WIDTH> OP void store(const PanelTile<ROWS, WIDTH>& tile,
       const SharedTile<ROWS, 64> panel = tile.panel(acc.reg_col(r) / 64);
       store_shared(panel.at(row0 + acc.row(lane, r), acc.reg_col(r) % 64, acc.col(lane, 0)), pack<Element>(acc.at(l, r), acc.at(l, r + 1)));
     }
+  }
+}
+
+// tile[:, col0 : col0 + 16] = the transpose of 16 rows that are at hand as a left factor, in memory that belongs to the warp
+template <int ROWS, int WIDTH> OP void store_transposed(const PanelTile<ROWS, WIDTH>& tile, const OperandA<16> (&a)[ROWS / 16], int col0) {
+  const SharedTile<ROWS, 64> panel = tile.panel(col0 / 64);
+#if ON_GPU
+  const int lane = not_ahead(lane_id());                      // kept, the addresses would take registers
+#endif
+  #pragma unroll
+  for (int i = 0; i < ROWS / 16; ++i) {
+#if ON_GPU
+    stmatrix_x4_trans(panel.chunk_at(16 * i, lane % 8 + lane / 16 * 8, col0 % 64 / 8, lane / 8 % 2), a[i].v);
+#else
+    for_lane(l) for (int r = 0; r < 4; ++r) for (int half = 0; half < 2; ++half)
+      store_shared(panel.at(16 * i + a[i].k(l, r) + half, col0 % 64 + a[i].row(l, r)), u16(a[i].at(l, r) >> 16 * half));
+#endif
   }
 }

@@ -75,6 +75,8 @@ OP void sync_warp() { __syncwarp(); }
 // One warp tells the other that names the same pair what it has written, and goes on; the other waits to be told.
 OP void arrive_pair(int pair) { asm volatile("bar.arrive %0, 64;" :: "r"(1 + pair) : "memory"); }
 OP void sync_pair(int pair) { asm volatile("bar.sync %0, 64;" :: "r"(1 + pair) : "memory"); }
+// The last so many warps of a block wait for each other.
+template <int LAST> OP void sync_last() { asm volatile("bar.sync 1, %0;" :: "n"(32 * LAST) : "memory"); }
 #else
 OP int warp_id() { return host::self->warp; }
 OP u32 block_id() { return u32(host::self->block->index); }
@@ -85,6 +87,7 @@ OP void sync_block(CallSite at = call_site()) { host::sync_block(at); }
 OP void sync_warp() { host::self->publish_stores(); }
 OP void arrive_pair(int pair) { host::arrive_named(1 + pair, 2); }
 OP void sync_pair(int pair, CallSite at = call_site()) { host::sync_named(1 + pair, 2, "the other warp of the pair", at); }
+template <int LAST> OP void sync_last(CallSite at = call_site()) { host::sync_named(1, LAST, "the other warps that compute", at); }
 #endif
 
 // All of x is computed when this is reached, and read again after it: compilers otherwise move arithmetic past waits, and products of

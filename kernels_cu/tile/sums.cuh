@@ -88,6 +88,22 @@ OP void take_turn(const u32* turn, u32 mine) {
   host::self->block->wait_for(*turn, mine);
 #endif
 }
+// Counts a block that has ended at each of `heads` counters, at most 32. By one warp, when all additions of the block have been made. Bits of
+// `others`, in shared memory: at which of them some of so many blocks have not been counted yet. Where none is left, what all of them
+// have added is visible to the warp, and to warps that it tells so.
+OP void count_block(u32* counters, int heads, u32 blocks, SharedAddress others) {
+#if ON_GPU
+  u32 before = 0;
+  if (lane_id() < heads)
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + lane_id()) : "memory");
+  const u32 bits = __ballot_sync(0xffffffffu, before + 1 < blocks);
+  if (lane_id() == 0) store_shared(others, bits);
+#else
+  u32 bits = 0;
+  for (int i = 0; i < heads; ++i) bits |= u32(std::atomic_ref<u32>(counters[i]).fetch_add(1, std::memory_order_acq_rel) + 1 < blocks) << i;
+  store_shared(others, bits);
+#endif
+}
 OP void clear_turn(u32* turn) {
   for_lane(l) if (l == 0) *turn = 0;
 }

@@ -19,6 +19,8 @@ OP u32 descriptor(SharedAddress start, int panel_bytes) { return (start & 0x3fff
 #define WGMMA(N, type, d, descriptors, factors, add, transposed) \
   "{ .reg .pred add; setp.ne.b32 add, " add ", 0; " descriptors \
   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" d "}, " factors ", add, 1, 1, " transposed "; }"
+#define D_32 TEN() "%10, %11, %12, %13, %14, %15"
+#define OF_D_32 OF_TEN(d, ), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
 #define D_64 TEN() TEN(1) TEN(2) "%30, %31"
 #define OF_D_64 OF_TEN(d, ), OF_TEN(d, 1), OF_TEN(d, 2), "+f"(d[30]), "+f"(d[31])
 #define D_80 TEN() TEN(1) TEN(2) "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
@@ -53,7 +55,9 @@ OP u32 descriptor(SharedAddress start, int panel_bytes) { return (start & 0x3fff
 
 // d = a b^T + (add ? d : 0): 16 columns of 64 rows of a, 16 columns of N rows of b
 template <int N> OP void wgmma_from_shared(float* d, u32 a, u32 b, int add);
-// d += a b: 16 columns of 64 rows of a, 16 rows of N columns of b
+// d = a b + (add ? d : 0): 16 columns of 64 rows of a, 16 rows of N columns of b
+template <int N> OP void wgmma_from_shared_rows(float* d, u32 a, u32 b, int add);
+// d += a b: the same with a in registers
 template <int N> OP void wgmma_from_registers(float* d, const u32* a, u32 b);
 template <> OP void wgmma_from_shared<64>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
@@ -114,6 +118,24 @@ template <> OP void wgmma_from_shared<256>(float* d, u32 a, u32 b, int add) {
     asm volatile(WGMMA(256, "f16", D_256, DESCRIPTOR("a", "%128") DESCRIPTOR("b", "%129"), "a, b", "%130", "0, 0") : OF_D_256 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(256, "bf16", D_256, DESCRIPTOR("a", "%128") DESCRIPTOR("b", "%129"), "a, b", "%130", "0, 0") : OF_D_256 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_shared_rows<32>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(32, "f16", D_32, DESCRIPTOR("a", "%16") DESCRIPTOR("b", "%17"), "a, b", "%18", "0, 1") : OF_D_32 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(32, "bf16", D_32, DESCRIPTOR("a", "%16") DESCRIPTOR("b", "%17"), "a, b", "%18", "0, 1") : OF_D_32 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_shared_rows<64>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(64, "f16", D_64, DESCRIPTOR("a", "%32") DESCRIPTOR("b", "%33"), "a, b", "%34", "0, 1") : OF_D_64 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(64, "bf16", D_64, DESCRIPTOR("a", "%32") DESCRIPTOR("b", "%33"), "a, b", "%34", "0, 1") : OF_D_64 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_shared_rows<128>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(128, "f16", D_128, DESCRIPTOR("a", "%64") DESCRIPTOR("b", "%65"), "a, b", "%66", "0, 1") : OF_D_128 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(128, "bf16", D_128, DESCRIPTOR("a", "%64") DESCRIPTOR("b", "%65"), "a, b", "%66", "0, 1") : OF_D_128 : "r"(a), "r"(b), "r"(add));
 }
 template <> OP void wgmma_from_registers<64>(float* d, const u32* a, u32 b) {
   if constexpr (DTYPE == FLOAT16)
@@ -182,25 +204,51 @@ template <int N, typename Compute> void start_on_host(Acc<16, N>& d, Compute com
 }
 #endif
 
-// s = q k^T is started: 64 queries of a warpgroup, 16 of them the calling warp's.
-template <int N, int WIDTH>
-OP void start_product_transposed(Acc<16, N>& s, const PanelTile<64, WIDTH>& q, const PanelTile<N, WIDTH>& k, CallSite at = call_site()) {
+// s = a b^T is started, or s += a b^T: rows row0 ... row0 + 63 of a for a warpgroup, 16 of them for the calling warp.
+template <int N, int ROWS, int WIDTH>
+OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a, int row0, const PanelTile<N, WIDTH>& b, bool add = false,
+                                 CallSite at = call_site()) {
 #if ON_GPU
-  const u32 a = descriptor(q.base, 16), b = descriptor(k.base, 16);
+  const u32 left = descriptor(a.base + row0 * 128, 16), right = descriptor(b.base, 16);
   pin(s);
   wgmma_fence();                                              // without it the product may overtake what was written to its registers
   #pragma unroll
   for (int i = 0; i < WIDTH / 16; ++i)
-    wgmma_from_shared<N>(s.v, a + (i / 4 * q.panel_bytes + i % 4 * 32) / 16, b + (i / 4 * k.panel_bytes + i % 4 * 32) / 16, i > 0);
+    wgmma_from_shared<N>(s.v, left + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, right + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, add || i > 0);
   wgmma_commit_group();
 #else
-  const int warp_row = warp_id() % 4 * 16;
+  const int warp_row = row0 + warp_id() % 4 * 16;
   start_on_host(s, [=](Acc<16, N>& s) {
     float left[16][WIDTH], right[WIDTH][N];
-    read_rows(q, warp_row, 16, at, [&](int row, int col, float x) { left[row][col] = x; });
-    read_rows(k, 0, N, at, [&](int row, int col, float x) { right[col][row] = x; });
-    fill(s, 0.f);
+    read_rows(a, warp_row, 16, at, [&](int row, int col, float x) { left[row][col] = x; });
+    read_rows(b, 0, N, at, [&](int row, int col, float x) { right[col][row] = x; });
+    if (!add) fill(s, 0.f);
     multiply_add(s, left, right);
+  });
+#endif
+}
+
+// d = a b[:, col0 : col0 + N] is started: rows as above, both factors in shared memory.
+template <int N, int ROWS, int INNER, int WIDTH>
+OP void start_product(Acc<16, N>& d, const PanelTile<ROWS, INNER>& a, int row0, const PanelTile<INNER, WIDTH>& b, int col0,
+                      CallSite at = call_site()) {
+#if ON_GPU
+  const u32 left = descriptor(a.base + row0 * 128, 16), right = descriptor(b.base + col0 / 64 * b.panel_bytes + col0 % 64 * 2, b.panel_bytes);
+  pin(d);
+  wgmma_fence();                                              // as above
+  #pragma unroll
+  for (int i = 0; i < INNER / 16; ++i)
+    wgmma_from_shared_rows<N>(d.v, left + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, right + i * 16 * 128 / 16, i > 0);
+  wgmma_commit_group();
+#else
+  const int warp_row = row0 + warp_id() % 4 * 16;
+  if (col0 % 64 && col0 % 64 + N > 64) host::self->fail("multiplies columns that begin inside a panel and go on in the next", at);
+  start_on_host(d, [=](Acc<16, N>& d) {
+    float left[16][INNER], right[INNER][N];
+    read_rows(a, warp_row, 16, at, [&](int row, int col, float x) { left[row][col] = x; });
+    read_rows(b, 0, INNER, at, [&](int row, int col, float x) { if (col0 <= col && col < col0 + N) right[row][col - col0] = x; });
+    fill(d, 0.f);
+    multiply_add(d, left, right);
   });
 #endif
 }

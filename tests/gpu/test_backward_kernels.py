@@ -16,6 +16,7 @@ from cupy_flash import (
 )
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.workspace import ALIGNMENT
 
 cupy = pytest.importorskip("cupy")
 
@@ -62,11 +63,12 @@ REPEATED = (
 
 
 @in_both_modes
+@pytest.mark.parametrize("kernel", [None, "bwd_v2"])
 @pytest.mark.parametrize("case", REPEATED, ids=str)
-def test_a_thousand_repeats_are_bitwise_equal(case, deterministic):
+def test_a_thousand_repeats_are_bitwise_equal(case, kernel, deterministic):
     """Without `deterministic`, only the order in which dq is summed is free."""
     given = operands(case)
-    plan = plan_of(case, given, deterministic=deterministic)
+    plan = plan_of(case, given, deterministic=deterministic, kernel=kernel)
     memory = memory_for(plan, given)
     first = Gradients(*(x.copy() for x in run(plan, given, **memory)))
     differences = cupy.zeros((), numpy.int64)
@@ -194,7 +196,8 @@ def test_memory_is_results_and_workspace(what):
     results, size = taken(lambda: plan(*given))
     blocks = [*(result.nbytes for result in results), plan.workspace_bytes]
     assert size == sum(-(-block // POOL_UNIT) * POOL_UNIT for block in blocks)
-    assert plan.workspace_bytes == 2 * prepared(x[:, : rows // 2])[0].workspace_bytes
+    of_half = prepared(x[:, : rows // 2])[0].workspace_bytes
+    assert 0 <= 2 * of_half - plan.workspace_bytes < ALIGNMENT  # all but a few numbers for each head
 
     places = dict(zip(("out", "lse") if what == "v1" else Gradients._fields, results))
     workspace = cupy.empty(plan.workspace_bytes, numpy.uint8)

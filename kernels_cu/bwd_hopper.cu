@@ -1,0 +1,137 @@
+// bwd_hopper.cu -- the backward of FlashAttention-2 for sm_90a: the loop of bwd_v2.cu, with the copy engine (TMA) and products of whole
+// warpgroups (wgmma). (FlashAttention-3: Shah et al., 2024.)
+//
+//   bwd_hopper_pre    for each query row:  delta = rowsum(dout o out) - dlse,  dQ = 0
+//
+//   bwd_hopper        one block per key-value tile j. Its first warpgroup loads, each other one owns 64 rows of K_j and V_j:
+//
+//     loader:   K_j, V_j,  and for each query head that shares them, and each query tile i that sees one of them, the last first:
+//               Q_i with lse_i,  dO_i with delta_i                     as far ahead as there is room
+//
+//     others:   for each such query tile i:
+//                 start S^T = K_j Q_i^T
+//                 start dP^T = V_j dO_i^T
+//                 wait for S^T;  P^T = 2^(S^T - lse_i)                 beneath the second product
+//                 start dV = dV + P^T dO_i                             P^T and dS^T are left factors as they are, in registers
+//                 start dQ = dS_{i-1} K_j                              over the keys of all warpgroups, dealt out by its columns or rows;
+//                                                                      a step late, so that none of them waits for the others' dS
+//                 wait for dP^T;  dS^T = P^T o (dP^T - delta_i)        beneath both products;  dS goes to shared memory
+//                 start dK = dK + dS^T Q_i
+//                 wait for dQ;  dQ_{i-1} = dQ_{i-1} + dQ               in device memory, where all blocks of the head meet
+//               dv_j = dV,  dk_j = scale dK
+//               if no block of a head is left:  dq = scale dQ
+//
+//   bwd_hopper_post   sums gradients of inputs that were broadcast, or of keys that several blocks have summed up
+#include "config.cuh"
+#include "params.cuh"
+#include "tile/key_block.cuh"
+
+static_assert(TILE_KV == 64 * GROUPS, "a warpgroup owns 64 keys");
+
+// dQ = dS K is dealt out to the warpgroups by 64 rows, and where there are fewer of those, by columns.
+constexpr int DQ_ACROSS = GROUPS / (TILE_Q / 64), DQ_COLS = WIDTH / DQ_ACROSS;
+static_assert(DQ_ACROSS * (TILE_Q / 64) == GROUPS, "every warpgroup has a part of dQ");
+
+// Whether dP starts from -delta: it saves subtractions, but the first product of a step waits for dO.
+constexpr bool DELTA_AHEAD = WIDTH <= 64;
+
+[[maybe_unused]] constexpr int SHARED_BYTES = BLOCK_BYTES;
+
+KERNEL(THREADS, 1) bwd_hopper_pre(GRID_CONSTANT HopperBackwardParams p) { prepare_queries(p, DELTA_AHEAD ? -1.f : 1.f); }
+
+KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
+  KeyBlock block(p);
+  if (warp_id() == 0) start_barriers(block);
+  sync_block();                                               // without it a warp arrives at a barrier that does not count yet
+  if (warp_id() < 4) {
+    give_registers<SERVING_REGISTERS>();
+    if (warp_id() == 0) load_tiles(p, block);
+    if (warp_id() == 1) take_turns(p, block);
+    if (warp_id() == 2) pass_turns(p, block);
+    if (warp_id() == 3) count_heads(p, block);
+    return;
+  }
+
+  take_registers<COMPUTING_REGISTERS>();
+  const KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();
+  const int group = warp_id() / 4 - 1, group_row = group * 64, own_row = group_row + warp_id() % 4 * 16;
+  const int dq_row = group / DQ_ACROSS * 64, dq_col = group % DQ_ACROSS * DQ_COLS;
+  const KeyRange common = seeing_all(block.band, block.row0 + own_row, 16);
+
+  Acc<16, WIDTH> dk_reg, dv_reg;
+  fill(dk_reg, 0.f);
+  fill(dv_reg, 0.f);
+  u32 number = 0;                                             // of the query tile before
+
+  const auto start_dq = [&](Acc<16, DQ_COLS>& dq_reg) {
+    const u32 before = block.queries.number - 1;
+    wait_for(block.written, before % 2);                      // without it dS is read that other warpgroups have not written
+    start_product(dq_reg, block.ds_smem(before), dq_row, k_smem, dq_col);
+  };
+  const auto add_dq = [&](const Acc<16, DQ_COLS>& dq_reg) {
+    add_queries(p, block, number, block.queries.number - 1, dq_reg, dq_row + warp_id() % 4 * 16, dq_col);
+  };
+  // One query tile. Beneath it runs what the tile before it, if there was one, has left to do: dQ, for which all warpgroups' dS are needed.
+  const auto step = [&](const bool follows) {
+    const QueryTile q_smem{uniform(block.queries.tile().base)}, do_smem{uniform(block.douts.tile().base)};
+    const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
+    Acc<16, TILE_Q> s_reg, dp_reg;
+    OperandA<16> p_reg[TILE_Q / 16], factor_reg[TILE_Q / 16], ds_reg[TILE_Q / 16];
+    Acc<16, DQ_COLS> dq_reg;
+
+    wait_full(block.queries);                                 // without it the product reads queries that have not arrived
+    if (DELTA_AHEAD) wait_full(block.douts);                  // the same for their gradients
+    if (DELTA_AHEAD) fill_rows(dp_reg, block.delta_smem());
+    start_product_transposed(s_reg, k_smem, group_row, q_smem);
+    if (!DELTA_AHEAD) wait_full(block.douts);                 // as above
+    start_product_transposed(dp_reg, v_smem, group_row, do_smem, DELTA_AHEAD);
+    wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
+    const bool masked = !common.contains(col0, TILE_Q);
+    if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    if (masked) mask(s_reg, block.band, row0, col0);
+    probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E, p.softcap);
+    start_product(dv_reg, p_reg, do_smem);
+    const bool early = follows && !EXPLICIT_SCORES;           // with a softcap there are no registers for dQ beside dP
+    if (early) start_dq(dq_reg);
+    if (early) wait_for_products<2>(dp_reg);                  // as above
+    else wait_for_products<1>(dp_reg);                        // as above
+    if (masked) mask(dp_reg, block.band, row0, col0, 0.f);    // 0 times whatever dP was may be NaN
+    score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES ? factor_reg : p_reg, dp_reg, block.delta_smem());
+    if (follows && !early) start_dq(dq_reg);
+    store_transposed(block.ds_smem(block.queries.number), ds_reg, own_row);
+    sync_with_copies();                                       // without it the product does not see what lanes have stored
+    start_product(dk_reg, ds_reg, q_smem);
+    if (follows) wait_for_products<1>(dq_reg);                // without it sums are added that do not exist yet
+    arrive_at(block.written);                                 // without it the others wait for ever. Not earlier: of dS there are two, and
+                                                              // the other one has been multiplied by now
+    if (follows) add_dq(dq_reg);
+    wait_for_products<0>(dk_reg);                             // without it the loader overwrites what the product reads
+    wait_for_products<0>(dv_reg);                             // as well
+    arrive_free(block.queries);                               // without it the loader waits for ever
+    block.douts.advance();
+    number = block.tile_number(p);
+    block.advance();
+  };
+
+  if (block.steps > 0) {
+    wait_full(block.keys);                                    // without it the products read keys that have not arrived
+    wait_full(block.values);                                  // as well
+    step(false);
+    #pragma unroll 1
+    for (int i = 1; i < block.steps; ++i) step(true);
+    Acc<16, DQ_COLS> dq_reg;
+    start_dq(dq_reg);
+    wait_for_products<0>(dq_reg);                             // as in a step
+    add_dq(dq_reg);
+  }
+
+  arrive_at(block.ended);                                     // without it the block is never counted
+  sync_last<4 * GROUPS>();                                    // without it gradients overwrite keys that a slower warp still reads
+  scale(dk_reg, p.scale);
+  store_gradient(p, block, p.dk_map, p.dk_parts, k_smem, dk_reg, own_row);
+  store_gradient(p, block, p.dv_map, p.dv_parts, v_smem, dv_reg, own_row);
+  finish_heads(p, block);
+  wait_for_stores();                                          // without it the block, and its shared memory, may end before
+}
+
+KERNEL(THREADS, 1) bwd_hopper_post(GRID_CONSTANT HopperBackwardParams p) { finish_gradients(p); }

@@ -1,0 +1,144 @@
+// bwd_hopper_wide.cu -- the loop of bwd_hopper.cu for head dims whose two gradients do not fit the registers of one warpgroup: one sums up
+// dV, the other dK, both of the same 64 keys.
+//
+//   bwd_hopper_wide_pre    as bwd_hopper_pre
+//
+//   bwd_hopper_wide   one block per key-value tile j, its first warpgroup loads; the second and the third, for each query tile i:
+//
+//     for values:                                          for keys:
+//       S^T = K_j Q_i^T                                      dP^T = V_j dO_i^T
+//       P^T = 2^(S^T - lse_i)          -- passed on -->      dS^T = P^T o (dP^T - delta_i)   goes to shared memory
+//       start dV = dV + P^T dO_i                             start dK = dK + dS^T Q_i
+//       dQ = dS_{i-1} K_j, the left columns                  dQ = dS_{i-1} K_j, the right ones
+//       dQ_{i-1} = dQ_{i-1} + dQ                             the same, in device memory
+//     dv_j = dV                                            dk_j = scale dK
+//     if no block of a head is left:  dq = scale dQ
+//
+//   bwd_hopper_wide_post   as bwd_hopper_post
+#include "config.cuh"
+#include "params.cuh"
+#include "tile/key_block.cuh"
+
+static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
+
+// dQ = dS K is dealt out by its columns, in whole panels.
+constexpr int VALUES_COLS = WIDTH / 128 * 64, KEYS_COLS = WIDTH - VALUES_COLS;
+
+// P of two steps, on its way from a warp to the one that has the same keys.
+using Passed = PassedTile<16, TILE_Q>;
+constexpr int P_OFFSET = ceil_div(BLOCK_BYTES, 16) * 16, P_BYTES = 16 * TILE_Q * int(sizeof(Element));
+[[maybe_unused]] constexpr int SHARED_BYTES = P_OFFSET + 2 * 4 * P_BYTES;
+
+KERNEL(THREADS, 1) bwd_hopper_wide_pre(GRID_CONSTANT HopperBackwardParams p) { prepare_queries(p, 1.f); }
+
+// dQ of the tile before: N columns of it.
+template <int N> OP void multiply_queries(const KeyBlock& block, Acc<16, N>& dq_reg, int col) {
+  const u32 before = block.queries.number - 1;
+  wait_for(block.written, before % 2);                        // without it dS is read that has not been written
+  start_product(dq_reg, block.ds_smem(before), 0, block.keys.tile(), col);
+  wait_for_products<0>(dq_reg);                               // without it sums are added that do not exist yet
+}
+// What is left of the tile before, if there was one, and the tile at hand handed back. The products that sum_reg gets it from run.
+template <int N>
+OP void end_step(const HopperBackwardParams& p, KeyBlock& block, Acc<16, WIDTH>& sum_reg, const bool follows, int own_row, int col) {
+  Acc<16, N> dq_reg;
+  if (follows) multiply_queries(block, dq_reg, col);
+  wait_for_products<0>(sum_reg);                              // without it the loader overwrites what the product reads
+  arrive_at(block.written);                                   // without it the others wait for ever. Not earlier: of dS there are two, and
+                                                              // the other one has been multiplied by now
+  arrive_free(block.queries);                                 // without it the loader waits for ever
+  block.douts.advance();
+  if (follows) add_queries(p, block, block.number_before(p), block.queries.number - 2, dq_reg, own_row, col);
+  block.advance();
+}
+template <int N> OP void end_steps(const HopperBackwardParams& p, const KeyBlock& block, int own_row, int col) {
+  Acc<16, N> dq_reg;
+  multiply_queries(block, dq_reg, col);
+  add_queries(p, block, block.number_before(p), block.queries.number - 1, dq_reg, own_row, col);
+}
+
+KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
+  KeyBlock block(p);
+  if (warp_id() == 0) start_barriers(block);
+  sync_block();                                               // without it a warp arrives at a barrier that does not count yet
+  if (warp_id() < 4) {
+    give_registers<SERVING_REGISTERS>();
+    if (warp_id() == 0) load_tiles(p, block);
+    if (warp_id() == 1) take_turns(p, block);
+    if (warp_id() == 2) pass_turns(p, block);
+    if (warp_id() == 3) count_heads(p, block);
+    return;
+  }
+
+  take_registers<COMPUTING_REGISTERS>();
+  const KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();
+  const bool for_values = warp_id() < 8;
+  const int pair = warp_id() % 4, own_row = pair * 16;
+  const auto cut = [&](int col0) {                            // asked anew in each step: kept, the range would take registers
+    return !seeing_all(block.band, not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q);
+  };
+  const auto passing = [&](u32 step) { return 1 + int(step % 2) * 4 + pair; };         // the pair's barrier: two, since values may be a step ahead
+  const auto p_smem = [&](u32 step) { return Passed{block.smem + P_OFFSET + (step % 2 * 4 + pair) * P_BYTES}; };
+
+  Acc<16, WIDTH> sum_reg;                                     // dV or dK
+  fill(sum_reg, 0.f);
+
+  const auto step_for_values = [&](const bool follows) {
+    const QueryTile q_smem{uniform(block.queries.tile().base)}, do_smem{uniform(block.douts.tile().base)};
+    const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
+    Acc<16, TILE_Q> s_reg;
+    OperandA<16> p_reg[TILE_Q / 16], factor_reg[TILE_Q / 16];
+    wait_full(block.queries);                                 // without it the product reads queries that have not arrived
+    start_product_transposed(s_reg, k_smem, 0, q_smem);
+    wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
+    if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    if (cut(col0)) mask(s_reg, block.band, row0, col0);
+    probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E, p.softcap);
+    pass(p_smem(block.queries.number), EXPLICIT_SCORES ? factor_reg : p_reg);
+    arrive_pair(passing(block.queries.number));               // without it the other warp waits for P for ever
+    wait_full(block.douts);                                   // the same as for queries
+    start_product(sum_reg, p_reg, do_smem);
+    end_step<VALUES_COLS>(p, block, sum_reg, follows, own_row, 0);
+  };
+  const auto step_for_keys = [&](const bool follows) {
+    const QueryTile q_smem{uniform(block.queries.tile().base)}, do_smem{uniform(block.douts.tile().base)};
+    const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
+    Acc<16, TILE_Q> dp_reg;
+    OperandA<16> factor_reg[TILE_Q / 16], ds_reg[TILE_Q / 16];
+    wait_full(block.douts);                                   // as above
+    start_product_transposed(dp_reg, v_smem, 0, do_smem);
+    wait_for_products<0>(dp_reg);                             // as above
+    if (cut(col0)) mask(dp_reg, block.band, row0, col0, 0.f);       // 0 times whatever dP was may be NaN
+    sync_pair(passing(block.queries.number));                 // without it P is read before the other warp has written it
+    receive(factor_reg, p_smem(block.queries.number));
+    score_gradients<true>(ds_reg, factor_reg, dp_reg, block.delta_smem());
+    if (follows) wait_for(block.written, (block.queries.number - 1) % 2);      // without it dS is overwritten that the others multiply
+    store_transposed(block.ds_smem(block.queries.number), ds_reg, own_row);
+    sync_with_copies();                                       // without it the product does not see what lanes have stored
+    start_product(sum_reg, ds_reg, q_smem);
+    end_step<KEYS_COLS>(p, block, sum_reg, follows, own_row, VALUES_COLS);
+  };
+  const auto step = [&](const bool follows) {
+    if (for_values) step_for_values(follows);
+    else step_for_keys(follows);
+  };
+
+  if (block.steps > 0) {
+    wait_full(block.keys);                                    // without it the products read keys that have not arrived
+    wait_full(block.values);                                  // as well
+    step(false);
+    #pragma unroll 1
+    for (int i = 1; i < block.steps; ++i) step(true);
+    if (for_values) end_steps<VALUES_COLS>(p, block, own_row, 0);
+    else end_steps<KEYS_COLS>(p, block, own_row, VALUES_COLS);
+  }
+
+  arrive_at(block.ended);                                     // without it the block is never counted
+  sync_last<4 * GROUPS>();                                    // without it gradients overwrite keys that a slower warp still reads
+  if (!for_values) scale(sum_reg, p.scale);
+  store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values ? p.dv_parts : p.dk_parts, KeyTile{for_values ? v_smem.base : k_smem.base}, sum_reg, own_row);
+  finish_heads(p, block);
+  wait_for_stores();                                          // without it the block, and its shared memory, may end before
+}
+
+KERNEL(THREADS, 1) bwd_hopper_wide_post(GRID_CONSTANT HopperBackwardParams p) { finish_gradients(p); }

@@ -1,0 +1,190 @@
+// key_block.cuh -- a block of the backward for sm_90a, whichever way its warpgroups share the products: it owns TILE_KV keys, and the query
+// tiles that see one of them pass through it. The first warpgroup serves the others, which compute.
+#pragma once
+#include "tile/arrival.cuh"
+#include "tile/mask.cuh"
+#include "tile/passes.cuh"
+#include "tile/wgmma.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int GROUPS = WARPS / 4 - 1;                         // warpgroups that compute
+
+// Of the registers that a launch deals out evenly, the first warpgroup gives back most.
+constexpr int REGISTERS = 65536 / THREADS / 8 * 8;
+constexpr int SERVING_REGISTERS = 24;
+constexpr int COMPUTING_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - SERVING_REGISTERS) / GROUPS / 8 * 8, 240);
+
+using KeyTile = PanelTile<TILE_KV, WIDTH>;                    // of k or v
+using QueryTile = PanelTile<TILE_Q, WIDTH>;                   // of q or dout
+using GradientTile = PanelTile<TILE_Q, TILE_KV>;              // dS
+using OutTile = PanelTile<64 * GROUPS, WIDTH>;                // 16 rows of dq for each computing warp, in the place of Q
+static_assert(OutTile::bytes <= STAGES * QueryTile::bytes, "finished rows of dq fit where Q was");
+
+// Shared memory: K and V, in whose place their gradients leave; Q and dO; dS of two steps; lse and delta; barriers.
+constexpr int V_OFFSET = KeyTile::bytes;
+constexpr int Q_OFFSET = V_OFFSET + KeyTile::bytes;
+constexpr int DO_OFFSET = Q_OFFSET + STAGES * QueryTile::bytes;
+constexpr int DS_OFFSET = DO_OFFSET + STAGES * QueryTile::bytes;
+constexpr int STAT_BYTES = TILE_Q * int(sizeof(float));
+constexpr int LSE_OFFSET = DS_OFFSET + 2 * GradientTile::bytes;
+constexpr int DELTA_OFFSET = LSE_OFFSET + STAGES * STAT_BYTES;
+constexpr int K_BARRIERS = DELTA_OFFSET + STAGES * STAT_BYTES;
+constexpr int V_BARRIERS = K_BARRIERS + RING_BARRIERS;
+constexpr int Q_BARRIERS = V_BARRIERS + RING_BARRIERS;
+constexpr int DO_BARRIERS = Q_BARRIERS + STAGES * RING_BARRIERS;
+constexpr int DS_BARRIER = DO_BARRIERS + STAGES * RING_BARRIERS;
+constexpr int TURN_BARRIERS = DS_BARRIER + Arrival::bytes;
+constexpr int END_BARRIERS = TURN_BARRIERS + 3 * Arrival::bytes;
+constexpr int LAST_OFFSET = END_BARRIERS + 2 * Arrival::bytes;
+constexpr int BLOCK_BYTES = LAST_OFFSET + 2 * int(sizeof(u32));
+
+// What every warp of a block knows, and how far it is.
+struct KeyBlock {
+  SharedAddress smem = shared_memory();
+  Ring<KeyTile, 1> keys{smem, smem + K_BARRIERS}, values{smem + V_OFFSET, smem + V_BARRIERS};
+  Ring<QueryTile, STAGES> queries{smem + Q_OFFSET, smem + Q_BARRIERS}, douts{smem + DO_OFFSET, smem + DO_BARRIERS};
+  Arrival written{smem + DS_BARRIER};                         // dS of a step, by all warps
+  Arrival turn{smem + TURN_BARRIERS}, added{turn.address + Arrival::bytes}, noticed{added.address + Arrival::bytes};     // to add to dQ in order
+  Arrival ended{smem + END_BARRIERS}, counted{smem + END_BARRIERS + Arrival::bytes};       // additions to dQ; and so the block
+  KeyPlace here;
+  TransposedBand band;
+  int row0;                                                   // the first key
+  int from, to;                                               // the first tile of queries and the last one to come
+  int steps;
+  bool backwards;                                             // the last keys before the first ones, see turn_of
+  QueryCursor now;
+
+  OP KeyBlock(const HopperBackwardParams& p)
+      : here(key_place_of_block(p, TILE_KV)),
+        band(transposed(p.first_key, p.last_key, p.len_q, p.len_kv)), backwards(p.turns && p.last_key < p.len_kv) {
+    if (backwards) here.tile = ceil_div(p.len_kv, TILE_KV) - 1 - here.tile;
+    row0 = here.tile * TILE_KV;
+    const KeyRange seeing = seeing_any(band, row0, TILE_KV);
+    const int first = seeing.first / TILE_Q, last = seeing.last / TILE_Q;
+    steps = seeing.last < seeing.first ? 0 : (last + 1 - first) * p.heads_per_block;
+    from = backwards ? first : last;
+    to = backwards ? last : first;
+    now = {here.first_head, from};
+  }
+  OP void advance() { now.advance(from, to); }
+  OP u32 tile_number(const BackwardParams& p) const { return query_tile_number(p, here.batch_number, now.head, now.tile); }
+  OP u32 number_before(const BackwardParams& p) const {        // the same of the tile before
+    const bool of_last_head = now.tile == from;
+    const int tile = of_last_head ? to : now.tile - (from < to ? 1 : -1);
+    return query_tile_number(p, here.batch_number, now.head - of_last_head, tile);
+  }
+  OP SharedAddress lse_smem() const { return smem + LSE_OFFSET + queries.slot() * STAT_BYTES; }
+  OP SharedAddress delta_smem() const { return smem + DELTA_OFFSET + douts.slot() * STAT_BYTES; }
+  OP GradientTile ds_smem(u32 step) const { return {smem + DS_OFFSET + step % 2 * GradientTile::bytes}; }
+};
+
+// By one warp, before a sync_block.
+OP void start_barriers(const KeyBlock& block) {
+  start_ring(block.keys, 1);
+  start_ring(block.values, 1);
+  start_ring(block.queries, 4 * GROUPS);                      // warps that hand a tile back
+  start_ring(block.douts, 4 * GROUPS);
+  start_arrivals(block.written, 4 * GROUPS);
+  start_arrivals(block.turn, 1);
+  start_arrivals(block.added, 4 * GROUPS);
+  start_arrivals(block.noticed, 1);
+  start_arrivals(block.ended, 4 * GROUPS);
+  start_arrivals(block.counted, 1);
+}
+
+// One warp loads, as far ahead as there is room. Slots of Q and dO are handed back together, when the step is over.
+OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
+  if (block.steps == 0) return;
+  const KeyPlace& here = block.here;
+  load_async(block.keys, p.k_map, here.batch, here.head_kv, block.row0);
+  #pragma unroll 1
+  for (int step = 0; step < block.steps; ++step, block.advance()) {
+    const float* const stats = p.stats + i64(block.tile_number(p)) * 2 * TILE_Q;
+    const int row = block.now.tile * TILE_Q;
+    wait_free(block.queries);                                 // without it tiles are overwritten that a slower warp still reads
+    load_async(block.queries, p.q_map, here.batch, block.now.head, row, stats, block.lse_smem());
+    if (step == 0) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
+    load_async(block.douts, p.dout_map, here.batch, block.now.head, row, stats + TILE_Q, block.delta_smem());
+  }
+}
+
+// If order matters, blocks add to the sums of a query tile in turn, each behind the block of the keys before. Under a causal mask it is the
+// other way round, and each block begins with the first queries that see its keys, of which it is the first: nobody waits then. In either
+// order a block only waits for ones that started earlier. Two warps do the waiting, one for the turn, the other to pass it on.
+OP u32 turn_of(const HopperBackwardParams& p, const KeyBlock& block) {
+  const int row = block.now.tile * TILE_Q;
+  const KeyRange keys = seen_by_any({p.first_key, p.last_key, p.len_kv}, row, min_of(TILE_Q, p.len_q - row));
+  return block.backwards ? keys.last / TILE_KV - block.here.tile : block.here.tile - keys.first / TILE_KV;
+}
+OP void take_turns(const HopperBackwardParams& p, KeyBlock& block) {
+  #pragma unroll 1
+  for (int step = 0; p.turns && step < block.steps; ++step, block.advance()) {
+    take_turn(p.turns + block.tile_number(p), turn_of(p, block));
+    if (step > 0) wait_for(block.noticed, (step - 1) % 2);    // without it all may have added again before the other warp has noticed that
+                                                              // they had, which it then misses
+    arrive_at(block.turn);                                    // without it nobody adds
+  }
+}
+OP void pass_turns(const HopperBackwardParams& p, KeyBlock& block) {
+  #pragma unroll 1
+  for (int step = 0; p.turns && step < block.steps; ++step, block.advance()) {
+    wait_for(block.added, step % 2);                          // without it others add before all warps of this block have
+    arrive_at(block.noticed);                                 // without it there is no next turn
+    pass_turn(p.turns + block.tile_number(p));
+  }
+}
+
+// dQ_i += acc, of the query tile with this number: the part of the calling warp, in its turn.
+template <int N> OP void add_queries(const HopperBackwardParams& p, const KeyBlock& block, u32 number, u32 step, const Acc<16, N>& acc, int row, int col) {
+  if (p.turns) wait_for(block.turn, step % 2);                // without it sums are added out of order
+  add(QuerySums{p.dq_sums + i64(number) * QuerySums::size}, acc, row, col);
+  if (p.turns) arrive_at(block.added);                        // without it the turn is never passed
+}
+
+// 16 rows of dk or dv leave: to the result through the warp's rows of a tile that nobody reads any more, or to the sums of several blocks.
+OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, const TensorMap& map, float* parts, const KeyTile& tile,
+                       const Acc<16, WIDTH>& acc, int row) {
+  const KeyPlace& here = block.here;
+  if (parts) {
+    const u32 share = (here.batch_number * p.heads + here.first_head) / p.heads_per_block;
+    const i64 number = i64(share) * ceil_div(p.len_kv, TILE_KV) + here.tile;
+    store(KeySums{parts + number * KeySums::size}, acc, row, 0);
+  } else {
+    store(tile, acc, row);
+    sync_with_copies();                                       // without it rows leave that have not been written
+    store_async(map, here.batch, here.head_kv, block.row0 + row, tile, row);
+  }
+}
+
+// The last block of a head makes its sums dq. One warp finds out whether this is the last one, which takes a while, and tells the others.
+OP void count_heads(const HopperBackwardParams& p, const KeyBlock& block) {
+  if (!p.done) return;
+  wait_for(block.ended, 0);                                   // without it the block is counted before all warps have added
+  count_block(p.done + block.here.batch_number * p.heads + block.here.first_head, p.heads_per_block, ceil_div(p.len_kv, TILE_KV),
+              block.smem + LAST_OFFSET);
+  sync_warp();                                                // without it others are told before all lanes know, and one has written
+  arrive_at(block.counted);                                   // without it the others wait for ever
+}
+OP void finish_heads(const HopperBackwardParams& p, const KeyBlock& block) {
+  if (!p.done) return;
+  wait_for(block.counted, 0);                                 // without it warps read what has not been counted
+  const u32 others = load_shared<u32>(block.smem + LAST_OFFSET);
+  const OutTile out_smem{block.smem + Q_OFFSET};
+  const int own_row = (warp_id() - 4) * 16;
+  #pragma unroll 1
+  for (int i = 0; i < p.heads_per_block; ++i) {
+    if (others >> i & 1) continue;
+    const int head = block.here.first_head + i;
+    const i64 first = i64(block.here.batch_number * p.heads + head) * ceil_div(p.len_q, TILE_Q);
+    #pragma unroll 1
+    for (int row = own_row; row < p.len_q; row += OutTile::rows) {
+      Acc<16, WIDTH> sum_reg;
+      load(sum_reg, QuerySums{p.dq_sums + (first + row / TILE_Q) * QuerySums::size}, row % TILE_Q, 0);
+      scale(sum_reg, p.scale);
+      wait_for_stores();                                      // without it rows are overwritten that have not left
+      store(out_smem, sum_reg, own_row);
+      sync_with_copies();                                     // without it rows leave that have not been written
+      store_async(p.dq_map, block.here.batch, head, row, out_smem, own_row);
+    }
+  }
+}

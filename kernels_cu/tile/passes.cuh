@@ -1,0 +1,104 @@
+// passes.cuh -- what every backward does before and after its loop: statistics of the queries, sums that become gradients.
+#pragma once
+#include "tile/copy.cuh"
+#include "tile/gradient.cuh"
+#include "tile/place.cuh"
+#include "tile/sums.cuh"
+
+static_assert(WIDTH == WIDTH_V, "one shape of tile serves q, k, v and dout");
+using QuerySums = SumTile<TILE_Q, WIDTH>;
+using KeySums = SumTile<TILE_KV, WIDTH>;
+
+// number of a query tile, counted over batch elements and heads
+OP u32 query_tile_number(const BackwardParams& p, u32 batch_number, int head, int tile) {
+  return (batch_number * p.heads + head) * ceil_div(p.len_q, TILE_Q) + tile;
+}
+
+// The query tiles of a block: those of its first head, then those of the next, from one end to the other.
+struct QueryCursor {
+  int head, tile;
+  OP void advance(int from, int to) {
+    if (tile != to) {
+      tile += from < to ? 1 : -1;
+      return;
+    }
+    tile = from;
+    ++head;
+  }
+};
+
+// Before: one query tile's sums become 0, its statistics those that P and dS are computed from. Delta is multiplied by `sign`.
+OP void prepare_queries(const BackwardParams& p, float sign) {
+  const Place here = place_of_block(p.batch, p.heads, p.len_q, TILE_Q);
+  const u32 number = query_tile_number(p, here.batch_number, here.head, here.row / TILE_Q);
+  clear(QuerySums{p.dq_sums + i64(number) * QuerySums::size});
+  if (p.turns && warp_id() == 0) clear_turn(p.turns + number);
+  if (p.done && warp_id() == 0 && here.row == 0) clear_turn(p.done + number / ceil_div(p.len_q, TILE_Q));
+
+  const GlobalTile out = slice(p.out, here.batch, here.head, here.row, p.len_q, p.dim_v);
+  const GlobalTile dout = slice(p.dout, here.batch, here.head, here.row, p.len_q, p.dim_v);
+  const float* lse = row_slice(p.lse, here.batch, here.head, here.row);
+  const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, here.row) : nullptr;
+  float* const stats = p.stats + i64(number) * 2 * TILE_Q;
+  for_row_dots<TILE_Q, WIDTH>(out, dout, [&](int row, bool exists, float dot) {
+    const float row_lse = exists ? read(lse + row * p.lse.row_stride) : -infinity();
+    write(stats + row, row_lse == -infinity() ? infinity() : row_lse * LOG2E);      // a row that sees nothing: P = 2^(S - inf) = 0
+    write(stats + TILE_Q + row, sign * (exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot));
+  });
+}
+
+// One tile of a gradient from its sums, of which there are `parts` for each head and batch element. Those of all batch elements that
+// the gradient does not tell apart are added up.
+template <int ROWS>
+OP void finish_tile(const BackwardParams& p, const Tensor& gradient, float* sums, int heads, int parts, int len, int cols, u32 block,
+                    float factor) {
+  const Place here = place_of_block(p.batch, heads, len, ROWS, block);
+  int summed[BATCH_AXES];                                     // elements to add up along each axis
+  u32 elements = 1;
+  #pragma unroll
+  for (int i = 0; i < BATCH_AXES; ++i) {
+    const bool sum = p.batch[i] > 1 && gradient.batch_stride[i] == 0;
+    if (sum && here.batch[i] > 0) return;                     // the block of element 0 does it
+    summed[i] = sum ? p.batch[i] : 1;
+    elements *= summed[i];
+  }
+
+  const SharedTile<ROWS, WIDTH> tile_smem{shared_memory()};
+  const int tiles = ceil_div(len, ROWS);
+  for (int piece = warp_id(); piece < ROWS / 16 * (WIDTH / 16); piece += WARPS) {
+    const int row = piece / (WIDTH / 16) * 16, col = piece % (WIDTH / 16) * 16;
+    Acc<16, 16> sum_reg;
+    fill(sum_reg, 0.f);
+    for (u32 element = 0; element < elements; ++element) {
+      int batch[BATCH_AXES];
+      batch_element(batch, summed, element);
+      u32 batch_number = 0;
+      #pragma unroll
+      for (int i = 0; i < BATCH_AXES; ++i) batch_number = batch_number * p.batch[i] + here.batch[i] + batch[i];
+      for (int part = 0; part < parts; ++part) {
+        const i64 number = ((i64(batch_number) * heads + here.head) * parts + part) * tiles + here.row / ROWS;
+        Acc<16, 16> part_reg;
+        load(part_reg, SumTile<ROWS, WIDTH>{sums + number * ROWS * WIDTH}, row, col);
+        add(sum_reg, part_reg);
+      }
+    }
+    scale(sum_reg, factor);
+    store(tile_smem, sum_reg, row, col);
+  }
+  sync_block();                                               // without it a thread sends what other warps have not written
+  store<Block>(slice(gradient, here.batch, here.head, here.row, len, cols), tile_smem);
+}
+
+// After: the tile of a gradient that a block is for.
+OP void finish_gradients(const BackwardParams& p) {
+  u32 batch = 1;
+  #pragma unroll
+  for (int i = 0; i < BATCH_AXES; ++i) batch *= p.batch[i];
+  const int heads_kv = p.heads / p.heads_per_kv, splits = p.heads_per_kv / p.heads_per_block;
+  const u32 query_blocks = p.done ? 0 : ceil_div(p.len_q, TILE_Q) * p.heads * batch, key_blocks = ceil_div(p.len_kv, TILE_KV) * heads_kv * batch;
+  const u32 block = block_id();
+  const u32 key_block = block - query_blocks;
+  if (block < query_blocks) finish_tile<TILE_Q>(p, p.dq, p.dq_sums, p.heads, 1, p.len_q, p.dim, block, p.scale);
+  else if (key_block < key_blocks) finish_tile<TILE_KV>(p, p.dk, p.dk_parts, heads_kv, splits, p.len_kv, p.dim, key_block, 1.f);
+  else finish_tile<TILE_KV>(p, p.dv, p.dv_parts, heads_kv, splits, p.len_kv, p.dim_v, key_block - key_blocks, 1.f);
+}

@@ -1,0 +1,378 @@
+"""Which backward a problem gets where there are kernels for one architecture: bwd_hopper and bwd_hopper_wide, and their numbers."""
+
+import math
+from dataclasses import replace
+
+import ml_dtypes
+import numpy
+import pytest
+
+from cupy_flash import UnsupportedError, attention_backward, backward_plan, plan_attention_backward
+from cupy_flash.architecture import ARCHITECTURES
+from cupy_flash.backward_plan import FEWEST_BLOCKS, backward_maps, heads_per_block, heads_together, make_backward_plan
+from cupy_flash.backward_problem import make_backward_problem
+from cupy_flash.layout import dense_layout
+from cupy_flash.options import Options
+from cupy_flash.params import BACKWARD, HOPPER_BACKWARD, TENSOR, backward_params, divisor
+from cupy_flash.tuning import WIDTHS, table_for
+
+SM_90A = ARCHITECTURES["90a"]
+NARROW, WIDE = "bwd_hopper", "bwd_hopper_wide"
+MAPPED = ("q", "k", "v", "dout", "dq", "dk", "dv")
+
+
+def array(*shape, dtype=numpy.float16):
+    return numpy.zeros(shape, dtype)
+
+
+def operands(q, k=None, v=None, dtype=numpy.float16):
+    """Every array of a call for inputs of these shapes, by name, its results included."""
+    k = k or q
+    v = v or k
+    rows = numpy.broadcast_shapes(q[:-3], k[:-3], v[:-3]) + q[-3:-1]
+    shapes = {"dout": (*rows, v[-1]), "q": q, "k": k, "v": v, "out": (*rows, v[-1]), "dq": q, "dk": k, "dv": v}
+    return {name: array(*shape, dtype=dtype) for name, shape in shapes.items()} | {"lse": array(*rows, dtype=numpy.float32)}
+
+
+def planned(given, **options):
+    return plan_attention_backward(**given, **{"backend": "host", "arch": "90a"} | options)
+
+
+def plan_of(*shapes, dtype=numpy.float16, **options):
+    return planned(operands(*shapes, dtype=dtype), **options)
+
+
+def kernel_of(made):
+    return made.kernel.kernel
+
+
+# The kernel
+
+
+@pytest.mark.parametrize("dtype", [numpy.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"scale": 0.3}, {"deterministic": True}, {"algorithm": "v2"}], ids=str)
+@pytest.mark.parametrize("dim, kernel", [(8, NARROW), (64, NARROW), (128, NARROW), (136, WIDE), (256, WIDE)])
+def test_sm_90a_has_kernels_for_16_bits(dim, kernel, options, dtype):
+    made = plan_of((2, 3, 70, dim), dtype=dtype, **options)
+    assert kernel_of(made) == kernel and "TMA" not in str(made)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"scale": 0.0}, {"scale": -1}], ids=str)
+@pytest.mark.parametrize("dim, kernel", [(64, NARROW), (72, WIDE), (128, WIDE), (256, WIDE)])
+def test_scores_scaled_one_by_one_leave_no_registers_for_both_gradients(dim, kernel, options):
+    made = plan_of((2, 3, 70, dim), **options)
+    assert kernel_of(made) == kernel and made.kernel.config.EXPLICIT_SCORES
+    if kernel == WIDE:
+        with pytest.raises(UnsupportedError, match=f"kernel: expected .*'bwd_v2'.*, got '{NARROW}': .* head dims"):
+            plan_of((2, 3, 70, dim), **options, kernel=NARROW)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dim, kernel", [(64, NARROW), (256, WIDE)])
+def test_others_have_not(arch, dim, kernel):
+    if arch != "90a":
+        assert kernel_of(plan_of((2, 70, dim), arch=arch)) == "bwd_v2"
+        with pytest.raises(UnsupportedError, match=rf"kernel: expected .*'bwd_v2'.*, got '{kernel}': .* float16 on sm_{arch}"):
+            plan_of((2, 70, dim), arch=arch, kernel=kernel)
+    else:
+        assert kernel_of(plan_of((2, 70, dim))) == kernel
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "tf32"}], ids=str)
+def test_float32_has_none(options):
+    assert kernel_of(plan_of((2, 70, 64), dtype=numpy.float32, **options)) == "bwd_v2"
+    for kernel in (NARROW, WIDE):
+        with pytest.raises(UnsupportedError, match=f"kernel: expected .*'bwd_v2'.*, got '{kernel}': .* float32 on sm_90a"):
+            plan_of((2, 70, 64), dtype=numpy.float32, kernel=kernel, **options)
+
+
+CANNOT_MOVE = {
+    "rows 136 bytes apart": (lambda n: array(2, n, 68)[..., :64], "rows of {} start 136 bytes apart, not a multiple of 16"),
+    "backwards": (lambda n: array(2, n, 64)[:, ::-1], "rows of {} start -128 bytes apart, backwards"),
+    "off 16 bytes": (lambda n: array(2 * n * 64 + 4)[4:].reshape(2, n, 64), "{} starts at a multiple of 8 bytes only, not of 16"),
+    "every second element": (lambda n: array(2, n, 128)[..., ::2], "elements of {} start 4 bytes apart, not 2"),
+}
+
+
+@pytest.mark.parametrize("how", CANNOT_MOVE)
+@pytest.mark.parametrize("moved", MAPPED)
+def test_without_a_map_of_every_array_the_plan_says_why(moved, how):
+    make, why = CANNOT_MOVE[how]
+    given = operands((2, 70, 64), (2, 90, 64))
+    given[moved] = make(given[moved].shape[-2])
+    made = planned(given)
+    why = f"no TMA: {why.format(moved)}"
+    assert kernel_of(made) == "bwd_v2" and why in made.kernel.reasons
+    assert "no TMA" not in str(planned(given, arch="80"))  # where nothing would be moved by it
+    with pytest.raises(UnsupportedError, match=f"kernel: expected .*'bwd_v2'.*, got '{NARROW}': {why}"):
+        planned(given, kernel=NARROW)
+
+
+@pytest.mark.parametrize("how", CANNOT_MOVE)
+def test_what_threads_read_needs_no_map(how):
+    """Those of the first kernel read out, which needs smaller copies then, and lse."""
+    given = operands((2, 70, 64)) | {"out": CANNOT_MOVE[how][0](70), "lse": array(2, 70, 3, dtype=numpy.float32)[..., 1]}
+    made = planned(given, dlse=array(70, 2, dtype=numpy.float32).T)
+    copies = {"rows 136 bytes apart": 8, "backwards": 16, "off 16 bytes": 8, "every second element": 0}[how]
+    assert (kernel_of(made), made.kernel.config.COPY_BYTES) == (NARROW, copies)
+
+
+@pytest.mark.parametrize("shapes", [((2, 5, 64), (2, 0, 64)), ((2, 0, 64), (2, 5, 64)), ((0, 5, 64), (0, 5, 64))], ids=str)
+def test_empty_arrays_have_no_map(shapes):
+    made = plan_of(*shapes)
+    assert kernel_of(made) == "bwd_v2" and "has no elements" in str(made)
+
+
+def test_two_batch_axes_are_left_at_most():
+    given = {name: x[:, ::2, ::2] for name, x in operands((2, 3, 3, 2, 70, 64)).items()}
+    two = {name: x[0] for name, x in given.items()}
+    assert kernel_of(planned(two)) == NARROW
+    made = planned(given)
+    assert kernel_of(made) == "bwd_v2" and "no TMA: 3 batch axes are left after merging, more than 2" in made.kernel.reasons
+
+
+# A kernel asked for
+
+
+@pytest.mark.parametrize("dim, own", [(64, NARROW), (192, WIDE)])
+def test_the_kernel_asked_for_is_planned(dim, own):
+    given = operands((2, 70, dim))
+    assert planned(given, kernel=own).kernel == planned(given).kernel
+    generic = planned(given, kernel="bwd_v2")
+    assert kernel_of(generic) == "bwd_v2" and "bwd_v2 was asked for" in str(generic)
+    assert planned(given, kernel="bwd_v2", arch="80").kernel == planned(given, arch="80").kernel
+    assert kernel_of(planned(given, kernel=WIDE)) == WIDE  # narrow heads are computed by it as well
+
+
+def test_a_head_too_wide_is_refused():
+    with pytest.raises(UnsupportedError, match=f"kernel: expected .*'bwd_v2'.*, got '{NARROW}': .* head dims"):
+        plan_of((2, 70, 64), (2, 90, 64), (2, 90, 136), kernel=NARROW)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"kernel": "bwd_v3"}, ValueError, "kernel: expected one of .*'bwd_hopper'.*, got 'bwd_v3'"),
+        ({"kernel": "fwd_hopper"}, ValueError, "kernel: expected one of .*'bwd_v2'.*, got 'fwd_hopper'"),
+        ({"kernel": 2}, TypeError, "kernel: expected one of .*, got 2"),
+        ({"kernel": ["bwd_v2"]}, TypeError, "kernel: expected one of .*, got"),
+        ({"kernel": "bwd_v2", "backend": "numpy", "arch": None}, ValueError, "kernel: expected None on backend 'numpy'"),
+        ({"kernel": "bwd_v2", "algorithm": "v1"}, UnsupportedError, "algorithm: expected 'auto' or 'v2' for a backward"),
+    ],
+)
+def test_kernels_that_cannot_serve_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        plan_of((2, 70, 64), **options)
+
+
+def test_attention_backward_takes_no_kernel():
+    with pytest.raises(TypeError, match="kernel"):
+        attention_backward(**operands((2, 70, 64)), kernel="bwd_v2")
+
+
+# Its constants
+
+
+@pytest.mark.parametrize("dim, dim_v", [(8, 8), (64, 40), (40, 72), (128, 1), (130, 192), (8, 200), (256, 256)])
+def test_one_width_serves_all_arrays(dim, dim_v):
+    """That of a row: it has a table for every width, and all panels of a tile are whole."""
+    made = plan_of((2, 3, 70, (dim + 7) // 8 * 8), (2, 3, 90, (dim + 7) // 8 * 8), (2, 3, 90, (dim_v + 7) // 8 * 8))
+    c = made.kernel.config
+    widths = [row.width for row in table_for(kernel_of(made), SM_90A, "float16")]
+    assert c.WIDTH == c.WIDTH_V == min(width for width in widths if width >= max(dim, dim_v)) and c.WIDTH % 64 == 0
+
+
+@pytest.mark.parametrize("kernel", [NARROW, WIDE])
+def test_rows_can_be_divided(kernel):
+    rows = table_for(kernel, SM_90A, "float16")
+    assert rows[-1].width in WIDTHS and [row.width for row in rows] == sorted(row.width for row in rows)
+    for row in rows:
+        groups = row.warps // 4 - 1  # one serves them
+        assert row.warps % 4 == 0 and row.width % 64 == 0 and row.tile_q % 64 == 0 and row.stages & (row.stages - 1) == 0
+        assert row.tile_kv == (64 * groups if kernel == NARROW else 64)
+
+
+@pytest.mark.parametrize("options, explicit", [({}, False), ({"softcap": 5.0}, True), ({"scale": 0}, True), ({"scale": -1}, True)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_scores_are_scaled_one_by_one_only_where_they_must(dim, options, explicit):
+    made = plan_of((1, 70, dim), **options)
+    assert made.kernel.config.EXPLICIT_SCORES is explicit
+    wide_enough = [row for row in table_for(kernel_of(made), SM_90A, "float16") if row.width >= dim]
+    row = next(row for row in wide_enough if not (explicit and row.plain_scores))
+    assert [row.tile_q, row.tile_kv] == [made.kernel.config.TILE_Q, made.kernel.config.TILE_KV]
+
+
+# Its grids and its workspace
+
+
+def launches(made):
+    return {launch.entry.removeprefix(kernel_of(made)): launch.blocks for launch in made.launches}
+
+
+def tiles_of(made):
+    c, p = made.kernel.config, made.problem.forward
+    return -(-p.len_q // c.TILE_Q), -(-p.len_kv // c.TILE_KV)
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_the_last_block_of_a_head_finishes_its_queries(dim):
+    """So that nothing is left to do after the loop, and the third kernel is not launched."""
+    made = plan_of((50, 6, 300, dim), (50, 6, 200, dim))
+    queries, keys = tiles_of(made)
+    assert launches(made) == {"_pre": 300 * queries, "": 300 * keys, "_post": 0}
+    assert {launch.entry: launch.shared_bytes for launch in made.launches} == made.kernel.entries
+    assert all(launch.per_multiprocessor is None for launch in made.launches)
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_gradients_summed_over_a_batch_axis_are_finished_after_the_loop(dim):
+    made = plan_of((1, 6, 300, dim), (50, 6, 200, dim))
+    queries, keys = tiles_of(made)
+    assert launches(made) == {"_pre": 300 * queries, "": 300 * keys, "_post": 300 * queries}
+    made = plan_of((50, 6, 300, dim), (1, 6, 200, dim))
+    assert launches(made) == {"_pre": 300 * queries, "": 300 * keys, "_post": 2 * 300 * keys}
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_heads_of_a_group_are_split_where_blocks_are_few(dim):
+    made = plan_of((1, 12, 300, dim), (1, 2, 200, dim))
+    queries, keys = tiles_of(made)
+    assert heads_per_block(made.kernel, made.problem) == 1 and 12 * keys < FEWEST_BLOCKS
+    assert launches(made) == {"_pre": 12 * queries, "": 12 * keys, "_post": 2 * 2 * keys}
+
+
+def test_workspace_has_the_parts_that_are_needed():
+    def names(*shapes, **options):
+        made = plan_of(*shapes, **options)
+        assert kernel_of(made) == NARROW
+        return made.workspace.names
+
+    sums, parts = ("stats", "dq_sums"), ("dk_parts", "dv_parts")
+    assert names((300, 2, 70, 64)) == (*sums, "done")
+    assert names((300, 2, 70, 64), deterministic=True) == (*sums, "turns", "done")
+    assert names((300, 2, 70, 64), (1, 2, 70, 64)) == (*sums, *parts, "done")
+    assert names((2, 70, 64), (300, 2, 70, 64)) == sums
+    assert names((2, 70, 64), (300, 2, 70, 64), deterministic=True) == (*sums, "turns")
+    assert names((4, 70, 64), (2, 70, 64)) == (*sums, *parts, "done")
+
+
+@pytest.mark.parametrize("dim, width", [(40, 64), (200, 256)])
+def test_workspace_sizes(dim, width):
+    made = plan_of((3, 6, 100, dim), (3, 2, 200, dim), deterministic=True)
+    c = made.kernel.config
+    queries, keys = tiles_of(made)
+    assert dict(made.workspace.parts) == {
+        "stats": 4 * 3 * 6 * queries * 2 * c.TILE_Q,
+        "dq_sums": 4 * 3 * 6 * queries * c.TILE_Q * width,
+        "dk_parts": 4 * 3 * 2 * 3 * keys * c.TILE_KV * width,
+        "dv_parts": 4 * 3 * 2 * 3 * keys * c.TILE_KV * width,
+        "turns": 4 * 3 * 6 * queries,
+        "done": 4 * 3 * 6,
+    }
+
+
+def test_a_plan_prints_what_it_decided():
+    text = str(plan_of((2, 6, 100, 64), (2, 2, 150, 64), causal=True, deterministic=True))
+    for part in ("bwd_hopper for sm_90a", "bwd_hopper_pre", "bwd_hopper_post", "bitwise reproducible", "done"):
+        assert part in text
+
+
+# Its parameters
+
+
+def problem_of(**options):
+    """Each number that a kernel gets of it differs from the others, so that none can take another's place."""
+    q, dq, out, dout = ((2, 6, 10, dim) for dim in (64, 64, 48, 48))
+    k, dk, v, dv = ((2, 3, 20, dim) for dim in (64, 64, 48, 48))
+    orders = {"q": (3, 1, 2, 0), "out": (3, 1, 2, 0), "dq": (3, 2, 1, 0), "dout": (3, 2, 1, 0)}
+    orders |= {"k": (3, 2, 1, 0), "v": (3, 2, 1, 0), "dk": (3, 1, 2, 0), "dv": (3, 1, 2, 0)}
+    shapes = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+    layouts = {name: dense_layout(shape, orders[name], "float16", None) for name, shape in shapes.items()}
+    lse, dlse = (dense_layout((2, 6, 10), order, "float32", None) for order in ((2, 1, 0), (1, 2, 0)))
+    asked = Options(scale=0.3, softcap=5.0, window=(4, 2), backend="host", **options)
+    return make_backward_problem(**layouts, lse=lse, dlse=dlse, options=asked)
+
+
+@pytest.mark.parametrize("kernel", [NARROW, WIDE])
+def test_a_problem_becomes_numbers(kernel):
+    problem = problem_of(kernel=kernel)
+    plan = make_backward_plan(problem, SM_90A)
+    params = backward_params(problem, 1, 8, backward_maps(plan, problem), 16)[0]
+    assert params.dtype == HOPPER_BACKWARD
+    queries, keys = plan.config.TILE_Q, plan.config.TILE_KV
+    maps = {name: params[f"{name}_map"] for name in MAPPED}
+    assert {name: clear["size"].tolist() for name, clear in maps.items()} == {
+        "q": [64, 10, 6, 2, 1],
+        "k": [64, 20, 3, 2, 1],
+        "v": [48, 20, 3, 2, 1],
+        "dout": [48, 10, 6, 2, 1],
+        "dq": [64, 10, 6, 2, 1],
+        "dk": [64, 20, 3, 2, 1],
+        "dv": [48, 20, 3, 2, 1],
+    }
+    assert {name: clear["stride"].tolist()[:3] for name, clear in maps.items()} == {  # bytes between rows, heads, batch elements
+        "q": [768, 128, 7680],
+        "k": [128, 2560, 7680],
+        "v": [96, 1920, 5760],
+        "dout": [96, 960, 5760],
+        "dq": [128, 1280, 7680],
+        "dk": [384, 128, 7680],
+        "dv": [288, 96, 5760],
+    }
+    boxes = {"q": queries, "k": keys, "v": keys, "dout": queries, "dq": 16, "dk": 16, "dv": 16}
+    assert {name: int(clear["box_rows"]) for name, clear in maps.items()} == boxes
+    assert {int(clear["box_cols"]) for clear in maps.values()} == {64}
+
+    def steps(name):
+        tensor = params[name]
+        return (*(int(tensor[f"{axis}_stride"]) for axis in ("head", "row", "col")), int(tensor["batch_stride"][-1]))
+
+    tensors = [name for name in BACKWARD.names if BACKWARD[name] == TENSOR]
+    assert {name: steps(name) for name in tensors} == {
+        "q": (64, 384, 1, 3840),
+        "k": (1280, 64, 1, 3840),
+        "v": (960, 48, 1, 2880),
+        "out": (48, 288, 1, 2880),
+        "lse": (10, 1, 0, 60),
+        "dout": (480, 48, 1, 2880),
+        "dlse": (1, 6, 0, 60),
+        "dq": (640, 64, 1, 3840),
+        "dk": (64, 192, 1, 3840),
+        "dv": (48, 144, 1, 2880),
+    }
+    assert {int(params[name]["data"]) for name in tensors} | {int(clear["data"]) for clear in maps.values()} == {0}
+    divisors = {"by_together": 8, "by_group": 8 * 2, "by_shares": 6, "by_heads_per_kv": 2}
+    assert {name: params[name].tolist() for name in divisors} == {name: divisor(n) for name, n in divisors.items()}
+    assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *(f"{name}_map" for name in MAPPED)} == set()
+    assert {name: params[name].tolist() for name in BACKWARD.names if name not in tensors} == {
+        **dict.fromkeys(("stats", "dq_sums", "dk_parts", "dv_parts", "turns", "done"), 0),
+        "first_key": 6,
+        "last_key": 12,
+        "batch": [1, 1, 1, 2],
+        "heads": 6,
+        "heads_per_kv": 2,
+        "heads_per_block": 1,
+        "heads_together": 8,
+        "len_q": 10,
+        "len_kv": 20,
+        "dim": 64,
+        "dim_v": 48,
+        "scale": pytest.approx(0.3),
+        "softcap": 5.0,
+    }
+
+
+def test_the_generic_kernel_gets_no_maps():
+    problem = problem_of(kernel="bwd_v2")
+    plan = make_backward_plan(problem, SM_90A)
+    assert backward_maps(plan, problem) == {}
+    numbers = heads_per_block(plan, problem), heads_together(plan, problem)
+    assert backward_params(problem, *numbers, {}, plan.config.TILE_KV).dtype == BACKWARD
+
+
+def test_tiles_beyond_a_grid_are_refused():
+    made = plan_of((2, 70, 64))
+    huge = replace(made.problem, forward=replace(made.problem.forward, batch=(2**26,), heads_q=32, heads_kv=1, len_kv=1))
+    with pytest.raises(UnsupportedError, match="fewer than 2147483648 blocks of bwd_hopper_pre"):
+        backward_plan.backward_launches(made.kernel, huge)
+    assert math.prod(huge.forward.batch) * 32 == 2**31

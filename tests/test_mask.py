@@ -1,0 +1,133 @@
+"""Which scores the kernels mask, register by register, against the definition of a band: a kernel on the host counts faults."""
+
+import pytest
+
+from cupy_flash import plan_attention, source
+from cupy_flash.cases import Case, make_inputs
+
+# Visible scores are numbers of their own, the others NaN. Visible ones must come back as they were, the others as `masked`.
+KERNEL = """\
+#include "tile/arrival.cuh"
+#include "tile/mask.cuh"
+
+bool sees(const Band& band, i64 row, i64 col) {
+  return row + band.first_key <= col && col <= row + band.last_key && 0 <= col && col < band.len_kv;
+}
+bool sees(const TransposedBand& band, i64 row, i64 col) {
+  return row < band.len_kv && row + band.first_query <= col && col <= row + band.last_query && 0 <= col && col < band.len_q;
+}
+
+template <int M, int N, typename AnyBand> int faults(const AnyBand& band, int row0, int col0) {
+  const float masked = MASKED;
+  Acc<M, N> s;
+  const auto number = [&](int l, int r) { return float(s.row(l, r) * N + s.col(l, r)); };
+  const auto seen = [&](int l, int r) { return sees(band, i64(row0) + s.row(l, r), i64(col0) + s.col(l, r)); };
+  for_lane(l)
+    for (int r = 0; r < s.regs; ++r) s.at(l, r) = seen(l, r) ? number(l, r) : bits_float(0x7fc00000u);
+  mask(s, band, row0, col0, masked);
+  int found = 0;
+  for_lane(l)
+    for (int r = 0; r < s.regs; ++r) found += s.at(l, r) != (seen(l, r) ? number(l, r) : masked);
+  return found;
+}
+
+template <int M, int N> int all_faults() {
+  constexpr int UNBOUNDED = 1 << 30;
+  int cases = 0, found = 0;
+  const auto check = [&](int row0, int col0, int first, int last, int end) {
+    [[maybe_unused]] const int rows = row0 + cases++ % (M + 2);      // of a transposed band, some rows do not exist
+    found += faults<M, N>(BAND, row0, col0);
+  };
+  CASES
+  return found;
+}
+
+KERNEL(32 * WARPS, 1) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
+  if (warp_id() > 0 || block_id() > 0) return;
+  float* const out = static_cast<float*>(p.lse.data);
+  RESULTS
+}
+"""
+# Each end of the band passes each column of each row, alone and near the other end. Columns end before, in or behind the tile.
+EVERY_EDGE = """
+  const int row0 = 3 * M, col0 = 2 * N;
+  const int ends[] = {0, col0, col0 + 1, col0 + N / 2 - 1, col0 + N - 8, col0 + N - 7, col0 + N, 5 * N};
+  for (int edge = col0 - row0 - M - 9; edge <= col0 - row0 + N + 9; ++edge)
+    for (const int width : {0, 1, 2, 3, 7, 8, 9, 10, 64, 65, 127, 128, 129, N, 4 * N}) {
+      check(row0, col0, edge, edge + width - 1, ends[cases / 5 % 8]);
+      check(row0, col0, edge - 2 * N, edge, ends[cases / 5 % 8]);
+    }
+"""
+# Columns end anywhere, beneath bands that cut nothing, one side, or both.
+EVERY_LENGTH = """
+  for (int end = 0; end < 2 * N + 20; ++end)
+    for (const int first : {-UNBOUNDED, -3, 5})
+      for (const int last : {4, N, UNBOUNDED}) check(M, N, first, last, end);
+"""
+# The longest lengths, and bounds that cut nothing: a row, a bound and a column together do not always fit 32 bits.
+FAR = """
+  const int longest = UNBOUNDED - 1;
+  for (const int row0 : {0, 64, longest - 200})
+    for (const int col0 : {0, 64, longest - 200})
+      for (const int first : {-UNBOUNDED, -longest + 100, -64, 0, longest - 100})
+        for (const int last : {-longest + 100, 0, 64, longest - 100, UNBOUNDED})
+          for (const int end : {1, 70, longest - 150, longest}) check(row0, col0, first, last, end);
+"""
+CASES = "\n".join(f"{{ {cases} }}" for cases in (EVERY_EDGE, EVERY_LENGTH, FAR))
+BANDS = {"keys": ("Band{first, last, end}", "-infinity()"), "queries": ("TransposedBand{first, last, end, rows}", "0.f")}
+SHAPES = [(16, 32), (16, 64), (16, 80), (16, 112), (16, 128), (16, 176), (32, 64), (32, 128), (64, 48), (32, 256)]
+
+bands = pytest.mark.parametrize("band", BANDS)
+
+
+@pytest.fixture
+def faults(change_kernel):
+    """A function that runs all cases for one kind of band, and returns how many scores came back wrong for each shape."""
+
+    def run(band, *shapes):
+        text = KERNEL.replace("CASES", CASES).replace("BAND", BANDS[band][0]).replace("MASKED", BANDS[band][1])
+        results = (f"out[{i}] = float(all_faults<{rows}, {columns}>());" for i, (rows, columns) in enumerate(shapes))
+        change_kernel("fwd_hopper.cu", text.replace("RESULTS", "\n  ".join(results)))
+        inputs = make_inputs(Case("float16", 64, 64))
+        _, lse = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", return_lse=True)(*inputs)
+        return dict(zip(shapes, lse[0, 0].tolist()))
+
+    return run
+
+
+@bands
+def test_scores_in_the_band_stay_and_others_go(band, faults):
+    assert faults(band, *SHAPES) == dict.fromkeys(SHAPES, 0)
+
+
+@bands
+def test_no_sum_overflows(band, faults, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")  # and undefined behaviour
+    assert faults(band, (16, 80)) == {(16, 80): 0}
+
+
+# What could be wrong by one column, one row or one word.
+MISTAKES = {
+    "even columns": ("(col + 7) >> 3", "(col + 8) >> 3", "keys"),
+    "odd columns": ("(col + 6) >> 3", "(col + 7) >> 3", "keys"),
+    "first column": ("keys.first - col0", "keys.first + 1 - col0", "keys"),
+    "last column": ("keys.last + 1 - col0", "keys.last - col0", "keys"),
+    "place of the lane, first": ("keys.first - col0 - s.col(l, 0)", "keys.first - col0", "keys"),
+    "place of the lane, end": ("keys.last + 1 - col0 - s.col(l, 0)", "keys.last + 1 - col0", "keys"),
+    "before the tile": ("max_of(first - bit0, 0)", "first - bit0", "keys"),
+    "nothing seen": ("max_of(end - bit0 - first_bit, 0)", "end - bit0 - first_bit", "keys"),
+    "second word, first": ("max_of(first - bit0, 0)", "max_of(first, 0)", "keys"),
+    "second word, end": ("end - bit0 - first_bit", "end - first_bit", "keys"),
+    "ones": ("u64(first) + count", "u64(first) + count + 1", "keys"),
+    "bit": ("visible >> bit & 1", "visible >> (bit ^ 1) & 1", "keys"),
+    "rows that do not exist": ("row < band.len_kv ?", "row <= band.len_kv ?", "queries"),
+}
+
+
+@pytest.mark.parametrize("right, wrong, band", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_found(right, wrong, band, faults, monkeypatch):
+    mask = source.files()["tile/mask.cuh"]
+    assert mask.count(right) == 1
+    files = source.files() | {"tile/mask.cuh": mask.replace(right, wrong)}
+    monkeypatch.setattr(source, "files", lambda: files)
+    assert faults(band, (16, 144))[16, 144] > 0
