@@ -19,7 +19,7 @@ BY_THREADS = MOVED[3:]  # and those of the other two, before and after the loop
 IN_MAPS = ("q", "k", "v", "dout", "dq", "dk", "dv")  # where the copy engine moves these
 WARP_ROWS = 16  # what a warp of these two stores
 FEWEST_BLOCKS = 2 * 132  # two for each multiprocessor of an H200: with fewer, the query heads of a group are split among blocks
-HOPPER_BLOCKS_TOGETHER = 256
+HOPPER_BLOCKS_TOGETHER = 256  # two for each multiprocessor, see heads_together
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
 

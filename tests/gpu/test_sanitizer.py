@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("cupy")
 
-# racecheck does not see that the lanes of a warp have read before one of them arrives for all: a product in between, which they start
-# together, is no barrier to it. It gets a text in which each lane arrives for itself, and everything else is as it is.
+# racecheck does not see that the lanes of a warp have read before one of them arrives for all: a product in between, which they
+# start together, is no barrier to it. It gets a text in which each lane arrives for itself, and everything else is as it is.
 EACH_LANE_ARRIVES = """
 from cupy_flash import source
 texts = dict(source.files())
