@@ -133,14 +133,14 @@ def backward_maps(plan: Plan, problem: BackwardProblem) -> dict[str, TensorMap]:
 def heads_per_block(plan: Plan, problem: BackwardProblem) -> int:
     """How many query heads one block sums over.
 
-    All that share its keys, so that gradients of keys are complete when a block ends, unless that leaves too few blocks: then as
-    many as leave enough.
+    All that share its keys, so that gradients of keys are complete when a block ends, unless that leaves too few blocks, or
+    they are more than one warp counts: then fewer.
     """
     p = problem.forward
     blocks = _key_tiles(plan, problem) * p.heads_kv * math.prod(p.batch)
     most = MOST_HEADS_COUNTED if plan.kernel in HOPPER_KERNELS else p.heads_per_kv
-    together = max(divisor for divisor in range(1, max(most, 1) + 1) if p.heads_per_kv % divisor == 0) if p.heads_per_kv else 0
-    while together > 1 and blocks * (p.heads_per_kv // together) < FEWEST_BLOCKS:
+    together = p.heads_per_kv
+    while together > 1 and (together > most or blocks * (p.heads_per_kv // together) < FEWEST_BLOCKS):
         together = max(divisor for divisor in range(1, together) if p.heads_per_kv % divisor == 0)
     return together
 

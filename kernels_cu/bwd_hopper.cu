@@ -5,7 +5,8 @@
 //
 //   bwd_hopper        one block per key-value tile j. Its first warpgroup loads, each other one owns 64 rows of K_j and V_j:
 //
-//     loader:   K_j, V_j,  and for each query head that shares them, and each query tile i that sees one of them, the last first:
+//     loader:   K_j, V_j,  and for each query head that shares them, and each query tile i that sees one of them, the last first
+//               (or the other way round, see turn_of):
 //               Q_i with lse_i,  dO_i with delta_i                     as far ahead as there is room
 //
 //     others:   for each such query tile i:

@@ -38,7 +38,7 @@ template <int N> OP void multiply_queries(const KeyBlock& block, Acc<16, N>& dq_
   start_product(dq_reg, block.ds_smem(before), 0, block.keys.tile(), col);
   wait_for_products<0>(dq_reg);                               // without it sums are added that do not exist yet
 }
-// What is left of the tile before, if there was one, and the tile at hand handed back. The products that sum_reg gets it from run.
+// What is left of the tile before, if there was one, and the tile at hand handed back. sum_reg is still being summed up.
 template <int N>
 OP void end_step(const HopperBackwardParams& p, KeyBlock& block, Acc<16, WIDTH>& sum_reg, const bool follows, int own_row, int col) {
   Acc<16, N> dq_reg;

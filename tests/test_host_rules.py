@@ -63,6 +63,11 @@ BARRIERS = {
         "block 0 ends, and {B} lacks 0 of 1 warps and 8 bytes",
     ),
 }
+BARRIERS["an opening that a warp misses"] = (
+    "if (warp_id() == 0) start_arrivals(barrier, 1); sync_block(); if (warp_id() == 0) arrive_at(barrier); sync_block();"
+    "if (warp_id() == 1) wait_for(barrier, 0); sync_block(); if (warp_id() == 0) { arrive_at(barrier); arrive_at(barrier); }",
+    "a barrier in block 0 opens a second time before warp 1 has noticed the first",
+)
 COPIES = {
     "rows not shown": (
         "store(tile, acc, 0); store_async(p.out, first, 0, 0, tile, 0);",
