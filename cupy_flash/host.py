@@ -29,7 +29,7 @@ from .source import files, source_of
 
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 SCHEDULES = ("eager", "deferred")
-OPTIONS = ("-std=c++20", "-O2", "-pthread", "-Wno-unknown-pragmas")
+OPTIONS = ("-std=c++17", "-O2", "-pthread", "-Wno-unknown-pragmas")
 MESSAGE_BYTES = 4096
 FAULT_STATUS = 3  # of host_main.cpp
 MULTIPROCESSORS = 2  # as many as the host pretends to be: few, so that blocks which take tiles in turn take several
@@ -66,14 +66,14 @@ def compiler() -> tuple[str, ...]:
     """The command of the first C++ compiler found: ``$CXX``, c++, g++, clang++, or the one in the package ziglang."""
     named = os.environ.get("CXX", "").split()
     if named and not shutil.which(named[0]):
-        raise CompileError(f"CXX: expected a command that runs a C++20 compiler, got {named[0]!r}, which was not found")
+        raise CompileError(f"CXX: expected a command that runs a C++17 compiler, got {named[0]!r}, which was not found")
     for command in filter(None, (named, ["c++"], ["g++"], ["clang++"])):
         if shutil.which(command[0]):
             return tuple(command)
     if importlib.util.find_spec("ziglang"):
         return (sys.executable, "-m", "ziglang", "c++")
     raise CompileError(
-        "backend 'host' needs a C++20 compiler, and none of $CXX, c++, g++, clang++ was found; "
+        "backend 'host' needs a C++17 compiler, and none of $CXX, c++, g++, clang++ was found; "
         'install one with "apt install g++", "dnf install gcc-c++" or "xcode-select --install", or: pip install ziglang'
     )
 

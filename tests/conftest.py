@@ -28,12 +28,12 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory):
-    """A new folder of compiled kernels, the same for all workers: what one of them builds, the others find."""
+    """A folder of compiled kernels, the same for all workers: the one the environment names, otherwise a new one."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("CUPY_FLASH_CACHE_DIR", str(folder / "kernels"))
+        environment.setenv("CUPY_FLASH_CACHE_DIR", os.environ.get("CUPY_FLASH_CACHE_DIR", str(folder / "kernels")))
         for name in ("CUPY_FLASH_HOST_SANITIZE", "CUPY_FLASH_HOST_SCHEDULE"):
             environment.delenv(name, raising=False)
         yield
@@ -47,3 +47,9 @@ def change_kernel(monkeypatch):
         monkeypatch.setattr(host, "source_of", lambda plan: source.source_of(plan) | {file: text})
 
     return change
+
+
+@pytest.fixture
+def fast_build(monkeypatch):
+    """Kernels for the host are built in half the time, and run more slowly."""
+    monkeypatch.setattr(host, "OPTIONS", (*host.OPTIONS, "-Og"))

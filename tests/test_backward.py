@@ -276,7 +276,7 @@ def test_counts_of_a_forward():
         plan_attention(q, k, v).counted(q, k, v)
 
 
-def test_sanitized_runs_count_nothing(monkeypatch):
+def test_sanitized_runs_count_nothing(fast_build, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")
     given = arguments((1, 40, 32))
     gradients, traffic = plan_attention_backward(*given, backend="host").counted(*given)

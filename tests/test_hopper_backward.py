@@ -243,7 +243,7 @@ def test_blocks_together(deterministic, monkeypatch, unsplit):
     ],
     ids=str,
 )
-def test_address_sanitizer_finds_nothing(kernel, case, monkeypatch):
+def test_address_sanitizer_finds_nothing(kernel, case, fast_build, monkeypatch):
     """In order, which needs more memory. Each array has memory of exactly its size. For ThreadSanitizer see test_mutation.py."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")
     given = operands(case)

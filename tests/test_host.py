@@ -273,7 +273,7 @@ def test_strides_do_not_change_a_bit(moved, strides):
 
 @pytest.mark.parametrize("kernel", ["fwd_v2", "fwd_hopper"])
 @pytest.mark.parametrize("tool", host.SANITIZERS)
-def test_sanitizers_find_nothing(tool, kernel, monkeypatch):
+def test_sanitizers_find_nothing(tool, kernel, fast_build, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", tool)
     case = Case("float16", 50, 90, dim=32, heads_q=3, causal=True)
     inputs = make_inputs(case)

@@ -12,6 +12,8 @@ from cupy_flash import DeadlockError, FaultError, plan_attention
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.host import SCHEDULES
 
+pytestmark = pytest.mark.usefixtures("fast_build")
+
 # A small kernel in the place of a large one, with a few things at hand.
 SMALL_KERNEL = """\
 #include "tile/arrival.cuh"

@@ -30,6 +30,8 @@ from cupy_flash.compare_gradients import compare_gradients, make_cotangents
 from cupy_flash.host import SCHEDULES
 from cupy_flash.launch import AttentionPlan
 
+pytestmark = pytest.mark.usefixtures("fast_build")
+
 KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu", file))
 PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper"}  # headers, and a kernel that each is a part of
 CALL = re.compile(r"//.*|\b(?:sync|arrive|wait|commit)_\w+(?:<[^;]*>)?\([^;]*\);")  # or a comment, which may speak of one
@@ -135,11 +137,6 @@ def gradients(kernel, setting):
 
 def arch_of(kernel):
     return "90a" if "hopper" in kernel else "80"
-
-
-@pytest.fixture(autouse=True)
-def fast_build(monkeypatch):
-    monkeypatch.setattr(host, "OPTIONS", (*host.OPTIONS, "-O0"))  # in half the time
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import cupy_flash
 from cupy_flash import source
 
 PACKAGE = Path(cupy_flash.__file__).parent
-IMPORT_SECONDS = 0.25
 
 
 def python(program, *options):
@@ -35,19 +34,17 @@ def test_import_loads_no_gpu_library_and_makes_no_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_import_is_quick():
-    """The best of several, because other work on the machine can only make it slower."""
-
-    def seconds():
-        report = python("import cupy_flash", "-X", "importtime").stderr
-        return int(re.search(r"(\d+) \| cupy_flash$", report, re.MULTILINE)[1]) * 1e-6
-
-    best = seconds()
-    for _ in range(9):
-        if best <= IMPORT_SECONDS:
-            break
-        best = min(best, seconds())
-    assert best <= IMPORT_SECONDS
+def test_import_takes_no_longer_than_that_of_numpy():
+    """In the best of several, because other work on the machine slows down whichever of the two it hits."""
+    program = """if True:
+        from time import perf_counter
+        start = perf_counter()
+        import numpy, ml_dtypes
+        middle = perf_counter()
+        import cupy_flash
+        print((perf_counter() - middle) / (middle - start))
+    """
+    assert any(float(python(program).stdout) <= 1 for _ in range(10))
 
 
 # Files

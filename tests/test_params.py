@@ -56,7 +56,7 @@ def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
         calls.append(f"WHOLE({struct})")
         expected.append(f"{struct} {dtype.itemsize} {64 if struct in with_maps else 8}")
     (tmp_path / "structs.cpp").write_text(f"{PROGRAM}int main() {{ {' '.join(calls)} }}\n")
-    command = [*host.compiler(), "-std=c++20", "-pthread", "-w", f"-I{source.shelf()}", "structs.cpp", "-o", "structs"]
+    command = [*host.compiler(), "-std=c++17", "-pthread", "-w", f"-I{source.shelf()}", "structs.cpp", "-o", "structs"]
     subprocess.run(command, check=True, cwd=tmp_path)
     found = subprocess.run([tmp_path / "structs"], check=True, capture_output=True, text=True).stdout
     assert found.splitlines() == expected

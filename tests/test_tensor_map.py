@@ -192,7 +192,7 @@ DESCRIBED = TensorMap("bfloat16", (40, 50, 3, 7, 5), (720, 144, 36000, 504000), 
 def driver_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("driver")
     (folder / "driver.cpp").write_text(DRIVER)
-    command = [*host.compiler(), "-std=c++20", "-shared", "-fPIC", "driver.cpp", "-o", "driver.so"]
+    command = [*host.compiler(), "-std=c++17", "-shared", "-fPIC", "driver.cpp", "-o", "driver.so"]
     subprocess.run(command, check=True, cwd=folder)
     return str(folder / "driver.so")
 

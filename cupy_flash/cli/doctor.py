@@ -141,5 +141,5 @@ def _compiler() -> str:
     command = [*host.compiler(), *host.OPTIONS, "-fsyntax-only", "-x", "c++", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{host.compiler_version()} does not compile C++20: {done.stderr}")
+        raise RuntimeError(f"{host.compiler_version()} does not compile C++17: {done.stderr}")
     return f"{' '.join(host.compiler())}: {host.compiler_version()}"

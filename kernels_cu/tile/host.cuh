@@ -8,6 +8,7 @@
 #pragma once
 #include "tile/host_block.cuh"
 #include <algorithm>
+#include <atomic>
 
 namespace host {
 
@@ -20,6 +21,14 @@ struct Counts {
     flops += more.flops;
   }
 };
+
+// x += y, which other threads change at the same time. (C++17 has no std::atomic_ref.)
+inline void add_atomically(float& x, float y) {
+  float seen, sum;
+  __atomic_load(&x, &seen, __ATOMIC_RELAXED);
+  do sum = seen + y;
+  while (!__atomic_compare_exchange(&x, &seen, &sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+}
 
 struct Copy { void* dst; const void* src; int bytes; };         // src = null: zeros
 struct Store { void* dst; int bytes; char value[16]; };
@@ -87,7 +96,8 @@ struct Warp {
       if (product.result == named) fail("waits for a product that may still run", at);
     for (const Product& product : complete)
       if (product.result == named) product.deliver();
-    std::erase_if(complete, [=](const Product& product) { return product.result == named; });
+    complete.erase(std::remove_if(complete.begin(), complete.end(), [=](const Product& product) { return product.result == named; }),
+                   complete.end());
   }
   // What the registers at `result` will hold when all products started for them are waited for, or null.
   std::shared_ptr<void> sum_at(const void* result) const {

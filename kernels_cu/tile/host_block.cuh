@@ -1,7 +1,6 @@
 // host_block.cuh -- a block on the host: its shared memory, its barriers, and the reports of who uses them wrongly.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -117,7 +116,7 @@ struct Block {
   // Blocks until another block has counted up to `value`. Blocks start in order, so one that waits for an earlier one is served.
   void wait_for(const u32& counter, u32 value) {
     const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-    while (std::atomic_ref<const u32>(counter).load(std::memory_order_acquire) != value) {
+    while (__atomic_load_n(&counter, __ATOMIC_ACQUIRE) != value) {
       if (std::chrono::steady_clock::now() > patience) {
         Lock lock(mutex);
         failure = "deadlock in block " + std::to_string(index) + ": it waits for blocks that do not come before it";

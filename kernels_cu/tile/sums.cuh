@@ -62,7 +62,7 @@ template <int ROWS, int WIDTH, int M, int N> OP void add(SumTile<ROWS, WIDTH> ti
       for (int i = 0; i < 4; ++i) red_add(to + i, from[i]);
     }
 #else
-    for (int i = 0; i < 4; ++i) std::atomic_ref<float>(to[i]).fetch_add(from[i], std::memory_order_relaxed);
+    for (int i = 0; i < 4; ++i) host::add_atomically(to[i], from[i]);
 #endif
   });
 }
@@ -100,7 +100,7 @@ OP void count_block(u32* counters, int heads, u32 blocks, SharedAddress others) 
   if (lane_id() == 0) store_shared(others, bits);
 #else
   u32 bits = 0;
-  for (int i = 0; i < heads; ++i) bits |= u32(std::atomic_ref<u32>(counters[i]).fetch_add(1, std::memory_order_acq_rel) + 1 < blocks) << i;
+  for (int i = 0; i < heads; ++i) bits |= u32(__atomic_add_fetch(&counters[i], 1, __ATOMIC_ACQ_REL) < blocks) << i;
   store_shared(others, bits);
 #endif
 }
@@ -112,6 +112,6 @@ OP void pass_turn(u32* turn) {
 #if ON_GPU
   if (lane_id() == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
 #else
-  std::atomic_ref<u32>(*turn).fetch_add(1, std::memory_order_release);
+  __atomic_add_fetch(turn, 1, __ATOMIC_RELEASE);
 #endif
 }
