@@ -1,8 +1,9 @@
 """Which tile serves which head dim on which architecture: the tuning tables, a reason in each row.
 
-A row applies to every head dim up to its width, the first that fits being taken. No row spills registers (a test compiles them
-all). "Measured" is TFLOP/s of the forward on one H200 in bfloat16 (float32 in the float32 table), 16,384 tokens, hidden 2048,
-sequence 16,384; rows for other architectures were compiled and run on the host only.
+A row applies to every head dim up to its width, the first that fits being taken. No row spills registers (a test compiles
+each, `cupy-flash compile` each for every architecture). "Measured" is TFLOP/s of the forward on one H200 in bfloat16 (float32
+in the float32 table), 16,384 tokens, hidden 2048, sequence 16,384; rows for other architectures were compiled and run on the
+host only.
 """
 
 from __future__ import annotations
