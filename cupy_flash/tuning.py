@@ -164,32 +164,33 @@ V1_FLOAT32_75 = (
 FOUR_GROUPS = "four groups of 64 rows hide each other's waits, narrow key tiles fit their registers and short sequences"
 THREE_GROUPS = "three groups of 64 rows: wide key tiles halve what is done once a tile"
 TWO_GROUPS = "two groups of 64 rows; the next query tile begins beneath the end of the last"
-WIDE_TILES = "long sequences, no mask: wide key tiles read Q less often"
 OUT_OVER_Q = "two groups of 64 rows; one query tile, and out in its place, since K and V take the rest of shared memory"
+WIDE_TILES = "long sequences, no mask: wide key tiles halve what is done once a tile"
 FOUR = {"warps": 20, "stages": 4, "stages_v": 4, "stages_q": 2, "min_blocks": 1, "plain_scores": True}
+THREE = {"warps": 16, "stages": 4, "stages_v": 4, "stages_q": 2, "min_blocks": 1, "plain_scores": True}
 TWO = {"warps": 12, "stages_q": 2, "min_blocks": 1}
+WIDE = {"warps": 12, "min_blocks": 1}
 HOPPER = (
-    Row(64, 256, 64, FOUR_GROUPS + "; measured 393 at 512, 445 at 1,024", **FOUR, max_len_q=1024),
-    Row(64, 256, 64, FOUR_GROUPS + "; measured 337 at 1,024, 479 at 8,192 causal", **FOUR, max_len_q=8192, banded=True),
-    Row(64, 192, 128, THREE_GROUPS + "; measured 538, 517 causal", warps=16, stages_q=2, min_blocks=1, plain_scores=True),
+    Row(64, 256, 64, FOUR_GROUPS + "; measured 445 at 512, 490 at 1,024", **FOUR, max_len_q=1024),
+    Row(64, 256, 64, FOUR_GROUPS + "; measured 398 at 1,024, 515 causal", **FOUR, banded=True),
+    Row(64, 192, 128, THREE_GROUPS + "; measured 562", **THREE),
     Row(64, 128, 128, TWO_GROUPS + "; three would spill; measured 190 with softcap at 8,192", **TWO),
-    Row(128, 128, 128, TWO_GROUPS + "; measured 604 at 1,024, 644 at 4,096", **TWO, max_len_q=4096),
-    Row(128, 128, 128, TWO_GROUPS + "; measured 469 at 1,024, 677 causal", **TWO, banded=True),
-    Row(128, 128, 176, WIDE_TILES + "; measured 702 at 8,192, 658", warps=12, min_blocks=1, plain_scores=True),
-    Row(128, 128, 128, TWO_GROUPS + "; measured 344 with softcap at 8,192", **TWO),
-    Row(192, 128, 96, OUT_OVER_Q + "; measured 767 at 4,096", warps=12, min_blocks=1),
-    Row(256, 128, 80, OUT_OVER_Q + "; measured 778, 752 causal", warps=12, min_blocks=1),
+    Row(128, 128, 128, TWO_GROUPS + "; measured 650 at 1,024, 700, 695 causal", **TWO),
+    Row(192, 128, 96, OUT_OVER_Q + "; measured 767 at 4,096", **WIDE),
+    Row(256, 128, 64, OUT_OVER_Q + "; measured 530 at 512, 735 at 4,096", **WIDE, max_len_q=4096),
+    Row(256, 128, 64, OUT_OVER_Q + "; measured 520 at 1,024, 720 causal", **WIDE, banded=True),
+    Row(256, 128, 80, WIDE_TILES + "; measured 740", **WIDE),
 )
 # Tiles that no row has now: what `bench --sweep` measures besides, since another card or compiler may like them better.
 CANDIDATE = "no row of the table"
 HOPPER_CANDIDATES = (
-    Row(64, 192, 112, CANDIDATE, warps=16, stages_q=2, min_blocks=1),
-    Row(64, 128, 176, CANDIDATE, **TWO),
-    Row(128, 128, 96, CANDIDATE, **TWO),
+    Row(64, 192, 128, CANDIDATE, warps=16, stages_q=2, min_blocks=1),
+    Row(64, 192, 96, CANDIDATE, **THREE),
+    Row(64, 128, 192, CANDIDATE, **TWO),
+    Row(128, 192, 80, CANDIDATE, warps=16, stages_q=2, min_blocks=1),
     Row(128, 128, 112, CANDIDATE, **TWO),
-    Row(128, 128, 160, CANDIDATE, warps=12, min_blocks=1),
-    Row(128, 128, 192, CANDIDATE, warps=12, min_blocks=1),
-    Row(256, 128, 64, CANDIDATE, warps=12, min_blocks=1),
+    Row(128, 128, 176, CANDIDATE, **WIDE),
+    Row(192, 128, 80, CANDIDATE, **WIDE),
 )
 
 # The backward. A block owns TILE_KV keys; half of its warps own the gradient of values, half that of keys, so that a warp has

@@ -10,8 +10,9 @@
 //               for j = 1, 2 ...:
 //                 start S = Q_i K_j^T
 //                 start O = O + P V_{j-1}
-//                 wait for S;  P', m', l = the next step of the softmax       beneath the second product
-//                 wait for O;  O = 2^(m - m') O,  P = P'                      in most steps m stays, see exponentiate()
+//                 wait for S;  P' = 2^(S - m),  l = l + rows of P'            beneath the second product
+//                 if P' is too large: S = Q_i K_j^T again, and P', m', l anew with the maximum of S
+//                 wait for O;  O = 2^(m - m') O,  P = P'                      in most steps m stays
 //               O = O + P V_last
 //               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed
 #include "config.cuh"
@@ -52,17 +53,17 @@ constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * RING_BARRIERS;
 
 KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   const SharedAddress smem = shared_memory();
-  const int group = warp_id() / 4 - 1;
-  Ring<KeyTile, STAGES> keys{smem + K_OFFSET, smem + K_BARRIERS};
-  Ring<ValueTile, STAGES_V> values{smem + V_OFFSET, smem + V_BARRIERS};
-  using Queries = Ring<QueryTile, STAGES_Q>;
+  const int warp = int(uniform(u32(warp_id()))), group = warp / 4 - 1;
+  Ring<KeyTile, STAGES, TOGETHER> keys{smem + K_OFFSET, smem + K_BARRIERS};
+  Ring<ValueTile, STAGES_V, TOGETHER> values{smem + V_OFFSET, smem + V_BARRIERS};
+  using Queries = Ring<QueryTile, STAGES_Q, TOGETHER>;
   const auto queries_of = [&](int of) { return Queries{smem + of * Q_BYTES, smem + Q_BARRIERS + of * STAGES_Q * RING_BARRIERS}; };
   const Band band{p.first_key, p.last_key, p.len_kv};
   const auto place = [&](u32 turn) { return place_of_tile(p, in_turn(p, turn), TILE_Q); };
   // the key tiles that any row of the block sees; rows that see nothing are masked in one
   const auto tiles_of = [&](const Place& here) { return tiles_seen(band, here.row, min_of(TILE_Q, p.len_q - here.row), TILE_KV, {0, 1}); };
 
-  if (warp_id() == 0) {
+  if (warp == 0) {
     start_ring(keys, 4 * GROUPS);                             // warps that hand a tile back
     start_ring(values, 4 * GROUPS);
     for (int i = 0; i < GROUPS; ++i) start_ring(queries_of(i), 4);
@@ -71,7 +72,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
 
   if (group < 0) {
     give_registers<LOADER_REGISTERS>();
-    if (warp_id() > 0) return;
+    if (warp > 0) return;
     Queries queries = queries_of(0);
     const auto load_keys = [&](const Place& here, int tile) {
       wait_free(keys);                                        // without it keys are overwritten that a slower warp still reads
@@ -111,7 +112,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   OperandA<16> p_reg[TILE_KV / 16];
   Acc<16, WIDTH_V> o_reg;
   OnlineSoftmax<16> softmax;
-  RowVec<16> correction;
+  const float scale_log2 = EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E;
 
   // The tile at hand, the last one of its turn that the warpgroup sees, how many the block sees beyond, and the warp's rows.
   u32 turn = 0;
@@ -123,7 +124,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     tile = all.begin;
     last = tiles_seen(band, group_row, min_of(ROWS, p.len_q - group_row), TILE_KV, all).end - 1;
     unseen = all.end - 1 - last;
-    warp_row = group_row + warp_id() % 4 * 16;
+    warp_row = group_row + warp % 4 * 16;
   };
   // The softmax of a turn has ended, and then, with its last product, the turn. Places are computed again: kept, they would take registers.
   const auto row_of = [&](const Place& here) { return here.row + not_ahead(warp_id() - 4) * 16; };
@@ -147,67 +148,80 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     fill(o_reg, 0.f);
   };
 
+  const auto scores_of_tile = [&] {
+    const int col0 = tile * TILE_KV;
+    if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    if (!seen_by_all(band, warp_row, 16).contains(col0, TILE_KV)) mask(s_reg, band, warp_row, col0);
+  };
+
   // One key tile. Beneath its product and its softmax runs the second product of the tile before it, if there was one. If that one was
-  // in another turn, that turn ends here. Addresses of tiles are made uniform before the wait, which hides what that takes.
+  // in another turn, that turn ends here, and the maximum has to be found; otherwise that of the tiles before nearly always does.
   const auto step = [&](const bool follows, const bool starts, const int skipped) {
-    const KeyTile k_smem{uniform(keys.tile().base)};
-    const ValueTile v_smem{uniform(values.tile().base)};
+    const KeyTile k_smem = keys.tile();
+    if (follows) to_operands(p_reg, s_reg);
     wait_full(keys);                                          // without it the product reads keys that have not arrived
     start_product_transposed(s_reg, queries.tile(), 0, k_smem);
     RowVec<16> weight;
     if (follows) {
       wait_full(values);                                      // without it the product reads values that have not arrived
-      start_product(o_reg, p_reg, v_smem);
+      start_product(o_reg, p_reg, values.tile());
       if (starts) end_softmax(turn - 1, weight);
       wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
     } else {
       wait_for_products<0>(s_reg);                            // as well
     }
+    scores_of_tile();
+    const bool first = !follows || starts;
+    RowVec<16> correction, sum;
+    if (first) raise(softmax, s_reg, correction, scale_log2);
+    exponentiate(softmax, s_reg, sum, scale_log2);
+    const bool again = !first && warpgroup_any(group, too_large(sum));
+    if (again) {
+      start_product_transposed(s_reg, queries.tile(), 0, k_smem);
+      wait_for_products<0>(s_reg);                            // as above
+      scores_of_tile();
+      raise(softmax, s_reg, correction, scale_log2);
+      exponentiate(softmax, s_reg, sum, scale_log2);
+    }
     arrive_free(keys);                                        // without it the loader waits for ever
-    const int col0 = tile * TILE_KV;
-    if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if (!seen_by_all(band, warp_row, 16).contains(col0, TILE_KV)) mask(s_reg, band, warp_row, col0);
-    const bool moved = exponentiate(softmax, s_reg, correction, EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E);
+    add(softmax, sum);
     if (follows) {
       wait_for_products<0>(o_reg);                            // without it O and P change beneath the product
       arrive_free(values);                                    // without it the loader waits for ever
       if (starts) {
         skip(values, skipped);
         end_turn(turn - 1, weight);
-      } else if (moved) {
+      } else if (again) {
         rescale(o_reg, correction);
       }
     }
-    to_operands(p_reg, s_reg);
   };
 
-  bool begun = false;
   fill(o_reg, 0.f);
   #pragma unroll 1
-  while (begun || has_turn(p, turn)) {
-    if (!begun) {
-      begin_turn(turn);
-      wait_full(queries);                                     // without it the products read queries that have not arrived
-      step(false, false, 0);
-    }
+  while (has_turn(p, turn)) {
+    begin_turn(turn);
+    wait_full(queries);                                       // without it the products read queries that have not arrived
+    step(false, false, 0);
     #pragma unroll 1
-    while (tile < last) {
-      ++tile;
-      step(true, false, 0);
-    }
-    ++turn;
-    const int skipped = unseen;
-    if (AHEAD) arrive_free(queries);                          // without it the loader waits for ever
-    // With more tiles between two turns, the loader waits for values to be free before it brings the next queries and keys.
-    begun = AHEAD && unseen <= 1 && has_turn(p, turn);
-    if (begun) {
+    for (;;) {
+      #pragma unroll 1
+      while (tile < last) {
+        ++tile;
+        step(true, false, 0);
+      }
+      ++turn;
+      if (AHEAD) arrive_free(queries);                        // without it the loader waits for ever
+      // With more tiles between two turns, the loader waits for values to be free before it brings the next queries and keys.
+      if (!AHEAD || unseen > 1 || !has_turn(p, turn)) break;
+      const int skipped = unseen;
       begin_turn(turn);
       skip(keys, skipped);
       wait_full(queries);                                     // as above
       step(true, true, skipped);
-      continue;
     }
     wait_full(values);                                        // as in a step, all three
+    to_operands(p_reg, s_reg);
     start_product(o_reg, p_reg, values.tile());
     RowVec<16> weight;
     end_softmax(turn - 1, weight);

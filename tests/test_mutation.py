@@ -65,7 +65,8 @@ ONE_GRADIENT = Setting(HOPPER_BACKWARD_CASE, {"WIDTH": 128, "WIDTH_V": 128})
 def settings_of(kernel):
     """Settings that between them reach every call of a kernel."""
     if kernel == "fwd_hopper":
-        return {"two stages": TWO_GROUPS, "one stage": TWO_GROUPS.but(STAGES=1, STAGES_V=1, STAGES_Q=1)}
+        leaps = replace(TWO_GROUPS, case=replace(HOPPER_CASE, values="large"))  # of the maximum, in later tiles of keys
+        return {"two stages": TWO_GROUPS, "one stage": TWO_GROUPS.but(STAGES=1, STAGES_V=1, STAGES_Q=1), "leaps": leaps}
     if kernel == "bwd_hopper":
         wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128)
         return {"two stages": OWN_KEYS, "one stage, wide, in order": wide}

@@ -11,6 +11,11 @@ struct Arrival {
   SharedAddress address;
 };
 
+// How the lanes of a warp go through a wait or an arrival. APART: by branches around the instruction, as anyone would write it. TOGETHER: with
+// no branch that the assembler could take for one at which lanes part; where that holds for a whole kernel, its loop counters, addresses and
+// descriptors are kept once for a warp. The results are the same; which one is faster depends on the kernel, and not by little.
+enum Lanes { APART, TOGETHER };
+
 #if ON_GPU
 OP bool mbarrier_try_wait_parity(SharedAddress barrier, u32 parity) {
   u32 open;
@@ -18,10 +23,20 @@ OP bool mbarrier_try_wait_parity(SharedAddress barrier, u32 parity) {
                : "=r"(open) : "r"(barrier), "r"(parity) : "memory");
   return open;
 }
+// the same in a loop until it is open, whose branches are told to be taken by all lanes
+OP void mbarrier_try_wait_parity_uni(SharedAddress barrier, u32 parity) {
+  asm volatile("{ .reg .pred open; again: mbarrier.try_wait.parity.shared::cta.b64 open, [%0], %1; @open bra.uni done; bra.uni again; done: }"
+               :: "r"(barrier), "r"(parity) : "memory");
+}
 OP void mbarrier_init(SharedAddress barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
 }
 OP void mbarrier_arrive(SharedAddress barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory"); }
+// by the lanes of which it is true
+OP void mbarrier_arrive_if(SharedAddress barrier, bool calls) {
+  asm volatile("{ .reg .pred calls; setp.ne.u32 calls, %1, 0; @calls mbarrier.arrive.shared::cta.b64 _, [%0]; }"
+               :: "r"(barrier), "r"(u32(calls)) : "memory");
+}
 OP void mbarrier_arrive_expect_tx(SharedAddress barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
@@ -113,9 +128,10 @@ OP void start_arrivals(Arrival barrier, int count, CallSite at = call_site()) {
   host::self->block->start_arrivals(warp_id(), barrier.address, count, at);
 #endif
 }
-OP void arrive_at(Arrival barrier, CallSite at = call_site()) {
+template <Lanes LANES = APART> OP void arrive_at(Arrival barrier, CallSite at = call_site()) {
 #if ON_GPU
-  if (lane_id() == 0) mbarrier_arrive(barrier.address);
+  if constexpr (LANES == TOGETHER) mbarrier_arrive_if(barrier.address, lane_id() == 0);
+  else if (lane_id() == 0) mbarrier_arrive(barrier.address);
 #else
   host::self->block->arrive(warp_id(), barrier.address, 0, at);
 #endif
@@ -128,9 +144,10 @@ OP void arrive_with_bytes(Arrival barrier, int bytes, CallSite at = call_site())
   host::self->block->arrive(warp_id(), barrier.address, bytes, at);
 #endif
 }
-OP void wait_for(Arrival barrier, u32 parity, CallSite at = call_site()) {
+template <Lanes LANES = APART> OP void wait_for(Arrival barrier, u32 parity, CallSite at = call_site()) {
 #if ON_GPU
-  while (!mbarrier_try_wait_parity(barrier.address, parity)) {}
+  if constexpr (LANES == TOGETHER) mbarrier_try_wait_parity_uni(barrier.address, parity);
+  else while (!mbarrier_try_wait_parity(barrier.address, parity)) {}
 #else
   host::self->block->wait_for_arrivals(warp_id(), barrier.address, parity, at);
 #endif
@@ -138,7 +155,7 @@ OP void wait_for(Arrival barrier, u32 parity, CallSite at = call_site()) {
 
 // Tiles that the copy engine brings for one warp and others read, in a circle of SLOTS. Each side walks it with a copy of its own.
 constexpr int RING_BARRIERS = 2 * Arrival::bytes;             // of a slot: it is full; it is free
-template <typename T, int SLOTS> struct Ring {
+template <typename T, int SLOTS, Lanes LANES = APART> struct Ring {
   typedef T Tile;
   static constexpr int slots = SLOTS;
   static_assert((SLOTS & (SLOTS - 1)) == 0, "the number of a tile tells its slot and the parity of its round by single bits");
@@ -153,23 +170,27 @@ template <typename T, int SLOTS> struct Ring {
   OP void advance() { ++number; }
 };
 // By one warp, before a sync_block: a slot is free again when `readers` warps have said so.
-template <typename T, int SLOTS> OP void start_ring(Ring<T, SLOTS> ring, int readers, CallSite at = call_site()) {
+template <typename T, int SLOTS, Lanes LANES> OP void start_ring(Ring<T, SLOTS, LANES> ring, int readers, CallSite at = call_site()) {
   for (int i = 0; i < SLOTS; ++i, ring.advance()) {
     start_arrivals(ring.full(), 1, at);
     start_arrivals(ring.free(), readers, at);
   }
 }
 // Waits until the slot at hand has been filled, or has been left by all its readers; at first it is free.
-template <typename T, int SLOTS> OP void wait_full(const Ring<T, SLOTS>& ring, CallSite at = call_site()) { wait_for(ring.full(), ring.round(), at); }
-template <typename T, int SLOTS> OP void wait_free(const Ring<T, SLOTS>& ring, CallSite at = call_site()) { wait_for(ring.free(), ring.round() ^ 1, at); }
+template <typename T, int SLOTS, Lanes LANES> OP void wait_full(const Ring<T, SLOTS, LANES>& ring, CallSite at = call_site()) {
+  wait_for<LANES>(ring.full(), ring.round(), at);
+}
+template <typename T, int SLOTS, Lanes LANES> OP void wait_free(const Ring<T, SLOTS, LANES>& ring, CallSite at = call_site()) {
+  wait_for<LANES>(ring.free(), ring.round() ^ 1, at);
+}
 // The calling warp has read the slot at hand, and goes on to the next one. One lane arrives for all: what lanes have read one by one has
 // to have been the factor of a product since, which they start together.
-template <typename T, int SLOTS> OP void arrive_free(Ring<T, SLOTS>& ring, CallSite at = call_site()) {
-  arrive_at(ring.free(), at);
+template <typename T, int SLOTS, Lanes LANES> OP void arrive_free(Ring<T, SLOTS, LANES>& ring, CallSite at = call_site()) {
+  arrive_at<LANES>(ring.free(), at);
   ring.advance();
 }
 // the same for tiles that the warp does not need
-template <typename T, int SLOTS> OP void skip(Ring<T, SLOTS>& ring, int tiles, CallSite at = call_site()) {
+template <typename T, int SLOTS, Lanes LANES> OP void skip(Ring<T, SLOTS, LANES>& ring, int tiles, CallSite at = call_site()) {
   #pragma unroll 1
   for (int i = 0; i < tiles; ++i) {
     wait_full(ring, at);
@@ -177,8 +198,8 @@ template <typename T, int SLOTS> OP void skip(Ring<T, SLOTS>& ring, int tiles, C
   }
 }
 // map[batch, head, row : row + rows of a tile] is on its way to the slot at hand, zero beyond the array
-template <typename T, int SLOTS>
-OP void start_load(const Ring<T, SLOTS>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at) {
+template <typename T, int SLOTS, Lanes LANES>
+OP void start_load(const Ring<T, SLOTS, LANES>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at) {
 #if ON_GPU
   if (lane_id() == 0) {
     #pragma unroll
@@ -193,15 +214,15 @@ OP void start_load(const Ring<T, SLOTS>& ring, const TensorMap& map, const int (
 #endif
 }
 // The slot at hand = this part of the array; goes on to the next one.
-template <typename T, int SLOTS>
-OP void load_async(Ring<T, SLOTS>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at = call_site()) {
+template <typename T, int SLOTS, Lanes LANES>
+OP void load_async(Ring<T, SLOTS, LANES>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at = call_site()) {
   arrive_with_bytes(ring.full(), T::bytes, at);
   start_load(ring, map, batch, head, row, at);
   ring.advance();
 }
 // The same, and with the tile comes one number for each of its rows, to `to`: from[0 : rows of a tile].
-template <typename T, int SLOTS>
-OP void load_async(Ring<T, SLOTS>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, const float* from,
+template <typename T, int SLOTS, Lanes LANES>
+OP void load_async(Ring<T, SLOTS, LANES>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, const float* from,
                    SharedAddress to, CallSite at = call_site()) {
   constexpr int bytes = T::rows * int(sizeof(float));
   arrive_with_bytes(ring.full(), T::bytes + bytes, at);
@@ -227,6 +248,7 @@ OP void store_async(const TensorMap& map, const int (&batch)[BATCH_AXES], int he
       cp_async_bulk_tensor_5d_store(map, tile.base + i * tile.panel_bytes + row0 * 128, 64 * i, row, head, batch[BATCH_AXES - 1], batch[BATCH_AXES - 2]);
     cp_async_bulk_commit_group();
   }
+  __syncwarp();                                               // for the assembler, which would have the lanes meet later, and more often
 #else
   for (int i = 0; i < tile.panels; ++i) {
     const Box box(map, tile.base + i * tile.panel_bytes + row0 * 128, 16, 64 * i, row, head, batch, at);

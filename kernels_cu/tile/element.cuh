@@ -88,17 +88,6 @@ OP float round_tf32(float x) {
 #endif
 }
 
-// The largest of three numbers, if one of them is positive; otherwise one of them, or zero. One instruction of sm_90, which compares the
-// bits as integers.
-OP float largest_if_positive(float a, float b, float c) {
-#if ON_GPU
-  return bits_float(u32(__vimax3_s32(int(float_bits(a)), int(float_bits(b)), int(float_bits(c)))));
-#else
-  const auto larger = [](float x, float y) { return int32_t(float_bits(x)) > int32_t(float_bits(y)) ? x : y; };
-  return larger(larger(a, b), c);
-#endif
-}
-
 // 2^x; results below the normal range are zero
 OP float exp2_approx(float x) {
 #if ON_GPU

@@ -160,6 +160,12 @@ inline void sync_named(int name, int members, const char* whom, CallSite at) {
   self->block->sync_named(self->warp, name, members, whom, at);
 }
 
+// The same, and tells each whether any of them says so.
+inline bool any_named(int name, int members, bool says, const char* whom, CallSite at) {
+  self->publish_stores();
+  return self->block->any_named(self->warp, name, members, says, whom, at);
+}
+
 // All warps of a team meet between two blocks of the grid.
 struct Meeting {
   explicit Meeting(int members) : members(members) {}

@@ -95,6 +95,7 @@ struct Block {
     live = warps;
     arrived = stuck = 0;
     std::fill_n(arrived_in_named, NAMES, 0);
+    std::fill_n(said_in_named, NAMES, false);
     barriers.clear();
     together.assign(warps, 0);
     stored_by.assign(shared_bytes, 0);
@@ -154,6 +155,14 @@ struct Block {
     const u64 opening = count_in_named(name, members);
     wait_until(lock, warp, [=] { return whom + named(at); }, [&] { return arrived_in_named[name] / members > opening; });
     named_orders[name][opening % 2].take();
+  }
+  bool any_named(int warp, int name, int members, bool says, const char* whom, CallSite at) {
+    Lock lock(mutex);
+    said_in_named[name] |= says;
+    const u64 opening = count_in_named(name, members);
+    wait_until(lock, warp, [=] { return whom + named(at); }, [&] { return arrived_in_named[name] / members > opening; });
+    named_orders[name][opening % 2].take();
+    return answers_in_named[name][opening % 2];
   }
 
   // Barriers that count arrivals.
@@ -239,6 +248,7 @@ struct Block {
   Order block_orders[2];
   u64 arrived_in_named[NAMES];
   Order named_orders[NAMES][2];
+  bool said_in_named[NAMES], answers_in_named[NAMES][2];      // by anyone before the next opening; before the last two
   std::unordered_map<const char*, Barrier> barriers;          // by their place in shared memory
   std::vector<u64> together;
   std::vector<unsigned char> stored_by;                                  // for each byte: the number of the warp that hides it, from 1
@@ -246,7 +256,11 @@ struct Block {
   u64 count_in_named(int name, int members) {
     const u64 opening = arrived_in_named[name] / members;
     named_orders[name][opening % 2].give();
-    if (++arrived_in_named[name] % members == 0) state_changed();
+    if (++arrived_in_named[name] % members == 0) {
+      answers_in_named[name][opening % 2] = said_in_named[name];
+      said_in_named[name] = false;
+      state_changed();
+    }
     return opening;
   }
   unsigned char* shown_at(int warp, const char* address, int bytes) {

@@ -77,6 +77,12 @@ OP void arrive_pair(int pair) { asm volatile("bar.arrive %0, 64;" :: "r"(1 + pai
 OP void sync_pair(int pair) { asm volatile("bar.sync %0, 64;" :: "r"(1 + pair) : "memory"); }
 // The last so many warps of a block wait for each other.
 template <int LAST> OP void sync_last() { asm volatile("bar.sync 1, %0;" :: "n"(32 * LAST) : "memory"); }
+OP bool barrier_red_or(int name, int threads, bool flag) {
+  u32 any;
+  asm volatile("{ .reg .pred flag, any; setp.ne.u32 flag, %3, 0; barrier.cta.red.or.pred any, %1, %2, flag; selp.u32 %0, 1, 0, any; }"
+               : "=r"(any) : "r"(name), "r"(threads), "r"(u32(flag)) : "memory");
+  return any;
+}
 #else
 OP int warp_id() { return host::self->warp; }
 OP u32 block_id() { return u32(host::self->block->index); }
@@ -96,14 +102,6 @@ template <int N> OP void pin(Regs<float, N>& x) {
 #if ON_GPU
   #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x.v[i]) :: "memory");
-#endif
-}
-
-// What x is computed from is computed before whatever follows: the assembler moves even waits, but not across a branch, which this is,
-// though never taken. x is not negative.
-OP void settle(float x) {
-#if ON_GPU
-  if (x < 0.f) asm volatile("nanosleep.u32 0;");
 #endif
 }
 
@@ -142,6 +140,15 @@ OP bool warp_any(const Regs<bool, 1>& flag) {
 #else
   for_lane(l) if (flag.at(l, 0)) return true;
   return false;
+#endif
+}
+
+// true in every lane of a warpgroup if any lane's flag is set; the warps of each group meet for it
+OP bool warpgroup_any(int group, const Regs<bool, 1>& flag, [[maybe_unused]] CallSite at = call_site()) {
+#if ON_GPU
+  return warp_any({barrier_red_or(1 + group, 128, flag.v[0])});                       // which tells the compiler that lanes agree
+#else
+  return host::any_named(1 + group, 4, warp_any(flag), "the other warps of its warpgroup", at);
 #endif
 }
 

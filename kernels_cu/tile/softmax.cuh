@@ -9,6 +9,7 @@ template <int M> struct OnlineSoftmax {
   RowVec<M> max, sum;
   OP OnlineSoftmax() { fill(max, -infinity()); fill(sum, 0.f); }
 };
+constexpr float LOWEST = -3e38f;                              // in place of -inf, from which -inf cannot be subtracted
 
 // s becomes p = 2^(scale_log2 * s - max) for the new maximum; o is brought to the same maximum.
 template <int M, int N, int D>
@@ -48,54 +49,58 @@ OP void update(OnlineSoftmax<M>& state, Acc<M, N>& s, Acc<M, D>& o, float scale_
   }
 }
 
-// The same in two halves, for an o that is still being summed up. In the first, s becomes p. The maximum is left as it is while no
-// score is above it by more than HEADROOM, which keeps p and all sums finite; most steps then only compare, lane by lane. Returns whether
-// the maximum of any row of the warp did move; what o has to be multiplied by is then in `correction`.
-constexpr float HEADROOM = 8.f;                               // a factor of 256
-template <int M, int N> OP bool exponentiate(OnlineSoftmax<M>& state, Acc<M, N>& s, RowVec<M>& correction, float scale_log2) {
+// The same in parts, for an o that is still being summed up, and for a maximum that most steps leave as it is: a score may be above it by
+// so much that p is large, but not too large. Whether it is, the sums of p tell, so nobody looks for the largest score before that.
+
+// The maximum becomes that of the scores so far, and the sum is brought to it; what o has to be multiplied by is then in `correction`.
+template <int M, int N> OP void raise(OnlineSoftmax<M>& state, const Acc<M, N>& s, RowVec<M>& correction, float scale_log2) {
   RowVec<M> top;
-  Regs<bool, 1> above;
   fill(top, -infinity());
   for_lane(l) {
     #pragma unroll
-    for (int r = 0; r < s.regs; r += 2) top.at(l, s.slot(r)) = largest_if_positive(top.at(l, s.slot(r)), s.at(l, r), s.at(l, r + 1));
-    above.at(l, 0) = false;
-    #pragma unroll
-    for (int i = 0; i < top.slots; ++i)                       // negative numbers have not been told apart: they matter below a low maximum
-      above.at(l, 0) |= top.at(l, i) * scale_log2 > state.max.at(l, i) + HEADROOM || state.max.at(l, i) < -HEADROOM;
+    for (int r = 0; r < s.regs; ++r) top.at(l, s.slot(r)) = fmaxf(top.at(l, s.slot(r)), s.at(l, r));
   }
-  const bool moved = warp_any(above);
-  if (moved) {
-    fill(top, -infinity());
-    for_lane(l) {
-      #pragma unroll
-      for (int r = 0; r < s.regs; ++r) top.at(l, s.slot(r)) = fmaxf(top.at(l, s.slot(r)), s.at(l, r));
-    }
-    quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
-    for_lane(l) {
-      #pragma unroll
-      for (int i = 0; i < top.slots; ++i) {
-        const float max = fmaxf(state.max.at(l, i), top.at(l, i) * scale_log2);
-        correction.at(l, i) = exp2_approx(state.max.at(l, i) - (max == -infinity() ? 0.f : max));
-        state.max.at(l, i) = max;
-        state.sum.at(l, i) *= correction.at(l, i);
-      }
-    }
-  }
+  quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
   for_lane(l) {
     #pragma unroll
-    for (int i = 0; i < top.slots; ++i) top.at(l, i) = state.max.at(l, i) == -infinity() ? 0.f : state.max.at(l, i);
+    for (int i = 0; i < top.slots; ++i) {
+      const float max = fmaxf(state.max.at(l, i), top.at(l, i) * scale_log2);
+      correction.at(l, i) = exp2_approx(state.max.at(l, i) - fmaxf(max, LOWEST));
+      state.max.at(l, i) = max;
+      state.sum.at(l, i) *= correction.at(l, i);
+    }
+  }
+}
+// s becomes p, and `sum` this lane's share of the sum of p. Of a row that has seen nothing so far, any score is too large.
+template <int M, int N> OP void exponentiate(const OnlineSoftmax<M>& state, Acc<M, N>& s, RowVec<M>& sum, float scale_log2) {
+  fill(sum, 0.f);
+  for_lane(l) {
     #pragma unroll
     for (int r = 0; r < s.regs; ++r) {
-      const float p = exp2_approx(fmaf(s.at(l, r), scale_log2, -top.at(l, s.slot(r))));
+      const float p = exp2_approx(fmaf(s.at(l, r), scale_log2, -fmaxf(state.max.at(l, s.slot(r)), LOWEST)));
       s.at(l, r) = p;
-      state.sum.at(l, s.slot(r)) += p;
+      sum.at(l, s.slot(r)) += p;
     }
   }
   pin(s);                                                     // all of this now, and not when the product beneath has been waited for
-  pin(state.sum);
-  for_lane(l) settle(state.sum.at(l, 0) + state.sum.at(l, 1));
-  return moved;
+  pin(sum);
+}
+// Whether a p may be beyond float16, or a score beyond the maximum of a row that has seen nothing. NaN is.
+constexpr float LARGE = 32768.f;
+template <int M> OP Regs<bool, 1> too_large(const RowVec<M>& sum) {
+  Regs<bool, 1> large;
+  for_lane(l) {
+    large.at(l, 0) = false;
+    #pragma unroll
+    for (int i = 0; i < sum.slots; ++i) large.at(l, 0) |= !(sum.at(l, i) <= LARGE);
+  }
+  return large;
+}
+template <int M> OP void add(OnlineSoftmax<M>& state, const RowVec<M>& sum) {
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < sum.slots; ++i) state.sum.at(l, i) += sum.at(l, i);
+  }
 }
 template <int M, int D> OP void rescale(Acc<M, D>& o, const RowVec<M>& correction) {
   for_lane(l) {

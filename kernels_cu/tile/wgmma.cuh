@@ -192,9 +192,10 @@ template <int K, int N> void multiply_add(Acc<16, N>& d, const float (&left)[16]
       for (int j = 0; j < N; ++j) sum[i][j] += left[i][k] * right[k][j];
   for_lane(l) for (int r = 0; r < d.regs; ++r) d.at(l, r) += sum[d.row(l, r)][d.col(l, r)];
 }
-// d becomes what compute(d) makes of it when a wait names it, and is NaN until then.
-template <int N, typename Compute> void start_on_host(Acc<16, N>& d, Compute compute) {
+// d becomes what compute(d) makes of it when a wait names it, and is NaN until then. It adds to d, or it makes a new d.
+template <int N, typename Compute> void start_on_host(Acc<16, N>& d, bool add, CallSite at, Compute compute) {
   const auto before = std::static_pointer_cast<Acc<16, N>>(host::self->sum_at(&d)), sum = std::make_shared<Acc<16, N>>(d);
+  if (before && !add) host::self->fail("starts a product in place of one that nobody has waited for,", at);
   d = Acc<16, N>();
   const auto compute_sum = [=] {
     if (before) *sum = *before;
@@ -218,7 +219,7 @@ OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a,
   wgmma_commit_group();
 #else
   const int warp_row = row0 + warp_id() % 4 * 16;
-  start_on_host(s, [=](Acc<16, N>& s) {
+  start_on_host(s, add, at, [=](Acc<16, N>& s) {
     float left[16][WIDTH], right[WIDTH][N];
     read_rows(a, warp_row, 16, at, [&](int row, int col, float x) { left[row][col] = x; });
     read_rows(b, 0, N, at, [&](int row, int col, float x) { right[col][row] = x; });
@@ -243,7 +244,7 @@ OP void start_product(Acc<16, N>& d, const PanelTile<ROWS, INNER>& a, int row0, 
 #else
   const int warp_row = row0 + warp_id() % 4 * 16;
   if (col0 % 64 && col0 % 64 + N > 64) host::self->fail("multiplies columns that begin inside a panel and go on in the next", at);
-  start_on_host(d, [=](Acc<16, N>& d) {
+  start_on_host(d, false, at, [=](Acc<16, N>& d) {
     float left[16][INNER], right[INNER][N];
     read_rows(a, warp_row, 16, at, [&](int row, int col, float x) { left[row][col] = x; });
     read_rows(b, 0, INNER, at, [&](int row, int col, float x) { if (col0 <= col && col < col0 + N) right[row][col - col0] = x; });
@@ -265,7 +266,7 @@ OP void start_product(Acc<16, WIDTH>& o, const OperandA<16> (&p)[K], const Panel
   for (int i = 0; i < K; ++i) wgmma_from_registers<WIDTH>(o.v, p[i].v, b + i * 16 * 128 / 16);
   wgmma_commit_group();
 #else
-  start_on_host(o, [=, &p](Acc<16, WIDTH>& o) {
+  start_on_host(o, true, at, [=, &p](Acc<16, WIDTH>& o) {
     float left[16][16 * K], right[16 * K][WIDTH];
     for (int i = 0; i < K; ++i)
       for_lane(l) for (int r = 0; r < p[i].regs; ++r) for (int half = 0; half < 2; ++half)
