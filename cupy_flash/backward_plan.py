@@ -64,8 +64,7 @@ def _width(problem: Problem) -> int:
 
 def _row_for(kernel: str, problem: BackwardProblem, architecture: Architecture, copy_bytes: int, explicit: bool) -> Row:
     p = problem.forward
-    banded = p.first_key is not None or p.last_key is not None
-    return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, explicit, problem.deterministic, banded)
+    return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, explicit, problem.deterministic)
 
 
 def _kernel_for(problem: BackwardProblem, architecture: Architecture, explicit: bool) -> tuple[str, str]:

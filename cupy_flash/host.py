@@ -23,7 +23,7 @@ import numpy
 
 from . import cache
 from .errors import CompileError, DeadlockError, FaultError, SanitizerError
-from .params import places_of
+from .params import places_of, with_schedule
 from .plan import PARAMS, Launch, Plan
 from .source import files, source_of
 
@@ -156,7 +156,7 @@ def run(
     if not launches:
         return Traffic()
     path = build(plan, options)
-    params = params.copy()
+    params = with_schedule(params, plan, launches[0].blocks).copy()
     words = params.view(numpy.uint64)
     for name, array in arrays.items():
         for place in places_of(params, name).values():

@@ -53,4 +53,5 @@ def every_plan(
 
 
 def _row_plan(kernel: str, architecture: Architecture, dtype: str, precision: str, row: Row) -> Plan:
-    return Plan(kernel, architecture, configure(row, architecture, dtype, precision, row.width, row.width), (row.reason,))
+    config = configure(row, architecture, dtype, precision, row.width, row.width_v or row.width)
+    return Plan(kernel, architecture, config, (row.reason,))

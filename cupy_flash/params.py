@@ -10,13 +10,16 @@ import numpy
 from .errors import UnsupportedError
 from .layout import Layout
 from .problem import Problem
+from .schedule import NONE, TABLE_BLOCKS, TABLE_TURNS, Schedule, make_schedule
 
 if TYPE_CHECKING:
     from .backward_problem import BackwardProblem
     from .merge import MergeProblem
+    from .plan import Plan
     from .tensor_map import TensorMap
 
 BATCH_AXES = 4
+STEPS_BESIDES = 1  # what beginning and ending a query tile takes, in steps of one key tile
 UNBOUNDED = 1 << 30  # lengths stay below, so that a row plus a bound fits 32 bits
 
 TENSOR = numpy.dtype(
@@ -90,8 +93,10 @@ HOPPER_FORWARD = _of_whole_lines(
         ("heads_per_kv", "i4"),
         ("tiles", "i4"),
         ("run", "i4"),
+        ("by_formula", "i4"),
         ("by_tiles_of_head", DIVISOR),
         ("by_heads", DIVISOR),
+        ("table", "u2", (TABLE_BLOCKS, TABLE_TURNS)),
         ("len_q", "i4"),
         ("len_kv", "i4"),
         ("dim", "i4"),
@@ -180,7 +185,7 @@ def forward_params(problem: Problem) -> numpy.ndarray:
 def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: int) -> numpy.ndarray:
     """A size-1 array of dtype `HOPPER_FORWARD` with everything but the addresses, its maps in the clear.
 
-    Under a causal mask a block takes two query tiles in a row: one sees as many keys more than the average as the other sees fewer.
+    Which tiles a block takes is not in it yet, see `with_schedule`.
 
     Raises
     ------
@@ -194,8 +199,26 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
     _add_scores(params, problem)
     tiles_of_head = -(-problem.len_q // tile_q)
     params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
-    params["run"] = 2 if problem.first_key is None and problem.last_key is not None else 1
     params["by_tiles_of_head"], params["by_heads"] = divisor(tiles_of_head), divisor(problem.heads_q)
+    return params
+
+
+def with_schedule(params: numpy.ndarray, plan: Plan, blocks: int) -> numpy.ndarray:
+    """Parameters of `plan` that say as well which query tiles each of so many blocks takes; of other kernels, as they are."""
+    if plan.kernel != "fwd_hopper":
+        return params
+    [p] = params = params.copy()
+    first_key, last_key, len_q, len_kv = (int(p[name]) for name in ("first_key", "last_key", "len_q", "len_kv"))
+    schedule = Schedule()
+    if first_key == -UNBOUNDED and last_key < len_kv:  # otherwise tiles are equally long
+        rows = numpy.arange(0, len_q, plan.config.TILE_Q) + plan.config.TILE_Q
+        keys = (numpy.minimum(rows, len_q) + last_key).clip(1, len_kv)
+        heads = int(p["tiles"]) // len(rows)
+        bytes_of_head = 2 * len_kv * (int(p["dim"]) + int(p["dim_v"])) / int(p["heads_per_kv"])
+        schedule = make_schedule(-(-keys // plan.config.TILE_KV) + STEPS_BESIDES, heads, len_kv, bytes_of_head, blocks)
+    p["run"], p["by_formula"], p["table"] = schedule.run, schedule.by_formula, NONE
+    for block, tiles in enumerate(schedule.table):
+        p["table"][block, : len(tiles)] = tiles
     return params
 
 

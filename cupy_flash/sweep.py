@@ -102,8 +102,8 @@ def candidates(cell: Cell, architecture: Architecture, kernel: str | None = None
     q = dense_layout(cell.shape, reversed(range(len(cell.shape))), cell.dtype, None)
     problem = make_problem(q, q, q, Options(causal=cell.causal, backend="host", kernel=kernel))
     chosen = make_forward_plan(problem, architecture)
-    widest = max(chosen.config.WIDTH, chosen.config.WIDTH_V)
-    rows = [row for row in candidates_for(chosen.kernel, architecture, cell.dtype) if row.width >= widest]
+    widths = max(chosen.config.WIDTH, chosen.config.WIDTH_V), chosen.config.WIDTH_V
+    rows = [row for row in candidates_for(chosen.kernel, architecture, cell.dtype) if row.serves(*widths)]
     plans = dict.fromkeys(_with_tile(chosen, row, cell.dtype, problem.precision) for row in rows)
     plans = [plan for plan in plans if plan.shared_bytes <= architecture.shared_bytes]
     return tuple(Candidate(name, plan, plan == chosen) for name, plan in zip(_names(plans), plans))

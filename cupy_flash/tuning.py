@@ -37,12 +37,17 @@ class Row:
     min_copy: int = 0  # for copies of at least so many bytes: smaller ones need registers for more addresses
     plain_scores: bool = False  # not where scores are scaled one by one, which needs registers as well
     in_order_from: int | None = None  # only where dq is summed in order, and for at least so many queries
-    banded: bool | None = None  # only where a mask hides keys, or only where none does
+    causal: bool | None = None  # only where later rows see more keys, or only where they do not
+    width_v: int | None = None  # only for head dims of v up to this
 
     @property
     def reason(self) -> str:
         """The tile and why it was chosen."""
         return f"tile {self.tile_q}x{self.tile_kv}: {self.why}"
+
+    def serves(self, width: int, width_v: int) -> bool:
+        """Whether tiles of the row are wide enough for these head dims, the wider of all and that of v."""
+        return self.width >= width and width_v <= (self.width_v or self.width)
 
 
 FEW_ROWS = "few query rows: a smaller tile computes fewer rows that do not exist"
@@ -165,21 +170,21 @@ FOUR_GROUPS = "four groups of 64 rows hide each other's waits, narrow key tiles 
 THREE_GROUPS = "three groups of 64 rows: wide key tiles halve what is done once a tile"
 TWO_GROUPS = "two groups of 64 rows; the next query tile begins beneath the end of the last"
 OUT_OVER_Q = "two groups of 64 rows; one query tile, and out in its place, since K and V take the rest of shared memory"
-WIDE_TILES = "long sequences, no mask: wide key tiles halve what is done once a tile"
+WIDE_TILES = "long sequences: wider key tiles save some of what is done once a tile"
 FOUR = {"warps": 20, "stages": 4, "stages_v": 4, "stages_q": 2, "min_blocks": 1, "plain_scores": True}
 THREE = {"warps": 16, "stages": 4, "stages_v": 4, "stages_q": 2, "min_blocks": 1, "plain_scores": True}
 TWO = {"warps": 12, "stages_q": 2, "min_blocks": 1}
 WIDE = {"warps": 12, "min_blocks": 1}
 HOPPER = (
     Row(64, 256, 64, FOUR_GROUPS + "; measured 445 at 512, 490 at 1,024", **FOUR, max_len_q=1024),
-    Row(64, 256, 64, FOUR_GROUPS + "; measured 398 at 1,024, 515 causal", **FOUR, banded=True),
+    Row(64, 256, 64, FOUR_GROUPS + "; measured 398 at 1,024, 525 causal", **FOUR, causal=True),
     Row(64, 192, 128, THREE_GROUPS + "; measured 562", **THREE),
     Row(64, 128, 128, TWO_GROUPS + "; three would spill; measured 190 with softcap at 8,192", **TWO),
     Row(128, 128, 128, TWO_GROUPS + "; measured 650 at 1,024, 700, 695 causal", **TWO),
-    Row(192, 128, 96, OUT_OVER_Q + "; measured 767 at 4,096", **WIDE),
-    Row(256, 128, 64, OUT_OVER_Q + "; measured 530 at 512, 735 at 4,096", **WIDE, max_len_q=4096),
-    Row(256, 128, 64, OUT_OVER_Q + "; measured 520 at 1,024, 720 causal", **WIDE, banded=True),
-    Row(256, 128, 80, WIDE_TILES + "; measured 740", **WIDE),
+    Row(192, 128, 128, OUT_OVER_Q + "; measured 687 at 4,096, 676, 690 causal", **WIDE, width_v=128),
+    Row(192, 128, 96, OUT_OVER_Q + "; measured 685 at 4,096, 688, 662 causal", **WIDE),
+    Row(256, 128, 64, OUT_OVER_Q + "; measured 527 at 512, 708 at 2,048", **WIDE, max_len_q=2048),
+    Row(256, 128, 80, WIDE_TILES + "; measured 731, 727 causal", **WIDE),
 )
 # Tiles that no row has now: what `bench --sweep` measures besides, since another card or compiler may like them better.
 CANDIDATE = "no row of the table"
@@ -311,9 +316,12 @@ def row_for(
     copy_bytes: int = 16,
     explicit: bool = False,
     in_order: bool = False,
-    banded: bool = False,
+    causal: bool = False,
+    width_v: int | None = None,
 ) -> Row:
     """The first row that is wide enough and meant for so many queries, such copies, scores and masks, and such an order of sums.
+
+    `width` is that of q, k and v, or of the wider ones; `width_v`, if given, that of v.
 
     Raises
     ------
@@ -323,12 +331,12 @@ def row_for(
     rows = table_for(kernel, architecture, dtype)
     for row in rows:
         if (
-            row.width >= width
-            and (row.max_len_q is None or len_q <= row.max_len_q)
+            (row.max_len_q is None or len_q <= row.max_len_q)
             and copy_bytes >= row.min_copy
             and not (explicit and row.plain_scores)
             and (row.in_order_from is None or (in_order and len_q >= row.in_order_from))
-            and row.banded in (None, banded)
+            and row.causal in (None, causal)
+            and row.serves(width, width_v or width)
         ):
             return row
     raise UnsupportedError(

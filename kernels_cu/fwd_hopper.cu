@@ -154,6 +154,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     if (!seen_by_all(band, warp_row, 16).contains(col0, TILE_KV)) mask(s_reg, band, warp_row, col0);
   };
 
+  // A warp whose rows have not all seen something yet looks for the maximum in the next tile as well.
+  bool unseen_rows = false;
+  const auto find_maximum = [&](RowVec<16>& correction) {
+    raise(softmax, s_reg, correction, scale_log2);
+    unseen_rows = warp_any(seen_nothing(softmax));
+  };
+
   // One key tile. Beneath its product and its softmax runs the second product of the tile before it, if there was one. If that one was
   // in another turn, that turn ends here, and the maximum has to be found; otherwise that of the tiles before nearly always does.
   const auto step = [&](const bool follows, const bool starts, const int skipped) {
@@ -171,16 +178,17 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       wait_for_products<0>(s_reg);                            // as well
     }
     scores_of_tile();
-    const bool first = !follows || starts;
+    const bool first = !follows || starts, looked = first || unseen_rows;
     RowVec<16> correction, sum;
-    if (first) raise(softmax, s_reg, correction, scale_log2);
+    fill(correction, 1.f);
+    if (looked) find_maximum(correction);
     exponentiate(softmax, s_reg, sum, scale_log2);
     const bool again = !first && warpgroup_any(group, too_large(sum));
     if (again) {
       start_product_transposed(s_reg, queries.tile(), 0, k_smem);
       wait_for_products<0>(s_reg);                            // as above
       scores_of_tile();
-      raise(softmax, s_reg, correction, scale_log2);
+      find_maximum(correction);
       exponentiate(softmax, s_reg, sum, scale_log2);
     }
     arrive_free(keys);                                        // without it the loader waits for ever
@@ -191,7 +199,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       if (starts) {
         skip(values, skipped);
         end_turn(turn - 1, weight);
-      } else if (again) {
+      } else if (looked || again) {
         rescale(o_reg, correction);
       }
     }

@@ -45,6 +45,9 @@ struct Divisor {
   u32 divisor, multiplier, shift;
 };
 
+constexpr int TABLE_BLOCKS = 144;
+constexpr int TABLE_TURNS = 6;
+constexpr u16 NO_TILE = 0xffff;
 struct HopperForwardParams {
   TensorMap q;                            // (*batch, heads,    len_q,  dim)    in boxes of 64 x 64
   TensorMap k;                            // (*batch, heads_kv, len_kv, dim)    in boxes of TILE_KV x 64
@@ -57,9 +60,11 @@ struct HopperForwardParams {
   int heads;
   int heads_per_kv;                       // query heads that share one key-value head
   int tiles;                              // of queries, of all heads and batch elements
-  int run;                                // how many of them in a row a block takes, if there are more than blocks: 1, or 2, a long and a short one
+  int run;                                // how many of them in a row a block takes: 1, or 2, a long and a short one
+  int by_formula;                         // turns of a block before those in the table
   Divisor by_tiles_of_head;
   Divisor by_heads;
+  u16 table[TABLE_BLOCKS][TABLE_TURNS];   // for each block the tiles of its last turns, by their distance from the first of all of them, then NO_TILE
   int len_q;
   int len_kv;
   int dim;

@@ -15,6 +15,7 @@ from cupy_flash.options import Options
 from cupy_flash.params import HOPPER_FORWARD, divisor, hopper_forward_params
 from cupy_flash.plan import Launch
 from cupy_flash.problem import make_problem
+from cupy_flash.schedule import TABLE_BLOCKS, TABLE_TURNS
 from cupy_flash.tuning import HOPPER, Row
 
 SM_90A = ARCHITECTURES["90a"]
@@ -167,8 +168,9 @@ def test_rows_own_64_queries_a_group():
 
 ROWS = (
     Row(64, 64, 64, "few", warps=8, max_len_q=64),
-    Row(64, 128, 96, "banded", warps=12, banded=True),
-    Row(64, 128, 128, "dense", warps=12, banded=False),
+    Row(64, 128, 96, "causal", warps=12, causal=True),
+    Row(64, 128, 128, "even", warps=12, causal=False),
+    Row(256, 128, 96, "narrow v", warps=12, width_v=64),
     Row(256, 128, 80, "any", warps=12),
 )
 
@@ -177,10 +179,12 @@ ROWS = (
     "q, options, why",
     [
         ((2, 64, 64), {"causal": True}, "few"),
-        ((2, 65, 64), {"causal": True}, "banded"),
-        ((2, 65, 64), {"window": (3, None)}, "banded"),
-        ((2, 65, 64), {}, "dense"),
-        ((2, 65, 64), {"window": (64, 64)}, "dense"),  # hides nothing
+        ((2, 65, 64), {"causal": True}, "causal"),
+        ((2, 65, 64), {"window": (None, 3)}, "causal"),
+        ((2, 65, 64), {"window": (3, 0)}, "even"),
+        ((2, 65, 64), {"window": (3, None)}, "even"),
+        ((2, 65, 64), {}, "even"),
+        ((2, 65, 64), {"window": (64, 64)}, "even"),  # hides nothing
         ((2, 65, 72), {"causal": True}, "any"),
         ((2, 65, 72), {}, "any"),
     ],
@@ -250,15 +254,6 @@ def test_a_product_divides(number, n):
         assert (dividend * multiplier >> 32 >> shift if multiplier else dividend) == dividend // number
 
 
-@pytest.mark.parametrize(
-    "options, run", [({}, 1), ({"causal": True}, 2), ({"window": (5, 0)}, 1), ({"window": (None, 3)}, 2)], ids=str
-)
-def test_runs_of_a_long_and_a_short_tile(options, run):
-    problem = problem_of((3, 50, 64), **options)
-    [params] = hopper_forward_params(problem, forward_maps(make_forward_plan(problem, SM_90A), problem), 16)
-    assert (params["run"], params["tiles"]) == (run, 3 * 4)
-
-
 # Its parameters
 
 
@@ -295,7 +290,9 @@ def test_a_problem_becomes_numbers():
         "heads": 6,
         "heads_per_kv": 2,
         "tiles": 2 * 6 * 4,
-        "run": 1,
+        "run": 0,  # which tiles a block takes is told later, with the number of blocks
+        "by_formula": 0,
+        "table": [[0] * TABLE_TURNS] * TABLE_BLOCKS,
         "by_tiles_of_head": divisor(4),
         "by_heads": divisor(6),
         "len_q": 10,

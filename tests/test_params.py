@@ -36,7 +36,9 @@ PROGRAM = """
 #include <type_traits>
 template <typename T> char kind() {
   typedef std::remove_all_extents_t<T> Scalar;
-  return std::is_class_v<Scalar> ? 'V' : std::is_pointer_v<Scalar> ? 'u' : std::is_floating_point_v<Scalar> ? 'f' : 'i';
+  if (std::is_class_v<Scalar>) return 'V';
+  if (std::is_floating_point_v<Scalar>) return 'f';
+  return std::is_pointer_v<Scalar> || std::is_same_v<Scalar, u16> ? 'u' : 'i';
 }
 #define SHOW(S, F) std::printf(#S "." #F " %zu %zu %c\\n", offsetof(S, F), sizeof(S::F), kind<decltype(S::F)>());
 #define WHOLE(S) std::printf(#S " %zu %zu\\n", sizeof(S), alignof(S));

@@ -23,7 +23,7 @@ SM_90A = ARCHITECTURES["90a"]
 TWO = {"warps": 12, "stages_q": 2, "min_blocks": 1}
 TABLE = (
     Row(64, 64, 64, "few", warps=8, min_blocks=1, max_len_q=1024),
-    Row(64, 128, 96, "banded", **TWO, banded=True),
+    Row(64, 128, 96, "causal", **TWO, causal=True),
     Row(128, 128, 96, "dense", warps=12, min_blocks=1),
 )
 MORE = (Row(64, 128, 128, "more", **TWO), Row(128, 128, 32, "more", **TWO), Row(128, 128, 256, "too much", **TWO, stages=4))
@@ -50,7 +50,7 @@ def test_candidates_are_all_tiles_that_fit(arch, kernel, dim, dtype):
     assert all(c.plan.kernel == kernel and c.plan.shared_bytes <= ARCHITECTURES[arch].shared_bytes for c in found)
     # Whatever serves a wider head serves a narrower one: its tile takes less memory there.
     knobs = ("tile_q", "tile_kv", "warps", "stages", "stages_v", "stages_q", "min_blocks", "q_in_registers", "lazy_rescale")
-    rows = [row for row in table_for(kernel, ARCHITECTURES[arch], dtype) if row.width >= padded(dim)]
+    rows = [row for row in table_for(kernel, ARCHITECTURES[arch], dtype) if row.serves(padded(dim), padded(dim))]
     there = [tuple(getattr(c.plan.config, knob.upper()) for knob in knobs) for c in found]
     assert rows and {tuple(getattr(row, knob) for knob in knobs) for row in rows} <= set(there)
 

@@ -70,12 +70,16 @@ OP Place place_of_tile(const HopperForwardParams& p, u32 number, int tile_q) {
   return here;
 }
 
-// The number of the tile that a block takes in a turn, and whether there is one.
+// The number of the tile that a block takes in a turn, and whether there is one. A formula keeps the blocks at work on the same heads. At
+// the end it would leave some of them with a tile more, so there the planner deals the tiles out, see schedule.py.
 OP u32 in_turn(const HopperForwardParams& p, u32 turn) {
-  const bool pairs = p.run == 2 && u32(p.tiles) > blocks();
-  return pairs ? (turn / 2 * blocks() + block_id()) * 2 + turn % 2 : turn * blocks() + block_id();
+  if (turn >= u32(p.by_formula)) return p.by_formula * blocks() + p.table[block_id()][turn - p.by_formula];
+  return p.run == 2 ? (turn / 2 * blocks() + block_id()) * 2 + turn % 2 : turn * blocks() + block_id();
 }
-OP bool has_turn(const HopperForwardParams& p, u32 turn) { return in_turn(p, turn) < u32(p.tiles); }
+OP bool has_turn(const HopperForwardParams& p, u32 turn) {
+  if (turn >= u32(p.by_formula)) return p.table[block_id()][turn - p.by_formula] != NO_TILE;
+  return in_turn(p, turn) < u32(p.tiles);
+}
 
 // Blocks of the backward own keys. Neighbours take turns among `together` heads: with few, they share q and dout in the L2 cache; with
 // many, few of them add to the same rows of dq at a time. The first keys of a head come first: under a causal mask they are seen by

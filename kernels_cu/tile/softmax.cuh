@@ -52,7 +52,7 @@ OP void update(OnlineSoftmax<M>& state, Acc<M, N>& s, Acc<M, D>& o, float scale_
 // The same in parts, for an o that is still being summed up, and for a maximum that most steps leave as it is: a score may be above it by
 // so much that p is large, but not too large. Whether it is, the sums of p tell, so nobody looks for the largest score before that.
 
-// The maximum becomes that of the scores so far, and the sum is brought to it; what o has to be multiplied by is then in `correction`.
+// The maximum becomes that of the scores so far, and the sum is brought to it; so has o to be, by a factor that `correction` is multiplied by.
 template <int M, int N> OP void raise(OnlineSoftmax<M>& state, const Acc<M, N>& s, RowVec<M>& correction, float scale_log2) {
   RowVec<M> top;
   fill(top, -infinity());
@@ -65,11 +65,22 @@ template <int M, int N> OP void raise(OnlineSoftmax<M>& state, const Acc<M, N>& 
     #pragma unroll
     for (int i = 0; i < top.slots; ++i) {
       const float max = fmaxf(state.max.at(l, i), top.at(l, i) * scale_log2);
-      correction.at(l, i) = exp2_approx(state.max.at(l, i) - fmaxf(max, LOWEST));
+      const float factor = exp2_approx(state.max.at(l, i) - fmaxf(max, LOWEST));
       state.max.at(l, i) = max;
-      state.sum.at(l, i) *= correction.at(l, i);
+      state.sum.at(l, i) *= factor;
+      correction.at(l, i) *= factor;
     }
   }
+}
+// Whether a row has no maximum yet.
+template <int M> OP Regs<bool, 1> seen_nothing(const OnlineSoftmax<M>& state) {
+  Regs<bool, 1> any;
+  for_lane(l) {
+    any.at(l, 0) = false;
+    #pragma unroll
+    for (int i = 0; i < state.max.slots; ++i) any.at(l, 0) |= state.max.at(l, i) == -infinity();
+  }
+  return any;
 }
 // s becomes p, and `sum` this lane's share of the sum of p. Of a row that has seen nothing so far, any score is too large.
 template <int M, int N> OP void exponentiate(const OnlineSoftmax<M>& state, Acc<M, N>& s, RowVec<M>& sum, float scale_log2) {

@@ -1,0 +1,89 @@
+"""Which query tiles each block of fwd_hopper takes: a pure function of the problem's lengths and the number of blocks.
+
+There are no more blocks than a device holds at a time, and each takes one query tile after the other, by a formula of the kernel
+(``kernels_cu/tile/place.cuh``). Under a causal mask tiles differ in length, and a formula leaves some blocks with two more than
+others. So the last ones are dealt out one by one, the longest first, each to the block that has least to do (Graham, 1969), and
+the kernel is handed the outcome as a table.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy
+
+TABLE_BLOCKS = 144  # as many as an sm_90 can have multiprocessors, each of which holds one block
+TABLE_TURNS = 6  # of a block; the last one is empty, so that every block finds its end
+NONE = 0xFFFF  # an entry without a tile
+ALL_TURNS = 2**31 - 1
+ROUNDS_BY_TABLE = (1, 0)  # so many rounds, in each of which a block takes two tiles, and what is left over after the last whole one
+ROUNDS_COUNTED = 1024  # of those by the formula: what earlier ones leave uneven is little beside them
+L2_BYTES = 32 << 20  # of keys and values that stay in the L2 cache of an sm_90 while all its blocks read
+MANY_KEYS = 4096  # from which on a tile computes enough to hide that they come from device memory
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of a block's tiles.
+
+    Parameters
+    ----------
+    run : int
+        In a turn, each block takes so many neighbouring tiles, one after the other: 1, or 2, a long and a short one.
+    by_formula : int
+        So many turns of each block follow the formula, and the rest the table. A run of 2 is two turns.
+    table : tuple of tuple of int
+        For each block the other tiles, by their distance from the first of them.
+    """
+
+    run: int = 1
+    by_formula: int = ALL_TURNS
+    table: tuple[tuple[int, ...], ...] = ()
+
+
+def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: float, blocks: int) -> Schedule:
+    """Deal out the query tiles of all heads.
+
+    Parameters
+    ----------
+    costs : numpy.ndarray, shape (tiles of a head,)
+        How long each tile of a head takes, the first rows first, in any unit.
+    heads : int
+        Of all batch elements together.
+    len_kv : int
+    bytes_of_head : float
+        Of keys and values, for each query head.
+    blocks : int
+    """
+    tiles_of_head = len(costs)
+    tiles = heads * tiles_of_head
+    if tiles <= blocks:
+        return Schedule()
+    if blocks > TABLE_BLOCKS:
+        return Schedule(run=2)
+    # Longest first means heads in turn, and keys of all heads in the table are read again and again.
+    for by_table in ROUNDS_BY_TABLE:
+        rounds = max(tiles // (2 * blocks) - by_table, 0)
+        first = rounds * 2 * blocks
+        if len_kv >= MANY_KEYS or (tiles - first) / tiles_of_head * bytes_of_head <= L2_BYTES:
+            break
+    else:
+        return Schedule(run=2)
+
+    place = numpy.arange(tiles_of_head)
+    in_order = costs[numpy.where(place % 2, place // 2, tiles_of_head - 1 - place // 2)]  # as `place_of_tile` numbers them
+    counted = min(rounds, ROUNDS_COUNTED)
+    by_formula = in_order[numpy.arange(first - counted * 2 * blocks, first) % tiles_of_head]
+    loads = by_formula.reshape(counted, blocks, 2).sum((0, 2), dtype=float)
+    left = in_order[numpy.arange(first, tiles) % tiles_of_head]
+
+    least = [(load, block) for block, load in enumerate(loads)]
+    heapq.heapify(least)
+    taken: list[list[int]] = [[] for _ in range(blocks)]
+    for tile in numpy.argsort(-left, kind="stable").tolist():
+        load, block = heapq.heappop(least)
+        taken[block].append(tile)
+        if len(taken[block]) < TABLE_TURNS - 1:
+            heapq.heappush(least, (load + left[tile], block))
+    return Schedule(2, 2 * rounds, tuple(map(tuple, taken)))
