@@ -61,7 +61,7 @@ def other_uses(architecture, dtypes):
 def other_uses_of_hopper():
     """Plans of fwd_hopper for scores that are scaled one by one, and for values that are narrower or wider than keys."""
     widths = [(row.width, row.width_v or row.width, True) for row in HOPPER]
-    for width, width_v, explicit in dict.fromkeys(widths + [(64, 128, False), (128, 64, False), (192, 64, False)]):
+    for width, width_v, explicit in dict.fromkeys([*widths, (64, 128, False), (128, 64, False), (192, 64, False)]):
         row = row_for("fwd_hopper", SM_90A, "bfloat16", max(width, width_v), SHORT + 1, explicit=explicit, width_v=width_v)
         config = configure(row, SM_90A, "bfloat16", "ieee", width, width_v, explicit=explicit)
         yield Plan("fwd_hopper", SM_90A, config, ())
