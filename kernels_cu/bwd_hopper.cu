@@ -36,26 +36,31 @@ static_assert(DQ_ACROSS * (TILE_Q / 64) == GROUPS, "every warpgroup has a part o
 // Whether dP starts from -delta: it saves subtractions, but the first product of a step waits for dO.
 constexpr bool DELTA_AHEAD = WIDTH <= 64;
 
+// Whether half way is behind dP, not behind P: as measured.
+constexpr bool LATE = WIDTH > 64;
+static_assert(GROUPS == 2, "one that begins, and one that follows");
+
 [[maybe_unused]] constexpr int SHARED_BYTES = BLOCK_BYTES;
 
 KERNEL(THREADS, 1) bwd_hopper_pre(GRID_CONSTANT HopperBackwardParams p) { prepare_queries(p, DELTA_AHEAD ? -1.f : 1.f); }
 
 KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
+  const int warp = int(uniform(u32(warp_id())));
   KeyBlock block(p);
-  if (warp_id() == 0) start_barriers(block);
+  if (warp == 0) start_barriers(block);
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
-  if (warp_id() < 4) {
+  if (warp < 4) {
     give_registers<SERVING_REGISTERS>();
-    if (warp_id() == 0) load_tiles(p, block);
-    if (warp_id() == 1) take_turns(p, block);
-    if (warp_id() == 2) pass_turns(p, block);
-    if (warp_id() == 3) count_heads(p, block);
+    if (warp == 0) load_tiles(p, block);
+    if (warp == 1) take_turns(p, block);
+    if (warp == 2) pass_turns(p, block);
+    if (warp == 3) count_heads(p, block);
     return;
   }
 
   take_registers<COMPUTING_REGISTERS>();
   const KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();
-  const int group = warp_id() / 4 - 1, group_row = group * 64, own_row = group_row + warp_id() % 4 * 16;
+  const int group = warp / 4 - 1, group_row = group * 64, own_row = group_row + warp % 4 * 16;
   const int dq_row = group / DQ_ACROSS * 64, dq_col = group % DQ_ACROSS * DQ_COLS;
   const KeyRange common = seeing_all(block.band, block.row0 + own_row, 16);
 
@@ -66,15 +71,23 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
 
   const auto start_dq = [&](Acc<16, DQ_COLS>& dq_reg) {
     const u32 before = block.queries.number - 1;
-    wait_for(block.written, before % 2);                      // without it dS is read that other warpgroups have not written
+    wait_for<LANES>(block.written, before % 2);               // without it dS is read that other warpgroups have not written
     start_product(dq_reg, block.ds_smem(before), dq_row, k_smem, dq_col);
   };
   const auto add_dq = [&](const Acc<16, DQ_COLS>& dq_reg) {
-    add_queries(p, block, number, block.queries.number - 1, dq_reg, dq_row + warp_id() % 4 * 16, dq_col);
+    add_queries(p, block, number, block.queries.number - 1, dq_reg, dq_row + warp % 4 * 16, dq_col);
+  };
+  // Warpgroups in step would all want the tensor cores at once, and then none of them. So the second one begins when the first is half
+  // way through its first tile, and they stay apart by themselves.
+  const auto begin = [&] {
+    if (group > 0) sync_pair(1 + warp % 4);                   // without it the first one's arrival is left over
+  };
+  const auto let_begin = [&] {
+    if (group == 0) arrive_pair(1 + warp % 4);                // without it the second one waits for ever
   };
   // One query tile. Beneath it runs what the tile before it, if there was one, has left to do: dQ, for which all warpgroups' dS are needed.
   const auto step = [&](const bool follows) {
-    const QueryTile q_smem{uniform(block.queries.tile().base)}, do_smem{uniform(block.douts.tile().base)};
+    const QueryTile q_smem = block.queries.tile(), do_smem = block.douts.tile();
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
     Acc<16, TILE_Q> s_reg, dp_reg;
     OperandA<16> p_reg[TILE_Q / 16], factor_reg[TILE_Q / 16], ds_reg[TILE_Q / 16];
@@ -91,11 +104,13 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if (masked) mask(s_reg, block.band, row0, col0);
     probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E, p.softcap);
+    if (!follows && !LATE) let_begin();
     start_product(dv_reg, p_reg, do_smem);
     const bool early = follows && !EXPLICIT_SCORES;           // with a softcap there are no registers for dQ beside dP
     if (early) start_dq(dq_reg);
     if (early) wait_for_products<2>(dp_reg);                  // as above
     else wait_for_products<1>(dp_reg);                        // as above
+    if (!follows && LATE) let_begin();
     if (masked) mask(dp_reg, block.band, row0, col0, 0.f);    // 0 times whatever dP was may be NaN
     score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES ? factor_reg : p_reg, dp_reg, block.delta_smem());
     if (follows && !early) start_dq(dq_reg);
@@ -103,7 +118,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     sync_with_copies();                                       // without it the product does not see what lanes have stored
     start_product(dk_reg, ds_reg, q_smem);
     if (follows) wait_for_products<1>(dq_reg);                // without it sums are added that do not exist yet
-    arrive_at(block.written);                                 // without it the others wait for ever. Not earlier: of dS there are two, and
+    arrive_at<LANES>(block.written);                          // without it the others wait for ever. Not earlier: of dS there are two, and
                                                               // the other one has been multiplied by now
     if (follows) add_dq(dq_reg);
     wait_for_products<0>(dk_reg);                             // without it the loader overwrites what the product reads
@@ -117,6 +132,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   if (block.steps > 0) {
     wait_full(block.keys);                                    // without it the products read keys that have not arrived
     wait_full(block.values);                                  // as well
+    begin();
     step(false);
     #pragma unroll 1
     for (int i = 1; i < block.steps; ++i) step(true);
@@ -126,7 +142,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     add_dq(dq_reg);
   }
 
-  arrive_at(block.ended);                                     // without it the block is never counted
+  arrive_at<LANES>(block.ended);                              // without it the block is never counted
   sync_last<4 * GROUPS>();                                    // without it gradients overwrite keys that a slower warp still reads
   scale(dk_reg, p.scale);
   store_gradient(p, block, p.dk_map, p.dk_parts, k_smem, dk_reg, own_row);

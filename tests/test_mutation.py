@@ -170,7 +170,7 @@ def test_kernel_as_it_is(kernel, faults_without):
 
 
 # Waits that only matter where blocks run at the same time, and one of them is slow.
-BETWEEN_BLOCKS = {name: re.compile(rf"\bwait_for\(\w+\.{name}, [^;]*\);") for name in ("turn", "ended")}
+BETWEEN_BLOCKS = {name: re.compile(rf"\bwait_for<LANES>\(\w+\.{name}, [^;]*\);") for name in ("turn", "ended")}
 
 
 def every_call():

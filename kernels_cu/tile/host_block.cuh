@@ -248,12 +248,14 @@ struct Block {
   Order block_orders[2];
   u64 arrived_in_named[NAMES];
   Order named_orders[NAMES][2];
+  int members_of_named[NAMES];
   bool said_in_named[NAMES], answers_in_named[NAMES][2];      // by anyone before the next opening; before the last two
   std::unordered_map<const char*, Barrier> barriers;          // by their place in shared memory
   std::vector<u64> together;
   std::vector<unsigned char> stored_by;                                  // for each byte: the number of the warp that hides it, from 1
 
   u64 count_in_named(int name, int members) {
+    members_of_named[name] = members;
     const u64 opening = arrived_in_named[name] / members;
     named_orders[name][opening % 2].give();
     if (++arrived_in_named[name] % members == 0) {
@@ -297,6 +299,9 @@ struct Block {
     if (!failure.empty()) return;
     for (const auto& [address, barrier] : barriers)
       if (barrier.missing_bytes != 0) failure = "block " + std::to_string(index) + " ends, and " + named(address) + " lacks " + missing_at(barrier);
+    for (int name = 0; name < NAMES; ++name)
+      if (arrived_in_named[name] && arrived_in_named[name] % members_of_named[name])
+        failure = "block " + std::to_string(index) + " ends, and in named barrier " + std::to_string(name) + " a warp has arrived for which none has waited";
     for (int w = 0; w < warps; ++w)
       if (together[w] != together[w / 4 * 4])
         failure = "warps " + std::to_string(w / 4 * 4) + " and " + std::to_string(w) + " of block " + std::to_string(index) +

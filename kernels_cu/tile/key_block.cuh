@@ -42,11 +42,13 @@ constexpr int BLOCK_BYTES = LAST_OFFSET + 2 * int(sizeof(u32));
 // than it saved.
 constexpr bool MAY_TURN_BACK = TILE_KV > 64;
 
+constexpr Lanes LANES = WIDTH <= 64 ? TOGETHER : APART;       // as measured: 4 % at dim 64, and as much the other way at dim 128
+
 // What every warp of a block knows, and how far it is.
 struct KeyBlock {
   SharedAddress smem = shared_memory();
-  Ring<KeyTile, 1> keys{smem, smem + K_BARRIERS}, values{smem + V_OFFSET, smem + V_BARRIERS};
-  Ring<QueryTile, STAGES> queries{smem + Q_OFFSET, smem + Q_BARRIERS}, douts{smem + DO_OFFSET, smem + DO_BARRIERS};
+  Ring<KeyTile, 1, LANES> keys{smem, smem + K_BARRIERS}, values{smem + V_OFFSET, smem + V_BARRIERS};
+  Ring<QueryTile, STAGES, LANES> queries{smem + Q_OFFSET, smem + Q_BARRIERS}, douts{smem + DO_OFFSET, smem + DO_BARRIERS};
   Arrival written{smem + DS_BARRIER};                         // dS of a step, by all warps
   Arrival turn{smem + TURN_BARRIERS}, added{turn.address + Arrival::bytes}, noticed{added.address + Arrival::bytes};     // to add to dQ in order
   Arrival ended{smem + END_BARRIERS}, counted{smem + END_BARRIERS + Arrival::bytes};       // additions to dQ; and so the block
@@ -124,25 +126,25 @@ OP void take_turns(const HopperBackwardParams& p, KeyBlock& block) {
   #pragma unroll 1
   for (int step = 0; p.turns && step < block.steps; ++step, block.advance()) {
     take_turn(p.turns + block.tile_number(p), turn_of(p, block));
-    if (step > 0) wait_for(block.noticed, (step - 1) % 2);    // without it all may have added again before the other warp has noticed that
+    if (step > 0) wait_for<LANES>(block.noticed, (step - 1) % 2); // without it all may have added again before the other warp has noticed that
                                                               // they had, which it then misses
-    arrive_at(block.turn);                                    // without it nobody adds
+    arrive_at<LANES>(block.turn);                             // without it nobody adds
   }
 }
 OP void pass_turns(const HopperBackwardParams& p, KeyBlock& block) {
   #pragma unroll 1
   for (int step = 0; p.turns && step < block.steps; ++step, block.advance()) {
-    wait_for(block.added, step % 2);                          // without it others add before all warps of this block have
-    arrive_at(block.noticed);                                 // without it there is no next turn
+    wait_for<LANES>(block.added, step % 2);                   // without it others add before all warps of this block have
+    arrive_at<LANES>(block.noticed);                          // without it there is no next turn
     pass_turn(p.turns + block.tile_number(p));
   }
 }
 
 // dQ_i += acc, of the query tile with this number: the part of the calling warp, in its turn.
 template <int N> OP void add_queries(const HopperBackwardParams& p, const KeyBlock& block, u32 number, u32 step, const Acc<16, N>& acc, int row, int col) {
-  if (p.turns) wait_for(block.turn, step % 2);                // without it sums are added out of order
+  if (p.turns) wait_for<LANES>(block.turn, step % 2);         // without it sums are added out of order
   add(QuerySums{p.dq_sums + i64(number) * QuerySums::size}, acc, row, col);
-  if (p.turns) arrive_at(block.added);                        // without it the turn is never passed
+  if (p.turns) arrive_at<LANES>(block.added);                 // without it the turn is never passed
 }
 
 // 16 rows of dk or dv leave: to the result through the warp's rows of a tile that nobody reads any more, or to the sums of several blocks.
@@ -163,15 +165,15 @@ OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, con
 // The last block of a head makes its sums dq. One warp finds out whether this is the last one, which takes a while, and tells the others.
 OP void count_heads(const HopperBackwardParams& p, const KeyBlock& block) {
   if (!p.done) return;
-  wait_for(block.ended, 0);                                   // without it the block is counted before all warps have added
+  wait_for<LANES>(block.ended, 0);                            // without it the block is counted before all warps have added
   count_block(p.done + block.here.batch_number * p.heads + block.here.first_head, p.heads_per_block, ceil_div(p.len_kv, TILE_KV),
               block.smem + LAST_OFFSET);
   sync_warp();                                                // without it others are told before all lanes know, and one has written
-  arrive_at(block.counted);                                   // without it the others wait for ever
+  arrive_at<LANES>(block.counted);                            // without it the others wait for ever
 }
 OP void finish_heads(const HopperBackwardParams& p, const KeyBlock& block) {
   if (!p.done) return;
-  wait_for(block.counted, 0);                                 // without it warps read what has not been counted
+  wait_for<LANES>(block.counted, 0);                          // without it warps read what has not been counted
   const u32 others = load_shared<u32>(block.smem + LAST_OFFSET);
   const OutTile out_smem{block.smem + Q_OFFSET};
   const int own_row = (warp_id() - 4) * 16;
