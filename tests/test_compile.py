@@ -1,9 +1,11 @@
 """The sources as the GPU compiler takes them: every row of every tuning table, and errors that say where."""
 
 import re
+import runpy
 import subprocess
 from dataclasses import asdict, fields, make_dataclass, replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -184,3 +186,13 @@ def test_report_reads_spills_and_serialised_products(monkeypatch):
     monkeypatch.setattr(nvrtc, "compile_plan", lambda plan, options: (b"", log))
     report = nvrtc.report(next(every_plan()))
     assert (report.registers, report.spill_bytes, report.warnings) == (255, 20, (log.splitlines()[0],))
+
+
+def test_the_text_for_racecheck_is_still_there_and_compiles(monkeypatch):
+    """A GPU test changes a line of the kernels for a tool; where there is no GPU, it is known that the line exists."""
+    text = runpy.run_path(str(Path(__file__).parent / "gpu" / "test_sanitizer.py"))["EACH_LANE_ARRIVES"]
+    monkeypatch.setattr(source, "files", source.files)  # to be put back
+    before = source.files()["tile/arrival.cuh"]
+    exec(text, {})
+    assert source.files()["tile/arrival.cuh"] != before
+    assert not nvrtc.report(next(every_plan([SM_90A], ["float16"], ["fwd_hopper"]))).fault

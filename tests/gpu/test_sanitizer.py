@@ -16,7 +16,7 @@ texts = dict(source.files())
 def change(name, old, new):
     assert old in texts[name], old
     texts[name] = texts[name].replace(old, new)
-change("tile/arrival.cuh", "  arrive_at(ring.free(), at);", "  mbarrier_arrive(ring.free().address);")
+change("tile/arrival.cuh", "  arrive_at<LANES>(ring.free(), at);", "  mbarrier_arrive(ring.free().address);")
 change("tile/arrival.cuh", "start_arrivals(ring.free(), readers, at);", "start_arrivals(ring.free(), 32 * readers, at);")
 source.files = lambda: texts
 """
