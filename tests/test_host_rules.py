@@ -70,6 +70,10 @@ BARRIERS["an opening that a warp misses"] = (
     "if (warp_id() == 1) wait_for(barrier, 0); sync_block(); if (warp_id() == 0) { arrive_at(barrier); arrive_at(barrier); }",
     "a barrier in block 0 opens a second time before warp 1 has noticed the first",
 )
+BARRIERS["an arrival that is left over"] = (
+    "if (warp_id() == 1) arrive_pair(3);",
+    "block 0 ends, and in named barrier 4 a warp has arrived for which none has waited",
+)
 COPIES = {
     "rows not shown": (
         "store(tile, acc, 0); store_async(p.out, first, 0, 0, tile, 0);",
@@ -89,6 +93,10 @@ PRODUCTS = {
         "warp .* of block 0 waits for a product that may still run",
     ),
     "no wait at the end": ("start_product_transposed(acc, tile, 0, tile);", "warp .* of block 0 ends while a product runs"),
+    "no wait before the next": (
+        "start_product_transposed(acc, tile, 0, tile); start_product_transposed(acc, tile, 0, tile);",
+        "warp .* of block 0 starts a product in place of one that nobody has waited for",
+    ),
     "factor not shown": (
         "if (warp_id() == 0) store(tile, acc, 0);"
         "sync_block(); start_product_transposed(acc, tile, 0, tile); wait_for_products<0>(acc);",
@@ -136,6 +144,19 @@ def test_each_opening_counts_anew(run):
     others = "for (int i = 0; i < 3; ++i) sync_block();"
     start = "if (warp_id() == 0) start_arrivals(barrier, 2); sync_block();"
     assert run(f"{start} if (warp_id() < 2) {arrivals} else {others}") == 4
+
+
+def test_a_warpgroup_votes(run):
+    """In rounds 0 ... 5 a lane of warp 0 ... 5 raises its flag; the first group hears of its own four, the second of one."""
+    votes = "for (int i = 0; i < 6; ++i) { Regs<bool, 1> flag; for_lane(l) flag.at(l, 0) = warp_id() == i && l == 9;"
+    assert run(f"{votes} if (warp_id() < 8) out += warpgroup_any(warp_id() / 4, flag); }}") == 1 + 4
+    assert (
+        run(
+            f"{votes} if (warp_id() < 8) other.at(0, 0) = out += warpgroup_any(warp_id() / 4, flag); }}"
+            "if (warp_id() == 4) store_shared(shared_memory(), out); sync_block(); out = load_shared<float>(shared_memory());"
+        )
+        == 1 + 2
+    )
 
 
 NAMED = {
