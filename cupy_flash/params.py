@@ -10,7 +10,7 @@ import numpy
 from .errors import UnsupportedError
 from .layout import Layout
 from .problem import Problem
-from .schedule import NONE, TABLE_BLOCKS, TABLE_TURNS, Schedule, make_schedule
+from .schedule import NONE, TABLE_BLOCKS, TABLE_TURNS, Schedule, causal_costs, make_schedule
 
 if TYPE_CHECKING:
     from .backward_problem import BackwardProblem
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .tensor_map import TensorMap
 
 BATCH_AXES = 4
-STEPS_BESIDES = 1  # what beginning and ending a query tile takes, in steps of one key tile
 UNBOUNDED = 1 << 30  # lengths stay below, so that a row plus a bound fits 32 bits
 
 TENSOR = numpy.dtype(
@@ -207,15 +206,14 @@ def with_schedule(params: numpy.ndarray, plan: Plan, blocks: int) -> numpy.ndarr
     """Parameters of `plan` that say as well which query tiles each of so many blocks takes; of other kernels, as they are."""
     if plan.kernel != "fwd_hopper":
         return params
-    [p] = params = params.copy()
+    params = params.copy()
+    p = params[0]
     first_key, last_key, len_q, len_kv = (int(p[name]) for name in ("first_key", "last_key", "len_q", "len_kv"))
     schedule = Schedule()
     if first_key == -UNBOUNDED and last_key < len_kv:  # otherwise tiles are equally long
-        rows = numpy.arange(0, len_q, plan.config.TILE_Q) + plan.config.TILE_Q
-        keys = (numpy.minimum(rows, len_q) + last_key).clip(1, len_kv)
-        heads = int(p["tiles"]) // len(rows)
+        costs = causal_costs(len_q, len_kv, last_key, plan.config.TILE_Q, plan.config.TILE_KV)
         bytes_of_head = 2 * len_kv * (int(p["dim"]) + int(p["dim_v"])) / int(p["heads_per_kv"])
-        schedule = make_schedule(-(-keys // plan.config.TILE_KV) + STEPS_BESIDES, heads, len_kv, bytes_of_head, blocks)
+        schedule = make_schedule(costs, int(p["tiles"]) // len(costs), len_kv, bytes_of_head, blocks)
     p["run"], p["by_formula"], p["table"] = schedule.run, schedule.by_formula, NONE
     for block, tiles in enumerate(schedule.table):
         p["table"][block, : len(tiles)] = tiles

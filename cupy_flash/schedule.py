@@ -20,6 +20,7 @@ ALL_TURNS = 2**31 - 1
 ROUNDS_BY_TABLE = (1, 0)  # so many rounds, in each of which a block takes two tiles, and what is left over after the last whole one
 ROUNDS_COUNTED = 1024  # of those by the formula: what earlier ones leave uneven is little beside them
 L2_BYTES = 32 << 20  # of keys and values that stay in the L2 cache of an sm_90 while all its blocks read
+STEPS_BESIDES = 1  # what beginning and ending a query tile takes, in steps of one key tile
 MANY_KEYS = 4096  # from which on a tile computes enough to hide that they come from device memory
 
 
@@ -40,6 +41,13 @@ class Schedule:
     run: int = 1
     by_formula: int = ALL_TURNS
     table: tuple[tuple[int, ...], ...] = ()
+
+
+def causal_costs(len_q: int, len_kv: int, last_key: int, tile_q: int, tile_kv: int) -> numpy.ndarray:
+    """How long each query tile of a head takes, in steps of one key tile, where row i sees the keys up to i + last_key."""
+    rows = numpy.arange(0, len_q, tile_q) + tile_q
+    keys = (numpy.minimum(rows, len_q) + last_key).clip(1, len_kv)
+    return -(-keys // tile_kv) + STEPS_BESIDES
 
 
 def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: float, blocks: int) -> Schedule:

@@ -7,7 +7,7 @@ from cupy_flash import plan_attention, schedule
 from cupy_flash.architecture import architecture_named
 from cupy_flash.forward_plan import forward_maps, make_forward_plan
 from cupy_flash.params import HOPPER_FORWARD, forward_params, hopper_forward_params, with_schedule
-from cupy_flash.schedule import L2_BYTES, MANY_KEYS, NONE, TABLE_BLOCKS, TABLE_TURNS, make_schedule
+from cupy_flash.schedule import L2_BYTES, MANY_KEYS, NONE, STEPS_BESIDES, TABLE_BLOCKS, TABLE_TURNS, causal_costs, make_schedule
 
 FITS = 1.0  # bytes of a head: so few that all heads stay in the cache
 
@@ -69,6 +69,12 @@ def test_heads_of_the_table_fit_the_cache():
         for share, keys in ((1 / 31, 100), (1 / 29, 100), (1 / 10, 100), (1 / 9, 100), (1 / 8, MANY_KEYS))
     }
     assert tables == {1 / 31: 8, 1 / 29: 10, 1 / 10: 10, 1 / 9: schedule.ALL_TURNS, 1 / 8: 8}
+
+
+def test_costs_count_key_tiles():
+    """300 rows in tiles of 100, 350 keys in tiles of 50; the last row of a tile sees the most, and nothing is a step as well."""
+    for last_key, steps in ((50, [3, 5, 7]), (0, [2, 4, 6]), (1, [3, 5, 7]), (-150, [1, 1, 3]), (200, [6, 7, 7])):
+        assert (causal_costs(300, 350, last_key, 100, 50) - STEPS_BESIDES).tolist() == steps
 
 
 def struct(blocks, **options):
