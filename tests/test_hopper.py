@@ -5,7 +5,7 @@ import math
 import numpy
 import pytest
 
-from cupy_flash import plan_attention
+from cupy_flash import host, plan_attention
 from cupy_flash.arrays import DTYPES
 from cupy_flash.compare import compare
 
@@ -52,6 +52,24 @@ def test_rows_that_see_nothing_of_the_first_tile(window):
     q, k, v = (rng.standard_normal((1, 700, 64)).astype(numpy.float16) for _ in range(3))
     q[..., 0], k[..., 0] = 20, -20
     judged(q, k, v, window=(window, 0))
+
+
+def test_a_warp_that_looks_for_the_maximum_when_another_one_has_to():
+    """Rows 288 to 291 see four keys and fewer of one tile, their neighbours none, and in the next tile row 256 meets a leap."""
+    rng = numpy.random.default_rng(4)
+    q, k, v = (rng.standard_normal((1, 512, 64)).astype(numpy.float16) for _ in range(3))
+    q[..., 0] = k[..., 0] = 0
+    q[0, 256, 0], k[0, 200, 0] = 30, 30
+    plan = judged(q, k, v, window=(100, 0))
+    assert (plan.kernel.config.TILE_Q, plan.kernel.config.TILE_KV) == (256, 64)
+
+
+def test_blocks_take_causal_tiles_by_formula_and_by_table():
+    rng = numpy.random.default_rng(5)
+    q, k, v = (rng.standard_normal((2, 4, 600, 64)).astype(numpy.float16) for _ in range(3))
+    plan = judged(q, k, v, causal=True)
+    tiles = -(-600 // plan.kernel.config.TILE_Q) * 4 * 2
+    assert tiles > 2 * 2 * host.MULTIPROCESSORS * plan.kernel.config.MIN_BLOCKS
 
 
 def test_two_batch_axes_that_do_not_merge():
