@@ -179,7 +179,7 @@ HOPPER = (
     Row(64, 256, 64, FOUR_GROUPS + "; measured 442 at 512, 476 at 1,024", **FOUR, max_len_q=1024),
     Row(64, 256, 64, FOUR_GROUPS + "; measured 396 at 1,024, 515 causal", **FOUR, causal=True),
     Row(64, 192, 128, THREE_GROUPS + "; measured 545", **THREE),
-    Row(64, 128, 128, TWO_GROUPS + "; three would spill; measured 190 with softcap at 8,192", **TWO),
+    Row(64, 128, 128, TWO_GROUPS + "; three would spill", **TWO),
     Row(128, 128, 128, TWO_GROUPS + "; measured 600 at 1,024, 674, 666 causal", **TWO),
     Row(192, 128, 128, OUT_OVER_Q + "; measured 681 at 4,096, 695, 713 causal", **WIDE, width_v=128),
     Row(192, 128, 96, OUT_OVER_Q + "; measured 685 at 4,096, 688, 662 causal", **WIDE),

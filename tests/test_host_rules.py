@@ -146,17 +146,14 @@ def test_each_opening_counts_anew(run):
     assert run(f"{start} if (warp_id() < 2) {arrivals} else {others}") == 4
 
 
-def test_a_warpgroup_votes(run):
-    """In rounds 0 ... 5 a lane of warp 0 ... 5 raises its flag; the first group hears of its own four, the second of one."""
-    votes = "for (int i = 0; i < 6; ++i) { Regs<bool, 1> flag; for_lane(l) flag.at(l, 0) = warp_id() == i && l == 9;"
-    assert run(f"{votes} if (warp_id() < 8) out += warpgroup_any(warp_id() / 4, flag); }}") == 1 + 4
-    assert (
-        run(
-            f"{votes} if (warp_id() < 8) other.at(0, 0) = out += warpgroup_any(warp_id() / 4, flag); }}"
-            "if (warp_id() == 4) store_shared(shared_memory(), out); sync_block(); out = load_shared<float>(shared_memory());"
-        )
-        == 1 + 2
-    )
+@pytest.mark.parametrize("group, answers", [(0, 4), (1, 2)])
+def test_a_warpgroup_votes(group, answers, run):
+    """In rounds 0 ... 5 a lane of warp 0 ... 5 raises its flag; the first group hears of its own four, the second of two."""
+    rounds = "for (int i = 0; i < 6; ++i) { Regs<bool, 1> flag; for_lane(l) flag.at(l, 0) = warp_id() == i && l == 9;"
+    count = "if (warp_id() < 8) out += warpgroup_any(warp_id() / 4, flag); }"
+    store = f"if (warp_id() == {4 * group}) store_shared(shared_memory(), out);"
+    tell = f"{store} sync_block(); out = load_shared<float>(shared_memory());"
+    assert run(f"{rounds} {count} {tell}") == 1 + answers
 
 
 NAMED = {
