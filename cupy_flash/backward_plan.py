@@ -64,7 +64,7 @@ def _width(problem: Problem) -> int:
 
 def _row_for(kernel: str, problem: BackwardProblem, architecture: Architecture, copy_bytes: int, explicit: bool) -> Row:
     p = problem.forward
-    return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, explicit, problem.deterministic)
+    return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, explicit, problem.deterministic, p.causal)
 
 
 def _kernel_for(problem: BackwardProblem, architecture: Architecture, explicit: bool) -> tuple[str, str]:
@@ -113,7 +113,7 @@ def backward_workspace(plan: Plan, problem: BackwardProblem) -> Workspace:
     if _stores_parts(plan, problem):
         parts += [(name, 4 * key_tiles * c.TILE_KV * c.WIDTH) for name in ("dk_parts", "dv_parts")]
     if problem.deterministic:
-        parts.append(("turns", 4 * query_tiles))
+        parts.append(("turns", 4 * query_tiles * (c.TILE_KV // 64 if c.STAGED_SUMS else 1)))  # one of each warpgroup, or of all
     if _finishes_queries(plan, problem):
         parts.append(("done", 4 * p.heads_q * math.prod(p.batch)))
     return Workspace(tuple(parts))
@@ -149,11 +149,13 @@ def heads_together(plan: Plan, problem: BackwardProblem) -> int:
 
     With many, few blocks add to the same rows of dq at a time; too many would not share q and dout in the L2 cache. On an
     H200 bwd_v2 runs up to 400 blocks at once; of 1,024, 4,096 and 16,384 keys, the heads of about 1,024 blocks were fastest. The
-    Hopper kernels run 132, and 4 to 8 heads were within 3 % of the fastest from 512 keys to 16,384.
+    Hopper kernels run 132, and 4 to 8 heads were within 3 % of the fastest from 512 keys to 16,384. In order under a causal mask
+    the longest blocks of a head come last (`turn_of` in ``key_block.cuh``), and fewer heads at a time leave less idle at the end.
     """
     tiles = max(_key_tiles(plan, problem), 1)
     if plan.kernel in HOPPER_KERNELS:
-        return min(max(HOPPER_BLOCKS_TOGETHER // tiles, 4), 8)
+        least = 2 if problem.deterministic and problem.forward.causal else 4
+        return min(max(HOPPER_BLOCKS_TOGETHER // tiles, least), 8)
     return max(1, BLOCKS_TOGETHER // tiles)
 
 

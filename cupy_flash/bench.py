@@ -329,8 +329,7 @@ def _measure(cell: Cell, contenders: list[Contender], bench: Bench, effort: Effo
             except Exception as error:  # whatever it is, it is what became of this contender, and the others are still to run
                 failures.append(Failure(contender.name, reason(error, *(str(note.message) for note in notes))))
     for number in range(effort.rounds):
-        names = list(turns)
-        for name in names[number % len(names) :] + names[: number % len(names)] if names else ():
+        for name in _order(list(turns), number):
             turn = turns[name]
             try:
                 turn.rounds.append(bench.time(turn.run, turn.launches))
@@ -338,6 +337,13 @@ def _measure(cell: Cell, contenders: list[Contender], bench: Bench, effort: Effo
                 failures.append(Failure(name, reason(error)))
                 del turns[name]
     return CellResult(cell, tuple(_summed_up(name, turn) for name, turn in turns.items()), tuple(failures))
+
+
+def _order(names: list[str], number: int) -> list[str]:
+    """Who comes first in a round, and whom each follows, changes: a kernel that made the GPU hot makes the next one slow."""
+    first = number // 2 % max(len(names), 1)
+    order = names[first:] + names[:first]
+    return order[::-1] if number % 2 else order
 
 
 def _summed_up(name: str, turn: _Turns) -> Measurement:

@@ -49,9 +49,10 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> Plan:
     else:
         copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in MOVED})
     explicit, why_scores = explicit_scores(problem)
-    causal = problem.first_key is None and problem.last_key is not None
     widest = max(width, width_v)
-    row = row_for(kernel, architecture, problem.dtype, widest, problem.len_q, copy_bytes, explicit, causal=causal, width_v=width_v)
+    row = row_for(
+        kernel, architecture, problem.dtype, widest, problem.len_q, copy_bytes, explicit, causal=problem.causal, width_v=width_v
+    )
     return Plan(
         kernel=kernel,
         architecture=architecture,

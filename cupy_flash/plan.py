@@ -43,6 +43,7 @@ class Config:
     STAGES: int
     STAGES_V: int
     STAGES_Q: int
+    STAGED_SUMS: bool
     MIN_BLOCKS: int
     COPY_BYTES: int
     Q_IN_REGISTERS: bool
@@ -108,8 +109,9 @@ class Plan:
             return {"bwd_v2_pre": 0, "bwd_v2": main, "bwd_v2_post": itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH}
         if self.kernel in ("bwd_hopper", "bwd_hopper_wide"):
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
-            stats, barriers = c.STAGES * 2 * c.TILE_Q * 4, 8 * (11 + 4 * c.STAGES)
-            main = itemsize * (keys + queries + 2 * c.TILE_Q * c.TILE_KV) + stats + barriers
+            stats, sums = c.STAGES * 2 * c.TILE_Q * 4, c.STAGED_SUMS * c.TILE_Q * c.WIDTH * 4
+            barriers = 8 * (11 + 4 * c.STAGES + c.STAGED_SUMS)
+            main = itemsize * (keys + queries + 2 * c.TILE_Q * c.TILE_KV) + stats + sums + barriers
             if self.kernel == "bwd_hopper_wide":
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P
             post = itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH

@@ -72,6 +72,11 @@ class Problem:
         return self.heads_q // max(self.heads_kv, 1)
 
     @property
+    def causal(self) -> bool:
+        """Whether later rows see more keys, and none that earlier rows see is hidden from them."""
+        return self.first_key is None and self.last_key is not None
+
+    @property
     def empty(self) -> bool:
         """True if there is no element to compute, neither of the output nor of a requested lse."""
         return 0 in self.out.shape and (self.lse is None or 0 in self.lse.shape)

@@ -29,6 +29,7 @@ class Row:
     stages: int = 2
     stages_v: int = 2
     stages_q: int = 1
+    staged_sums: bool = False
     min_blocks: int = 2
     q_tiles: int = 1
     q_in_registers: bool = False
@@ -270,12 +271,16 @@ BACKWARD_TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
 # The backward for sm_90a: 4 warps serve two warpgroups. In bwd_hopper each of those owns 64 keys and both of their gradients, in
 # bwd_hopper_wide one gradient of the same 64 keys.
 NARROW_STEPS = "both gradients leave no registers for wider query tiles"
+MORE_QUERIES = "long sequences: 80 queries read shared memory less often for each product, and the copy engine adds dQ"
 ONE_GRADIENT = "one gradient a warpgroup; shared memory holds no more keys"
 WIDE_STEPS = "wide query tiles halve what is done once a tile; measured 424 at 1,024, 560, 554 causal"
+OF_KEYS = {"warps": 12, "min_blocks": 1, "plain_scores": True}
 HOPPER_BACKWARD = (
-    Row(64, 128, 128, WIDE_STEPS, warps=12, min_blocks=1, plain_scores=True),
+    Row(64, 128, 128, WIDE_STEPS, **OF_KEYS),
     Row(64, 64, 128, "wider query tiles would spill", warps=12, min_blocks=1),
-    Row(128, 64, 128, NARROW_STEPS + "; measured 462 at 1,024, 592, 576 causal", warps=12, min_blocks=1, plain_scores=True),
+    Row(128, 64, 128, NARROW_STEPS + "; measured 462 at 1,024", **OF_KEYS, max_len_q=2048),
+    Row(128, 64, 128, NARROW_STEPS + "; measured 436 at 2,048", **OF_KEYS, max_len_q=4096, causal=True),
+    Row(128, 80, 128, MORE_QUERIES + "; measured 591 at 4,096, 610, 584 causal", **OF_KEYS, staged_sums=True),
 )
 HOPPER_BACKWARD_WIDE = (
     Row(128, 64, 64, "one gradient a warpgroup: both would spill", warps=12, min_blocks=1),

@@ -18,7 +18,8 @@
 //                                                                      a step late, so that none of them waits for the others' dS
 //                 wait for dP^T;  dS^T = P^T o (dP^T - delta_i)        beneath both products;  dS goes to shared memory
 //                 start dK = dK + dS^T Q_i
-//                 wait for dQ;  dQ_{i-1} = dQ_{i-1} + dQ               in device memory, where all blocks of the head meet
+//                 wait for dQ;  dQ_{i-1} = dQ_{i-1} + dQ               in device memory, where all blocks of the head meet; by the lanes
+//                                                                      that hold it, or by the copy engine from shared memory
 //               dv_j = dV,  dk_j = scale dK
 //               if no block of a head is left:  dq = scale dQ
 //
@@ -29,12 +30,33 @@
 
 static_assert(TILE_KV == 64 * GROUPS, "a warpgroup owns 64 keys");
 
-// dQ = dS K is dealt out to the warpgroups by 64 rows, and where there are fewer of those, by columns.
-constexpr int DQ_ACROSS = GROUPS / (TILE_Q / 64), DQ_COLS = WIDTH / DQ_ACROSS;
-static_assert(DQ_ACROSS * (TILE_Q / 64) == GROUPS, "every warpgroup has a part of dQ");
+// dQ = dS K is dealt out to the warpgroups by 64 rows, and where there are fewer of those, by columns, and lanes add what they hold. If its
+// sums are staged, queries may be no multiple of 64: its transpose is computed, dQ^T = K^T dS^T, and dealt out by 64 columns of dQ.
+constexpr int DQ_ACROSS = STAGED_SUMS ? WIDTH / 64 : GROUPS / (TILE_Q / 64), DQ_COLS = WIDTH / DQ_ACROSS;
+static_assert(DQ_ACROSS * (STAGED_SUMS ? 1 : TILE_Q / 64) == GROUPS, "every warpgroup has a part of dQ");
+OP int dq_row_of(int group) { return group / DQ_ACROSS * 64; }
+OP int dq_col_of(int group) { return group % DQ_ACROSS * DQ_COLS; }
+
+template <bool STAGED> struct OfQueries { typedef QuerySums Sums; typedef Acc<16, DQ_COLS> Part; };
+template <> struct OfQueries<true> { typedef TransposedSumTile<TILE_Q, WIDTH> Sums; typedef Acc<16, TILE_Q> Part; };
+using Sums = OfQueries<STAGED_SUMS>::Sums;
+using Part = OfQueries<STAGED_SUMS>::Part;                    // of dQ or its transpose, for a warp
+
+template <bool STAGED = STAGED_SUMS, int N> OP void start_part(Acc<16, N>& dq, const GradientTile& ds, int row, const KeyTile& k, int col) {
+  if constexpr (STAGED) start_transposed_product(dq, k, col, ds);
+  else start_product(dq, ds, row, k, col);
+}
+template <bool STAGED = STAGED_SUMS, int N>
+OP void add_part(const HopperBackwardParams& p, const KeyBlock& block, u32 number, u32 step, const Acc<16, N>& dq, int group, int row, int col) {
+  if constexpr (STAGED) stage_queries(block, group, step, dq);
+  else add_queries(p, block, number, step, dq, row, col);
+}
 
 // Whether dP starts from -delta: it saves subtractions, but the first product of a step waits for dO.
 constexpr bool DELTA_AHEAD = WIDTH <= 64;
+
+// Whether dQ runs beneath dS, and not behind it: with a softcap, or with more queries, there are no registers for dQ beside dP.
+constexpr bool EARLY = !EXPLICIT_SCORES && !STAGED_SUMS;
 
 // Whether half way is behind dP, not behind P: as measured.
 constexpr bool LATE = WIDTH > 64;
@@ -42,7 +64,7 @@ static_assert(GROUPS == 2, "one that begins, and one that follows");
 
 [[maybe_unused]] constexpr int SHARED_BYTES = BLOCK_BYTES;
 
-KERNEL(THREADS, 1) bwd_hopper_pre(GRID_CONSTANT HopperBackwardParams p) { prepare_queries(p, DELTA_AHEAD ? -1.f : 1.f); }
+KERNEL(THREADS, 1) bwd_hopper_pre(GRID_CONSTANT HopperBackwardParams p) { prepare_queries(p, DELTA_AHEAD ? -1.f : 1.f, STAGED_SUMS ? GROUPS : 1); }
 
 KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const int warp = int(uniform(u32(warp_id())));
@@ -52,8 +74,12 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   if (warp < 4) {
     give_registers<SERVING_REGISTERS>();
     if (warp == 0) load_tiles(p, block);
-    if (warp == 1) take_turns(p, block);
-    if (warp == 2) pass_turns(p, block);
+    if (STAGED_SUMS) {
+      if (warp == 1 || warp == 2) send_queries(p, block, warp - 1, Sums::offset(dq_row_of(warp - 1), dq_col_of(warp - 1)));
+    } else {
+      if (warp == 1) take_turns(p, block);
+      if (warp == 2) pass_turns(p, block);
+    }
     if (warp == 3) count_heads(p, block);
     return;
   }
@@ -61,7 +87,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   take_registers<COMPUTING_REGISTERS>();
   const KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();
   const int group = warp / 4 - 1, group_row = group * 64, own_row = group_row + warp % 4 * 16;
-  const int dq_row = group / DQ_ACROSS * 64, dq_col = group % DQ_ACROSS * DQ_COLS;
+  const int dq_row = dq_row_of(group), dq_col = dq_col_of(group);
   const KeyRange common = seeing_all(block.band, block.row0 + own_row, 16);
 
   Acc<16, WIDTH> dk_reg, dv_reg;
@@ -69,13 +95,13 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   fill(dv_reg, 0.f);
   u32 number = 0;                                             // of the query tile before
 
-  const auto start_dq = [&](Acc<16, DQ_COLS>& dq_reg) {
+  const auto start_dq = [&](Part& dq_reg) {
     const u32 before = block.queries.number - 1;
     wait_for<LANES>(block.written, before % 2);               // without it dS is read that other warpgroups have not written
-    start_product(dq_reg, block.ds_smem(before), dq_row, k_smem, dq_col);
+    start_part(dq_reg, block.ds_smem(before), dq_row, k_smem, dq_col);
   };
-  const auto add_dq = [&](const Acc<16, DQ_COLS>& dq_reg) {
-    add_queries(p, block, number, block.queries.number - 1, dq_reg, dq_row + warp % 4 * 16, dq_col);
+  const auto add_dq = [&](const Part& dq_reg) {
+    add_part(p, block, number, block.queries.number - 1, dq_reg, group, dq_row + warp % 4 * 16, dq_col);
   };
   // Warpgroups in step would all want the tensor cores at once, and then none of them. So the second one begins when the first is half
   // way through its first tile, and they stay apart by themselves.
@@ -91,7 +117,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
     Acc<16, TILE_Q> s_reg, dp_reg;
     OperandA<16> p_reg[TILE_Q / 16], factor_reg[TILE_Q / 16], ds_reg[TILE_Q / 16];
-    Acc<16, DQ_COLS> dq_reg;
+    Part dq_reg;
 
     wait_full(block.queries);                                 // without it the product reads queries that have not arrived
     if (DELTA_AHEAD) wait_full(block.douts);                  // the same for their gradients
@@ -106,7 +132,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E, p.softcap);
     if (!follows && !LATE) let_begin();
     start_product(dv_reg, p_reg, do_smem);
-    const bool early = follows && !EXPLICIT_SCORES;           // with a softcap there are no registers for dQ beside dP
+    const bool early = follows && EARLY;
     if (early) start_dq(dq_reg);
     if (early) wait_for_products<2>(dp_reg);                  // as above
     else wait_for_products<1>(dp_reg);                        // as above
@@ -114,7 +140,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if (masked) mask(dp_reg, block.band, row0, col0, 0.f);    // 0 times whatever dP was may be NaN
     score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES ? factor_reg : p_reg, dp_reg, block.delta_smem());
     if (follows && !early) start_dq(dq_reg);
-    store_transposed(block.ds_smem(block.queries.number), ds_reg, own_row);
+    store_transposed(block.ds_smem(block.queries.number), ds_reg, STAGED_SUMS ? not_ahead(own_row) : own_row);
     sync_with_copies();                                       // without it the product does not see what lanes have stored
     start_product(dk_reg, ds_reg, q_smem);
     if (follows) wait_for_products<1>(dq_reg);                // without it sums are added that do not exist yet
@@ -136,19 +162,19 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     step(false);
     #pragma unroll 1
     for (int i = 1; i < block.steps; ++i) step(true);
-    Acc<16, DQ_COLS> dq_reg;
+    Part dq_reg;
     start_dq(dq_reg);
     wait_for_products<0>(dq_reg);                             // as in a step
     add_dq(dq_reg);
   }
 
-  arrive_at<LANES>(block.ended);                              // without it the block is never counted
+  if (!STAGED_SUMS) arrive_at<LANES>(block.ended);            // without it the block is never counted
   sync_last<4 * GROUPS>();                                    // without it gradients overwrite keys that a slower warp still reads
   scale(dk_reg, p.scale);
   store_gradient(p, block, p.dk_map, p.dk_parts, k_smem, dk_reg, own_row);
   store_gradient(p, block, p.dv_map, p.dv_parts, v_smem, dv_reg, own_row);
-  finish_heads(p, block);
+  finish_heads<Sums>(p, block);
   wait_for_stores();                                          // without it the block, and its shared memory, may end before
 }
 
-KERNEL(THREADS, 1) bwd_hopper_post(GRID_CONSTANT HopperBackwardParams p) { finish_gradients(p); }
+KERNEL(THREADS, 1) bwd_hopper_post(GRID_CONSTANT HopperBackwardParams p) { finish_gradients<Sums>(p); }

@@ -18,6 +18,7 @@ constexpr int   WARPS = 4;                // each owns TILE_Q / WARPS query rows
 constexpr int   STAGES = 2;               // tiles of K and V, in the backward of Q and dO, in flight or in use
 constexpr int   STAGES_V = 2;             // fwd_hopper: tiles of V in flight or in use; STAGES are those of K
 constexpr int   STAGES_Q = 1;             // fwd_hopper: query tiles; with 2, each begins beneath the end of the one before; with 1, out takes Q's place
+constexpr bool  STAGED_SUMS = false;      // bwd_hopper: dQ goes through shared memory, and the copy engine adds it; if not, lanes add what they hold
 constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the registers of a thread
 
 constexpr int   COPY_BYTES = 16;          // bytes moved at once between device and shared memory: 16, 8, 4, or 0 for one element; divides every row

@@ -9,6 +9,7 @@ from cupy_flash import attention, backward_plan, host, plan_attention_backward
 from cupy_flash.backward import _prepared
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.tuning import HOPPER_BACKWARD, KERNEL_TABLES
 
 RESULTS = ("dq", "dk", "dv")
 
@@ -33,6 +34,16 @@ def schedule_as(monkeypatch):
 def unsplit(monkeypatch):
     """However few blocks there are, one sums over all query heads of a group."""
     monkeypatch.setattr(backward_plan, "FEWEST_BLOCKS", 1)
+    _prepared.cache_clear()
+    yield
+    _prepared.cache_clear()
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """Every problem gets the tile of long sequences, whose dq goes through shared memory, if it can have it."""
+    rows = {"half": tuple(row for row in HOPPER_BACKWARD if row.staged_sums)}
+    monkeypatch.setitem(KERNEL_TABLES, "bwd_hopper", {"90a": rows})
     _prepared.cache_clear()
     yield
     _prepared.cache_clear()
@@ -86,12 +97,25 @@ CASES = (
 )
 
 
+NARROW = [case for case in CASES if max(case.dim, case.dim_v) <= 128 and not case.softcap and case.scale != -0.25]
+
+
 @both
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case, schedule, deterministic, schedule_as):
     schedule_as(schedule)
     given = operands(case)
     judge(case, given, computed(planned(case, given, deterministic), given))
+
+
+@both
+@pytest.mark.parametrize("case", NARROW, ids=str)
+def test_case_by_the_tile_of_long_sequences(case, schedule, deterministic, schedule_as, staged):
+    schedule_as(schedule)
+    given = operands(case)
+    plan = planned(case, given, deterministic)
+    assert plan.kernel.config.STAGED_SUMS and plan.kernel.config.TILE_Q == 80
+    judge(case, given, computed(plan, given))
 
 
 @both
@@ -139,9 +163,12 @@ BROADCAST = {
 
 
 @both
+@pytest.mark.parametrize("tile", ["tile", "staged"])
 @pytest.mark.parametrize("what", BROADCAST)
-def test_broadcast_inputs_get_sums(what, schedule, deterministic, schedule_as):
+def test_broadcast_inputs_get_sums(what, tile, schedule, deterministic, schedule_as, request):
     schedule_as(schedule)
+    if tile == "staged":
+        request.getfixturevalue(tile)
     rng = numpy.random.default_rng(0)
     q, k, v = (rng.standard_normal(shape).astype(numpy.float16) for shape in BROADCAST[what])
     out, lse = attention(q, k, v, causal=True, return_lse=True)
@@ -219,11 +246,15 @@ def test_two_batch_axes_that_do_not_merge():
 
 
 @in_both_modes
-def test_blocks_together(deterministic, monkeypatch, unsplit):
+@pytest.mark.parametrize("tile", ["tile", "staged"])
+def test_blocks_together(deterministic, tile, monkeypatch, unsplit, request):
     """Three at a time, each for two heads: whichever is the last one of a head finishes it. In order, bits stay the same."""
+    if tile == "staged":
+        request.getfixturevalue(tile)
     case = Case("float16", 150, 600, heads_q=4, heads_kv=2, causal=True)
     given = operands(case)
     plan = planned(case, given, deterministic)
+    assert (tile == "staged") == plan.kernel.config.STAGED_SUMS
     results = []
     for blocks in (1, 3, 3):
         monkeypatch.setattr(host.os, "sched_getaffinity", lambda _, blocks=blocks: range(blocks * plan.kernel.config.WARPS))

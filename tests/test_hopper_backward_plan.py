@@ -188,7 +188,8 @@ def test_rows_can_be_divided(kernel):
     assert rows[-1].width in WIDTHS and [row.width for row in rows] == sorted(row.width for row in rows)
     for row in rows:
         groups = row.warps // 4 - 1  # one serves them
-        assert row.warps % 4 == 0 and row.width % 64 == 0 and row.tile_q % 64 == 0 and row.stages & (row.stages - 1) == 0
+        assert row.warps % 4 == 0 and row.width % 64 == 0 and row.tile_q % 16 == 0 and row.stages & (row.stages - 1) == 0
+        assert row.tile_q % 64 == 0 or row.width == 64 * groups  # then dq is dealt out by its columns
         assert row.tile_kv == (64 * groups if kernel == NARROW else 64)
 
 

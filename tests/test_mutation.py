@@ -59,6 +59,7 @@ TWO_GROUPS = Setting(HOPPER_CASE, {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "S
 # Two heads to a block, more blocks than one to a head, more tiles of queries than stages, and more rows of dq than leave at once.
 HOPPER_BACKWARD_CASE = Case("float16", 150, 200, dim=32, heads_q=2, heads_kv=1, causal=True)
 OWN_KEYS = Setting(HOPPER_BACKWARD_CASE, {"TILE_Q": 64, "TILE_KV": 128, "WARPS": 12, "STAGES": 2, "WIDTH": 64, "WIDTH_V": 64})
+STAGED = OWN_KEYS.but(TILE_Q=80, STAGED_SUMS=True, WIDTH=128, WIDTH_V=128)
 ONE_GRADIENT = Setting(HOPPER_BACKWARD_CASE, {"WIDTH": 128, "WIDTH_V": 128})
 
 
@@ -69,7 +70,8 @@ def settings_of(kernel):
         return {"two stages": TWO_GROUPS, "one stage": TWO_GROUPS.but(STAGES=1, STAGES_V=1, STAGES_Q=1), "leaps": leaps}
     if kernel == "bwd_hopper":
         wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128)
-        return {"two stages": OWN_KEYS, "one stage, wide, in order": wide}
+        staged = {"staged": STAGED, "staged, in order": STAGED.but(True)}
+        return {"two stages": OWN_KEYS, "one stage, wide, in order": wide} | staged
     if kernel == "bwd_hopper_wide":
         return {"any order": ONE_GRADIENT, "in order": ONE_GRADIENT.but(True)}
     setting = TWO_PAIRS if kernel.startswith("bwd") else TWO_STAGES
@@ -171,12 +173,13 @@ def test_kernel_as_it_is(kernel, faults_without):
 
 # Waits that only matter where blocks run at the same time, and one of them is slow.
 BETWEEN_BLOCKS = {name: re.compile(rf"\bwait_for<LANES>\(\w+\.{name}, [^;]*\);") for name in ("turn", "ended")}
+BETWEEN_BLOCKS["sums"] = re.compile(r"\bwait_for_sums\(\);(?=\s*// without it others add)")
 
 
 def every_call():
     for kernel in KERNELS:
         for number, (file, call) in enumerate(calls_of(kernel)):
-            if not any(wait.fullmatch(call[0]) for wait in BETWEEN_BLOCKS.values()):
+            if not any(wait.match(call.string, call.start()) for wait in BETWEEN_BLOCKS.values()):
                 line = call.string.count("\n", 0, call.start()) + 1
                 yield pytest.param(kernel, number, id=f"{file}:{line}:{call[0]}")
 
@@ -186,9 +189,17 @@ def test_left_out_call_is_noticed(kernel, number, faults_without):
     assert any(faults_without(kernel, number))
 
 
-@pytest.mark.parametrize("left_out", [None, *BETWEEN_BLOCKS])
-def test_blocks_wait_for_one_that_is_slow(left_out, monkeypatch, change_kernel):
+# The lines that add to dq, by lanes and by the copy engine, which may add later than the turn is passed on.
+BY_LANES, LATER = ("  add(QuerySums{",), ("    add_async(", f"  wait_for_sums();{'':44}// without it the block")
+
+
+SLOW = (*product([False], [None, "turn", "ended"]), *product([True], [None, "sums", "ended"]))
+
+
+@pytest.mark.parametrize("staged, left_out", SLOW)
+def test_blocks_wait_for_one_that_is_slow(staged, left_out, monkeypatch, change_kernel):
     """Three blocks at a time, the first the slowest to add: dq is right, and in order, sums have the bits of blocks in turn."""
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", "deferred" if staged else "eager")
     case = Case("float16", 60, 300, dim=32)
     inputs, (dout, _) = make_inputs(case), make_cotangents(case)
     given = (dout, *inputs, *attention(*inputs, return_lse=True))
@@ -199,6 +210,9 @@ def test_blocks_wait_for_one_that_is_slow(left_out, monkeypatch, change_kernel):
         """Whether gradients are right, and the sums that dq is made of."""
         plan = plan_attention_backward(*given, deterministic=deterministic, backend="host", arch="90a", kernel="bwd_hopper")
         assert plan.kernel.config.TILE_KV == 128 and plan.workspace.names[:2] == ("stats", "dq_sums")
+        if staged:
+            changed = replace(plan.kernel, config=replace(plan.kernel.config, **STAGED.constants))
+            plan = BackwardPlan(plan.problem, changed, (*map(arrays.layout, given), None))
         monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(blocks * plan.kernel.config.WARPS))
         workspace = numpy.full(plan.workspace_bytes, 255, numpy.uint8)
         gradients = plan(*given, workspace=workspace)
@@ -212,7 +226,9 @@ def test_blocks_wait_for_one_that_is_slow(left_out, monkeypatch, change_kernel):
         assert len(wait.findall(text)) == 1
         if name == left_out:
             text = wait.sub(f"{{ {sleep('100 * block_id()')} }}", text)
-    assert text.count("  add(QuerySums{") == 1
-    change_kernel(file, text.replace("  add(QuerySums{", f"  {sleep('400 * (2 - block_id())')} add(QuerySums{{"))
+    for line in LATER if staged else BY_LANES:
+        assert text.count(line) == 1
+        text = text.replace(line, sleep("400 * (2 - block_id())") + line)
+    change_kernel(file, text)
     (right_in_order, sums), (right, _) = computed(3, True), computed(3, False)
     assert (right_in_order and right and numpy.array_equal(sums, expected)) == (left_out is None)

@@ -57,6 +57,10 @@ OP void cp_async_bulk_tensor_5d_store(const TensorMap& map, SharedAddress src, i
 OP void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 OP void cp_async_bulk_wait_group_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 template <int REGISTERS> OP void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
+OP void cp_reduce_async_bulk_add(float* dst, SharedAddress src, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" :: "l"(dst), "r"(src), "r"(bytes) : "memory");
+}
+OP void cp_async_bulk_wait_group() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 template <int REGISTERS> OP void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
 #else
 // What a TensorMap holds on the host, in the clear (tensor_map.py): strides in bytes of all axes but the fastest.
@@ -257,7 +261,29 @@ OP void store_async(const TensorMap& map, const int (&batch)[BATCH_AXES], int he
   }
 #endif
 }
-// Waits until the copy engine has read what this warp has stored with store_async.
+// to[0 : count] += from[0 : count] is on its way, by the copy engine, while others add there as well.
+OP void add_async(float* to, SharedAddress from, int count, CallSite at = call_site()) {
+#if ON_GPU
+  if (lane_id() == 0) {
+    cp_reduce_async_bulk_add(to, from, count * 4);
+    cp_async_bulk_commit_group();
+  }
+  __syncwarp();                                               // as above
+#else
+  host::self->check_shown(from, count * 4, "has the copy engine add", at);
+  host::self->add_async(to, from, count);
+#endif
+}
+// Waits until what this warp has added with add_async is in device memory.
+OP void wait_for_sums() {
+#if ON_GPU
+  if (lane_id() == 0) cp_async_bulk_wait_group();
+  __syncwarp();
+#else
+  host::self->wait_for_async_sums();
+#endif
+}
+// Waits until the copy engine has read what this warp has stored with store_async, or added with add_async.
 OP void wait_for_stores() {
 #if ON_GPU
   if (lane_id() == 0) cp_async_bulk_wait_group_read();

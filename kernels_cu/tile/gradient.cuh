@@ -57,9 +57,10 @@ OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16>
                       float softcap) {
   const float inverse = softcap > 0.f ? 1.f / softcap : 0.f;
   for_lane(l) {
+    const int lane = STAGED_SUMS ? not_ahead(l) : l;
     #pragma unroll
     for (int r = 0; r < s.regs; r += 4) {                     // two rows of two columns
-      const Pair stat = load_shared<Pair>(lse + s.col(l, r) * 4);
+      const Pair stat = load_shared<Pair>(lse + s.col(lane, r) * 4);
       #pragma unroll
       for (int row = 0; row < 2; ++row) {
         float p[2], factor[2];

@@ -79,6 +79,23 @@ struct Warp {
       for (const auto& copy : async_stores) copy();
     async_stores.clear();
   }
+  // It adds what is in shared memory when it reads that; the sums change at once, or when the warp waits for that.
+  void add_async(float* to, const char* from, int count) {
+    const auto values = std::make_shared<std::vector<float>>(count);
+    store_async([=] { std::memcpy(values->data(), from, count * sizeof(float)); });
+    async_sums.push_back([=] {
+      counts.read_bytes += count * sizeof(float);
+      counts.written_bytes += count * sizeof(float);
+      for (int i = 0; i < count; ++i) add_atomically(to[i], (*values)[i]);
+    });
+    if (block->schedule == EAGER) async_sums.back()();
+  }
+  void wait_for_async_sums() {
+    wait_for_async_stores();
+    if (block->schedule == DEFERRED)
+      for (const auto& add : async_sums) add();
+    async_sums.clear();
+  }
 
   // A product computes at once or when it is waited for. The registers at `result` get it from the wait that names them: before that,
   // a compiler is free to read them too early.
@@ -116,12 +133,14 @@ struct Warp {
     groups.clear();
     stores.clear();
     async_stores.clear();
+    async_sums.clear();
     running.clear();
     complete.clear();
     first_hidden = last_hidden = nullptr;
   }
   void end() {
     if (!async_stores.empty()) block->fail(warp, "ends while the copy engine may still read shared memory");
+    if (!async_sums.empty()) block->fail(warp, "ends while the copy engine may still add to sums");
     if (!running.empty()) block->fail(warp, "ends while a product runs");
   }
 
@@ -130,7 +149,7 @@ struct Warp {
   std::vector<std::vector<Copy>> groups;                      // committed, oldest first
   std::vector<Store> stores;
   const char *first_hidden, *last_hidden;                     // around what was stored and not shown
-  std::vector<std::function<void()>> async_stores;            // not waited for
+  std::vector<std::function<void()>> async_stores, async_sums;        // not waited for
   std::vector<Product> running, complete;                     // products, oldest first; complete ones have not been named by a wait
 
   void hide(const char* dst, int bytes) {

@@ -20,7 +20,7 @@ using GradientTile = PanelTile<TILE_Q, TILE_KV>;              // dS
 using OutTile = PanelTile<64 * GROUPS, WIDTH>;                // 16 rows of dq for each computing warp, in the place of Q
 static_assert(OutTile::bytes <= STAGES * QueryTile::bytes, "finished rows of dq fit where Q was");
 
-// Shared memory: K and V, in whose place their gradients leave; Q and dO; dS of two steps; lse and delta; barriers.
+// Shared memory: K and V, in whose place their gradients leave; Q and dO; dS of two steps; lse and delta; dQ if it is staged; barriers.
 constexpr int V_OFFSET = KeyTile::bytes;
 constexpr int Q_OFFSET = V_OFFSET + KeyTile::bytes;
 constexpr int DO_OFFSET = Q_OFFSET + STAGES * QueryTile::bytes;
@@ -28,13 +28,15 @@ constexpr int DS_OFFSET = DO_OFFSET + STAGES * QueryTile::bytes;
 constexpr int STAT_BYTES = TILE_Q * int(sizeof(float));
 constexpr int LSE_OFFSET = DS_OFFSET + 2 * GradientTile::bytes;
 constexpr int DELTA_OFFSET = LSE_OFFSET + STAGES * STAT_BYTES;
-constexpr int K_BARRIERS = DELTA_OFFSET + STAGES * STAT_BYTES;
+constexpr int SUM_OFFSET = DELTA_OFFSET + STAGES * STAT_BYTES;        // of each computing warpgroup
+constexpr int SUM_BYTES = STAGED_SUMS ? TILE_Q * WIDTH / GROUPS * int(sizeof(float)) : 0;
+constexpr int K_BARRIERS = SUM_OFFSET + GROUPS * SUM_BYTES;
 constexpr int V_BARRIERS = K_BARRIERS + RING_BARRIERS;
 constexpr int Q_BARRIERS = V_BARRIERS + RING_BARRIERS;
 constexpr int DO_BARRIERS = Q_BARRIERS + STAGES * RING_BARRIERS;
 constexpr int DS_BARRIER = DO_BARRIERS + STAGES * RING_BARRIERS;
 constexpr int TURN_BARRIERS = DS_BARRIER + Arrival::bytes;
-constexpr int END_BARRIERS = TURN_BARRIERS + 3 * Arrival::bytes;
+constexpr int END_BARRIERS = TURN_BARRIERS + (STAGED_SUMS ? 2 * GROUPS : 3) * Arrival::bytes;
 constexpr int LAST_OFFSET = END_BARRIERS + 2 * Arrival::bytes;
 constexpr int BLOCK_BYTES = LAST_OFFSET + 2 * int(sizeof(u32));
 
@@ -51,6 +53,8 @@ struct KeyBlock {
   Ring<QueryTile, STAGES, LANES> queries{smem + Q_OFFSET, smem + Q_BARRIERS}, douts{smem + DO_OFFSET, smem + DO_BARRIERS};
   Arrival written{smem + DS_BARRIER};                         // dS of a step, by all warps
   Arrival turn{smem + TURN_BARRIERS}, added{turn.address + Arrival::bytes}, noticed{added.address + Arrival::bytes};     // to add to dQ in order
+  OP Arrival staged(int group) const { return {smem + TURN_BARRIERS + group * Arrival::bytes}; }                   // dQ of a warpgroup, and
+  OP Arrival sent(int group) const { return {smem + TURN_BARRIERS + (GROUPS + group) * Arrival::bytes}; }          // its place is free again
   Arrival ended{smem + END_BARRIERS}, counted{smem + END_BARRIERS + Arrival::bytes};       // additions to dQ; and so the block
   KeyPlace here;
   TransposedBand band;
@@ -81,6 +85,7 @@ struct KeyBlock {
   }
   OP SharedAddress lse_smem() const { return smem + LSE_OFFSET + queries.slot() * STAT_BYTES; }
   OP SharedAddress delta_smem() const { return smem + DELTA_OFFSET + douts.slot() * STAT_BYTES; }
+  OP SharedAddress sum_smem(int group) const { return smem + SUM_OFFSET + group * SUM_BYTES; }
   OP GradientTile ds_smem(u32 step) const { return {smem + DS_OFFSET + step % 2 * GradientTile::bytes}; }
 };
 
@@ -91,10 +96,17 @@ OP void start_barriers(const KeyBlock& block) {
   start_ring(block.queries, 4 * GROUPS);                      // warps that hand a tile back
   start_ring(block.douts, 4 * GROUPS);
   start_arrivals(block.written, 4 * GROUPS);
-  start_arrivals(block.turn, 1);
-  start_arrivals(block.added, 4 * GROUPS);
-  start_arrivals(block.noticed, 1);
-  start_arrivals(block.ended, 4 * GROUPS);
+  if (STAGED_SUMS) {
+    for (int group = 0; group < GROUPS; ++group) {
+      start_arrivals(block.staged(group), 4);
+      start_arrivals(block.sent(group), 1);
+    }
+  } else {
+    start_arrivals(block.turn, 1);
+    start_arrivals(block.added, 4 * GROUPS);
+    start_arrivals(block.noticed, 1);
+  }
+  start_arrivals(block.ended, STAGED_SUMS ? GROUPS : 4 * GROUPS);
   start_arrivals(block.counted, 1);
 }
 
@@ -147,6 +159,33 @@ template <int N> OP void add_queries(const HopperBackwardParams& p, const KeyBlo
   if (p.turns) arrive_at<LANES>(block.added);                 // without it the turn is never passed
 }
 
+// The same by the copy engine, which keeps nobody waiting: the four warps of a group leave their parts side by side in shared memory, and one
+// of the first warpgroup has them added at once, to the part of the tile that begins at `offset`. Each group's parts have a turn of their own.
+template <int N> OP void stage_queries(const KeyBlock& block, int group, u32 step, const Acc<16, N>& acc) {
+  wait_for<LANES>(block.sent(group), step % 2 ^ 1);           // without it the part of the step before is overwritten before it has left
+  store(block.sum_smem(group) + not_ahead(warp_id()) % 4 * (16 * N * int(sizeof(float))), acc);
+  sync_with_copies();                                         // without it the copy engine does not see what lanes have stored
+  arrive_at<LANES>(block.staged(group));                      // without it dQ never leaves
+}
+OP void send_queries(const HopperBackwardParams& p, KeyBlock& block, int group, int offset) {
+  #pragma unroll 1
+  for (int step = 0; step < block.steps; ++step, block.advance()) {
+    const u32 number = block.tile_number(p);
+    u32* const turn = p.turns + number * GROUPS + group;
+    wait_for<LANES>(block.staged(group), step % 2);           // without it parts leave that have not been written
+    if (p.turns) take_turn(turn, turn_of(p, block));
+    add_async(p.dq_sums + i64(number) * QuerySums::size + offset, block.sum_smem(group), SUM_BYTES / int(sizeof(float)));
+    wait_for_stores();                                        // without it parts are overwritten that have not left
+    arrive_at<LANES>(block.sent(group));                      // without it the group waits for ever
+    if (p.turns) {
+      wait_for_sums();                                        // without it others add before this block has
+      pass_turn(turn);
+    }
+  }
+  wait_for_sums();                                            // without it the block is counted before all has been added
+  arrive_at<LANES>(block.ended);                              // without it the block is never counted
+}
+
 // 16 rows of dk or dv leave: to the result through the warp's rows of a tile that nobody reads any more, or to the sums of several blocks.
 OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, const TensorMap& map, float* parts, const KeyTile& tile,
                        const Acc<16, WIDTH>& acc, int row) {
@@ -165,13 +204,13 @@ OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, con
 // The last block of a head makes its sums dq. One warp finds out whether this is the last one, which takes a while, and tells the others.
 OP void count_heads(const HopperBackwardParams& p, const KeyBlock& block) {
   if (!p.done) return;
-  wait_for<LANES>(block.ended, 0);                            // without it the block is counted before all warps have added
+  wait_for<LANES>(block.ended, 0);                            // without it the block is counted before all has been added
   count_block(p.done + block.here.batch_number * p.heads + block.here.first_head, p.heads_per_block, ceil_div(p.len_kv, TILE_KV),
               block.smem + LAST_OFFSET);
   sync_warp();                                                // without it others are told before all lanes know, and one has written
   arrive_at<LANES>(block.counted);                            // without it the others wait for ever
 }
-OP void finish_heads(const HopperBackwardParams& p, const KeyBlock& block) {
+template <typename Sums = QuerySums> OP void finish_heads(const HopperBackwardParams& p, const KeyBlock& block) {
   if (!p.done) return;
   wait_for<LANES>(block.counted, 0);                          // without it warps read what has not been counted
   const u32 others = load_shared<u32>(block.smem + LAST_OFFSET);
@@ -185,7 +224,7 @@ OP void finish_heads(const HopperBackwardParams& p, const KeyBlock& block) {
     #pragma unroll 1
     for (int row = own_row; row < p.len_q; row += OutTile::rows) {
       Acc<16, WIDTH> sum_reg;
-      load(sum_reg, QuerySums{p.dq_sums + (first + row / TILE_Q) * QuerySums::size}, row % TILE_Q, 0);
+      load(sum_reg, Sums{p.dq_sums + (first + row / TILE_Q) * Sums::size}, row % TILE_Q, 0);
       scale(sum_reg, p.scale);
       wait_for_stores();                                      // without it rows are overwritten that have not left
       store(out_smem, sum_reg, own_row);

@@ -27,12 +27,12 @@ struct QueryCursor {
   }
 };
 
-// Before: one query tile's sums become 0, its statistics those that P and dS are computed from. Delta is multiplied by `sign`.
-OP void prepare_queries(const BackwardParams& p, float sign) {
+// Before: one query tile's sums become 0, its statistics those that P and dS are computed from. Delta is multiplied by `sign`. `parts` of a
+// tile are added each in a turn of their own.
+OP void prepare_queries(const BackwardParams& p, float sign, int parts = 1) {
   const Place here = place_of_block(p.batch, p.heads, p.len_q, TILE_Q);
   const u32 number = query_tile_number(p, here.batch_number, here.head, here.row / TILE_Q);
-  clear(QuerySums{p.dq_sums + i64(number) * QuerySums::size});
-  if (p.turns && warp_id() == 0) clear_turn(p.turns + number);
+  if (p.turns && warp_id() < parts) clear_turn(p.turns + number * parts + warp_id());
   if (p.done && warp_id() == 0 && here.row == 0) clear_turn(p.done + number / ceil_div(p.len_q, TILE_Q));
 
   const GlobalTile out = slice(p.out, here.batch, here.head, here.row, p.len_q, p.dim_v);
@@ -45,11 +45,12 @@ OP void prepare_queries(const BackwardParams& p, float sign) {
     write(stats + row, row_lse == -infinity() ? infinity() : row_lse * LOG2E);      // a row that sees nothing: P = 2^(S - inf) = 0
     write(stats + TILE_Q + row, sign * (exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot));
   });
+  clear(QuerySums{p.dq_sums + i64(number) * QuerySums::size});        // last: ahead of what is read, it would delay that
 }
 
 // One tile of a gradient from its sums, of which there are `parts` for each head and batch element. Those of all batch elements that
 // the gradient does not tell apart are added up.
-template <int ROWS>
+template <typename Sums, int ROWS>
 OP void finish_tile(const BackwardParams& p, const Tensor& gradient, float* sums, int heads, int parts, int len, int cols, u32 block,
                     float factor) {
   const Place here = place_of_block(p.batch, heads, len, ROWS, block);
@@ -78,7 +79,7 @@ OP void finish_tile(const BackwardParams& p, const Tensor& gradient, float* sums
       for (int part = 0; part < parts; ++part) {
         const i64 number = ((i64(batch_number) * heads + here.head) * parts + part) * tiles + here.row / ROWS;
         Acc<16, 16> part_reg;
-        load(part_reg, SumTile<ROWS, WIDTH>{sums + number * ROWS * WIDTH}, row, col);
+        load(part_reg, Sums{sums + number * Sums::size}, row, col);
         add(sum_reg, part_reg);
       }
     }
@@ -90,7 +91,7 @@ OP void finish_tile(const BackwardParams& p, const Tensor& gradient, float* sums
 }
 
 // After: the tile of a gradient that a block is for.
-OP void finish_gradients(const BackwardParams& p) {
+template <typename Sums = QuerySums> OP void finish_gradients(const BackwardParams& p) {
   u32 batch = 1;
   #pragma unroll
   for (int i = 0; i < BATCH_AXES; ++i) batch *= p.batch[i];
@@ -98,7 +99,7 @@ OP void finish_gradients(const BackwardParams& p) {
   const u32 query_blocks = p.done ? 0 : ceil_div(p.len_q, TILE_Q) * p.heads * batch, key_blocks = ceil_div(p.len_kv, TILE_KV) * heads_kv * batch;
   const u32 block = block_id();
   const u32 key_block = block - query_blocks;
-  if (block < query_blocks) finish_tile<TILE_Q>(p, p.dq, p.dq_sums, p.heads, 1, p.len_q, p.dim, block, p.scale);
-  else if (key_block < key_blocks) finish_tile<TILE_KV>(p, p.dk, p.dk_parts, heads_kv, splits, p.len_kv, p.dim, key_block, 1.f);
-  else finish_tile<TILE_KV>(p, p.dv, p.dv_parts, heads_kv, splits, p.len_kv, p.dim_v, key_block - key_blocks, 1.f);
+  if (block < query_blocks) finish_tile<Sums, TILE_Q>(p, p.dq, p.dq_sums, p.heads, 1, p.len_q, p.dim, block, p.scale);
+  else if (key_block < key_blocks) finish_tile<KeySums, TILE_KV>(p, p.dk, p.dk_parts, heads_kv, splits, p.len_kv, p.dim, key_block, 1.f);
+  else finish_tile<KeySums, TILE_KV>(p, p.dv, p.dv_parts, heads_kv, splits, p.len_kv, p.dim_v, key_block - key_blocks, 1.f);
 }

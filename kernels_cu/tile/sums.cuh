@@ -9,6 +9,12 @@ template <int ROWS, int WIDTH> struct SumTile {
   float* base;
   static OP constexpr int offset(int row0, int col0) { return (row0 / 16 * (WIDTH / 16) + col0 / 16) * 256; }
 };
+// The same where a product leaves the transpose of the tile: so it lies.
+template <int ROWS, int WIDTH> struct TransposedSumTile {
+  static constexpr int size = ROWS * WIDTH;
+  float* base;
+  static OP constexpr int offset(int row0, int col0) { return SumTile<WIDTH, ROWS>::offset(col0, row0); }
+};
 
 // Calls move(four registers of a lane, their place) for all of a fragment that lies at (row0, col0) of a tile.
 template <int ROWS, int WIDTH, typename Fragment, typename Move>
@@ -38,6 +44,27 @@ template <int M, int N, int ROWS, int WIDTH> OP void load(Acc<M, N>& acc, SumTil
     #pragma unroll
     for (int i = 0; i < 4; ++i) to[i] = four.x[i];
   });
+}
+
+// The same: an element of a block has changed places with the one across, and so belongs to another lane and register.
+template <int N, int ROWS, int WIDTH> OP void load(Acc<16, N>& acc, TransposedSumTile<ROWS, WIDTH> tile, int row0, int col0) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < acc.regs; ++r) {
+      const int row = acc.row(l, r), col = acc.col(l, r) % 16;
+      const int lane = col % 8 * 4 + row % 8 / 2, reg = row / 8 * 4 + col / 8 * 2 + row % 2;
+      count_read(sizeof(float));
+      acc.at(l, r) = tile.base[tile.offset(row0, col0 + r / 8 * 16) + reg / 4 * 128 + lane * 4 + reg % 4];
+    }
+  }
+}
+
+// to = acc, as it lies in a tile, in memory that belongs to the warp
+template <int N> OP void store(SharedAddress to, const Acc<16, N>& acc) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < acc.regs; r += 4) store_shared(to + l * 16 + r * 128, Four{acc.at(l, r), acc.at(l, r + 1), acc.at(l, r + 2), acc.at(l, r + 3)});
+  }
 }
 
 #if ON_GPU

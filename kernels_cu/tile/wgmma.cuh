@@ -57,7 +57,9 @@ OP u32 descriptor(SharedAddress start, int panel_bytes) { return (start & 0x3fff
 template <int N> OP void wgmma_from_shared(float* d, u32 a, u32 b, int add);
 // d = a b + (add ? d : 0): 16 columns of 64 rows of a, 16 rows of N columns of b
 template <int N> OP void wgmma_from_shared_rows(float* d, u32 a, u32 b, int add);
-// d += a b: the same with a in registers
+// d = a^T b^T + (add ? d : 0): 16 rows of 64 columns of a, 16 columns of N rows of b
+template <int N> OP void wgmma_from_shared_columns(float* d, u32 a, u32 b, int add);
+// d += a b: the same as the second with a in registers
 template <int N> OP void wgmma_from_registers(float* d, const u32* a, u32 b);
 template <> OP void wgmma_from_shared<64>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
@@ -136,6 +138,12 @@ template <> OP void wgmma_from_shared_rows<128>(float* d, u32 a, u32 b, int add)
     asm volatile(WGMMA(128, "f16", D_128, DESCRIPTOR("a", "%64") DESCRIPTOR("b", "%65"), "a, b", "%66", "0, 1") : OF_D_128 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(128, "bf16", D_128, DESCRIPTOR("a", "%64") DESCRIPTOR("b", "%65"), "a, b", "%66", "0, 1") : OF_D_128 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_from_shared_columns<80>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(80, "f16", D_80, DESCRIPTOR("a", "%40") DESCRIPTOR("b", "%41"), "a, b", "%42", "1, 0") : OF_D_80 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(80, "bf16", D_80, DESCRIPTOR("a", "%40") DESCRIPTOR("b", "%41"), "a, b", "%42", "1, 0") : OF_D_80 : "r"(a), "r"(b), "r"(add));
 }
 template <> OP void wgmma_from_registers<64>(float* d, const u32* a, u32 b) {
   if constexpr (DTYPE == FLOAT16)
@@ -248,6 +256,29 @@ OP void start_product(Acc<16, N>& d, const PanelTile<ROWS, INNER>& a, int row0, 
     float left[16][INNER], right[INNER][N];
     read_rows(a, warp_row, 16, at, [&](int row, int col, float x) { left[row][col] = x; });
     read_rows(b, 0, INNER, at, [&](int row, int col, float x) { if (col0 <= col && col < col0 + N) right[row][col - col0] = x; });
+    fill(d, 0.f);
+    multiply_add(d, left, right);
+  });
+#endif
+}
+
+// d = a[:, col0 : col0 + 64]^T b^T is started: a warp has 16 rows of d, both factors in shared memory.
+template <int N, int INNER, int WIDTH>
+OP void start_transposed_product(Acc<16, N>& d, const PanelTile<INNER, WIDTH>& a, int col0, const PanelTile<N, INNER>& b, CallSite at = call_site()) {
+#if ON_GPU
+  const u32 left = descriptor(a.base + col0 / 64 * a.panel_bytes, a.panel_bytes), right = descriptor(b.base, 16);
+  pin(d);
+  wgmma_fence();                                              // as above
+  #pragma unroll
+  for (int i = 0; i < INNER / 16; ++i)
+    wgmma_from_shared_columns<N>(d.v, left + i * 16 * 128 / 16, right + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, i > 0);
+  wgmma_commit_group();
+#else
+  const int warp_col = col0 + warp_id() % 4 * 16;
+  start_on_host(d, false, at, [=](Acc<16, N>& d) {
+    float left[16][INNER], right[INNER][N];
+    read_rows(a, 0, INNER, at, [&](int row, int col, float x) { if (warp_col <= col && col < warp_col + 16) left[col - warp_col][row] = x; });
+    read_rows(b, 0, N, at, [&](int row, int col, float x) { right[col][row] = x; });
     fill(d, 0.f);
     multiply_add(d, left, right);
   });

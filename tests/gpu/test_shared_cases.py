@@ -4,9 +4,11 @@ import pytest
 
 from cupy_flash import attention, check, plan_attention, plan_attention_backward
 from cupy_flash.architecture import architecture_of
+from cupy_flash.backward import _prepared
 from cupy_flash.cases import full_cases, make_inputs
 from cupy_flash.compare import compare
 from cupy_flash.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.tuning import HOPPER_BACKWARD, KERNEL_TABLES
 
 cupy = pytest.importorskip("cupy")
 
@@ -79,5 +81,29 @@ def test_backward(given, kernel, deterministic):
     plan = plan_attention_backward(dout, *inputs, *state, dlse=dlse, **options)
     gradients = plan(dout, *inputs, *state, dlse=dlse)
     check_kernel(plan, kernel or best_backward(case, (dout, *inputs, *gradients)))
+    judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores)
+    assert judged.ok, judged.message
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """Problems get the tile of long sequences, which few cases are."""
+    rows = {"half": tuple(row for row in HOPPER_BACKWARD if row.staged_sums)}
+    monkeypatch.setitem(KERNEL_TABLES, "bwd_hopper", {"90a": rows})
+    _prepared.cache_clear()
+    yield
+    _prepared.cache_clear()
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
+def test_backward_by_the_tile_of_long_sequences(given, deterministic, staged):
+    case, inputs, (dout, dlse) = given
+    state = attention(*inputs, **case.options | {"return_lse": True})
+    options = {name: value for name, value in case.options.items() if name != "return_lse"}
+    plan = plan_attention_backward(dout, *inputs, *state, dlse=dlse, deterministic=deterministic, **options)
+    if plan.kernel.kernel != "bwd_hopper":
+        pytest.skip("the tile cannot serve this case")
+    assert plan.kernel.config.STAGED_SUMS
+    gradients = plan(dout, *inputs, *state, dlse=dlse)
     judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores)
     assert judged.ok, judged.message
