@@ -90,7 +90,8 @@ def test_rows_fit_shared_memory():
 
 FORWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"WIDTH": 96, "WIDTH_V": 32}, {"WIDTH": 32, "WIDTH_V": 96})
 BACKWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"STAGES": 1}, {"WIDTH": 128, "WIDTH_V": 128}, {"TILE_Q": 128, "TILE_KV": 64})
-HOPPER_BACKWARD_CHANGES = ({}, {"TILE_Q": 64}, {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 64}, {"TILE_Q": 128, "STAGES": 1})
+STAGED = {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 80, "STAGED_SUMS": True}
+HOPPER_BACKWARD_CHANGES = ({}, STAGED, {"TILE_Q": 64}, {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 64}, {"TILE_Q": 128, "STAGES": 1})
 HOPPER_CHANGES = ({}, {"STAGES_Q": 2}, {"STAGES": 4, "STAGES_V": 1}, {"WIDTH_V": 64}, {"WIDTH": 64, "WIDTH_V": 128})
 SUMMED = "max_of(SharedTile<TILE_Q, WIDTH>::bytes, SharedTile<TILE_KV, WIDTH>::bytes)"
 # The end of what an entry keeps in shared memory, in the names of its file.

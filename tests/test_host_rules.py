@@ -83,6 +83,14 @@ COPIES = {
         "store(tile, acc, 0); sync_warp(); store_async(p.out, first, 0, 0, tile, 0);",
         "{W} has the copy engine read what lanes have stored",
     ),
+    "sums not shown": (
+        "store(tile, acc, 0); add_async(static_cast<float*>(p.lse.data), tile.base, 8);",
+        "{W} has the copy engine add what lanes have stored, without sync_with_copies in between",
+    ),
+    "sums read, not waited for": (
+        "add_async(static_cast<float*>(p.lse.data), tile.base, 8); wait_for_stores();",
+        "{W} ends while the copy engine may still add to sums",
+    ),
     "no wait at the end": ("store_async(p.out, first, 0, 0, tile, 0);", "{W} ends while the copy engine may still read"),
     "another box": ("store_async(p.q, first, 0, 0, tile, 0);", "{W} moves 16 x 64 elements with a map of boxes of 64 x 64"),
     "off the swizzle": ("store_async(p.out, first, 0, 0, tile, 4);", "{W} moves a box at an address that is no multiple of 1024"),
