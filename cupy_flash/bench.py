@@ -2,9 +2,9 @@
 
 A `Cell` is a problem; a `Contender` is a way to compute it. In a cell, every contender's result is judged first. Then all of them
 take turns, a few launches each, for several rounds, every other one in reverse, so that a change of the GPU's clock falls on all of
-them alike, and so does what the one before has left of the power that it may draw. A contender
-that raises is a `Failure`, and so is a kernel of this project whose result is wrong: neither stops the cell or the others. A peer
-whose error is beyond the bound is measured, with a note that says so.
+them alike, and none always follows the one that made the GPU hot. A contender that raises is a `Failure`, and so is a kernel of
+this project whose result is wrong: neither stops the cell or the others. A peer whose error is beyond the bound is measured, with
+a note that says so.
 
 Nothing here touches a GPU: `stopwatch` does, through the `Bench` that is handed in.
 

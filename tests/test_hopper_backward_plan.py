@@ -203,6 +203,13 @@ def test_scores_are_scaled_one_by_one_only_where_they_must(dim, options, explici
     assert [row.tile_q, row.tile_kv] == [made.kernel.config.TILE_Q, made.kernel.config.TILE_KV]
 
 
+@pytest.mark.parametrize("len_q, causal, tile", [(2048, False, 64), (2049, False, 80), (4096, True, 64), (4097, True, 80)])
+def test_long_sequences_take_more_queries_a_step(len_q, causal, tile):
+    c = plan_of((1, len_q, 128), (1, 4100, 128), causal=causal).kernel.config
+    assert tile == c.TILE_Q and c.STAGED_SUMS is (tile == 80)
+    assert plan_of((1, len_q, 64), (1, 4100, 64), causal=causal).kernel.config.TILE_Q == 128
+
+
 # Its grids and its workspace
 
 
@@ -270,6 +277,22 @@ def test_workspace_sizes(dim, width):
         "turns": 4 * 3 * 6 * queries,
         "done": 4 * 3 * 6,
     }
+
+
+def test_each_warpgroup_has_a_turn_where_sums_are_staged():
+    made = plan_of((2, 3, 2100, 128), deterministic=True)
+    queries, _ = tiles_of(made)
+    assert made.kernel.config.STAGED_SUMS and dict(made.workspace.parts)["turns"] == 4 * 2 * 3 * queries * 2
+
+
+def test_heads_in_turn_are_fewer_where_the_longest_blocks_come_last():
+    def together(seq, **options):
+        made = plan_of((1, 16, seq, 128), **options)
+        return heads_together(made.kernel, made.problem)
+
+    assert together(16384, deterministic=True, causal=True) == 2
+    assert {together(16384, deterministic=True), together(16384, causal=True)} == {4}
+    assert together(8192, deterministic=True, causal=True) == 4
 
 
 def test_a_plan_prints_what_it_decided():
