@@ -34,6 +34,7 @@ static_assert(TILE_KV == 64 * GROUPS, "a warpgroup owns 64 keys");
 // sums are staged, queries may be no multiple of 64: its transpose is computed, dQ^T = K^T dS^T, and dealt out by 64 columns of dQ.
 constexpr int DQ_ACROSS = STAGED_SUMS ? WIDTH / 64 : GROUPS / (TILE_Q / 64), DQ_COLS = WIDTH / DQ_ACROSS;
 static_assert(DQ_ACROSS * (STAGED_SUMS ? 1 : TILE_Q / 64) == GROUPS, "every warpgroup has a part of dQ");
+static_assert(STAGED_SUMS || TILE_Q % 64 == 0, "and no row of dQ is left over");
 OP int dq_row_of(int group) { return group / DQ_ACROSS * 64; }
 OP int dq_col_of(int group) { return group % DQ_ACROSS * DQ_COLS; }
 

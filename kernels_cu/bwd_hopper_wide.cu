@@ -20,6 +20,7 @@
 #include "tile/key_block.cuh"
 
 static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
+static_assert(!STAGED_SUMS, "shared memory has no room for dQ");
 
 // dQ = dS K is dealt out by its columns, in whole panels.
 constexpr int VALUES_COLS = WIDTH / 128 * 64, KEYS_COLS = WIDTH - VALUES_COLS;

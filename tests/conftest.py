@@ -7,6 +7,8 @@ import pytest
 from hypothesis import settings
 
 from cupy_flash import host, source
+from cupy_flash.backward import _prepared
+from cupy_flash.tuning import HOPPER_BACKWARD, KERNEL_TABLES
 
 settings.register_profile("cupy_flash", deadline=None)  # an example may have to wait for a compiler
 settings.load_profile("cupy_flash")
@@ -53,3 +55,13 @@ def change_kernel(monkeypatch):
 def fast_build(monkeypatch):
     """Kernels for the host are built in half the time, and run more slowly."""
     monkeypatch.setattr(host, "OPTIONS", (*host.OPTIONS, "-Og"))
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """Every problem gets the tile of long sequences, whose dq goes through shared memory, if it can have it."""
+    rows = {"half": tuple(row for row in HOPPER_BACKWARD if row.staged_sums)}
+    monkeypatch.setitem(KERNEL_TABLES, "bwd_hopper", {"90a": rows})
+    _prepared.cache_clear()
+    yield
+    _prepared.cache_clear()

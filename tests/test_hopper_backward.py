@@ -9,7 +9,6 @@ from cupy_flash import attention, backward_plan, host, plan_attention_backward
 from cupy_flash.backward import _prepared
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare_gradients import compare_gradients, make_cotangents
-from cupy_flash.tuning import HOPPER_BACKWARD, KERNEL_TABLES
 
 RESULTS = ("dq", "dk", "dv")
 
@@ -34,16 +33,6 @@ def schedule_as(monkeypatch):
 def unsplit(monkeypatch):
     """However few blocks there are, one sums over all query heads of a group."""
     monkeypatch.setattr(backward_plan, "FEWEST_BLOCKS", 1)
-    _prepared.cache_clear()
-    yield
-    _prepared.cache_clear()
-
-
-@pytest.fixture
-def staged(monkeypatch):
-    """Every problem gets the tile of long sequences, whose dq goes through shared memory, if it can have it."""
-    rows = {"half": tuple(row for row in HOPPER_BACKWARD if row.staged_sums)}
-    monkeypatch.setitem(KERNEL_TABLES, "bwd_hopper", {"90a": rows})
     _prepared.cache_clear()
     yield
     _prepared.cache_clear()
@@ -280,4 +269,14 @@ def test_address_sanitizer_finds_nothing(kernel, case, fast_build, monkeypatch):
     given = operands(case)
     plan = planned(case, given, deterministic=True)
     assert plan.kernel.kernel == kernel
+    judge(case, given, computed(plan, given))
+
+
+def test_address_sanitizer_finds_nothing_in_the_tile_of_long_sequences(staged, fast_build, monkeypatch):
+    """In order, where each warpgroup has a turn of its own."""
+    monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")
+    case = Case("float16", 90, 150, dim=40, heads_q=2, heads_kv=1, causal=True)
+    given = operands(case)
+    plan = planned(case, given, deterministic=True)
+    assert plan.kernel.config.STAGED_SUMS
     judge(case, given, computed(plan, given))

@@ -4,11 +4,9 @@ import pytest
 
 from cupy_flash import attention, check, plan_attention, plan_attention_backward
 from cupy_flash.architecture import architecture_of
-from cupy_flash.backward import _prepared
 from cupy_flash.cases import full_cases, make_inputs
 from cupy_flash.compare import compare
 from cupy_flash.compare_gradients import compare_gradients, make_cotangents
-from cupy_flash.tuning import HOPPER_BACKWARD, KERNEL_TABLES
 
 cupy = pytest.importorskip("cupy")
 
@@ -63,12 +61,16 @@ def test_forward(given, kernel):
     assert judged.ok, judged.message
 
 
+def explicit_scores(case):
+    """Whether scores are scaled one by one."""
+    return case.softcap is not None or case.scores["scale"] <= 0
+
+
 def best_backward(case, moved):
     """What the planner should choose for a backward that moves these arrays tile by tile."""
     if own_architecture().name != "90a" or case.dtype == "float32" or not all(map(tma_can_move, moved)):
         return "bwd_v2"
-    explicit = case.softcap is not None or case.scores["scale"] <= 0
-    return "bwd_hopper" if max(case.dim, case.dim_v) <= (64 if explicit else 128) else "bwd_hopper_wide"
+    return "bwd_hopper" if max(case.dim, case.dim_v) <= (64 if explicit_scores(case) else 128) else "bwd_hopper_wide"
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
@@ -85,25 +87,17 @@ def test_backward(given, kernel, deterministic):
     assert judged.ok, judged.message
 
 
-@pytest.fixture
-def staged(monkeypatch):
-    """Problems get the tile of long sequences, which few cases are."""
-    rows = {"half": tuple(row for row in HOPPER_BACKWARD if row.staged_sums)}
-    monkeypatch.setitem(KERNEL_TABLES, "bwd_hopper", {"90a": rows})
-    _prepared.cache_clear()
-    yield
-    _prepared.cache_clear()
-
-
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
-def test_backward_by_the_tile_of_long_sequences(given, deterministic, staged):
+def test_backward_with_the_tile_of_long_sequences(given, deterministic, staged):
+    """In place of the other tiles of `bwd_hopper`, which most cases would get; what it cannot serve, the next kernel does."""
     case, inputs, (dout, dlse) = given
     state = attention(*inputs, **case.options | {"return_lse": True})
     options = {name: value for name, value in case.options.items() if name != "return_lse"}
     plan = plan_attention_backward(dout, *inputs, *state, dlse=dlse, deterministic=deterministic, **options)
-    if plan.kernel.kernel != "bwd_hopper":
-        pytest.skip("the tile cannot serve this case")
-    assert plan.kernel.config.STAGED_SUMS
     gradients = plan(dout, *inputs, *state, dlse=dlse)
+    best = best_backward(case, (dout, *inputs, *gradients))
+    served = best == "bwd_hopper" and not explicit_scores(case)
+    check_kernel(plan, "bwd_hopper_wide" if best == "bwd_hopper" and not served else best)
+    assert plan.kernel.config.STAGED_SUMS is served
     judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores)
     assert judged.ok, judged.message

@@ -1,0 +1,104 @@
+"""The numbers and tensor maps that a backward for sm_90a is told."""
+
+import pytest
+
+from cupy_flash.architecture import ARCHITECTURES
+from cupy_flash.backward_plan import backward_maps, heads_per_block, heads_together, make_backward_plan
+from cupy_flash.backward_problem import make_backward_problem
+from cupy_flash.layout import dense_layout
+from cupy_flash.options import Options
+from cupy_flash.params import BACKWARD, HOPPER_BACKWARD, TENSOR, backward_params, divisor
+
+SM_90A = ARCHITECTURES["90a"]
+NARROW, WIDE = "bwd_hopper", "bwd_hopper_wide"
+MAPPED = ("q", "k", "v", "dout", "dq", "dk", "dv")
+
+
+def problem_of(**options):
+    """Each number that a kernel gets of it differs from the others, so that none can take another's place."""
+    q, dq, out, dout = ((2, 6, 10, dim) for dim in (64, 64, 48, 48))
+    k, dk, v, dv = ((2, 3, 20, dim) for dim in (64, 64, 48, 48))
+    orders = {"q": (3, 1, 2, 0), "out": (3, 1, 2, 0), "dq": (3, 2, 1, 0), "dout": (3, 2, 1, 0)}
+    orders |= {"k": (3, 2, 1, 0), "v": (3, 2, 1, 0), "dk": (3, 1, 2, 0), "dv": (3, 1, 2, 0)}
+    shapes = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+    layouts = {name: dense_layout(shape, orders[name], "float16", None) for name, shape in shapes.items()}
+    lse, dlse = (dense_layout((2, 6, 10), order, "float32", None) for order in ((2, 1, 0), (1, 2, 0)))
+    asked = Options(scale=0.3, softcap=5.0, window=(4, 2), backend="host", **options)
+    return make_backward_problem(**layouts, lse=lse, dlse=dlse, options=asked)
+
+
+@pytest.mark.parametrize("kernel", [NARROW, WIDE])
+def test_a_problem_becomes_numbers(kernel):
+    problem = problem_of(kernel=kernel)
+    plan = make_backward_plan(problem, SM_90A)
+    params = backward_params(problem, 1, 8, backward_maps(plan, problem), 16)[0]
+    assert params.dtype == HOPPER_BACKWARD
+    queries, keys = plan.config.TILE_Q, plan.config.TILE_KV
+    maps = {name: params[f"{name}_map"] for name in MAPPED}
+    assert {name: clear["size"].tolist() for name, clear in maps.items()} == {
+        "q": [64, 10, 6, 2, 1],
+        "k": [64, 20, 3, 2, 1],
+        "v": [48, 20, 3, 2, 1],
+        "dout": [48, 10, 6, 2, 1],
+        "dq": [64, 10, 6, 2, 1],
+        "dk": [64, 20, 3, 2, 1],
+        "dv": [48, 20, 3, 2, 1],
+    }
+    assert {name: clear["stride"].tolist()[:3] for name, clear in maps.items()} == {  # bytes between rows, heads, batch elements
+        "q": [768, 128, 7680],
+        "k": [128, 2560, 7680],
+        "v": [96, 1920, 5760],
+        "dout": [96, 960, 5760],
+        "dq": [128, 1280, 7680],
+        "dk": [384, 128, 7680],
+        "dv": [288, 96, 5760],
+    }
+    boxes = {"q": queries, "k": keys, "v": keys, "dout": queries, "dq": 16, "dk": 16, "dv": 16}
+    assert {name: int(clear["box_rows"]) for name, clear in maps.items()} == boxes
+    assert {int(clear["box_cols"]) for clear in maps.values()} == {64}
+
+    def steps(name):
+        tensor = params[name]
+        return (*(int(tensor[f"{axis}_stride"]) for axis in ("head", "row", "col")), int(tensor["batch_stride"][-1]))
+
+    tensors = [name for name in BACKWARD.names if BACKWARD[name] == TENSOR]
+    assert {name: steps(name) for name in tensors} == {
+        "q": (64, 384, 1, 3840),
+        "k": (1280, 64, 1, 3840),
+        "v": (960, 48, 1, 2880),
+        "out": (48, 288, 1, 2880),
+        "lse": (10, 1, 0, 60),
+        "dout": (480, 48, 1, 2880),
+        "dlse": (1, 6, 0, 60),
+        "dq": (640, 64, 1, 3840),
+        "dk": (64, 192, 1, 3840),
+        "dv": (48, 144, 1, 2880),
+    }
+    assert {int(params[name]["data"]) for name in tensors} | {int(clear["data"]) for clear in maps.values()} == {0}
+    divisors = {"by_together": 8, "by_group": 8 * 2, "by_shares": 6, "by_heads_per_kv": 2}
+    assert {name: params[name].tolist() for name in divisors} == {name: divisor(n) for name, n in divisors.items()}
+    assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *(f"{name}_map" for name in MAPPED)} == set()
+    assert {name: params[name].tolist() for name in BACKWARD.names if name not in tensors} == {
+        **dict.fromkeys(("stats", "dq_sums", "dk_parts", "dv_parts", "turns", "done"), 0),
+        "first_key": 6,
+        "last_key": 12,
+        "batch": [1, 1, 1, 2],
+        "heads": 6,
+        "heads_per_kv": 2,
+        "heads_per_block": 1,
+        "heads_together": 8,
+        "len_q": 10,
+        "len_kv": 20,
+        "dim": 64,
+        "dim_v": 48,
+        "scale": pytest.approx(0.3),
+        "softcap": 5.0,
+    }
+
+
+def test_the_generic_kernel_gets_no_maps():
+    problem = problem_of(kernel="bwd_v2")
+    plan = make_backward_plan(problem, SM_90A)
+    assert backward_maps(plan, problem) == {}
+    numbers = heads_per_block(plan, problem), heads_together(plan, problem)
+    assert backward_params(problem, *numbers, {}, plan.config.TILE_KV).dtype == BACKWARD
