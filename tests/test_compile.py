@@ -145,6 +145,19 @@ def test_every_field_of_config_is_a_constant_of_the_kernels():
     assert {match[1] for match in CONSTANT.findall(source.files()["config.cuh"])} == {field.name for field in fields(Config)}
 
 
+@pytest.mark.parametrize(
+    "kernel, change, why",
+    [
+        ("bwd_hopper", {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 80}, "no row of dQ is left over"),
+        ("bwd_hopper_wide", {"STAGED_SUMS": True}, "no room for dQ"),
+    ],
+)
+def test_sums_are_staged_where_they_must_be_and_can_be(kernel, change, why):
+    plan = next(every_plan([SM_90A], ["float16"], [kernel]))
+    with pytest.raises(CompileError, match=why):
+        nvrtc.compile_plan(replace(plan, config=replace(plan.config, **change)))
+
+
 @plans(every_plan([SM_75]), every_plan([SM_90A], ["bfloat16"], ["fwd_hopper", "bwd_hopper", "bwd_hopper_wide"]))
 def test_config_text_has_the_values_of_the_plan(plan):
     spelled = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in asdict(plan.config).items()}
