@@ -11,9 +11,10 @@ import numpy
 from cupy_backends.cuda.api import driver
 
 from . import nvrtc
-from .params import places_of, with_schedule
+from .params import places_of
 from .plan import Launch, Plan
 from .tensor_map import DriverMap, TensorMap
+from .turns import scheduled
 from .workspace import Workspace
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute in cuda.h
@@ -58,11 +59,10 @@ class DeviceKernel(threading.local):
     ) -> None:
         cupy.cuda.runtime.free(0)  # makes the device's context current, which in a new thread it is not
         launches = tuple(launch.on(_multiprocessors(device)) for launch in launches if launch.blocks)
+        params, launches = scheduled(kernel, params, launches)
         self._functions = [_module(kernel, device).get_function(launch.entry) for launch in launches]  # keeps them loaded
         for function, launch in zip(self._functions, launches):
             driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes)
-        if launches:
-            params = with_schedule(params, kernel, launches[0].blocks)
         # The driver takes an array of pointers to arguments: here of one, in the word before the argument, which is aligned.
         self._words = (ctypes.c_uint64 * (WORDS_ALIGNED + params.nbytes // 8))()
         memory = ctypes.addressof(self._words)

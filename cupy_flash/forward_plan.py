@@ -11,12 +11,15 @@ from .packing import packing_of
 from .params import FORWARD_ARRAYS
 from .plan import Launch, Plan, check_kind, checked, configure, copy_size, explicit_scores, padded
 from .problem import Problem
+from .schedule import LEAST_SHARE, MERGING, TABLE_BLOCKS, least_share
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import row_for, table_for
+from .turns import merging_blocks, part_rows
 from .workspace import Workspace
 
 MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in tiles
 NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
+EVEN = 0.75  # of the longest query tile that the shortest has to have
 WARP_ROWS, GROUP_ROWS = 16, 64  # of queries: what a warp stores, and what the four warps of a group multiply together
 
 
@@ -53,11 +56,12 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> Plan:
     row = row_for(
         kernel, architecture, problem.dtype, widest, problem.len_q, copy_bytes, explicit, causal=problem.causal, width_v=width_v
     )
+    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else (False, "")
     return Plan(
         kernel=kernel,
         architecture=architecture,
-        config=configure(row, architecture, problem.dtype, problem.precision, width, width_v, copy_bytes, explicit),
-        reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_copy, why_scores))),
+        config=configure(row, architecture, problem.dtype, problem.precision, width, width_v, copy_bytes, explicit, split),
+        reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_split, why_copy, why_scores))),
     )
 
 
@@ -79,23 +83,48 @@ def _kernel_for(problem: Problem, architecture: Architecture) -> tuple[str, str]
     raise UnsupportedError(f"kernel: expected None, fwd_v1 or fwd_v2 for arrays that TMA cannot move, got {asked!r}: {why_not}")
 
 
+def _split_kv(problem: Problem) -> tuple[bool, str]:
+    """Whether blocks may share query tiles, which have to be long and about equally so, and why."""
+    shortest, longest = problem.len_kv, problem.len_kv
+    if problem.last_key is not None:
+        shortest, longest = (min(row + problem.last_key + 1, problem.len_kv) for row in (0, problem.len_q - 1))
+    if problem.first_key is not None or problem.len_kv < LEAST_SHARE + MERGING or shortest < EVEN * longest:
+        return False, ""
+    return True, "split keys: blocks share the query tiles that whole rounds leave over"
+
+
 def forward_launches(plan: Plan, problem: Problem) -> tuple[Launch, ...]:
     """The grid of a forward: so many query tiles a block, for each head and batch element.
 
-    The problem is what the kernel is told, see `packing`. In fwd_hopper it is the most that there can be: blocks take turns.
+    The problem is what the kernel is told, see `packing`. In fwd_hopper it is the most that there can be: blocks take turns, and
+    how many tiles they share depends on how many of them a device holds, see `turns`.
     """
-    [(entry, shared_bytes)] = plan.entries.items()
     c = plan.config
-    blocks = -(-_tiles(plan, problem) // c.Q_TILES) * problem.heads_q * math.prod(problem.batch)
-    return (checked(Launch(entry, blocks, shared_bytes, c.MIN_BLOCKS if plan.kernel == "fwd_hopper" else None)),)
+    (entry, shared_bytes), *others = plan.entries.items()
+    tiles = _tiles(plan, problem) * problem.heads_q * math.prod(problem.batch)
+    if plan.kernel != "fwd_hopper":
+        blocks = -(-_tiles(plan, problem) // c.Q_TILES) * problem.heads_q * math.prod(problem.batch)
+        return (checked(Launch(entry, blocks, shared_bytes)),)
+    if not c.SPLIT_KV:
+        return (checked(Launch(entry, tiles, shared_bytes, c.MIN_BLOCKS)),)
+    shares = -(-problem.len_kv // (c.TILE_KV * least_share(c.TILE_KV)))
+    [(merge, merge_bytes)] = others
+    merging = merging_blocks(plan, min(tiles, TABLE_BLOCKS - 1), problem.len_q)
+    return checked(Launch(entry, tiles * shares, shared_bytes, c.MIN_BLOCKS)), Launch(merge, merging, merge_bytes)
 
 
 def forward_workspace(plan: Plan, problem: Problem) -> Workspace:
-    """What a forward keeps in device memory between two steps: O, l and m of every row in v1, nothing in the others."""
-    if plan.kernel != "fwd_v1":
+    """What a forward keeps in device memory: of v1 O, l and m of every row; of fwd_hopper out and lse of parts to be merged."""
+    c = plan.config
+    tiles = _tiles(plan, problem) * problem.heads_q * math.prod(problem.batch)
+    if plan.kernel == "fwd_v1":
+        return Workspace((("state", 4 * (c.TILE_Q * c.WIDTH_V + 2 * c.TILE_Q) * tiles),))
+    if not c.SPLIT_KV:
         return Workspace()
-    tile = plan.config.TILE_Q * plan.config.WIDTH_V + 2 * plan.config.TILE_Q
-    return Workspace((("state", 4 * tile * _tiles(plan, problem) * problem.heads_q * math.prod(problem.batch)),))
+    # Each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
+    parts = min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
+    rows = parts * part_rows(plan, problem.len_q)
+    return Workspace((("parts", 4 * rows * c.WIDTH_V), ("part_lse", 4 * rows)))
 
 
 def forward_maps(plan: Plan, problem: Problem) -> dict[str, TensorMap]:

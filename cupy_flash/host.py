@@ -23,9 +23,10 @@ import numpy
 
 from . import cache
 from .errors import CompileError, DeadlockError, FaultError, SanitizerError
-from .params import places_of, with_schedule
+from .params import places_of
 from .plan import PARAMS, Launch, Plan
 from .source import files, source_of
+from .turns import scheduled
 
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 SCHEDULES = ("eager", "deferred")
@@ -156,7 +157,8 @@ def run(
     if not launches:
         return Traffic()
     path = build(plan, options)
-    params = with_schedule(params, plan, launches[0].blocks).copy()
+    params, launches = scheduled(plan, params, launches)
+    params = params.copy()
     words = params.view(numpy.uint64)
     for name, array in arrays.items():
         for place in places_of(params, name).values():

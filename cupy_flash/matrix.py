@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 
 from .architecture import ARCHITECTURES, Architecture
@@ -29,7 +30,7 @@ def every_plan(
     kinds: Iterable[str] = tuple(KINDS),
     kernels: Iterable[str] = tuple(PARAMS),
 ) -> Iterator[Plan]:
-    """One plan for each tile in the tuning tables, at its row's own width and with 16-byte copies.
+    """One plan for each tile in the tuning tables, at its row's own width and with 16-byte copies; of fwd_hopper one more each.
 
     Parameters
     ----------
@@ -37,7 +38,7 @@ def every_plan(
     kinds : iterable of str
         Keys of `KINDS`. What an architecture does not compute is left out for it.
     kernels : iterable of str
-        Keys of `plan.PARAMS`: names of kernel files.
+        Keys of `plan.PARAMS`: names of kernel files. A tile of fwd_hopper has a second plan, by which blocks share query tiles.
     """
     kinds, kernels = tuple(kinds), tuple(kernels)
     for architecture, kind, kernel in product(architectures, kinds, kernels):
@@ -47,7 +48,10 @@ def every_plan(
         if kernel != "merge":
             # Rows for few queries and for small copies may be one tile.
             rows = table_for(kernel, architecture, dtype)
-            yield from dict.fromkeys(_row_plan(kernel, architecture, dtype, precision, row) for row in rows)
+            plans = list(dict.fromkeys(_row_plan(kernel, architecture, dtype, precision, row) for row in rows))
+            yield from plans
+            if kernel == "fwd_hopper":
+                yield from (replace(plan, config=replace(plan.config, SPLIT_KV=True)) for plan in plans)
         elif precision == "ieee":
             yield merge_plan(architecture, dtype)
 

@@ -10,12 +10,11 @@ import numpy
 from .errors import UnsupportedError
 from .layout import Layout
 from .problem import Problem
-from .schedule import NONE, TABLE_BLOCKS, TABLE_TURNS, Schedule, causal_costs, make_schedule
+from .schedule import TABLE_BLOCKS, TABLE_TURNS
 
 if TYPE_CHECKING:
     from .backward_problem import BackwardProblem
     from .merge import MergeProblem
-    from .plan import Plan
     from .tensor_map import TensorMap
 
 BATCH_AXES = 4
@@ -102,6 +101,13 @@ HOPPER_FORWARD = _of_whole_lines(
         ("dim_v", "i4"),
         ("scale", "f4"),
         ("softcap", "f4"),
+        ("first_shared", "i4"),
+        ("shared_tiles", "i4"),
+        ("share", "i4"),
+        ("by_key_tiles", DIVISOR),
+        ("part_rows", "i4"),
+        ("parts", "u8"),
+        ("part_lse", "u8"),
     ]
 )
 BACKWARD = numpy.dtype(
@@ -184,7 +190,7 @@ def forward_params(problem: Problem) -> numpy.ndarray:
 def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: int) -> numpy.ndarray:
     """A size-1 array of dtype `HOPPER_FORWARD` with everything but the addresses, its maps in the clear.
 
-    Which tiles a block takes is not in it yet, see `with_schedule`.
+    Which tiles a block takes is not in it yet, see `turns`.
 
     Raises
     ------
@@ -199,24 +205,6 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
     tiles_of_head = -(-problem.len_q // tile_q)
     params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
     params["by_tiles_of_head"], params["by_heads"] = divisor(tiles_of_head), divisor(problem.heads_q)
-    return params
-
-
-def with_schedule(params: numpy.ndarray, plan: Plan, blocks: int) -> numpy.ndarray:
-    """Parameters of `plan` that say as well which query tiles each of so many blocks takes; of other kernels, as they are."""
-    if plan.kernel != "fwd_hopper":
-        return params
-    params = params.copy()
-    p = params[0]
-    first_key, last_key, len_q, len_kv = (int(p[name]) for name in ("first_key", "last_key", "len_q", "len_kv"))
-    schedule = Schedule()
-    if first_key == -UNBOUNDED and last_key < len_kv:  # otherwise tiles are equally long
-        costs = causal_costs(len_q, len_kv, last_key, plan.config.TILE_Q, plan.config.TILE_KV)
-        bytes_of_head = 2 * len_kv * (int(p["dim"]) + int(p["dim_v"])) / int(p["heads_per_kv"])
-        schedule = make_schedule(costs, int(p["tiles"]) // len(costs), len_kv, bytes_of_head, blocks)
-    p["run"], p["by_formula"], p["table"] = schedule.run, schedule.by_formula, NONE
-    for block, tiles in enumerate(schedule.table):
-        p["table"][block, : len(tiles)] = tiles
     return params
 
 

@@ -44,6 +44,7 @@ class Config:
     STAGES_V: int
     STAGES_Q: int
     STAGED_SUMS: bool
+    SPLIT_KV: bool
     MIN_BLOCKS: int
     COPY_BYTES: int
     Q_IN_REGISTERS: bool
@@ -121,7 +122,8 @@ class Plan:
             queries = c.TILE_Q * (max(panels, panels_v) if c.STAGES_Q == 1 else c.STAGES_Q * panels + panels_v)  # and out
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
             barriers = 2 * (c.STAGES + c.STAGES_V + c.TILE_Q // 64 * c.STAGES_Q)
-            return {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers}
+            main = {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers}
+            return main | ({"fwd_hopper_merge": c.WARPS * 16 * 128} if c.SPLIT_KV else {})
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         return {self.kernel: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
 
@@ -141,7 +143,7 @@ class Plan:
             words.append(f"q{c.STAGES_Q}k{c.STAGES}v{c.STAGES_V}")
         else:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"copy{c.COPY_BYTES or 'elements'}"]
-        return "-".join(words + ["explicit"] * c.EXPLICIT_SCORES)
+        return "-".join(words + ["split"] * c.SPLIT_KV + ["explicit"] * c.EXPLICIT_SCORES)
 
     def __str__(self) -> str:
         constants = ", ".join(f"{knob.name}={getattr(self.config, knob.name)}" for knob in fields(self.config))
@@ -184,6 +186,7 @@ def configure(
     width_v: int,
     copy_bytes: int = 16,
     explicit: bool = False,
+    split_kv: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     given = {
@@ -194,6 +197,7 @@ def configure(
         "WIDTH_V": width_v,
         "COPY_BYTES": copy_bytes,
         "EXPLICIT_SCORES": explicit,
+        "SPLIT_KV": split_kv,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 

@@ -4,6 +4,9 @@ There are no more blocks than a device holds at a time, and each takes one query
 (``kernels_cu/tile/place.cuh``). Under a causal mask tiles differ in length, and a formula leaves some blocks with two more than
 others. So the last ones are dealt out one by one, the longest first, each to the block that has least to do (Graham, 1969), and
 the kernel is handed the outcome as a table.
+
+Where tiles are equally long, what whole rounds leave over, or all tiles if there are fewer than blocks, would keep some blocks busy
+and the others idle. Those tiles are shared by all blocks: each computes some of their keys, and the parts are merged.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ ROUNDS_BY_TABLE = (1, 0)  # so many rounds, in each of which a block takes two t
 ROUNDS_COUNTED = 1024  # of those by the formula: what earlier ones leave uneven is little beside them
 L2_BYTES = 32 << 20  # of keys and values that stay in the L2 cache of an sm_90 while all its blocks read
 STEPS_BESIDES = 1  # what beginning and ending a query tile takes, in steps of one key tile
+LEAST_SHARE = 512  # keys of a part: one of fewer takes longer to begin and to merge than to compute
+MERGING = 896  # what beginning, writing, reading and merging parts takes, in keys that a block computes meanwhile
 MANY_KEYS = 4096  # from which on a tile computes enough to hide that they come from device memory
 
 
@@ -41,6 +46,52 @@ class Schedule:
     run: int = 1
     by_formula: int = ALL_TURNS
     table: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The query tiles that blocks share.
+
+    Parameters
+    ----------
+    by_formula : int
+        So many turns of each block, of a whole tile each, come before.
+    first : int
+        Number of the first shared tile.
+    tiles : int
+        How many are shared.
+    key_tiles : int
+        Of theirs, one query tile's after the other's, each block takes so many.
+    """
+
+    by_formula: int
+    first: int
+    tiles: int
+    key_tiles: int
+
+
+def least_share(tile_kv: int) -> int:
+    """The fewest key tiles of a part."""
+    return -(-LEAST_SHARE // tile_kv)
+
+
+def make_shares(tiles: int, len_kv: int, tile_kv: int, blocks: int) -> Shares | None:
+    """Share out the query tiles that whole rounds leave over; None where that saves less than it costs.
+
+    Parameters
+    ----------
+    tiles : int
+        Query tiles of all heads and batch elements, equally long.
+    len_kv, tile_kv : int
+        Keys, and how many of them a tile has.
+    blocks : int
+    """
+    rounds, left = divmod(tiles, blocks)
+    key_tiles = -(-len_kv // tile_kv)
+    share = max(-(-left * key_tiles // blocks), least_share(tile_kv))
+    if not left or share * tile_kv + MERGING > len_kv or blocks > TABLE_BLOCKS:
+        return None
+    return Shares(rounds, rounds * blocks, left, share)
 
 
 def causal_costs(len_q: int, len_kv: int, last_key: int, tile_q: int, tile_kv: int) -> numpy.ndarray:

@@ -111,7 +111,7 @@ def candidates(cell: Cell, architecture: Architecture, kernel: str | None = None
 
 def _with_tile(plan: Plan, row: Row, dtype: str, precision: str) -> Plan:
     c = plan.config
-    config = configure(row, plan.architecture, dtype, precision, c.WIDTH, c.WIDTH_V, c.COPY_BYTES, c.EXPLICIT_SCORES)
+    config = configure(row, plan.architecture, dtype, precision, c.WIDTH, c.WIDTH_V, c.COPY_BYTES, c.EXPLICIT_SCORES, c.SPLIT_KV)
     return replace(plan, config=config, reasons=(row.reason,))
 
 

@@ -19,6 +19,7 @@ constexpr int   STAGES = 2;               // tiles of K and V, in the backward o
 constexpr int   STAGES_V = 2;             // fwd_hopper: tiles of V in flight or in use; STAGES are those of K
 constexpr int   STAGES_Q = 1;             // fwd_hopper: query tiles; with 2, each begins beneath the end of the one before; with 1, out takes Q's place
 constexpr bool  STAGED_SUMS = false;      // bwd_hopper: dQ goes through shared memory, and the copy engine adds it; if not, lanes add what they hold
+constexpr bool  SPLIT_KV = false;         // fwd_hopper: what whole rounds of query tiles leave over is shared by all blocks, each of which takes some of the keys
 constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the registers of a thread
 
 constexpr int   COPY_BYTES = 16;          // bytes moved at once between device and shared memory: 16, 8, 4, or 0 for one element; divides every row

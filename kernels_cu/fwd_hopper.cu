@@ -22,6 +22,7 @@
 #include "tile/mask.cuh"
 #include "tile/place.cuh"
 #include "tile/softmax.cuh"
+#include "tile/sums.cuh"
 #include "tile/wgmma.cuh"
 
 constexpr int THREADS = 32 * WARPS;
@@ -38,6 +39,10 @@ using KeyTile = PanelTile<TILE_KV, WIDTH>;
 using ValueTile = PanelTile<TILE_KV, WIDTH_V>;
 using QueryTile = PanelTile<ROWS, WIDTH>;
 using OutTile = PanelTile<ROWS, WIDTH_V>;
+
+// out of a part of a query tile, in device memory
+using PartTile = SumTile<TILE_Q, WIDTH_V>;
+OP PartTile part_of(const HopperForwardParams& p, u32 number) { return {p.parts + i64(number) * p.part_rows * WIDTH_V}; }
 
 // Shared memory: for each warpgroup its queries and its rows of out, which with one query tile lie in the same place; K; V; barriers.
 constexpr bool AHEAD = STAGES_Q > 1;                          // a query tile begins before the one before it has ended
@@ -60,8 +65,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   const auto queries_of = [&](int of) { return Queries{smem + of * Q_BYTES, smem + Q_BARRIERS + of * STAGES_Q * RING_BARRIERS}; };
   const Band band{p.first_key, p.last_key, p.len_kv};
   const auto place = [&](u32 turn) { return place_of_tile(p, in_turn(p, turn), TILE_Q); };
-  // the key tiles that any row of the block sees; rows that see nothing are masked in one
-  const auto tiles_of = [&](const Place& here) { return tiles_seen(band, here.row, min_of(TILE_Q, p.len_q - here.row), TILE_KV, {0, 1}); };
+  // the key tiles that any of these rows sees, in a part only those of the part; rows that see nothing are masked in one
+  const auto tiles_of_rows = [&](u32 turn, int row, int rows, const TileRange& otherwise) {
+    const TileRange tiles = tiles_seen(band, row, min_of(rows, p.len_q - row), TILE_KV, otherwise);
+    return is_part(p, turn) ? among(part_in_turn(p, turn).keys, tiles) : tiles;
+  };
+  const auto tiles_of = [&](u32 turn, const Place& here) { return tiles_of_rows(turn, here.row, TILE_Q, {0, 1}); };
 
   if (warp == 0) {
     start_ring(keys, 4 * GROUPS);                             // warps that hand a tile back
@@ -78,7 +87,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       wait_free(keys);                                        // without it keys are overwritten that a slower warp still reads
       load_async(keys, p.k, here.batch, here.head / p.heads_per_kv, tile * TILE_KV);
     };
-    const auto load_first = [&](const Place& here) {
+    const auto load_first = [&](u32 turn, const Place& here) {
       #pragma unroll 1
       for (int of = 0; of < GROUPS; ++of) {
         Queries own = queries_of(of);
@@ -87,17 +96,17 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
         load_async(own, p.q, here.batch, here.head, here.row + of * ROWS);
       }
       queries.advance();
-      load_keys(here, tiles_of(here).begin);
+      load_keys(here, tiles_of(turn, here).begin);
     };
     #pragma unroll 1
     for (u32 turn = 0; has_turn(p, turn); ++turn) {
       const Place here = place(turn);
-      if (turn == 0 || !AHEAD) load_first(here);
-      const TileRange tiles = tiles_of(here);
+      if (turn == 0 || !AHEAD) load_first(turn, here);
+      const TileRange tiles = tiles_of(turn, here);
       #pragma unroll 1
       for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         if (tile + 1 < tiles.end) load_keys(here, tile + 1);
-        else if (AHEAD && has_turn(p, turn + 1)) load_first(place(turn + 1));
+        else if (AHEAD && has_turn(p, turn + 1)) load_first(turn + 1, place(turn + 1));
         wait_free(values);                                    // without it values are overwritten that a slower warp still reads
         load_async(values, p.v, here.batch, here.head / p.heads_per_kv, tile * TILE_KV);
       }
@@ -119,21 +128,23 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   int tile, last, unseen, warp_row;
   const auto begin_turn = [&](u32 turn) {
     const Place here = place(turn);
-    const TileRange all = tiles_of(here);
+    const TileRange all = tiles_of(turn, here);
     const int group_row = here.row + group * ROWS;
     tile = all.begin;
-    last = tiles_seen(band, group_row, min_of(ROWS, p.len_q - group_row), TILE_KV, all).end - 1;
+    last = tiles_of_rows(turn, group_row, ROWS, all).end - 1;
     unseen = all.end - 1 - last;
     warp_row = group_row + warp % 4 * 16;
   };
   // The softmax of a turn has ended, and then, with its last product, the turn. Places are computed again: kept, they would take registers.
-  const auto row_of = [&](const Place& here) { return here.row + not_ahead(warp_id() - 4) * 16; };
+  const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
+  const auto row_of = [&](const Place& here) { return here.row + row_of_tile(); };
   const auto end_softmax = [&](u32 turn, RowVec<16>& weight) {
     const Place here = place(turn);
     RowVec<16> lse;
     finish(softmax, lse);
     weight = softmax.sum;
-    if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, row_of(here)), p.lse.row_stride, p.len_q - row_of(here), lse);
+    if (is_part(p, turn)) store(p.part_lse + part_in_turn(p, turn).number * p.part_rows + row_of_tile(), 1, p.part_rows - row_of_tile(), lse);
+    else if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, row_of(here)), p.lse.row_stride, p.len_q - row_of(here), lse);
     softmax = OnlineSoftmax<16>();
   };
   const auto end_turn = [&](u32 turn, const RowVec<16>& weight) {
@@ -141,10 +152,14 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     const int warp = not_ahead(warp_id());
     const OutTile out_smem{smem + OUT_OFFSET + (warp / 4 - 1) * OUT_BYTES};
     rescale(o_reg, weight);
-    wait_for_stores();                                        // without it rows are overwritten that have not left
-    store(out_smem, o_reg, warp % 4 * 16);
-    sync_with_copies();                                       // without it rows leave that have not been written
-    store_async(p.out, here.batch, here.head, row_of(here), out_smem, warp % 4 * 16);
+    if (is_part(p, turn)) {
+      if (row_of_tile() < p.part_rows) store(part_of(p, part_in_turn(p, turn).number), o_reg, row_of_tile(), 0);
+    } else {
+      wait_for_stores();                                      // without it rows are overwritten that have not left
+      store(out_smem, o_reg, warp % 4 * 16);
+      sync_with_copies();                                     // without it rows leave that have not been written
+      store_async(p.out, here.batch, here.head, row_of(here), out_smem, warp % 4 * 16);
+    }
     fill(o_reg, 0.f);
   };
 
@@ -246,4 +261,50 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     }
   }
   wait_for_stores();                                          // without it the block, and its shared memory, may end before
+}
+
+// After: each warp merges 16 rows and 64 columns of a query tile that blocks have shared, one part after the other.
+//
+//   for each part:  m' = max(m, lse_part);  O = e^(m - m') O + e^(lse_part - m') out_part;  l = e^(m - m') l + e^(lse_part - m');  m = m'
+//   out = O / l,  lse = m + log l
+using MergedTile = PanelTile<16, 64>;
+
+KERNEL(THREADS, 1) fwd_hopper_merge(GRID_CONSTANT HopperForwardParams p) {
+  if constexpr (SPLIT_KV) {
+    constexpr int COLS = 32;                                  // at a time: WIDTH_V is a multiple
+    const int warp = warp_id();
+    const u32 fragments = p.part_rows / 16, own = block_id() * WARPS + warp, fragment = own / OutTile::panels, tile = fragment / fragments;
+    if (tile >= u32(p.shared_tiles)) return;
+    const int row = int(fragment - tile * fragments) * 16, col0 = int(own % OutTile::panels) * 64;
+
+    Acc<16, COLS> o_reg[64 / COLS], part_reg[64 / COLS];
+    OnlineSoftmax<16> softmax;
+    RowVec<16> lse, correction, weight;
+    #pragma unroll
+    for (auto& o : o_reg) fill(o, 0.f);
+    const TileParts parts = parts_of_tile(p, tile);
+    for (u32 part = parts.first; part <= parts.last; ++part) {
+      load(lse, p.part_lse + part * p.part_rows + row);
+      #pragma unroll
+      for (int i = 0; i < 64 / COLS; ++i)
+        if (col0 + i * COLS < WIDTH_V) load(part_reg[i], part_of(p, part), row, col0 + i * COLS);
+      join(softmax, lse, correction, weight);
+      #pragma unroll
+      for (int i = 0; i < 64 / COLS; ++i)
+        if (col0 + i * COLS < WIDTH_V) add(o_reg[i], correction, part_reg[i], weight);
+    }
+    finish(softmax, lse);
+
+    const MergedTile out_smem{shared_memory() + warp * MergedTile::bytes};
+    #pragma unroll
+    for (int i = 0; i < 64 / COLS; ++i) {
+      rescale(o_reg[i], softmax.sum);
+      store(out_smem.panel(0), o_reg[i], 0, i * COLS);
+    }
+    sync_with_copies();                                       // without it rows leave that have not been written
+    const Place here = place_of_tile(p, p.first_shared + tile, TILE_Q);
+    if (p.lse.data && col0 == 0) store(row_slice(p.lse, here.batch, here.head, here.row + row), p.lse.row_stride, p.len_q - here.row - row, lse);
+    store_async(p.out, here.batch, here.head, here.row + row, out_smem, 0, col0);
+    wait_for_stores();                                        // without it the block, and its shared memory, may end before
+  }
 }

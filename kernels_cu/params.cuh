@@ -61,7 +61,7 @@ struct HopperForwardParams {
   int heads_per_kv;                       // query heads that share one key-value head
   int tiles;                              // of queries, of all heads and batch elements
   int run;                                // how many of them in a row a block takes: 1, or 2, a long and a short one
-  int by_formula;                         // turns of a block before those in the table
+  int by_formula;                         // turns of a block before those in the table, or before its parts of shared tiles
   Divisor by_tiles_of_head;
   Divisor by_heads;
   u16 table[TABLE_BLOCKS][TABLE_TURNS];   // for each block the tiles of its last turns, by their distance from the first of all of them, then NO_TILE
@@ -71,6 +71,13 @@ struct HopperForwardParams {
   int dim_v;
   float scale;
   float softcap;
+  int first_shared;                       // SPLIT_KV: number of the first query tile that blocks share
+  int shared_tiles;                       // how many they share
+  int share;                              // of their key tiles, one query tile's after the other's, so many for a block
+  Divisor by_key_tiles;                   // of a query tile
+  int part_rows;                          // of a tile that exist, rounded up to whole fragments
+  float* parts;                           // (parts, part_rows * WIDTH_V)  out of each part of a tile, in the order of fragments
+  float* part_lse;                        // (parts, part_rows)  and its lse
 };
 
 struct BackwardParams {

@@ -1,13 +1,13 @@
 """What the tests share: one kernel cache, a clean environment, and the mark of tests that need a GPU."""
 
 import functools
+import math
 import os
 
 import pytest
 from hypothesis import settings
 
-from cupy_flash import host, source
-from cupy_flash.backward import _prepared
+from cupy_flash import backward, forward_plan, host, launch, schedule, source
 from cupy_flash.tuning import HOPPER_BACKWARD, KERNEL_TABLES
 
 settings.register_profile("cupy_flash", deadline=None)  # an example may have to wait for a compiler
@@ -62,6 +62,18 @@ def staged(monkeypatch):
     """Every problem gets the tile of long sequences, whose dq goes through shared memory, if it can have it."""
     rows = {"half": tuple(row for row in HOPPER_BACKWARD if row.staged_sums)}
     monkeypatch.setitem(KERNEL_TABLES, "bwd_hopper", {"90a": rows})
-    _prepared.cache_clear()
+    backward._prepared.cache_clear()
     yield
-    _prepared.cache_clear()
+    backward._prepared.cache_clear()
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Blocks share the query tiles that whole rounds leave over, however short and different, in any forward that has no window."""
+    for module in (schedule, forward_plan):
+        monkeypatch.setattr(module, "LEAST_SHARE", 1)
+        monkeypatch.setattr(module, "MERGING", 0)
+    monkeypatch.setattr(forward_plan, "EVEN", -math.inf)
+    launch._prepared.cache_clear()
+    yield
+    launch._prepared.cache_clear()

@@ -15,7 +15,7 @@ from cupy_flash.options import Options
 from cupy_flash.params import HOPPER_FORWARD, divisor, hopper_forward_params
 from cupy_flash.plan import Launch
 from cupy_flash.problem import make_problem
-from cupy_flash.schedule import TABLE_BLOCKS, TABLE_TURNS
+from cupy_flash.schedule import LEAST_SHARE, MERGING, TABLE_BLOCKS, TABLE_TURNS
 from cupy_flash.tuning import HOPPER, Row
 
 SM_90A = ARCHITECTURES["90a"]
@@ -254,6 +254,55 @@ def test_a_product_divides(number, n):
         assert (dividend * multiplier >> 32 >> shift if multiplier else dividend) == dividend // number
 
 
+# Query tiles that blocks share
+
+KEYS = LEAST_SHARE + MERGING
+
+
+@pytest.mark.parametrize(
+    "len_q, len_kv, options, shared",
+    [
+        (70, KEYS, {}, True),
+        (70, KEYS - 1, {}, False),
+        (70, KEYS, {"softcap": 5.0}, True),
+        (70, KEYS, {"causal": True}, True),  # bottom right: the first query sees nearly all keys
+        (KEYS, KEYS, {"causal": True}, False),
+        (KEYS // 4, KEYS, {"causal": True}, True),
+        (KEYS // 4 + 2, KEYS, {"causal": True}, False),  # the first query sees less than three quarters of what the last one does
+        (2 * KEYS, KEYS, {"causal": True}, False),  # the first queries see nothing
+        (2000, 3000, {"causal": "top_left"}, False),
+        (70, KEYS, {"window": (KEYS - 70, 0)}, False),
+    ],
+)
+def test_tiles_are_shared_where_they_are_long_and_alike(len_q, len_kv, options, shared):
+    made = planned(array(1, 2, len_q, 64), array(1, 2, len_kv, 64), **options)
+    assert made.kernel.config.SPLIT_KV is shared and ("split keys" in str(made)) is shared
+    assert [launch.entry for launch in made.launches] == ["fwd_hopper"] + ["fwd_hopper_merge"] * shared
+    assert made.workspace.names == ("parts", "part_lse") * shared
+
+
+def test_other_kernels_share_nothing():
+    for options in ({"arch": "80"}, {"kernel": "fwd_v2"}, {"algorithm": "v1"}):
+        assert not planned(array(1, 2, 70, 64), array(1, 2, 9000, 64), **options).kernel.config.SPLIT_KV
+
+
+def test_a_workspace_holds_every_part_whatever_the_lengths():
+    """At most 143 shared tiles and a part more for all blocks but one; of a tile no more rows than there are."""
+    most = 143 + 144
+    for heads, len_q, len_kv, parts, rows in ((2, 70, 2000, 2 + 144, 80), (500, 300, 2000, most, 128), (500, 300, 9000, most, 128)):
+        q, kv = (numpy.broadcast_to(array(1, 1, 128), (heads, length, 128)) for length in (len_q, len_kv))
+        made = planned(q, kv, out=array(heads, len_q, 128))
+        assert dict(made.workspace.parts) == {"parts": parts * rows * 128 * 4, "part_lse": parts * rows * 4}
+
+
+def test_a_few_tiles_are_launched_as_often_as_they_have_parts():
+    """Two tiles of 70 queries and 2,000 keys: at most four parts of 512 keys each, and 5 fragments of rows by 2 panels to merge."""
+    made = planned(array(2, 70, 128), array(2, 2000, 128))
+    (computing, merging), c = made.launches, made.kernel.config
+    assert (computing.blocks, computing.per_multiprocessor) == (2 * 4, 1)
+    assert (merging.blocks, merging.per_multiprocessor) == (-(-2 * 5 * 2 // c.WARPS), None)
+
+
 # Its parameters
 
 
@@ -301,6 +350,13 @@ def test_a_problem_becomes_numbers():
         "dim_v": 48,
         "scale": pytest.approx(0.3),
         "softcap": 5.0,
+        "first_shared": 0,  # nor which are shared
+        "shared_tiles": 0,
+        "share": 0,
+        "by_key_tiles": (0, 0, 0),
+        "part_rows": 0,
+        "parts": 0,
+        "part_lse": 0,
     }
 
 

@@ -1,11 +1,11 @@
-"""What fwd_hopper does that the shared cases do not reach: maxima that rise late or from far below zero, and two batch axes."""
+"""What fwd_hopper does that the shared cases do not reach: late maxima, two batch axes, query tiles that blocks share."""
 
 import math
 
 import numpy
 import pytest
 
-from cupy_flash import host, plan_attention
+from cupy_flash import attention, host, plan_attention, schedule, turns
 from cupy_flash.arrays import DTYPES
 from cupy_flash.compare import compare
 
@@ -14,7 +14,7 @@ def judged(q, k, v, **options):
     plan = plan_attention(q, k, v, backend="host", arch="90a", return_lse=True, **options)
     assert plan.kernel.kernel == "fwd_hopper"
     p = plan.problem
-    comparison = compare(*plan(q, k, v), q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key)
+    comparison = compare(*plan(q, k, v), q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key, softcap=p.softcap)
     assert comparison.ok, comparison.message
     return plan
 
@@ -75,4 +75,81 @@ def test_blocks_take_causal_tiles_by_formula_and_by_table():
 def test_two_batch_axes_that_do_not_merge():
     rng = numpy.random.default_rng(1)
     q, k, v = (rng.standard_normal((3, 5, 1, 40, 64)).astype(numpy.float16)[:, ::2] for _ in range(3))
+    judged(q, k, v)
+
+
+# Query tiles that blocks share: the host has two, and each problem here an odd number of tiles.
+
+FORMS = {
+    "a tile for two blocks": ((1, 1, 50), (1, 1, 2000), 64, 64, {}),
+    "the last of three": ((3, 1, 100), (3, 1, 2000), 128, 128, {}),
+    "the last, of few rows": ((1, 300), (1, 2000), 128, 128, {}),
+    "a group of heads": ((3, 6, 1), (3, 3, 2000), 64, 64, {}),
+    "a group of heads in one tile": ((1, 7, 1), (1, 1, 2000), 64, 64, {}),
+    "narrow": ((1, 30), (1, 2000), 32, 32, {}),
+    "wide": ((1, 100), (1, 2000), 256, 256, {}),
+    "half a panel": ((3, 40), (3, 2000), 96, 96, {}),
+    "narrow values": ((1, 40), (1, 2000), 192, 128, {}),
+    "wide values": ((1, 40), (1, 2000), 64, 96, {}),
+    "causal": ((1, 200), (1, 2000), 64, 64, {"causal": True}),
+    "softcap": ((1, 40), (1, 2000), 64, 64, {"softcap": 2.0}),
+}
+
+
+@pytest.mark.parametrize("order", host.SCHEDULES)
+@pytest.mark.parametrize("form", FORMS)
+def test_tiles_that_blocks_share(form, order, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
+    of_q, of_kv, dim, dim_v, options = FORMS[form]
+    rng = numpy.random.default_rng(6)
+    q, k, v = (rng.standard_normal(shape).astype(numpy.float16) for shape in ((*of_q, dim), (*of_kv, dim), (*of_kv, dim_v)))
+    plan = judged(q, k, v, **options)
+    assert plan.kernel.config.SPLIT_KV and merged(plan)
+
+
+def merged(plan):
+    """How many blocks merge on the host."""
+    launches = tuple(launch.on(host.MULTIPROCESSORS) for launch in plan.launches)
+    execution = plan._execution
+    _, launches = turns.scheduled(plan.kernel, execution._params, launches)
+    return sum(launch.blocks for launch in launches if launch.entry == "fwd_hopper_merge")
+
+
+def test_a_part_of_which_a_row_sees_nothing_is_left_out(monkeypatch):
+    """Of eight parts of 256 keys the first 48 rows see nothing of the last, which their neighbours see, and where V is NaN."""
+    monkeypatch.setattr(host, "MULTIPROCESSORS", 8)
+    monkeypatch.setattr(schedule, "LEAST_SHARE", 64)
+    rng = numpy.random.default_rng(7)
+    q, k, v = (rng.standard_normal((1, length, 64)).astype(numpy.float16) for length in (256, 2000, 2000))
+    v[:, 7 * 256 :] = numpy.nan
+    plan = plan_attention(q, k, v, backend="host", arch="90a", causal=True, return_lse=True)
+    assert merged(plan) and plan.kernel.config.TILE_KV == 64
+    out, lse = plan(q, k, v)
+    assert numpy.isfinite(lse).all() and numpy.isfinite(out[:, :48]).all() and numpy.isnan(out[:, 48:]).all()
+    expected = attention(q[:, :48], k[:, : 7 * 256], v[:, : 7 * 256], causal=True, backend="numpy")
+    numpy.testing.assert_allclose(out[:, :48].astype(float), expected, atol=2e-3)
+
+
+def test_parts_with_maxima_far_apart():
+    """The first half of the keys has scores near -1000, the second near 1000: parts of the first weigh nothing."""
+    rng = numpy.random.default_rng(8)
+    q = numpy.ones((1, 20, 64), numpy.float16)
+    k = numpy.full((1, 2000, 64), 1000 / 8, numpy.float16)
+    k[:, :1000] *= -1
+    k += rng.uniform(-0.01, 0.01, k.shape).astype(numpy.float16)
+    assert merged(judged(q, k, rng.standard_normal((1, 2000, 64)).astype(numpy.float16)))
+
+
+def test_a_number_of_heads_that_all_blocks_share_but_nothing_is_merged():
+    rng = numpy.random.default_rng(9)
+    q, k, v = (rng.standard_normal((2, length, 64)).astype(numpy.float16) for length in (40, 2000, 2000))
+    plan = judged(q, k, v)
+    assert plan.kernel.config.SPLIT_KV and not merged(plan)
+
+
+@pytest.mark.parametrize("sanitizer", host.SANITIZERS)
+def test_sanitizers_have_nothing_to_say_of_shared_tiles(sanitizer, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", sanitizer)
+    rng = numpy.random.default_rng(10)
+    q, k, v = (rng.standard_normal((1, length, 96)).astype(numpy.float16) for length in (150, 2000, 2000))
     judged(q, k, v)

@@ -283,13 +283,14 @@ def test_each_warpgroup_has_a_turn_where_sums_are_staged():
 
 
 def test_heads_in_turn_are_fewer_where_the_longest_blocks_come_last():
-    def together(seq, **options):
-        made = plan_of((1, 16, seq, 128), **options)
+    def together(seq, dim, **options):
+        made = plan_of((1, 16, seq, dim), **options)
         return heads_together(made.kernel, made.problem)
 
-    assert together(16384, deterministic=True, causal=True) == 2
-    assert {together(16384, deterministic=True), together(16384, causal=True)} == {4}
-    assert together(8192, deterministic=True, causal=True) == 4
+    in_order = {"deterministic": True, "causal": True}
+    for dim, heads in ((128, {4096: 8, 8192: 4, 16384: 2, 32768: 2}), (256, {2048: 8, 4096: 4, 8192: 2, 16384: 1, 32768: 1})):
+        assert {seq: together(seq, dim, **in_order) for seq in heads} == heads
+        assert {together(16384, dim, deterministic=True), together(16384, dim, causal=True)} == {4}
 
 
 def test_a_plan_prints_what_it_decided():

@@ -5,9 +5,24 @@ import pytest
 
 from cupy_flash import plan_attention, schedule
 from cupy_flash.architecture import architecture_named
-from cupy_flash.forward_plan import forward_maps, make_forward_plan
-from cupy_flash.params import HOPPER_FORWARD, forward_params, hopper_forward_params, with_schedule
-from cupy_flash.schedule import L2_BYTES, MANY_KEYS, NONE, STEPS_BESIDES, TABLE_BLOCKS, TABLE_TURNS, causal_costs, make_schedule
+from cupy_flash.forward_plan import forward_launches, forward_maps, make_forward_plan
+from cupy_flash.params import HOPPER_FORWARD, forward_params, hopper_forward_params
+from cupy_flash.plan import Launch
+from cupy_flash.schedule import (
+    L2_BYTES,
+    LEAST_SHARE,
+    MANY_KEYS,
+    MERGING,
+    NONE,
+    STEPS_BESIDES,
+    TABLE_BLOCKS,
+    TABLE_TURNS,
+    causal_costs,
+    least_share,
+    make_schedule,
+    make_shares,
+)
+from cupy_flash.turns import merging_blocks, scheduled
 
 FITS = 1.0  # bytes of a head: so few that all heads stay in the cache
 
@@ -77,12 +92,20 @@ def test_costs_count_key_tiles():
         assert (causal_costs(300, 350, last_key, 100, 50) - STEPS_BESIDES).tolist() == steps
 
 
-def struct(blocks, **options):
-    q = numpy.zeros((2, 3, 1000, 64), numpy.float16)
-    problem = plan_attention(q, q, q, backend="host", arch="90a", **options).problem
+def told(blocks, len_kv=1000, **options):
+    """Plan, parameters and launches on a device of so many blocks."""
+    q, k = numpy.zeros((2, 3, 1000, 64), numpy.float16), numpy.zeros((2, 3, len_kv, 64), numpy.float16)
+    problem = plan_attention(q, k, k, backend="host", arch="90a", **options).problem
     plan = make_forward_plan(problem, architecture_named("90a"))
     params = hopper_forward_params(problem, forward_maps(plan, problem), plan.config.TILE_Q)
-    return with_schedule(params, plan, blocks)[0]
+    launches = tuple(launch.on(blocks) for launch in forward_launches(plan, problem))
+    return plan, *scheduled(plan, params, launches)
+
+
+def struct(blocks, **options):
+    _, params, launches = told(blocks, **options)
+    assert len(launches) == 1
+    return params[0]
 
 
 def test_only_causal_tiles_are_dealt_out():
@@ -103,4 +126,86 @@ def test_other_kernels_have_no_schedule():
     q = numpy.zeros((2, 3, 1000, 64), numpy.float16)
     plan = plan_attention(q, q, q, backend="host", arch="90a", kernel="fwd_v2", causal=True)
     params = forward_params(plan.problem)
-    assert params.dtype != HOPPER_FORWARD and with_schedule(params, plan.kernel, 5) is params
+    launches = (Launch("fwd_v2", 5, 0),)
+    assert params.dtype != HOPPER_FORWARD and scheduled(plan.kernel, params, launches) == (params, launches)
+
+
+# Tiles that blocks share
+
+
+def parts_of(shares, key_tiles, blocks):
+    """For each block its parts, as `part_in_turn` of place.cuh has them: number, tile, first key tile, the one behind the last."""
+    every = shares.tiles * key_tiles
+    for block in range(blocks):
+        first, end = block * shares.key_tiles, min((block + 1) * shares.key_tiles, every)
+        parts, tile = [], first // key_tiles
+        while max(first, tile * key_tiles) < min(end, (tile + 1) * key_tiles):
+            start = tile * key_tiles
+            parts.append((tile + block, tile, max(first, start) - start, min(end, start + key_tiles) - start))
+            tile += 1
+        yield parts
+
+
+@pytest.mark.parametrize("tiles", [1, 8, 100, 131, 133, 1024, 2048])
+@pytest.mark.parametrize("len_kv", [1408, 2000, 4096, 65536])
+@pytest.mark.parametrize("tile_kv", [64, 80, 128])
+@pytest.mark.parametrize("blocks", [2, 7, 132, TABLE_BLOCKS])
+def test_each_key_of_a_shared_tile_is_in_one_part(tiles, len_kv, tile_kv, blocks):
+    shares = make_shares(tiles, len_kv, tile_kv, blocks)
+    if shares is None:
+        return
+    assert shares.by_formula * blocks == shares.first and shares.first + shares.tiles == tiles and shares.tiles < blocks
+    key_tiles = -(-len_kv // tile_kv)
+    of_blocks = list(parts_of(shares, key_tiles, blocks))
+    parts = [part for of_block in of_blocks for part in of_block]
+    keys = [(tile, key) for _, tile, begin, end in parts for key in range(begin, end)]
+    assert keys == [(tile, key) for tile in range(shares.tiles) for key in range(key_tiles)]
+    numbers = [number for number, *_ in parts]
+    assert numbers == sorted(set(numbers)) and numbers[-1] < min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS  # as in the workspace
+    for tile in range(shares.tiles):  # as `parts_of_tile` numbers them
+        first, last = (tile + key // shares.key_tiles for key in (tile * key_tiles, (tile + 1) * key_tiles - 1))
+        assert [number for number, of, *_ in parts if of == tile] == list(range(first, last + 1))
+
+
+def test_blocks_share_what_is_left_evenly():
+    """1,024 tiles on 132 blocks are seven rounds and 100 tiles, three quarters of one for each block."""
+    shares = make_shares(1024, 16384, 128, 132)
+    assert (shares.by_formula, shares.tiles, shares.key_tiles) == (7, 100, 97)
+    loads = [sum(end - begin for *_, begin, end in parts) for parts in parts_of(shares, 128, 132)]
+    assert set(loads[:-1]) == {97} and sum(loads) == 100 * 128
+
+
+@pytest.mark.parametrize(
+    "tiles, len_kv, tile_kv, blocks",
+    [
+        (264, 65536, 128, 132),  # whole rounds
+        (131, 65536, 128, 132),  # hardly less than a round
+        (1, LEAST_SHARE + MERGING - 128, 128, 132),  # few keys
+        (1, 65536, 128, TABLE_BLOCKS + 1),
+    ],
+)
+def test_tiles_are_not_shared_where_that_would_not_pay(tiles, len_kv, tile_kv, blocks):
+    assert make_shares(tiles, len_kv, tile_kv, blocks) is None
+
+
+def test_a_part_is_worth_its_while():
+    """A tile of 4,096 keys for 132 blocks: eight of them take a part, no more."""
+    shares = make_shares(1, 4096, 128, 132)
+    assert shares.key_tiles == least_share(128) == 4
+    assert [len(parts) for parts in parts_of(shares, 32, 132)] == [1] * 8 + [0] * 124
+    assert (least_share(64), least_share(80)) == (8, 7)
+
+
+def test_what_blocks_are_told_of_shares():
+    """24 tiles on 5 blocks are four rounds and four tiles, of 6,000 keys in tiles of 64: 376 for all, 76 for a block."""
+    plan, params, (computing, merging) = told(5, len_kv=6000)
+    p = params[0]
+    assert (plan.config.TILE_Q, plan.config.TILE_KV, plan.config.SPLIT_KV) == (256, 64, True)
+    assert (p["by_formula"], p["first_shared"], p["shared_tiles"], p["share"], p["part_rows"]) == (4, 20, 4, 76, 256)
+    assert p["by_key_tiles"]["divisor"] == 94 and (p["table"] == NONE).all()
+    assert (computing.blocks, merging.blocks) == (5, merging_blocks(plan, 4, 1000)) and merging.blocks == -(-4 * 16 // 20)
+
+
+def test_nothing_is_merged_where_nothing_is_shared():
+    _, params, launches = told(6, len_kv=2000)
+    assert params[0]["by_formula"] == schedule.ALL_TURNS and [launch.entry for launch in launches] == ["fwd_hopper"]

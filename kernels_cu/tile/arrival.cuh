@@ -241,21 +241,21 @@ OP void load_async(Ring<T, SLOTS, LANES>& ring, const TensorMap& map, const int 
 #endif
   ring.advance();
 }
-// map[batch, head, row : row + 16] = tile[row0 : row0 + 16], clipped to the array
+// map[batch, head, row : row + 16, col0 :] = tile[row0 : row0 + 16], clipped to the array
 template <int ROWS, int WIDTH>
 OP void store_async(const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, const PanelTile<ROWS, WIDTH>& tile, int row0,
-                    CallSite at = call_site()) {
+                    int col0 = 0, CallSite at = call_site()) {
 #if ON_GPU
   if (lane_id() == 0) {
     #pragma unroll
     for (int i = 0; i < tile.panels; ++i)
-      cp_async_bulk_tensor_5d_store(map, tile.base + i * tile.panel_bytes + row0 * 128, 64 * i, row, head, batch[BATCH_AXES - 1], batch[BATCH_AXES - 2]);
+      cp_async_bulk_tensor_5d_store(map, tile.base + i * tile.panel_bytes + row0 * 128, col0 + 64 * i, row, head, batch[BATCH_AXES - 1], batch[BATCH_AXES - 2]);
     cp_async_bulk_commit_group();
   }
   __syncwarp();                                               // for the assembler, which would have the lanes meet later, and more often
 #else
   for (int i = 0; i < tile.panels; ++i) {
-    const Box box(map, tile.base + i * tile.panel_bytes + row0 * 128, 16, 64 * i, row, head, batch, at);
+    const Box box(map, tile.base + i * tile.panel_bytes + row0 * 128, 16, col0 + 64 * i, row, head, batch, at);
     box.check_shown("has the copy engine read");
     host::self->store_async([=] { box.store(); });
   }

@@ -40,10 +40,6 @@ constexpr int END_BARRIERS = TURN_BARRIERS + (STAGED_SUMS ? 2 * GROUPS : 3) * Ar
 constexpr int LAST_OFFSET = END_BARRIERS + 2 * Arrival::bytes;
 constexpr int BLOCK_BYTES = LAST_OFFSET + 2 * int(sizeof(u32));
 
-// Whether a causal mask turns the order of keys round, see turn_of. The longest tiles then come last: with tiles of 64 keys that cost more
-// than it saved.
-constexpr bool MAY_TURN_BACK = TILE_KV > 64;
-
 constexpr Lanes LANES = WIDTH <= 64 ? TOGETHER : APART;       // as measured: 5 % at dim 64, and nothing or 5 % the other way at dim 128
 
 // What every warp of a block knows, and how far it is.
@@ -66,7 +62,7 @@ struct KeyBlock {
 
   OP KeyBlock(const HopperBackwardParams& p)
       : here(key_place_of_block(p, TILE_KV)),
-        band(transposed(p.first_key, p.last_key, p.len_q, p.len_kv)), backwards(p.turns && MAY_TURN_BACK && p.last_key < p.len_kv) {
+        band(transposed(p.first_key, p.last_key, p.len_q, p.len_kv)), backwards(p.turns && p.last_key < p.len_kv) {
     if (backwards) here.tile = ceil_div(p.len_kv, TILE_KV) - 1 - here.tile;
     row0 = here.tile * TILE_KV;
     const KeyRange seeing = seeing_any(band, row0, TILE_KV);
@@ -127,8 +123,8 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
 }
 
 // If order matters, blocks add to the sums of a query tile in turn, each behind the block of the keys before. Under a causal mask it is the
-// other way round if MAY_TURN_BACK, and each block begins with the first queries that see its keys, of which it is the first: nobody waits
-// then. In either order a block only waits for ones that started earlier. Two warps do the waiting, one for the turn, the other to pass it on.
+// other way round, and each block begins with the first queries that see its keys, of which it is the first: nobody waits then, but the
+// longest tiles come last. In either order a block only waits for ones that started earlier. Two warps do the waiting, one for the turn, the other to pass it on.
 OP u32 turn_of(const HopperBackwardParams& p, const KeyBlock& block) {
   const int row = block.now.tile * TILE_Q;
   const KeyRange keys = seen_by_any({p.first_key, p.last_key, p.len_kv}, row, min_of(TILE_Q, p.len_q - row));

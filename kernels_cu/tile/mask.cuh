@@ -33,6 +33,12 @@ OP TileRange tiles_seen(const Band& band, int row0, int rows, int width, const T
   return {keys.first / width, keys.last / width + 1};
 }
 
+// those of `tiles` that are among `all`; if there is none, the first of `all`
+OP TileRange among(const TileRange& all, const TileRange& tiles) {
+  const TileRange both{max_of(tiles.begin, all.begin), min_of(tiles.end, all.end)};
+  return both.begin < both.end ? both : TileRange{all.begin, all.begin + 1};
+}
+
 // The same band seen from the keys: key j is seen by the queries j - last_key ... j - first_key that exist, if it exists itself.
 struct TransposedBand {
   int first_query, last_query, len_q, len_kv;

@@ -1,6 +1,7 @@
 // place.cuh -- which part of the problem a block works on.
 #pragma once
 #include "params.cuh"
+#include "tile/mask.cuh"
 
 template <bool, typename A, typename B> struct ChooseType { typedef A type; };
 template <typename A, typename B> struct ChooseType<false, A, B> { typedef B type; };
@@ -70,13 +71,40 @@ OP Place place_of_tile(const HopperForwardParams& p, u32 number, int tile_q) {
   return here;
 }
 
+// A part of a query tile: some of its keys, as a block computes them whose share of the shared tiles they are.
+struct TilePart {
+  u32 tile;                                                   // counted from the first shared one
+  u32 number;                                                 // of the part: one more for the next part and for the next tile
+  TileRange keys;                                             // tiles of them
+};
+
+// The key tiles of all shared query tiles in a row are cut into equal shares, one for each block. A share is no longer than a query tile, so
+// it is a part of one, or of two. Beyond its parts a block has some without keys.
+OP TilePart part_in_turn(const HopperForwardParams& p, u32 turn) {
+  const u32 key_tiles = p.by_key_tiles.divisor, first = block_id() * p.share, end = min_of(first + p.share, p.shared_tiles * key_tiles);
+  const u32 tile = divide(first, p.by_key_tiles) + turn - p.by_formula, start = tile * key_tiles;
+  return {tile, tile + block_id(), {int(max_of(first, start) - start), int(min_of(end, start + key_tiles) - start)}};
+}
+// The parts of a shared tile, first ... last.
+struct TileParts { u32 first, last; };
+OP TileParts parts_of_tile(const HopperForwardParams& p, u32 tile) {
+  const u32 key_tiles = p.by_key_tiles.divisor;
+  return {tile + tile * key_tiles / p.share, tile + ((tile + 1) * key_tiles - 1) / p.share};
+}
+OP bool is_part(const HopperForwardParams& p, u32 turn) { return SPLIT_KV && turn >= u32(p.by_formula); }
+
 // The number of the tile that a block takes in a turn, and whether there is one. A formula keeps the blocks at work on the same heads. At
-// the end it would leave some of them with a tile more, so there the planner deals the tiles out, see schedule.py.
+// the end it would leave some of them with a tile more, so there the planner deals the tiles out, see schedule.py, or all blocks share them.
 OP u32 in_turn(const HopperForwardParams& p, u32 turn) {
+  if (is_part(p, turn)) return p.first_shared + part_in_turn(p, turn).tile;
   if (turn >= u32(p.by_formula)) return p.by_formula * blocks() + p.table[block_id()][turn - p.by_formula];
   return p.run == 2 ? (turn / 2 * blocks() + block_id()) * 2 + turn % 2 : turn * blocks() + block_id();
 }
 OP bool has_turn(const HopperForwardParams& p, u32 turn) {
+  if (is_part(p, turn)) {
+    const TileRange keys = part_in_turn(p, turn).keys;
+    return keys.begin < keys.end;
+  }
   if (turn >= u32(p.by_formula)) return p.table[block_id()][turn - p.by_formula] != NO_TILE;
   return in_turn(p, turn) < u32(p.tiles);
 }

@@ -155,6 +155,30 @@ OP Weights weights_of(float lse_a, float lse_b) {
   return {a / sum, b / sum, top + log2f(sum) * LN2};
 }
 
+// More than two sets, one after the other: the state of all from the lse of each, the factor that what there is has to be brought to the new
+// maximum by, and the weight of what is added. A set of which a row sees no key has weight 0, and whatever it holds is left out.
+template <int M> OP void join(OnlineSoftmax<M>& state, const RowVec<M>& lse, RowVec<M>& correction, RowVec<M>& weight) {
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < lse.slots; ++i) {
+      const float score = lse.at(l, i) * LOG2E, max = fmaxf(state.max.at(l, i), score), safe = fmaxf(max, LOWEST);
+      correction.at(l, i) = exp2_approx(state.max.at(l, i) - safe);
+      weight.at(l, i) = exp2_approx(score - safe);
+      state.sum.at(l, i) = fmaf(state.sum.at(l, i), correction.at(l, i), 0.25f * weight.at(l, i));         // the share of each of the four lanes
+      state.max.at(l, i) = max;
+    }
+  }
+}
+template <int M, int D> OP void add(Acc<M, D>& o, const RowVec<M>& correction, const Acc<M, D>& part, const RowVec<M>& weight) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < o.regs; ++r) {
+      const float added = weight.at(l, o.slot(r)) == 0.f ? 0.f : weight.at(l, o.slot(r)) * part.at(l, r);
+      o.at(l, r) = fmaf(o.at(l, r), correction.at(l, o.slot(r)), added);
+    }
+  }
+}
+
 // All keys have been seen: lse = ln sum_j e^score_j, and the sum becomes its reciprocal, by which o becomes the weighted mean. A row that
 // saw nothing gives 0 and -inf.
 template <int M> OP void finish(OnlineSoftmax<M>& state, RowVec<M>& lse) {

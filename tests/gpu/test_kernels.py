@@ -24,6 +24,7 @@ def judge(case, inputs, result):
 REPEATED = (
     Case("float16", 300, 500, heads_q=4, batch=(2,), causal=True),
     Case("bfloat16", 257, 257, dim=128, heads_q=6, heads_kv=2),
+    Case("bfloat16", 300, 5000, dim=128, heads_q=3),  # on sm_90a blocks share query tiles
     Case("float32", 200, 300, dim=128, heads_q=4, causal=True),
 )
 
@@ -106,6 +107,25 @@ def test_graph_capture_and_replay():
             graph.launch(stream)
             stream.synchronize()
             judge(case, (q, k, v), (out, lse))
+
+
+def test_graph_of_a_call_that_is_given_its_workspace():
+    case = Case("bfloat16", 300, 3000, dim=128, heads_q=4)
+    q, k, v = (cupy.ascontiguousarray(x) for x in make_inputs(case, cupy))
+    out, lse = cupy.empty_like(q), cupy.empty(q.shape[:-1], numpy.float32)
+    plan = plan_attention(q, k, v, return_lse=True, out=out, lse=lse)
+    workspace = cupy.empty(plan.workspace_bytes, numpy.uint8)
+    plan(q, k, v, out=out, lse=lse, workspace=workspace)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        plan(q, k, v, out=out, lse=lse, workspace=workspace)
+        graph = stream.end_capture()
+        for memory in (out, lse, workspace):
+            memory.fill(255)
+        graph.launch(stream)
+        stream.synchronize()
+    judge(case, (q, k, v), (out, lse))
 
 
 def test_many_threads_share_a_plan():

@@ -35,6 +35,7 @@ for case in (
     Case("float16", 50, 60, dim=33, softcap=10.0),
     Case("bfloat16", 40, 50, dim=98),
     Case("float16", 40, 50, dim=256),
+    Case("float16", 40, 1500, dim=96, heads_q=2),  # on sm_90a blocks share query tiles
     Case("float32", 70, 60, dim=128, causal=True),
     Case("float32", 40, 50, dim=33, precision="tf32"),
     Case("float16", 5, 0),

@@ -7,6 +7,7 @@ from cupy_flash.architecture import architecture_of
 from cupy_flash.cases import full_cases, make_inputs
 from cupy_flash.compare import compare
 from cupy_flash.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.packing import packing_of
 
 cupy = pytest.importorskip("cupy")
 
@@ -55,6 +56,19 @@ def test_forward(given, kernel):
     case, inputs, _ = given
     plan = plan_attention(*inputs, kernel=kernel, **case.options)
     check_kernel(plan, kernel or best_kernel(case, inputs))
+    result = plan(*inputs)
+    out, lse = result if case.return_lse else (result, None)
+    judged = compare(out, lse, *inputs, precision=case.precision, **case.scores)
+    assert judged.ok, judged.message
+
+
+def test_forward_whose_blocks_share_tiles(given, shared):
+    case, inputs, _ = given
+    plan = plan_attention(*inputs, **case.options)
+    best = best_kernel(case, inputs)
+    check_kernel(plan, best)
+    p = packing_of(plan.problem).problem
+    assert plan.kernel.config.SPLIT_KV is (best == "fwd_hopper" and p.first_key is None and p.len_kv > 0)
     result = plan(*inputs)
     out, lse = result if case.return_lse else (result, None)
     judged = compare(out, lse, *inputs, precision=case.precision, **case.scores)

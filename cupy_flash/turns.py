@@ -1,0 +1,65 @@
+"""What the blocks of a device do one after the other: `schedule`, told to fwd_hopper once it is known how many blocks there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy
+
+from .params import UNBOUNDED, divisor
+from .plan import Launch, Plan
+from .schedule import NONE, Schedule, causal_costs, make_schedule, make_shares
+
+WARP_ROWS, PANEL = 16, 64  # of a query tile: what a warp merges at a time
+
+
+def scheduled(plan: Plan, params: numpy.ndarray, launches: tuple[Launch, ...]) -> tuple[numpy.ndarray, tuple[Launch, ...]]:
+    """Parameters and launches of fwd_hopper on a device; those of other kernels as they are.
+
+    Parameters
+    ----------
+    plan : Plan
+    params : numpy.ndarray
+        From `hopper_forward_params`.
+    launches : tuple of Launch
+        With as many blocks as the device holds.
+
+    Returns
+    -------
+    params : numpy.ndarray
+        They say as well which query tiles, and which parts of those that are shared, each block takes.
+    launches : tuple of Launch
+        Merging as many tiles as are shared, and left out if none is.
+    """
+    if plan.kernel != "fwd_hopper" or not launches:
+        return params, launches
+    params = params.copy()
+    p, c = params[0], plan.config
+    computing, merging = launches if c.SPLIT_KV else (*launches, None)
+    first_key, last_key, len_q, len_kv = (int(p[name]) for name in ("first_key", "last_key", "len_q", "len_kv"))
+    schedule, shares = Schedule(), None
+    if c.SPLIT_KV:
+        shares = make_shares(int(p["tiles"]), len_kv, c.TILE_KV, computing.blocks)
+    elif first_key == -UNBOUNDED and last_key < len_kv:  # otherwise tiles are equally long
+        costs = causal_costs(len_q, len_kv, last_key, c.TILE_Q, c.TILE_KV)
+        bytes_of_head = 2 * len_kv * (int(p["dim"]) + int(p["dim_v"])) / int(p["heads_per_kv"])
+        schedule = make_schedule(costs, int(p["tiles"]) // len(costs), len_kv, bytes_of_head, computing.blocks)
+    p["run"], p["by_formula"], p["table"] = schedule.run, schedule.by_formula, NONE
+    for block, tiles in enumerate(schedule.table):
+        p["table"][block, : len(tiles)] = tiles
+    if shares is None:
+        return params, (computing,)
+    p["by_formula"], p["first_shared"], p["shared_tiles"] = shares.by_formula, shares.first, shares.tiles
+    p["share"], p["by_key_tiles"], p["part_rows"] = shares.key_tiles, divisor(-(-len_kv // c.TILE_KV)), part_rows(plan, len_q)
+    return params, (computing, replace(merging, blocks=merging_blocks(plan, shares.tiles, len_q)))
+
+
+def part_rows(plan: Plan, len_q: int) -> int:
+    """Rows of a part of a query tile that are kept: those that exist, rounded up to what a warp owns."""
+    return min(plan.config.TILE_Q, -(-len_q // WARP_ROWS) * WARP_ROWS)
+
+
+def merging_blocks(plan: Plan, tiles: int, len_q: int) -> int:
+    """Blocks that merge so many query tiles."""
+    c = plan.config
+    return -(-tiles * (part_rows(plan, len_q) // WARP_ROWS) * -(-c.WIDTH_V // PANEL) // c.WARPS)
