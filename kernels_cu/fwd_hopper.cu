@@ -64,13 +64,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   using Queries = Ring<QueryTile, STAGES_Q, TOGETHER>;
   const auto queries_of = [&](int of) { return Queries{smem + of * Q_BYTES, smem + Q_BARRIERS + of * STAGES_Q * RING_BARRIERS}; };
   const Band band{p.first_key, p.last_key, p.len_kv};
-  const auto place = [&](u32 turn) { return place_of_tile(p, in_turn(p, turn), TILE_Q); };
-  // the key tiles that any of these rows sees, in a part only those of the part; rows that see nothing are masked in one
-  const auto tiles_of_rows = [&](u32 turn, int row, int rows, const TileRange& otherwise) {
-    const TileRange tiles = tiles_seen(band, row, min_of(rows, p.len_q - row), TILE_KV, otherwise);
-    return is_part(p, turn) ? among(part_in_turn(p, turn).keys, tiles) : tiles;
+  const auto place = [&](u32 turn) { return place_in_turn(p, turn, TILE_Q); };
+  // the key tiles that any row of the block sees, in a part only those of the part; rows that see nothing are masked in one
+  const auto tiles_of = [&](u32 turn, const Turn& here) {
+    const TileRange tiles = tiles_seen(band, here.row, min_of(TILE_Q, p.len_q - here.row), TILE_KV, {0, 1});
+    return is_part(p, turn) ? among(here.part.keys, tiles) : tiles;
   };
-  const auto tiles_of = [&](u32 turn, const Place& here) { return tiles_of_rows(turn, here.row, TILE_Q, {0, 1}); };
 
   if (warp == 0) {
     start_ring(keys, 4 * GROUPS);                             // warps that hand a tile back
@@ -83,11 +82,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     give_registers<LOADER_REGISTERS>();
     if (warp > 0) return;
     Queries queries = queries_of(0);
-    const auto load_keys = [&](const Place& here, int tile) {
+    const auto load_keys = [&](const Turn& here, int tile) {
       wait_free(keys);                                        // without it keys are overwritten that a slower warp still reads
       load_async(keys, p.k, here.batch, here.head / p.heads_per_kv, tile * TILE_KV);
     };
-    const auto load_first = [&](u32 turn, const Place& here) {
+    const auto load_first = [&](u32 turn, const Turn& here) {
       #pragma unroll 1
       for (int of = 0; of < GROUPS; ++of) {
         Queries own = queries_of(of);
@@ -100,7 +99,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     };
     #pragma unroll 1
     for (u32 turn = 0; has_turn(p, turn); ++turn) {
-      const Place here = place(turn);
+      const Turn here = place(turn);
       if (turn == 0 || !AHEAD) load_first(turn, here);
       const TileRange tiles = tiles_of(turn, here);
       #pragma unroll 1
@@ -127,40 +126,40 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   u32 turn = 0;
   int tile, last, unseen, warp_row;
   const auto begin_turn = [&](u32 turn) {
-    const Place here = place(turn);
+    const Turn here = place(turn);
     const TileRange all = tiles_of(turn, here);
     const int group_row = here.row + group * ROWS;
     tile = all.begin;
-    last = tiles_of_rows(turn, group_row, ROWS, all).end - 1;
+    const TileRange own = tiles_seen(band, group_row, min_of(ROWS, p.len_q - group_row), TILE_KV, all);
+    last = (SPLIT_KV ? among(all, own) : own).end - 1;
     unseen = all.end - 1 - last;
     warp_row = group_row + warp % 4 * 16;
   };
   // The softmax of a turn has ended, and then, with its last product, the turn. Places are computed again: kept, they would take registers.
   const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
   const auto row_of = [&](const Place& here) { return here.row + row_of_tile(); };
-  const auto end_softmax = [&](u32 turn, RowVec<16>& weight) {
-    const Place here = place(turn);
+  const auto end_softmax = [&](u32 turn, bool part, RowVec<16>& weight) {
+    const Turn here = place(turn);
     RowVec<16> lse;
     finish(softmax, lse);
     weight = softmax.sum;
-    if (is_part(p, turn)) store(p.part_lse + part_in_turn(p, turn).number * p.part_rows + row_of_tile(), 1, p.part_rows - row_of_tile(), lse);
+    if (part) store(p.part_lse + here.part.number * p.part_rows + row_of_tile(), 1, p.part_rows - row_of_tile(), lse);
     else if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, row_of(here)), p.lse.row_stride, p.len_q - row_of(here), lse);
     softmax = OnlineSoftmax<16>();
   };
-  const auto end_turn = [&](u32 turn, const RowVec<16>& weight) {
-    const Place here = place(turn);
+  const auto end_turn = [&](u32 turn, bool part, const RowVec<16>& weight) {
+    const Turn here = place(turn);
     const int warp = not_ahead(warp_id());
     const OutTile out_smem{smem + OUT_OFFSET + (warp / 4 - 1) * OUT_BYTES};
     rescale(o_reg, weight);
-    if (is_part(p, turn)) {
-      if (row_of_tile() < p.part_rows) store(part_of(p, part_in_turn(p, turn).number), o_reg, row_of_tile(), 0);
+    if (part) {
+      if (row_of_tile() < p.part_rows) store(part_of(p, here.part.number), o_reg, row_of_tile(), 0);
     } else {
       wait_for_stores();                                      // without it rows are overwritten that have not left
       store(out_smem, o_reg, warp % 4 * 16);
       sync_with_copies();                                     // without it rows leave that have not been written
       store_async(p.out, here.batch, here.head, row_of(here), out_smem, warp % 4 * 16);
     }
-    fill(o_reg, 0.f);
   };
 
   const auto scores_of_tile = [&] {
@@ -178,16 +177,18 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
 
   // One key tile. Beneath its product and its softmax runs the second product of the tile before it, if there was one. If that one was
   // in another turn, that turn ends here, and the maximum has to be found; otherwise that of the tiles before nearly always does.
-  const auto step = [&](const bool follows, const bool starts, const int skipped) {
+  // A turn that starts where none is to be ended runs above a product that counts for nothing: two texts of the step serve three cases.
+  const auto step = [&](const bool follows, const bool starts, const bool ends, const int skipped) {
     const KeyTile k_smem = keys.tile();
+    const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
     if (follows) to_operands(p_reg, s_reg);
     wait_full(keys);                                          // without it the product reads keys that have not arrived
     start_product_transposed(s_reg, queries.tile(), 0, k_smem);
     RowVec<16> weight;
     if (follows) {
-      wait_full(values);                                      // without it the product reads values that have not arrived
-      start_product(o_reg, p_reg, values.tile());
-      if (starts) end_softmax(turn - 1, weight);
+      if (real) wait_full(values);                            // without it the product reads values that have not arrived
+      start_product(o_reg, p_reg, real ? values.tile() : ValueTile{k_smem.base});
+      if (ends) end_softmax(turn - 1, false, weight);
       wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
     } else {
       wait_for_products<0>(s_reg);                            // as well
@@ -210,10 +211,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     add(softmax, sum);
     if (follows) {
       wait_for_products<0>(o_reg);                            // without it O and P change beneath the product
-      arrive_free(values);                                    // without it the loader waits for ever
-      if (starts) {
+      if (ends || !starts) arrive_free(values);               // without it the loader waits for ever
+      if (ends) {
         skip(values, skipped);
-        end_turn(turn - 1, weight);
+        end_turn(turn - 1, false, weight);
+      }
+      if (starts) {
+        fill(o_reg, 0.f);
       } else if (looked || again) {
         rescale(o_reg, correction);
       }
@@ -221,40 +225,41 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   };
 
   fill(o_reg, 0.f);
+  fill(s_reg, 0.f);
   #pragma unroll 1
   while (has_turn(p, turn)) {
-    begin_turn(turn);
-    wait_full(queries);                                       // without it the products read queries that have not arrived
-    step(false, false, 0);
+    const u32 first = turn;
+    int skipped = 0;
     #pragma unroll 1
     for (;;) {
+      begin_turn(turn);
+      skip(keys, skipped);
+      wait_full(queries);                                     // without it the products read queries that have not arrived
+      step(AHEAD, AHEAD, AHEAD && turn != first, skipped);
       #pragma unroll 1
       while (tile < last) {
         ++tile;
-        step(true, false, 0);
+        step(true, false, false, 0);
       }
       ++turn;
       if (AHEAD) arrive_free(queries);                        // without it the loader waits for ever
       // With more tiles between two turns, the loader waits for values to be free before it brings the next queries and keys.
-      if (!AHEAD || unseen > 1 || !has_turn(p, turn)) break;
-      const int skipped = unseen;
-      begin_turn(turn);
-      skip(keys, skipped);
-      wait_full(queries);                                     // as above
-      step(true, true, skipped);
+      if (!AHEAD || unseen > 1 || !has_turn(p, turn) || is_part(p, turn)) break;
+      skipped = unseen;
     }
     wait_full(values);                                        // as in a step, all three
     to_operands(p_reg, s_reg);
     start_product(o_reg, p_reg, values.tile());
     RowVec<16> weight;
-    end_softmax(turn - 1, weight);
+    end_softmax(turn - 1, is_part(p, turn - 1), weight);
     wait_for_products<0>(o_reg);                              // as above, both
     arrive_free(values);                                      // as above
     for (; unseen > 0; --unseen) {
       skip(keys, 1);
       skip(values, 1);
     }
-    end_turn(turn - 1, weight);
+    end_turn(turn - 1, is_part(p, turn - 1), weight);
+    fill(o_reg, 0.f);
     if (!AHEAD) {
       wait_for_stores();                                      // without it queries arrive in place of rows that have not left
       arrive_free(queries);                                   // without it the loader waits for ever

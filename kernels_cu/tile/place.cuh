@@ -91,13 +91,17 @@ OP TileParts parts_of_tile(const HopperForwardParams& p, u32 tile) {
   const u32 key_tiles = p.by_key_tiles.divisor;
   return {tile + tile * key_tiles / p.share, tile + ((tile + 1) * key_tiles - 1) / p.share};
 }
+
+// What a block does in a turn: it computes a query tile, or a part of one.
+struct Turn : Place {
+  TilePart part;                                              // if there is one
+};
 OP bool is_part(const HopperForwardParams& p, u32 turn) { return SPLIT_KV && turn >= u32(p.by_formula); }
 
 // The number of the tile that a block takes in a turn, and whether there is one. A formula keeps the blocks at work on the same heads. At
 // the end it would leave some of them with a tile more, so there the planner deals the tiles out, see schedule.py, or all blocks share them.
 OP u32 in_turn(const HopperForwardParams& p, u32 turn) {
-  if (is_part(p, turn)) return p.first_shared + part_in_turn(p, turn).tile;
-  if (turn >= u32(p.by_formula)) return p.by_formula * blocks() + p.table[block_id()][turn - p.by_formula];
+  if (!SPLIT_KV && turn >= u32(p.by_formula)) return p.by_formula * blocks() + p.table[block_id()][turn - p.by_formula];
   return p.run == 2 ? (turn / 2 * blocks() + block_id()) * 2 + turn % 2 : turn * blocks() + block_id();
 }
 OP bool has_turn(const HopperForwardParams& p, u32 turn) {
@@ -107,6 +111,12 @@ OP bool has_turn(const HopperForwardParams& p, u32 turn) {
   }
   if (turn >= u32(p.by_formula)) return p.table[block_id()][turn - p.by_formula] != NO_TILE;
   return in_turn(p, turn) < u32(p.tiles);
+}
+OP Turn place_in_turn(const HopperForwardParams& p, u32 turn, int tile_q) {
+  Turn here;
+  if (is_part(p, turn)) here.part = part_in_turn(p, turn);
+  static_cast<Place&>(here) = place_of_tile(p, is_part(p, turn) ? p.first_shared + here.part.tile : in_turn(p, turn), tile_q);
+  return here;
 }
 
 // Blocks of the backward own keys. Neighbours take turns among `together` heads: with few, they share q and dout in the L2 cache; with
