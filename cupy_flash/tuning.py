@@ -278,7 +278,7 @@ OF_KEYS = {"warps": 12, "min_blocks": 1, "plain_scores": True}
 HOPPER_BACKWARD = (
     Row(64, 128, 128, WIDE_STEPS, **OF_KEYS),
     Row(64, 64, 128, "wider query tiles would spill", warps=12, min_blocks=1),
-    Row(128, 64, 128, NARROW_STEPS + "; measured 470 at 1,024", **OF_KEYS, max_len_q=2048),
+    Row(128, 64, 128, NARROW_STEPS + "; measured 470 at 1,024", **OF_KEYS, max_len_q=1536),
     Row(128, 64, 128, NARROW_STEPS + "; measured 440 at 2,048", **OF_KEYS, max_len_q=4096, causal=True),
     Row(128, 80, 128, MORE_QUERIES + "; measured 591 at 4,096, 610, 584 causal", **OF_KEYS, staged_sums=True),
 )

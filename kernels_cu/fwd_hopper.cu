@@ -15,6 +15,9 @@
 //                 wait for O;  O = 2^(m - m') O,  P = P'                      in most steps m stays
 //               O = O + P V_last
 //               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed
+//
+//   Tiles Q_i that would keep some blocks busy and others idle are shared: a block computes a part, which is some of the K_j, and
+//   fwd_hopper_merge makes one of all parts.
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/arrival.cuh"
@@ -177,7 +180,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
 
   // One key tile. Beneath its product and its softmax runs the second product of the tile before it, if there was one. If that one was
   // in another turn, that turn ends here, and the maximum has to be found; otherwise that of the tiles before nearly always does.
-  // A turn that starts where none is to be ended runs above a product that counts for nothing: two texts of the step serve three cases.
+  // A turn that starts where none has to end runs above a product all the same, which counts for nothing and so takes K for V, which need
+  // not have come: two texts of a step for three cases.
   const auto step = [&](const bool follows, const bool starts, const bool ends, const int skipped) {
     const KeyTile k_smem = keys.tile();
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
