@@ -280,33 +280,44 @@ using MergedTile = PanelTile<16, 64>;
 
 KERNEL(THREADS, 1) fwd_hopper_merge(GRID_CONSTANT HopperForwardParams p) {
   if constexpr (SPLIT_KV) {
-    constexpr int COLS = 32;                                  // at a time: WIDTH_V is a multiple
+    constexpr int COLS = 32, ACROSS = 64 / COLS;              // WIDTH_V is a multiple
+    constexpr int AT_ONCE = (REGISTERS - 64) / 32;            // parts on their way, as far as registers hold them
     const int warp = warp_id();
     const u32 fragments = p.part_rows / 16, own = block_id() * WARPS + warp, fragment = own / OutTile::panels, tile = fragment / fragments;
     if (tile >= u32(p.shared_tiles)) return;
     const int row = int(fragment - tile * fragments) * 16, col0 = int(own % OutTile::panels) * 64;
 
-    Acc<16, COLS> o_reg[64 / COLS], part_reg[64 / COLS];
+    Acc<16, COLS> o_reg[ACROSS];
     OnlineSoftmax<16> softmax;
-    RowVec<16> lse, correction, weight;
     #pragma unroll
     for (auto& o : o_reg) fill(o, 0.f);
     const TileParts parts = parts_of_tile(p, tile);
-    for (u32 part = parts.first; part <= parts.last; ++part) {
-      load(lse, p.part_lse + part * p.part_rows + row);
+    for (u32 part = parts.first; part <= parts.last; part += AT_ONCE) {
+      Acc<16, COLS> part_reg[AT_ONCE][ACROSS];
+      RowVec<16> lse[AT_ONCE], correction, weight;
       #pragma unroll
-      for (int i = 0; i < 64 / COLS; ++i)
-        if (col0 + i * COLS < WIDTH_V) load(part_reg[i], part_of(p, part), row, col0 + i * COLS);
-      join(softmax, lse, correction, weight);
+      for (int i = 0; i < AT_ONCE; ++i) {                     // all on their way before one is needed; the last one more than once
+        const u32 number = min_of(part + i, parts.last);
+        load(lse[i], p.part_lse + number * p.part_rows + row);
+        #pragma unroll
+        for (int j = 0; j < ACROSS; ++j)
+          if (col0 + j * COLS < WIDTH_V) load(part_reg[i][j], part_of(p, number), row, col0 + j * COLS);
+      }
       #pragma unroll
-      for (int i = 0; i < 64 / COLS; ++i)
-        if (col0 + i * COLS < WIDTH_V) add(o_reg[i], correction, part_reg[i], weight);
+      for (int i = 0; i < AT_ONCE; ++i) {
+        if (part + i > parts.last) break;
+        join(softmax, lse[i], correction, weight);
+        #pragma unroll
+        for (int j = 0; j < ACROSS; ++j)
+          if (col0 + j * COLS < WIDTH_V) add(o_reg[j], correction, part_reg[i][j], weight);
+      }
     }
+    RowVec<16> lse;
     finish(softmax, lse);
 
     const MergedTile out_smem{shared_memory() + warp * MergedTile::bytes};
     #pragma unroll
-    for (int i = 0; i < 64 / COLS; ++i) {
+    for (int i = 0; i < ACROSS; ++i) {
       rescale(o_reg[i], softmax.sum);
       store(out_smem.panel(0), o_reg[i], 0, i * COLS);
     }
