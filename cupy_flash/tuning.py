@@ -177,15 +177,15 @@ THREE = {"warps": 16, "stages": 4, "stages_v": 4, "stages_q": 2, "min_blocks": 1
 TWO = {"warps": 12, "stages_q": 2, "min_blocks": 1}
 WIDE = {"warps": 12, "min_blocks": 1}
 HOPPER = (
-    Row(64, 256, 64, FOUR_GROUPS + "; measured 442 at 512, 476 at 1,024", **FOUR, max_len_q=1024),
-    Row(64, 256, 64, FOUR_GROUPS + "; measured 396 at 1,024, 515 causal", **FOUR, causal=True),
-    Row(64, 192, 128, THREE_GROUPS + "; measured 545", **THREE),
+    Row(64, 256, 64, FOUR_GROUPS + "; measured 443 at 512, 469 at 1,024", **FOUR, max_len_q=1024),
+    Row(64, 256, 64, FOUR_GROUPS + "; measured 395 at 1,024, 520 causal", **FOUR, causal=True),
+    Row(64, 192, 128, THREE_GROUPS + "; measured 552", **THREE),
     Row(64, 128, 128, TWO_GROUPS + "; three would spill", **TWO),
-    Row(128, 128, 128, TWO_GROUPS + "; measured 600 at 1,024, 674, 666 causal", **TWO),
+    Row(128, 128, 128, TWO_GROUPS + "; measured 609 at 1,024, 707, 679 causal", **TWO),
     Row(192, 128, 128, OUT_OVER_Q + "; measured 681 at 4,096, 695, 713 causal", **WIDE, width_v=128),
     Row(192, 128, 96, OUT_OVER_Q + "; measured 685 at 4,096, 688, 662 causal", **WIDE),
-    Row(256, 128, 64, OUT_OVER_Q + "; measured 507 at 512, 665 at 2,048", **WIDE, max_len_q=2048),
-    Row(256, 128, 80, WIDE_TILES + "; measured 717, 703 causal", **WIDE),
+    Row(256, 128, 64, OUT_OVER_Q + "; measured 506 at 512, 662 at 2,048", **WIDE, max_len_q=2048),
+    Row(256, 128, 80, WIDE_TILES + "; measured 742, 712 causal", **WIDE),
 )
 # Tiles that no row has now: what `bench --sweep` measures besides, since another card or compiler may like them better.
 CANDIDATE = "no row of the table"
@@ -273,19 +273,19 @@ BACKWARD_TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
 NARROW_STEPS = "both gradients leave no registers for wider query tiles"
 MORE_QUERIES = "long sequences: 80 queries read shared memory less often for each product, and the copy engine adds dQ"
 ONE_GRADIENT = "one gradient a warpgroup; shared memory holds no more keys"
-WIDE_STEPS = "wide query tiles halve what is done once a tile; measured 424 at 1,024, 560, 554 causal"
+WIDE_STEPS = "wide query tiles halve what is done once a tile; measured 443 at 1,024, 566, 556 causal"
 OF_KEYS = {"warps": 12, "min_blocks": 1, "plain_scores": True}
 HOPPER_BACKWARD = (
     Row(64, 128, 128, WIDE_STEPS, **OF_KEYS),
     Row(64, 64, 128, "wider query tiles would spill", warps=12, min_blocks=1),
-    Row(128, 64, 128, NARROW_STEPS + "; measured 470 at 1,024", **OF_KEYS, max_len_q=1536),
-    Row(128, 64, 128, NARROW_STEPS + "; measured 440 at 2,048", **OF_KEYS, max_len_q=4096, causal=True),
-    Row(128, 80, 128, MORE_QUERIES + "; measured 591 at 4,096, 610, 584 causal", **OF_KEYS, staged_sums=True),
+    Row(128, 64, 128, NARROW_STEPS + "; measured 484 at 1,024", **OF_KEYS, max_len_q=1536),
+    Row(128, 64, 128, NARROW_STEPS + "; measured 465 at 2,048", **OF_KEYS, max_len_q=4096, causal=True),
+    Row(128, 80, 128, MORE_QUERIES + "; measured 546 at 2,048, 604, 594 causal", **OF_KEYS, staged_sums=True),
 )
 HOPPER_BACKWARD_WIDE = (
     Row(128, 64, 64, "one gradient a warpgroup: both would spill", warps=12, min_blocks=1),
     Row(192, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
-    Row(256, 64, 64, ONE_GRADIENT + "; measured 379 at 1,024, 464, 453 causal", warps=12, min_blocks=1),
+    Row(256, 64, 64, ONE_GRADIENT + "; measured 384 at 1,024, 459, 464 causal", warps=12, min_blocks=1),
 )
 KERNEL_TABLES = {
     "fwd_v2": TABLES,
