@@ -26,6 +26,7 @@ L2_BYTES = 32 << 20  # of keys and values that stay in the L2 cache of an sm_90 
 STEPS_BESIDES = 1  # what beginning and ending a query tile takes, in steps of one key tile
 LEAST_SHARE = 512  # keys of a part: one of fewer takes longer to begin and to merge than to compute
 MERGING = 896  # what beginning, writing, reading and merging parts takes, in keys that a block computes meanwhile
+COUNTED = 2**31  # key tiles that a kernel numbers: it divides no larger numbers, see `divisor`
 MANY_KEYS = 4096  # from which on a tile computes enough to hide that they come from device memory
 
 
@@ -89,7 +90,7 @@ def make_shares(tiles: int, len_kv: int, tile_kv: int, blocks: int) -> Shares | 
     rounds, left = divmod(tiles, blocks)
     key_tiles = -(-len_kv // tile_kv)
     share = max(-(-left * key_tiles // blocks), least_share(tile_kv))
-    if not left or share * tile_kv + MERGING > len_kv or blocks > TABLE_BLOCKS:
+    if not left or share * tile_kv + MERGING > len_kv or blocks > TABLE_BLOCKS or share * blocks >= COUNTED:
         return None
     return Shares(rounds, rounds * blocks, left, share)
 

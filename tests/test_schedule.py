@@ -182,6 +182,7 @@ def test_blocks_share_what_is_left_evenly():
         (131, 65536, 128, 132),  # hardly less than a round
         (1, LEAST_SHARE + MERGING - 128, 128, 132),  # few keys
         (1, 65536, 128, TABLE_BLOCKS + 1),
+        (130, 2**30 - 1, 64, 132),  # more key tiles than a kernel counts
     ],
 )
 def test_tiles_are_not_shared_where_that_would_not_pay(tiles, len_kv, tile_kv, blocks):
