@@ -151,7 +151,7 @@ def heads_together(plan: Plan, problem: BackwardProblem) -> int:
     H200 bwd_v2 runs up to 400 blocks at once; of 1,024, 4,096 and 16,384 keys, the heads of about 1,024 blocks were fastest. The
     Hopper kernels run 132, and 4 to 8 heads were within 3 % of the fastest from 512 keys to 16,384. In order under a causal mask
     the longest blocks of a head come last (`turn_of` in ``key_block.cuh``), and fewer heads at a time leave less idle at the end:
-    at 16,384 and dim 256 one at a time runs at 0.94 of the rate in any order, two at 0.75.
+    at 16,384 and dim 256 one at a time runs at 0.91 to 0.94 of the rate in any order, two at 0.75.
     """
     tiles = max(_key_tiles(plan, problem), 1)
     if plan.kernel in HOPPER_KERNELS:

@@ -14,13 +14,13 @@ from .problem import Problem
 from .schedule import LEAST_SHARE, MERGING, TABLE_BLOCKS, least_share
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import row_for, table_for
-from .turns import merging_blocks, part_rows
+from .turns import WARP_ROWS, merging_blocks, part_rows
 from .workspace import Workspace
 
 MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in tiles
 NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
 EVEN = 0.75  # of the longest query tile that the shortest has to have
-WARP_ROWS, GROUP_ROWS = 16, 64  # of queries: what a warp stores, and what the four warps of a group multiply together
+GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
 
 
 def make_forward_plan(problem: Problem, architecture: Architecture) -> Plan:

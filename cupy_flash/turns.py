@@ -10,7 +10,7 @@ from .params import UNBOUNDED, divisor
 from .plan import Launch, Plan
 from .schedule import NONE, Schedule, causal_costs, make_schedule, make_shares
 
-WARP_ROWS, PANEL = 16, 64  # of a query tile: what a warp merges at a time
+WARP_ROWS, PANEL = 16, 64  # of a query tile: rows that a warp stores, and with so many columns merges at a time
 
 
 def scheduled(plan: Plan, params: numpy.ndarray, launches: tuple[Launch, ...]) -> tuple[numpy.ndarray, tuple[Launch, ...]]:

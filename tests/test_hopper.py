@@ -1,12 +1,14 @@
 """What fwd_hopper does that the shared cases do not reach: late maxima, two batch axes, query tiles that blocks share."""
 
 import math
+from dataclasses import replace
 
 import numpy
 import pytest
 
 from cupy_flash import attention, host, plan_attention, schedule, turns
 from cupy_flash.arrays import DTYPES
+from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
 
 
@@ -140,7 +142,64 @@ def test_parts_with_maxima_far_apart():
     assert merged(judged(q, k, rng.standard_normal((1, 2000, 64)).astype(numpy.float16)))
 
 
-def test_a_number_of_heads_that_all_blocks_share_but_nothing_is_merged():
+@pytest.mark.parametrize("changes", [*({"layout": x} for x in ("bshd", "sliced", "broadcast")), {"return_lse": False}], ids=str)
+def test_shared_tiles_anywhere_in_memory(changes, shared):
+    """Three tiles for two blocks; without an lse, parts have one all the same."""
+    case = replace(Case("bfloat16", 40, 150, heads_q=3, batch=(1,), causal=True), **changes)
+    inputs = make_inputs(case)
+    plan = plan_attention(*inputs, backend="host", arch="90a", **case.options)
+    assert plan.kernel.kernel == "fwd_hopper" and merged(plan)
+    out, lse = plan(*inputs) if case.return_lse else (plan(*inputs), None)
+    comparison = compare(out, lse, *inputs, **case.scores)
+    assert comparison.ok, comparison.message
+
+
+def test_given_results_with_strides_are_filled_from_parts(shared):
+    rng = numpy.random.default_rng(11)
+    q, k, v = (rng.standard_normal((3, length, 64)).astype(numpy.float16) for length in (40, 150, 150))
+    room, lse = numpy.full((40, 3, 72), numpy.nan, numpy.float16), numpy.full((3, 80), numpy.nan, numpy.float32)
+    out = room.transpose(1, 0, 2)[..., :64]
+    plan = plan_attention(q, k, v, backend="host", arch="90a", out=out, lse=lse[:, ::2], return_lse=True)
+    assert merged(plan)
+    plan(q, k, v, out=out, lse=lse[:, ::2])
+    comparison = compare(out, lse[:, ::2], q, k, v, scale=plan.problem.scale)
+    assert comparison.ok, comparison.message
+    assert numpy.isnan(room[..., 64:]).all() and numpy.isnan(lse[:, 1::2]).all()
+
+
+@pytest.mark.parametrize("blocks", [5, 32])
+def test_blocks_with_two_parts_and_groups_that_see_nothing_of_one(blocks, shared, monkeypatch):
+    """Three tiles on five blocks, and on 32, each of which has a few key tiles: the first rows see none of the last ones."""
+    monkeypatch.setattr(host, "MULTIPROCESSORS", blocks)
+    rng = numpy.random.default_rng(12)
+    q, k, v = (rng.standard_normal((3, length, 64)).astype(numpy.float16) for length in (256, 700, 700))
+    assert merged(judged(q, k, v, causal=True))
+
+
+def test_parts_stay_within_their_rows(shared):
+    """Of two parts of 48 rows each, what lies behind the second is as it was: rows that do not exist are not kept."""
+    rng = numpy.random.default_rng(13)
+    q, k, v = (rng.standard_normal((1, length, 64)).astype(numpy.float16) for length in (40, 300, 300))
+    plan = plan_attention(q, k, v, backend="host", arch="90a")
+    assert merged(plan)
+    workspace = numpy.full(plan.workspace_bytes, 255, numpy.uint8)
+    plan(q, k, v, workspace=workspace)
+    for part, (name, per_row) in zip(plan.workspace.on_host(workspace).values(), (("parts", 64 * 4), ("part_lse", 4))):
+        used = 2 * 48 * per_row
+        assert (part[used:] == 255).all() and not (part[:used].view(numpy.uint32) == 2**32 - 1).any(), name
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_hidden_keys_of_the_first_tile_may_hold_anything(dim):
+    """Also where a turn begins above a product that counts for nothing, in which such keys take part."""
+    rng = numpy.random.default_rng(14)
+    q, k, v = (rng.standard_normal((1, 40, dim)).astype(numpy.float16) for _ in range(3))
+    k[:, 5:] = numpy.nan
+    out = plan_attention(q, k, v, backend="host", arch="90a", causal=True)(q, k, v)
+    assert numpy.isfinite(out[:, :5]).all() and numpy.isnan(out[:, 5:]).all()
+
+
+def test_whole_rounds_are_not_merged():
     rng = numpy.random.default_rng(9)
     q, k, v = (rng.standard_normal((2, length, 64)).astype(numpy.float16) for length in (40, 2000, 2000))
     plan = judged(q, k, v)
