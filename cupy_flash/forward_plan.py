@@ -48,15 +48,25 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> Plan:
     width, width_v = padded(problem.dim), padded(problem.dim_v)
     if kernel == "fwd_hopper":
         width, width_v = max(width, NARROWEST_PANEL), max(width_v, NARROWEST_PANEL)
-        copy_bytes, why_copy = 16, ""
-    else:
-        copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in MOVED})
+    copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by the copy engine
+    copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in copied})
     explicit, why_scores = explicit_scores(problem)
     widest = max(width, width_v)
     row = row_for(
-        kernel, architecture, problem.dtype, widest, problem.len_q, copy_bytes, explicit, causal=problem.causal, width_v=width_v
+        kernel,
+        architecture,
+        problem.dtype,
+        widest,
+        problem.len_q,
+        copy_bytes,
+        explicit,
+        causal=problem.causal,
+        window=problem.first_key is not None,
+        width_v=width_v,
     )
     split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else (False, "")
+    if row.staged_out and not split:
+        copy_bytes, why_copy = 16, ""  # lanes store nothing, not even parts that are merged
     return Plan(
         kernel=kernel,
         architecture=architecture,
@@ -132,7 +142,8 @@ def forward_maps(plan: Plan, problem: Problem) -> dict[str, TensorMap]:
     if plan.kernel != "fwd_hopper":
         return {}
     keys = plan.config.TILE_KV
-    return tensor_maps(problem.batch, _layouts(problem), {"q": GROUP_ROWS, "k": keys, "v": keys, "out": WARP_ROWS})
+    boxes = {"q": GROUP_ROWS, "k": keys, "v": keys} | ({"out": WARP_ROWS} if plan.config.STAGED_OUT else {})
+    return {f"{name}_map": described for name, described in tensor_maps(problem.batch, _layouts(problem), boxes).items()}
 
 
 def _tiles(plan: Plan, problem: Problem) -> int:

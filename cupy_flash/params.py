@@ -79,10 +79,7 @@ def _of_whole_lines(fields: list[tuple]) -> numpy.dtype:
 DIVISOR = numpy.dtype([("divisor", "u4"), ("multiplier", "u4"), ("shift", "u4")], align=True)
 HOPPER_FORWARD = _of_whole_lines(
     [
-        ("q", TENSOR_MAP),
-        ("k", TENSOR_MAP),
-        ("v", TENSOR_MAP),
-        ("out", TENSOR_MAP),
+        *((f"{name}_map", TENSOR_MAP) for name in ("q", "k", "v", "out")),
         ("lse", TENSOR),
         ("first_key", "i4"),
         ("last_key", "i4"),
@@ -108,6 +105,7 @@ HOPPER_FORWARD = _of_whole_lines(
         ("part_rows", "i4"),
         ("parts", "u8"),
         ("part_lse", "u8"),
+        ("out", TENSOR),
     ]
 )
 BACKWARD = numpy.dtype(
@@ -271,7 +269,7 @@ def _with_strides(struct: numpy.dtype, batch: tuple[int, ...], layouts: dict[str
     params = numpy.zeros(1, struct)
     params["batch"] = sizes
     for name, layout in layouts.items():
-        if struct[name] != TENSOR:
+        if name not in struct.names:  # told by a map alone
             continue
         params[name]["batch_stride"] = strides[name]
         heads, rows, *cols = layout.strides[len(batch) :]

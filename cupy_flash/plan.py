@@ -42,7 +42,8 @@ class Config:
     WARPS: int
     STAGES: int
     STAGES_V: int
-    STAGES_Q: int
+    SLOTS_Q: int
+    STAGED_OUT: bool
     STAGED_SUMS: bool
     SPLIT_KV: bool
     MIN_BLOCKS: int
@@ -119,11 +120,11 @@ class Plan:
             return {f"{self.kernel}_pre": 0, self.kernel: main, f"{self.kernel}_post": post}
         if self.kernel == "fwd_hopper":
             panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
-            queries = c.TILE_Q * (max(panels, panels_v) if c.STAGES_Q == 1 else c.STAGES_Q * panels + panels_v)  # and out
+            queries = 64 * c.SLOTS_Q * panels + c.STAGED_OUT * c.TILE_Q * panels_v  # and out
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
-            barriers = 2 * (c.STAGES + c.STAGES_V + c.TILE_Q // 64 * c.STAGES_Q)
+            barriers = 2 * (c.STAGES + c.STAGES_V + c.SLOTS_Q)
             main = {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers}
-            return main | ({"fwd_hopper_merge": c.WARPS * 16 * 128} if c.SPLIT_KV else {})
+            return main | ({"fwd_hopper_merge": 0} if c.SPLIT_KV else {})
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         return {self.kernel: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
 
@@ -140,7 +141,7 @@ class Plan:
         words += [f"v{c.WIDTH_V}"] * (c.WIDTH_V != c.WIDTH) + ["tf32"] * (c.TF32_PASSES == 1)
         words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}"] + [f"q{c.Q_TILES}"] * (c.Q_TILES > 1)
         if self.kernel == "fwd_hopper":
-            words.append(f"q{c.STAGES_Q}k{c.STAGES}v{c.STAGES_V}")
+            words.append(f"q{c.SLOTS_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.STAGED_OUT)
         else:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"copy{c.COPY_BYTES or 'elements'}"]
         return "-".join(words + ["split"] * c.SPLIT_KV + ["explicit"] * c.EXPLICIT_SCORES)

@@ -28,8 +28,9 @@ class Row:
     warps: int = 4
     stages: int = 2
     stages_v: int = 2
-    stages_q: int = 1
+    slots_q: int = 2
     staged_sums: bool = False
+    staged_out: bool = False
     min_blocks: int = 2
     q_tiles: int = 1
     q_in_registers: bool = False
@@ -37,6 +38,7 @@ class Row:
     max_len_q: int | None = None  # for at most so many queries
     min_copy: int = 0  # for copies of at least so many bytes: smaller ones need registers for more addresses
     plain_scores: bool = False  # not where scores are scaled one by one, which needs registers as well
+    no_windows: bool = False  # not where rows do not see the first keys
     in_order_from: int | None = None  # only where dq is summed in order, and for at least so many queries
     causal: bool | None = None  # only where later rows see more keys, or only where they do not
     width_v: int | None = None  # only for head dims of v up to this
@@ -170,31 +172,36 @@ V1_FLOAT32_75 = (
 FOUR_GROUPS = "four groups of 64 rows hide each other's waits, narrow key tiles fit their registers and short sequences"
 THREE_GROUPS = "three groups of 64 rows: wide key tiles halve what is done once a tile"
 TWO_GROUPS = "two groups of 64 rows; the next query tile begins beneath the end of the last"
-OUT_OVER_Q = "two groups of 64 rows; one query tile, and out in its place, since K and V take the rest of shared memory"
-WIDE_TILES = "long sequences: wider key tiles save some of what is done once a tile"
-FOUR = {"warps": 20, "stages": 4, "stages_v": 4, "stages_q": 2, "min_blocks": 1, "plain_scores": True}
-THREE = {"warps": 16, "stages": 4, "stages_v": 4, "stages_q": 2, "min_blocks": 1, "plain_scores": True}
-TWO = {"warps": 12, "stages_q": 2, "min_blocks": 1}
-WIDE = {"warps": 12, "min_blocks": 1}
+THREE_SLOTS = "two groups of 64 rows; the next query tile begins beneath the end of the last, for which the groups share three places"
+THREE_KEY_TILES = "short sequences: out leaves from registers, and a third place for keys instead lets the next tile begin sooner"
+WIDE_TILES = "long sequences: wider key tiles, which leave no place for the next queries"
+FOUR = {"warps": 20, "stages": 4, "stages_v": 4, "slots_q": 8, "staged_out": True, "min_blocks": 1, "plain_scores": True}
+THREE = {"warps": 16, "stages": 4, "stages_v": 4, "slots_q": 6, "staged_out": True, "min_blocks": 1, "plain_scores": True}
+TWO = {"warps": 12, "slots_q": 4, "min_blocks": 1}
+SHARED = {"warps": 12, "slots_q": 3, "min_blocks": 1}
+WIDE = {"warps": 12, "slots_q": 2, "min_blocks": 1}
 HOPPER = (
     Row(64, 256, 64, FOUR_GROUPS + "; measured 443 at 512, 469 at 1,024", **FOUR, max_len_q=1024),
-    Row(64, 256, 64, FOUR_GROUPS + "; measured 395 at 1,024, 520 causal", **FOUR, causal=True),
+    Row(64, 256, 64, FOUR_GROUPS + "; measured 395 at 1,024, 519 at 8,192", **FOUR, max_len_q=8192, causal=True),
     Row(64, 192, 128, THREE_GROUPS + "; measured 552", **THREE),
-    Row(64, 128, 128, TWO_GROUPS + "; three would spill", **TWO),
-    Row(128, 128, 128, TWO_GROUPS + "; measured 609 at 1,024, 707, 679 causal", **TWO),
-    Row(192, 128, 128, OUT_OVER_Q + "; measured 681 at 4,096, 695, 713 causal", **WIDE, width_v=128),
-    Row(192, 128, 96, OUT_OVER_Q + "; measured 685 at 4,096, 688, 662 causal", **WIDE),
-    Row(256, 128, 64, OUT_OVER_Q + "; measured 506 at 512, 662 at 2,048", **WIDE, max_len_q=2048),
-    Row(256, 128, 80, WIDE_TILES + "; measured 742, 712 causal", **WIDE),
+    Row(64, 128, 128, TWO_GROUPS + "; three would spill", **TWO, staged_out=True),
+    Row(128, 128, 128, THREE_KEY_TILES + "; measured 516 at 512", **TWO, stages=3, max_len_q=1024),
+    Row(128, 128, 128, TWO_GROUPS + "; measured 707, 679 causal", **TWO, staged_out=True),
+    Row(192, 128, 112, THREE_SLOTS + "; measured 681 at 4,096, 695, 713 causal", **SHARED, width_v=128),
+    Row(192, 128, 96, THREE_SLOTS + "; measured 685 at 4,096, 688, 662 causal", **SHARED),
+    Row(256, 128, 64, THREE_SLOTS + "; measured 506 at 512, 662 at 2,048", **SHARED, max_len_q=4096),
+    Row(256, 128, 64, THREE_SLOTS + "; measured 686 at 8,192", **SHARED, max_len_q=8192, causal=True),
+    Row(256, 128, 80, WIDE_TILES + "; measured 742, 712 causal", **WIDE, plain_scores=True, no_windows=True),
+    Row(256, 128, 64, THREE_SLOTS + "; for windows, and because 80 keys a tile would spill", **SHARED),
 )
 # Tiles that no row has now: what `bench --sweep` measures besides, since another card or compiler may like them better.
 CANDIDATE = "no row of the table"
 HOPPER_CANDIDATES = (
-    Row(64, 192, 128, CANDIDATE, warps=16, stages_q=2, min_blocks=1),
+    Row(64, 192, 128, CANDIDATE, warps=16, slots_q=6, staged_out=True, min_blocks=1),
     Row(64, 192, 96, CANDIDATE, **THREE),
-    Row(64, 128, 192, CANDIDATE, **TWO),
-    Row(128, 192, 80, CANDIDATE, warps=16, stages_q=2, min_blocks=1),
-    Row(128, 128, 112, CANDIDATE, **TWO),
+    Row(64, 128, 192, CANDIDATE, **TWO, staged_out=True),
+    Row(128, 192, 80, CANDIDATE, warps=16, slots_q=6, staged_out=True, min_blocks=1),
+    Row(128, 128, 112, CANDIDATE, **TWO, staged_out=True),
     Row(128, 128, 176, CANDIDATE, **WIDE),
     Row(192, 128, 80, CANDIDATE, **WIDE),
 )
@@ -322,6 +329,7 @@ def row_for(
     explicit: bool = False,
     in_order: bool = False,
     causal: bool = False,
+    window: bool = False,
     width_v: int | None = None,
 ) -> Row:
     """The first row that is wide enough and meant for so many queries, such copies, scores and masks, and such an order of sums.
@@ -339,6 +347,7 @@ def row_for(
             (row.max_len_q is None or len_q <= row.max_len_q)
             and copy_bytes >= row.min_copy
             and not (explicit and row.plain_scores)
+            and not (window and row.no_windows)
             and (row.in_order_from is None or (in_order and len_q >= row.in_order_from))
             and row.causal in (None, causal)
             and row.serves(width, width_v or width)

@@ -17,12 +17,13 @@ constexpr int   WARPS = 4;                // each owns TILE_Q / WARPS query rows
                                           // in fwd_hopper four load, and four more own each 64 query rows
 constexpr int   STAGES = 2;               // tiles of K and V, in the backward of Q and dO, in flight or in use
 constexpr int   STAGES_V = 2;             // fwd_hopper: tiles of V in flight or in use; STAGES are those of K
-constexpr int   STAGES_Q = 1;             // fwd_hopper: query tiles; with 2, each begins beneath the end of the one before; with 1, out takes Q's place
+constexpr int   SLOTS_Q = 2;              // fwd_hopper: places for 64 queries each; with more than the block's warpgroups read, a query tile begins beneath the end of the one before
+constexpr bool  STAGED_OUT = false;       // fwd_hopper: out goes through shared memory, and the copy engine stores it; if not, lanes store what they hold
 constexpr bool  STAGED_SUMS = false;      // bwd_hopper: dQ goes through shared memory, and the copy engine adds it; if not, lanes add what they hold
 constexpr bool  SPLIT_KV = false;         // fwd_hopper: what whole rounds of query tiles leave over is shared by all blocks, each of which takes some of the keys
 constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the registers of a thread
 
-constexpr int   COPY_BYTES = 16;          // bytes moved at once between device and shared memory: 16, 8, 4, or 0 for one element; divides every row
+constexpr int   COPY_BYTES = 16;          // bytes moved at once between device memory and shared memory or registers: 16, 8, 4, or 0 for one element; divides every row
 constexpr bool  Q_IN_REGISTERS = false;   // keep the query operand in registers instead of reading it again for each KV tile
 constexpr bool  LAZY_RESCALE = true;      // leave O alone in a step where no row of the warp has a new maximum
 constexpr bool  EXPLICIT_SCORES = false;  // scale (and softcap) each score before the maximum: for softcap, and for scale <= 0

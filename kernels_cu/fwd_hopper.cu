@@ -47,25 +47,24 @@ using OutTile = PanelTile<ROWS, WIDTH_V>;
 using PartTile = SumTile<TILE_Q, WIDTH_V>;
 OP PartTile part_of(const HopperForwardParams& p, u32 number) { return {p.parts + i64(number) * p.part_rows * WIDTH_V}; }
 
-// Shared memory: for each warpgroup its queries and its rows of out, which with one query tile lie in the same place; K; V; barriers.
-constexpr bool AHEAD = STAGES_Q > 1;                          // a query tile begins before the one before it has ended
-constexpr int Q_BYTES = AHEAD ? STAGES_Q * QueryTile::bytes : max_of(QueryTile::bytes, OutTile::bytes);
-constexpr int OUT_OFFSET = AHEAD ? GROUPS * Q_BYTES : 0;
-constexpr int OUT_BYTES = AHEAD ? OutTile::bytes : Q_BYTES;
-constexpr int K_OFFSET = OUT_OFFSET + GROUPS * OUT_BYTES;
+// Shared memory: queries, 64 rows of them in each slot; rows of out that leave, for each warpgroup; K; V; barriers.
+static_assert(SLOTS_Q >= GROUPS, "each warpgroup reads a slot");
+constexpr bool AHEAD = SLOTS_Q > GROUPS;                      // a query tile begins before the one before it has ended
+constexpr int EARLY = min_of(SLOTS_Q - GROUPS, GROUPS);       // warpgroups whose next queries need not wait until others have read theirs
+constexpr int OUT_OFFSET = SLOTS_Q * QueryTile::bytes;
+constexpr int K_OFFSET = OUT_OFFSET + STAGED_OUT * GROUPS * OutTile::bytes;
 constexpr int V_OFFSET = K_OFFSET + STAGES * KeyTile::bytes;
 constexpr int K_BARRIERS = V_OFFSET + STAGES_V * ValueTile::bytes;
 constexpr int V_BARRIERS = K_BARRIERS + STAGES * RING_BARRIERS;
 constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * RING_BARRIERS;
-[[maybe_unused]] constexpr int SHARED_BYTES = Q_BARRIERS + GROUPS * STAGES_Q * RING_BARRIERS;
+[[maybe_unused]] constexpr int SHARED_BYTES = Q_BARRIERS + SLOTS_Q * RING_BARRIERS;
 
 KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   const SharedAddress smem = shared_memory();
   const int warp = int(uniform(u32(warp_id()))), group = warp / 4 - 1;
   Ring<KeyTile, STAGES, TOGETHER> keys{smem + K_OFFSET, smem + K_BARRIERS};
   Ring<ValueTile, STAGES_V, TOGETHER> values{smem + V_OFFSET, smem + V_BARRIERS};
-  using Queries = Ring<QueryTile, STAGES_Q, TOGETHER>;
-  const auto queries_of = [&](int of) { return Queries{smem + of * Q_BYTES, smem + Q_BARRIERS + of * STAGES_Q * RING_BARRIERS}; };
+  Ring<QueryTile, SLOTS_Q, TOGETHER> queries{smem, smem + Q_BARRIERS};        // those of each warpgroup in turn
   const Band band{p.first_key, p.last_key, p.len_kv};
   const auto place = [&](u32 turn) { return place_in_turn(p, turn, TILE_Q); };
   // the key tiles that any row of the block sees, in a part only those of the part; rows that see nothing are masked in one
@@ -77,47 +76,48 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   if (warp == 0) {
     start_ring(keys, 4 * GROUPS);                             // warps that hand a tile back
     start_ring(values, 4 * GROUPS);
-    for (int i = 0; i < GROUPS; ++i) start_ring(queries_of(i), 4);
+    start_ring(queries, 4);
   }
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
 
   if (group < 0) {
     give_registers<LOADER_REGISTERS>();
     if (warp > 0) return;
-    Queries queries = queries_of(0);
+    const auto load_queries = [&](const Turn& here, int first, int end) {
+      #pragma unroll 1
+      for (int of = first; of < end; ++of) {
+        wait_free(queries);                                   // without it queries are overwritten that are still read
+        load_async(queries, p.q_map, here.batch, here.head, here.row + of * ROWS);
+      }
+    };
     const auto load_keys = [&](const Turn& here, int tile) {
       wait_free(keys);                                        // without it keys are overwritten that a slower warp still reads
-      load_async(keys, p.k, here.batch, here.head / p.heads_per_kv, tile * TILE_KV);
+      load_async(keys, p.k_map, here.batch, here.head / p.heads_per_kv, tile * TILE_KV);
     };
-    const auto load_first = [&](u32 turn, const Turn& here) {
-      #pragma unroll 1
-      for (int of = 0; of < GROUPS; ++of) {
-        Queries own = queries_of(of);
-        own.number = queries.number;
-        wait_free(own);                                       // without it queries are overwritten that are read, or rows that have not left
-        load_async(own, p.q, here.batch, here.head, here.row + of * ROWS);
-      }
-      queries.advance();
+    const auto load_first = [&](u32 turn, int groups) {
+      const Turn here = place(turn);
+      load_queries(here, 0, groups);
       load_keys(here, tiles_of(turn, here).begin);
     };
+    if (has_turn(p, 0)) load_first(0, GROUPS);
     #pragma unroll 1
     for (u32 turn = 0; has_turn(p, turn); ++turn) {
       const Turn here = place(turn);
-      if (turn == 0 || !AHEAD) load_first(turn, here);
       const TileRange tiles = tiles_of(turn, here);
       #pragma unroll 1
       for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         if (tile + 1 < tiles.end) load_keys(here, tile + 1);
-        else if (AHEAD && has_turn(p, turn + 1)) load_first(turn + 1, place(turn + 1));
+        else if (has_turn(p, turn + 1)) load_first(turn + 1, EARLY);
         wait_free(values);                                    // without it values are overwritten that a slower warp still reads
-        load_async(values, p.v, here.batch, here.head / p.heads_per_kv, tile * TILE_KV);
+        load_async(values, p.v_map, here.batch, here.head / p.heads_per_kv, tile * TILE_KV);
       }
+      if (EARLY < GROUPS && has_turn(p, turn + 1)) load_queries(place(turn + 1), EARLY, GROUPS);
     }
     return;
   }
 
   take_registers<GROUP_REGISTERS>();
-  Queries queries = queries_of(group);
+  queries.number = group;                                     // of the slots in turn, every GROUPS-th
 
   Acc<16, TILE_KV> s_reg;
   OperandA<16> p_reg[TILE_KV / 16];
@@ -125,17 +125,18 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   OnlineSoftmax<16> softmax;
   const float scale_log2 = EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E;
 
-  // The tile at hand, the last one of its turn that the warpgroup sees, how many the block sees beyond, and the warp's rows.
+  // The tile at hand, the last one of its turn that the warpgroup sees, how many the block sees before and beyond, and the warp's rows.
   u32 turn = 0;
-  int tile, last, unseen, warp_row;
+  int tile, last, before, beyond, warp_row;
   const auto begin_turn = [&](u32 turn) {
     const Turn here = place(turn);
     const TileRange all = tiles_of(turn, here);
     const int group_row = here.row + group * ROWS;
-    tile = all.begin;
-    const TileRange own = tiles_seen(band, group_row, min_of(ROWS, p.len_q - group_row), TILE_KV, all);
-    last = (SPLIT_KV ? among(all, own) : own).end - 1;
-    unseen = all.end - 1 - last;
+    const TileRange seen = tiles_seen(band, group_row, min_of(ROWS, p.len_q - group_row), TILE_KV, all), own = SPLIT_KV ? among(all, seen) : seen;
+    tile = own.begin;
+    last = own.end - 1;
+    before = SPLIT_KV ? 0 : own.begin - all.begin;            // keys are shared where all rows see the first ones
+    beyond = all.end - own.end;
     warp_row = group_row + warp % 4 * 16;
   };
   // The softmax of a turn has ended, and then, with its last product, the turn. Places are computed again: kept, they would take registers.
@@ -152,16 +153,18 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   };
   const auto end_turn = [&](u32 turn, bool part, const RowVec<16>& weight) {
     const Turn here = place(turn);
-    const int warp = not_ahead(warp_id());
-    const OutTile out_smem{smem + OUT_OFFSET + (warp / 4 - 1) * OUT_BYTES};
     rescale(o_reg, weight);
     if (part) {
       if (row_of_tile() < p.part_rows) store(part_of(p, here.part.number), o_reg, row_of_tile(), 0);
+    } else if (!STAGED_OUT) {
+      store(rows_of(p.out, here.batch, here.head, row_of(here), p.len_q, p.dim_v), o_reg);
     } else {
+      const int warp = not_ahead(warp_id());
+      const OutTile out_smem{smem + OUT_OFFSET + (warp / 4 - 1) * OutTile::bytes};
       wait_for_stores();                                      // without it rows are overwritten that have not left
       store(out_smem, o_reg, warp % 4 * 16);
       sync_with_copies();                                     // without it rows leave that have not been written
-      store_async(p.out, here.batch, here.head, row_of(here), out_smem, warp % 4 * 16);
+      store_async(p.out_map, here.batch, here.head, row_of(here), out_smem, warp % 4 * 16);
     }
   };
 
@@ -216,10 +219,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     if (follows) {
       wait_for_products<0>(o_reg);                            // without it O and P change beneath the product
       if (ends || !starts) arrive_free(values);               // without it the loader waits for ever
-      if (ends) {
-        skip(values, skipped);
-        end_turn(turn - 1, false, weight);
-      }
+    }
+    if (first) skip(values, skipped);
+    if (follows) {
+      if (ends) end_turn(turn - 1, false, weight);
       if (starts) {
         fill(o_reg, 0.f);
       } else if (looked || again) {
@@ -237,6 +240,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     #pragma unroll 1
     for (;;) {
       begin_turn(turn);
+      skipped += before;
       skip(keys, skipped);
       wait_full(queries);                                     // without it the products read queries that have not arrived
       step(AHEAD, AHEAD, AHEAD && turn != first, skipped);
@@ -246,10 +250,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
         step(true, false, false, 0);
       }
       ++turn;
-      if (AHEAD) arrive_free(queries);                        // without it the loader waits for ever
+      arrive_free(queries);                                   // without it the loader waits for ever
+      queries.number += GROUPS - 1;                           // those of the other warpgroups
       // With more tiles between two turns, the loader waits for values to be free before it brings the next queries and keys.
-      if (!AHEAD || unseen > 1 || !has_turn(p, turn) || is_part(p, turn)) break;
-      skipped = unseen;
+      if (!AHEAD || beyond > 1 || !has_turn(p, turn) || is_part(p, turn)) break;
+      skipped = beyond;
     }
     wait_full(values);                                        // as in a step, all three
     to_operands(p_reg, s_reg);
@@ -258,26 +263,20 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     end_softmax(turn - 1, is_part(p, turn - 1), weight);
     wait_for_products<0>(o_reg);                              // as above, both
     arrive_free(values);                                      // as above
-    for (; unseen > 0; --unseen) {
+    for (; beyond > 0; --beyond) {
       skip(keys, 1);
       skip(values, 1);
     }
     end_turn(turn - 1, is_part(p, turn - 1), weight);
     fill(o_reg, 0.f);
-    if (!AHEAD) {
-      wait_for_stores();                                      // without it queries arrive in place of rows that have not left
-      arrive_free(queries);                                   // without it the loader waits for ever
-    }
   }
-  wait_for_stores();                                          // without it the block, and its shared memory, may end before
+  if (STAGED_OUT) wait_for_stores();                          // without it the block, and its shared memory, may end before
 }
 
 // After: each warp merges 16 rows and 64 columns of a query tile that blocks have shared, one part after the other.
 //
 //   for each part:  m' = max(m, lse_part);  O = e^(m - m') O + e^(lse_part - m') out_part;  l = e^(m - m') l + e^(lse_part - m');  m = m'
 //   out = O / l,  lse = m + log l
-using MergedTile = PanelTile<16, 64>;
-
 KERNEL(THREADS, 1) fwd_hopper_merge(GRID_CONSTANT HopperForwardParams p) {
   if constexpr (SPLIT_KV) {
     constexpr int COLS = 32, ACROSS = 64 / COLS;              // WIDTH_V is a multiple
@@ -315,16 +314,13 @@ KERNEL(THREADS, 1) fwd_hopper_merge(GRID_CONSTANT HopperForwardParams p) {
     RowVec<16> lse;
     finish(softmax, lse);
 
-    const MergedTile out_smem{shared_memory() + warp * MergedTile::bytes};
+    const Place here = place_of_tile(p, p.first_shared + tile, TILE_Q);
+    const GlobalTile out = rows_of(p.out, here.batch, here.head, here.row + row, p.len_q, p.dim_v);
     #pragma unroll
     for (int i = 0; i < ACROSS; ++i) {
       rescale(o_reg[i], softmax.sum);
-      store(out_smem.panel(0), o_reg[i], 0, i * COLS);
+      store(out, o_reg[i], col0 + i * COLS);
     }
-    sync_with_copies();                                       // without it rows leave that have not been written
-    const Place here = place_of_tile(p, p.first_shared + tile, TILE_Q);
     if (p.lse.data && col0 == 0) store(row_slice(p.lse, here.batch, here.head, here.row + row), p.lse.row_stride, p.len_q - here.row - row, lse);
-    store_async(p.out, here.batch, here.head, here.row + row, out_smem, 0, col0);
-    wait_for_stores();                                        // without it the block, and its shared memory, may end before
   }
 }

@@ -49,10 +49,10 @@ constexpr int TABLE_BLOCKS = 144;
 constexpr int TABLE_TURNS = 6;
 constexpr u16 NO_TILE = 0xffff;
 struct HopperForwardParams {
-  TensorMap q;                            // (*batch, heads,    len_q,  dim)    in boxes of 64 x 64
-  TensorMap k;                            // (*batch, heads_kv, len_kv, dim)    in boxes of TILE_KV x 64
-  TensorMap v;                            // (*batch, heads_kv, len_kv, dim_v)  the same
-  TensorMap out;                          // (*batch, heads,    len_q,  dim_v)  in boxes of 16 x 64
+  TensorMap q_map;                        // (*batch, heads,    len_q,  dim)    in boxes of 64 x 64
+  TensorMap k_map;                        // (*batch, heads_kv, len_kv, dim)    in boxes of TILE_KV x 64
+  TensorMap v_map;                        // (*batch, heads_kv, len_kv, dim_v)  the same
+  TensorMap out_map;                      // STAGED_OUT: out in boxes of 16 x 64
   Tensor lse;                             // (*batch, heads,    len_q)  float32, or data = null when nobody asked for it
   int first_key;                          // as above
   int last_key;
@@ -78,6 +78,7 @@ struct HopperForwardParams {
   int part_rows;                          // of a tile that exist, rounded up to whole fragments
   float* parts;                           // (parts, part_rows * WIDTH_V)  out of each part of a tile, in the order of fragments
   float* part_lse;                        // (parts, part_rows)  and its lse
+  Tensor out;                             // (*batch, heads,    len_q,  dim_v)
 };
 
 struct BackwardParams {

@@ -92,14 +92,14 @@ FORWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"WIDTH": 96, "WIDTH_V": 32}, {"WID
 BACKWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"STAGES": 1}, {"WIDTH": 128, "WIDTH_V": 128}, {"TILE_Q": 128, "TILE_KV": 64})
 STAGED = {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 80, "STAGED_SUMS": True}
 HOPPER_BACKWARD_CHANGES = ({}, STAGED, {"TILE_Q": 64}, {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 64}, {"TILE_Q": 128, "STAGES": 1})
-HOPPER_CHANGES = ({}, {"STAGES_Q": 2}, {"STAGES": 4, "STAGES_V": 1}, {"WIDTH_V": 64}, {"WIDTH": 64, "WIDTH_V": 128})
+OUT_STAYS = {"STAGED_OUT": False}
+HOPPER_CHANGES = ({}, {"SLOTS_Q": 3} | OUT_STAYS, {"STAGES": 4, "STAGES_V": 1}, {"WIDTH_V": 64}, {"WIDTH": 64, "WIDTH_V": 128} | OUT_STAYS)
 SUMMED = "max_of(SharedTile<TILE_Q, WIDTH>::bytes, SharedTile<TILE_KV, WIDTH>::bytes)"
 # The end of what an entry keeps in shared memory, in the names of its file.
 ENDS = {
     "fwd_v2": "SHARED_BYTES",
     "fwd_v1": "V_OFFSET + ValueTile::bytes",
     "fwd_hopper": "SHARED_BYTES",
-    "fwd_hopper_merge": "WARPS * MergedTile::bytes",
     "bwd_v2": "STAGE_OFFSET + STAGES * STAGE_BYTES",
     "bwd_hopper": "SHARED_BYTES",
     "bwd_hopper_wide": "SHARED_BYTES",

@@ -85,7 +85,8 @@ def test_maps_are_in_the_form_of_the_driver_and_the_rest_is_as_it_was(launched):
         on_device.launch(addresses)
         params = struct(launched[-1], HOPPER_FORWARD)
         for name, address in zip(("q", "k", "v", "out"), addresses):
-            assert params[name].tobytes() == address.to_bytes(8, "little") + bytes([ENCODED] * 120)
+            assert params[f"{name}_map"].tobytes() == address.to_bytes(8, "little") + bytes([ENCODED] * 120)
+        assert params["out"]["data"] == addresses[3] and params["out"]["head_stride"] == 64_000
         assert params["lse"]["data"] == addresses[-1] and params["lse"]["head_stride"] == 1000
         assert (params["len_q"], params["last_key"], params["run"]) == (1000, 0, 2)
         assert launched[-1].argument % 64 == 0
@@ -124,7 +125,8 @@ def test_keys_that_no_query_sees_are_left_out_by_the_address(launched, monkeypat
         plan(q, k, v, out=out)
         params = struct(launched[-1], dtype)
         expected = {"q": q, "k": k[:, :, 69:], "v": v[:, :, 69:], "out": out}
-        addresses = {name: int(params[name]["data"]) for name in expected}
+        fields = {name: name if name in dtype.names else f"{name}_map" for name in expected}
+        addresses = {name: int(params[field]["data"]) for name, field in fields.items()}
         assert addresses == {name: x.ctypes.data for name, x in expected.items()}
         assert [params[name] for name in ("heads", "heads_per_kv", "len_q", "len_kv")] == [3, 1, 2, 31]
 

@@ -147,12 +147,15 @@ def test_widths(dim, dim_v, width, width_v):
     assert [row.tile_q, row.tile_kv, row.warps] == [c.TILE_Q, c.TILE_KV, c.WARPS]
 
 
-def test_what_copies_need_elsewhere_does_not_matter():
-    """Rows of 200 bytes move 8 bytes at a time in fwd_v2; for a map the distance of rows counts."""
-    q = array(2, 70, 104)[..., :100]
-    made = planned(q, out=array(2, 70, 104)[..., :100]).kernel
-    assert made.kernel == "fwd_hopper" and made == planned(array(2, 70, 128)).kernel and "copies" not in str(made)
+def test_what_lanes_copy_decides_how_many_bytes_at_a_time():
+    """Rows of 200 bytes: all are copied in fwd_v2, in fwd_hopper those of out, and none where the copy engine stores them."""
+    q, out = (array(2, 70, 104)[..., :100] for _ in range(2))
     assert planned(q, kernel="fwd_v2").kernel.config.COPY_BYTES == 8
+    made = planned(q, out=out).kernel
+    assert made.kernel == "fwd_hopper" and made.config.COPY_BYTES == 8 and "copies of 8 bytes: rows of out have 200" in str(made)
+    q, out = (array(1, 1200, 104)[..., :100] for _ in range(2))  # too short to be shared out
+    made = planned(q, out=out).kernel
+    assert made.config.STAGED_OUT and made == planned(array(1, 1200, 128)).kernel and "copies" not in str(made)
 
 
 @pytest.mark.parametrize("options, explicit", [({}, False), ({"softcap": 5.0}, True), ({"scale": 0}, True), ({"scale": -1}, True)])
@@ -314,25 +317,26 @@ def test_a_problem_becomes_numbers():
     problem = make_problem(q, k, v, asked, out)
     plan = make_forward_plan(problem, SM_90A)
     params = hopper_forward_params(problem, forward_maps(plan, problem), 3)[0]
-    in_maps = ("q", "k", "v", "out")
+    in_maps = ("q_map", "k_map", "v_map", "out_map")
     assert {name: params[name]["size"].tolist() for name in in_maps} == {
-        "q": [64, 10, 6, 2, 1],
-        "k": [64, 20, 3, 2, 1],
-        "v": [48, 20, 3, 2, 1],
-        "out": [48, 10, 6, 2, 1],
+        "q_map": [64, 10, 6, 2, 1],
+        "k_map": [64, 20, 3, 2, 1],
+        "v_map": [48, 20, 3, 2, 1],
+        "out_map": [48, 10, 6, 2, 1],
     }
     assert {name: params[name]["stride"].tolist()[:3] for name in in_maps} == {  # bytes between rows, heads, batch elements
-        "q": [768, 128, 7680],
-        "k": [128, 2560, 7680],
-        "v": [96, 1920, 5760],
-        "out": [576, 96, 5760],
+        "q_map": [768, 128, 7680],
+        "k_map": [128, 2560, 7680],
+        "v_map": [96, 1920, 5760],
+        "out_map": [576, 96, 5760],
     }
     assert [params[name]["box_rows"] for name in in_maps] == [64, plan.config.TILE_KV, plan.config.TILE_KV, 16]
     assert {int(params[name]["box_cols"]) for name in in_maps} == {64}
-    assert {int(params[name]["data"]) for name in (*in_maps, "lse")} == {0}
-    lse = params["lse"]
+    assert {int(params[name]["data"]) for name in (*in_maps, "lse", "out")} == {0}
+    out, lse = params["out"], params["lse"]
+    assert [out["batch_stride"].tolist(), out["head_stride"], out["row_stride"], out["col_stride"]] == [[0, 0, 0, 2880], 48, 288, 1]
     assert [lse["batch_stride"].tolist(), lse["head_stride"], lse["row_stride"], lse["col_stride"]] == [[0, 0, 0, 60], 10, 1, 0]
-    assert {name: params[name].tolist() for name in HOPPER_FORWARD.names if name not in (*in_maps, "lse")} == {
+    assert {name: params[name].tolist() for name in HOPPER_FORWARD.names if name not in (*in_maps, "lse", "out")} == {
         "first_key": 6,
         "last_key": 12,
         "batch": [1, 1, 1, 2],

@@ -56,7 +56,7 @@ TWO_STAGES = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 16, "WARPS": 2, "STAGES": 2
 TWO_PAIRS = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 32, "WARPS": 4, "STAGES": 2})
 # More tiles than blocks, so that a block takes several in turn, and two warpgroups besides the one that loads.
 HOPPER_CASE = Case("float16", 150, 75, dim=32, heads_q=3, causal=True)
-TWO_GROUPS = Setting(HOPPER_CASE, {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGES": 2, "STAGES_V": 2, "STAGES_Q": 2})
+TWO_GROUPS = Setting(HOPPER_CASE, {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGES": 2, "STAGES_V": 2, "SLOTS_Q": 4, "STAGED_OUT": True})
 # Two heads to a block, more blocks than one to a head, more tiles of queries than stages, and more rows of dq than leave at once.
 HOPPER_BACKWARD_CASE = Case("float16", 150, 200, dim=32, heads_q=2, heads_kv=1, causal=True)
 OWN_KEYS = Setting(HOPPER_BACKWARD_CASE, {"TILE_Q": 64, "TILE_KV": 128, "WARPS": 12, "STAGES": 2, "WIDTH": 64, "WIDTH_V": 64})
@@ -69,8 +69,9 @@ def settings_of(kernel):
     if kernel == "fwd_hopper":
         leaps = replace(TWO_GROUPS, case=replace(HOPPER_CASE, values="large"))  # of the maximum, in later tiles of keys
         split = replace(TWO_GROUPS.but(SPLIT_KV=True), case=replace(HOPPER_CASE, len_q=100))  # three tiles on two blocks
-        settings = {"two stages": TWO_GROUPS, "one stage": TWO_GROUPS.but(STAGES=1, STAGES_V=1, STAGES_Q=1), "leaps": leaps}
-        return settings | {"split": split}
+        lanes_store = TWO_GROUPS.but(SLOTS_Q=3, STAGED_OUT=False)
+        settings = {"two stages": TWO_GROUPS, "one stage": lanes_store.but(STAGES=1, STAGES_V=1, SLOTS_Q=2), "leaps": leaps}
+        return settings | {"three slots": lanes_store, "split": split}
     if kernel == "bwd_hopper":
         wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128)
         staged = {"staged": STAGED, "staged, in order": STAGED.but(True)}

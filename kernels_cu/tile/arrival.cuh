@@ -162,7 +162,6 @@ constexpr int RING_BARRIERS = 2 * Arrival::bytes;             // of a slot: it i
 template <typename T, int SLOTS, Lanes LANES = APART> struct Ring {
   typedef T Tile;
   static constexpr int slots = SLOTS;
-  static_assert((SLOTS & (SLOTS - 1)) == 0, "the number of a tile tells its slot and the parity of its round by single bits");
   SharedAddress tiles, barriers;
   u32 number = 0;                                             // of the tile at hand
   OP Ring(SharedAddress tiles, SharedAddress barriers) : tiles(tiles), barriers(barriers) {}

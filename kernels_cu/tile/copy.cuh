@@ -23,6 +23,10 @@ OP i64 offset_of(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int 
 OP GlobalTile slice(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int row, int len, int cols) {
   return {static_cast<Element*>(t.data) + offset_of(t, batch, head, row), t.row_stride, t.col_stride, len - row, cols};
 }
+// the same where the elements of a row are neighbours
+OP GlobalTile rows_of(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int row, int len, int cols) {
+  return {static_cast<Element*>(t.data) + offset_of(t, batch, head, row), t.row_stride, 1, len - row, cols};
+}
 // the same of a tensor without columns
 OP float* row_slice(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int row) {
   return static_cast<float*>(t.data) + offset_of(t, batch, head, row);
@@ -149,6 +153,64 @@ template <int ROWS, int WIDTH, int M, int N> OP void store(SharedTile<ROWS, WIDT
       else store_shared(to, acc.at(l, r)), store_shared(to + 4, acc.at(l, r + 1));
     }
   }
+}
+
+#if ON_GPU
+// to[0 : BYTES] = words by the lanes for which it is true; one element of a word, the lower one, if BYTES is 2
+template <int BYTES> OP void st_global_if(void* to, const u32* words, bool stores);
+template <> OP void st_global_if<16>(void* to, const u32* words, bool stores) {
+  asm volatile("{ .reg .pred stores; setp.ne.u32 stores, %5, 0; @stores st.global.v4.b32 [%0], {%1, %2, %3, %4}; }"
+               :: "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(u32(stores)) : "memory");
+}
+template <> OP void st_global_if<8>(void* to, const u32* words, bool stores) {
+  asm volatile("{ .reg .pred stores; setp.ne.u32 stores, %3, 0; @stores st.global.v2.b32 [%0], {%1, %2}; }"
+               :: "l"(to), "r"(words[0]), "r"(words[1]), "r"(u32(stores)) : "memory");
+}
+template <> OP void st_global_if<4>(void* to, const u32* words, bool stores) {
+  asm volatile("{ .reg .pred stores; setp.ne.u32 stores, %2, 0; @stores st.global.b32 [%0], %1; }"
+               :: "l"(to), "r"(words[0]), "r"(u32(stores)) : "memory");
+}
+template <> OP void st_global_if<2>(void* to, const u32* words, bool stores) {
+  asm volatile("{ .reg .pred stores; setp.ne.u32 stores, %2, 0; @stores st.global.b16 [%0], %1; }"
+               :: "l"(to), "h"(u16(words[0])), "r"(u32(stores)) : "memory");
+}
+#endif
+
+// dst[:, col0 : col0 + N] = acc, rounded to 16 bits and clipped to dst. Each lane gets eight neighbouring columns from its quad, and writes
+// as many at once as COPY_BYTES says. Lanes stay together, see arrival.cuh.
+template <int N> OP void store(const GlobalTile& dst, const Acc<16, N>& acc, int col0 = 0) {
+  #pragma unroll
+  for (int n = 0; n < N; n += 32) {
+    #pragma unroll
+    for (int slot = 0; slot < RowVec<16>::slots; ++slot) {
+      Regs<u32, 4> pairs;
+      for_lane(l) {
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = acc.reg(slot, n / 4 + 2 * i);
+          pairs.at(l, i) = pack<Element>(acc.at(l, r), acc.at(l, r + 1));
+        }
+      }
+      transpose_quads(pairs);
+      for_lane(l) {
+        const int lane = not_ahead(l), row = RowVec<16>::row(lane, slot);  // kept, addresses would take registers
+        #pragma unroll
+        for (int i = 0; i < 8; i += GRANULE) {
+          const int col = col0 + n + lane % 4 * 8 + i;
+          const u32 shifted = pairs.at(l, i / 2) >> i % 2 * 16;
+          const bool exists = row < dst.rows && col < dst.cols;
+#if ON_GPU
+          st_global_if<sizeof(Granule)>(dst.at(row, col), GRANULE == 1 ? &shifted : pairs.v + i / 2, exists);
+#else
+          if (!exists) continue;
+          count_written(sizeof(Granule));
+          std::memcpy(dst.at(row, col), GRANULE == 1 ? &shifted : &pairs.at(l, i / 2), sizeof(Granule));
+#endif
+        }
+      }
+    }
+  }
+  sync_warp();                                                // for the assembler, which would have the lanes meet later, and more often
 }
 
 // dst[row] = rows[row], written by the one lane of each quad that holds column 0

@@ -161,6 +161,26 @@ template <int N, int M> OP void from_quad(Regs<float, N>& dst, int d, const Regs
 #endif
 }
 
+// value j of lane i of each quad becomes value i of lane j
+OP void transpose_quads(Regs<u32, 4>& x) {
+#if ON_GPU
+  #pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = not_ahead(lane_id()) & step;
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const u32 other = __shfl_xor_sync(0xffffffffu, upper ? x.v[i] : x.v[i + step], step);
+      x.v[i] = upper ? other : x.v[i];
+      x.v[i + step] = upper ? x.v[i + step] : other;
+    }
+  }
+#else
+  const Regs<u32, 4> before = x;
+  for_lane(l) for (int i = 0; i < 4; ++i) x.at(l, i) = before.at((l & ~3) | i, l % 4);
+#endif
+}
+
 // every lane of a group of LANES neighbours ends with the group's combined value
 template <int LANES, int N, typename F> OP void reduce_lanes(Regs<float, N>& x, F combine) {
 #if ON_GPU
