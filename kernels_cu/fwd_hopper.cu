@@ -117,7 +117,6 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   }
 
   take_registers<GROUP_REGISTERS>();
-  queries.number = group;                                     // of the slots in turn, every GROUPS-th
 
   Acc<16, TILE_KV> s_reg;
   OperandA<16> p_reg[TILE_KV / 16];
@@ -133,9 +132,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     const TileRange all = tiles_of(turn, here);
     const int group_row = here.row + group * ROWS;
     const TileRange seen = tiles_seen(band, group_row, min_of(ROWS, p.len_q - group_row), TILE_KV, all), own = SPLIT_KV ? among(all, seen) : seen;
-    tile = own.begin;
+    // Keys are shared where all rows see the first ones. With more tiles before, the loader waits for values to be free that a group has
+    // not come to, and the group for keys.
+    before = SPLIT_KV ? 0 : min_of(own.begin - all.begin, STAGES_V - 1);
+    tile = all.begin + before;
     last = own.end - 1;
-    before = SPLIT_KV ? 0 : own.begin - all.begin;            // keys are shared where all rows see the first ones
     beyond = all.end - own.end;
     warp_row = group_row + warp % 4 * 16;
   };
@@ -242,6 +243,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       begin_turn(turn);
       skipped += before;
       skip(keys, skipped);
+      const int others = turn == 0 ? group : GROUPS - 1;      // warpgroups whose queries come before
+      if (SLOTS_Q % GROUPS) wait_past(queries, others);       // without it an opening of a slot for another warpgroup is taken for one's own
+      else queries.number += others;
       wait_full(queries);                                     // without it the products read queries that have not arrived
       step(AHEAD, AHEAD, AHEAD && turn != first, skipped);
       #pragma unroll 1
@@ -251,7 +255,6 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       }
       ++turn;
       arrive_free(queries);                                   // without it the loader waits for ever
-      queries.number += GROUPS - 1;                           // those of the other warpgroups
       // With more tiles between two turns, the loader waits for values to be free before it brings the next queries and keys.
       if (!AHEAD || beyond > 1 || !has_turn(p, turn) || is_part(p, turn)) break;
       skipped = beyond;

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -65,6 +66,19 @@ def staged(monkeypatch):
     backward._prepared.cache_clear()
     yield
     backward._prepared.cache_clear()
+
+
+@pytest.fixture
+def only_row(monkeypatch):
+    """A function that makes one row of a tuning table on sm_90a serve every problem that its tile is wide enough for."""
+
+    def choose(kernel, row):
+        row = replace(row, max_len_q=None, causal=None, no_windows=False)
+        monkeypatch.setitem(KERNEL_TABLES, kernel, {"90a": {"half": (row,)}})
+        launch._prepared.cache_clear()
+
+    yield choose
+    launch._prepared.cache_clear()
 
 
 @pytest.fixture

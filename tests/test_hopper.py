@@ -6,10 +6,12 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from cupy_flash import attention, host, plan_attention, schedule, turns
+from cupy_flash import arrays, attention, host, plan_attention, schedule, turns
 from cupy_flash.arrays import DTYPES
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
+from cupy_flash.launch import AttentionPlan
+from cupy_flash.tuning import HOPPER
 
 
 def judged(q, k, v, **options):
@@ -54,6 +56,54 @@ def test_rows_that_see_nothing_of_the_first_tile(window):
     q, k, v = (rng.standard_normal((1, 700, 64)).astype(numpy.float16) for _ in range(3))
     q[..., 0], k[..., 0] = 20, -20
     judged(q, k, v, window=(window, 0))
+
+
+def tiles_of_the_table():
+    """The rows of the table by what distinguishes their tiles, whichever problems they are for."""
+    return {f"{row.width}, {row.tile_q}x{row.tile_kv}, {row.slots_q} slots": row for row in HOPPER}
+
+
+@pytest.mark.parametrize("tile", tiles_of_the_table())
+def test_every_tile_of_the_table(tile, only_row, fast_build):
+    """Several tiles for each block, warpgroups that see nothing of some key tiles, and out in rows with room between them."""
+    row = tiles_of_the_table()[tile]
+    only_row("fwd_hopper", row)
+    rng = numpy.random.default_rng(15)
+    dim = (row.width_v or row.width) - 4
+    q, k, v = (rng.standard_normal((2, length, dim + 4)).astype(numpy.float16)[..., :dim] for length in (520, 700, 700))
+    room = numpy.full((2, 520, dim + 4), numpy.nan, numpy.float16)
+    plan = plan_attention(q, k, v, backend="host", arch="90a", out=room[..., :dim], window=(150, 70))
+    c = plan.kernel.config
+    knobs = ("tile_q", "tile_kv", "slots_q", "staged_out")
+    assert all(getattr(c, knob.upper()) == getattr(row, knob) for knob in knobs)
+    copied = 16 if row.staged_out else 8
+    assert copied == c.COPY_BYTES
+    p = plan.problem
+    out = plan(q, k, v, out=room[..., :dim])
+    comparison = compare(out, None, q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key)
+    assert comparison.ok, comparison.message
+    assert numpy.isnan(room[..., dim:]).all()
+
+
+SLOTS = {"two slots": (2, 1, 1), "three slots": (3, 1, 2), "four slots": (4, 2, 2), "two key tiles, one of values": (4, 2, 1)}
+
+
+@pytest.mark.parametrize("order", ["eager", "deferred"])
+@pytest.mark.parametrize("slots", SLOTS)
+def test_windows_of_narrow_key_tiles(slots, order, monkeypatch, fast_build):
+    """A warpgroup sees nothing of up to four tiles at either end of what its block sees, more than there are places for."""
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
+    slots_q, stages, stages_v = SLOTS[slots]
+    rng = numpy.random.default_rng(16)
+    q, k, v = (rng.standard_normal((3, 300, 64)).astype(numpy.float16) for _ in range(3))
+    plan = plan_attention(q, k, v, backend="host", arch="90a", window=(37, 20), return_lse=True)
+    knobs = {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGED_OUT": False}
+    knobs |= {"STAGES": stages, "STAGES_V": stages_v, "SLOTS_Q": slots_q}
+    changed = replace(plan.kernel, config=replace(plan.kernel.config, **knobs))
+    out, lse = AttentionPlan(plan.problem, changed, tuple(map(arrays.layout, (q, k, v))), True)(q, k, v)
+    p = plan.problem
+    comparison = compare(out, lse, q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key)
+    assert comparison.ok, comparison.message
 
 
 def test_a_warp_that_looks_for_the_maximum_when_another_one_has_to():

@@ -56,7 +56,8 @@ TWO_STAGES = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 16, "WARPS": 2, "STAGES": 2
 TWO_PAIRS = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 32, "WARPS": 4, "STAGES": 2})
 # More tiles than blocks, so that a block takes several in turn, and two warpgroups besides the one that loads.
 HOPPER_CASE = Case("float16", 150, 75, dim=32, heads_q=3, causal=True)
-TWO_GROUPS = Setting(HOPPER_CASE, {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGES": 2, "STAGES_V": 2, "SLOTS_Q": 4, "STAGED_OUT": True})
+TWO_SLOTS_EACH = {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGES": 2, "STAGES_V": 2, "SLOTS_Q": 4, "STAGED_OUT": True}
+TWO_GROUPS = Setting(HOPPER_CASE, TWO_SLOTS_EACH)
 # Two heads to a block, more blocks than one to a head, more tiles of queries than stages, and more rows of dq than leave at once.
 HOPPER_BACKWARD_CASE = Case("float16", 150, 200, dim=32, heads_q=2, heads_kv=1, causal=True)
 OWN_KEYS = Setting(HOPPER_BACKWARD_CASE, {"TILE_Q": 64, "TILE_KV": 128, "WARPS": 12, "STAGES": 2, "WIDTH": 64, "WIDTH_V": 64})
