@@ -16,7 +16,8 @@ from .workspace import Workspace
 HOPPER_KERNELS = ("bwd_hopper", "bwd_hopper_wide")
 MOVED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")  # what threads of bwd_v2 move
 BY_THREADS = MOVED[3:]  # and those of the other two, before and after the loop
-IN_MAPS = ("q", "k", "v", "dout", "dq", "dk", "dv")  # where the copy engine moves these
+GRADIENTS = MOVED[5:]
+IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where the copy engine moves these
 WARP_ROWS = 16  # what a warp of these two stores
 FEWEST_BLOCKS = 2 * 132  # two for each multiprocessor of an H200: with fewer, the query heads of a group are split among blocks
 HOPPER_BLOCKS_TOGETHER = 256  # two for each multiprocessor, see heads_together
@@ -77,7 +78,7 @@ def _kernel_for(problem: BackwardProblem, architecture: Architecture, explicit: 
     if not any(tables):
         why_not = f"there is no other one for {p.dtype} on {architecture}"
     else:
-        why_not = obstacle(p.batch, {name: x for name, x in problem.layouts.items() if x is not None}, IN_MAPS)
+        why_not = obstacle(p.batch, {name: x for name, x in problem.layouts.items() if x is not None}, IN_MAPS, GRADIENTS)
         why_not = why_not and f"no TMA: {why_not}"
     for kernel, rows in zip(HOPPER_KERNELS if asked is None else (asked,), tables):
         if not why_not and any(row.width >= _width(p) and not (explicit and row.plain_scores) for row in rows):

@@ -88,7 +88,7 @@ def tensor_maps(batch: tuple[int, ...], layouts: dict[str, Layout], box_rows: di
     return maps
 
 
-def obstacle(batch: tuple[int, ...], layouts: dict[str, Layout], names: Iterable[str]) -> str:
+def obstacle(batch: tuple[int, ...], layouts: dict[str, Layout], names: Iterable[str], written: Iterable[str] = ()) -> str:
     """Why one of these arrays cannot be expressed as a map, or ''.
 
     Parameters
@@ -97,12 +97,16 @@ def obstacle(batch: tuple[int, ...], layouts: dict[str, Layout], names: Iterable
         As in `tensor_maps`.
     names : iterable of str
         The arrays that would get a map.
+    written : iterable of str, optional
+        Those of them that the copy engine writes. It writes whole chunks of 16 bytes, also where a row ends within one: measured on
+        an H200, whereas what it reads ends with the row.
     """
     sizes, strides = merge_batch_axes(batch, layouts)
     left = sum(size > 1 for size in sizes)
     if left > BATCH_AXES_OF_A_MAP:
         return f"{left} batch axes are left after merging, more than {BATCH_AXES_OF_A_MAP}"
-    reasons = (_obstacle(name, layouts[name], _axes(layouts[name], len(batch), sizes, strides[name])) for name in names)
+    reasons = [_obstacle(name, layouts[name], _axes(layouts[name], len(batch), sizes, strides[name])) for name in names]
+    reasons += [_ragged(name, layouts[name]) for name in written]
     return next(filter(None, reasons), "")
 
 
@@ -136,6 +140,11 @@ def _obstacle(name: str, layout: Layout, axes: dict[str, tuple[int, int]]) -> st
     if layout.alignment % ALIGNMENT:
         return f"{name} starts at a multiple of {layout.alignment} bytes only, not of {ALIGNMENT}"
     return ""
+
+
+def _ragged(name: str, layout: Layout) -> str:
+    row = layout.shape[-1] * layout.itemsize
+    return f"rows of {name} have {row} bytes, not a multiple of {ALIGNMENT}" if row % ALIGNMENT else ""
 
 
 class DriverMap:

@@ -104,6 +104,15 @@ def test_without_a_map_of_every_array_the_plan_says_why(moved, how):
         planned(given, kernel=NARROW)
 
 
+@pytest.mark.parametrize("dim, dim_v, ragged", [(60, 64, "dq"), (64, 60, "dv")])
+def test_rows_that_end_within_16_bytes_are_read_but_not_written_by_the_copy_engine(dim, dim_v, ragged):
+    """It would write beyond their end, into rows of 128 bytes of which 120 are given."""
+    dims = {name: dim_v if name in ("v", "dv", "out", "dout") else dim for name in operands((2, 70, 64)) if name != "lse"}
+    given = {name: x[..., : dims[name]] if name in dims else x for name, x in operands((2, 70, 64)).items()}
+    made = planned(given)
+    assert kernel_of(made) == "bwd_v2" and f"no TMA: rows of {ragged} have 120 bytes, not a multiple of 16" in made.kernel.reasons
+
+
 @pytest.mark.parametrize("how", CANNOT_MOVE)
 def test_what_threads_read_needs_no_map(how):
     """Those of the first kernel read out, which needs smaller copies then, and lse."""

@@ -76,11 +76,11 @@ BARRIERS["an arrival that is left over"] = (
 )
 COPIES = {
     "rows not shown": (
-        "store(tile, acc, 0); store_async(p.out, first, 0, 0, tile, 0);",
+        "store(tile, acc, 0); store_async(p.out_map, first, 0, 0, tile, 0);",
         "{W} has the copy engine read what lanes have stored, without sync_with_copies in between",
     ),
     "rows shown to lanes only": (
-        "store(tile, acc, 0); sync_warp(); store_async(p.out, first, 0, 0, tile, 0);",
+        "store(tile, acc, 0); sync_warp(); store_async(p.out_map, first, 0, 0, tile, 0);",
         "{W} has the copy engine read what lanes have stored",
     ),
     "sums not shown": (
@@ -91,9 +91,17 @@ COPIES = {
         "add_async(static_cast<float*>(p.lse.data), tile.base, 8); wait_for_stores();",
         "{W} ends while the copy engine may still add to sums",
     ),
-    "no wait at the end": ("store_async(p.out, first, 0, 0, tile, 0);", "{W} ends while the copy engine may still read"),
-    "another box": ("store_async(p.q, first, 0, 0, tile, 0);", "{W} moves 16 x 64 elements with a map of boxes of 64 x 64"),
-    "off the swizzle": ("store_async(p.out, first, 0, 0, tile, 4);", "{W} moves a box at an address that is no multiple of 1024"),
+    "no wait at the end": ("store_async(p.out_map, first, 0, 0, tile, 0);", "{W} ends while the copy engine may still read"),
+    "another box": ("store_async(p.q_map, first, 0, 0, tile, 0);", "{W} moves 16 x 64 elements with a map of boxes of 64 x 64"),
+    "rows that end within 16 bytes": (
+        "ClearMap map; std::memcpy(&map, &p.out_map, sizeof map); map.size[0] = 60;"
+        "TensorMap ragged; std::memcpy(&ragged, &map, sizeof map); store_async(ragged, first, 0, 0, tile, 0);",
+        "{W} has the copy engine store rows that end within 16 bytes, all of which it writes",
+    ),
+    "off the swizzle": (
+        "store_async(p.out_map, first, 0, 0, tile, 4);",
+        "{W} moves a box at an address that is no multiple of 1024",
+    ),
 }
 PRODUCTS = {
     "another one waited for": (

@@ -264,6 +264,7 @@ OP void store_async(const TensorMap& map, const int (&batch)[BATCH_AXES], int he
   for (int i = 0; i < tile.panels; ++i) {
     const Box box(map, tile.base + i * tile.panel_bytes + row0 * 128, 16, col0 + 64 * i, row, head, batch, at);
     box.check_shown("has the copy engine read");
+    if (box.map.size[0] % 8) host::self->fail("has the copy engine store rows that end within 16 bytes, all of which it writes", at);
     host::self->store_async([=] { box.store(); });
   }
 #endif

@@ -70,6 +70,19 @@ def test_what_lies_around_the_arrays_is_neither_read_nor_written(dim, dim_v):
         assert bool((memory[name].astype("f") == 77).all()), name
 
 
+def test_rows_that_end_within_16_bytes_are_not_written_beyond_their_end():
+    """The copy engine would: it writes whole chunks."""
+    case = Case("bfloat16", 130, 190, dim=60, heads_q=2, layout="sliced")
+    given = operands(case)
+    memory = {name: cupy.full((*given[name[1:]].shape[:3], 64), 77, given["q"].dtype) for name in RESULTS}
+    results = {name: x[..., :60] for name, x in memory.items()}
+    plan = plan_attention_backward(**given, **results)
+    assert plan.kernel.kernel == "bwd_v2" and "rows of dq have 120 bytes" in str(plan)
+    judge(case, given, plan(**given, **results))
+    for name, x in memory.items():
+        assert bool((x[..., 60:].astype("f") == 77).all()), name
+
+
 VIEWS = {
     "one batch element for all": lambda x: cupy.broadcast_to(x[:1], x.shape),
     "one row for all": lambda x: cupy.broadcast_to(x[:, :, :1], x.shape),
