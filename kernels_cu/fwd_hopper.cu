@@ -51,6 +51,7 @@ OP PartTile part_of(const HopperForwardParams& p, u32 number) { return {p.parts 
 static_assert(SLOTS_Q >= GROUPS, "each warpgroup reads a slot");
 constexpr bool AHEAD = SLOTS_Q > GROUPS;                      // a query tile begins before the one before it has ended
 constexpr int EARLY = min_of(SLOTS_Q - GROUPS, GROUPS);       // warpgroups whose next queries need not wait until others have read theirs
+constexpr bool TAKE_TURNS = SLOTS_Q % GROUPS != 0;            // in a slot, so that all of them have to notice each filling of it
 constexpr int OUT_OFFSET = SLOTS_Q * QueryTile::bytes;
 constexpr int K_OFFSET = OUT_OFFSET + STAGED_OUT * GROUPS * OutTile::bytes;
 constexpr int V_OFFSET = K_OFFSET + STAGES * KeyTile::bytes;
@@ -76,7 +77,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   if (warp == 0) {
     start_ring(keys, 4 * GROUPS);                             // warps that hand a tile back
     start_ring(values, 4 * GROUPS);
-    start_ring(queries, 4);
+    start_ring(queries, TAKE_TURNS ? 4 * GROUPS : 4);
   }
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
 
@@ -118,6 +119,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
 
   take_registers<GROUP_REGISTERS>();
 
+  QueryTile q_smem;
   Acc<16, TILE_KV> s_reg;
   OperandA<16> p_reg[TILE_KV / 16];
   Acc<16, WIDTH_V> o_reg;
@@ -191,7 +193,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
     if (follows) to_operands(p_reg, s_reg);
     wait_full(keys);                                          // without it the product reads keys that have not arrived
-    start_product_transposed(s_reg, queries.tile(), 0, k_smem);
+    start_product_transposed(s_reg, q_smem, 0, k_smem);
     RowVec<16> weight;
     if (follows) {
       if (real) wait_full(values);                            // without it the product reads values that have not arrived
@@ -209,7 +211,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     exponentiate(softmax, s_reg, sum, scale_log2);
     const bool again = !first && warpgroup_any(group, too_large(sum));
     if (again) {
-      start_product_transposed(s_reg, queries.tile(), 0, k_smem);
+      start_product_transposed(s_reg, q_smem, 0, k_smem);
       wait_for_products<0>(s_reg);                            // as above
       scores_of_tile();
       find_maximum(correction);
@@ -243,9 +245,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       begin_turn(turn);
       skipped += before;
       skip(keys, skipped);
-      const int others = turn == 0 ? group : GROUPS - 1;      // warpgroups whose queries come before
-      if (SLOTS_Q % GROUPS) wait_past(queries, others);       // without it an opening of a slot for another warpgroup is taken for one's own
-      else queries.number += others;
+      queries.number = turn * GROUPS + group;
+      if (TAKE_TURNS) {
+        const int others = turn == 0 ? group : GROUPS - 1;    // those of other warpgroups since this one's last
+        queries.number -= others;
+        skip(queries, others);
+      }
+      q_smem = {uniform(queries.tile().base)};
       wait_full(queries);                                     // without it the products read queries that have not arrived
       step(AHEAD, AHEAD, AHEAD && turn != first, skipped);
       #pragma unroll 1

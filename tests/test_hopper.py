@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from cupy_flash import arrays, attention, host, plan_attention, schedule, turns
+from cupy_flash import arrays, attention, host, plan_attention, schedule, source, turns
 from cupy_flash.arrays import DTYPES
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
@@ -102,6 +102,19 @@ def test_windows_of_narrow_key_tiles(slots, order, monkeypatch, fast_build):
     p = plan.problem
     comparison = compare(out, lse, q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key)
     assert comparison.ok, comparison.message
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_warpgroups_far_apart_share_slots(slow, monkeypatch, change_kernel, fast_build):
+    """One of them is slow to begin a query tile, which has few keys, so that the other could be turns ahead."""
+    line = "      queries.number = turn"
+    text = source.files()["fwd_hopper.cu"]
+    assert text.count(line) == 1
+    wait = f"      if (group == {slow}) std::this_thread::sleep_for(std::chrono::milliseconds(5));\n"
+    change_kernel("fwd_hopper.cu", text.replace(line, wait + line))
+    rng = numpy.random.default_rng(17)
+    q, k, v = (rng.standard_normal((9, 260, 192)).astype(numpy.float16) for _ in range(3))
+    assert judged(q, k, v, window=(3, 0)).kernel.config.SLOTS_Q == 3
 
 
 def test_a_warp_that_looks_for_the_maximum_when_another_one_has_to():

@@ -72,7 +72,7 @@ def settings_of(kernel):
         split = replace(TWO_GROUPS.but(SPLIT_KV=True), case=replace(HOPPER_CASE, len_q=100))  # three tiles on two blocks
         lanes_store = TWO_GROUPS.but(SLOTS_Q=3, STAGED_OUT=False)
         settings = {"two stages": TWO_GROUPS, "one stage": lanes_store.but(STAGES=1, STAGES_V=1, SLOTS_Q=2), "leaps": leaps}
-        return settings | {"three slots": lanes_store, "split": split}
+        return settings | {"three slots": lanes_store, "one key tile": lanes_store.but(TILE_KV=80), "split": split}
     if kernel == "bwd_hopper":
         wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128)
         staged = {"staged": STAGED, "staged, in order": STAGED.but(True)}

@@ -200,14 +200,6 @@ template <typename T, int SLOTS, Lanes LANES> OP void skip(Ring<T, SLOTS, LANES>
     arrive_free(ring, at);
   }
 }
-// Goes past tiles that other warps read, when they have come: whoever waits by parity has to notice every opening.
-template <typename T, int SLOTS, Lanes LANES> OP void wait_past(Ring<T, SLOTS, LANES>& ring, int tiles, CallSite at = call_site()) {
-  #pragma unroll 1
-  for (int i = 0; i < tiles; ++i) {
-    wait_full(ring, at);
-    ring.advance();
-  }
-}
 // map[batch, head, row : row + rows of a tile] is on its way to the slot at hand, zero beyond the array
 template <typename T, int SLOTS, Lanes LANES>
 OP void start_load(const Ring<T, SLOTS, LANES>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at) {
