@@ -3,7 +3,8 @@
 //
 //   A block stays and takes one query tile Q_i after the other. Its first warpgroup loads, each other one owns 64 rows of Q_i:
 //
-//   loader:   for each Q_i:  Q_i, K_0, K_1, V_0, K_2, V_1 ... V_last          in the order of use, as far ahead as there is room
+//   loader:   for each Q_i:  Q_i, K_0, K_1, V_0, K_2, V_1 ...                 in the order of use, as far ahead as there is room,
+//                            the next K_0, V_last                             and the next Q_i ahead of these as far as there are slots
 //
 //   others:   for each Q_i:
 //               S = Q_i K_0^T;  P, m, l = softmax S                           beneath the last product of the tile before
@@ -247,11 +248,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       skip(keys, skipped);
       queries.number = turn * GROUPS + group;
       if (TAKE_TURNS) {
-        const int others = turn == 0 ? group : GROUPS - 1;    // those of other warpgroups since this one's last
+        const int others = turn == 0 ? group : GROUPS - 1;    // slots filled for other warpgroups since this one's last
         queries.number -= others;
         skip(queries, others);
       }
-      q_smem = {uniform(queries.tile().base)};
+      q_smem = {uniform(queries.tile().base)};                // once a turn: dividing by SLOTS_Q takes lanes
       wait_full(queries);                                     // without it the products read queries that have not arrived
       step(AHEAD, AHEAD, AHEAD && turn != first, skipped);
       #pragma unroll 1

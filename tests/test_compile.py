@@ -94,7 +94,7 @@ STAGED = {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 80, "STAGED_SUMS": True}
 HOPPER_BACKWARD_CHANGES = ({}, STAGED, {"TILE_Q": 64}, {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 64}, {"TILE_Q": 128, "STAGES": 1})
 OUT_STAYS = {"STAGED_OUT": False}
 HOPPER_WIDTHS = ({"WIDTH_V": 64}, {"WIDTH": 64, "WIDTH_V": 128} | OUT_STAYS)
-HOPPER_CHANGES = ({}, {"SLOTS_Q": 3} | OUT_STAYS, {"STAGES": 4, "STAGES_V": 1}, *HOPPER_WIDTHS)
+HOPPER_CHANGES = ({}, {"SLOTS_Q": 5} | OUT_STAYS, {"STAGES": 4, "STAGES_V": 1}, *HOPPER_WIDTHS)
 SUMMED = "max_of(SharedTile<TILE_Q, WIDTH>::bytes, SharedTile<TILE_KV, WIDTH>::bytes)"
 # The end of what an entry keeps in shared memory, in the names of its file.
 ENDS = {
