@@ -154,9 +154,11 @@ def test_what_lanes_copy_decides_how_many_bytes_at_a_time():
     made = planned(q, out=out).kernel
     assert made.kernel == "fwd_hopper" and made.config.COPY_BYTES == 8 and "copies of 8 bytes: rows of out have 200" in str(made)
     q, out = (array(1, 1200, 104)[..., :100] for _ in range(2))
-    made, usual = planned(q, out=out).kernel, planned(array(1, 1200, 104)).kernel
-    assert usual.config.STAGED_OUT and usual.config.COPY_BYTES == 16
-    assert made.config == replace(usual.config, STAGED_OUT=False, COPY_BYTES=8)
+    ragged, usual = planned(q, out=out), planned(array(1, 1200, 104))
+    assert usual.kernel.config.STAGED_OUT and usual.kernel.config.COPY_BYTES == 16
+    assert ragged.kernel.config == replace(usual.kernel.config, STAGED_OUT=False, COPY_BYTES=8)
+    mapped = [set(forward_maps(made.kernel, made.problem)) for made in (ragged, usual)]
+    assert mapped == [{"q_map", "k_map", "v_map"}, {"q_map", "k_map", "v_map", "out_map"}]
 
 
 @pytest.mark.parametrize("options, explicit", [({}, False), ({"softcap": 5.0}, True), ({"scale": 0}, True), ({"scale": -1}, True)])

@@ -163,7 +163,7 @@ template <typename T, int SLOTS, Lanes LANES = APART> struct Ring {
   typedef T Tile;
   static constexpr int slots = SLOTS;
   SharedAddress tiles, barriers;
-  u32 number = 0;                                             // of the tile at hand
+  u32 number = 0;                                             // of the tile at hand; a block goes through fewer than 2^32
   OP Ring(SharedAddress tiles, SharedAddress barriers) : tiles(tiles), barriers(barriers) {}
   OP int slot() const { return int(number % SLOTS); }
   OP u32 round() const { return number / SLOTS % 2; }         // parity of the openings that make the slots of this round full

@@ -1,7 +1,6 @@
 """What only a device can show of a forward and of a merge: repeats, streams, graphs, devices, memory."""
 
 import threading
-from itertools import product
 
 import ml_dtypes
 import numpy
@@ -12,7 +11,6 @@ from cupy_flash import UnsupportedError, attention, merge_states, plan_attention
 from cupy_flash.architecture import architecture_of
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
-from cupy_flash.tuning import HOPPER
 
 cupy = pytest.importorskip("cupy")
 
@@ -46,35 +44,6 @@ def test_a_thousand_repeats_are_bitwise_equal(case, kernel):
         differences += (out.view(numpy.uint8) != first_out.view(numpy.uint8)).sum()
         differences += (lse.view(numpy.uint8) != first_lse.view(numpy.uint8)).sum()
     assert int(differences) == 0
-
-
-TILES = {f"{row.width}, {row.tile_q}x{row.tile_kv}, {row.slots_q} slots": row for row in HOPPER}
-MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (150, 70)}, "short window": {"window": (3, 0)}}
-
-
-@pytest.mark.parametrize("pad", [0, 2, 4, 7, 8])
-@pytest.mark.parametrize("tile", TILES)
-def test_every_tile_of_the_table(tile, pad, only_row):
-    """More query tiles than blocks, warpgroups that see nothing of some key tiles, and out in rows with room between them."""
-    if architecture_of(cupy.cuda.Device().compute_capability).name != "90a":
-        pytest.skip("tiles of sm_90a")
-    row = TILES[tile]
-    only_row("fwd_hopper", row)
-    rng = cupy.random.RandomState(15)
-    width = row.width_v or row.width
-    for (name, options), (len_q, len_kv) in product(MASKS.items(), ((1000, 1500), (130, 4000))):
-        q, k, v = (rng.standard_normal((40, n, width), "f").astype("e")[..., : width - pad] for n in (len_q, len_kv, len_kv))
-        room = cupy.full((40, len_q, width), numpy.nan, "e")
-        out = room[..., : width - pad]
-        plan = plan_attention(q, k, v, out=out, **options)
-        c, p = plan.kernel.config, plan.problem
-        assert all(getattr(c, knob.upper()) == getattr(row, knob) for knob in ("tile_q", "tile_kv", "slots_q"))
-        copied = {0: 16, 2: 4, 4: 8, 7: 0, 8: 16}[pad]
-        staged = row.staged_out and pad % 8 == 0
-        assert copied == c.COPY_BYTES and staged == c.STAGED_OUT
-        comparison = compare(plan(q, k, v, out=out), None, q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key)
-        assert comparison.ok, f"{name}: {comparison.message}"
-        assert cupy.isnan(room[..., width - pad :]).all()
 
 
 @pytest.mark.parametrize("kernel", ["fwd_v2", None])

@@ -1,6 +1,7 @@
 """What only a device can show of tensor maps: that the driver takes them, and that each launch reads its own arrays."""
 
 import threading
+from itertools import product
 
 import numpy
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from cupy_flash import attention, plan_attention
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
+from cupy_flash.tuning import HOPPER
 
 cupy = pytest.importorskip("cupy")
 
@@ -137,3 +139,28 @@ def test_arrays_without_a_map_are_computed_without():
     plan = plan_attention(*inputs, **case.options)
     assert plan.kernel.kernel == "fwd_v2" and "no TMA: rows of q start 72 bytes apart" in str(plan)
     judge(case, inputs, attention(*inputs, **case.options))
+
+
+MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (150, 70)}, "short window": {"window": (3, 0)}}
+
+
+@pytest.mark.parametrize("pad", [0, 2, 4, 7, 8])
+@pytest.mark.parametrize("row", HOPPER, ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k")
+def test_every_tile_of_the_table(row, pad, only_row):
+    """More query tiles than blocks, warpgroups that see nothing of some key tiles, and out in rows with room between them."""
+    only_row("fwd_hopper", row)
+    rng = cupy.random.RandomState(15)
+    width = row.width_v or row.width
+    for (name, options), (len_q, len_kv) in product(MASKS.items(), ((1000, 1500), (130, 4000))):
+        q, k, v = (rng.standard_normal((40, n, width), "f").astype("e")[..., : width - pad] for n in (len_q, len_kv, len_kv))
+        room = cupy.full((40, len_q, width), numpy.nan, "e")
+        out = room[..., : width - pad]
+        plan = plan_attention(q, k, v, out=out, **options)
+        c, p = plan.kernel.config, plan.problem
+        knobs = ("tile_q", "tile_kv", "slots_q", "stages", "stages_v")
+        assert all(getattr(c, knob.upper()) == getattr(row, knob) for knob in knobs)
+        copied, staged = {0: 16, 2: 4, 4: 8, 7: 0, 8: 16}[pad], row.staged_out and pad % 8 == 0
+        assert copied == c.COPY_BYTES and staged == c.STAGED_OUT
+        comparison = compare(plan(q, k, v, out=out), None, q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key)
+        assert comparison.ok, f"{name}: {comparison.message}"
+        assert cupy.isnan(room[..., width - pad :]).all()
