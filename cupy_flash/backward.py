@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import arrays
-from .backward_plan import backward_launches, backward_maps, backward_workspace, heads_per_block, heads_together, make_backward_plan
+from .backward_plan import backward_launches, backward_maps, backward_workspace, make_backward_plan, make_grouping
 from .backward_problem import BackwardProblem, make_backward_problem
 from .execution import Execution, Operands, Prepared, architecture_for, kept
 from .gradients import Gradients, blocked_gradients
@@ -43,8 +43,7 @@ class BackwardPlan(Prepared):
         if kernel is not None:
             launches, workspace = backward_launches(kernel, problem), backward_workspace(kernel, problem)
             maps = backward_maps(kernel, problem)
-            together = heads_per_block(kernel, problem), heads_together(kernel, problem)
-            params = backward_params(problem, *together, maps, kernel.config.TILE_KV)
+            params = backward_params(problem, make_grouping(kernel, problem), maps)
             execution = Execution(kernel, launches, params, BACKWARD_ARRAYS, workspace, p.device, maps)
         results = (problem.dq, problem.dk, problem.dv)
         super().__init__(dict(zip(BACKWARD_ARRAYS, (*inputs, *results))), RESULTS, p.backend, p.device, execution)

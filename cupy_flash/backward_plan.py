@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from .architecture import Architecture
 from .backward_problem import BackwardProblem
 from .errors import UnsupportedError
 from .plan import Launch, Plan, check_kind, checked, configure, copy_size, explicit_scores, padded
 from .problem import Problem
+from .schedule import L2_BYTES
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import Row, row_for, table_for
 from .workspace import Workspace
@@ -21,6 +23,7 @@ IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where the copy engine moves the
 WARP_ROWS = 16  # what a warp of these two stores
 FEWEST_BLOCKS = 2 * 132  # two for each multiprocessor of an H200: with fewer, the query heads of a group are split among blocks
 HOPPER_BLOCKS_TOGETHER = 256  # two for each multiprocessor, see heads_together
+LAST_BLOCKS = 2 * 132  # the same: dq of the heads of so many last blocks is finished by blocks of its own, see make_grouping
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
 
@@ -89,14 +92,49 @@ def _kernel_for(problem: BackwardProblem, architecture: Architecture, explicit: 
     return "bwd_v2", why_not if any(tables) else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """What the blocks of the second grid are for, in the order in which they start.
+
+    Heads are taken in turn in groups, counted by the query heads of a block.
+    """
+
+    heads_per_block: int  # query heads whose gradients of keys a block sums up
+    heads_together: int  # of a group, see `heads_together`
+    blocks: int  # of a group
+    owners: int  # blocks that own keys
+    finishing: int = 0  # blocks behind them, which turn the sums of the last heads into dq
+    last_heads: int = 0  # the first query head of those, counted over all batch elements
+
+
+def make_grouping(plan: Plan, problem: BackwardProblem) -> Grouping:
+    """Deal out the keys of all heads, and what is left to do for dq.
+
+    When all keys of a head have been worked at, its last block finishes dq, and others go on with the next heads. Behind the last
+    heads there is nothing to go on with, so that all multiprocessors share that work.
+    """
+    p = problem.forward
+    per_block, together, tiles = heads_per_block(plan, problem), heads_together(plan, problem), _key_tiles(plan, problem)
+    shares = p.heads_kv * _splits(plan, problem) * math.prod(p.batch)
+    blocks, owners = together * tiles, shares * tiles
+    if not _finishes_queries(plan, problem) or not owners:
+        return Grouping(per_block, together, blocks, owners)
+    groups = -(-shares // together)
+    last_groups = -(-LAST_BLOCKS // blocks)
+    last_heads = min(max(groups - last_groups, 0) * together, shares) * per_block
+    rows = WARP_ROWS * plan.config.WARPS
+    finishing = (p.heads_q * math.prod(p.batch) - last_heads) * -(-p.len_q // rows)
+    return Grouping(per_block, together, blocks, owners, finishing, last_heads)
+
+
 def backward_launches(plan: Plan, problem: BackwardProblem) -> tuple[Launch, ...]:
     """The three grids: before, over keys, and after. None has a block if there is no query head."""
-    p = problem.forward
+    p, grouping = problem.forward, make_grouping(plan, problem)
     query_blocks = _query_tiles(plan, problem) * p.heads_q * math.prod(p.batch)
     key_blocks = _key_tiles(plan, problem) * p.heads_kv * math.prod(p.batch)
     blocks = (
         query_blocks,
-        key_blocks * _splits(plan, problem),
+        grouping.owners + grouping.finishing,
         query_blocks * (not _finishes_queries(plan, problem)) + 2 * key_blocks * _stores_parts(plan, problem),
     )
     entries = plan.entries.items()
@@ -150,17 +188,23 @@ def heads_together(plan: Plan, problem: BackwardProblem) -> int:
 
     With many, few blocks add to the same rows of dq at a time; too many would not share q and dout in the L2 cache. On an
     H200 bwd_v2 runs up to 400 blocks at once; of 1,024, 4,096 and 16,384 keys, the heads of about 1,024 blocks were fastest. The
-    Hopper kernels run 132, and 4 to 8 heads were within 3 % of the fastest from 512 keys to 16,384. In order under a causal mask
-    the longest blocks of a head come last (`turn_of` in ``key_block.cuh``), and fewer heads at a time leave less idle at the end:
-    at 16,384 and dim 256 one at a time runs at 0.91 to 0.94 of the rate in any order, two at 0.75.
+    Hopper kernels run 132, and 4 to 8 heads were within 3 % of the fastest from 512 keys to 16,384, as long as what they add to
+    and read stays in the cache: at 16,384 and dim 128 four heads move 3.5 GB through device memory and two 0.9, which takes power
+    from the rest, 1 to 3 %. In order under a causal mask the longest blocks of a head come last (`turn_of` in ``key_block.cuh``),
+    and fewer heads at a time leave less idle at the end: at 16,384 and dim 256 one at a time runs at 0.91 to 0.94 of the rate in
+    any order, two at 0.75.
     """
     tiles = max(_key_tiles(plan, problem), 1)
-    if plan.kernel in HOPPER_KERNELS:
-        least = 4
-        if problem.deterministic and problem.forward.causal:
-            least = 2 if plan.kernel == "bwd_hopper" else 1
-        return min(max(HOPPER_BLOCKS_TOGETHER // tiles, least), 8)
-    return max(1, BLOCKS_TOGETHER // tiles)
+    if plan.kernel not in HOPPER_KERNELS:
+        return max(1, BLOCKS_TOGETHER // tiles)
+    least = 4
+    if problem.deterministic and problem.forward.causal:
+        least = 2 if plan.kernel == "bwd_hopper" else 1
+    together = min(max(HOPPER_BLOCKS_TOGETHER // tiles, least), 8)
+    if problem.deterministic:
+        return together
+    bytes_of_head = (4 + 2 + 2) * max(problem.forward.len_q, 1) * plan.config.WIDTH  # sums, q and dout
+    return max(1, min(together, L2_BYTES // bytes_of_head))
 
 
 def _splits(plan: Plan, problem: BackwardProblem) -> int:
@@ -173,7 +217,7 @@ def _stores_parts(plan: Plan, problem: BackwardProblem) -> bool:
 
 
 def _finishes_queries(plan: Plan, problem: BackwardProblem) -> bool:
-    """Whether the last block of a head turns its sums into dq, which is not summed over a batch axis then."""
+    """Whether the second grid turns sums into dq, which is not summed over a batch axis then."""
     return plan.kernel in HOPPER_KERNELS and not problem.sums_queries and problem.forward.len_kv > 0
 
 

@@ -13,6 +13,7 @@ from .problem import Problem
 from .schedule import TABLE_BLOCKS, TABLE_TURNS
 
 if TYPE_CHECKING:
+    from .backward_plan import Grouping
     from .backward_problem import BackwardProblem
     from .merge import MergeProblem
     from .tensor_map import TensorMap
@@ -149,6 +150,7 @@ HOPPER_BACKWARD = _of_whole_lines(
     [(f"{name}_map", TENSOR_MAP) for name in _BACKWARD_MAPS]
     + [(name, BACKWARD[name]) for name in BACKWARD.names]
     + [(name, DIVISOR) for name in _BACKWARD_DIVISORS]
+    + [("owners", "u4"), ("last_heads", "u4")]
 )
 MERGE = numpy.dtype(
     [
@@ -218,9 +220,7 @@ def divisor(number: int) -> tuple[int, int, int]:
     return number, (1 << (32 + shift)) // number + 1, shift
 
 
-def backward_params(
-    problem: BackwardProblem, heads_per_block: int, heads_together: int, maps: dict[str, TensorMap], tile_kv: int
-) -> numpy.ndarray:
+def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str, TensorMap]) -> numpy.ndarray:
     """A size-1 array of dtype `BACKWARD`, or with maps `HOPPER_BACKWARD`, with everything but the addresses.
 
     Raises
@@ -232,12 +232,12 @@ def backward_params(
     for name, described in maps.items():
         params[name] = described.in_the_clear()
     if maps:
-        p = problem.forward
-        together = heads_together, heads_together * -(-p.len_kv // tile_kv), p.heads_q // heads_per_block, p.heads_per_kv
-        for name, number in zip(_BACKWARD_DIVISORS, together):
+        p, g = problem.forward, grouping
+        for name, number in zip(_BACKWARD_DIVISORS, (g.heads_together, g.blocks, p.heads_q // g.heads_per_block, p.heads_per_kv)):
             params[name] = divisor(number)
+        params["owners"], params["last_heads"] = g.owners, g.last_heads
     _add_scores(params, problem.forward)
-    params["heads_per_block"], params["heads_together"] = heads_per_block, heads_together
+    params["heads_per_block"], params["heads_together"] = grouping.heads_per_block, grouping.heads_together
     return params
 
 

@@ -23,6 +23,8 @@
 //               dv_j = dV,  dk_j = scale dK
 //               if no block of a head is left:  dq = scale dQ
 //
+//     Behind the blocks of all key-value tiles come some more, which do so for the last heads.
+//
 //   bwd_hopper_post   sums gradients of inputs that were broadcast, or of keys that several blocks have summed up
 #include "config.cuh"
 #include "params.cuh"
@@ -69,6 +71,7 @@ KERNEL(THREADS, 1) bwd_hopper_pre(GRID_CONSTANT HopperBackwardParams p) { prepar
 
 KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const int warp = int(uniform(u32(warp_id())));
+  if (block_id() >= p.owners) return finish_last_heads<Sums>(p);
   KeyBlock block(p);
   if (warp == 0) start_barriers(block);
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet

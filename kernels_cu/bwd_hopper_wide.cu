@@ -12,7 +12,7 @@
 //       dQ = dS_{i-1} K_j, the left columns                  dQ = dS_{i-1} K_j, the right ones
 //       dQ_{i-1} = dQ_{i-1} + dQ                             the same, in device memory
 //     dv_j = dV                                            dk_j = scale dK
-//     if no block of a head is left:  dq = scale dQ
+//     if no block of a head is left:  dq = scale dQ        and of the last heads by blocks behind, as there
 //
 //   bwd_hopper_wide_post   as bwd_hopper_post
 #include "config.cuh"
@@ -59,6 +59,7 @@ template <int N> OP void end_steps(const HopperBackwardParams& p, const KeyBlock
 }
 
 KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
+  if (block_id() >= p.owners) return finish_last_heads(p);
   KeyBlock block(p);
   if (warp_id() == 0) start_barriers(block);
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet

@@ -97,7 +97,7 @@ struct BackwardParams {
   float* dk_parts;                        // (batch, heads_kv, splits, key tiles, TILE_KV * WIDTH)  the same, or null: dk is stored at once
   float* dv_parts;                        // the same for dv
   u32* turns;                             // (batch, heads, query tiles)  key tiles that have been added to dq_sums, or null: in any order
-  u32* done;                              // (batch, heads)  blocks that have ended, so that the last one finishes dq; null: bwd_post does
+  u32* done;                              // (batch, heads)  blocks that have ended, so that others know when to finish dq; null: bwd_post does
   int first_key;                          // as in the forward
   int last_key;
   int batch[BATCH_AXES];
@@ -127,6 +127,8 @@ struct HopperBackwardParams : BackwardMaps, BackwardParams {
   Divisor by_group;                       // times the key tiles of a head: what neighbouring blocks share out
   Divisor by_shares;                      // of one batch element: heads / heads_per_block
   Divisor by_heads_per_kv;
+  u32 owners;                             // blocks that own keys; those beyond finish dq of the last heads
+  u32 last_heads;                         // where these begin, counted over all batch elements
 };
 
 // out = the attention over the keys of a and of b together, from the attention over each.

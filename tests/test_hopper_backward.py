@@ -24,18 +24,33 @@ def fast_build(monkeypatch):
 
 
 @pytest.fixture
-def schedule_as(monkeypatch):
-    """A function that chooses when asynchronous operations happen."""
-    return lambda schedule: monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+def planning(monkeypatch):
+    """A function that changes a number by which backwards are planned."""
+
+    def change(name, value):
+        monkeypatch.setattr(backward_plan, name, value)
+        _prepared.cache_clear()
+
+    yield change
+    _prepared.cache_clear()
 
 
 @pytest.fixture
-def unsplit(monkeypatch):
+def schedule_as(monkeypatch, planning):
+    """A function that chooses when asynchronous operations happen, and who finishes dq: later blocks, or the last one of a head."""
+
+    def choose(schedule):
+        monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+        if schedule == "deferred":
+            planning("LAST_BLOCKS", 0)
+
+    return choose
+
+
+@pytest.fixture
+def unsplit(planning):
     """However few blocks there are, one sums over all query heads of a group."""
-    monkeypatch.setattr(backward_plan, "FEWEST_BLOCKS", 1)
-    _prepared.cache_clear()
-    yield
-    _prepared.cache_clear()
+    planning("FEWEST_BLOCKS", 1)
 
 
 def operands(case):
@@ -116,6 +131,21 @@ def test_groups_of_heads_in_one_block(group, schedule, deterministic, schedule_a
     given = operands(case)
     plan = planned(case, given, deterministic)
     assert "dk_parts" not in plan.workspace.names
+    judge(case, given, computed(plan, given))
+
+
+@in_both_modes
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_last_heads_are_finished_by_blocks_of_their_own(dim, deterministic, planning, request):
+    """Those of the last group; dq of the others by the last block of each."""
+    if dim == 128:
+        request.getfixturevalue("staged")
+    planning("LAST_BLOCKS", 1)
+    case = Case("float16", 210, 70, dim=dim, heads_q=5, batch=(2,), causal=True)
+    given = operands(case)
+    plan = planned(case, given, deterministic)
+    tiles = -(-70 // plan.kernel.config.TILE_KV)
+    assert plan.launches[1].blocks == 10 * tiles + 2 * 2  # ten heads in groups of eight, and 192 rows to a block
     judge(case, given, computed(plan, given))
 
 

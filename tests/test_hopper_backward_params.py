@@ -3,7 +3,7 @@
 import pytest
 
 from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.backward_plan import backward_maps, heads_per_block, heads_together, make_backward_plan
+from cupy_flash.backward_plan import Grouping, backward_maps, make_backward_plan, make_grouping
 from cupy_flash.backward_problem import make_backward_problem
 from cupy_flash.layout import dense_layout
 from cupy_flash.options import Options
@@ -31,7 +31,8 @@ def problem_of(**options):
 def test_a_problem_becomes_numbers(kernel):
     problem = problem_of(kernel=kernel)
     plan = make_backward_plan(problem, SM_90A)
-    params = backward_params(problem, 1, 8, backward_maps(plan, problem), 16)[0]
+    grouping = Grouping(heads_per_block=1, heads_together=8, blocks=16, owners=30, finishing=5, last_heads=7)
+    params = backward_params(problem, grouping, backward_maps(plan, problem))[0]
     assert params.dtype == HOPPER_BACKWARD
     queries, keys = plan.config.TILE_Q, plan.config.TILE_KV
     maps = {name: params[f"{name}_map"] for name in MAPPED}
@@ -75,9 +76,11 @@ def test_a_problem_becomes_numbers(kernel):
         "dv": (48, 144, 1, 2880),
     }
     assert {int(params[name]["data"]) for name in tensors} | {int(clear["data"]) for clear in maps.values()} == {0}
-    divisors = {"by_together": 8, "by_group": 8 * 2, "by_shares": 6, "by_heads_per_kv": 2}
+    divisors = {"by_together": 8, "by_group": 16, "by_shares": 6, "by_heads_per_kv": 2}
     assert {name: params[name].tolist() for name in divisors} == {name: divisor(n) for name, n in divisors.items()}
-    assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *(f"{name}_map" for name in MAPPED)} == set()
+    heads = {"owners": 30, "last_heads": 7}
+    assert {name: params[name].tolist() for name in heads} == heads
+    assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *heads, *(f"{name}_map" for name in MAPPED)} == set()
     assert {name: params[name].tolist() for name in BACKWARD.names if name not in tensors} == {
         **dict.fromkeys(("stats", "dq_sums", "dk_parts", "dv_parts", "turns", "done"), 0),
         "first_key": 6,
@@ -100,5 +103,4 @@ def test_the_generic_kernel_gets_no_maps():
     problem = problem_of(kernel="bwd_v2")
     plan = make_backward_plan(problem, SM_90A)
     assert backward_maps(plan, problem) == {}
-    numbers = heads_per_block(plan, problem), heads_together(plan, problem)
-    assert backward_params(problem, *numbers, {}, plan.config.TILE_KV).dtype == BACKWARD
+    assert backward_params(problem, make_grouping(plan, problem), {}).dtype == BACKWARD

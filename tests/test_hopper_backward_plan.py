@@ -9,7 +9,7 @@ import pytest
 
 from cupy_flash import UnsupportedError, attention_backward, backward_plan, plan_attention_backward
 from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.backward_plan import FEWEST_BLOCKS, heads_per_block, heads_together
+from cupy_flash.backward_plan import FEWEST_BLOCKS, LAST_BLOCKS, heads_per_block, heads_together, make_grouping
 from cupy_flash.tuning import WIDTHS, table_for
 
 SM_90A = ARCHITECTURES["90a"]
@@ -228,14 +228,33 @@ def tiles_of(made):
     return -(-p.len_q // c.TILE_Q), -(-p.len_kv // c.TILE_KV)
 
 
+def finishing(made, heads):
+    """Blocks that finish dq of so many heads: each of 12 warps has 16 rows."""
+    return heads * -(-made.problem.forward.len_q // 192)
+
+
 @pytest.mark.parametrize("dim", [64, 256])
 def test_the_last_block_of_a_head_finishes_its_queries(dim):
-    """So that nothing is left to do after the loop, and the third kernel is not launched."""
+    """But those of the last heads, which blocks of their own finish; nothing is left to do after the loop."""
     made = plan_of((50, 6, 300, dim), (50, 6, 200, dim))
     queries, keys = tiles_of(made)
-    assert launches(made) == {"_pre": 300 * queries, "": 300 * keys, "_post": 0}
+    last_groups = -(-LAST_BLOCKS // (8 * keys))
+    last_heads = 4 + (last_groups - 1) * 8  # of 38 groups, the last one has four
+    assert launches(made) == {"_pre": 300 * queries, "": 300 * keys + finishing(made, last_heads), "_post": 0}
     assert {launch.entry: launch.shared_bytes for launch in made.launches} == made.kernel.entries
     assert all(launch.per_multiprocessor is None for launch in made.launches)
+
+
+@pytest.mark.parametrize("last_blocks, groups", [(0, 0), (1, 1), (16, 1), (17, 2), (10_000, 625)])
+@pytest.mark.parametrize("heads", [1, 8, 9, 27, 300])
+def test_the_last_heads_are_those_of_the_last_groups(heads, last_blocks, groups, monkeypatch):
+    monkeypatch.setattr(backward_plan, "LAST_BLOCKS", last_blocks)
+    made = plan_of((heads, 300, 64), (heads, 200, 64))
+    grouping = make_grouping(made.kernel, made.problem)
+    group_of = [head // 8 for head in range(heads)]
+    last = [head for head in range(heads) if group_of[head] > group_of[-1] - groups]
+    assert grouping.owners == 2 * heads
+    assert (grouping.last_heads, grouping.finishing) == (heads - len(last), finishing(made, len(last)))
 
 
 @pytest.mark.parametrize("dim", [64, 256])
@@ -244,7 +263,7 @@ def test_gradients_summed_over_a_batch_axis_are_finished_after_the_loop(dim):
     queries, keys = tiles_of(made)
     assert launches(made) == {"_pre": 300 * queries, "": 300 * keys, "_post": 300 * queries}
     made = plan_of((50, 6, 300, dim), (1, 6, 200, dim))
-    assert launches(made) == {"_pre": 300 * queries, "": 300 * keys, "_post": 2 * 300 * keys}
+    assert launches(made) | {"": 0} == {"_pre": 300 * queries, "": 0, "_post": 2 * 300 * keys}
 
 
 @pytest.mark.parametrize("dim", [64, 256])
@@ -252,7 +271,7 @@ def test_heads_of_a_group_are_split_where_blocks_are_few(dim):
     made = plan_of((1, 12, 300, dim), (1, 2, 200, dim))
     queries, keys = tiles_of(made)
     assert heads_per_block(made.kernel, made.problem) == 1 and 12 * keys < FEWEST_BLOCKS
-    assert launches(made) == {"_pre": 12 * queries, "": 12 * keys, "_post": 2 * 2 * keys}
+    assert launches(made) == {"_pre": 12 * queries, "": 12 * keys + finishing(made, 12), "_post": 2 * 2 * keys}
 
 
 def test_workspace_has_the_parts_that_are_needed():
@@ -291,15 +310,29 @@ def test_each_warpgroup_has_a_turn_where_sums_are_staged():
     assert made.kernel.config.STAGED_SUMS and dict(made.workspace.parts)["turns"] == 4 * 2 * 3 * queries * 2
 
 
+def together(seq, dim, **options):
+    made = plan_of((1, 16, seq, dim), **options)
+    return heads_together(made.kernel, made.problem)
+
+
+@pytest.mark.parametrize(
+    "dim, heads",
+    [
+        (64, {512: 8, 8192: 4, 16384: 4, 32768: 2}),
+        (128, {4096: 8, 8192: 4, 16384: 2}),
+        (256, {4096: 4, 8192: 2, 16384: 1, 65536: 1}),
+    ],
+)
+def test_heads_in_turn_are_as_many_as_the_cache_holds(dim, heads):
+    assert {seq: together(seq, dim) for seq in heads} == heads == {seq: together(seq, dim, causal=True) for seq in heads}
+
+
 def test_heads_in_turn_are_fewer_where_the_longest_blocks_come_last():
-    def together(seq, dim, **options):
-        made = plan_of((1, 16, seq, dim), **options)
-        return heads_together(made.kernel, made.problem)
 
     in_order = {"deterministic": True, "causal": True}
     for dim, heads in ((128, {4096: 8, 8192: 4, 16384: 2, 32768: 2}), (256, {2048: 8, 4096: 4, 8192: 2, 16384: 1, 32768: 1})):
         assert {seq: together(seq, dim, **in_order) for seq in heads} == heads
-        assert {together(16384, dim, deterministic=True), together(16384, dim, causal=True)} == {4}
+        assert together(16384, dim, deterministic=True) == 4
 
 
 def test_a_plan_prints_what_it_decided():

@@ -8,6 +8,7 @@ remaining waits allow.
 import re
 from dataclasses import dataclass, replace
 from itertools import count, product
+from unittest import mock
 
 import numpy
 import pytest
@@ -40,11 +41,12 @@ CALL = re.compile(r"//.*|\b(?:sync|arrive|wait|commit)_\w+(?:<[^;]*>)?\([^;]*\);
 
 @dataclass(frozen=True)
 class Setting:
-    """What a kernel computes here, with these constants, and of a backward, whether dq is summed in order."""
+    """What a kernel computes here, with these constants, and of a backward, whether dq is summed in order and who finishes it."""
 
     case: Case
     constants: dict[str, object]
     deterministic: bool = False
+    last_blocks: int = 0  # see `backward_plan.make_grouping`
 
     def but(self, deterministic=False, **constants):
         return replace(self, constants=self.constants | constants, deterministic=deterministic)
@@ -75,10 +77,10 @@ def settings_of(kernel):
         return settings | {"three slots": lanes_store, "one key tile": lanes_store.but(TILE_KV=80), "split": split}
     if kernel == "bwd_hopper":
         wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128)
-        staged = {"staged": STAGED, "staged, in order": STAGED.but(True)}
+        staged = {"staged": replace(STAGED, last_blocks=1), "staged, in order": STAGED.but(True)}
         return {"two stages": OWN_KEYS, "one stage, wide, in order": wide} | staged
     if kernel == "bwd_hopper_wide":
-        return {"any order": ONE_GRADIENT, "in order": ONE_GRADIENT.but(True)}
+        return {"any order": replace(ONE_GRADIENT, last_blocks=1), "in order": ONE_GRADIENT.but(True)}
     setting = TWO_PAIRS if kernel.startswith("bwd") else TWO_STAGES
     return {
         "two stages": setting,
@@ -139,7 +141,8 @@ def gradients(kernel, setting):
     options |= {"deterministic": setting.deterministic, "arch": arch_of(kernel), "kernel": kernel}
     plan = plan_attention_backward(*given, dlse=dlse, backend="host", **options)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
-    computed = BackwardPlan(plan.problem, changed, tuple(map(arrays.layout, (*given, dlse))))(*given, dlse=dlse)
+    with mock.patch.object(backward_plan, "LAST_BLOCKS", setting.last_blocks):
+        computed = BackwardPlan(plan.problem, changed, tuple(map(arrays.layout, (*given, dlse))))(*given, dlse=dlse)
     return compare_gradients(computed, dout, *inputs, dlse=dlse, **case.scores)
 
 

@@ -177,8 +177,9 @@ template <> OP void st_global_if<2>(void* to, const u32* words, bool stores) {
 #endif
 
 // dst[:, col0 : col0 + N] = acc, rounded to 16 bits and clipped to dst. Each lane gets eight neighbouring columns from its quad, and writes
-// as many at once as COPY_BYTES says. Lanes stay together, see arrival.cuh.
-template <int N> OP void store(const GlobalTile& dst, const Acc<16, N>& acc, int col0 = 0) {
+// BYTES at once. Lanes stay together, see arrival.cuh.
+template <int BYTES = COPY_BYTES, int N> OP void store(const GlobalTile& dst, const Acc<16, N>& acc, int col0 = 0) {
+  constexpr int elements = BYTES / int(sizeof(Element));
   #pragma unroll
   for (int n = 0; n < N; n += 32) {
     #pragma unroll
@@ -195,16 +196,16 @@ template <int N> OP void store(const GlobalTile& dst, const Acc<16, N>& acc, int
       for_lane(l) {
         const int lane = not_ahead(l), row = RowVec<16>::row(lane, slot);  // kept, addresses would take registers
         #pragma unroll
-        for (int i = 0; i < 8; i += GRANULE) {
+        for (int i = 0; i < 8; i += elements) {
           const int col = col0 + n + lane % 4 * 8 + i;
           const u32 shifted = pairs.at(l, i / 2) >> i % 2 * 16;
           const bool exists = row < dst.rows && col < dst.cols;
 #if ON_GPU
-          st_global_if<sizeof(Granule)>(dst.at(row, col), GRANULE == 1 ? &shifted : pairs.v + i / 2, exists);
+          st_global_if<BYTES>(dst.at(row, col), elements == 1 ? &shifted : pairs.v + i / 2, exists);
 #else
           if (!exists) continue;
-          count_written(sizeof(Granule));
-          std::memcpy(dst.at(row, col), GRANULE == 1 ? &shifted : &pairs.at(l, i / 2), sizeof(Granule));
+          count_written(BYTES);
+          std::memcpy(dst.at(row, col), elements == 1 ? &shifted : &pairs.at(l, i / 2), BYTES);
 #endif
         }
       }

@@ -201,8 +201,9 @@ OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, con
 OP void count_heads(const HopperBackwardParams& p, const KeyBlock& block) {
   if (!p.done) return;
   wait_for<LANES>(block.ended, 0);                            // without it the block is counted before all has been added
-  count_block(p.done + block.here.batch_number * p.heads + block.here.first_head, p.heads_per_block, ceil_div(p.len_kv, TILE_KV),
-              block.smem + LAST_OFFSET);
+  const u32 number = block.here.batch_number * p.heads + block.here.first_head;
+  const u32 blocks = number < p.last_heads ? ceil_div(p.len_kv, TILE_KV) : ~0u;        // of the last heads, no block finishes dq by itself
+  count_block(p.done + number, p.heads_per_block, blocks, block.smem + LAST_OFFSET);
   sync_warp();                                                // without it others are told before all lanes know, and one has written
   arrive_at<LANES>(block.counted);                            // without it the others wait for ever
 }
@@ -227,5 +228,27 @@ template <typename Sums = QuerySums> OP void finish_heads(const HopperBackwardPa
       sync_with_copies();                                     // without it rows leave that have not been written
       store_async(p.dq_map, block.here.batch, head, row, out_smem, own_row);
     }
+  }
+}
+
+// The last heads of all are left to blocks that start when no keys are left, each warp 16 rows: by themselves, the last blocks of these heads
+// would keep all others waiting. They wait for blocks that started earlier.
+template <typename Sums = QuerySums> OP void finish_last_heads(const HopperBackwardParams& p) {
+  constexpr int COLS = WIDTH % 128 ? 64 : 128;                // at a time
+  const u32 later = block_id() - p.owners, blocks_of_head = ceil_div(p.len_q, 16 * WARPS), number = p.last_heads + later / blocks_of_head;
+  const int row = (int(later % blocks_of_head) * WARPS + warp_id()) * 16;
+  if (warp_id() == 0) take_turn(p.done + number, ceil_div(p.len_kv, TILE_KV));
+  sync_block();                                               // without it rows are finished to which blocks still add
+  if (row >= p.len_q) return;
+  int batch[BATCH_AXES];
+  batch_element(batch, p.batch[BATCH_AXES - 1], number / p.heads);
+  const GlobalTile dq = rows_of(p.dq, batch, int(number % p.heads), row, p.len_q, p.dim);
+  const Sums sums{p.dq_sums + (i64(number) * ceil_div(p.len_q, TILE_Q) + row / TILE_Q) * Sums::size};
+  #pragma unroll 1
+  for (int col = 0; col < p.dim; col += COLS) {
+    Acc<16, COLS> sum_reg;
+    load(sum_reg, sums, row % TILE_Q, col);
+    scale(sum_reg, p.scale);
+    store<16>(dq, sum_reg, col);                              // which the copy engine could move
   }
 }

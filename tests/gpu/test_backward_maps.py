@@ -4,6 +4,7 @@ import numpy
 import pytest
 
 from cupy_flash import attention, plan_attention_backward
+from cupy_flash.backward_plan import make_grouping
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare_gradients import compare_gradients, make_cotangents
 
@@ -24,10 +25,10 @@ def operands(case, seed=0):
     return {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
 
 
-def planned(case, given, **options):
-    """A plan that has to be of a kernel with maps, in a fixed order."""
+def planned(case, given, deterministic=True, **options):
+    """A plan that has to be of a kernel with maps, by default in a fixed order."""
     options |= {name: value for name, value in case.options.items() if name != "return_lse"}
-    plan = plan_attention_backward(**given, **options, deterministic=True)
+    plan = plan_attention_backward(**given, **options, deterministic=deterministic)
     assert plan.kernel.kernel.startswith("bwd_hopper")
     return plan
 
@@ -54,6 +55,24 @@ def test_each_launch_reads_and_writes_its_own_arrays(dim):
         assert same(gradients, results[order.index(i)])
     mixed = sets[0] | {"dout": sets[1]["dout"], "dlse": sets[2]["dlse"]}
     judge(case, mixed, plan(**mixed))
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("bfloat16", 150, 200, heads_q=40, batch=(8,), causal=True),
+        Case("bfloat16", 2100, 2100, dim=128, heads_q=20, causal=True),
+        Case("bfloat16", 150, 200, dim=256, heads_q=80, heads_kv=20, batch=(8,)),
+    ],
+    ids=str,
+)
+def test_first_heads_are_finished_by_their_last_blocks_and_last_heads_by_others(case, deterministic):
+    given = operands(case)
+    plan = planned(case, given, deterministic=deterministic)
+    grouping = make_grouping(plan.kernel, plan.problem)
+    assert 0 < grouping.last_heads < given["q"].size // (case.len_q * case.dim)
+    judge(case, given, plan(**given))
 
 
 @pytest.mark.parametrize("dim, dim_v", [(8, 8), (40, 72), (104, 128), (136, 64), (200, 256)])
