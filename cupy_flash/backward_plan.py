@@ -21,9 +21,11 @@ BY_THREADS = MOVED[3:]  # and those of the other two, before and after the loop
 GRADIENTS = MOVED[5:]
 IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where the copy engine moves these
 WARP_ROWS = 16  # what a warp of these two stores
-FEWEST_BLOCKS = 2 * 132  # two for each multiprocessor of an H200: with fewer, the query heads of a group are split among blocks
+MULTIPROCESSORS = 132  # of an H200
+FEWEST_BLOCKS = 2 * MULTIPROCESSORS  # with fewer, the query heads of a group are split among blocks
 HOPPER_BLOCKS_TOGETHER = 256  # two for each multiprocessor, see heads_together
-LAST_BLOCKS = 2 * 132  # the same: dq of the heads of so many last blocks is finished by blocks of its own, see make_grouping
+LAST_BLOCKS = 256  # the same, see make_grouping
+MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
 
@@ -103,8 +105,11 @@ class Grouping:
     heads_together: int  # of a group, see `heads_together`
     blocks: int  # of a group
     owners: int  # blocks that own keys
+    kept: int  # query heads that have sums at a time; the next ones use them again
     finishing: int = 0  # blocks behind them, which turn the sums of the last heads into dq
     last_heads: int = 0  # the first query head of those, counted over all batch elements
+    reused: int = 0  # query heads before this one leave their sums to others
+    cleared_after: int = 0  # which blocks of so many heads later clear
 
 
 def make_grouping(plan: Plan, problem: BackwardProblem) -> Grouping:
@@ -112,19 +117,24 @@ def make_grouping(plan: Plan, problem: BackwardProblem) -> Grouping:
 
     When all keys of a head have been worked at, its last block finishes dq, and others go on with the next heads. Behind the last
     heads there is nothing to go on with, so that all multiprocessors share that work.
+
+    Short heads leave their sums to others that are some groups behind, so that they stay in the L2 cache; half way between them,
+    blocks of a third head clear them. Of long heads, the last block takes so long that others would wait for it.
     """
     p = problem.forward
     per_block, together, tiles = heads_per_block(plan, problem), heads_together(plan, problem), _key_tiles(plan, problem)
-    shares = p.heads_kv * _splits(plan, problem) * math.prod(p.batch)
-    blocks, owners = together * tiles, shares * tiles
+    heads = p.heads_q * math.prod(p.batch)
+    group, blocks = together * per_block, together * tiles
+    owners = p.heads_kv * _splits(plan, problem) * math.prod(p.batch) * tiles
     if not _finishes_queries(plan, problem) or not owners:
-        return Grouping(per_block, together, blocks, owners)
-    groups = -(-shares // together)
-    last_groups = -(-LAST_BLOCKS // blocks)
-    last_heads = min(max(groups - last_groups, 0) * together, shares) * per_block
-    rows = WARP_ROWS * plan.config.WARPS
-    finishing = (p.heads_q * math.prod(p.batch) - last_heads) * -(-p.len_q // rows)
-    return Grouping(per_block, together, blocks, owners, finishing, last_heads)
+        return Grouping(per_block, together, blocks, owners, max(heads, 1))
+    groups, last_groups = -(-heads // group), -(-LAST_BLOCKS // blocks)
+    last_heads = min(max(groups - last_groups, 0) * group, heads)
+    clearing, kept = -(-MULTIPROCESSORS // blocks), heads
+    if plan.kernel == "bwd_hopper" and p.len_q <= MOST_ROWS_REUSED:
+        kept = min((clearing + max(last_groups, 1)) * group, heads)
+    finishing = (heads - last_heads) * -(-p.len_q // (WARP_ROWS * plan.config.WARPS))
+    return Grouping(per_block, together, blocks, owners, kept, finishing, last_heads, heads - kept, clearing * group)
 
 
 def backward_launches(plan: Plan, problem: BackwardProblem) -> tuple[Launch, ...]:
@@ -148,7 +158,8 @@ def backward_workspace(plan: Plan, problem: BackwardProblem) -> Workspace:
     c, p = plan.config, problem.forward
     query_tiles = _query_tiles(plan, problem) * p.heads_q * math.prod(p.batch)
     key_tiles = _key_tiles(plan, problem) * p.heads_kv * _splits(plan, problem) * math.prod(p.batch)
-    parts = [("stats", 4 * query_tiles * 2 * c.TILE_Q), ("dq_sums", 4 * query_tiles * c.TILE_Q * c.WIDTH)]
+    sum_tiles = _query_tiles(plan, problem) * make_grouping(plan, problem).kept
+    parts = [("stats", 4 * query_tiles * 2 * c.TILE_Q), ("dq_sums", 4 * sum_tiles * c.TILE_Q * c.WIDTH)]
     if _stores_parts(plan, problem):
         parts += [(name, 4 * key_tiles * c.TILE_KV * c.WIDTH) for name in ("dk_parts", "dv_parts")]
     if problem.deterministic:

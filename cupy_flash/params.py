@@ -144,13 +144,13 @@ BACKWARD = numpy.dtype(
     align=True,
 )
 # The arrays whose tiles the copy engine moves are told twice, in this form and as a map.
-_BACKWARD_DIVISORS = ("by_together", "by_group", "by_shares", "by_heads_per_kv")
+_BACKWARD_DIVISORS = ("by_together", "by_group", "by_shares", "by_heads_per_kv", "by_kept")
 _BACKWARD_MAPS = ("q", "k", "v", "dout", "dq", "dk", "dv")
 HOPPER_BACKWARD = _of_whole_lines(
     [(f"{name}_map", TENSOR_MAP) for name in _BACKWARD_MAPS]
     + [(name, BACKWARD[name]) for name in BACKWARD.names]
     + [(name, DIVISOR) for name in _BACKWARD_DIVISORS]
-    + [("owners", "u4"), ("last_heads", "u4")]
+    + [(name, "u4") for name in ("owners", "last_heads", "reused", "cleared_after")]
 )
 MERGE = numpy.dtype(
     [
@@ -233,9 +233,11 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
         params[name] = described.in_the_clear()
     if maps:
         p, g = problem.forward, grouping
-        for name, number in zip(_BACKWARD_DIVISORS, (g.heads_together, g.blocks, p.heads_q // g.heads_per_block, p.heads_per_kv)):
+        numbers = g.heads_together, g.blocks, p.heads_q // g.heads_per_block, p.heads_per_kv, g.kept
+        for name, number in zip(_BACKWARD_DIVISORS, numbers):
             params[name] = divisor(number)
-        params["owners"], params["last_heads"] = g.owners, g.last_heads
+        for name in ("owners", "last_heads", "reused", "cleared_after"):
+            params[name] = getattr(g, name)
     _add_scores(params, problem.forward)
     params["heads_per_block"], params["heads_together"] = grouping.heads_per_block, grouping.heads_together
     return params

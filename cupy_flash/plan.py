@@ -112,7 +112,7 @@ class Plan:
         if self.kernel in ("bwd_hopper", "bwd_hopper_wide"):
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
             stats, sums = c.STAGES * 2 * c.TILE_Q * 4, c.STAGED_SUMS * c.TILE_Q * c.WIDTH * 4
-            barriers = 8 * (11 + 4 * c.STAGES + c.STAGED_SUMS)
+            barriers = 8 * (12 + 4 * c.STAGES + c.STAGED_SUMS)
             main = itemsize * (keys + queries + 2 * c.TILE_Q * c.TILE_KV) + stats + sums + barriers
             if self.kernel == "bwd_hopper_wide":
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P

@@ -23,7 +23,8 @@
 //               dv_j = dV,  dk_j = scale dK
 //               if no block of a head is left:  dq = scale dQ
 //
-//     Behind the blocks of all key-value tiles come some more, which do so for the last heads.
+//     Behind the blocks of all key-value tiles come some more, which do so for the last heads. Of short heads, dQ lies where that of an
+//     earlier one lay, which an idle warp of a third head has cleared.
 //
 //   bwd_hopper_post   sums gradients of inputs that were broadcast, or of keys that several blocks have summed up
 #include "config.cuh"
@@ -67,7 +68,7 @@ static_assert(GROUPS == 2, "one that begins, and one that follows");
 
 [[maybe_unused]] constexpr int SHARED_BYTES = BLOCK_BYTES;
 
-KERNEL(THREADS, 1) bwd_hopper_pre(GRID_CONSTANT HopperBackwardParams p) { prepare_queries(p, DELTA_AHEAD ? -1.f : 1.f, STAGED_SUMS ? GROUPS : 1); }
+KERNEL(THREADS, 1) bwd_hopper_pre(GRID_CONSTANT HopperBackwardParams p) { prepare_queries(p, DELTA_AHEAD ? -1.f : 1.f, STAGED_SUMS ? GROUPS : 1, p.by_kept.divisor); }
 
 KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const int warp = int(uniform(u32(warp_id())));
@@ -83,7 +84,9 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     } else {
       if (warp == 1) take_turns(p, block);
       if (warp == 2) pass_turns(p, block);
+      if (warp == 3) let_add(p, block);
     }
+    if (warp == 3) clear_sums(p, block);
     if (warp == 3) count_heads(p, block);
     return;
   }
@@ -155,13 +158,14 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     wait_for_products<0>(dv_reg);                             // as well
     arrive_free(block.queries);                               // without it the loader waits for ever
     block.douts.advance();
-    number = block.tile_number(p);
+    number = block.sum_number(p);
     block.advance();
   };
 
   if (block.steps > 0) {
     wait_full(block.keys);                                    // without it the products read keys that have not arrived
     wait_full(block.values);                                  // as well
+    if (!STAGED_SUMS) wait_for<LANES>(block.cleared, 0);      // without it sums are added to those of another head
     begin();
     step(false);
     #pragma unroll 1

@@ -93,11 +93,11 @@ struct BackwardParams {
   Tensor dk;                              // (*batch, heads_kv, len_kv, dim)    the same
   Tensor dv;                              // (*batch, heads_kv, len_kv, dim_v)  the same
   float* stats;                           // (batch, heads, query tiles, 2, TILE_Q)  log2-sum-exp2 of the scores; rowsum(dout * out) - dlse
-  float* dq_sums;                         // (batch, heads, query tiles, TILE_Q * WIDTH)  in the order of fragments
+  float* dq_sums;                         // (heads that have sums at a time, query tiles, TILE_Q * WIDTH)  in the order of fragments
   float* dk_parts;                        // (batch, heads_kv, splits, key tiles, TILE_KV * WIDTH)  the same, or null: dk is stored at once
   float* dv_parts;                        // the same for dv
   u32* turns;                             // (batch, heads, query tiles)  key tiles that have been added to dq_sums, or null: in any order
-  u32* done;                              // (batch, heads)  blocks that have ended, so that others know when to finish dq; null: bwd_post does
+  u32* done;                              // (batch, heads)  what has been done for dq, see DqCounts; null: bwd_post finishes dq
   int first_key;                          // as in the forward
   int last_key;
   int batch[BATCH_AXES];
@@ -127,8 +127,11 @@ struct HopperBackwardParams : BackwardMaps, BackwardParams {
   Divisor by_group;                       // times the key tiles of a head: what neighbouring blocks share out
   Divisor by_shares;                      // of one batch element: heads / heads_per_block
   Divisor by_heads_per_kv;
+  Divisor by_kept;                        // heads, of all batch elements, that have sums at a time: the next ones use them again
   u32 owners;                             // blocks that own keys; those beyond finish dq of the last heads
   u32 last_heads;                         // where these begin, counted over all batch elements
+  u32 reused;                             // heads before this one leave their sums to others,
+  u32 cleared_after;                      // blocks of heads that come so many heads later having cleared them
 };
 
 // out = the attention over the keys of a and of b together, from the attention over each.

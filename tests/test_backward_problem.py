@@ -116,7 +116,7 @@ def test_a_problem_becomes_numbers():
     k, v = laid(3, 20, 64), laid(1, 3, 20, 48)
     given = {"dout": laid(2, 6, 10, 48), "dlse": laid(2, 6, 10, dtype="float32", strides=(1, 20, 2))}
     problem = problem_of(q, k, v, out, scale=0.3, softcap=5.0, window=(4, 2), backend="host", **given)
-    params = backward_params(problem, Grouping(heads_per_block=1, heads_together=7, blocks=7, owners=42), maps={})[0]
+    params = backward_params(problem, Grouping(heads_per_block=1, heads_together=7, blocks=7, owners=42, kept=6), maps={})[0]
     strides = {name: tuple(params[name][f"{axis}_stride"] for axis in ("head", "row", "col")) for name in BACKWARD_ARRAYS}
     assert strides == {
         "dout": (480, 48, 1),
@@ -158,9 +158,9 @@ def test_axes_that_one_gradient_sums_over_are_not_merged_with_others(summed):
     changes = 1 + sum(a != b for a, b in pairwise(summed))
     if changes > 4:
         with pytest.raises(UnsupportedError, match="merge to at most 4"):
-            backward_params(problem_of(q, k, backend="host"), Grouping(1, 1, 1, 1), {})
+            backward_params(problem_of(q, k, backend="host"), Grouping(1, 1, 1, 1, 1), {})
         return
-    params = backward_params(problem_of(q, k, backend="host"), Grouping(1, 1, 1, 1), {})[0]
+    params = backward_params(problem_of(q, k, backend="host"), Grouping(1, 1, 1, 1, 1), {})[0]
     sizes = [size for size in params["batch"].tolist() if size > 1]
     assert numpy.prod(sizes) == numpy.prod(batch) and len(sizes) == changes
     steps = params["dk"]["batch_stride"][-changes:]

@@ -135,17 +135,33 @@ def test_groups_of_heads_in_one_block(group, schedule, deterministic, schedule_a
 
 
 @in_both_modes
+@pytest.mark.parametrize("last_blocks", [0, 1])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_the_last_heads_are_finished_by_blocks_of_their_own(dim, deterministic, planning, request):
-    """Those of the last group; dq of the others by the last block of each."""
+def test_heads_in_groups(dim, last_blocks, deterministic, planning, request):
+    """Three groups: the last one has the sums of the first, which the second clears, and its dq is finished by others, or not."""
     if dim == 128:
         request.getfixturevalue("staged")
-    planning("LAST_BLOCKS", 1)
-    case = Case("float16", 210, 70, dim=dim, heads_q=5, batch=(2,), causal=True)
+    planning("LAST_BLOCKS", last_blocks)
+    planning("MULTIPROCESSORS", 1)
+    case = Case("float16", 210, 70, dim=dim, heads_q=9, batch=(2,), causal=True)
     given = operands(case)
     plan = planned(case, given, deterministic)
-    tiles = -(-70 // plan.kernel.config.TILE_KV)
-    assert plan.launches[1].blocks == 10 * tiles + 2 * 2  # ten heads in groups of eight, and 192 rows to a block
+    queries, keys = (-(-length // tile) for length, tile in ((210, plan.kernel.config.TILE_Q), (70, plan.kernel.config.TILE_KV)))
+    assert plan.launches[1].blocks == 18 * keys + last_blocks * 2 * 2  # two heads, and 192 rows to a block
+    sums = 4 * (18 if dim == 256 else 16) * queries * plan.kernel.config.TILE_Q * plan.kernel.config.WIDTH
+    assert dict(plan.workspace.parts)["dq_sums"] == sums
+    judge(case, given, computed(plan, given))
+
+
+@both
+def test_groups_of_query_heads_that_use_sums_again(schedule, deterministic, schedule_as, unsplit, planning):
+    schedule_as(schedule)
+    planning("MULTIPROCESSORS", 1)
+    planning("LAST_BLOCKS", 1)
+    case = Case("float16", 150, 200, heads_q=2, heads_kv=1, batch=(17,), causal=True)
+    given = operands(case)
+    plan = planned(case, given, deterministic)
+    assert dict(plan.workspace.parts)["dq_sums"] == 4 * 2 * 8 * 2 * 2 * 128 * 64  # two groups of eight pairs of heads
     judge(case, given, computed(plan, given))
 
 

@@ -257,6 +257,22 @@ def test_the_last_heads_are_those_of_the_last_groups(heads, last_blocks, groups,
     assert (grouping.last_heads, grouping.finishing) == (heads - len(last), finishing(made, len(last)))
 
 
+@pytest.mark.parametrize("heads, kept", [(1, 1), (9, 9), (300, 25 * 8)])
+def test_short_heads_use_sums_again(heads, kept):
+    """Two blocks a head: those of 9 groups start before others clear what the first group leaves, of 16 more before it is used."""
+    made = plan_of((heads, 300, 64), (heads, 200, 64))
+    grouping = make_grouping(made.kernel, made.problem)
+    assert (grouping.kept, grouping.reused, grouping.cleared_after) == (kept, heads - kept, 9 * 8)
+    assert dict(made.workspace.parts)["dq_sums"] == 4 * kept * 3 * 128 * 64
+
+
+@pytest.mark.parametrize("seq, dim", [(2049, 64), (300, 256)])
+def test_long_or_wide_heads_have_sums_of_their_own(seq, dim):
+    made = plan_of((300, seq, dim), (300, 200, dim))
+    grouping = make_grouping(made.kernel, made.problem)
+    assert (grouping.kept, grouping.reused) == (300, 0)
+
+
 @pytest.mark.parametrize("dim", [64, 256])
 def test_gradients_summed_over_a_batch_axis_are_finished_after_the_loop(dim):
     made = plan_of((1, 6, 300, dim), (50, 6, 200, dim))

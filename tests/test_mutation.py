@@ -184,12 +184,19 @@ def test_kernel_as_it_is(kernel, faults_without):
 # Waits that only matter where blocks run at the same time, and one of them is slow.
 BETWEEN_BLOCKS = {name: re.compile(rf"\bwait_for<LANES>\(\w+\.{name}, [^;]*\);") for name in ("turn", "ended")}
 BETWEEN_BLOCKS["sums"] = re.compile(r"\bwait_for_sums\(\);(?=\s*// without it others add)")
+# The same of heads that use sums again: each has to be made by one that is slow to read them, or to clear them.
+BEFORE_USE = {
+    "read": re.compile(r"\bwait_for_count\([^;]*\.read\);"),
+    "zeros": re.compile(r"\bwait_for_count\([^;]*\.cleared\);"),
+    "calls": re.compile(r"\bwait_for_zeros\(p, block\);"),
+    "lanes": re.compile(r"\bwait_for<LANES>\(block\.cleared, 0\);"),
+}
 
 
 def every_call():
     for kernel in KERNELS:
         for number, (file, call) in enumerate(calls_of(kernel)):
-            if not any(wait.match(call.string, call.start()) for wait in BETWEEN_BLOCKS.values()):
+            if not any(wait.match(call.string, call.start()) for wait in (*BETWEEN_BLOCKS.values(), *BEFORE_USE.values())):
                 line = call.string.count("\n", 0, call.start()) + 1
                 yield pytest.param(kernel, number, id=f"{file}:{line}:{call[0]}")
 
@@ -242,3 +249,34 @@ def test_blocks_wait_for_one_that_is_slow(staged, left_out, monkeypatch, change_
     change_kernel(file, text)
     (right_in_order, sums), (right, _) = computed(3, True), computed(3, False)
     assert (right_in_order and right and numpy.array_equal(sums, expected)) == (left_out is None)
+
+
+USED_AGAIN = (*product([False], [None, *BEFORE_USE]), *product([True], [None, "read", "zeros", "calls"]))
+
+
+@pytest.mark.parametrize("staged, left_out", USED_AGAIN)
+def test_sums_are_used_again_when_they_are_zero(staged, left_out, monkeypatch):
+    """Heads of one block each, all at once, in three groups: the last one has the sums of the first, which the second clears."""
+    monkeypatch.setattr(backward_plan, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(backward_plan, "LAST_BLOCKS", 1)
+    case = Case("float16", 60, 70, dim=32, heads_q=17)
+    inputs, (dout, _) = make_inputs(case), make_cotangents(case)
+    given = (dout, *inputs, *attention(*inputs, return_lse=True))
+    plan = plan_attention_backward(*given, backend="host", arch="90a", kernel="bwd_hopper")
+    if staged:
+        changed = replace(plan.kernel, config=replace(plan.kernel.config, **STAGED.constants))
+        plan = BackwardPlan(plan.problem, changed, (*map(arrays.layout, given), None))
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(20 * plan.kernel.config.WARPS))
+
+    def slow(line, owner):
+        sleep = "std::this_thread::sleep_for(std::chrono::milliseconds(500));"
+        assert sum(text.count(line) for text in texts.values()) == 1
+        return {file: text.replace(line, f"if (block_id() / 8 == {owner}) {sleep}\n{line}") for file, text in texts.items()}
+
+    texts = texts_of("bwd_hopper")
+    texts = slow("      load(sum_reg, Sums{", 0) if left_out == "read" else slow("    clear(sums, begin, end);", 1)
+    if left_out:
+        assert any(BEFORE_USE[left_out].search(text) for text in texts.values())
+        texts = {file: BEFORE_USE[left_out].sub("{}", text) for file, text in texts.items()}
+    monkeypatch.setattr(host, "source_of", lambda plan: source.source_of(plan) | texts)
+    assert compare_gradients(plan(*given), dout, *inputs, **case.scores).ok == (left_out is None)

@@ -41,6 +41,7 @@ OP void mbarrier_arrive_expect_tx(SharedAddress barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 OP void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+OP void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 OP void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 OP void cp_async_bulk_tensor_5d(SharedAddress dst, const TensorMap& map, SharedAddress barrier, int col, int row, int head, int b1, int b0) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
@@ -299,6 +300,13 @@ OP void sync_with_copies() {
   __syncwarp();
 #else
   host::self->show_stores();
+#endif
+}
+
+// What other blocks have written to device memory, and this warp has been told of, comes before what the copy engine does there for it.
+OP void write_by_copies() {
+#if ON_GPU
+  fence_proxy_async_global();
 #endif
 }
 

@@ -114,10 +114,11 @@ struct Block {
       while (version == seen && failure.empty()) wake.wait(lock.held);
     }
   }
-  // Blocks until another block has counted up to `value`. Blocks start in order, so one that waits for an earlier one is served.
-  void wait_for(const u32& counter, u32 value) {
+  // Blocks until other blocks have counted up to `value`, or beyond. Blocks start in order, so one that waits for an earlier one is served.
+  void wait_for(const u32& counter, u32 value, bool or_beyond) {
     const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-    while (__atomic_load_n(&counter, __ATOMIC_ACQUIRE) != value) {
+    const auto ready = [&](u32 count) { return or_beyond ? count >= value : count == value; };
+    while (!ready(__atomic_load_n(&counter, __ATOMIC_ACQUIRE))) {
       if (std::chrono::steady_clock::now() > patience) {
         Lock lock(mutex);
         failure = "deadlock in block " + std::to_string(index) + ": it waits for blocks that do not come before it";

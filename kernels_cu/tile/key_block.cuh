@@ -37,7 +37,7 @@ constexpr int DO_BARRIERS = Q_BARRIERS + STAGES * RING_BARRIERS;
 constexpr int DS_BARRIER = DO_BARRIERS + STAGES * RING_BARRIERS;
 constexpr int TURN_BARRIERS = DS_BARRIER + Arrival::bytes;
 constexpr int END_BARRIERS = TURN_BARRIERS + (STAGED_SUMS ? 2 * GROUPS : 3) * Arrival::bytes;
-constexpr int LAST_OFFSET = END_BARRIERS + 2 * Arrival::bytes;
+constexpr int LAST_OFFSET = END_BARRIERS + 3 * Arrival::bytes;
 constexpr int BLOCK_BYTES = LAST_OFFSET + 2 * int(sizeof(u32));
 
 constexpr Lanes LANES = WIDTH <= 64 ? TOGETHER : APART;       // as measured: 5 % at dim 64, and nothing or 5 % the other way at dim 128
@@ -52,6 +52,7 @@ struct KeyBlock {
   OP Arrival staged(int group) const { return {smem + TURN_BARRIERS + group * Arrival::bytes}; }                   // dQ of a warpgroup, and
   OP Arrival sent(int group) const { return {smem + TURN_BARRIERS + (GROUPS + group) * Arrival::bytes}; }          // its place is free again
   Arrival ended{smem + END_BARRIERS}, counted{smem + END_BARRIERS + Arrival::bytes};       // additions to dQ; and so the block
+  Arrival cleared{counted.address + Arrival::bytes};          // sums that other heads had
   KeyPlace here;
   TransposedBand band;
   int row0;                                                   // the first key
@@ -59,6 +60,8 @@ struct KeyBlock {
   int steps;
   bool backwards;                                             // the last keys before the first ones, see turn_of
   QueryCursor now;
+  u32 head;                                                   // the first query head, counted over all batch elements
+  u32 tiles_before;                                           // query tiles of heads that had the same sums before, and of all in between
 
   OP KeyBlock(const HopperBackwardParams& p)
       : here(key_place_of_block(p, TILE_KV)),
@@ -71,6 +74,8 @@ struct KeyBlock {
     from = backwards ? first : last;
     to = backwards ? last : first;
     now = {here.first_head, from};
+    head = here.batch_number * p.heads + here.first_head;
+    tiles_before = divide(head, p.by_kept) * p.by_kept.divisor * ceil_div(p.len_q, TILE_Q);
   }
   OP void advance() { now.advance(from, to); }
   OP u32 tile_number(const BackwardParams& p) const { return query_tile_number(p, here.batch_number, now.head, now.tile); }
@@ -79,6 +84,7 @@ struct KeyBlock {
     const int tile = of_last_head ? to : now.tile - (from < to ? 1 : -1);
     return query_tile_number(p, here.batch_number, now.head - of_last_head, tile);
   }
+  OP u32 sum_number(const BackwardParams& p) const { return tile_number(p) - tiles_before; }    // of the tile among those that have sums at a time
   OP SharedAddress lse_smem() const { return smem + LSE_OFFSET + queries.slot() * STAT_BYTES; }
   OP SharedAddress delta_smem() const { return smem + DELTA_OFFSET + douts.slot() * STAT_BYTES; }
   OP SharedAddress sum_smem(int group) const { return smem + SUM_OFFSET + group * SUM_BYTES; }
@@ -104,6 +110,7 @@ OP void start_barriers(const KeyBlock& block) {
   }
   start_arrivals(block.ended, STAGED_SUMS ? GROUPS : 4 * GROUPS);
   start_arrivals(block.counted, 1);
+  start_arrivals(block.cleared, 1);
 }
 
 // One warp loads, as far ahead as there is room. Slots of Q and dO are handed back together, when the step is over.
@@ -119,6 +126,35 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
     load_async(block.queries, p.q_map, here.batch, block.now.head, row, stats, block.lse_smem());
     if (step == 0) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
     load_async(block.douts, p.dout_map, here.batch, block.now.head, row, stats + TILE_Q, block.delta_smem());
+  }
+}
+
+// What is counted for a head, one after the other: its blocks, when all they add has been added; then the warps that finish dq, when they have
+// read the sums; then the blocks of a later head, each when it has cleared its share of them. Those of a still later one add to them again.
+struct DqCounts {
+  u32 ended, read, cleared;
+  OP DqCounts(const HopperBackwardParams& p) : ended(ceil_div(p.len_kv, TILE_KV)), read(ended + 4 * GROUPS), cleared(read + ended) {}
+};
+// Heads whose sums others had before. All that is waited for has started so much earlier that it is done by now. By one warp.
+OP void wait_for_zeros(const HopperBackwardParams& p, const KeyBlock& block) {
+  if (block.head < p.by_kept.divisor) return;
+  for (int i = 0; i < p.heads_per_block; ++i) wait_for_count(p.done + block.head - p.by_kept.divisor + i, DqCounts(p).cleared);
+}
+OP void let_add(const HopperBackwardParams& p, const KeyBlock& block) {
+  wait_for_zeros(p, block);                                   // without it sums are added to those of another head
+  arrive_at<LANES>(block.cleared);                            // without it nobody adds
+}
+// An idle warp clears sums of earlier heads, each block its share.
+OP void clear_sums(const HopperBackwardParams& p, const KeyBlock& block) {
+  const u32 before = block.head - p.cleared_after;            // and the heads behind it
+  if (block.head < p.cleared_after || before >= p.reused) return;
+  const u32 count = ceil_div(p.len_q, TILE_Q) * QuerySums::size, tiles = ceil_div(p.len_kv, TILE_KV), share = ceil_div(ceil_div(count, 128), tiles) * 128;
+  const u32 begin = block.here.tile * share, end = min_of(begin + share, count);
+  for (int i = 0; i < p.heads_per_block; ++i) {
+    float* const sums = p.dq_sums + i64((before + i) % p.by_kept.divisor) * count;
+    wait_for_count(p.done + before + i, DqCounts(p).read);    // without it sums are cleared that have not been read
+    clear(sums, begin, end);
+    pass_turn(p.done + before + i);
   }
 }
 
@@ -164,13 +200,14 @@ template <int N> OP void stage_queries(const KeyBlock& block, int group, u32 ste
   arrive_at<LANES>(block.staged(group));                      // without it dQ never leaves
 }
 OP void send_queries(const HopperBackwardParams& p, KeyBlock& block, int group, int offset) {
+  wait_for_zeros(p, block);                                   // without it sums are added to those of another head
+  write_by_copies();                                          // without it the copy engine may add before there are zeros
   #pragma unroll 1
   for (int step = 0; step < block.steps; ++step, block.advance()) {
-    const u32 number = block.tile_number(p);
-    u32* const turn = p.turns + number * GROUPS + group;
+    u32* const turn = p.turns + block.tile_number(p) * GROUPS + group;
     wait_for<LANES>(block.staged(group), step % 2);           // without it parts leave that have not been written
     if (p.turns) take_turn(turn, turn_of(p, block));
-    add_async(p.dq_sums + i64(number) * QuerySums::size + offset, block.sum_smem(group), SUM_BYTES / int(sizeof(float)));
+    add_async(p.dq_sums + i64(block.sum_number(p)) * QuerySums::size + offset, block.sum_smem(group), SUM_BYTES / int(sizeof(float)));
     wait_for_stores();                                        // without it parts are overwritten that have not left
     arrive_at<LANES>(block.sent(group));                      // without it the group waits for ever
     if (p.turns) {
@@ -201,9 +238,8 @@ OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, con
 OP void count_heads(const HopperBackwardParams& p, const KeyBlock& block) {
   if (!p.done) return;
   wait_for<LANES>(block.ended, 0);                            // without it the block is counted before all has been added
-  const u32 number = block.here.batch_number * p.heads + block.here.first_head;
-  const u32 blocks = number < p.last_heads ? ceil_div(p.len_kv, TILE_KV) : ~0u;        // of the last heads, no block finishes dq by itself
-  count_block(p.done + number, p.heads_per_block, blocks, block.smem + LAST_OFFSET);
+  const u32 blocks = block.head < p.last_heads ? ceil_div(p.len_kv, TILE_KV) : ~0u;        // of the last heads, no block finishes dq by itself
+  count_block(p.done + block.head, p.heads_per_block, blocks, block.smem + LAST_OFFSET);
   sync_warp();                                                // without it others are told before all lanes know, and one has written
   arrive_at<LANES>(block.counted);                            // without it the others wait for ever
 }
@@ -216,8 +252,7 @@ template <typename Sums = QuerySums> OP void finish_heads(const HopperBackwardPa
   #pragma unroll 1
   for (int i = 0; i < p.heads_per_block; ++i) {
     if (others >> i & 1) continue;
-    const int head = block.here.first_head + i;
-    const i64 first = i64(block.here.batch_number * p.heads + head) * ceil_div(p.len_q, TILE_Q);
+    const i64 first = i64(block.head + i) * ceil_div(p.len_q, TILE_Q) - block.tiles_before;
     #pragma unroll 1
     for (int row = own_row; row < p.len_q; row += OutTile::rows) {
       Acc<16, WIDTH> sum_reg;
@@ -226,8 +261,9 @@ template <typename Sums = QuerySums> OP void finish_heads(const HopperBackwardPa
       wait_for_stores();                                      // without it rows are overwritten that have not left
       store(out_smem, sum_reg, own_row);
       sync_with_copies();                                     // without it rows leave that have not been written
-      store_async(p.dq_map, block.here.batch, head, row, out_smem, own_row);
+      store_async(p.dq_map, block.here.batch, block.here.first_head + i, row, out_smem, own_row);
     }
+    if (block.head + i < p.reused) pass_turn(p.done + block.head + i);        // lanes have met since they read
   }
 }
 
@@ -243,7 +279,7 @@ template <typename Sums = QuerySums> OP void finish_last_heads(const HopperBackw
   int batch[BATCH_AXES];
   batch_element(batch, p.batch[BATCH_AXES - 1], number / p.heads);
   const GlobalTile dq = rows_of(p.dq, batch, int(number % p.heads), row, p.len_q, p.dim);
-  const Sums sums{p.dq_sums + (i64(number) * ceil_div(p.len_q, TILE_Q) + row / TILE_Q) * Sums::size};
+  const Sums sums{p.dq_sums + (i64(number % p.by_kept.divisor) * ceil_div(p.len_q, TILE_Q) + row / TILE_Q) * Sums::size};
   #pragma unroll 1
   for (int col = 0; col < p.dim; col += COLS) {
     Acc<16, COLS> sum_reg;

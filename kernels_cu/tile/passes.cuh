@@ -28,8 +28,8 @@ struct QueryCursor {
 };
 
 // Before: one query tile's sums become 0, its statistics those that P and dS are computed from. Delta is multiplied by `sign`. `parts` of a
-// tile are added each in a turn of their own.
-OP void prepare_queries(const BackwardParams& p, float sign, int parts = 1) {
+// tile are added each in a turn of their own. Heads from `kept` on will use the sums of others.
+OP void prepare_queries(const BackwardParams& p, float sign, int parts = 1, u32 kept = ~0u) {
   const Place here = place_of_block(p.batch, p.heads, p.len_q, TILE_Q);
   const u32 number = query_tile_number(p, here.batch_number, here.head, here.row / TILE_Q);
   if (p.turns && warp_id() < parts) clear_turn(p.turns + number * parts + warp_id());
@@ -45,7 +45,8 @@ OP void prepare_queries(const BackwardParams& p, float sign, int parts = 1) {
     write(stats + row, row_lse == -infinity() ? infinity() : row_lse * LOG2E);      // a row that sees nothing: P = 2^(S - inf) = 0
     write(stats + TILE_Q + row, sign * (exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot));
   });
-  clear(QuerySums{p.dq_sums + i64(number) * QuerySums::size});        // last: ahead of what is read, it would delay that
+  if (here.batch_number * p.heads + here.head < kept)
+    clear(QuerySums{p.dq_sums + i64(number) * QuerySums::size});      // last: ahead of what is read, it would delay that
 }
 
 // One tile of a gradient from its sums, of which there are `parts` for each head and batch element. Those of all batch elements that

@@ -104,6 +104,18 @@ template <int ROWS, int WIDTH> OP void clear(SumTile<ROWS, WIDTH> tile) {
   }
 }
 
+// sums[begin : end] = 0, multiples of 128, by a warp, whose lanes then meet: one of them may tell other blocks
+OP void clear(float* sums, u32 begin, u32 end) {
+  #pragma unroll 4
+  for (u32 i = begin; i < end; i += 128) {
+    for_lane(l) {
+      count_written(sizeof(Four));
+      *reinterpret_cast<Four*>(sums + i + l * 4) = Four{};
+    }
+  }
+  sync_warp();
+}
+
 // Blocks that have to add in order count those that have. Called by one warp: returns when `mine` others are done, and what they added
 // is then visible to it and to the warps that meet it at a barrier. Only blocks of lower numbers may come before: a GPU starts blocks in
 // the order of their numbers, so that those are running or done.
@@ -112,7 +124,7 @@ OP void take_turn(const u32* turn, u32 mine) {
   u32 done;
   do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory"); while (done != mine);
 #else
-  host::self->block->wait_for(*turn, mine);
+  host::self->block->wait_for(*turn, mine, false);
 #endif
 }
 // Counts a block that has ended at each of `heads` counters, at most 32. By one warp, when all additions of the block have been made. Bits of
@@ -129,6 +141,15 @@ OP void count_block(u32* counters, int heads, u32 blocks, SharedAddress others) 
   u32 bits = 0;
   for (int i = 0; i < heads; ++i) bits |= u32(__atomic_add_fetch(&counters[i], 1, __ATOMIC_ACQ_REL) < blocks) << i;
   store_shared(others, bits);
+#endif
+}
+// The same for a counter that others may have counted up further.
+OP void wait_for_count(const u32* counter, u32 least) {
+#if ON_GPU
+  u32 count;
+  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory"); while (count < least);
+#else
+  host::self->block->wait_for(*counter, least, true);
 #endif
 }
 OP void clear_turn(u32* turn) {
