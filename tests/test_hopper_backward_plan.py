@@ -248,8 +248,8 @@ def test_the_last_block_of_a_head_finishes_its_queries(dim):
 @pytest.mark.parametrize("last_blocks, groups", [(0, 0), (1, 1), (16, 1), (17, 2), (10_000, 625)])
 @pytest.mark.parametrize("heads", [1, 8, 9, 27, 300])
 def test_the_last_heads_are_those_of_the_last_groups(heads, last_blocks, groups, monkeypatch):
-    monkeypatch.setattr(backward_plan, "LAST_BLOCKS", last_blocks)
     made = plan_of((heads, 300, 64), (heads, 200, 64))
+    monkeypatch.setattr(backward_plan, "LAST_BLOCKS", last_blocks)
     grouping = make_grouping(made.kernel, made.problem)
     group_of = [head // 8 for head in range(heads)]
     last = [head for head in range(heads) if group_of[head] > group_of[-1] - groups]
