@@ -77,6 +77,19 @@ def test_every_tile_of_the_table(row, only_row, fast_build):
     assert numpy.isnan(room[..., dim:]).all()
 
 
+@pytest.mark.parametrize("missing, copied", [(1, 0), (2, 4), (4, 8), (8, 16)])
+def test_lanes_store_as_many_bytes_at_once_as_rows_have_multiples_of(missing, copied, fast_build):
+    rng = numpy.random.default_rng(16)
+    dim = 64 - missing
+    q, k, v = (rng.standard_normal((2, length, 64)).astype(numpy.float16)[..., :dim] for length in (130, 200, 200))
+    room = numpy.full((2, 130, 64), numpy.nan, numpy.float16)
+    plan = plan_attention(q, k, v, backend="host", arch="90a", out=room[..., :dim])
+    assert plan.kernel.kernel == "fwd_hopper" and plan.kernel.config.COPY_BYTES == copied
+    comparison = compare(plan(q, k, v, out=room[..., :dim]), None, q, k, v, scale=plan.problem.scale)
+    assert comparison.ok, comparison.message
+    assert numpy.isnan(room[..., dim:]).all()
+
+
 SLOTS = {"two slots": (2, 1, 1), "three slots": (3, 1, 2), "four slots": (4, 2, 2), "two key tiles, one of values": (4, 2, 1)}
 
 
