@@ -150,7 +150,7 @@ HOPPER_BACKWARD = _of_whole_lines(
     [(f"{name}_map", TENSOR_MAP) for name in _BACKWARD_MAPS]
     + [(name, BACKWARD[name]) for name in BACKWARD.names]
     + [(name, DIVISOR) for name in _BACKWARD_DIVISORS]
-    + [(name, "u4") for name in ("owners", "last_heads", "reused", "cleared_after")]
+    + [(name, "i4") for name in ("owners", "last_heads", "reused", "cleared_after")]
 )
 MERGE = numpy.dtype(
     [

@@ -184,6 +184,7 @@ def test_kernel_as_it_is(kernel, faults_without):
 # Waits that only matter where blocks run at the same time, and one of them is slow.
 BETWEEN_BLOCKS = {name: re.compile(rf"\bwait_for<LANES>\(\w+\.{name}, [^;]*\);") for name in ("turn", "ended")}
 BETWEEN_BLOCKS["sums"] = re.compile(r"\bwait_for_sums\(\);(?=\s*// without it others add)")
+BETWEEN_BLOCKS["last"] = re.compile(r"\bsync_block\(\);(?=\s*// without it rows are finished)")
 # The same of heads that use sums again: each has to be made by one that is slow to read them, or to clear them.
 BEFORE_USE = {
     "read": re.compile(r"\bwait_for_count\([^;]*\.read\);"),
@@ -210,7 +211,7 @@ def test_left_out_call_is_noticed(kernel, number, faults_without):
 BY_LANES, LATER = ("  add(QuerySums{",), ("    add_async(", f"  wait_for_sums();{'':44}// without it the block")
 
 
-SLOW = (*product([False], [None, "turn", "ended"]), *product([True], [None, "sums", "ended"]))
+SLOW = (*product([False], [None, "turn", "ended", "last"]), *product([True], [None, "sums", "ended", "last"]))
 
 
 @pytest.mark.parametrize("staged, left_out", SLOW)
