@@ -255,12 +255,14 @@ def test_blocks_wait_for_one_that_is_slow(staged, left_out, monkeypatch, change_
 USED_AGAIN = (*product([False], [None, *BEFORE_USE]), *product([True], [None, "read", "zeros", "calls"]))
 
 
+@pytest.mark.parametrize("heads_per_block", [1, 2])
 @pytest.mark.parametrize("staged, left_out", USED_AGAIN)
-def test_sums_are_used_again_when_they_are_zero(staged, left_out, monkeypatch):
-    """Heads of one block each, all at once, in three groups: the last one has the sums of the first, which the second clears."""
+def test_sums_are_used_again_when_they_are_zero(staged, left_out, heads_per_block, monkeypatch):
+    """Blocks of a key head each, all at once, in three groups: the last one has the sums of the first, which the second clears."""
     monkeypatch.setattr(backward_plan, "MULTIPROCESSORS", 1)
     monkeypatch.setattr(backward_plan, "LAST_BLOCKS", 1)
-    case = Case("float16", 60, 70, dim=32, heads_q=17)
+    monkeypatch.setattr(backward_plan, "FEWEST_BLOCKS", 1)
+    case = Case("float16", 60, 70, dim=32, heads_q=17 * heads_per_block, heads_kv=17)
     inputs, (dout, _) = make_inputs(case), make_cotangents(case)
     given = (dout, *inputs, *attention(*inputs, return_lse=True))
     plan = plan_attention_backward(*given, backend="host", arch="90a", kernel="bwd_hopper")
@@ -270,12 +272,17 @@ def test_sums_are_used_again_when_they_are_zero(staged, left_out, monkeypatch):
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(20 * plan.kernel.config.WARPS))
 
     def slow(line, owner):
+        """With the last head of a block, whose number both loops call i."""
         sleep = "std::this_thread::sleep_for(std::chrono::milliseconds(500));"
+        slow_here = f"if (block_id() / 8 == {owner} && i == p.heads_per_block - 1) {sleep}\n"
         assert sum(text.count(line) for text in texts.values()) == 1
-        return {file: text.replace(line, f"if (block_id() / 8 == {owner}) {sleep}\n{line}") for file, text in texts.items()}
+        return {file: text.replace(line, slow_here + line) for file, text in texts.items()}
 
     texts = texts_of("bwd_hopper")
-    texts = slow("      load(sum_reg, Sums{", 0) if left_out == "read" else slow("    clear(sums, begin, end);", 1)
+    if left_out in (None, "read"):
+        texts = slow("      load(sum_reg, Sums{", 0)
+    if left_out != "read":
+        texts = slow("    clear(sums, begin, end);", 1)
     if left_out:
         assert any(BEFORE_USE[left_out].search(text) for text in texts.values())
         texts = {file: BEFORE_USE[left_out].sub("{}", text) for file, text in texts.items()}
