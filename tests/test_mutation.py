@@ -271,18 +271,18 @@ def test_sums_are_used_again_when_they_are_zero(staged, left_out, heads_per_bloc
         plan = BackwardPlan(plan.problem, changed, (*map(arrays.layout, given), None))
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(20 * plan.kernel.config.WARPS))
 
-    def slow(line, owner):
+    def slow(line, owner, milliseconds):
         """With the last head of a block, whose number both loops call i."""
-        sleep = "std::this_thread::sleep_for(std::chrono::milliseconds(500));"
+        sleep = f"std::this_thread::sleep_for(std::chrono::milliseconds({milliseconds}));"
         slow_here = f"if (block_id() / 8 == {owner} && i == p.heads_per_block - 1) {sleep}\n"
         assert sum(text.count(line) for text in texts.values()) == 1
         return {file: text.replace(line, slow_here + line) for file, text in texts.items()}
 
     texts = texts_of("bwd_hopper")
     if left_out in (None, "read"):
-        texts = slow("      load(sum_reg, Sums{", 0)
+        texts = slow("      load(sum_reg, Sums{", 0, 1500)
     if left_out != "read":
-        texts = slow("    clear(sums, begin, end);", 1)
+        texts = slow("    clear(sums, begin, end);", 1, 500)
     if left_out:
         assert any(BEFORE_USE[left_out].search(text) for text in texts.values())
         texts = {file: BEFORE_USE[left_out].sub("{}", text) for file, text in texts.items()}
