@@ -25,6 +25,7 @@ MULTIPROCESSORS = 132  # of an H200
 FEWEST_BLOCKS = 2 * MULTIPROCESSORS  # with fewer, the query heads of a group are split among blocks
 HOPPER_BLOCKS_TOGETHER = 256  # two for each multiprocessor, see heads_together
 LAST_BLOCKS = 256  # the same, see make_grouping
+CLEARING_BLOCKS = MULTIPROCESSORS  # that start between those of a head and those that clear what it leaves
 MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
@@ -119,7 +120,8 @@ def make_grouping(plan: Plan, problem: BackwardProblem) -> Grouping:
     heads there is nothing to go on with, so that all multiprocessors share that work.
 
     Short heads leave their sums to others that are some groups behind, so that they stay in the L2 cache; half way between them,
-    blocks of a third head clear them. Of long heads, the last block takes so long that others would wait for it.
+    blocks of a third head clear them. Of long heads, the last block takes so long that others would wait for it. bwd_hopper_wide
+    was slower with it, and has no code for it.
     """
     p = problem.forward
     per_block, together, tiles = heads_per_block(plan, problem), heads_together(plan, problem), _key_tiles(plan, problem)
@@ -130,7 +132,7 @@ def make_grouping(plan: Plan, problem: BackwardProblem) -> Grouping:
         return Grouping(per_block, together, blocks, owners, max(heads, 1))
     groups, last_groups = -(-heads // group), -(-LAST_BLOCKS // blocks)
     last_heads = min(max(groups - last_groups, 0) * group, heads)
-    clearing, kept = -(-MULTIPROCESSORS // blocks), heads
+    clearing, kept = -(-CLEARING_BLOCKS // blocks), heads
     if plan.kernel == "bwd_hopper" and p.len_q <= MOST_ROWS_REUSED:
         kept = min((clearing + max(last_groups, 1)) * group, heads)
     finishing = (heads - last_heads) * -(-p.len_q // (WARP_ROWS * plan.config.WARPS))
@@ -200,10 +202,10 @@ def heads_together(plan: Plan, problem: BackwardProblem) -> int:
     With many, few blocks add to the same rows of dq at a time; too many would not share q and dout in the L2 cache. On an
     H200 bwd_v2 runs up to 400 blocks at once; of 1,024, 4,096 and 16,384 keys, the heads of about 1,024 blocks were fastest. The
     Hopper kernels run 132, and 4 to 8 heads were within 3 % of the fastest from 512 keys to 16,384, as long as what they add to
-    and read stays in the cache: at 16,384 and dim 128 four heads move 3.5 GB through device memory and two 0.9, which takes power
-    from the rest, 1 to 3 %. In order under a causal mask the longest blocks of a head come last (`turn_of` in ``key_block.cuh``),
-    and fewer heads at a time leave less idle at the end: at 16,384 and dim 256 one at a time runs at 0.91 to 0.94 of the rate in
-    any order, two at 0.75.
+    and read stays in the cache: at 16,384 and dim 128 four heads move 3.5 GB through device memory, four times as much as
+    FlashAttention-4, which takes one at a time; two were up to 3 % faster. In order under a causal mask the longest blocks of a
+    head come last (`turn_of` in ``key_block.cuh``), and fewer heads at a time leave less idle at the end: at 16,384 and dim 256
+    one at a time runs at 0.91 to 0.94 of the rate in any order, two at 0.75.
     """
     tiles = max(_key_tiles(plan, problem), 1)
     if plan.kernel not in HOPPER_KERNELS:

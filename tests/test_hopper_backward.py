@@ -142,7 +142,7 @@ def test_heads_in_groups(dim, last_blocks, deterministic, planning, request):
     if dim == 128:
         request.getfixturevalue("staged")
     planning("LAST_BLOCKS", last_blocks)
-    planning("MULTIPROCESSORS", 1)
+    planning("CLEARING_BLOCKS", 1)
     case = Case("float16", 210, 70, dim=dim, heads_q=9, batch=(2,), causal=True)
     given = operands(case)
     plan = planned(case, given, deterministic)
@@ -156,7 +156,7 @@ def test_heads_in_groups(dim, last_blocks, deterministic, planning, request):
 @both
 def test_groups_of_query_heads_that_use_sums_again(schedule, deterministic, schedule_as, unsplit, planning):
     schedule_as(schedule)
-    planning("MULTIPROCESSORS", 1)
+    planning("CLEARING_BLOCKS", 1)
     planning("LAST_BLOCKS", 1)
     case = Case("float16", 256, 290, heads_q=2, heads_kv=1, batch=(17,), causal=True)  # three blocks clear 16,384 numbers a head
     given = operands(case)

@@ -259,7 +259,7 @@ USED_AGAIN = (*product([False], [None, *BEFORE_USE]), *product([True], [None, "r
 @pytest.mark.parametrize("staged, left_out", USED_AGAIN)
 def test_sums_are_used_again_when_they_are_zero(staged, left_out, heads_per_block, monkeypatch):
     """Blocks of a key head each, all at once, in three groups: the last one has the sums of the first, which the second clears."""
-    monkeypatch.setattr(backward_plan, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(backward_plan, "CLEARING_BLOCKS", 1)
     monkeypatch.setattr(backward_plan, "LAST_BLOCKS", 1)
     monkeypatch.setattr(backward_plan, "FEWEST_BLOCKS", 1)
     case = Case("float16", 60, 70, dim=32, heads_q=17 * heads_per_block, heads_kv=17)

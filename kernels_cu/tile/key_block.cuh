@@ -148,7 +148,8 @@ OP void let_add(const HopperBackwardParams& p, const KeyBlock& block) {
 OP void clear_sums(const HopperBackwardParams& p, const KeyBlock& block) {
   const u32 before = block.head - p.cleared_after;            // and the heads behind it
   if (block.head < p.cleared_after || before >= p.reused) return;
-  const u32 count = ceil_div(p.len_q, TILE_Q) * QuerySums::size, tiles = ceil_div(p.len_kv, TILE_KV), share = ceil_div(ceil_div(count, 128), tiles) * 128;
+  const u32 count = ceil_div(p.len_q, TILE_Q) * QuerySums::size, blocks = ceil_div(p.len_kv, TILE_KV);
+  const u32 share = ceil_div(ceil_div(count, 128), blocks) * 128;
   const u32 begin = block.here.tile * share, end = min_of(begin + share, count);
   for (int i = 0; i < p.heads_per_block; ++i) {
     float* const sums = p.dq_sums + i64((before + i) % p.by_kept.divisor) * count;
@@ -238,7 +239,7 @@ OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, con
 OP void count_heads(const HopperBackwardParams& p, const KeyBlock& block) {
   if (!p.done) return;
   wait_for<LANES>(block.ended, 0);                            // without it the block is counted before all has been added
-  const u32 blocks = block.head < p.last_heads ? ceil_div(p.len_kv, TILE_KV) : ~0u;        // of the last heads, no block finishes dq by itself
+  const u32 blocks = block.head < p.last_heads ? ceil_div(p.len_kv, TILE_KV) : ~0u;       // of the last heads, no block finishes dq by itself
   count_block(p.done + block.head, p.heads_per_block, blocks, block.smem + LAST_OFFSET);
   sync_warp();                                                // without it others are told before all lanes know, and one has written
   arrive_at<LANES>(block.counted);                            // without it the others wait for ever
@@ -285,6 +286,6 @@ template <typename Sums = QuerySums> OP void finish_last_heads(const HopperBackw
     Acc<16, COLS> sum_reg;
     load(sum_reg, sums, row % TILE_Q, col);
     scale(sum_reg, p.scale);
-    store<16>(dq, sum_reg, col);                              // which the copy engine could move
+    store<16>(dq, sum_reg, col);                              // rows of dq are multiples of that, or the copy engine could not store them
   }
 }

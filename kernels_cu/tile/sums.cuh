@@ -74,6 +74,11 @@ OP void red_add_v4(float* to, const float* x) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 OP void red_add(float* to, float x) { asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" :: "l"(to), "f"(x) : "memory"); }
+OP u32 ld_acquire(const u32* from) {
+  u32 x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
 #endif
 
 // tile[row0 :, col0 :] += acc, while other blocks add to it as well
@@ -121,10 +126,17 @@ OP void clear(float* sums, u32 begin, u32 end) {
 // the order of their numbers, so that those are running or done.
 OP void take_turn(const u32* turn, u32 mine) {
 #if ON_GPU
-  u32 done;
-  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory"); while (done != mine);
+  while (ld_acquire(turn) != mine) {}
 #else
   host::self->block->wait_for(*turn, mine, false);
+#endif
+}
+// The same for a counter that others may have counted up further.
+OP void wait_for_count(const u32* counter, u32 least) {
+#if ON_GPU
+  while (ld_acquire(counter) < least) {}
+#else
+  host::self->block->wait_for(*counter, least, true);
 #endif
 }
 // Counts a block that has ended at each of `heads` counters, at most 32. By one warp, when all additions of the block have been made. Bits of
@@ -141,15 +153,6 @@ OP void count_block(u32* counters, int heads, u32 blocks, SharedAddress others) 
   u32 bits = 0;
   for (int i = 0; i < heads; ++i) bits |= u32(__atomic_add_fetch(&counters[i], 1, __ATOMIC_ACQ_REL) < blocks) << i;
   store_shared(others, bits);
-#endif
-}
-// The same for a counter that others may have counted up further.
-OP void wait_for_count(const u32* counter, u32 least) {
-#if ON_GPU
-  u32 count;
-  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory"); while (count < least);
-#else
-  host::self->block->wait_for(*counter, least, true);
 #endif
 }
 OP void clear_turn(u32* turn) {

@@ -70,6 +70,7 @@ def test_each_launch_reads_and_writes_its_own_arrays(dim):
 def test_first_heads_are_finished_by_their_last_blocks_and_last_heads_by_others(case, deterministic):
     given = operands(case)
     plan = planned(case, given, deterministic=deterministic)
+    assert (case.dim == 128) == plan.kernel.config.STAGED_SUMS
     grouping = make_grouping(plan.kernel, plan.problem)
     assert 0 < grouping.last_heads < given["q"].size // (case.len_q * case.dim)
     judge(case, given, plan(**given))
