@@ -62,7 +62,6 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> Plan:
         copy_bytes,
         explicit,
         causal=problem.causal,
-        window=problem.first_key is not None,
         width_v=width_v,
     )
     if copy_bytes < 16:  # the copy engine would write beyond a row's end, see `obstacle`

@@ -38,7 +38,6 @@ class Row:
     max_len_q: int | None = None  # for at most so many queries
     min_copy: int = 0  # for copies of at least so many bytes: smaller ones need registers for more addresses
     plain_scores: bool = False  # not where scores are scaled one by one, which needs registers as well
-    no_windows: bool = False  # not where rows do not see the first keys
     in_order_from: int | None = None  # only where dq is summed in order, and for at least so many queries
     causal: bool | None = None  # only where later rows see more keys, or only where they do not
     width_v: int | None = None  # only for head dims of v up to this
@@ -174,7 +173,6 @@ THREE_GROUPS = "three groups of 64 rows: wide key tiles halve what is done once 
 TWO_GROUPS = "two groups of 64 rows; the next query tile begins beneath the end of the last"
 THREE_SLOTS = "two groups of 64 rows, which share three places for queries: the next tile begins beneath the end of the last"
 THREE_KEY_TILES = "short sequences: out leaves from registers, and a third place for keys instead lets the next tile begin sooner"
-WIDE_TILES = "long sequences: wider key tiles, which leave no place for the next queries"
 FOUR = {"warps": 20, "stages": 4, "stages_v": 4, "slots_q": 8, "staged_out": True, "min_blocks": 1, "plain_scores": True}
 THREE = {"warps": 16, "stages": 4, "stages_v": 4, "slots_q": 6, "staged_out": True, "min_blocks": 1, "plain_scores": True}
 TWO = {"warps": 12, "slots_q": 4, "min_blocks": 1}
@@ -189,10 +187,7 @@ HOPPER = (
     Row(128, 128, 128, TWO_GROUPS + "; measured 739, 708 causal", **TWO, staged_out=True),
     Row(192, 128, 112, THREE_SLOTS + "; measured 713 at 4,096, 750, 722 causal", **SHARED, width_v=128),
     Row(192, 128, 96, THREE_SLOTS + "; measured 718 at 4,096, 733, 730 causal", **SHARED),
-    Row(256, 128, 64, THREE_SLOTS + "; measured 589 at 512, 722 at 4,096", **SHARED, max_len_q=4096),
-    Row(256, 128, 64, THREE_SLOTS + "; measured 729 at 8,192", **SHARED, max_len_q=8192, causal=True),
-    Row(256, 128, 80, WIDE_TILES + "; measured 766, 743 causal", **WIDE, plain_scores=True, no_windows=True),
-    Row(256, 128, 64, THREE_SLOTS + "; for windows, and because 80 keys a tile would spill", **SHARED),
+    Row(256, 128, 64, THREE_SLOTS + "; measured 589 at 512, 722 at 4,096", **SHARED),
 )
 # Tiles that no row has now: what `bench --sweep` measures besides, since another card or compiler may like them better.
 CANDIDATE = "no row of the table"
@@ -204,6 +199,7 @@ HOPPER_CANDIDATES = (
     Row(128, 128, 112, CANDIDATE, **TWO, staged_out=True),
     Row(128, 128, 176, CANDIDATE, **WIDE),
     Row(192, 128, 80, CANDIDATE, **WIDE),
+    Row(256, 128, 80, CANDIDATE, **WIDE),
 )
 
 # The backward. A block owns TILE_KV keys; half of its warps own the gradient of values, half that of keys, so that a warp has
@@ -329,7 +325,6 @@ def row_for(
     explicit: bool = False,
     in_order: bool = False,
     causal: bool = False,
-    window: bool = False,
     width_v: int | None = None,
 ) -> Row:
     """The first row that is wide enough and meant for so many queries, such copies, scores and masks, and such an order of sums.
@@ -347,7 +342,6 @@ def row_for(
             (row.max_len_q is None or len_q <= row.max_len_q)
             and copy_bytes >= row.min_copy
             and not (explicit and row.plain_scores)
-            and not (window and row.no_windows)
             and (row.in_order_from is None or (in_order and len_q >= row.in_order_from))
             and row.causal in (None, causal)
             and row.serves(width, width_v or width)
