@@ -24,8 +24,9 @@ WARP_ROWS = 16  # what a warp of these two stores
 MULTIPROCESSORS = 132  # of an H200
 FEWEST_BLOCKS = 2 * MULTIPROCESSORS  # with fewer, the query heads of a group are split among blocks
 HOPPER_BLOCKS_TOGETHER = 256  # two for each multiprocessor, see heads_together
+FEW_TILES = 8  # of keys, so that blocks which add in order need more heads to be apart, see heads_together
 LAST_BLOCKS = 256  # the same, see make_grouping
-CLEARING_BLOCKS = MULTIPROCESSORS  # that start between those of a head and those that clear what it leaves
+CLEARING_BLOCKS = 200  # that start between those of a head and those that clear what it leaves
 MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
@@ -111,6 +112,7 @@ class Grouping:
     last_heads: int = 0  # the first query head of those, counted over all batch elements
     reused: int = 0  # query heads before this one leave their sums to others
     cleared_after: int = 0  # which blocks of so many heads later clear
+    backwards: int = 0  # query heads before this one are added to from the last keys to the first
 
 
 def make_grouping(plan: Plan, problem: BackwardProblem) -> Grouping:
@@ -120,23 +122,38 @@ def make_grouping(plan: Plan, problem: BackwardProblem) -> Grouping:
     heads there is nothing to go on with, so that all multiprocessors share that work.
 
     Short heads leave their sums to others that are some groups behind, so that they stay in the L2 cache; half way between them,
-    blocks of a third head clear them. Of long heads, the last block takes so long that others would wait for it. bwd_hopper_wide
-    was slower with it, and has no code for it.
+    blocks of a third head clear them. Of long heads, the last block takes so long that others would wait for it, and so would they
+    for shorter ones whose longest blocks come last. bwd_hopper_wide was slower with it, and has no code for it.
     """
     p = problem.forward
     per_block, together, tiles = heads_per_block(plan, problem), heads_together(plan, problem), _key_tiles(plan, problem)
     heads = p.heads_q * math.prod(p.batch)
     group, blocks = together * per_block, together * tiles
     owners = p.heads_kv * _splits(plan, problem) * math.prod(p.batch) * tiles
+    backwards = _backwards(problem, heads, group)
     if not _finishes_queries(plan, problem) or not owners:
-        return Grouping(per_block, together, blocks, owners, max(heads, 1))
+        return Grouping(per_block, together, blocks, owners, max(heads, 1), backwards=backwards)
     groups, last_groups = -(-heads // group), -(-LAST_BLOCKS // blocks)
     last_heads = min(max(groups - last_groups, 0) * group, heads)
     clearing, kept = -(-CLEARING_BLOCKS // blocks), heads
-    if plan.kernel == "bwd_hopper" and p.len_q <= MOST_ROWS_REUSED:
+    if plan.kernel == "bwd_hopper" and p.len_q <= MOST_ROWS_REUSED // (2 if backwards else 1):
         kept = min((clearing + max(last_groups, 1)) * group, heads)
     finishing = (heads - last_heads) * -(-p.len_q // (WARP_ROWS * plan.config.WARPS))
-    return Grouping(per_block, together, blocks, owners, kept, finishing, last_heads, heads - kept, clearing * group)
+    return Grouping(per_block, together, blocks, owners, kept, finishing, last_heads, heads - kept, clearing * group, backwards)
+
+
+def _backwards(problem: BackwardProblem, heads: int, group: int) -> int:
+    """How many query heads take the last keys first, see `turn_of` in ``key_block.cuh``.
+
+    All whose rows see keys up to a diagonal, where order matters; but not those of the last group of heads, which would leave their
+    longest blocks for the end. That group takes the longest first: what its blocks wait for is less than what the end would cost.
+    """
+    p = problem.forward
+    if not problem.deterministic or p.last_key is None or p.last_key >= p.len_kv:
+        return 0
+    if p.first_key is not None or heads <= group:
+        return heads
+    return (heads - 1) // group * group
 
 
 def backward_launches(plan: Plan, problem: BackwardProblem) -> tuple[Launch, ...]:
@@ -205,7 +222,8 @@ def heads_together(plan: Plan, problem: BackwardProblem) -> int:
     and read stays in the cache: at 16,384 and dim 128 four heads move 3.5 GB through device memory, four times as much as
     FlashAttention-4, which takes one at a time; two were up to 3 % faster. In order under a causal mask the longest blocks of a
     head come last (`turn_of` in ``key_block.cuh``), and fewer heads at a time leave less idle at the end: at 16,384 and dim 256
-    one at a time runs at 0.91 to 0.94 of the rate in any order, two at 0.75.
+    one at a time runs at 0.97 of the rate in any order, two at 0.77. In order without a mask, each block waits for the one before:
+    of 512 and 1,024 keys, 16 heads run 1.02 to 1.09 times as fast as 8, of 2,048 keys 1.04 times at dim 64, 0.95 at dim 128.
     """
     tiles = max(_key_tiles(plan, problem), 1)
     if plan.kernel not in HOPPER_KERNELS:
@@ -213,7 +231,8 @@ def heads_together(plan: Plan, problem: BackwardProblem) -> int:
     least = 4
     if problem.deterministic and problem.forward.causal:
         least = 2 if plan.kernel == "bwd_hopper" else 1
-    together = min(max(HOPPER_BLOCKS_TOGETHER // tiles, least), 8)
+    most = 16 if problem.deterministic and not problem.forward.causal and plan.kernel == "bwd_hopper" and tiles <= FEW_TILES else 8
+    together = min(max(HOPPER_BLOCKS_TOGETHER // tiles, least), most)
     if problem.deterministic:
         return together
     bytes_of_head = (4 + 2 + 2) * max(problem.forward.len_q, 1) * plan.config.WIDTH  # sums, q and dout

@@ -150,7 +150,7 @@ HOPPER_BACKWARD = _of_whole_lines(
     [(f"{name}_map", TENSOR_MAP) for name in _BACKWARD_MAPS]
     + [(name, BACKWARD[name]) for name in BACKWARD.names]
     + [(name, DIVISOR) for name in _BACKWARD_DIVISORS]
-    + [(name, "i4") for name in ("owners", "last_heads", "reused", "cleared_after")]
+    + [(name, "i4") for name in ("owners", "last_heads", "reused", "cleared_after", "backwards")]
 )
 MERGE = numpy.dtype(
     [
@@ -236,7 +236,7 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
         numbers = g.heads_together, g.blocks, p.heads_q // g.heads_per_block, p.heads_per_kv, g.kept
         for name, number in zip(_BACKWARD_DIVISORS, numbers):
             params[name] = divisor(number)
-        for name in ("owners", "last_heads", "reused", "cleared_after"):
+        for name in ("owners", "last_heads", "reused", "cleared_after", "backwards"):
             params[name] = getattr(g, name)
     _add_scores(params, problem.forward)
     params["heads_per_block"], params["heads_together"] = grouping.heads_per_block, grouping.heads_together

@@ -132,6 +132,7 @@ struct HopperBackwardParams : BackwardMaps, BackwardParams {
   u32 last_heads;                         // where these begin, counted over all batch elements
   u32 reused;                             // heads before this one leave their sums to others,
   u32 cleared_after;                      // blocks of heads that come so many heads later having cleared them
+  u32 backwards;                          // blocks of heads before this one take the last keys first
 };
 
 // out = the attention over the keys of a and of b together, from the attention over each.

@@ -301,6 +301,33 @@ def test_blocks_together(deterministic, tile, monkeypatch, unsplit, request):
                 numpy.testing.assert_array_equal(again.view("u2"), gradients[0].view("u2"))
 
 
+@pytest.mark.parametrize("kernel", ["bwd_hopper", "staged", "bwd_hopper_wide"])
+def test_the_last_heads_in_order_begin_with_the_first_keys(kernel, planning, monkeypatch, request):
+    """Sums have the same bits by one block at a time and by three; those of the last group others than backwards."""
+    if kernel == "staged":
+        request.getfixturevalue(kernel)
+    planning("HOPPER_BLOCKS_TOGETHER", 1)
+    planning("MOST_ROWS_REUSED", 0)
+    case = Case("float16", 260, 600, dim=136 if kernel == "bwd_hopper_wide" else 40, heads_q=4, causal=True)
+    given = operands(case)
+    group = 1 if kernel == "bwd_hopper_wide" else 2
+
+    def sums(blocks):
+        """Of all heads."""
+        plan = planned(case, given, deterministic=True)
+        assert plan.problem.forward.heads_q == 4 and plan.workspace.names[1] == "dq_sums"
+        monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(blocks * plan.kernel.config.WARPS))
+        workspace = numpy.full(plan.workspace_bytes, 255, numpy.uint8)
+        judge(case, given, plan(**given, workspace=workspace))
+        return workspace[slice(*plan.workspace.offsets[1:3])].reshape(4, -1)
+
+    one_at_a_time, three = sums(1), sums(3)
+    numpy.testing.assert_array_equal(three, one_at_a_time)
+    planning("_backwards", lambda problem, heads, group: heads)
+    differs = (sums(1) != one_at_a_time).any(1)
+    assert differs.tolist() == [head >= 4 - group for head in range(4)]
+
+
 @pytest.mark.parametrize(
     "kernel, case",
     [

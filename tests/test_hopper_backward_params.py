@@ -31,7 +31,7 @@ def problem_of(**options):
 def test_a_problem_becomes_numbers(kernel):
     problem = problem_of(kernel=kernel)
     plan = make_backward_plan(problem, SM_90A)
-    grouping = Grouping(1, 8, blocks=16, owners=30, kept=11, finishing=5, last_heads=7, reused=9, cleared_after=13)
+    grouping = Grouping(1, 8, blocks=16, owners=30, kept=11, finishing=5, last_heads=7, reused=9, cleared_after=13, backwards=3)
     params = backward_params(problem, grouping, backward_maps(plan, problem))[0]
     assert params.dtype == HOPPER_BACKWARD
     queries, keys = plan.config.TILE_Q, plan.config.TILE_KV
@@ -78,7 +78,7 @@ def test_a_problem_becomes_numbers(kernel):
     assert {int(params[name]["data"]) for name in tensors} | {int(clear["data"]) for clear in maps.values()} == {0}
     divisors = {"by_together": 8, "by_group": 16, "by_shares": 6, "by_heads_per_kv": 2, "by_kept": 11}
     assert {name: params[name].tolist() for name in divisors} == {name: divisor(n) for name, n in divisors.items()}
-    heads = {"owners": 30, "last_heads": 7, "reused": 9, "cleared_after": 13}
+    heads = {"owners": 30, "last_heads": 7, "reused": 9, "cleared_after": 13, "backwards": 3}
     assert {name: params[name].tolist() for name in heads} == heads
     assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *heads, *(f"{name}_map" for name in MAPPED)} == set()
     assert {name: params[name].tolist() for name in BACKWARD.names if name not in tensors} == {

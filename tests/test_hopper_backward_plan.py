@@ -261,12 +261,12 @@ def test_the_last_heads_are_those_of_the_last_groups(heads, last_blocks, groups,
     assert (grouping.last_heads, grouping.finishing) == (heads - len(last), finishing(made, len(last)))
 
 
-@pytest.mark.parametrize("heads, kept", [(1, 1), (9, 9), (300, 25 * 8)])
+@pytest.mark.parametrize("heads, kept", [(1, 1), (9, 9), (300, 29 * 8)])
 def test_short_heads_use_sums_again(heads, kept):
-    """Two blocks a head: those of 9 groups start before others clear what the first group leaves, of 16 more before it is used."""
+    """Two blocks a head: those of 13 groups start before others clear what the first group leaves, of 16 more before it is used."""
     made = plan_of((heads, 300, 64), (heads, 200, 64))
     grouping = make_grouping(made.kernel, made.problem)
-    assert (grouping.kept, grouping.reused, grouping.cleared_after) == (kept, heads - kept, 9 * 8)
+    assert (grouping.kept, grouping.reused, grouping.cleared_after) == (kept, heads - kept, 13 * 8)
     assert dict(made.workspace.parts)["dq_sums"] == 4 * kept * 3 * 128 * 64
 
 
@@ -275,6 +275,13 @@ def test_long_or_wide_heads_have_sums_of_their_own(seq, dim):
     made = plan_of((300, seq, dim), (300, 200, dim))
     grouping = make_grouping(made.kernel, made.problem)
     assert (grouping.kept, grouping.reused) == (300, 0)
+
+
+@pytest.mark.parametrize("seq", [1024, 1025, 2048, 2049])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_heads_whose_longest_blocks_come_last_have_sums_of_their_own_sooner(seq, deterministic):
+    made = plan_of((300, seq, 64), causal=True, deterministic=deterministic)
+    assert (make_grouping(made.kernel, made.problem).reused > 0) == (seq <= (1024 if deterministic else 2048))
 
 
 @pytest.mark.parametrize("dim", [64, 256])
@@ -348,11 +355,35 @@ def test_heads_in_turn_are_as_many_as_the_cache_holds(dim, heads):
     assert {seq: together(seq, dim) for seq in heads} == heads == {seq: together(seq, dim, causal=True) for seq in heads}
 
 
+@pytest.mark.parametrize(
+    "heads, options, backwards",
+    [
+        (27, {"causal": True, "deterministic": True}, 24),  # groups of 8
+        (9, {"causal": True, "deterministic": True}, 8),
+        (8, {"causal": True, "deterministic": True}, 8),  # one group, where nothing comes before that would hide the waiting
+        (27, {"window": (50, 20), "deterministic": True}, 27),  # blocks of equal length
+        (27, {"window": (50, None), "deterministic": True}, 0),
+        (27, {"deterministic": True}, 0),
+        (27, {"causal": True}, 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_heads_that_are_added_to_from_the_last_keys(dim, heads, options, backwards):
+    made = plan_of((heads, 300, dim), (heads, 200, dim), **options)
+    assert make_grouping(made.kernel, made.problem).backwards == backwards
+
+
 def test_heads_in_turn_are_fewer_where_the_longest_blocks_come_last():
     in_order = {"deterministic": True, "causal": True}
     for dim, heads in ((128, {4096: 8, 8192: 4, 16384: 2, 32768: 2}), (256, {2048: 8, 4096: 4, 8192: 2, 16384: 1, 32768: 1})):
         assert {seq: together(seq, dim, **in_order) for seq in heads} == heads
         assert together(16384, dim, deterministic=True) == 4
+
+
+def test_heads_in_turn_are_more_where_blocks_wait_for_each_other():
+    assert {seq: together(seq, 64, deterministic=True) for seq in (512, 1024, 1025, 2048)} == {512: 16, 1024: 16, 1025: 8, 2048: 8}
+    assert together(512, 64) == together(512, 64, causal=True, deterministic=True) == together(512, 256, deterministic=True) == 8
 
 
 def test_a_plan_prints_what_it_decided():

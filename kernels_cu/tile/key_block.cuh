@@ -55,17 +55,18 @@ struct KeyBlock {
   Arrival cleared{counted.address + Arrival::bytes};          // sums that other heads had
   KeyPlace here;
   TransposedBand band;
+  u32 head;                                                   // the first query head, counted over all batch elements
   int row0;                                                   // the first key
   int from, to;                                               // the first tile of queries and the last one to come
   int steps;
   bool backwards;                                             // the last keys before the first ones, see turn_of
   QueryCursor now;
-  u32 head;                                                   // the first query head, counted over all batch elements
   u32 tiles_before;                                           // query tiles of heads that had the same sums before, and of all in between
 
   OP KeyBlock(const HopperBackwardParams& p)
       : here(key_place_of_block(p, TILE_KV)),
-        band(transposed(p.first_key, p.last_key, p.len_q, p.len_kv)), backwards(p.turns && p.last_key < p.len_kv) {
+        band(transposed(p.first_key, p.last_key, p.len_q, p.len_kv)), head(here.batch_number * p.heads + here.first_head) {
+    backwards = head < p.backwards;
     if (backwards) here.tile = ceil_div(p.len_kv, TILE_KV) - 1 - here.tile;
     row0 = here.tile * TILE_KV;
     const KeyRange seeing = seeing_any(band, row0, TILE_KV);
@@ -74,7 +75,6 @@ struct KeyBlock {
     from = backwards ? first : last;
     to = backwards ? last : first;
     now = {here.first_head, from};
-    head = here.batch_number * p.heads + here.first_head;
     tiles_before = divide(head, p.by_kept) * p.by_kept.divisor * ceil_div(p.len_q, TILE_Q);
   }
   OP void advance() { now.advance(from, to); }
@@ -161,7 +161,8 @@ OP void clear_sums(const HopperBackwardParams& p, const KeyBlock& block) {
 
 // If order matters, blocks add to the sums of a query tile in turn, each behind the block of the keys before. Under a causal mask it is the
 // other way round, and each block begins with the first queries that see its keys, of which it is the first: nobody waits then, but the
-// longest tiles come last. In either order a block only waits for ones that started earlier. Two warps do the waiting, one for the turn, the other to pass it on.
+// longest tiles come last, and so the last heads keep the first order. In either order a block only waits for ones that started earlier.
+// Two warps do the waiting, one for the turn, the other to pass it on.
 OP u32 turn_of(const HopperBackwardParams& p, const KeyBlock& block) {
   const int row = block.now.tile * TILE_Q;
   const KeyRange keys = seen_by_any({p.first_key, p.last_key, p.len_kv}, row, min_of(TILE_Q, p.len_q - row));

@@ -62,6 +62,7 @@ def test_each_launch_reads_and_writes_its_own_arrays(dim):
     "case",
     [
         Case("bfloat16", 150, 200, heads_q=40, batch=(8,), causal=True),
+        Case("bfloat16", 1600, 1600, dim=128, heads_q=12, batch=(8,)),
         Case("bfloat16", 2100, 2100, dim=128, heads_q=20),
         Case("bfloat16", 150, 200, dim=256, heads_q=80, heads_kv=20, batch=(8,)),
     ],
@@ -73,6 +74,7 @@ def test_first_heads_are_finished_by_their_last_blocks_and_last_heads_by_others(
     assert (case.dim == 128) == plan.kernel.config.STAGED_SUMS
     grouping = make_grouping(plan.kernel, plan.problem)
     assert 0 < grouping.last_heads < given["q"].size // (case.len_q * case.dim)
+    assert (grouping.reused > 0) == (case.dim <= 128 and case.len_q <= 2048)
     judge(case, given, plan(**given))
 
 
