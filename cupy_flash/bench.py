@@ -1,10 +1,10 @@
 """How fast attention is, beside its peers: what is measured, in which order, and what follows from it.
 
 A `Cell` is a problem; a `Contender` is a way to compute it. In a cell, every contender's result is judged first. Then all of them
-take turns, a few launches each, for several rounds, every other one in reverse, so that a change of the GPU's clock falls on all of
-them alike, and none always follows the one that made the GPU hot. A contender that raises is a `Failure`, and so is a kernel of
-this project whose result is wrong: neither stops the cell or the others. A peer whose error is beyond the bound is measured, with
-a note that says so.
+take turns, a few launches each, for several rounds, in orders in which each follows every other one as often: a kernel that made the
+GPU hot makes the next one slow. The first round does not count: whoever comes first in a cell finds the GPU cool. A contender that
+raises is a `Failure`, and so is a kernel of this project whose result is wrong: neither stops the cell or the others. A peer whose
+error is beyond the bound is measured, with a note that says so.
 
 Nothing here touches a GPU: `stopwatch` does, through the `Bench` that is handed in.
 
@@ -267,12 +267,12 @@ class Effort:
     Parameters
     ----------
     rounds : int
-        Turns that each contender has in a cell.
+        Turns that each contender has in a cell, besides one that does not count. See `order_of` for how many are fair.
     seconds : float
         Device time of a contender in a cell, over all rounds; a turn has `FEWEST` to `MOST` launches whatever they take.
     """
 
-    rounds: int = 5
+    rounds: int = 6
     seconds: float = 0.25
 
     def launches(self, seconds_each: float) -> int:
@@ -329,22 +329,30 @@ def _measure(cell: Cell, contenders: list[Contender], bench: Bench, effort: Effo
                 turns[contender.name] = _Turns(run, verdict.note, launches)
             except Exception as error:  # whatever it is, it is what became of this contender, and the others are still to run
                 failures.append(Failure(contender.name, reason(error, *(str(note.message) for note in notes))))
-    for number in range(effort.rounds):
-        for name in _order(list(turns), number):
+    for number in range(effort.rounds + 1):
+        for name in order_of(list(turns), number):
             turn = turns[name]
             try:
-                turn.rounds.append(bench.time(turn.run, turn.launches))
+                seconds = bench.time(turn.run, turn.launches)
+                if number > 0:
+                    turn.rounds.append(seconds)
             except Exception as error:
                 failures.append(Failure(name, reason(error)))
                 del turns[name]
     return CellResult(cell, tuple(_summed_up(name, turn) for name, turn in turns.items()), tuple(failures))
 
 
-def _order(names: list[str], number: int) -> list[str]:
-    """Who comes first in a round, and whom each follows, changes: a kernel that made the GPU hot makes the next one slow."""
-    first = number // 2 % max(len(names), 1)
-    order = names[first:] + names[:first]
-    return order[::-1] if number % 2 else order
+def order_of(names: list[str], number: int) -> list[str]:
+    """The order of names in a round, so that over the rounds each follows every other one as often.
+
+    Two or an odd number of names are walked round in steps of 1, 2, 3 ..., which takes one round less than there are names; an
+    even number is walked to and fro from another one each time (Williams, 1949). Of nine names, those three apart never meet.
+    """
+    count = len(names)
+    if count % 2 == 0 and count > 2:
+        return [names[(number + (i + 1) // 2 * (-1) ** i) % count] for i in range(count)]
+    steps = [step for step in range(1, count + 1) if math.gcd(step, count) == 1]
+    return [names[i * steps[number % len(steps)] % count] for i in range(count)]
 
 
 def _summed_up(name: str, turn: _Turns) -> Measurement:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -28,6 +29,7 @@ from cupy_flash.bench import (
     Verdict,
     compare_all,
     measure,
+    order_of,
 )
 from cupy_flash.cases import Case
 from cupy_flash.cli import bench as command
@@ -127,9 +129,21 @@ def test_contenders_take_turns_and_none_always_follows_the_same():
     bench = FakeBench({"a": 0.01, "b": 0.02, "c": 10.0})
     [result] = measure([FORWARD], [contender(name) for name in "abc"], bench, Effort(rounds=3, seconds=0.3))
     launches = {"a": 10, "b": 5, "c": FEWEST}
-    assert bench.turns == [(n, WARM_UP) for n in "abc"] + [(n, launches[n]) for n in "abc" + "cba" + "bca"]
+    assert bench.turns == [(n, WARM_UP) for n in "abc"] + [(n, launches[n]) for n in "abc" + "acb" + "abc" + "acb"]
     assert [(m.contender, m.seconds, m.launches) for m in result.measurements] == [("a", 0.01, 30), ("b", 0.02, 15), ("c", 10.0, 9)]
     assert bench.cleared == 1
+
+
+@pytest.mark.parametrize("count, rounds", [(2, 1), (3, 2), (4, 4), (5, 4), (6, 6), (7, 6), (8, 8)])
+def test_each_contender_follows_every_other_one_as_often(count, rounds):
+    names = "abcdefgh"[:count]
+    orders = [order_of(list(names), number) for number in range(rounds + 1)]
+    assert all(sorted(order) == sorted(names) for order in orders)
+    turns = [name for order in orders for name in order][: count * rounds + 1]
+    pairs = Counter(pair for pair in pairwise(turns))
+    within = {pair: n for pair, n in pairs.items() if pair[0] != pair[1]}
+    assert len(within) == count * (count - 1) and max(within.values()) - min(within.values()) <= (count % 2 == 0)
+    assert order_of(["a"], 3) == ["a"]
 
 
 def test_launches_of_a_turn_are_bounded():
@@ -138,7 +152,7 @@ def test_launches_of_a_turn_are_bounded():
 
 
 def test_the_median_is_of_rounds_and_the_spread_of_launches():
-    rounds = iter([[9.0] * WARM_UP, [1.0, 2.0, 3.0], [4.0, 5.0, 60.0], [2.0, 2.0, 2.0]])
+    rounds = iter([[9.0] * WARM_UP, [8.0] * 3, [1.0, 2.0, 3.0], [4.0, 5.0, 60.0], [2.0, 2.0, 2.0]])
     bench = FakeBench({})
     bench.time = lambda run, launches: next(rounds)
     [result] = measure([FORWARD], [contender("a")], bench, Effort(rounds=3))
