@@ -1,10 +1,10 @@
 """How fast attention is, beside its peers: what is measured, in which order, and what follows from it.
 
 A `Cell` is a problem; a `Contender` is a way to compute it. In a cell, every contender's result is judged first. Then all of them
-take turns, a few launches each, for several rounds, in orders in which each follows every other one as often: a kernel that made the
-GPU hot makes the next one slow. The first round does not count: whoever comes first in a cell finds the GPU cool. A contender that
-raises is a `Failure`, and so is a kernel of this project whose result is wrong: neither stops the cell or the others. A peer whose
-error is beyond the bound is measured, with a note that says so.
+take turns, a few launches each, for several rounds, in orders in which each follows every other one as often: a kernel that made
+the GPU hot makes the next one slow. The first round does not count: whoever comes first in a cell finds the GPU cool. A contender
+that raises is a `Failure`, and so is a kernel of this project whose result is wrong: neither stops the cell or the others. A peer
+whose error is beyond the bound is measured, with a note that says so.
 
 Nothing here touches a GPU: `stopwatch` does, through the `Bench` that is handed in.
 
