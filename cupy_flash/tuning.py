@@ -179,15 +179,15 @@ TWO = {"warps": 12, "slots_q": 4, "min_blocks": 1}
 SHARED = {"warps": 12, "slots_q": 3, "min_blocks": 1}
 WIDE = {"warps": 12, "slots_q": 2, "min_blocks": 1}
 HOPPER = (
-    Row(64, 256, 64, FOUR_GROUPS + "; measured 444 at 512, 479 at 1,024", **FOUR, max_len_q=1024),
-    Row(64, 256, 64, FOUR_GROUPS + "; measured 397 at 1,024, 517 at 8,192", **FOUR, max_len_q=8192, causal=True),
-    Row(64, 192, 128, THREE_GROUPS + "; measured 563, 541 causal", **THREE),
+    Row(64, 256, 64, FOUR_GROUPS + "; measured 442 at 512, 473 at 1,024", **FOUR, max_len_q=1024),
+    Row(64, 256, 64, FOUR_GROUPS + "; measured 395 at 1,024, 518 at 8,192", **FOUR, max_len_q=8192, causal=True),
+    Row(64, 192, 128, THREE_GROUPS + "; measured 560, 539 causal", **THREE),
     Row(64, 128, 128, TWO_GROUPS + "; three would spill", **TWO, staged_out=True),
-    Row(128, 128, 128, THREE_KEY_TILES + "; measured 554 at 512", **TWO, stages=3, max_len_q=1024),
-    Row(128, 128, 128, TWO_GROUPS + "; measured 739, 708 causal", **TWO, staged_out=True),
+    Row(128, 128, 128, THREE_KEY_TILES + "; measured 549 at 512", **TWO, stages=3, max_len_q=1024),
+    Row(128, 128, 128, TWO_GROUPS + "; measured 728, 714 causal", **TWO, staged_out=True),
     Row(192, 128, 112, THREE_SLOTS + "; measured 713 at 4,096, 750, 722 causal", **SHARED, width_v=128),
     Row(192, 128, 96, THREE_SLOTS + "; measured 718 at 4,096, 733, 730 causal", **SHARED),
-    Row(256, 128, 64, THREE_SLOTS + "; measured 589 at 512, 722 at 4,096", **SHARED),
+    Row(256, 128, 64, THREE_SLOTS + "; measured 575 at 512, 759, 744 causal", **SHARED),
 )
 # Tiles that no row has now: what `bench --sweep` measures besides, since another card or compiler may like them better.
 CANDIDATE = "no row of the table"
@@ -276,19 +276,19 @@ BACKWARD_TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
 NARROW_STEPS = "both gradients leave no registers for wider query tiles"
 MORE_QUERIES = "long sequences: 80 queries read shared memory less often for each product, and the copy engine adds dQ"
 ONE_GRADIENT = "one gradient a warpgroup; shared memory holds no more keys"
-WIDE_STEPS = "wide query tiles halve what is done once a tile; measured 459 at 1,024, 595, 580 causal"
+WIDE_STEPS = "wide query tiles halve what is done once a tile; measured 451 at 1,024, 590, 583 causal"
 OF_KEYS = {"warps": 12, "min_blocks": 1, "plain_scores": True}
 HOPPER_BACKWARD = (
     Row(64, 128, 128, WIDE_STEPS, **OF_KEYS),
     Row(64, 64, 128, "wider query tiles would spill", warps=12, min_blocks=1),
-    Row(128, 64, 128, NARROW_STEPS + "; measured 507 at 1,024", **OF_KEYS, max_len_q=1536),
-    Row(128, 64, 128, NARROW_STEPS + "; measured 480 at 2,048", **OF_KEYS, max_len_q=4096, causal=True),
-    Row(128, 80, 128, MORE_QUERIES + "; measured 570 at 2,048, 646, 642 causal", **OF_KEYS, staged_sums=True),
+    Row(128, 64, 128, NARROW_STEPS + "; measured 497 at 1,024", **OF_KEYS, max_len_q=1536),
+    Row(128, 64, 128, NARROW_STEPS + "; measured 468 at 2,048", **OF_KEYS, max_len_q=4096, causal=True),
+    Row(128, 80, 128, MORE_QUERIES + "; measured 567 at 2,048, 651, 637 causal", **OF_KEYS, staged_sums=True),
 )
 HOPPER_BACKWARD_WIDE = (
     Row(128, 64, 64, "one gradient a warpgroup: both would spill", warps=12, min_blocks=1),
     Row(192, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
-    Row(256, 64, 64, ONE_GRADIENT + "; measured 398 at 1,024, 515, 508 causal", warps=12, min_blocks=1),
+    Row(256, 64, 64, ONE_GRADIENT + "; measured 391 at 1,024, 510, 496 causal", warps=12, min_blocks=1),
 )
 KERNEL_TABLES = {
     "fwd_v2": TABLES,
