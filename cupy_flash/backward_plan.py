@@ -221,9 +221,9 @@ def heads_together(plan: Plan, problem: BackwardProblem) -> int:
     Hopper kernels run 132, and 4 to 8 heads were within 3 % of the fastest from 512 keys to 16,384, as long as what they add to
     and read stays in the cache: at 16,384 and dim 128 four heads move 3.5 GB through device memory, four times as much as
     FlashAttention-4, which takes one at a time; two were up to 3 % faster. In order under a causal mask the longest blocks of a
-    head come last (`turn_of` in ``key_block.cuh``), and fewer heads at a time leave less idle at the end: at 16,384 and dim 256
-    one at a time runs at 0.97 of the rate in any order, two at 0.77. In order without a mask, each block waits for the one before:
-    of 512 and 1,024 keys, 16 heads run 1.02 to 1.09 times as fast as 8, of 2,048 keys 1.04 times at dim 64, 0.95 at dim 128.
+    head come last (`turn_of` in ``key_block.cuh``), and it matters more: at 16,384 and dim 256 one head at a time runs at 0.97 of
+    the rate in any order, two at 0.77, four at 0.55. In order without a mask, each block waits for the one before: of 512 and
+    1,024 keys, 16 heads run 1.02 to 1.09 times as fast as 8, of 2,048 keys 1.04 times at dim 64, 0.95 at dim 128.
     """
     tiles = max(_key_tiles(plan, problem), 1)
     if plan.kernel not in HOPPER_KERNELS:
