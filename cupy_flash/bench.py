@@ -346,7 +346,8 @@ def order_of(names: list[str], number: int) -> list[str]:
     """The order of names in a round, so that over the rounds each follows every other one as often.
 
     Two or an odd number of names are walked round in steps of 1, 2, 3 ..., which takes one round less than there are names; an
-    even number is walked to and fro from another one each time (Williams, 1949). Of nine names, those three apart never meet.
+    even number is walked to and fro from another one each time (Williams, 1949), where some follow once more, from one round to
+    the next. Of nine names, those three apart never meet.
     """
     count = len(names)
     if count % 2 == 0 and count > 2:

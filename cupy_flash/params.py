@@ -145,12 +145,13 @@ BACKWARD = numpy.dtype(
 )
 # The arrays whose tiles the copy engine moves are told twice, in this form and as a map.
 _BACKWARD_DIVISORS = ("by_together", "by_group", "by_shares", "by_heads_per_kv", "by_kept")
+_GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards")
 _BACKWARD_MAPS = ("q", "k", "v", "dout", "dq", "dk", "dv")
 HOPPER_BACKWARD = _of_whole_lines(
     [(f"{name}_map", TENSOR_MAP) for name in _BACKWARD_MAPS]
     + [(name, BACKWARD[name]) for name in BACKWARD.names]
     + [(name, DIVISOR) for name in _BACKWARD_DIVISORS]
-    + [(name, "i4") for name in ("owners", "last_heads", "reused", "cleared_after", "backwards")]
+    + [(name, "i4") for name in _GROUPING_NUMBERS]
 )
 MERGE = numpy.dtype(
     [
@@ -236,7 +237,7 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
         numbers = g.heads_together, g.blocks, p.heads_q // g.heads_per_block, p.heads_per_kv, g.kept
         for name, number in zip(_BACKWARD_DIVISORS, numbers):
             params[name] = divisor(number)
-        for name in ("owners", "last_heads", "reused", "cleared_after", "backwards"):
+        for name in _GROUPING_NUMBERS:
             params[name] = getattr(g, name)
     _add_scores(params, problem.forward)
     params["heads_per_block"], params["heads_together"] = grouping.heads_per_block, grouping.heads_together

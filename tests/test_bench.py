@@ -1,16 +1,13 @@
-"""The benchmark without a GPU: its cells, the order of measuring, what follows from times, and what the command writes."""
+"""The benchmark without a GPU: its cells, the order of measuring, and what follows from times."""
 
-import importlib.util
-import json
 import math
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy
 import pytest
-from click.testing import CliRunner
+from fake_bench import CELLS, FORWARD, FakeBench, contender
 
 from cupy_flash.bench import (
     DIRECTIONS,
@@ -26,57 +23,13 @@ from cupy_flash.bench import (
     Measurement,
     Run,
     Suite,
-    Verdict,
     compare_all,
     measure,
     order_of,
 )
 from cupy_flash.cases import Case
-from cupy_flash.cli import bench as command
-from cupy_flash.cli import main
-from cupy_flash.peers import ALGORITHMS, KERNELS
 from cupy_flash.plots import plot_bench
 from cupy_flash.reference import visible
-
-CELLS = Suite(("float16",), (64,), (512, 1024)).cells(DIRECTIONS)
-FORWARD = CELLS[0]
-
-
-@dataclass
-class FakeBench:
-    """A machine on which a launch of each contender takes a time that is known."""
-
-    seconds: dict
-    wrong: tuple = ()
-    breaks: tuple = ()  # whose turns raise, though their warm-up does not
-    turns: list = field(default_factory=list)
-    cleared: int = 0
-    device = "a fake"
-    versions = {"cupy": "0"}  # noqa: RUF012
-
-    def make_inputs(self, cell):
-        return (cell,)
-
-    def judge(self, cell, inputs, results):
-        assert inputs == (cell,)
-        return Verdict(results[0] not in self.wrong, "off by 1" if results[0] in self.wrong else "")
-
-    def time(self, run, launches):
-        name = run.launch()
-        self.turns.append((name, launches))
-        if name in self.breaks and launches != WARM_UP:
-            raise RuntimeError("the clock stopped")
-        return [self.seconds[name]] * launches
-
-    def matmul_rate(self, dtype):
-        return 1e15
-
-    def clear(self):
-        self.cleared += 1
-
-
-def contender(name, ours=False, directions=DIRECTIONS):
-    return Contender(name, lambda cell, inputs: Run(lambda: name, lambda result: (result,)), ours, directions)
 
 
 def refusing(error):
@@ -140,10 +93,13 @@ def test_each_contender_follows_every_other_one_as_often(count, rounds):
     orders = [order_of(list(names), number) for number in range(rounds + 1)]
     assert all(sorted(order) == sorted(names) for order in orders)
     turns = [name for order in orders for name in order][: count * rounds + 1]
-    pairs = Counter(pair for pair in pairwise(turns))
-    within = {pair: n for pair, n in pairs.items() if pair[0] != pair[1]}
-    assert len(within) == count * (count - 1) and max(within.values()) - min(within.values()) <= (count % 2 == 0)
-    assert order_of(["a"], 3) == ["a"]
+    pairs = Counter(pairwise(turns))
+    assert len(pairs) == count * (count - 1) and all(before != behind for before, behind in pairs)
+    assert max(pairs.values()) - min(pairs.values()) == (count % 2 == 0 and count > 2)  # where one round meets the next
+
+
+def test_the_order_of_few():
+    assert order_of([], 2) == [] and order_of(["a"], 3) == ["a"]
 
 
 def test_launches_of_a_turn_are_bounded():
@@ -233,164 +189,6 @@ def test_a_plot_for_each_direction_and_dtype(tmp_path):
     assert [path.name for path in paths] == ["rates-forward-float16.png", "rates-backward-float16.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     assert plot_bench(results[:1], ("ours",), "a fake", tmp_path / "one.png") == [tmp_path / "one.png"]
-
-
-# The command
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    """A machine and contenders for the command: v2 takes half of the time that the peer takes."""
-    bench = FakeBench({"v2": 1e-3, "peer": 2e-3})
-    there, missing = (contender("v2", ours=True), contender("peer")), (Failure("fa4", "there is no module flash_attn.cute"),)
-    monkeypatch.setattr(command, "_machine", lambda: bench)
-    monkeypatch.setattr(command, "contenders", lambda *_: (there, missing))
-    return bench
-
-
-def test_the_command_prints_rates_and_comparisons(fake):
-    result = run("forward", "--seq", "1024,4096", "--dim", 64, "--dtype", "float16", "--mask", "full", "--rounds", 2)
-    assert result.exit_code == 0, result.output
-    rate = 4 * 64 * 1024**2 * 32 * 16 / 1e-3 / 1e12
-    [row] = [line for line in result.stdout.splitlines() if line.split()[:4] == ["float16", "64", "full", "1024"]]
-    assert row.split()[4:] == [f"{rate:.0f}", f"{rate / 2:.1f}", "(2.00)", f"{rate / 1000:.0%}", "0.0%"]
-    assert "1000 TFLOP/s in float16" in result.stdout
-    assert "forward  v2  peer              2.00   2.00  2.00      2" in result.stdout
-    assert "fa4: there is no module flash_attn.cute" in result.stdout
-
-
-def test_the_command_hands_kernels_on(fake, monkeypatch):
-    asked = []
-    contenders = command.contenders
-    monkeypatch.setattr(command, "contenders", lambda *arguments: asked.append(arguments) or contenders(*arguments))
-    cell = ("--seq", 1024, "--dim", 64, "--dtype", "float16", "--mask", "full", "--peers", "none")
-    for direction, *kernels in (
-        ("forward",),
-        ("forward", "fwd_hopper"),
-        ("forward", "fwd_v2", "fwd_hopper"),
-        ("backward", "bwd_v2", "bwd_hopper"),
-        ("both", "bwd_hopper", "fwd_v2"),
-    ):
-        option = ("--kernel", ",".join(kernels)) if kernels else ()
-        assert run(direction, *cell, *option).exit_code == 0
-        assert asked.pop() == (ALGORITHMS, [], False, tuple(kernels))
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("forward", "--kernel", "fwd_v1"), f"expected names out of {', '.join(KERNELS)}, with commas between them, got 'fwd_v1'"),
-        (("forward", "--kernel", "fwd_v2", "--algorithm", "v1"), "--kernel is for v2, and --algorithm leaves v1 only"),
-        (("forward", "--kernel", "fwd_v2,bwd_v2"), "--kernel: bwd_v2 computes the backward, which is not measured"),
-        (("backward", "--kernel", "fwd_hopper"), "--kernel: fwd_hopper computes the forward, which is not measured"),
-    ],
-)
-def test_kernels_that_compute_nothing_are_refused(fake, arguments, message):
-    result = run(*arguments)
-    assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
-
-
-def test_the_command_writes_json_and_a_figure(fake, tmp_path):
-    path = tmp_path / "found.json"
-    result = run("both", "--seq", 1024, "--dim", 128, "--dtype", "bfloat16", "--json", path, "--plot", tmp_path / "found.png")
-    assert result.exit_code == 0, result.output
-    report = json.loads(path.read_text())
-    assert report["device"] == "a fake" and report["matmul_tflops"] == {"bfloat16": 1000.0}
-    assert report["contenders"] == [{"name": "v2", "ours": True}, {"name": "peer", "ours": False}]
-    assert [(c["direction"], c["causal"]) for c in report["cells"]] == [(d, m) for d in DIRECTIONS for m in (False, True)]
-    for cell in report["cells"]:
-        assert cell["failures"] == [] and (cell["batch"], cell["heads"], cell["seq"], cell["dim"]) == (16, 16, 1024, 128)
-        for measured in cell["measurements"]:
-            assert math.isclose(measured["tflops"], cell["flops"] / measured["seconds"] / 1e12)
-    assert [(c["direction"], c["mean"]) for c in report["comparisons"]] == [(d, pytest.approx(2)) for d in DIRECTIONS]
-    assert {file.name for file in tmp_path.glob("*.png")} == {"found-forward-bfloat16.png", "found-backward-bfloat16.png"}
-
-
-def test_the_file_has_each_cell_before_the_next_is_measured(fake, tmp_path):
-    path = tmp_path / "found.json"
-    lengths = []
-
-    def clear():
-        lengths.append(len(json.loads(path.read_text())["cells"]))
-
-    fake.clear = clear
-    assert run("forward", "--seq", "512,1024", "--dim", 64, "--dtype", "float16", "--mask", "full", "--json", path).exit_code == 0
-    assert lengths == [1, 2]
-
-
-def test_a_kernel_of_ours_that_fails_ends_the_command_with_1(fake):
-    fake.wrong = ("v2",)
-    result = run("backward", "--seq", 1024, "--dim", 64, "--dtype", "float16")
-    assert result.exit_code == 1 and "v2: failed in 2 cells: ArithmeticError: off by 1" in result.stdout
-
-
-def test_a_product_that_cupy_does_not_have_is_reported(fake):
-    def refuse(dtype):
-        raise TypeError(f"no {dtype} here")
-
-    fake.matmul_rate = refuse
-    result = run("forward", "--seq", 1024, "--dim", 64, "--dtype", "bfloat16", "--mask", "full")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("a fake\n") and "cuBLAS in bfloat16: TypeError: no bfloat16 here" in result.stdout
-    assert "(2.00)" in result.stdout
-
-
-def test_a_peer_that_is_wrong_is_marked(fake):
-    fake.wrong = ("peer",)
-    result = run("forward", "--seq", 1024, "--dim", 64, "--dtype", "float16", "--mask", "full")
-    assert result.exit_code == 0
-    assert "(2.00)!" in result.stdout and "! peer: forward float16 16x32x1024x64 full: off by 1" in result.stdout
-
-
-def test_without_a_gpu_the_command_says_so(monkeypatch):
-    def none():
-        raise ImportError("no CuPy")
-
-    for devices in (none, list):
-        monkeypatch.setattr(command, "devices", devices)
-        result = run()
-        assert result.exit_code == 1
-        assert result.stderr.splitlines()[-1] == "Error: bench needs a CUDA device; the command doctor says what is missing"
-
-
-def test_a_figure_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    result = run("--plot", tmp_path / "found.png")
-    assert result.exit_code == 1 and 'pip install "cupy-flash[plot]"' in result.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["sideways"], "sideways"),
-        (["--suite", "long"], "long"),
-        (["--peers", "fa4,fa5"], "expected names out of naive,"),
-        (["--seq", "0"], "expected sizes, with commas between them, got '0'"),
-        (["--plot", "found.txt"], "expected a name that ends in .png, .pdf or .svg, got 'found.txt'"),
-        (["--json", "nowhere/found.json"], "--json: "),
-    ],
-)
-def test_user_errors_end_with_2(fake, arguments, message):
-    result = run(*arguments)
-    assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
-
-
-@pytest.mark.gpu
-def test_the_command_on_a_gpu(tmp_path):
-    path = tmp_path / "found.json"
-    effort = ("--rounds", 2, "--seconds", 0.01, "--json", path)
-    result = run("both", "--seq", "512,1000", "--dim", 64, "--dtype", "float16", *effort)
-    assert result.exit_code == 0, result.output
-    cells = json.loads(path.read_text())["cells"]
-    assert len(cells) == 8
-    for cell in cells:
-        seconds = {m["contender"]: m["seconds"] for m in cell["measurements"]}
-        assert seconds["v2"] < seconds["naive"]
-        assert all(m["low"] <= m["seconds"] <= m["high"] for m in cell["measurements"])
 
 
 @pytest.mark.gpu

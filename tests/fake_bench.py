@@ -1,0 +1,45 @@
+"""A machine for `cupy_flash.bench` on which times are known, and contenders that compute nothing."""
+
+from dataclasses import dataclass, field
+
+from cupy_flash.bench import DIRECTIONS, WARM_UP, Contender, Run, Suite, Verdict
+
+CELLS = Suite(("float16",), (64,), (512, 1024)).cells(DIRECTIONS)
+FORWARD = CELLS[0]
+
+
+@dataclass
+class FakeBench:
+    """A machine on which a launch of each contender takes a time that is known."""
+
+    seconds: dict
+    wrong: tuple = ()
+    breaks: tuple = ()  # whose turns raise, though their warm-up does not
+    turns: list = field(default_factory=list)
+    cleared: int = 0
+    device = "a fake"
+    versions = {"cupy": "0"}  # noqa: RUF012
+
+    def make_inputs(self, cell):
+        return (cell,)
+
+    def judge(self, cell, inputs, results):
+        assert inputs == (cell,)
+        return Verdict(results[0] not in self.wrong, "off by 1" if results[0] in self.wrong else "")
+
+    def time(self, run, launches):
+        name = run.launch()
+        self.turns.append((name, launches))
+        if name in self.breaks and launches != WARM_UP:
+            raise RuntimeError("the clock stopped")
+        return [self.seconds[name]] * launches
+
+    def matmul_rate(self, dtype):
+        return 1e15
+
+    def clear(self):
+        self.cleared += 1
+
+
+def contender(name, ours=False, directions=DIRECTIONS):
+    return Contender(name, lambda cell, inputs: Run(lambda: name, lambda result: (result,)), ours, directions)
