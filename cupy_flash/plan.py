@@ -44,6 +44,7 @@ class Config:
     STAGES_V: int
     SLOTS_Q: int
     STAGED_OUT: bool
+    IN_LINE: bool
     STAGED_SUMS: bool
     SPLIT_KV: bool
     MIN_BLOCKS: int
@@ -141,7 +142,7 @@ class Plan:
         words += [f"v{c.WIDTH_V}"] * (c.WIDTH_V != c.WIDTH) + ["tf32"] * (c.TF32_PASSES == 1)
         words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}"] + [f"q{c.Q_TILES}"] * (c.Q_TILES > 1)
         if self.kernel == "fwd_hopper":
-            words.append(f"q{c.SLOTS_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.STAGED_OUT)
+            words.append(f"q{c.SLOTS_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.STAGED_OUT + "l" * c.IN_LINE)
         else:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"copy{c.COPY_BYTES or 'elements'}"]
         return "-".join(words + ["split"] * c.SPLIT_KV + ["explicit"] * c.EXPLICIT_SCORES)

@@ -31,6 +31,7 @@ class Row:
     slots_q: int = 2
     staged_sums: bool = False
     staged_out: bool = False
+    in_line: bool = False
     min_blocks: int = 2
     q_tiles: int = 1
     q_in_registers: bool = False
@@ -39,6 +40,7 @@ class Row:
     min_copy: int = 0  # for copies of at least so many bytes: smaller ones need registers for more addresses
     plain_scores: bool = False  # not where scores are scaled one by one, which needs registers as well
     in_order_from: int | None = None  # only where dq is summed in order, and for at least so many queries
+    masked: bool | None = None  # only where some keys are hidden from rows, or only where none are
     causal: bool | None = None  # only where later rows see more keys, or only where they do not
     width_v: int | None = None  # only for head dims of v up to this
 
@@ -173,25 +175,31 @@ THREE_GROUPS = "three groups of 64 rows: wide key tiles halve what is done once 
 TWO_GROUPS = "two groups of 64 rows; the next query tile begins beneath the end of the last"
 THREE_SLOTS = "two groups of 64 rows, which share three places for queries: the next tile begins beneath the end of the last"
 THREE_KEY_TILES = "short sequences: out leaves from registers, and a third place for keys instead lets the next tile begin sooner"
+IN_LINE = "; in line, none waits behind the products of others"
 FOUR = {"warps": 20, "stages": 4, "stages_v": 4, "slots_q": 8, "staged_out": True, "min_blocks": 1, "plain_scores": True}
 THREE = {"warps": 16, "stages": 4, "stages_v": 4, "slots_q": 6, "staged_out": True, "min_blocks": 1, "plain_scores": True}
 TWO = {"warps": 12, "slots_q": 4, "min_blocks": 1}
 SHARED = {"warps": 12, "slots_q": 3, "min_blocks": 1}
 WIDE = {"warps": 12, "slots_q": 2, "min_blocks": 1}
 HOPPER = (
-    Row(64, 256, 64, FOUR_GROUPS + "; measured 442 at 512, 473 at 1,024", **FOUR, max_len_q=1024),
-    Row(64, 256, 64, FOUR_GROUPS + "; measured 395 at 1,024, 518 at 8,192", **FOUR, max_len_q=8192, causal=True),
-    Row(64, 192, 128, THREE_GROUPS + "; measured 560, 539 causal", **THREE),
+    Row(64, 256, 64, FOUR_GROUPS + "; measured 390 at 1,024, 488 at 4,096 causal", **FOUR, max_len_q=4096, masked=True),
+    Row(64, 256, 64, FOUR_GROUPS + IN_LINE + "; measured 448 at 512, 482 at 1,024", **FOUR, in_line=True, max_len_q=1024),
+    Row(64, 192, 128, THREE_GROUPS + IN_LINE + "; measured 572, 552 causal", **THREE, in_line=True),
     Row(64, 128, 128, TWO_GROUPS + "; three would spill", **TWO, staged_out=True),
-    Row(128, 128, 128, THREE_KEY_TILES + "; measured 549 at 512", **TWO, stages=3, max_len_q=1024),
+    Row(128, 128, 128, THREE_KEY_TILES + IN_LINE + "; measured 540 at 512", **TWO, stages=3, in_line=True, max_len_q=1024),
     Row(128, 128, 128, TWO_GROUPS + "; measured 728, 714 causal", **TWO, staged_out=True),
     Row(192, 128, 112, THREE_SLOTS + "; measured 713 at 4,096, 750, 722 causal", **SHARED, width_v=128),
-    Row(192, 128, 96, THREE_SLOTS + "; measured 718 at 4,096, 733, 730 causal", **SHARED),
+    Row(192, 128, 96, THREE_SLOTS + IN_LINE + "; measured 723 at 4,096, 649 causal", **SHARED, in_line=True),
     Row(256, 128, 64, THREE_SLOTS + "; measured 575 at 512, 759, 744 causal", **SHARED),
 )
 # Tiles that no row has now: what `bench --sweep` measures besides, since another card or compiler may like them better.
 CANDIDATE = "no row of the table"
 HOPPER_CANDIDATES = (
+    Row(64, 192, 128, CANDIDATE, **THREE),
+    Row(128, 128, 128, CANDIDATE, **TWO, staged_out=True, in_line=True),
+    Row(128, 128, 128, CANDIDATE, **TWO, stages=3),
+    Row(192, 128, 96, CANDIDATE, **SHARED),
+    Row(256, 128, 64, CANDIDATE, **SHARED, in_line=True),
     Row(64, 192, 128, CANDIDATE, warps=16, slots_q=6, staged_out=True, min_blocks=1),
     Row(64, 192, 96, CANDIDATE, **THREE),
     Row(64, 128, 192, CANDIDATE, **TWO, staged_out=True),
@@ -325,6 +333,7 @@ def row_for(
     explicit: bool = False,
     in_order: bool = False,
     causal: bool = False,
+    masked: bool = False,
     width_v: int | None = None,
 ) -> Row:
     """The first row that is wide enough and meant for so many queries, such copies, scores and masks, and such an order of sums.
@@ -344,6 +353,7 @@ def row_for(
             and not (explicit and row.plain_scores)
             and (row.in_order_from is None or (in_order and len_q >= row.in_order_from))
             and row.causal in (None, causal)
+            and row.masked in (None, masked)
             and row.serves(width, width_v or width)
         ):
             return row

@@ -19,6 +19,7 @@ constexpr int   STAGES = 2;               // tiles of K and V, in the backward o
 constexpr int   STAGES_V = 2;             // fwd_hopper: tiles of V in flight or in use; STAGES are those of K
 constexpr int   SLOTS_Q = 2;              // fwd_hopper: places for 64 queries each; with more than the block's warpgroups read, a query tile begins beneath the end of the one before
 constexpr bool  STAGED_OUT = false;       // fwd_hopper: out goes through shared memory, and the copy engine stores it; if not, lanes store what they hold
+constexpr bool  IN_LINE = false;          // fwd_hopper: warpgroups start the products of a step one after the other
 constexpr bool  STAGED_SUMS = false;      // bwd_hopper: dQ goes through shared memory, and the copy engine adds it; if not, lanes add what they hold
 constexpr bool  SPLIT_KV = false;         // fwd_hopper: what whole rounds of query tiles leave over is shared by all blocks, each of which takes some of the keys
 constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the registers of a thread

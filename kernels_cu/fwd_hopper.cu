@@ -9,7 +9,7 @@
 //   others:   for each Q_i:
 //               S = Q_i K_0^T;  P, m, l = softmax S                           beneath the last product of the tile before
 //               for j = 1, 2 ...:
-//                 start S = Q_i K_j^T
+//                 start S = Q_i K_j^T                                         in line, one warpgroup after the other starts both
 //                 start O = O + P V_{j-1}
 //                 wait for S;  P' = 2^(S - m),  l = l + rows of P'            beneath the second product
 //                 if P' is too large: S = Q_i K_j^T again, and P', m', l anew with the maximum of S
@@ -33,6 +33,7 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int GROUPS = WARPS / 4 - 1;                         // warpgroups that compute
 constexpr int ROWS = TILE_Q / GROUPS;                         // of Q, for each of them
 static_assert(ROWS == 64, "a warpgroup owns 64 query rows");
+static_assert(GROUPS > 1 || !IN_LINE, "one warpgroup is no line");
 
 // Of the registers that a launch deals out evenly, the loader gives back most.
 constexpr int REGISTERS = 65536 / (THREADS * MIN_BLOCKS) / 8 * 8;
@@ -185,6 +186,18 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     unseen_rows = warp_any(seen_nothing(softmax));
   };
 
+  // In line, a warpgroup lets the next one go for a tile that it does not need as well: all of them count the same tiles.
+  if (IN_LINE && group == GROUPS - 1) arrive_in_line(group, GROUPS);    // without it nobody begins
+  const auto skip_keys = [&](int tiles) {
+    if (!IN_LINE) return skip(keys, tiles);
+    #pragma unroll 1
+    for (; tiles > 0; --tiles) {
+      wait_in_line(group);                                    // without it the line moves on before
+      arrive_in_line(group, GROUPS);                          // as above
+      skip(keys, 1);
+    }
+  };
+
   // One key tile. Beneath its product and its softmax runs the second product of the tile before it, if there was one. If that one was
   // in another turn, that turn ends here, and the maximum has to be found; otherwise that of the tiles before nearly always does.
   // A turn that starts where none has to end runs above a product all the same, which counts for nothing and so takes K for V, which need
@@ -194,11 +207,15 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
     if (follows) to_operands(p_reg, s_reg);
     wait_full(keys);                                          // without it the product reads keys that have not arrived
+    if (IN_LINE) wait_in_line(group);                         // without it products of several warpgroups queue, and no scores are done soon
     start_product_transposed(s_reg, q_smem, 0, k_smem);
     RowVec<16> weight;
     if (follows) {
       if (real) wait_full(values);                            // without it the product reads values that have not arrived
       start_product(o_reg, p_reg, real ? values.tile() : ValueTile{k_smem.base});
+    }
+    if (IN_LINE) arrive_in_line(group, GROUPS);               // without it the next warpgroup waits for ever
+    if (follows) {
       if (ends) end_softmax(turn - 1, false, weight);
       wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
     } else {
@@ -245,7 +262,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     for (;;) {
       begin_turn(turn);
       skipped += before;
-      skip(keys, skipped);
+      skip_keys(skipped);
       queries.number = turn * GROUPS + group;
       if (TAKE_TURNS) {
         const int others = turn == 0 ? group : GROUPS - 1;    // slots filled for other warpgroups since this one's last
@@ -274,12 +291,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     wait_for_products<0>(o_reg);                              // as above, both
     arrive_free(values);                                      // as above
     for (; beyond > 0; --beyond) {
-      skip(keys, 1);
+      skip_keys(1);
       skip(values, 1);
     }
     end_turn(turn - 1, is_part(p, turn - 1), weight);
     fill(o_reg, 0.f);
   }
+  if (IN_LINE && group == 0) wait_in_line(group);             // without it the last one's word is left over
   if (STAGED_OUT) wait_for_stores();                          // without it the block, and its shared memory, may end before
 }
 

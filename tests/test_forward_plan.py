@@ -174,8 +174,8 @@ def test_rows_own_64_queries_a_group():
 
 ROWS = (
     Row(64, 64, 64, "few", warps=8, max_len_q=64),
-    Row(64, 128, 96, "causal", warps=12, causal=True),
-    Row(64, 128, 128, "even", warps=12, causal=False),
+    Row(64, 128, 96, "masked", warps=12, masked=True),
+    Row(64, 128, 128, "even", warps=12, masked=False),
     Row(256, 128, 96, "narrow v", warps=12, width_v=64),
     Row(256, 128, 80, "any", warps=12),
 )
@@ -185,10 +185,10 @@ ROWS = (
     "q, options, why",
     [
         ((2, 64, 64), {"causal": True}, "few"),
-        ((2, 65, 64), {"causal": True}, "causal"),
-        ((2, 65, 64), {"window": (None, 3)}, "causal"),
-        ((2, 65, 64), {"window": (3, 0)}, "even"),
-        ((2, 65, 64), {"window": (3, None)}, "even"),
+        ((2, 65, 64), {"causal": True}, "masked"),
+        ((2, 65, 64), {"window": (None, 3)}, "masked"),
+        ((2, 65, 64), {"window": (3, 0)}, "masked"),
+        ((2, 65, 64), {"window": (3, None)}, "masked"),
         ((2, 65, 64), {}, "even"),
         ((2, 65, 64), {"window": (64, 64)}, "even"),  # hides nothing
         ((2, 65, 72), {"causal": True}, "any"),

@@ -58,7 +58,7 @@ def test_rows_that_see_nothing_of_the_first_tile(window):
     judged(q, k, v, window=(window, 0))
 
 
-@pytest.mark.parametrize("row", HOPPER, ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k")
+@pytest.mark.parametrize("row", HOPPER, ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k" + "-line" * row.in_line)
 def test_every_tile_of_the_table(row, only_row, fast_build):
     """Several tiles for each block, warpgroups that see nothing of some key tiles, and out in rows with room between them."""
     only_row("fwd_hopper", row)
@@ -68,7 +68,7 @@ def test_every_tile_of_the_table(row, only_row, fast_build):
     room = numpy.full((2, 520, dim + 4), numpy.nan, numpy.float16)
     plan = plan_attention(q, k, v, backend="host", arch="90a", out=room[..., :dim], window=(150, 70))
     c = plan.kernel.config
-    assert all(getattr(c, knob.upper()) == getattr(row, knob) for knob in ("tile_q", "tile_kv", "slots_q", "stages", "stages_v"))
+    assert all(getattr(c, knob.upper()) == getattr(row, knob) for knob in ("tile_q", "tile_kv", "slots_q", "stages", "stages_v", "in_line"))
     assert c.COPY_BYTES == 8 and not c.STAGED_OUT
     p = plan.problem
     out = plan(q, k, v, out=room[..., :dim])
@@ -91,18 +91,20 @@ def test_lanes_store_as_many_bytes_at_once_as_rows_have_multiples_of(missing, co
 
 
 SLOTS = {"two slots": (2, 1, 1), "three slots": (3, 1, 2), "four slots": (4, 2, 2), "two key tiles, one of values": (4, 2, 1)}
+LINES = {False: "apart", True: "in line"}
 
 
 @pytest.mark.parametrize("order", ["eager", "deferred"])
+@pytest.mark.parametrize("in_line", LINES, ids=LINES.get)
 @pytest.mark.parametrize("slots", SLOTS)
-def test_windows_of_narrow_key_tiles(slots, order, monkeypatch, fast_build):
+def test_windows_of_narrow_key_tiles(slots, in_line, order, monkeypatch, fast_build):
     """A warpgroup sees nothing of up to four tiles at either end of what its block sees, more than there are places for."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
     slots_q, stages, stages_v = SLOTS[slots]
     rng = numpy.random.default_rng(16)
     q, k, v = (rng.standard_normal((3, 300, 64)).astype(numpy.float16) for _ in range(3))
     plan = plan_attention(q, k, v, backend="host", arch="90a", window=(37, 20), return_lse=True)
-    knobs = {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGED_OUT": False}
+    knobs = {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGED_OUT": False, "IN_LINE": in_line}
     knobs |= {"STAGES": stages, "STAGES_V": stages_v, "SLOTS_Q": slots_q}
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **knobs))
     out, lse = AttentionPlan(plan.problem, changed, tuple(map(arrays.layout, (q, k, v))), True)(q, k, v)

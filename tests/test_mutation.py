@@ -70,10 +70,12 @@ ONE_GRADIENT = Setting(HOPPER_BACKWARD_CASE, {"WIDTH": 128, "WIDTH_V": 128})
 def settings_of(kernel):
     """Settings that between them reach every call of a kernel."""
     if kernel == "fwd_hopper":
+        in_line = TWO_GROUPS.but(IN_LINE=True)  # and one of them needs fewer tiles
         leaps = replace(TWO_GROUPS, case=replace(HOPPER_CASE, values="large"))  # of the maximum, in later tiles of keys
         split = replace(TWO_GROUPS.but(SPLIT_KV=True), case=replace(HOPPER_CASE, len_q=100))  # three tiles on two blocks
         lanes_store = TWO_GROUPS.but(SLOTS_Q=3, STAGED_OUT=False)
         settings = {"two stages": TWO_GROUPS, "one stage": lanes_store.but(STAGES=1, STAGES_V=1, SLOTS_Q=2), "leaps": leaps}
+        settings |= {"in line": in_line, "in line, far apart": in_line.but(STAGES=1, STAGES_V=1)}
         return settings | {"three slots": lanes_store, "one key tile": lanes_store.but(TILE_KV=80), "split": split}
     if kernel == "bwd_hopper":
         wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128)

@@ -145,7 +145,7 @@ MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (150, 70)}
 
 
 @pytest.mark.parametrize("pad", [0, 2, 4, 7, 8])
-@pytest.mark.parametrize("row", HOPPER, ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k")
+@pytest.mark.parametrize("row", HOPPER, ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k" + "-line" * row.in_line)
 def test_every_tile_of_the_table(row, pad, only_row):
     """More query tiles than blocks, warpgroups that see nothing of some key tiles, and out in rows with room between them."""
     only_row("fwd_hopper", row)
