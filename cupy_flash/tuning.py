@@ -187,7 +187,8 @@ HOPPER = (
     Row(64, 192, 128, THREE_GROUPS + IN_LINE + "; measured 572, 552 causal", **THREE, in_line=True),
     Row(64, 128, 128, TWO_GROUPS + "; three would spill", **TWO, staged_out=True),
     Row(128, 128, 128, THREE_KEY_TILES + IN_LINE + "; measured 540 at 512", **TWO, stages=3, in_line=True, max_len_q=1024),
-    Row(128, 128, 128, TWO_GROUPS + "; measured 728, 714 causal", **TWO, staged_out=True),
+    Row(128, 128, 128, TWO_GROUPS + IN_LINE + "; measured 704 causal", **TWO, staged_out=True, in_line=True, masked=True),
+    Row(128, 128, 128, TWO_GROUPS + "; measured 707", **TWO, staged_out=True),
     Row(192, 128, 112, THREE_SLOTS + "; measured 713 at 4,096, 750, 722 causal", **SHARED, width_v=128),
     Row(192, 128, 96, THREE_SLOTS + IN_LINE + "; measured 723 at 4,096, 649 causal", **SHARED, in_line=True),
     Row(256, 128, 64, THREE_SLOTS + "; measured 575 at 512, 759, 744 causal", **SHARED),
@@ -196,7 +197,6 @@ HOPPER = (
 CANDIDATE = "no row of the table"
 HOPPER_CANDIDATES = (
     Row(64, 192, 128, CANDIDATE, **THREE),
-    Row(128, 128, 128, CANDIDATE, **TWO, staged_out=True, in_line=True),
     Row(128, 128, 128, CANDIDATE, **TWO, stages=3),
     Row(192, 128, 96, CANDIDATE, **SHARED),
     Row(256, 128, 64, CANDIDATE, **SHARED, in_line=True),

@@ -131,8 +131,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   // The tile at hand, the last one of its turn that the warpgroup sees, how many the block sees before and beyond, and the warp's rows.
   u32 turn = 0;
   int tile, last, before, beyond, warp_row;
+  Place now, ended;                                           // this turn's, and that of the one before, which ends later than this begins
   const auto begin_turn = [&](u32 turn) {
     const Turn here = place(turn);
+    ended = now;
+    now = here;
     const TileRange all = tiles_of(turn, here);
     const int group_row = here.row + group * ROWS;
     const TileRange seen = tiles_seen(band, group_row, min_of(ROWS, p.len_q - group_row), TILE_KV, all), own = SPLIT_KV ? among(all, seen) : seen;
@@ -144,23 +147,22 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     beyond = all.end - own.end;
     warp_row = group_row + warp % 4 * 16;
   };
-  // The softmax of a turn has ended, and then, with its last product, the turn. Places are computed again: kept, they would take registers.
+  // The softmax of a turn has ended, and then, with its last product, the turn: of a query tile, or of the part with this number.
+  constexpr u32 WHOLE = ~u32(0);
   const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
   const auto row_of = [&](const Place& here) { return here.row + row_of_tile(); };
-  const auto end_softmax = [&](u32 turn, bool part, RowVec<16>& weight) {
-    const Turn here = place(turn);
+  const auto end_softmax = [&](const Place& here, u32 part, RowVec<16>& weight) {
     RowVec<16> lse;
     finish(softmax, lse);
     weight = softmax.sum;
-    if (part) store(p.part_lse + here.part.number * p.part_rows + row_of_tile(), 1, p.part_rows - row_of_tile(), lse);
+    if (part != WHOLE) store(p.part_lse + part * p.part_rows + row_of_tile(), 1, p.part_rows - row_of_tile(), lse);
     else if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, row_of(here)), p.lse.row_stride, p.len_q - row_of(here), lse);
     softmax = OnlineSoftmax<16>();
   };
-  const auto end_turn = [&](u32 turn, bool part, const RowVec<16>& weight) {
-    const Turn here = place(turn);
+  const auto end_turn = [&](const Place& here, u32 part, const RowVec<16>& weight) {
     rescale(o_reg, weight);
-    if (part) {
-      if (row_of_tile() < p.part_rows) store(part_of(p, here.part.number), o_reg, row_of_tile(), 0);
+    if (part != WHOLE) {
+      if (row_of_tile() < p.part_rows) store(part_of(p, part), o_reg, row_of_tile(), 0);
     } else if (!STAGED_OUT) {
       store(rows_of(p.out, here.batch, here.head, row_of(here), p.len_q, p.dim_v), o_reg);
     } else {
@@ -189,12 +191,15 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   // In line, a warpgroup lets the next one go for a tile that it does not need as well: all of them count the same tiles.
   if (IN_LINE && group == GROUPS - 1) arrive_in_line(group, GROUPS);    // without it nobody begins
   const auto skip_keys = [&](int tiles) {
-    if (!IN_LINE) return skip(keys, tiles);
-    #pragma unroll 1
-    for (; tiles > 0; --tiles) {
-      wait_in_line(group);                                    // without it the line moves on before
-      arrive_in_line(group, GROUPS);                          // as above
-      skip(keys, 1);
+    if (IN_LINE) {
+      #pragma unroll 1
+      for (; tiles > 0; --tiles) {
+        wait_in_line(group);                                  // without it the line moves on before
+        arrive_in_line(group, GROUPS);                        // as above
+        skip(keys, 1);
+      }
+    } else {
+      skip(keys, tiles);
     }
   };
 
@@ -216,7 +221,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     }
     if (IN_LINE) arrive_in_line(group, GROUPS);               // without it the next warpgroup waits for ever
     if (follows) {
-      if (ends) end_softmax(turn - 1, false, weight);
+      if (ends) end_softmax(ended, WHOLE, weight);
       wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
     } else {
       wait_for_products<0>(s_reg);                            // as well
@@ -243,7 +248,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     }
     if (first) skip(values, skipped);
     if (follows) {
-      if (ends) end_turn(turn - 1, false, weight);
+      if (ends) end_turn(ended, WHOLE, weight);
       if (starts) {
         fill(o_reg, 0.f);
       } else if (looked || again) {
@@ -287,14 +292,15 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     to_operands(p_reg, s_reg);
     start_product(o_reg, p_reg, values.tile());
     RowVec<16> weight;
-    end_softmax(turn - 1, is_part(p, turn - 1), weight);
+    const u32 part = is_part(p, turn - 1) ? part_in_turn(p, turn - 1).number : WHOLE;
+    end_softmax(now, part, weight);
     wait_for_products<0>(o_reg);                              // as above, both
     arrive_free(values);                                      // as above
     for (; beyond > 0; --beyond) {
       skip_keys(1);
       skip(values, 1);
     }
-    end_turn(turn - 1, is_part(p, turn - 1), weight);
+    end_turn(now, part, weight);
     fill(o_reg, 0.f);
   }
   if (IN_LINE && group == 0) wait_in_line(group);             // without it the last one's word is left over
