@@ -202,6 +202,29 @@ def test_the_first_row_for_width_mask_and_length_is_taken(q, options, why, monke
     assert any(reason.endswith(f": {why}") for reason in made.reasons)
 
 
+@pytest.mark.parametrize(
+    "dim, len_q, options, in_line",
+    [
+        (64, 512, {}, True),
+        (64, 512, {"causal": True}, False),  # groups that need fewer tiles would wait for the others
+        (64, 4096, {"window": (63, 0)}, False),
+        (64, 4097, {"causal": True}, True),
+        (64, 4097, {}, True),
+        (64, 512, {"softcap": 5.0}, False),
+        (128, 1024, {"causal": True}, True),
+        (128, 1025, {}, False),
+        (128, 1025, {"causal": True}, True),
+        (192, 1025, {}, True),
+        (256, 512, {}, False),
+    ],
+    ids=str,
+)
+def test_warpgroups_stand_in_line_where_that_pays(dim, len_q, options, in_line):
+    made = make_forward_plan(problem_of((2, len_q, dim), **options), SM_90A)
+    assert made.config.IN_LINE is in_line
+    assert any("in line, none waits behind the products of others" in reason for reason in made.reasons) is in_line
+
+
 # Its grid
 
 

@@ -58,7 +58,9 @@ def test_rows_that_see_nothing_of_the_first_tile(window):
     judged(q, k, v, window=(window, 0))
 
 
-@pytest.mark.parametrize("row", HOPPER, ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k" + "-line" * row.in_line)
+@pytest.mark.parametrize(
+    "row", HOPPER, ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k" + "-line" * row.in_line
+)
 def test_every_tile_of_the_table(row, only_row, fast_build):
     """Several tiles for each block, warpgroups that see nothing of some key tiles, and out in rows with room between them."""
     only_row("fwd_hopper", row)
@@ -68,7 +70,8 @@ def test_every_tile_of_the_table(row, only_row, fast_build):
     room = numpy.full((2, 520, dim + 4), numpy.nan, numpy.float16)
     plan = plan_attention(q, k, v, backend="host", arch="90a", out=room[..., :dim], window=(150, 70))
     c = plan.kernel.config
-    assert all(getattr(c, knob.upper()) == getattr(row, knob) for knob in ("tile_q", "tile_kv", "slots_q", "stages", "stages_v", "in_line"))
+    knobs = ("tile_q", "tile_kv", "slots_q", "stages", "stages_v", "in_line")
+    assert all(getattr(c, knob.upper()) == getattr(row, knob) for knob in knobs)
     assert c.COPY_BYTES == 8 and not c.STAGED_OUT
     p = plan.problem
     out = plan(q, k, v, out=room[..., :dim])

@@ -49,7 +49,7 @@ def test_candidates_are_all_tiles_that_fit(arch, kernel, dim, dtype):
     assert sum(c.chosen for c in found) == 1
     assert all(c.plan.kernel == kernel and c.plan.shared_bytes <= ARCHITECTURES[arch].shared_bytes for c in found)
     # Whatever serves a wider head serves a narrower one: its tile takes less memory there.
-    knobs = ("tile_q", "tile_kv", "warps", "stages", "stages_v", "slots_q", "staged_out")
+    knobs = ("tile_q", "tile_kv", "warps", "stages", "stages_v", "slots_q", "staged_out", "in_line")
     knobs += ("min_blocks", "q_in_registers", "lazy_rescale")
     rows = [row for row in table_for(kernel, ARCHITECTURES[arch], dtype) if row.serves(padded(dim), padded(dim))]
     there = [tuple(getattr(c.plan.config, knob.upper()) for knob in knobs) for c in found]

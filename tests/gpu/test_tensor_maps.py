@@ -145,7 +145,9 @@ MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (150, 70)}
 
 
 @pytest.mark.parametrize("pad", [0, 2, 4, 7, 8])
-@pytest.mark.parametrize("row", HOPPER, ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k" + "-line" * row.in_line)
+@pytest.mark.parametrize(
+    "row", HOPPER, ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k" + "-line" * row.in_line
+)
 def test_every_tile_of_the_table(row, pad, only_row):
     """More query tiles than blocks, warpgroups that see nothing of some key tiles, and out in rows with room between them."""
     only_row("fwd_hopper", row)
@@ -157,7 +159,7 @@ def test_every_tile_of_the_table(row, pad, only_row):
         out = room[..., : width - pad]
         plan = plan_attention(q, k, v, out=out, **options)
         c, p = plan.kernel.config, plan.problem
-        knobs = ("tile_q", "tile_kv", "slots_q", "stages", "stages_v")
+        knobs = ("tile_q", "tile_kv", "slots_q", "stages", "stages_v", "in_line")
         assert all(getattr(c, knob.upper()) == getattr(row, knob) for knob in knobs)
         copied, staged = {0: 16, 2: 4, 4: 8, 7: 0, 8: 16}[pad], row.staged_out and pad % 8 == 0
         assert copied == c.COPY_BYTES and staged == c.STAGED_OUT
