@@ -71,7 +71,7 @@ def _width(problem: Problem) -> int:
 
 def _row_for(kernel: str, problem: BackwardProblem, architecture: Architecture, copy_bytes: int, explicit: bool) -> Row:
     p = problem.forward
-    return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, explicit, problem.deterministic, p.causal)
+    return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, explicit, problem.deterministic, p.mask)
 
 
 def _kernel_for(problem: BackwardProblem, architecture: Architecture, explicit: bool) -> tuple[str, str]:

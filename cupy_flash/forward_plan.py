@@ -61,7 +61,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> Plan:
         problem.len_q,
         copy_bytes,
         explicit,
-        masked=problem.first_key is not None or problem.last_key is not None,
+        mask=problem.mask,
         width_v=width_v,
     )
     if copy_bytes < 16:  # the copy engine would write beyond a row's end, see `obstacle`

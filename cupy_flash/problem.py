@@ -72,9 +72,16 @@ class Problem:
         return self.heads_q // max(self.heads_kv, 1)
 
     @property
+    def mask(self) -> str:
+        """'full': rows see all keys; 'causal': later ones see more; 'window': the first keys are hidden from some."""
+        if self.first_key is not None:
+            return "window"
+        return "full" if self.last_key is None else "causal"
+
+    @property
     def causal(self) -> bool:
         """Whether later rows see more keys, and none that earlier rows see is hidden from them."""
-        return self.first_key is None and self.last_key is not None
+        return self.mask == "causal"
 
     @property
     def empty(self) -> bool:

@@ -15,6 +15,7 @@ from .errors import UnsupportedError
 
 WIDTHS = (32, 64, 96, 128, 192, 256)
 SHORT = 64  # query lengths served by the rows for short queries
+MASKS = ("full", "causal", "window")  # what `Problem.mask` may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,7 @@ class Row:
     min_copy: int = 0  # for copies of at least so many bytes: smaller ones need registers for more addresses
     plain_scores: bool = False  # not where scores are scaled one by one, which needs registers as well
     in_order_from: int | None = None  # only where dq is summed in order, and for at least so many queries
-    masked: bool | None = None  # only where some keys are hidden from rows, or only where none are
-    causal: bool | None = None  # only where later rows see more keys, or only where they do not
+    masks: tuple[str, ...] = MASKS  # only for problems with one of these
     width_v: int | None = None  # only for head dims of v up to this
 
     @property
@@ -176,18 +176,19 @@ TWO_GROUPS = "two groups of 64 rows; the next query tile begins beneath the end 
 THREE_SLOTS = "two groups of 64 rows, which share three places for queries: the next tile begins beneath the end of the last"
 THREE_KEY_TILES = "short sequences: out leaves from registers, and a third place for keys instead lets the next tile begin sooner"
 IN_LINE = "; in line, none waits behind the products of others"
+HIDING = ("causal", "window")
 FOUR = {"warps": 20, "stages": 4, "stages_v": 4, "slots_q": 8, "staged_out": True, "min_blocks": 1, "plain_scores": True}
 THREE = {"warps": 16, "stages": 4, "stages_v": 4, "slots_q": 6, "staged_out": True, "min_blocks": 1, "plain_scores": True}
 TWO = {"warps": 12, "slots_q": 4, "min_blocks": 1}
 SHARED = {"warps": 12, "slots_q": 3, "min_blocks": 1}
 WIDE = {"warps": 12, "slots_q": 2, "min_blocks": 1}
 HOPPER = (
-    Row(64, 256, 64, FOUR_GROUPS + "; measured 398 at 1,024, 495 at 4,096 causal", **FOUR, max_len_q=4096, masked=True),
+    Row(64, 256, 64, FOUR_GROUPS + "; measured 398 at 1,024, 495 at 4,096 causal", **FOUR, max_len_q=4096, masks=HIDING),
     Row(64, 256, 64, FOUR_GROUPS + IN_LINE + "; measured 461 at 512, 500 at 1,024", **FOUR, in_line=True, max_len_q=1024),
     Row(64, 192, 128, THREE_GROUPS + IN_LINE + "; measured 572, 547 causal", **THREE, in_line=True),
     Row(64, 128, 128, TWO_GROUPS + "; three would spill", **TWO, staged_out=True),
     Row(128, 128, 128, THREE_KEY_TILES + IN_LINE + "; measured 548 at 512", **TWO, stages=3, in_line=True, max_len_q=1024),
-    Row(128, 128, 128, TWO_GROUPS + IN_LINE + "; measured 690 causal", **TWO, staged_out=True, in_line=True, masked=True),
+    Row(128, 128, 128, TWO_GROUPS + IN_LINE + "; measured 690 causal", **TWO, staged_out=True, in_line=True, masks=HIDING),
     Row(128, 128, 128, TWO_GROUPS + "; measured 710", **TWO, staged_out=True),
     Row(192, 128, 112, THREE_SLOTS + IN_LINE + "; measured 696 at 4,096, 717, 714 causal", **SHARED, in_line=True, width_v=128),
     Row(192, 128, 96, THREE_SLOTS + IN_LINE + "; measured 720 at 4,096, 656 causal", **SHARED, in_line=True),
@@ -290,7 +291,7 @@ HOPPER_BACKWARD = (
     Row(64, 128, 128, WIDE_STEPS, **OF_KEYS),
     Row(64, 64, 128, "wider query tiles would spill", warps=12, min_blocks=1),
     Row(128, 64, 128, NARROW_STEPS + "; measured 497 at 1,024", **OF_KEYS, max_len_q=1536),
-    Row(128, 64, 128, NARROW_STEPS + "; measured 468 at 2,048", **OF_KEYS, max_len_q=4096, causal=True),
+    Row(128, 64, 128, NARROW_STEPS + "; measured 468 at 2,048", **OF_KEYS, max_len_q=4096, masks=("causal",)),
     Row(128, 80, 128, MORE_QUERIES + "; measured 567 at 2,048, 651, 637 causal", **OF_KEYS, staged_sums=True),
 )
 HOPPER_BACKWARD_WIDE = (
@@ -332,8 +333,7 @@ def row_for(
     copy_bytes: int = 16,
     explicit: bool = False,
     in_order: bool = False,
-    causal: bool = False,
-    masked: bool = False,
+    mask: str = "full",
     width_v: int | None = None,
 ) -> Row:
     """The first row that is wide enough and meant for so many queries, such copies, scores and masks, and such an order of sums.
@@ -352,8 +352,7 @@ def row_for(
             and copy_bytes >= row.min_copy
             and not (explicit and row.plain_scores)
             and (row.in_order_from is None or (in_order and len_q >= row.in_order_from))
-            and row.causal in (None, causal)
-            and row.masked in (None, masked)
+            and mask in row.masks
             and row.serves(width, width_v or width)
         ):
             return row

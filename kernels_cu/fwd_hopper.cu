@@ -9,7 +9,7 @@
 //   others:   for each Q_i:
 //               S = Q_i K_0^T;  P, m, l = softmax S                           beneath the last product of the tile before
 //               for j = 1, 2 ...:
-//                 start S = Q_i K_j^T                                         in line, one warpgroup after the other starts both
+//                 start S = Q_i K_j^T                                         IN_LINE: one warpgroup after the other starts both
 //                 start O = O + P V_{j-1}
 //                 wait for S;  P' = 2^(S - m),  l = l + rows of P'            beneath the second product
 //                 if P' is too large: S = Q_i K_j^T again, and P', m', l anew with the maximum of S

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from cupy_flash import backward, forward_plan, host, launch, schedule, source
-from cupy_flash.tuning import HOPPER_BACKWARD, KERNEL_TABLES
+from cupy_flash.tuning import HOPPER_BACKWARD, KERNEL_TABLES, MASKS
 
 settings.register_profile("cupy_flash", deadline=None)  # an example may have to wait for a compiler
 settings.load_profile("cupy_flash")
@@ -73,7 +73,7 @@ def only_row(monkeypatch):
     """A function that makes one row of a tuning table on sm_90a serve every problem that its tile is wide enough for."""
 
     def choose(kernel, row):
-        row = replace(row, max_len_q=None, causal=None, masked=None)
+        row = replace(row, max_len_q=None, masks=MASKS)
         monkeypatch.setitem(KERNEL_TABLES, kernel, {"90a": {"half": (row,)}})
         launch._prepared.cache_clear()
 

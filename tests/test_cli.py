@@ -22,7 +22,7 @@ from cupy_flash.cli.output import echo_json, table
 from cupy_flash.errors import CompileError
 from cupy_flash.matrix import KINDS, every_plan, has
 from cupy_flash.nvrtc import Report
-from cupy_flash.tuning import KERNEL_TABLES
+from cupy_flash.tuning import KERNEL_TABLES, MASKS
 
 ROOT = Path(__file__).parents[1]
 MASKED_CASE = "float16-h7x1-q61-k97-d40-top_left"
@@ -230,8 +230,7 @@ def test_check_on_a_gpu():
 def test_the_matrix_has_every_row():
     plans = list(every_plan())
     # A row may serve for two reasons, few queries and small copies say: that is one kernel.
-    any_use = {"why": "", "max_len_q": None, "min_copy": 0, "plain_scores": False, "in_order_from": None}
-    any_use |= {"causal": None, "masked": None}
+    any_use = {"why": "", "max_len_q": None, "min_copy": 0, "plain_scores": False, "in_order_from": None, "masks": MASKS}
     rows = {
         (kernel, a.name, kind, replace(row, **any_use))
         for kernel, tables in KERNEL_TABLES.items()

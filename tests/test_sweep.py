@@ -23,7 +23,7 @@ SM_90A = ARCHITECTURES["90a"]
 TWO = {"warps": 12, "slots_q": 4, "min_blocks": 1}
 TABLE = (
     Row(64, 64, 64, "few", warps=8, min_blocks=1, max_len_q=1024),
-    Row(64, 128, 96, "masked", **TWO, masked=True),
+    Row(64, 128, 96, "causal", **TWO, masks=("causal",)),
     Row(128, 128, 96, "dense", warps=12, min_blocks=1),
 )
 MORE = (Row(64, 128, 128, "more", **TWO), Row(128, 128, 32, "more", **TWO), Row(128, 128, 256, "too much", **TWO, stages=5))

@@ -1,0 +1,89 @@
+"""The numbers and tensor maps that a forward for sm_90a is told."""
+
+from dataclasses import replace
+
+import pytest
+
+from cupy_flash.architecture import ARCHITECTURES
+from cupy_flash.forward_plan import forward_maps, make_forward_plan
+from cupy_flash.layout import dense_layout
+from cupy_flash.options import Options
+from cupy_flash.params import HOPPER_FORWARD, divisor, hopper_forward_params
+from cupy_flash.problem import make_problem
+from cupy_flash.schedule import TABLE_BLOCKS, TABLE_TURNS
+
+SM_90A = ARCHITECTURES["90a"]
+
+
+def problem_of(shape):
+    layout = dense_layout(shape, reversed(range(len(shape))), "float16", None)
+    return make_problem(layout, layout, layout, Options(backend="host"))
+
+
+def test_a_problem_becomes_numbers():
+    """Each number differs from the others, so that none can take another's place."""
+    q, out = (dense_layout((2, 6, 10, dim), (3, 1, 2, 0), "float16", None) for dim in (64, 48))
+    k, v = (dense_layout((2, 3, 20, dim), (3, 2, 1, 0), "float16", None) for dim in (64, 48))
+    asked = Options(scale=0.3, softcap=5.0, window=(4, 2), return_lse=True, backend="host")
+    problem = make_problem(q, k, v, asked, out)
+    plan = make_forward_plan(problem, SM_90A)
+    params = hopper_forward_params(problem, forward_maps(plan, problem), 3)[0]
+    in_maps = ("q_map", "k_map", "v_map", "out_map")
+    assert {name: params[name]["size"].tolist() for name in in_maps} == {
+        "q_map": [64, 10, 6, 2, 1],
+        "k_map": [64, 20, 3, 2, 1],
+        "v_map": [48, 20, 3, 2, 1],
+        "out_map": [48, 10, 6, 2, 1],
+    }
+    assert {name: params[name]["stride"].tolist()[:3] for name in in_maps} == {  # bytes between rows, heads, batch elements
+        "q_map": [768, 128, 7680],
+        "k_map": [128, 2560, 7680],
+        "v_map": [96, 1920, 5760],
+        "out_map": [576, 96, 5760],
+    }
+    assert [params[name]["box_rows"] for name in in_maps] == [64, plan.config.TILE_KV, plan.config.TILE_KV, 16]
+    assert {int(params[name]["box_cols"]) for name in in_maps} == {64}
+    assert {int(params[name]["data"]) for name in (*in_maps, "lse", "out")} == {0}
+    out, lse = params["out"], params["lse"]
+    assert [out["batch_stride"].tolist(), out["head_stride"], out["row_stride"], out["col_stride"]] == [[0, 0, 0, 2880], 48, 288, 1]
+    assert [lse["batch_stride"].tolist(), lse["head_stride"], lse["row_stride"], lse["col_stride"]] == [[0, 0, 0, 60], 10, 1, 0]
+    assert {name: params[name].tolist() for name in HOPPER_FORWARD.names if name not in (*in_maps, "lse", "out")} == {
+        "first_key": 6,
+        "last_key": 12,
+        "batch": [1, 1, 1, 2],
+        "heads": 6,
+        "heads_per_kv": 2,
+        "tiles": 2 * 6 * 4,
+        "run": 0,  # which tiles a block takes is told later, with the number of blocks
+        "by_formula": 0,
+        "table": [[0] * TABLE_TURNS] * TABLE_BLOCKS,
+        "by_tiles_of_head": divisor(4),
+        "by_heads": divisor(6),
+        "len_q": 10,
+        "len_kv": 20,
+        "dim": 64,
+        "dim_v": 48,
+        "scale": pytest.approx(0.3),
+        "softcap": 5.0,
+        "first_shared": 0,  # nor which are shared
+        "shared_tiles": 0,
+        "share": 0,
+        "by_key_tiles": (0, 0, 0),
+        "part_rows": 0,
+        "parts": 0,
+        "part_lse": 0,
+    }
+
+
+def test_an_lse_left_out_is_null():
+    problem = problem_of((2, 3, 50, 64))
+    params = hopper_forward_params(problem, forward_maps(make_forward_plan(problem, SM_90A), problem), 64)
+    assert params["lse"].tobytes() == bytes(params["lse"].nbytes)
+
+
+def test_boxes_follow_the_tile():
+    problem = problem_of((2, 3, 50, 64))
+    plan = make_forward_plan(problem, SM_90A)
+    narrow = replace(plan, config=replace(plan.config, TILE_KV=16))
+    assert [m.box_rows for m in forward_maps(narrow, problem).values()] == [64, 16, 16, 16]
+    assert forward_maps(make_forward_plan(problem, ARCHITECTURES["80"]), problem) == {}
