@@ -107,6 +107,7 @@ HOPPER_FORWARD = _of_whole_lines(
         ("parts", "u8"),
         ("part_lse", "u8"),
         ("out", TENSOR),
+        ("scale_log2", "f4"),
     ]
 )
 BACKWARD = numpy.dtype(
@@ -203,6 +204,7 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
     for name, described in maps.items():
         params[name] = described.in_the_clear()
     _add_scores(params, problem)
+    params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
     tiles_of_head = -(-problem.len_q // tile_q)
     params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
     params["by_tiles_of_head"], params["by_heads"] = divisor(tiles_of_head), divisor(problem.heads_q)

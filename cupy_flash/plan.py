@@ -124,7 +124,7 @@ class Plan:
             queries = 64 * c.SLOTS_Q * panels + c.STAGED_OUT * c.TILE_Q * panels_v  # and out
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
             barriers = 2 * (c.STAGES + c.STAGES_V + c.SLOTS_Q)
-            main = {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers}
+            main = {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers + 48 * c.SLOTS_Q}  # a task for each slot
             return main | ({"fwd_hopper_merge": 0} if c.SPLIT_KV else {})
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         return {self.kernel: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}

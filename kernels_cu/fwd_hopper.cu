@@ -49,7 +49,37 @@ using OutTile = PanelTile<ROWS, WIDTH_V>;
 using PartTile = SumTile<TILE_Q, WIDTH_V>;
 OP PartTile part_of(const HopperForwardParams& p, u32 number) { return {p.parts + i64(number) * p.part_rows * WIDTH_V}; }
 
-// Shared memory: queries, 64 rows of them in each slot; rows of out that leave, for each warpgroup; K; V; barriers.
+// What the loader tells a warpgroup with its queries. It has the time to work that out; a warpgroup between two tiles keeps tensor cores waiting.
+enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: it begins beneath the last product of this one
+constexpr u32 WHOLE = ~u32(0);
+struct alignas(16) Task {
+  int batch[2], head, row;                                    // where the block's query tile begins; the last two batch axes, the others are 0
+  int first, last;                                            // key tiles that the warpgroup needs
+  int before, beyond;                                         // how many its block needs before and beyond those
+  int next;                                                   // whether there is another task
+  u32 part;                                                   // number of the part of a query tile, or WHOLE
+};
+OP Task task_of(const HopperForwardParams& p, const Band& band, u32 turn, const Turn& here, const TileRange& tiles, int group, bool follows) {
+  Task task;
+  #pragma unroll
+  for (int i = 0; i < 2; ++i) task.batch[i] = here.batch[BATCH_AXES - 2 + i];
+  task.head = here.head;
+  task.row = here.row;
+  const int row = here.row + group * ROWS;
+  const TileRange seen = tiles_seen(band, row, min_of(ROWS, p.len_q - row), TILE_KV, tiles), own = SPLIT_KV ? among(tiles, seen) : seen;
+  // Keys are shared where all rows see the first ones. With more tiles before, the loader waits for values to be free that a warpgroup has
+  // not come to, and the warpgroup for keys.
+  task.before = SPLIT_KV ? 0 : min_of(own.begin - tiles.begin, STAGES_V - 1);
+  task.first = tiles.begin + task.before;
+  task.last = own.end - 1;
+  task.beyond = tiles.end - own.end;
+  // With more tiles between two turns, the loader waits for values to be free before it brings the next queries and keys.
+  task.next = !follows ? NOTHING : SLOTS_Q > GROUPS && task.beyond <= 1 && !is_part(p, turn + 1) ? DIRECTLY : LATER;
+  task.part = is_part(p, turn) ? here.part.number : WHOLE;
+  return task;
+}
+
+// Shared memory: queries, 64 rows of them in each slot; rows of out that leave, for each warpgroup; K; V; barriers; tasks.
 static_assert(SLOTS_Q >= GROUPS, "each warpgroup reads a slot");
 constexpr bool AHEAD = SLOTS_Q > GROUPS;                      // a query tile begins before the one before it has ended
 constexpr int EARLY = min_of(SLOTS_Q - GROUPS, GROUPS);       // warpgroups whose next queries need not wait until others have read theirs
@@ -60,21 +90,16 @@ constexpr int V_OFFSET = K_OFFSET + STAGES * KeyTile::bytes;
 constexpr int K_BARRIERS = V_OFFSET + STAGES_V * ValueTile::bytes;
 constexpr int V_BARRIERS = K_BARRIERS + STAGES * RING_BARRIERS;
 constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * RING_BARRIERS;
-[[maybe_unused]] constexpr int SHARED_BYTES = Q_BARRIERS + SLOTS_Q * RING_BARRIERS;
+constexpr int TASKS = Q_BARRIERS + SLOTS_Q * RING_BARRIERS;
+[[maybe_unused]] constexpr int SHARED_BYTES = TASKS + SLOTS_Q * int(sizeof(Task));
 
 KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   const SharedAddress smem = shared_memory();
   const int warp = int(uniform(u32(warp_id()))), group = warp / 4 - 1;
-  Ring<KeyTile, STAGES, TOGETHER> keys{smem + K_OFFSET, smem + K_BARRIERS};
-  Ring<ValueTile, STAGES_V, TOGETHER> values{smem + V_OFFSET, smem + V_BARRIERS};
-  Ring<QueryTile, SLOTS_Q, TOGETHER> queries{smem, smem + Q_BARRIERS};        // those of each warpgroup in turn
+  Ring<KeyTile, STAGES, ELECTED> keys{smem + K_OFFSET, smem + K_BARRIERS};
+  Ring<ValueTile, STAGES_V, ELECTED> values{smem + V_OFFSET, smem + V_BARRIERS};
+  Ring<QueryTile, SLOTS_Q, ELECTED> queries{smem, smem + Q_BARRIERS};        // those of each warpgroup in turn
   const Band band{p.first_key, p.last_key, p.len_kv};
-  const auto place = [&](u32 turn) { return place_in_turn(p, turn, TILE_Q); };
-  // the key tiles that any row of the block sees, in a part only those of the part; rows that see nothing are masked in one
-  const auto tiles_of = [&](u32 turn, const Turn& here) {
-    const TileRange tiles = tiles_seen(band, here.row, min_of(TILE_Q, p.len_q - here.row), TILE_KV, {0, 1});
-    return is_part(p, turn) ? among(here.part.keys, tiles) : tiles;
-  };
 
   if (warp == 0) {
     start_ring(keys, 4 * GROUPS);                             // warps that hand a tile back
@@ -86,35 +111,57 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   if (group < 0) {
     give_registers<LOADER_REGISTERS>();
     if (warp > 0) return;
-    const auto load_queries = [&](const Turn& here, int first, int end) {
+    u32 turn = 0;                                             // the one to begin next
+    Turn here{};                                              // of the turn begun last
+    TileRange tiles{};
+    int head_kv = 0;                                          // once a turn: a division takes as long as some loads
+    const auto begin_turn = [&] {
+      here = place_in_turn(p, turn, TILE_Q);
+      head_kv = here.head / p.heads_per_kv;
+      tiles = tiles_seen(band, here.row, min_of(TILE_Q, p.len_q - here.row), TILE_KV, {0, 1});
+      if (is_part(p, turn)) tiles = among(here.part.keys, tiles);
+    };
+    const auto load_queries = [&](int first, int end) {
+      const bool follows = has_turn(p, turn + 1);
       #pragma unroll 1
       for (int of = first; of < end; ++of) {
+        const Task task = task_of(p, band, turn, here, tiles, of, follows);
         wait_free(queries);                                   // without it queries are overwritten that are still read
+        store_once(smem + TASKS + queries.slot() * int(sizeof(Task)), task);
+        sync_warp();                                          // without it a task is read that has not been written
         load_async(queries, p.q_map, here.batch, here.head, here.row + of * ROWS);
       }
     };
-    const auto load_keys = [&](const Turn& here, int tile) {
-      wait_free(keys);                                        // without it keys are overwritten that a slower warp still reads
-      load_async(keys, p.k_map, here.batch, here.head / p.heads_per_kv, tile * TILE_KV);
-    };
-    const auto load_first = [&](u32 turn, int groups) {
-      const Turn here = place(turn);
-      load_queries(here, 0, groups);
-      load_keys(here, tiles_of(turn, here).begin);
-    };
-    if (has_turn(p, 0)) load_first(0, GROUPS);
+    // Keys one tile ahead of values, from turn to turn. Whatever is done between a slot that becomes free and its load, the others wait for.
+    int tile = 0, end = 1;                                    // of values, and beyond the last one of its turn; at first there are none
+    bool any = false;
     #pragma unroll 1
-    for (u32 turn = 0; has_turn(p, turn); ++turn) {
-      const Turn here = place(turn);
-      const TileRange tiles = tiles_of(turn, here);
-      #pragma unroll 1
-      for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-        if (tile + 1 < tiles.end) load_keys(here, tile + 1);
-        else if (has_turn(p, turn + 1)) load_first(turn + 1, EARLY);
-        wait_free(values);                                    // without it values are overwritten that a slower warp still reads
-        load_async(values, p.v_map, here.batch, here.head / p.heads_per_kv, tile * TILE_KV);
+    for (;;) {
+      const Turn at = here;
+      const int head = head_kv;
+      const bool last = tile + 1 == end, begins = last && has_turn(p, turn);
+      int next = tile + 1;
+      if (begins) {
+        begin_turn();
+        load_queries(0, any ? EARLY : GROUPS);
+        next = tiles.begin;
       }
-      if (EARLY < GROUPS && has_turn(p, turn + 1)) load_queries(place(turn + 1), EARLY, GROUPS);
+      if (begins || !last) {
+        wait_free(keys);                                      // without it keys are overwritten that a slower warp still reads
+        load_async(keys, p.k_map, here.batch, head_kv, next * TILE_KV);
+      }
+      if (any) {
+        wait_free(values);                                    // without it values are overwritten that a slower warp still reads
+        load_async(values, p.v_map, at.batch, head, tile * TILE_KV);
+        if (EARLY < GROUPS && begins) load_queries(EARLY, GROUPS);
+      }
+      if (last && !begins) break;
+      any = true;
+      tile = next;
+      if (begins) {
+        end = tiles.end;
+        ++turn;
+      }
     }
     return;
   }
@@ -125,30 +172,31 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   Acc<16, TILE_KV> s_reg;
   OperandA<16> p_reg[TILE_KV / 16];
   Acc<16, WIDTH_V> o_reg;
-  OnlineSoftmax<16> softmax;
-  const float scale_log2 = EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E;
+  OnlineSoftmax<16> softmax(LOWEST);
+  const float scale_log2 = EXPLICIT_SCORES ? LOG2E : p.scale_log2;
 
-  // The tile at hand, the last one of its turn that the warpgroup sees, how many the block sees before and beyond, and the warp's rows.
-  u32 turn = 0;
-  int tile, last, before, beyond, warp_row;
+  int tile, last, before, beyond, next = has_turn(p, 0) ? LATER : NOTHING, warp_row;
+  u32 part = WHOLE;
   Place now, ended;                                           // this turn's, and that of the one before, which ends later than this begins
-  const auto begin_turn = [&](u32 turn) {
-    const Turn here = place(turn);
+  int others = group;                                         // slots filled for other warpgroups since this one's last
+  const auto begin_turn = [&] {
+    if (TAKE_TURNS) skip(queries, others);
+    else queries.number += others;
+    others = GROUPS - 1;
+    q_smem = {uniform(queries.tile().base)};                  // once a turn: dividing by SLOTS_Q takes lanes
+    wait_full(queries);                                       // without it the products read queries that have not arrived
+    const Task task = load_shared<Task>(smem + TASKS + queries.slot() * int(sizeof(Task)));
     ended = now;
-    now = here;
-    const TileRange all = tiles_of(turn, here);
-    const int group_row = here.row + group * ROWS;
-    const TileRange seen = tiles_seen(band, group_row, min_of(ROWS, p.len_q - group_row), TILE_KV, all), own = SPLIT_KV ? among(all, seen) : seen;
-    // Keys are shared where all rows see the first ones. With more tiles before, the loader waits for values to be free that a group has
-    // not come to, and the group for keys.
-    before = SPLIT_KV ? 0 : min_of(own.begin - all.begin, STAGES_V - 1);
-    tile = all.begin + before;
-    last = own.end - 1;
-    beyond = all.end - own.end;
-    warp_row = group_row + warp % 4 * 16;
+    now = {{0, 0, uniform(task.batch[0]), uniform(task.batch[1])}, uniform(task.head), uniform(task.row), 0};
+    if (SPLIT_KV) part = uniform(task.part);
+    tile = uniform(task.first);                               // and what follows is kept once for a warp
+    last = uniform(task.last);
+    before = uniform(task.before);
+    beyond = uniform(task.beyond);
+    next = uniform(task.next);
+    warp_row = now.row + group * ROWS + warp % 4 * 16;
   };
   // The softmax of a turn has ended, and then, with its last product, the turn: of a query tile, or of the part with this number.
-  constexpr u32 WHOLE = ~u32(0);
   const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
   const auto row_of = [&](const Place& here) { return here.row + row_of_tile(); };
   const auto end_softmax = [&](const Place& here, u32 part, RowVec<16>& weight) {
@@ -157,7 +205,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     weight = softmax.sum;
     if (part != WHOLE) store(p.part_lse + part * p.part_rows + row_of_tile(), 1, p.part_rows - row_of_tile(), lse);
     else if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, row_of(here)), p.lse.row_stride, p.len_q - row_of(here), lse);
-    softmax = OnlineSoftmax<16>();
+    softmax = OnlineSoftmax<16>(LOWEST);
   };
   const auto end_turn = [&](const Place& here, u32 part, const RowVec<16>& weight) {
     rescale(o_reg, weight);
@@ -183,6 +231,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
 
   // A warp whose rows have not all seen something yet looks for the maximum in the next tile as well.
   bool unseen_rows = false;
+  bool sums = false;                                          // O holds products of its turn; if not, the next one replaces what it holds
   const auto find_maximum = [&](RowVec<16>& correction) {
     raise(softmax, s_reg, correction, scale_log2);
     unseen_rows = warp_any(seen_nothing(softmax));
@@ -217,7 +266,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     RowVec<16> weight;
     if (follows) {
       if (real) wait_full(values);                            // without it the product reads values that have not arrived
-      start_product(o_reg, p_reg, real ? values.tile() : ValueTile{k_smem.base});
+      start_product(o_reg, p_reg, real ? values.tile() : ValueTile{k_smem.base}, sums);
+      sums = !starts;
     }
     if (IN_LINE) arrive_in_line(group, GROUPS);               // without it the next warpgroup waits for ever
     if (follows) {
@@ -249,50 +299,37 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     if (first) skip(values, skipped);
     if (follows) {
       if (ends) end_turn(ended, WHOLE, weight);
-      if (starts) {
-        fill(o_reg, 0.f);
-      } else if (looked || again) {
-        rescale(o_reg, correction);
-      }
+      if (!starts && (looked || again)) rescale(o_reg, correction);
     }
   };
 
   fill(o_reg, 0.f);
   fill(s_reg, 0.f);
   #pragma unroll 1
-  while (has_turn(p, turn)) {
-    const u32 first = turn;
+  while (next != NOTHING) {
+    bool ends = false;                                        // a turn is left that has to end
     int skipped = 0;
     #pragma unroll 1
     for (;;) {
-      begin_turn(turn);
+      begin_turn();
       skipped += before;
       skip_keys(skipped);
-      queries.number = turn * GROUPS + group;
-      if (TAKE_TURNS) {
-        const int others = turn == 0 ? group : GROUPS - 1;    // slots filled for other warpgroups since this one's last
-        queries.number -= others;
-        skip(queries, others);
-      }
-      q_smem = {uniform(queries.tile().base)};                // once a turn: dividing by SLOTS_Q takes lanes
-      wait_full(queries);                                     // without it the products read queries that have not arrived
-      step(AHEAD, AHEAD, AHEAD && turn != first, skipped);
+      step(AHEAD, AHEAD, AHEAD && ends, skipped);
       #pragma unroll 1
       while (tile < last) {
         ++tile;
         step(true, false, false, 0);
       }
-      ++turn;
       arrive_free(queries);                                   // without it the loader waits for ever
-      // With more tiles between two turns, the loader waits for values to be free before it brings the next queries and keys.
-      if (!AHEAD || beyond > 1 || !has_turn(p, turn) || is_part(p, turn)) break;
+      if (next != DIRECTLY) break;
+      ends = true;
       skipped = beyond;
     }
     wait_full(values);                                        // as in a step, all three
     to_operands(p_reg, s_reg);
-    start_product(o_reg, p_reg, values.tile());
+    start_product(o_reg, p_reg, values.tile(), sums);
+    sums = false;
     RowVec<16> weight;
-    const u32 part = is_part(p, turn - 1) ? part_in_turn(p, turn - 1).number : WHOLE;
     end_softmax(now, part, weight);
     wait_for_products<0>(o_reg);                              // as above, both
     arrive_free(values);                                      // as above
@@ -301,7 +338,6 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       skip(values, 1);
     }
     end_turn(now, part, weight);
-    fill(o_reg, 0.f);
   }
   if (IN_LINE && group == 0) wait_in_line(group);             // without it the last one's word is left over
   if (STAGED_OUT) wait_for_stores();                          // without it the block, and its shared memory, may end before

@@ -79,6 +79,7 @@ struct HopperForwardParams {
   float* parts;                           // (parts, part_rows * WIDTH_V)  out of each part of a tile, in the order of fragments
   float* part_lse;                        // (parts, part_rows)  and its lse
   Tensor out;                             // (*batch, heads,    len_q,  dim_v)
+  float scale_log2;                       // scale * log2 e
 };
 
 struct BackwardParams {

@@ -214,7 +214,7 @@ def test_the_first_row_for_width_mask_and_length_is_taken(q, options, why, monke
         (64, 512, {"softcap": 5.0}, False),
         (128, 1024, {"causal": True}, True),
         (128, 1025, {}, False),
-        (128, 1025, {"causal": True}, True),
+        (128, 1025, {"causal": True}, False),
         (192, 1025, {}, True),
         (256, 512, {}, False),
     ],

@@ -1,5 +1,6 @@
 """The numbers and tensor maps that a forward for sm_90a is told."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -64,6 +65,7 @@ def test_a_problem_becomes_numbers():
         "dim": 64,
         "dim_v": 48,
         "scale": pytest.approx(0.3),
+        "scale_log2": pytest.approx(0.3 / math.log(2)),
         "softcap": 5.0,
         "first_shared": 0,  # nor which are shared
         "shared_tiles": 0,

@@ -76,6 +76,7 @@ def settings_of(kernel):
         lanes_store = TWO_GROUPS.but(SLOTS_Q=3, STAGED_OUT=False)
         settings = {"two stages": TWO_GROUPS, "one stage": lanes_store.but(STAGES=1, STAGES_V=1, SLOTS_Q=2), "leaps": leaps}
         settings |= {"in line": in_line, "in line, far apart": in_line.but(STAGES=1, STAGES_V=1)}
+        settings |= {"three groups, four slots": TWO_GROUPS.but(TILE_Q=192, WARPS=16)}
         return settings | {"three slots": lanes_store, "one key tile": lanes_store.but(TILE_KV=80), "split": split}
     if kernel == "bwd_hopper":
         wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128)

@@ -13,8 +13,10 @@ struct Arrival {
 
 // How the lanes of a warp go through a wait or an arrival. APART: by branches around the instruction, as anyone would write it. TOGETHER: with
 // no branch that the assembler could take for one at which lanes part; where that holds for a whole kernel, its loop counters, addresses and
-// descriptors are kept once for a warp. The results are the same; which one is faster depends on the kernel, and not by little.
-enum Lanes { APART, TOGETHER };
+// descriptors are kept once for a warp. ELECTED: so, and by an instruction that elects one lane to start copies: of a lane with a number the
+// assembler does not know that it is one, and makes a loop around each copy. The results are the same; which is faster depends on the kernel,
+// and not by little.
+enum Lanes { APART, TOGETHER, ELECTED };
 
 #if ON_GPU
 OP bool mbarrier_try_wait_parity(SharedAddress barrier, u32 parity) {
@@ -39,6 +41,12 @@ OP void mbarrier_arrive_if(SharedAddress barrier, bool calls) {
 }
 OP void mbarrier_arrive_expect_tx(SharedAddress barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+// true in one lane of the warp
+OP bool elect_sync() {
+  u32 elected;
+  asm volatile("{ .reg .pred elected; elect.sync _|elected, 0xffffffff; selp.u32 %0, 1, 0, elected; }" : "=r"(elected));
+  return elected;
 }
 OP void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 OP void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
@@ -135,7 +143,7 @@ OP void start_arrivals(Arrival barrier, int count, CallSite at = call_site()) {
 }
 template <Lanes LANES = APART> OP void arrive_at(Arrival barrier, CallSite at = call_site()) {
 #if ON_GPU
-  if constexpr (LANES == TOGETHER) mbarrier_arrive_if(barrier.address, lane_id() == 0);
+  if constexpr (LANES != APART) mbarrier_arrive_if(barrier.address, lane_id() == 0);
   else if (lane_id() == 0) mbarrier_arrive(barrier.address);
 #else
   host::self->block->arrive(warp_id(), barrier.address, 0, at);
@@ -151,7 +159,7 @@ OP void arrive_with_bytes(Arrival barrier, int bytes, CallSite at = call_site())
 }
 template <Lanes LANES = APART> OP void wait_for(Arrival barrier, u32 parity, CallSite at = call_site()) {
 #if ON_GPU
-  if constexpr (LANES == TOGETHER) mbarrier_try_wait_parity_uni(barrier.address, parity);
+  if constexpr (LANES != APART) mbarrier_try_wait_parity_uni(barrier.address, parity);
   else while (!mbarrier_try_wait_parity(barrier.address, parity)) {}
 #else
   host::self->block->wait_for_arrivals(warp_id(), barrier.address, parity, at);
@@ -205,7 +213,7 @@ template <typename T, int SLOTS, Lanes LANES> OP void skip(Ring<T, SLOTS, LANES>
 template <typename T, int SLOTS, Lanes LANES>
 OP void start_load(const Ring<T, SLOTS, LANES>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at) {
 #if ON_GPU
-  if (lane_id() == 0) {
+  if (LANES == ELECTED ? elect_sync() : lane_id() == 0) {
     #pragma unroll
     for (int i = 0; i < T::panels; ++i)
       cp_async_bulk_tensor_5d(ring.tile().base + i * T::panel_bytes, map, ring.full().address, 64 * i, row, head, batch[BATCH_AXES - 1], batch[BATCH_AXES - 2]);
@@ -287,7 +295,7 @@ OP void wait_for_sums() {
 // Waits until the copy engine has read what this warp has stored with store_async, or added with add_async.
 OP void wait_for_stores() {
 #if ON_GPU
-  if (lane_id() == 0) cp_async_bulk_wait_group_read();
+  cp_async_bulk_wait_group_read();                            // of the lane that has started them: the others have nothing to wait for
   __syncwarp();
 #else
   host::self->wait_for_async_stores();

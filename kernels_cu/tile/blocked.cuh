@@ -14,12 +14,6 @@ template <int ROWS, int COLS> struct BlockedTile {
   static OP constexpr int offset(int row0, int col0) { return (row0 / 16 * (COLS / 16) + col0 / 16) * 256 * size; }
 };
 
-#if ON_GPU
-OP void stmatrix_x4(SharedAddress row, const u32* r) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(row), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
-#endif
-
 // Writes the four words that each lane holds of a 16 x 16 block in half precision.
 OP void store_block(SharedAddress block, int lane, const Moved& moved) {
 #if ON_GPU

@@ -20,23 +20,28 @@ OP void stmatrix_x4_trans(SharedAddress row, const u32* r) {
 }
 #endif
 
-// tile[row0 : row0 + 16] = acc, rounded to the element type, in memory that belongs to the warp
+// tile[row0 : row0 + 16] = acc, rounded to the element type, in memory that belongs to the warp; row0 is a multiple of 8
 template <int ROWS, int WIDTH> OP void store(const PanelTile<ROWS, WIDTH>& tile, const Acc<16, WIDTH>& acc, int row0) {
-  for_lane(l) {
-    const int lane = not_ahead(l);
+#if ON_GPU
+  const int lane = not_ahead(lane_id());                      // kept, the addresses would take registers
+  #pragma unroll
+  for (int r = 0; r < acc.regs; r += 8) {                     // four blocks of 8 x 8: the upper rows, the lower ones, and the same of the next columns
+    u32 pairs[4];
     #pragma unroll
-    for (int r = 0; r < acc.regs; r += 2) {
-      const SharedTile<ROWS, 64> panel = tile.panel(acc.reg_col(r) / 64);
-      store_shared(panel.at(row0 + acc.row(lane, r), acc.reg_col(r) % 64, acc.col(lane, 0)), pack<Element>(acc.at(l, r), acc.at(l, r + 1)));
-    }
+    for (int i = 0; i < 4; ++i) pairs[i] = pack<Element>(acc.v[r + 2 * i], acc.v[r + 2 * i + 1]);
+    stmatrix_x4(tile.panel(acc.reg_col(r) / 64).chunk_at(row0, lane % 16, acc.reg_col(r) % 64 / 8, lane / 16), pairs);
   }
+#else
+  for_lane(l) for (int r = 0; r < acc.regs; r += 2)
+    store_shared(tile.panel(acc.reg_col(r) / 64).at(row0 + acc.row(l, r), acc.reg_col(r) % 64, acc.col(l, 0)), pack<Element>(acc.at(l, r), acc.at(l, r + 1)));
+#endif
 }
 
 // tile[:, col0 : col0 + 16] = the transpose of 16 rows that are at hand as a left factor, in memory that belongs to the warp
 template <int ROWS, int WIDTH> OP void store_transposed(const PanelTile<ROWS, WIDTH>& tile, const OperandA<16> (&a)[ROWS / 16], int col0) {
   const SharedTile<ROWS, 64> panel = tile.panel(col0 / 64);
 #if ON_GPU
-  const int lane = not_ahead(lane_id());                      // kept, the addresses would take registers
+  const int lane = not_ahead(lane_id());                      // as above
 #endif
   #pragma unroll
   for (int i = 0; i < ROWS / 16; ++i) {

@@ -67,7 +67,17 @@ template <typename T> OP void store_shared(SharedAddress address, T value) {
 #if ON_GPU
   *static_cast<T*>(__cvta_shared_to_generic(address)) = value;
 #else
+  static_assert(sizeof value <= sizeof host::Store::value, "it waits there until others see it");
   host::self->store_shared(address, &value, sizeof value);
+#endif
+}
+
+// The same of one value that all lanes have, by the lane that arrives at barriers for them.
+template <typename T> OP void store_once(SharedAddress address, const T& value) {
+#if ON_GPU
+  if (lane_id() == 0) store_shared(address, value);
+#else
+  store_shared(address, value);
 #endif
 }
 
@@ -79,6 +89,10 @@ OP void ldmatrix_x4(u32* r, SharedAddress row) {
 OP void ldmatrix_x4_trans(u32* r, SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
+}
+OP void stmatrix_x4(SharedAddress row, const u32* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(row), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 #endif
 

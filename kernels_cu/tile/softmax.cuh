@@ -7,7 +7,7 @@
 // The sum is this lane's share until finish(): adding the four shares once costs less than adding them in every step.
 template <int M> struct OnlineSoftmax {
   RowVec<M> max, sum;
-  OP OnlineSoftmax() { fill(max, -infinity()); fill(sum, 0.f); }
+  OP OnlineSoftmax(float nothing = -infinity()) { fill(max, nothing); fill(sum, 0.f); }
 };
 constexpr float LOWEST = -3e38f;                              // in place of -inf, from which -inf cannot be subtracted
 
@@ -51,21 +51,29 @@ OP void update(OnlineSoftmax<M>& state, Acc<M, N>& s, Acc<M, D>& o, float scale_
 
 // The same in parts, for an o that is still being summed up, and for a maximum that most steps leave as it is: a score may be above it by
 // so much that p is large, but not too large. Whether it is, the sums of p tell, so nobody looks for the largest score before that.
+// Rows that have seen nothing have the maximum LOWEST here, so that it is subtracted as it is, from the two neighbouring registers that hold
+// it: from a copy, which may come to lie in two registers of one bank, an instruction a score reads a register more, see docs/tuning-hopper-forward.md.
 
 // The maximum becomes that of the scores so far, and the sum is brought to it; so has o to be, by a factor that `correction` is multiplied by.
 template <int M, int N> OP void raise(OnlineSoftmax<M>& state, const Acc<M, N>& s, RowVec<M>& correction, float scale_log2) {
-  RowVec<M> top;
+  RowVec<M> top, other;                                       // of every other pair: one chain of maxima would be twice as long
   fill(top, -infinity());
+  fill(other, -infinity());
   for_lane(l) {
     #pragma unroll
-    for (int r = 0; r < s.regs; ++r) top.at(l, s.slot(r)) = fmaxf(top.at(l, s.slot(r)), s.at(l, r));
+    for (int r = 0; r < s.regs; ++r) {
+      float& max = r % 2 ? top.at(l, s.slot(r)) : other.at(l, s.slot(r));
+      max = fmaxf(max, s.at(l, r));
+    }
+    #pragma unroll
+    for (int i = 0; i < top.slots; ++i) top.at(l, i) = fmaxf(top.at(l, i), other.at(l, i));
   }
   quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < top.slots; ++i) {
       const float max = fmaxf(state.max.at(l, i), top.at(l, i) * scale_log2);
-      const float factor = exp2_approx(state.max.at(l, i) - fmaxf(max, LOWEST));
+      const float factor = exp2_approx(state.max.at(l, i) - max);
       state.max.at(l, i) = max;
       state.sum.at(l, i) *= factor;
       correction.at(l, i) *= factor;
@@ -78,7 +86,7 @@ template <int M> OP Regs<bool, 1> seen_nothing(const OnlineSoftmax<M>& state) {
   for_lane(l) {
     any.at(l, 0) = false;
     #pragma unroll
-    for (int i = 0; i < state.max.slots; ++i) any.at(l, 0) |= state.max.at(l, i) == -infinity();
+    for (int i = 0; i < state.max.slots; ++i) any.at(l, 0) |= state.max.at(l, i) == LOWEST;
   }
   return any;
 }
@@ -88,7 +96,7 @@ template <int M, int N> OP void exponentiate(const OnlineSoftmax<M>& state, Acc<
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < s.regs; ++r) {
-      const float p = exp2_approx(fmaf(s.at(l, r), scale_log2, -fmaxf(state.max.at(l, s.slot(r)), LOWEST)));
+      const float p = exp2_approx(fmaf(s.at(l, r), scale_log2, -state.max.at(l, s.slot(r))));
       s.at(l, r) = p;
       sum.at(l, s.slot(r)) += p;
     }

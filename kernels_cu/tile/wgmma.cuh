@@ -59,8 +59,8 @@ template <int N> OP void wgmma_from_shared(float* d, u32 a, u32 b, int add);
 template <int N> OP void wgmma_from_shared_rows(float* d, u32 a, u32 b, int add);
 // d = a^T b^T + (add ? d : 0): 16 rows of 64 columns of a, 16 columns of N rows of b
 template <int N> OP void wgmma_from_shared_columns(float* d, u32 a, u32 b, int add);
-// d += a b: the same as the second with a in registers
-template <int N> OP void wgmma_from_registers(float* d, const u32* a, u32 b);
+// the same as the second with a in registers
+template <int N> OP void wgmma_from_registers(float* d, const u32* a, u32 b, int add);
 template <> OP void wgmma_from_shared<64>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(64, "f16", D_64, DESCRIPTOR("a", "%32") DESCRIPTOR("b", "%33"), "a, b", "%34", "0, 0") : OF_D_64 : "r"(a), "r"(b), "r"(add));
@@ -145,35 +145,35 @@ template <> OP void wgmma_from_shared_columns<80>(float* d, u32 a, u32 b, int ad
   else
     asm volatile(WGMMA(80, "bf16", D_80, DESCRIPTOR("a", "%40") DESCRIPTOR("b", "%41"), "a, b", "%42", "1, 0") : OF_D_80 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_registers<64>(float* d, const u32* a, u32 b) {
+template <> OP void wgmma_from_registers<64>(float* d, const u32* a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
-    asm volatile(WGMMA(64, "f16", D_64, DESCRIPTOR("b", "%36"), "{%32, %33, %34, %35}, b", "%37", "1") : OF_D_64 : OF_A(a), "r"(b), "r"(1));
+    asm volatile(WGMMA(64, "f16", D_64, DESCRIPTOR("b", "%36"), "{%32, %33, %34, %35}, b", "%37", "1") : OF_D_64 : OF_A(a), "r"(b), "r"(add));
   else
-    asm volatile(WGMMA(64, "bf16", D_64, DESCRIPTOR("b", "%36"), "{%32, %33, %34, %35}, b", "%37", "1") : OF_D_64 : OF_A(a), "r"(b), "r"(1));
+    asm volatile(WGMMA(64, "bf16", D_64, DESCRIPTOR("b", "%36"), "{%32, %33, %34, %35}, b", "%37", "1") : OF_D_64 : OF_A(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_registers<96>(float* d, const u32* a, u32 b) {
+template <> OP void wgmma_from_registers<96>(float* d, const u32* a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
-    asm volatile(WGMMA(96, "f16", D_96, DESCRIPTOR("b", "%52"), "{%48, %49, %50, %51}, b", "%53", "1") : OF_D_96 : OF_A(a), "r"(b), "r"(1));
+    asm volatile(WGMMA(96, "f16", D_96, DESCRIPTOR("b", "%52"), "{%48, %49, %50, %51}, b", "%53", "1") : OF_D_96 : OF_A(a), "r"(b), "r"(add));
   else
-    asm volatile(WGMMA(96, "bf16", D_96, DESCRIPTOR("b", "%52"), "{%48, %49, %50, %51}, b", "%53", "1") : OF_D_96 : OF_A(a), "r"(b), "r"(1));
+    asm volatile(WGMMA(96, "bf16", D_96, DESCRIPTOR("b", "%52"), "{%48, %49, %50, %51}, b", "%53", "1") : OF_D_96 : OF_A(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_registers<128>(float* d, const u32* a, u32 b) {
+template <> OP void wgmma_from_registers<128>(float* d, const u32* a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
-    asm volatile(WGMMA(128, "f16", D_128, DESCRIPTOR("b", "%68"), "{%64, %65, %66, %67}, b", "%69", "1") : OF_D_128 : OF_A(a), "r"(b), "r"(1));
+    asm volatile(WGMMA(128, "f16", D_128, DESCRIPTOR("b", "%68"), "{%64, %65, %66, %67}, b", "%69", "1") : OF_D_128 : OF_A(a), "r"(b), "r"(add));
   else
-    asm volatile(WGMMA(128, "bf16", D_128, DESCRIPTOR("b", "%68"), "{%64, %65, %66, %67}, b", "%69", "1") : OF_D_128 : OF_A(a), "r"(b), "r"(1));
+    asm volatile(WGMMA(128, "bf16", D_128, DESCRIPTOR("b", "%68"), "{%64, %65, %66, %67}, b", "%69", "1") : OF_D_128 : OF_A(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_registers<192>(float* d, const u32* a, u32 b) {
+template <> OP void wgmma_from_registers<192>(float* d, const u32* a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
-    asm volatile(WGMMA(192, "f16", D_192, DESCRIPTOR("b", "%100"), "{%96, %97, %98, %99}, b", "%101", "1") : OF_D_192 : OF_A(a), "r"(b), "r"(1));
+    asm volatile(WGMMA(192, "f16", D_192, DESCRIPTOR("b", "%100"), "{%96, %97, %98, %99}, b", "%101", "1") : OF_D_192 : OF_A(a), "r"(b), "r"(add));
   else
-    asm volatile(WGMMA(192, "bf16", D_192, DESCRIPTOR("b", "%100"), "{%96, %97, %98, %99}, b", "%101", "1") : OF_D_192 : OF_A(a), "r"(b), "r"(1));
+    asm volatile(WGMMA(192, "bf16", D_192, DESCRIPTOR("b", "%100"), "{%96, %97, %98, %99}, b", "%101", "1") : OF_D_192 : OF_A(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_registers<256>(float* d, const u32* a, u32 b) {
+template <> OP void wgmma_from_registers<256>(float* d, const u32* a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
-    asm volatile(WGMMA(256, "f16", D_256, DESCRIPTOR("b", "%132"), "{%128, %129, %130, %131}, b", "%133", "1") : OF_D_256 : OF_A(a), "r"(b), "r"(1));
+    asm volatile(WGMMA(256, "f16", D_256, DESCRIPTOR("b", "%132"), "{%128, %129, %130, %131}, b", "%133", "1") : OF_D_256 : OF_A(a), "r"(b), "r"(add));
   else
-    asm volatile(WGMMA(256, "bf16", D_256, DESCRIPTOR("b", "%132"), "{%128, %129, %130, %131}, b", "%133", "1") : OF_D_256 : OF_A(a), "r"(b), "r"(1));
+    asm volatile(WGMMA(256, "bf16", D_256, DESCRIPTOR("b", "%132"), "{%128, %129, %130, %131}, b", "%133", "1") : OF_D_256 : OF_A(a), "r"(b), "r"(add));
 }
 
 OP void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -285,19 +285,20 @@ OP void start_transposed_product(Acc<16, N>& d, const PanelTile<INNER, WIDTH>& a
 #endif
 }
 
-// o += p v is started: p in registers.
+// o += p v is started, or o = p v: p in registers.
 template <int K, int TILE, int WIDTH>
-OP void start_product(Acc<16, WIDTH>& o, const OperandA<16> (&p)[K], const PanelTile<TILE, WIDTH>& v, CallSite at = call_site()) {
+OP void start_product(Acc<16, WIDTH>& o, const OperandA<16> (&p)[K], const PanelTile<TILE, WIDTH>& v, bool add = true, CallSite at = call_site()) {
   static_assert(TILE == 16 * K, "a column of p for each row of v");
 #if ON_GPU
   const u32 b = descriptor(v.base, v.panel_bytes);
   pin(o);
   wgmma_fence();
   #pragma unroll
-  for (int i = 0; i < K; ++i) wgmma_from_registers<WIDTH>(o.v, p[i].v, b + i * 16 * 128 / 16);
+  for (int i = 0; i < K; ++i) wgmma_from_registers<WIDTH>(o.v, p[i].v, b + i * 16 * 128 / 16, add || i > 0);
   wgmma_commit_group();
 #else
-  start_on_host(o, true, at, [=, &p](Acc<16, WIDTH>& o) {
+  start_on_host(o, add, at, [=, &p](Acc<16, WIDTH>& o) {
+    if (!add) fill(o, 0.f);
     float left[16][16 * K], right[16 * K][WIDTH];
     for (int i = 0; i < K; ++i)
       for_lane(l) for (int r = 0; r < p[i].regs; ++r) for (int half = 0; half < 2; ++half)
