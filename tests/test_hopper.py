@@ -11,7 +11,7 @@ from cupy_flash.arrays import DTYPES
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
 from cupy_flash.launch import AttentionPlan
-from cupy_flash.tuning import HOPPER
+from cupy_flash.tuning import HOPPER, HOPPER_CANDIDATES
 
 
 def judged(q, k, v, **options):
@@ -114,6 +114,13 @@ def test_windows_of_narrow_key_tiles(slots, in_line, order, monkeypatch, fast_bu
     p = plan.problem
     comparison = compare(out, lse, q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key)
     assert comparison.ok, comparison.message
+
+
+def test_rows_in_line_have_places_for_warpgroups_that_are_apart():
+    """With a window they begin and end tiles apart, and in line, with fewer places for values, would wait for each other."""
+    rows = [row for row in (*HOPPER, *HOPPER_CANDIDATES) if row.in_line and "window" in row.masks]
+    apart = [-(-(row.tile_q - 64) // row.tile_kv) for row in rows]
+    assert rows and all(row.stages_v >= 2 * tiles for row, tiles in zip(rows, apart))
 
 
 @pytest.mark.parametrize("slow", [0, 1])
