@@ -59,7 +59,8 @@ struct alignas(16) Task {
   int next;                                                   // whether there is another task
   u32 part;                                                   // number of the part of a query tile, or WHOLE
 };
-OP Task task_of(const HopperForwardParams& p, const Band& band, u32 turn, const Turn& here, const TileRange& tiles, int group, bool follows) {
+// The task of a warpgroup in a turn that it begins beneath the end of one of which so many tiles are `left`.
+OP Task task_of(const HopperForwardParams& p, const Band& band, u32 turn, const Turn& here, const TileRange& tiles, int group, int left, bool follows) {
   Task task;
   #pragma unroll
   for (int i = 0; i < 2; ++i) task.batch[i] = here.batch[BATCH_AXES - 2 + i];
@@ -68,13 +69,14 @@ OP Task task_of(const HopperForwardParams& p, const Band& band, u32 turn, const 
   const int row = here.row + group * ROWS;
   const TileRange seen = tiles_seen(band, row, min_of(ROWS, p.len_q - row), TILE_KV, tiles), own = SPLIT_KV ? among(tiles, seen) : seen;
   // Keys are shared where all rows see the first ones. With more tiles before, the loader waits for values to be free that a warpgroup has
-  // not come to, and the warpgroup for keys.
-  task.before = SPLIT_KV ? 0 : min_of(own.begin - tiles.begin, STAGES_V - 1);
+  // not come to, and the warpgroup for keys; or, in line, for others, which wait for the loader.
+  task.before = SPLIT_KV ? 0 : min_of(own.begin - tiles.begin, max_of(STAGES_V - 1 - left, 0));
   task.first = tiles.begin + task.before;
   task.last = own.end - 1;
   task.beyond = tiles.end - own.end;
   // With more tiles between two turns, the loader waits for values to be free before it brings the next queries and keys.
-  task.next = !follows ? NOTHING : SLOTS_Q > GROUPS && task.beyond <= 1 && !is_part(p, turn + 1) ? DIRECTLY : LATER;
+  const bool few = task.beyond < min_of(STAGES_V, 2);
+  task.next = !follows ? NOTHING : SLOTS_Q > GROUPS && few && !is_part(p, turn + 1) ? DIRECTLY : LATER;
   task.part = is_part(p, turn) ? here.part.number : WHOLE;
   return task;
 }
@@ -121,11 +123,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       tiles = tiles_seen(band, here.row, min_of(TILE_Q, p.len_q - here.row), TILE_KV, {0, 1});
       if (is_part(p, turn)) tiles = among(here.part.keys, tiles);
     };
+    u32 left = 0;                                             // a bit for each warpgroup that goes on directly, and leaves a tile
     const auto load_queries = [&](int first, int end) {
       const bool follows = has_turn(p, turn + 1);
       #pragma unroll 1
       for (int of = first; of < end; ++of) {
-        const Task task = task_of(p, band, turn, here, tiles, of, follows);
+        const Task task = task_of(p, band, turn, here, tiles, of, int(left >> of & 1), follows);
+        left = (left & ~(1u << of)) | u32(task.next == DIRECTLY && task.beyond > 0) << of;
         wait_free(queries);                                   // without it queries are overwritten that are still read
         store_once(smem + TASKS + queries.slot() * int(sizeof(Task)), task);
         sync_warp();                                          // without it a task is read that has not been written

@@ -116,6 +116,15 @@ def test_windows_of_narrow_key_tiles(slots, in_line, order, monkeypatch, fast_bu
     assert comparison.ok, comparison.message
 
 
+@pytest.mark.parametrize("window", [(63, 0), (100, 100)], ids=str)
+@pytest.mark.parametrize("dim", [128, 192])
+def test_warpgroups_in_line_of_which_one_sees_nothing(dim, window, fast_build):
+    """Queries beyond all keys: a warpgroup leaves a tile of its turn to the others, and begins the next one late."""
+    rng = numpy.random.default_rng(18)
+    q, k, v = (rng.standard_normal((2, length, dim)).astype(numpy.float16) for length in (900, 300, 300))
+    assert judged(q, k, v, window=window).kernel.config.IN_LINE
+
+
 def test_rows_in_line_have_places_for_warpgroups_that_are_apart():
     """With a window they begin and end tiles apart, and in line, with fewer places for values, would wait for each other."""
     rows = [row for row in (*HOPPER, *HOPPER_CANDIDATES) if row.in_line and "window" in row.masks]
