@@ -49,6 +49,9 @@ using OutTile = PanelTile<ROWS, WIDTH_V>;
 using PartTile = SumTile<TILE_Q, WIDTH_V>;
 OP PartTile part_of(const HopperForwardParams& p, u32 number) { return {p.parts + i64(number) * p.part_rows * WIDTH_V}; }
 
+static_assert(SLOTS_Q >= GROUPS, "each warpgroup reads a slot");
+constexpr bool AHEAD = SLOTS_Q > GROUPS;                      // a query tile begins before the one before it has ended
+
 // What the loader tells a warpgroup with its queries. It has the time to work that out; a warpgroup between two tiles keeps tensor cores waiting.
 enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: it begins beneath the last product of this one
 constexpr u32 WHOLE = ~u32(0);
@@ -76,14 +79,12 @@ OP Task task_of(const HopperForwardParams& p, const Band& band, u32 turn, const 
   task.beyond = tiles.end - own.end;
   // With more tiles between two turns, the loader waits for values to be free before it brings the next queries and keys.
   const bool few = task.beyond < min_of(STAGES_V, 2);
-  task.next = !follows ? NOTHING : SLOTS_Q > GROUPS && few && !is_part(p, turn + 1) ? DIRECTLY : LATER;
+  task.next = !follows ? NOTHING : AHEAD && few && !is_part(p, turn + 1) ? DIRECTLY : LATER;
   task.part = is_part(p, turn) ? here.part.number : WHOLE;
   return task;
 }
 
 // Shared memory: queries, 64 rows of them in each slot; rows of out that leave, for each warpgroup; K; V; barriers; tasks.
-static_assert(SLOTS_Q >= GROUPS, "each warpgroup reads a slot");
-constexpr bool AHEAD = SLOTS_Q > GROUPS;                      // a query tile begins before the one before it has ended
 constexpr int EARLY = min_of(SLOTS_Q - GROUPS, GROUPS);       // warpgroups whose next queries need not wait until others have read theirs
 constexpr bool TAKE_TURNS = SLOTS_Q % GROUPS != 0;            // in a slot, so that all of them have to notice each filling of it
 constexpr int OUT_OFFSET = SLOTS_Q * QueryTile::bytes;
