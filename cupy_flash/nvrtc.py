@@ -17,6 +17,8 @@ from .plan import Plan
 from .source import source_of
 
 OPTIONS = ("--std=c++17",)
+# Entries of a file are optimised at the same time, on all processors. Alone, nothing is gained by it.
+SEVERAL_ENTRIES = ("--split-compile=0",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,14 @@ def version() -> tuple[int, int]:
     return _binding().getVersion()
 
 
+def options_for(plan: Plan) -> tuple[str, ...]:
+    """What NVRTC is told besides the architecture."""
+    return OPTIONS + SEVERAL_ENTRIES * (len(plan.entries) > 1)
+
+
 def key(plan: Plan) -> str:
     """A hash of everything that decides the machine code: sources, options, architecture and compiler."""
-    parts = (version(), OPTIONS, plan.architecture.name, sorted(source_of(plan).items()))
+    parts = (version(), options_for(plan), plan.architecture.name, sorted(source_of(plan).items()))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -91,7 +98,7 @@ def compile_plan(plan: Plan, options: tuple[str, ...] = ()) -> tuple[bytes, str]
     program = nvrtc.createProgram(text, main, [body.encode() for _, body in headers], [name.encode() for name, _ in headers])
     try:
         try:
-            nvrtc.compileProgram(program, (f"-arch={plan.architecture}", *OPTIONS, *options))
+            nvrtc.compileProgram(program, (f"-arch={plan.architecture}", *options_for(plan), *options))
         except nvrtc.NVRTCError as error:
             raise CompileError(f"{plan.name}: {error}\n{nvrtc.getProgramLog(program)}") from error
         # CuPy takes the result for a C string and drops its last byte, which the driver does not miss but other tools do.

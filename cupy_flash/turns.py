@@ -10,7 +10,7 @@ from .params import UNBOUNDED, divisor
 from .plan import Launch, Plan
 from .schedule import NONE, Schedule, causal_costs, make_schedule, make_shares
 
-WARP_ROWS, PANEL = 16, 64  # of a query tile: rows that a warp stores, and with so many columns merges at a time
+WARP_ROWS, MERGED_COLUMNS = 16, 32  # of a query tile: rows that a warp stores, and with so many columns merges
 
 
 def scheduled(plan: Plan, params: numpy.ndarray, launches: tuple[Launch, ...]) -> tuple[numpy.ndarray, tuple[Launch, ...]]:
@@ -62,4 +62,4 @@ def part_rows(plan: Plan, len_q: int) -> int:
 def merging_blocks(plan: Plan, tiles: int, len_q: int) -> int:
     """Blocks that merge so many query tiles."""
     c = plan.config
-    return -(-tiles * (part_rows(plan, len_q) // WARP_ROWS) * -(-c.WIDTH_V // PANEL) // c.WARPS)
+    return -(-tiles * (part_rows(plan, len_q) // WARP_ROWS) * (c.WIDTH_V // MERGED_COLUMNS) // c.WARPS)

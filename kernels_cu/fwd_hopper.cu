@@ -348,54 +348,44 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   if (STAGED_OUT) wait_for_stores();                          // without it the block, and its shared memory, may end before
 }
 
-// After: each warp merges 16 rows and 64 columns of a query tile that blocks have shared, one part after the other.
+// After: each warp merges 16 rows and 32 columns of a query tile that blocks have shared, one part after the other.
 //
 //   for each part:  m' = max(m, lse_part);  O = e^(m - m') O + e^(lse_part - m') out_part;  l = e^(m - m') l + e^(lse_part - m');  m = m'
 //   out = O / l,  lse = m + log l
 KERNEL(THREADS, 1) fwd_hopper_merge(GRID_CONSTANT HopperForwardParams p) {
   if constexpr (SPLIT_KV) {
-    constexpr int COLS = 32, ACROSS = 64 / COLS;              // WIDTH_V is a multiple
-    constexpr int AT_ONCE = (REGISTERS - 64) / 32;            // parts on their way, as far as registers hold them
-    const int warp = warp_id();
-    const u32 fragments = p.part_rows / 16, own = block_id() * WARPS + warp, fragment = own / OutTile::panels, tile = fragment / fragments;
+    constexpr int COLS = 32, ACROSS = WIDTH_V / COLS;
+    constexpr int AT_ONCE = (REGISTERS - 64) / 16;            // parts on their way, as far as registers hold them
+    const u32 own = block_id() * WARPS + warp_id(), fragment = own / ACROSS, fragments = p.part_rows / 16, tile = fragment / fragments;
     if (tile >= u32(p.shared_tiles)) return;
-    const int row = int(fragment - tile * fragments) * 16, col0 = int(own % OutTile::panels) * 64;
+    const int row = int(fragment - tile * fragments) * 16, col0 = int(own - fragment * ACROSS) * COLS;
 
-    Acc<16, COLS> o_reg[ACROSS];
+    Acc<16, COLS> o_reg;
     OnlineSoftmax<16> softmax;
-    #pragma unroll
-    for (auto& o : o_reg) fill(o, 0.f);
+    fill(o_reg, 0.f);
     const TileParts parts = parts_of_tile(p, tile);
     for (u32 part = parts.first; part <= parts.last; part += AT_ONCE) {
-      Acc<16, COLS> part_reg[AT_ONCE][ACROSS];
+      Acc<16, COLS> part_reg[AT_ONCE];
       RowVec<16> lse[AT_ONCE], correction, weight;
       #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {                     // all on their way before one is needed; the last one more than once
         const u32 number = min_of(part + i, parts.last);
         load(lse[i], p.part_lse + number * p.part_rows + row);
-        #pragma unroll
-        for (int j = 0; j < ACROSS; ++j)
-          if (col0 + j * COLS < WIDTH_V) load(part_reg[i][j], part_of(p, number), row, col0 + j * COLS);
+        load(part_reg[i], part_of(p, number), row, col0);
       }
       #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
         if (part + i > parts.last) break;
         join(softmax, lse[i], correction, weight);
-        #pragma unroll
-        for (int j = 0; j < ACROSS; ++j)
-          if (col0 + j * COLS < WIDTH_V) add(o_reg[j], correction, part_reg[i][j], weight);
+        add(o_reg, correction, part_reg[i], weight);
       }
     }
     RowVec<16> lse;
     finish(softmax, lse);
+    rescale(o_reg, softmax.sum);
 
     const Place here = place_of_tile(p, p.first_shared + tile, TILE_Q);
-    const GlobalTile out = rows_of(p.out, here.batch, here.head, here.row + row, p.len_q, p.dim_v);
-    #pragma unroll
-    for (int i = 0; i < ACROSS; ++i) {
-      rescale(o_reg[i], softmax.sum);
-      store(out, o_reg[i], col0 + i * COLS);
-    }
+    store(rows_of(p.out, here.batch, here.head, here.row + row, p.len_q, p.dim_v), o_reg, col0);
     if (p.lse.data && col0 == 0) store(row_slice(p.lse, here.batch, here.head, here.row + row), p.lse.row_stride, p.len_q - here.row - row, lse);
   }
 }

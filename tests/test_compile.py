@@ -206,6 +206,12 @@ def test_report_reads_spills_and_serialised_products(monkeypatch):
     assert (report.registers, report.spill_bytes, report.warnings) == (255, 20, (log.splitlines()[0],))
 
 
+@plans([next(every_plan([SM_80], ["float16"], [kernel])) for kernel in ("fwd_v2", "bwd_v2")])
+def test_entries_of_a_file_are_compiled_at_the_same_time(plan):
+    assert (nvrtc.SEVERAL_ENTRIES[0] in nvrtc.options_for(plan)) is (len(plan.entries) > 1)
+    assert {entry for entry in plan.entries if f"entry function '{entry}'" in nvrtc.report(plan).log} == set(plan.entries)
+
+
 def test_the_text_for_racecheck_is_still_there_and_compiles(monkeypatch):
     """A GPU test changes a line of the kernels for a tool; where there is no GPU, it is known that the line exists."""
     text = runpy.run_path(str(Path(__file__).parent / "gpu" / "test_sanitizer.py"))["EACH_LANE_ARRIVES"]

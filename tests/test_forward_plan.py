@@ -326,8 +326,8 @@ def test_a_workspace_holds_every_part_whatever_the_lengths():
 
 
 def test_a_few_tiles_are_launched_as_often_as_they_have_parts():
-    """Two tiles of 70 queries and 2,000 keys: at most four parts of 512 keys each, and 5 fragments of rows by 2 panels to merge."""
+    """Two tiles of 70 queries and 2,000 keys: four parts of 512 keys at most, and 5 by 4 pieces of 16 x 32 to merge."""
     made = planned(array(2, 70, 128), array(2, 2000, 128))
     (computing, merging), c = made.launches, made.kernel.config
     assert (computing.blocks, computing.per_multiprocessor) == (2 * 4, 1)
-    assert (merging.blocks, merging.per_multiprocessor) == (-(-2 * 5 * 2 // c.WARPS), None)
+    assert (merging.blocks, merging.per_multiprocessor) == (-(-2 * 5 * 4 // c.WARPS), None)

@@ -204,7 +204,7 @@ def test_what_blocks_are_told_of_shares():
     assert (plan.config.TILE_Q, plan.config.TILE_KV, plan.config.SPLIT_KV) == (256, 64, True)
     assert (p["by_formula"], p["first_shared"], p["shared_tiles"], p["share"], p["part_rows"]) == (4, 20, 4, 76, 256)
     assert p["by_key_tiles"]["divisor"] == 94 and (p["table"] == NONE).all()
-    assert (computing.blocks, merging.blocks) == (5, merging_blocks(plan, 4, 1000)) and merging.blocks == -(-4 * 16 // 20)
+    assert (computing.blocks, merging.blocks) == (5, merging_blocks(plan, 4, 1000)) and merging.blocks == -(-4 * 16 * 2 // 20)
 
 
 def test_nothing_is_merged_where_nothing_is_shared():
