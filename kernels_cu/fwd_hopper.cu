@@ -77,8 +77,8 @@ OP Task task_of(const HopperForwardParams& p, const Band& band, u32 turn, const 
   task.first = tiles.begin + task.before;
   task.last = own.end - 1;
   task.beyond = tiles.end - own.end;
-  // With more tiles between two turns, the loader waits for values to be free before it brings the next queries and keys.
-  const bool few = task.beyond < min_of(STAGES_V, 2);
+  // With more tiles between two turns, the loader waits for places to be free before it brings the next queries.
+  const bool few = task.beyond < min_of(min_of(STAGES, STAGES_V), 2);
   task.next = !follows ? NOTHING : AHEAD && few && !is_part(p, turn + 1) ? DIRECTLY : LATER;
   task.part = is_part(p, turn) ? here.part.number : WHOLE;
   return task;

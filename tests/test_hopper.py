@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cupy_flash import arrays, attention, host, plan_attention, schedule, source, turns
 from cupy_flash.arrays import DTYPES
@@ -97,23 +99,54 @@ SLOTS = {"two slots": (2, 1, 1), "three slots": (3, 1, 2), "four slots": (4, 2, 
 LINES = {False: "apart", True: "in line"}
 
 
-@pytest.mark.parametrize("order", ["eager", "deferred"])
-@pytest.mark.parametrize("in_line", LINES, ids=LINES.get)
-@pytest.mark.parametrize("slots", SLOTS)
-def test_windows_of_narrow_key_tiles(slots, in_line, order, monkeypatch, fast_build):
-    """A warpgroup sees nothing of up to four tiles at either end of what its block sees, more than there are places for."""
-    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
-    slots_q, stages, stages_v = SLOTS[slots]
-    rng = numpy.random.default_rng(16)
-    q, k, v = (rng.standard_normal((3, 300, 64)).astype(numpy.float16) for _ in range(3))
-    plan = plan_attention(q, k, v, backend="host", arch="90a", window=(37, 20), return_lse=True)
-    knobs = {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGED_OUT": False, "IN_LINE": in_line}
-    knobs |= {"STAGES": stages, "STAGES_V": stages_v, "SLOTS_Q": slots_q}
+def judged_with(knobs, q, k, v, **options):
+    """The same with other constants."""
+    plan = plan_attention(q, k, v, backend="host", arch="90a", return_lse=True, **options)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **knobs))
     out, lse = AttentionPlan(plan.problem, changed, tuple(map(arrays.layout, (q, k, v))), True)(q, k, v)
     p = plan.problem
     comparison = compare(out, lse, q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key)
     assert comparison.ok, comparison.message
+
+
+@pytest.mark.parametrize("order", host.SCHEDULES)
+@pytest.mark.parametrize("in_line", LINES, ids=LINES.get)
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("keys", [16, 64])
+def test_windows_of_narrow_key_tiles(keys, slots, in_line, order, monkeypatch, fast_build):
+    """A warpgroup sees nothing of up to four tiles at either end of what its block sees, more than there are places for."""
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
+    slots_q, stages, stages_v = SLOTS[slots]
+    rng = numpy.random.default_rng(16)
+    q, k, v = (rng.standard_normal((3, 300, 64)).astype(numpy.float16) for _ in range(3))
+    knobs = {"TILE_Q": 128, "TILE_KV": keys, "WARPS": 12, "STAGED_OUT": False, "IN_LINE": in_line}
+    knobs |= {"STAGES": stages, "STAGES_V": stages_v, "SLOTS_Q": slots_q}
+    judged_with(knobs, q, k, v, window=(37, 20))
+
+
+# One row for each way in which warpgroups share places and wait for each other.
+WAYS = {(row.warps, row.slots_q, row.stages_v, row.in_line): row for row in HOPPER}
+LENGTHS = st.integers(1, 200) | st.integers(200, 900)
+SEEN = st.none() | st.just(0) | st.integers(0, 100) | st.integers(100, 700)
+
+
+@pytest.mark.parametrize("order", host.SCHEDULES)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "{}w-{}q-{}v".format(*way) + "-line" * way[-1])
+def test_any_lengths_and_any_window(way, order):
+    """In whichever way warpgroups wait for each other, none waits for ever. Dims are small, or it would take long."""
+    row = WAYS[way]
+    names = ("TILE_Q", "TILE_KV", "WARPS", "STAGES", "STAGES_V", "SLOTS_Q", "STAGED_OUT", "IN_LINE")
+    knobs = {name: getattr(row, name.lower()) for name in names} | {"SPLIT_KV": False}
+
+    @settings(max_examples=15)
+    @given(LENGTHS, LENGTHS, st.tuples(SEEN, SEEN))
+    def judge(len_q, len_kv, window):
+        case = Case("float16", len_q, len_kv, dim=32, heads_q=3, window=window)
+        judged_with(knobs, *make_inputs(case), window=case.window)
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
+        judge()
 
 
 @pytest.mark.parametrize("window", [(63, 0), (100, 100)], ids=str)
