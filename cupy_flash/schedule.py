@@ -1,9 +1,9 @@
 """Which query tiles each block of fwd_hopper takes: a pure function of the problem's lengths and the number of blocks.
 
 There are no more blocks than a device holds at a time, and each takes one query tile after the other, by a formula of the kernel
-(``kernels_cu/tile/place.cuh``). Under a causal mask tiles differ in length, and a formula leaves some blocks with two more than
-others. So the last ones are dealt out one by one, the longest first, each to the block that has least to do (Graham, 1969), and
-the kernel is handed the outcome as a table.
+(``kernels_cu/tile/place.cuh``). Under a causal mask, and at the ends of a window, tiles differ in length, and a formula leaves
+some blocks with two more than others. So the last ones are dealt out one by one, the longest first, each to the block that has
+least to do (Graham, 1969), and the kernel is handed the outcome as a table.
 
 Where tiles are equally long, what whole rounds leave over, or all tiles if there are fewer than blocks, would keep some blocks busy
 and the others idle. Those tiles are shared by all blocks: each computes some of their keys, and the parts are merged.
@@ -95,11 +95,12 @@ def make_shares(tiles: int, len_kv: int, tile_kv: int, blocks: int) -> Shares | 
     return Shares(rounds, rounds * blocks, left, share)
 
 
-def causal_costs(len_q: int, len_kv: int, last_key: int, tile_q: int, tile_kv: int) -> numpy.ndarray:
-    """How long each query tile of a head takes, in steps of one key tile, where row i sees the keys up to i + last_key."""
-    rows = numpy.arange(0, len_q, tile_q) + tile_q
-    keys = (numpy.minimum(rows, len_q) + last_key).clip(1, len_kv)
-    return -(-keys // tile_kv) + STEPS_BESIDES
+def costs_of_tiles(len_q: int, len_kv: int, first_key: int, last_key: int, tile_q: int, tile_kv: int) -> numpy.ndarray:
+    """How long each query tile of a head takes, in steps of one key tile, where row i sees keys i + first_key ... i + last_key."""
+    rows = numpy.arange(0, len_q, tile_q)
+    first = (rows + first_key).clip(0, len_kv - 1) // tile_kv
+    last = (numpy.minimum(rows + tile_q, len_q) - 1 + last_key).clip(0, len_kv - 1) // tile_kv
+    return last - first + 1 + STEPS_BESIDES
 
 
 def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: float, blocks: int) -> Schedule:

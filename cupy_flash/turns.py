@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy
 
-from .params import UNBOUNDED, divisor
+from .params import divisor
 from .plan import Launch, Plan
-from .schedule import NONE, Schedule, causal_costs, make_schedule, make_shares
+from .schedule import NONE, Schedule, costs_of_tiles, make_schedule, make_shares
 
 WARP_ROWS, MERGED_COLUMNS = 16, 32  # of a query tile: rows that a warp stores, and with so many columns merges
 
@@ -40,10 +40,11 @@ def scheduled(plan: Plan, params: numpy.ndarray, launches: tuple[Launch, ...]) -
     schedule, shares = Schedule(), None
     if c.SPLIT_KV:
         shares = make_shares(int(p["tiles"]), len_kv, c.TILE_KV, computing.blocks)
-    elif first_key == -UNBOUNDED and last_key < len_kv:  # otherwise tiles are equally long
-        costs = causal_costs(len_q, len_kv, last_key, c.TILE_Q, c.TILE_KV)
+    else:
+        costs = costs_of_tiles(len_q, len_kv, first_key, last_key, c.TILE_Q, c.TILE_KV)
         bytes_of_head = 2 * len_kv * (int(p["dim"]) + int(p["dim_v"])) / int(p["heads_per_kv"])
-        schedule = make_schedule(costs, int(p["tiles"]) // len(costs), len_kv, bytes_of_head, computing.blocks)
+        if costs.min() < costs.max():
+            schedule = make_schedule(costs, int(p["tiles"]) // len(costs), len_kv, bytes_of_head, computing.blocks)
     p["run"], p["by_formula"], p["table"] = schedule.run, schedule.by_formula, NONE
     for block, tiles in enumerate(schedule.table):
         p["table"][block, : len(tiles)] = tiles

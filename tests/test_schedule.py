@@ -6,7 +6,7 @@ import pytest
 from cupy_flash import plan_attention, schedule
 from cupy_flash.architecture import architecture_named
 from cupy_flash.forward_plan import forward_launches, forward_maps, make_forward_plan
-from cupy_flash.params import HOPPER_FORWARD, forward_params, hopper_forward_params
+from cupy_flash.params import HOPPER_FORWARD, UNBOUNDED, forward_params, hopper_forward_params
 from cupy_flash.plan import Launch
 from cupy_flash.schedule import (
     L2_BYTES,
@@ -17,7 +17,7 @@ from cupy_flash.schedule import (
     STEPS_BESIDES,
     TABLE_BLOCKS,
     TABLE_TURNS,
-    causal_costs,
+    costs_of_tiles,
     least_share,
     make_schedule,
     make_shares,
@@ -68,6 +68,21 @@ def test_blocks_end_together(tiles_of_head, heads):
     assert max(loads) < max(plain) and max(loads) < 1.02 * mean
 
 
+@pytest.mark.parametrize("left, right", [(1023, 0), (512, 511), (4095, 0), (0, 1023), (255, 0)])
+@pytest.mark.parametrize("length, tile_q, tile_kv", [(2048, 256, 64), (8192, 192, 64), (8192, 128, 64), (16384, 192, 128)])
+def test_the_ends_of_windows_leave_no_block_with_much_more(length, tile_q, tile_kv, left, right):
+    """The first rows of a head see the fewest keys, or the last: by number alone, those come to the same blocks again and again."""
+    costs = costs_of_tiles(length, length, -left, right, tile_q, tile_kv)
+    heads = 32 * 8192 // length
+    mean = costs.sum() * heads / 132
+    made = make_schedule(costs, heads, MANY_KEYS, FITS, 132)
+    longest, plain = (
+        max(sum(cost_of(tile, costs) for tile in block) for block in turns(order, 132, heads * len(costs)))
+        for order in (made, schedule.Schedule())
+    )
+    assert longest <= plain and longest < mean + costs.max()
+
+
 def test_of_the_table_long_tiles_come_first():
     costs = numpy.arange(16) ** 2 + 1
     made = make_schedule(costs, 40, MANY_KEYS, FITS, 9)
@@ -86,10 +101,15 @@ def test_heads_of_the_table_fit_the_cache():
     assert tables == {1 / 31: 8, 1 / 29: 10, 1 / 10: 10, 1 / 9: schedule.ALL_TURNS, 1 / 8: 8}
 
 
+ANY = -UNBOUNDED
+
+
 def test_costs_count_key_tiles():
-    """300 rows in tiles of 100, 350 keys in tiles of 50; the last row of a tile sees the most, and nothing is a step as well."""
-    for last_key, steps in ((50, [3, 5, 7]), (0, [2, 4, 6]), (1, [3, 5, 7]), (-150, [1, 1, 3]), (200, [6, 7, 7])):
-        assert (causal_costs(300, 350, last_key, 100, 50) - STEPS_BESIDES).tolist() == steps
+    """300 rows in tiles of 100, 350 keys in tiles of 50; the first row sees the first, the last the last, and nothing is a step."""
+    causal = {(ANY, 50): [3, 5, 7], (ANY, 0): [2, 4, 6], (ANY, 1): [3, 5, 7], (ANY, -150): [1, 1, 3], (ANY, 200): [6, 7, 7]}
+    windows = {(-50, 0): [2, 3, 3], (-51, 1): [3, 5, 5], (0, 0): [2, 2, 2], (200, UNBOUNDED): [3, 1, 1], (-900, -800): [1, 1, 1]}
+    for (first_key, last_key), steps in (causal | windows | {(ANY, UNBOUNDED): [7, 7, 7]}).items():
+        assert (costs_of_tiles(300, 350, first_key, last_key, 100, 50) - STEPS_BESIDES).tolist() == steps
 
 
 def told(blocks, len_kv=1000, **options):
@@ -108,11 +128,15 @@ def struct(blocks, **options):
     return params[0]
 
 
-def test_only_causal_tiles_are_dealt_out():
-    for options in ({}, {"window": (10, 0)}, {"window": (10, 10)}):
-        params = struct(5, **options)
-        assert (params["run"], params["by_formula"]) == (1, schedule.ALL_TURNS) and (params["table"] == NONE).all()
-    params = struct(5, causal=True)
+@pytest.mark.parametrize("options", [{}, {"window": (0, 0)}, {"window": (63, 0), "len_kv": 2000}], ids=str)
+def test_tiles_that_are_equally_long_are_taken_by_number(options):
+    params = struct(5, **options)
+    assert (params["run"], params["by_formula"]) == (1, schedule.ALL_TURNS) and (params["table"] == NONE).all()
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 0)}, {"window": (10, 10)}], ids=str)
+def test_tiles_that_differ_are_dealt_out(options):
+    params = struct(5, **options)
     assert params["run"] == 2 and sorted(params["table"][params["table"] != NONE]) == list(range(24 - 5 * params["by_formula"]))
     assert (params["table"][:, -1] == NONE).all() and (params["table"][5:] == NONE).all()
 
