@@ -161,6 +161,7 @@ def quick_cases() -> tuple[Case, ...]:
         f16(129, 97, causal=True),  # more queries than keys: the first 32 rows see nothing
         f16(1, 257, heads_q=2, batch=(3,)),
         f16(1, 137, heads_q=6, heads_kv=2, batch=(2,), window=(50, 0)),  # the heads of a group share a tile
+        f16(9, 137, heads_q=6, heads_kv=2, batch=(2,), causal=True),  # these too
         f16(113, 113, causal=True, window=(24, None), values="one_hot"),
         f16(90, 70, window=(16, 8), values="offset"),
         f16(50, 77, heads_q=4, heads_kv=2, batch=(2,), layout="bshd"),
@@ -245,6 +246,8 @@ def _systematic() -> Iterator[Case]:
     yield f16(2003, 1999)
     yield f16(777, 1553, heads_q=6, heads_kv=2, causal=True, window=(300, None))
     yield f16(1, 50021, heads_q=32, heads_kv=4, dim=128)
+    yield bf16(6, 5000, heads_q=8, heads_kv=1, dim=128, causal=True)
+    yield bf16(30, 5000, heads_q=8, heads_kv=2, dim=128, window=(4100, 20))
     yield bf16(1409, 1409, dim=128, causal=True)
     yield bf16(500, 500, dim=128, heads_q=4, batch=(2,), layout="bshd")
     yield bf16(900, 1000, dim=256, causal=True)

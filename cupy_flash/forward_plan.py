@@ -14,7 +14,7 @@ from .plan import Launch, Plan, check_kind, checked, configure, copy_size, expli
 from .problem import Problem
 from .schedule import LEAST_SHARE, MERGING, TABLE_BLOCKS, least_share
 from .tensor_map import TensorMap, obstacle, tensor_maps
-from .tuning import row_for, table_for
+from .tuning import SHORT, row_for, table_for
 from .turns import WARP_ROWS, merging_blocks, part_rows
 from .workspace import Workspace
 
@@ -53,12 +53,14 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> Plan:
     copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in copied})
     explicit, why_scores = explicit_scores(problem)
     widest = max(width, width_v)
+    packed = problem.queries is not None
     row = row_for(
         kernel,
         architecture,
         problem.dtype,
         widest,
-        problem.len_q,
+        # Rows for few queries leave registers to tell which query of its head a row is.
+        min(problem.len_q, SHORT) if packed and kernel == "fwd_v2" else problem.len_q,
         copy_bytes,
         explicit,
         mask=problem.mask,
@@ -70,7 +72,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> Plan:
     return Plan(
         kernel=kernel,
         architecture=architecture,
-        config=configure(row, architecture, problem.dtype, problem.precision, width, width_v, copy_bytes, explicit, split),
+        config=configure(row, architecture, problem.dtype, problem.precision, width, width_v, copy_bytes, explicit, split, packed),
         reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_split, why_copy, why_scores))),
     )
 
@@ -96,9 +98,11 @@ def _kernel_for(problem: Problem, architecture: Architecture) -> tuple[str, str]
 def _split_kv(problem: Problem) -> tuple[bool, str]:
     """Whether blocks may share query tiles, which have to be long and about equally so, and why."""
     shortest, longest = problem.len_kv, problem.len_kv
-    if problem.last_key is not None:
+    alike = problem.queries is not None  # every tile has rows of several heads
+    if problem.last_key is not None and not alike:
         shortest, longest = (min(row + problem.last_key + 1, problem.len_kv) for row in (0, problem.len_q - 1))
-    if problem.first_key is not None or problem.len_kv < LEAST_SHARE + MERGING or shortest < EVEN * longest:
+    window = problem.first_key is not None and not alike
+    if window or problem.len_kv < LEAST_SHARE + MERGING or shortest < EVEN * longest:
         return False, ""
     return True, "split keys: blocks share the query tiles that whole rounds leave over"
 

@@ -1,8 +1,8 @@
-"""Query heads that share a tile: with one query each, the heads of a group become the rows of one head.
+"""Query heads that share a tile: with few queries each, the heads of a group become the rows of one head.
 
 A kernel computes whole tiles of query rows. Of one query a head, as in decoding, it would fill one row of a tile, and read the keys
-and values of a group once for each of its heads. These heads see the same keys, so what the kernel is told is another problem over
-the same memory: as many heads as there are key-value heads, and as many queries as a group has heads.
+and values of a group once for each of its heads. These heads have keys and values in common, so what the kernel is told is another
+problem over the same memory: as many heads as there are key-value heads, and as many queries as a group has.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 from .layout import Layout
 from .problem import Problem
+
+FEW = 64  # queries of a head: more fill a tile of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,11 @@ class Packing:
 
 
 def packing_of(problem: Problem) -> Packing:
-    """Let the heads of a group share a tile where each has one query.
+    """Let the heads of a group share a tile where each has few queries, and ends where the next one begins.
 
-    A band moves on by a key with each row, and these rows all see what the one query sees. So k and v are cut to that, and no band
-    is left. A query that sees nothing is left as it is.
+    So the rows of a group are equally far apart in memory. k and v are cut to what they see. A band moves on by a key with each
+    query and begins anew with each head; of one query none is left, because every row sees all that is left then. Queries of which
+    none sees anything are left as they are.
 
     Parameters
     ----------
@@ -57,34 +60,43 @@ def packing_of(problem: Problem) -> Packing:
     -------
     Packing
     """
-    group = problem.heads_per_kv
-    # A bound that is there hides a key from the one query, so it lies within the keys.
-    first = 0 if problem.first_key is None else problem.first_key
-    stop = problem.len_kv if problem.last_key is None else problem.last_key + 1
-    if problem.len_q != 1 or group <= 1 or first >= stop:
+    group, queries, axis = problem.heads_per_kv, problem.len_q, len(problem.batch)
+    first = 0 if problem.first_key is None else max(problem.first_key, 0)
+    stop = problem.len_kv if problem.last_key is None else min(problem.last_key + queries, problem.len_kv)
+    rows = {name: layout for name in ("q", "out", "lse") if (layout := getattr(problem, name)) is not None}
+    even = all(queries == 1 or x.strides[axis] == queries * x.strides[axis + 1] for x in rows.values())
+    if not 1 <= queries <= FEW or group <= 1 or first >= stop or not even:
+        return Packing(problem)
+    first_key, last_key = (None if bound is None else bound - first for bound in (problem.first_key, problem.last_key))
+    if first_key is not None and first_key + queries - 1 <= 0:  # it hides no key that is left
+        first_key = None
+    if last_key is not None and last_key >= stop - first - 1:
+        last_key = None
+    band = (first_key, last_key) != (None, None)
+    if band and problem.algorithm == "v1":  # which has no register left to tell which query of its head a row is
         return Packing(problem)
     told = replace(
         problem,
         heads_q=problem.heads_kv,
-        len_q=group,
+        len_q=group * queries,
         len_kv=stop - first,
-        q=_heads_as_rows(problem.q, len(problem.batch), group),
         k=_cut(problem.k, first, stop),
         v=_cut(problem.v, first, stop),
-        out=_heads_as_rows(problem.out, len(problem.batch), group),
-        lse=problem.lse and _heads_as_rows(problem.lse, len(problem.batch), group),
-        first_key=None,
-        last_key=None,
+        first_key=first_key,
+        last_key=last_key,
+        queries=queries if band else None,
+        **{name: _heads_as_rows(layout, axis, group) for name, layout in rows.items()},
     )
-    return Packing(told, first, f"{group} query heads of a group share a tile: one query each")
+    each = "one query" if queries == 1 else f"{queries} queries"
+    return Packing(told, first, f"{group} query heads of a group share a tile: {each} each")
 
 
 def _heads_as_rows(layout: Layout, heads: int, group: int) -> Layout:
-    """A layout whose axis number `heads`, which an axis of one row follows, is split into groups and the rows of each."""
+    """A layout whose axis number `heads`, which one of rows follows, is split into groups and the rows of each."""
     shape, strides = list(layout.shape), list(layout.strides)
-    step = strides[heads]
-    shape[heads : heads + 2] = shape[heads] // group, group
-    strides[heads : heads + 2] = group * step, step
+    (size, rows), (of_head, of_row) = shape[heads : heads + 2], strides[heads : heads + 2]
+    shape[heads : heads + 2] = size // group, group * rows
+    strides[heads : heads + 2] = group * of_head, of_head if rows == 1 else of_row
     return replace(layout, shape=tuple(shape), strides=tuple(strides))
 
 

@@ -45,6 +45,7 @@ TENSOR_MAP = numpy.dtype(
     align=True,
 )
 # A field of type u8 is a pointer to workspace.
+DIVISOR = numpy.dtype([("divisor", "u4"), ("multiplier", "u4"), ("shift", "u4")], align=True)
 FORWARD = numpy.dtype(
     [
         ("q", TENSOR),
@@ -64,6 +65,7 @@ FORWARD = numpy.dtype(
         ("dim_v", "i4"),
         ("scale", "f4"),
         ("softcap", "f4"),
+        ("by_queries", DIVISOR),
     ],
     align=True,
 )
@@ -77,7 +79,6 @@ def _of_whole_lines(fields: list[tuple]) -> numpy.dtype:
     return numpy.dtype(layout | {"itemsize": -(-packed.itemsize // 64) * 64})
 
 
-DIVISOR = numpy.dtype([("divisor", "u4"), ("multiplier", "u4"), ("shift", "u4")], align=True)
 HOPPER_FORWARD = _of_whole_lines(
     [
         *((f"{name}_map", TENSOR_MAP) for name in ("q", "k", "v", "out")),
@@ -108,6 +109,7 @@ HOPPER_FORWARD = _of_whole_lines(
         ("part_lse", "u8"),
         ("out", TENSOR),
         ("scale_log2", "f4"),
+        ("by_queries", DIVISOR),
     ]
 )
 BACKWARD = numpy.dtype(
@@ -186,6 +188,7 @@ def forward_params(problem: Problem) -> numpy.ndarray:
     """
     params = _with_strides(FORWARD, problem.batch, {name: getattr(problem, name) for name in FORWARD_ARRAYS})
     _add_scores(params, problem)
+    params["by_queries"] = divisor(problem.queries or 1)
     return params
 
 
@@ -204,6 +207,7 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
     for name, described in maps.items():
         params[name] = described.in_the_clear()
     _add_scores(params, problem)
+    params["by_queries"] = divisor(problem.queries or 1)
     params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
     tiles_of_head = -(-problem.len_q // tile_q)
     params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)

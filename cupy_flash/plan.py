@@ -47,6 +47,7 @@ class Config:
     IN_LINE: bool
     STAGED_SUMS: bool
     SPLIT_KV: bool
+    PACKED: bool
     MIN_BLOCKS: int
     COPY_BYTES: int
     Q_IN_REGISTERS: bool
@@ -145,7 +146,7 @@ class Plan:
             words.append(f"q{c.SLOTS_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.STAGED_OUT + "l" * c.IN_LINE)
         else:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"copy{c.COPY_BYTES or 'elements'}"]
-        return "-".join(words + ["split"] * c.SPLIT_KV + ["explicit"] * c.EXPLICIT_SCORES)
+        return "-".join(words + ["split"] * c.SPLIT_KV + ["packed"] * c.PACKED + ["explicit"] * c.EXPLICIT_SCORES)
 
     def __str__(self) -> str:
         constants = ", ".join(f"{knob.name}={getattr(self.config, knob.name)}" for knob in fields(self.config))
@@ -189,6 +190,7 @@ def configure(
     copy_bytes: int = 16,
     explicit: bool = False,
     split_kv: bool = False,
+    packed: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     given = {
@@ -200,6 +202,7 @@ def configure(
         "COPY_BYTES": copy_bytes,
         "EXPLICIT_SCORES": explicit,
         "SPLIT_KV": split_kv,
+        "PACKED": packed,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 

@@ -26,6 +26,8 @@ class Problem:
 
     Row `i` sees the keys `j` with `i + first_key <= j <= i + last_key`, where None is unbounded: causality, window and
     anchor in one. A bound that excludes no pair is None, so that it costs no mask. `kernel` is the kernel file asked for, or None.
+    `queries` is None, or in what a kernel is told (see `packing`) the rows of each head, of which every tile has several: row `i`
+    sees what row `i % queries` does.
     """
 
     dtype: str
@@ -52,6 +54,7 @@ class Problem:
     kernel: str | None
     backend: str
     device: int | None
+    queries: int | None = None
 
     def __str__(self) -> str:
         return (
@@ -93,10 +96,10 @@ class Problem:
         """Unmasked (row, key) pairs of one head."""
         # Row i sees the keys from clamp(i + first_key) up to clamp(i + last_key + 1), clamped to [0, len_kv]. These
         # never cross, because a window holds its own anchor, so each end can be summed over the rows by itself.
-        begin = 0 if self.first_key is None else _clamped_sum(self.first_key, self.len_q, self.len_kv)
-        if self.last_key is None:
-            return self.len_q * self.len_kv - begin
-        return _clamped_sum(self.last_key + 1, self.len_q, self.len_kv) - begin
+        queries = self.len_q if self.queries is None else self.queries
+        begin = 0 if self.first_key is None else _clamped_sum(self.first_key, queries, self.len_kv)
+        end = queries * self.len_kv if self.last_key is None else _clamped_sum(self.last_key + 1, queries, self.len_kv)
+        return (end - begin) * (self.len_q // max(queries, 1))
 
     @property
     def flops(self) -> int:

@@ -111,7 +111,8 @@ def candidates(cell: Cell, architecture: Architecture, kernel: str | None = None
 
 def _with_tile(plan: Plan, row: Row, dtype: str, precision: str) -> Plan:
     c = plan.config
-    config = configure(row, plan.architecture, dtype, precision, c.WIDTH, c.WIDTH_V, c.COPY_BYTES, c.EXPLICIT_SCORES, c.SPLIT_KV)
+    given = c.WIDTH, c.WIDTH_V, c.COPY_BYTES, c.EXPLICIT_SCORES, c.SPLIT_KV, c.PACKED
+    config = configure(row, plan.architecture, dtype, precision, *given)
     return replace(plan, config=config, reasons=(row.reason,))
 
 

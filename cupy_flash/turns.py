@@ -40,7 +40,7 @@ def scheduled(plan: Plan, params: numpy.ndarray, launches: tuple[Launch, ...]) -
     schedule, shares = Schedule(), None
     if c.SPLIT_KV:
         shares = make_shares(int(p["tiles"]), len_kv, c.TILE_KV, computing.blocks)
-    else:
+    elif not c.PACKED:  # tiles of several heads are equally long
         costs = costs_of_tiles(len_q, len_kv, first_key, last_key, c.TILE_Q, c.TILE_KV)
         bytes_of_head = 2 * len_kv * (int(p["dim"]) + int(p["dim_v"])) / int(p["heads_per_kv"])
         if costs.min() < costs.max():

@@ -22,6 +22,7 @@ constexpr bool  STAGED_OUT = false;       // fwd_hopper: out goes through shared
 constexpr bool  IN_LINE = false;          // fwd_hopper: warpgroups start the products of a step one after the other
 constexpr bool  STAGED_SUMS = false;      // bwd_hopper: dQ goes through shared memory, and the copy engine adds it; if not, lanes add what they hold
 constexpr bool  SPLIT_KV = false;         // fwd_hopper: what whole rounds of query tiles leave over is shared by all blocks, each of which takes some of the keys
+constexpr bool  PACKED = false;           // forward: the heads of a group share query tiles, so that row i is query i % queries of some head
 constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the registers of a thread
 
 constexpr int   COPY_BYTES = 16;          // bytes moved at once between device memory and shared memory or registers: 16, 8, 4, or 0 for one element; divides every row

@@ -102,7 +102,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   Ring<KeyTile, STAGES, ELECTED> keys{smem + K_OFFSET, smem + K_BARRIERS};
   Ring<ValueTile, STAGES_V, ELECTED> values{smem + V_OFFSET, smem + V_BARRIERS};
   Ring<QueryTile, SLOTS_Q, ELECTED> queries{smem, smem + Q_BARRIERS};        // those of each warpgroup in turn
-  const Band band{p.first_key, p.last_key, p.len_kv};
+  const Band band{p.first_key, p.last_key, p.len_kv, p.by_queries};
 
   if (warp == 0) {
     start_ring(keys, 4 * GROUPS);                             // warps that hand a tile back

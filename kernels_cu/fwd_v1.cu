@@ -79,7 +79,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
   const KeyTile k_smem{smem + K_OFFSET};
   const ValueTile v_smem{smem + V_OFFSET};
 
-  const Band band{p.first_key, p.last_key, p.len_kv};
+  const Band band{p.first_key, p.last_key, p.len_kv, p.by_queries};
   const KeyRange block_keys = seen_by_any(band, here.row, rows);
 
   #pragma unroll 1

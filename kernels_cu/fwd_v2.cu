@@ -44,7 +44,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   const QueryTile q_smem{smem + warp_id() * WARP_BYTES};
   const OutTile out_smem{smem + warp_id() * WARP_BYTES};
 
-  const Band band{p.first_key, p.last_key, p.len_kv};
+  const Band band{p.first_key, p.last_key, p.len_kv, p.by_queries};
   const KeyRange block_keys = seen_by_any(band, here.row, min_of(TILE_Q, p.len_q - here.row));
   const KeyRange warp_keys = seen_by_any(band, warp_row, WARP_ROWS);
   const KeyRange common_keys = seen_by_all(band, warp_row, WARP_ROWS);

@@ -5,6 +5,18 @@
 
 constexpr int BATCH_AXES = 4;             // leading axes that could not be merged; unused ones have size 1 and stride 0
 
+// What it takes to divide numbers below 2^31 by one that stays: n / divisor = (n * multiplier >> 32) >> shift. A multiplier of 0 divides by 1.
+struct Divisor {
+  u32 divisor, multiplier, shift;
+};
+OP u32 divide(u32 n, const Divisor& by) {
+#if ON_GPU
+  return by.multiplier ? __umulhi(n, by.multiplier) >> by.shift : n;
+#else
+  return by.multiplier ? u32(u64(n) * by.multiplier >> 32) >> by.shift : n;
+#endif
+}
+
 // A strided array (*batch, heads, rows, cols). Strides count elements and may be 0 or negative.
 struct Tensor {
   void* data;
@@ -32,17 +44,13 @@ struct ForwardParams {
   int dim_v;
   float scale;
   float softcap;                          // scores become softcap * tanh(score / softcap); 0 = no cap
+  Divisor by_queries;                     // PACKED: of each head
 };
 
 // How the copy engine (TMA) finds boxes of an array: on the GPU what the driver encodes (cuTensorMapEncodeTiled). Sizes from the fastest
 // axis on: columns, rows, heads, and two batch axes, the last ones.
 struct alignas(64) TensorMap {
   u64 words[16];
-};
-
-// What it takes to divide numbers below 2^31 by one that stays: n / divisor = (n * multiplier >> 32) >> shift. A multiplier of 0 divides by 1.
-struct Divisor {
-  u32 divisor, multiplier, shift;
 };
 
 constexpr int TABLE_BLOCKS = 144;
@@ -80,6 +88,7 @@ struct HopperForwardParams {
   float* part_lse;                        // (parts, part_rows)  and its lse
   Tensor out;                             // (*batch, heads,    len_q,  dim_v)
   float scale_log2;                       // scale * log2 e
+  Divisor by_queries;                     // PACKED: of each head
 };
 
 struct BackwardParams {

@@ -70,6 +70,7 @@ FEATURES = {
     "whole tiles": lambda c: c.len_q % 128 == c.len_kv % 128 == 0 < c.len_kv * c.len_q,
     "one query": lambda c: c.len_q == 1,
     "one query, GQA": lambda c: c.len_q == 1 and c.heads_q > c.heads_kv > 1,
+    "few queries, GQA": lambda c: 1 < c.len_q < 16 and c.heads_q > c.heads_kv > 1 and c.causal,
     "one key": lambda c: c.len_kv == 1,
     "prime lengths": lambda c: {c.len_q, c.len_kv} <= {59, 61, 67, 71, 97, 131},
     "one past a tile": lambda c: c.len_q % 64 == 1 or c.len_kv % 64 == 1,

@@ -78,7 +78,16 @@ def other_uses_of_hopper_backward():
             yield Plan(kernel, SM_90A, config, ())
 
 
-@plans(other_uses(SM_90A, ["bfloat16", "float32"]), other_uses_of_hopper(), other_uses_of_hopper_backward())
+def heads_together():
+    """Plans for tiles with rows of several heads: of fwd_v2 what serves few queries, of fwd_hopper everything."""
+    for architecture, width in product((SM_75, SM_80, SM_90A), WIDTHS):
+        row = row_for("fwd_v2", architecture, "float16", width, SHORT)
+        yield Plan("fwd_v2", architecture, configure(row, architecture, "float16", "ieee", width, width, packed=True), ())
+    for plan in every_plan([SM_90A], ["bfloat16"], ["fwd_hopper"]):
+        yield replace(plan, config=replace(plan.config, PACKED=True))
+
+
+@plans(other_uses(SM_90A, ["bfloat16", "float32"]), other_uses_of_hopper(), other_uses_of_hopper_backward(), heads_together())
 def test_other_use_compiles_without_spill(plan):
     report = nvrtc.report(plan)
     assert report.spill_bytes == 0 and not any("C75" in warning for warning in report.warnings)

@@ -67,6 +67,7 @@ def test_a_problem_becomes_numbers():
         "scale": pytest.approx(0.3),
         "scale_log2": pytest.approx(0.3 / math.log(2)),
         "softcap": 5.0,
+        "by_queries": divisor(1),
         "first_shared": 0,  # nor which are shared
         "shared_tiles": 0,
         "share": 0,

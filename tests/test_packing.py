@@ -1,4 +1,4 @@
-"""Heads of a group that share a tile, where each has one query: what the kernel is told, its plan, and what it computes."""
+"""Heads of a group that share a tile, where each has few queries: what the kernel is told, its plan, and what it computes."""
 
 import math
 
@@ -11,6 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 from cupy_flash import UnsupportedError, arrays, plan_attention
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
+from cupy_flash.host import SCHEDULES
 from cupy_flash.options import Options
 from cupy_flash.packing import packing_of
 from cupy_flash.problem import make_problem
@@ -64,13 +65,15 @@ def numbered(shape, order, backwards):
 
 @st.composite
 def problems(draw):
-    """Arrays of one query to a head, and options."""
-    group, heads_kv, batch, len_kv = (draw(st.integers(1, n)) for n in (8, 3, 2, 70))
-    of_q, of_k = (batch, group * heads_kv, 1, 8), (batch, heads_kv, len_kv, 8)
+    """Arrays of few queries to a head, and options."""
+    group, heads_kv, batch, len_kv, queries = (draw(st.integers(1, n)) for n in (8, 3, 2, 70, 5))
+    of_q, of_k = (batch, group * heads_kv, queries, 8), (batch, heads_kv, len_kv, 8)
+    plain = draw(st.booleans())
     laid = []
     for shape in (of_q, of_k, of_k, of_q, of_q[:-1]):
         axes = range(len(shape))
-        laid.append(numbered(shape, draw(st.permutations(axes)), [draw(st.booleans()) for _ in axes]))
+        order, backwards = draw(st.permutations(axes)), [draw(st.booleans()) for _ in axes]
+        laid.append(numbered(shape, axes if plain else order, [False] * len(axes) if plain else backwards))
     return laid, draw(st.sampled_from(MASKS))
 
 
@@ -80,28 +83,33 @@ def test_the_kernel_sees_the_same_elements(drawn):
     layouts = [arrays.layout(x) for x in (q, k, v)]
     problem = make_problem(*layouts, Options(backend="host", return_lse=True, **options), arrays.layout(out), arrays.layout(lse))
     packing = packing_of(problem)
-    told, group = packing.problem, problem.heads_per_kv
-    if group == 1:
+    told, group, queries = packing.problem, problem.heads_per_kv, problem.len_q
+    seen = visible(queries, problem.len_kv, problem.first_key, problem.last_key)
+    even = queries == 1 or all(x.strides[1] == queries * x.strides[2] for x in (q, out, lse))
+    if group == 1 or not even or not seen.any():
         assert told is problem and not packing.reason
         return
-    assert packing.reason == f"{group} query heads of a group share a tile: one query each"
-    assert (told.heads_q, told.heads_kv, told.heads_per_kv, told.len_q) == (problem.heads_kv, problem.heads_kv, 1, group)
-    assert told.pairs * problem.heads_kv == problem.pairs * problem.heads_q and (told.first_key, told.last_key) == (None, None)
+    each = "one query" if queries == 1 else f"{queries} queries"
+    assert packing.reason == f"{group} query heads of a group share a tile: {each} each"
+    assert (told.heads_q, told.heads_kv, told.heads_per_kv, told.len_q) == (problem.heads_kv, problem.heads_kv, 1, group * queries)
+    assert told.pairs * problem.heads_kv == problem.pairs * problem.heads_q
     for array, layout in ((q, told.q), (out, told.out), (lse, told.lse)):
-        rows = array[:, :, 0].reshape(len(array), told.heads_q, group, *array.shape[3:])  # head h of the user's is row h % group
+        rows = array.reshape(len(array), told.heads_q, group * queries, *array.shape[3:])  # head after head
         assert numpy.array_equal(view(array, layout), rows)
-    [row] = visible(1, problem.len_kv, problem.first_key, problem.last_key)
+    keys = numpy.flatnonzero(seen.any(0))
     for array, layout, skipped in zip((k, v), (told.k, told.v), packing.skipped_bytes):
-        assert numpy.array_equal(view(array, layout, skipped), array[:, :, row])
-        assert numpy.array_equal(array[:, :, packing.keys], array[:, :, row])
+        assert numpy.array_equal(view(array, layout, skipped), array[:, :, keys])
+        assert numpy.array_equal(array[:, :, packing.keys], array[:, :, keys])
         assert (array.ctypes.data + skipped) % layout.alignment == 0
+    assert numpy.array_equal(visible(queries, told.len_kv, told.first_key, told.last_key), seen[:, keys])
+    assert told.queries == (None if seen[:, keys].all() else queries)
     assert packing_of(told).problem is told
 
 
 @pytest.mark.parametrize(
     "q, k",
     [
-        ((2, 6, 2, 64), (2, 3, 50, 64)),
+        ((2, 6, 65, 64), (2, 3, 50, 64)),
         ((2, 6, 0, 64), (2, 3, 50, 64)),
         ((3, 1, 64), (3, 50, 64)),
         ((6, 1, 64), (3, 0, 64)),
@@ -110,7 +118,7 @@ def test_the_kernel_sees_the_same_elements(drawn):
     ids=str,
 )
 def test_others_stay_as_they_are(q, k):
-    """More queries or none, heads of their own, no keys, no heads."""
+    """Many queries or none, heads of their own, no keys, no heads."""
     plan = planned(zeros(*q), zeros(*k))
     assert packing_of(plan.problem).problem is plan.problem and "share a tile" not in str(plan)
 
@@ -123,7 +131,10 @@ def test_a_plan_has_fewer_blocks_and_says_why(kernel):
     plan = planned(zeros(2, 21, 1, 64), zeros(2, 3, 100, 64), kernel=kernel)
     assert plan.kernel.kernel == kernel and blocks_of(plan) == 2 * 3
     assert "7 query heads of a group share a tile: one query each" in plan.kernel.reasons
-    assert blocks_of(planned(zeros(2, 21, 2, 64), zeros(2, 3, 100, 64), kernel=kernel)) == 2 * 21
+    few = planned(zeros(2, 21, 2, 64), zeros(2, 3, 100, 64), kernel=kernel)
+    assert blocks_of(few) == 2 * 3 and "7 query heads of a group share a tile: 2 queries each" in few.kernel.reasons
+    apart = zeros(2, 21, 3, 64)[:, :, :2]
+    assert blocks_of(planned(apart, zeros(2, 3, 100, 64), kernel=kernel)) == 2 * 21
     alone = planned(zeros(2, 3, 1, 64), zeros(2, 3, 100, 64), kernel=kernel)
     assert plan.workspace_bytes == alone.workspace_bytes and plan.kernel == alone.kernel
 
@@ -186,6 +197,47 @@ def test_it_is_attention(kernel, group, heads_kv, len_kv, mask, layout):
     plan = planned(*inputs, kernel=kernel, **case.options)
     assert blocks_of(plan) == 2 * heads_kv
     judged(plan, *inputs)
+
+
+@pytest.mark.parametrize("order", SCHEDULES)
+@pytest.mark.parametrize("kernel", ["fwd_v2", "fwd_hopper"])
+def test_few_queries_are_attention(kernel, order):
+    """Several of a head in a tile, each with its own keys, and heads that begin in the middle of a warp's rows."""
+
+    @settings(max_examples=30)
+    @given(st.sampled_from([2, 3, 8]), st.integers(2, 64), st.integers(1, 200), st.sampled_from(MASKS))
+    @example(8, 17, 200, {"window": (40, 9)})
+    @example(3, 50, 20, {"causal": True})  # some of which see nothing
+    @example(2, 64, 200, {"window": (5, 0)})  # and other keys in each tile
+    def judge(group, queries, len_kv, mask):
+        case = Case("float16", queries, len_kv, dim=40, heads_q=2 * group, heads_kv=2, batch=(2,), **mask)
+        inputs = make_inputs(case)
+        plan = planned(*inputs, kernel=kernel, **case.options)
+        told = packing_of(plan.problem).problem
+        c = plan.kernel.config
+        assert told.len_q == group * queries and c.PACKED is (told.queries is not None)
+        assert blocks_of(plan) == 4 * -(-told.len_q // c.TILE_Q)
+        judged(plan, *inputs)
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
+        judge()
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (1600, 0)}], ids=str)
+def test_few_queries_on_many_keys_are_shared_by_blocks(mask):
+    case = Case("float16", 7, 2000, dim=40, heads_q=6, heads_kv=3, **mask)
+    inputs = make_inputs(case)
+    plan = planned(*inputs, kernel="fwd_hopper", **case.options)
+    c = plan.kernel.config
+    assert c.SPLIT_KV and c.PACKED is bool(mask) and "2 query heads of a group share a tile: 7 queries each" in plan.kernel.reasons
+    judged(plan, *inputs)
+
+
+def test_the_first_order_of_loops_packs_only_what_has_no_band():
+    for options, blocks in (({}, 3), ({"causal": True}, 6)):
+        plan = planned(zeros(1, 6, 2, 64), zeros(1, 3, 50, 64), kernel="fwd_v1", **options)
+        assert blocks_of(plan) == blocks and not plan.kernel.config.PACKED
 
 
 @every_kernel

@@ -21,6 +21,7 @@ from cupy_flash.params import (
     TENSOR,
     TENSOR_MAP,
     UNBOUNDED,
+    divisor,
     forward_params,
     merge_batch_axes,
     places_of,
@@ -115,6 +116,7 @@ def test_a_problem_becomes_numbers():
         "dim_v": 48,
         "scale": pytest.approx(0.3),
         "softcap": 5.0,
+        "by_queries": divisor(1),
     }
 
 

@@ -1,11 +1,23 @@
-// mask.cuh -- which keys a query may see: row i sees the keys i + first_key ... i + last_key that exist.
+// mask.cuh -- which keys a query may see: query i sees the keys i + first_key ... i + last_key that exist.
 // Causal masks and sliding windows are such bands; without them the band is as wide as the keys.
 #pragma once
+#include "params.cuh"
 #include "tile/fragment.cuh"
 
 struct Band {
   int first_key, last_key, len_kv;
+  Divisor by_queries{};                                       // PACKED: of each head
 };
+
+// The first and the last query of some rows. Where heads share tiles, more rows than one may be any of them.
+struct QueryRange {
+  int first, last;
+};
+OP QueryRange queries_of(const Band& band, int row0, int rows) {
+  if (!PACKED) return {row0, row0 + rows - 1};
+  const int queries = int(band.by_queries.divisor), row = not_ahead(row0), query = row - int(divide(row, band.by_queries)) * queries;
+  return rows == 1 ? QueryRange{query, query} : QueryRange{0, queries - 1};
+}
 
 // Columns first ... last, both included.
 struct KeyRange {
@@ -15,11 +27,13 @@ struct KeyRange {
 };
 // the keys between the first and the last one that any of rows row0 ... row0 + rows - 1 sees
 OP KeyRange seen_by_any(const Band& band, int row0, int rows) {
-  return {max_of(row0 + band.first_key, 0), min_of(row0 + rows - 1 + band.last_key, band.len_kv - 1)};
+  const QueryRange of = queries_of(band, row0, rows);
+  return {max_of(of.first + band.first_key, 0), min_of(of.last + band.last_key, band.len_kv - 1)};
 }
 // the keys that each of these rows sees
 OP KeyRange seen_by_all(const Band& band, int row0, int rows) {
-  return {max_of(row0 + rows - 1 + band.first_key, 0), min_of(row0 + band.last_key, band.len_kv - 1)};
+  const QueryRange of = queries_of(band, row0, rows);
+  return {max_of(of.last + band.first_key, 0), min_of(of.first + band.last_key, band.len_kv - 1)};
 }
 
 // Tiles begin ... end - 1 of `width` keys.

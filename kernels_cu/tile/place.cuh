@@ -41,14 +41,6 @@ OP Place place_of_block(const int (&batch)[BATCH_AXES], int heads, int len_q, in
   return here;
 }
 
-OP u32 divide(u32 n, const Divisor& by) {
-#if ON_GPU
-  return by.multiplier ? __umulhi(n, by.multiplier) >> by.shift : n;
-#else
-  return by.multiplier ? u32(u64(n) * by.multiplier >> 32) >> by.shift : n;
-#endif
-}
-
 // The indices of a batch element where the copy engine is used, which tells two batch axes apart, the last ones; there seldom are two.
 OP void batch_element(int (&element)[BATCH_AXES], u32 inner, u32 number) {
   const u32 outer = number < inner ? 0 : number / inner;
