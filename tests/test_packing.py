@@ -16,6 +16,7 @@ from cupy_flash.options import Options
 from cupy_flash.packing import packing_of
 from cupy_flash.problem import make_problem
 from cupy_flash.reference import visible
+from cupy_flash.tuning import SHORT
 
 KERNELS = {"fwd_v1": "80", "fwd_v2": "80", "fwd_hopper": "90a"}  # and an architecture to execute each for
 MASKS = ({}, {"causal": True}, {"causal": "top_left"}, *({"window": w} for w in ((0, 0), (5, 0), (40, 9), (None, 3), (300, 300))))
@@ -208,6 +209,7 @@ def test_few_queries_are_attention(kernel, order):
     @given(st.sampled_from([2, 3, 8]), st.integers(2, 64), st.integers(1, 200), st.sampled_from(MASKS))
     @example(8, 17, 200, {"window": (40, 9)})
     @example(3, 50, 20, {"causal": True})  # some of which see nothing
+    @example(3, 40, 148, {"causal": True})  # a warp's first rows see keys 64 ... 127, its last ones few
     @example(2, 64, 200, {"window": (5, 0)})  # and other keys in each tile
     def judge(group, queries, len_kv, mask):
         case = Case("float16", queries, len_kv, dim=40, heads_q=2 * group, heads_kv=2, batch=(2,), **mask)
@@ -216,12 +218,23 @@ def test_few_queries_are_attention(kernel, order):
         told = packing_of(plan.problem).problem
         c = plan.kernel.config
         assert told.len_q == group * queries and c.PACKED is (told.queries is not None)
+        assert kernel != "fwd_v2" or not c.PACKED or c.TILE_Q == SHORT  # other rows of the table would spill
         assert blocks_of(plan) == 4 * -(-told.len_q // c.TILE_Q)
         judged(plan, *inputs)
 
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
         judge()
+
+
+def test_a_warp_with_the_end_of_one_head_and_the_beginning_of_the_next():
+    """Rows 32 to 63 of a group are queries 32 to 59, none of which sees the first 32 keys, and 0 to 3, which do."""
+    case = Case("float32", 60, 65, dim=64, heads_q=2, heads_kv=1, window=(5, 0))
+    inputs = make_inputs(case)
+    plan = planned(*inputs, **case.options)
+    c = plan.kernel.config
+    assert c.PACKED and c.TILE_KV == 32 and c.TILE_Q // c.WARPS == 32
+    judged(plan, *inputs)
 
 
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (1600, 0)}], ids=str)

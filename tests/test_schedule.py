@@ -6,6 +6,7 @@ import pytest
 from cupy_flash import plan_attention, schedule
 from cupy_flash.architecture import architecture_named
 from cupy_flash.forward_plan import forward_launches, forward_maps, make_forward_plan
+from cupy_flash.packing import packing_of
 from cupy_flash.params import HOPPER_FORWARD, UNBOUNDED, forward_params, hopper_forward_params
 from cupy_flash.plan import Launch
 from cupy_flash.schedule import (
@@ -132,6 +133,18 @@ def struct(blocks, **options):
 def test_tiles_that_are_equally_long_are_taken_by_number(options):
     params = struct(5, **options)
     assert (params["run"], params["by_formula"]) == (1, schedule.ALL_TURNS) and (params["table"] == NONE).all()
+
+
+def test_tiles_of_several_heads_are_taken_by_number():
+    """Each tile has rows of several heads, which see the same keys; as rows of one head, later ones would see later keys."""
+    q, k = numpy.zeros((9, 12, 40, 64), numpy.float16), numpy.zeros((9, 1, 600, 64), numpy.float16)
+    problem = packing_of(plan_attention(q, k, k, backend="host", arch="90a", window=(100, 0)).problem).problem
+    plan = make_forward_plan(problem, architecture_named("90a"))
+    params = hopper_forward_params(problem, forward_maps(plan, problem), plan.config.TILE_Q)
+    launches = tuple(launch.on(5) for launch in forward_launches(plan, problem))
+    params, _ = scheduled(plan, params, launches)
+    assert plan.config.PACKED and not plan.config.SPLIT_KV and params[0]["tiles"] > 5
+    assert (params[0]["run"], params[0]["by_formula"]) == (1, schedule.ALL_TURNS)
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 0)}, {"window": (10, 10)}], ids=str)
