@@ -12,15 +12,17 @@ and the others idle. Those tiles are shared by all blocks: each computes some of
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 
 import numpy
 
 TABLE_BLOCKS = 144  # as many as an sm_90 can have multiprocessors, each of which holds one block
-TABLE_TURNS = 6  # of a block; the last one is empty, so that every block finds its end
+TABLE_TURNS = 9  # of a block; the last one is empty, so that every block finds its end
 NONE = 0xFFFF  # an entry without a tile
 ALL_TURNS = 2**31 - 1
-ROUNDS_BY_TABLE = (1, 0)  # so many rounds, in each of which a block takes two tiles, and what is left over after the last whole one
+ROUNDS_BY_TABLE = (1, 2, 3)  # so many rounds, of two tiles for each block, and what is left over after the last whole one
+EVEN = 0.99  # of the time that blocks take together and that the longest makes them take: good enough
 ROUNDS_COUNTED = 1024  # of those by the formula: what earlier ones leave uneven is little beside them
 L2_BYTES = 32 << 20  # of what all blocks of an sm_90 read or add to, that stay in its L2 cache
 STEPS_BESIDES = 1  # what beginning and ending a query tile takes, in steps of one key tile
@@ -123,17 +125,28 @@ def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: 
         return Schedule()
     if blocks > TABLE_BLOCKS:
         return Schedule(run=2)
-    # Longest first means heads in turn, and keys of all heads in the table are read again and again.
-    for by_table in ROUNDS_BY_TABLE:
-        rounds = max(tiles // (2 * blocks) - by_table, 0)
-        first = rounds * 2 * blocks
-        if len_kv >= MANY_KEYS or (tiles - first) / tiles_of_head * bytes_of_head <= L2_BYTES:
-            break
-    else:
-        return Schedule(run=2)
-
     place = numpy.arange(tiles_of_head)
     in_order = costs[numpy.where(place % 2, place // 2, tiles_of_head - 1 - place // 2)]  # as `place_of_tile` numbers them
+
+    # Longest first means heads in turn, and keys of all heads in the table are read again and again.
+    def stays_in_cache(rounds: int) -> bool:
+        return len_kv >= MANY_KEYS or (tiles - rounds * 2 * blocks) / tiles_of_head * bytes_of_head <= L2_BYTES
+
+    most = tiles // (2 * blocks)
+    fewer = [max(most - by_table, 0) for by_table in ROUNDS_BY_TABLE]
+    longest, best = math.inf, Schedule(run=2)
+    for rounds in list(filter(stays_in_cache, fewer)) or filter(stays_in_cache, [most]):
+        load, schedule = _deal_out(in_order, tiles, rounds, blocks)
+        if load < longest:
+            longest, best = load, schedule
+        if EVEN * longest * blocks <= heads * costs.sum():
+            break
+    return best
+
+
+def _deal_out(in_order: numpy.ndarray, tiles: int, rounds: int, blocks: int) -> tuple[float, Schedule]:
+    """What remains after so many rounds of two tiles, the longest first, and how long the block takes that takes longest."""
+    tiles_of_head, first = len(in_order), rounds * 2 * blocks
     counted = min(rounds, ROUNDS_COUNTED)
     by_formula = in_order[numpy.arange(first - counted * 2 * blocks, first) % tiles_of_head]
     loads = by_formula.reshape(counted, blocks, 2).sum((0, 2), dtype=float)
@@ -145,6 +158,7 @@ def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: 
     for tile in numpy.argsort(-left, kind="stable").tolist():
         load, block = heapq.heappop(least)
         taken[block].append(tile)
+        loads[block] = load + left[tile]
         if len(taken[block]) < TABLE_TURNS - 1:
-            heapq.heappush(least, (load + left[tile], block))
-    return Schedule(2, 2 * rounds, tuple(map(tuple, taken)))
+            heapq.heappush(least, (loads[block], block))
+    return loads.max(), Schedule(2, 2 * rounds, tuple(map(tuple, taken)))

@@ -176,22 +176,22 @@ TWO_GROUPS = "two groups of 64 rows; the next query tile begins beneath the end 
 THREE_SLOTS = "two groups of 64 rows, which share three places for queries: the next tile begins beneath the end of the last"
 THREE_NARROW = "three groups of 64 rows hide each other's waits, and narrow key tiles fit their registers"
 IN_LINE = "; in line, none waits behind the products of others"
-FULL, HIDING = ("full",), ("causal", "window")
-FOUR = {"warps": 20, "stages": 4, "stages_v": 4, "slots_q": 8, "staged_out": True, "min_blocks": 1, "plain_scores": True}
+CAUSAL, WINDOW = ("causal",), ("window",)
+FOUR = {"warps": 20, "stages": 6, "stages_v": 6, "slots_q": 8, "staged_out": True, "min_blocks": 1, "plain_scores": True}
 THREE = {"warps": 16, "stages": 4, "stages_v": 4, "slots_q": 6, "staged_out": True, "min_blocks": 1, "plain_scores": True}
-NARROW = {"warps": 16, "stages": 3, "stages_v": 3, "slots_q": 4, "staged_out": True, "min_blocks": 1}
+NARROW = {"warps": 16, "stages": 4, "stages_v": 3, "slots_q": 4, "staged_out": True, "min_blocks": 1}
 TWO = {"warps": 12, "slots_q": 4, "min_blocks": 1}
 SHARED = {"warps": 12, "slots_q": 3, "min_blocks": 1}
 WIDE = {"warps": 12, "slots_q": 2, "min_blocks": 1}
 HOPPER = (
-    Row(64, 256, 64, FOUR_GROUPS + "; measured 424 at 1,024, 534 at 4,096 causal", **FOUR, max_len_q=4096, masks=HIDING),
-    Row(64, 256, 64, FOUR_GROUPS + IN_LINE + "; measured 573 at 4,096", **FOUR, in_line=True, max_len_q=4096, masks=FULL),
-    Row(64, 192, 128, THREE_GROUPS + IN_LINE + "; measured 589, 570 causal", **THREE, in_line=True),
+    Row(64, 256, 64, FOUR_GROUPS, **FOUR, masks=WINDOW),
+    Row(64, 256, 64, FOUR_GROUPS + IN_LINE, **FOUR, in_line=True, masks=CAUSAL),
+    Row(64, 256, 64, FOUR_GROUPS + IN_LINE, **FOUR, in_line=True, max_len_q=4096),
+    Row(64, 192, 128, THREE_GROUPS + IN_LINE, **THREE, in_line=True),
     Row(64, 128, 128, TWO_GROUPS + "; three would spill", **TWO, staged_out=True),
-    Row(128, 128, 128, TWO_GROUPS + IN_LINE + "; measured 580 at 512", **TWO, staged_out=True, in_line=True, max_len_q=1024),
-    Row(128, 128, 128, TWO_GROUPS + "; measured 704 at 4,096", **TWO, staged_out=True, max_len_q=4096, masks=("causal",)),
-    Row(128, 192, 64, THREE_NARROW + "; measured 789", **NARROW, masks=FULL),
-    Row(128, 192, 64, THREE_NARROW + "; with a place more for keys; measured 757", **{**NARROW, "stages": 4}),
+    Row(128, 128, 128, TWO_GROUPS + IN_LINE, **TWO, staged_out=True, in_line=True, max_len_q=1024),
+    Row(128, 128, 128, TWO_GROUPS + IN_LINE, **TWO, staged_out=True, in_line=True, max_len_q=4096, masks=CAUSAL),
+    Row(128, 192, 64, THREE_NARROW, **NARROW),
     Row(192, 128, 112, THREE_SLOTS + IN_LINE + "; measured 742 at 4,096, 767, 742 causal", **SHARED, in_line=True, width_v=128),
     Row(192, 128, 96, THREE_SLOTS + IN_LINE + "; measured 732 at 4,096, 729, 718 causal", **SHARED, in_line=True),
     Row(256, 128, 64, THREE_SLOTS + "; measured 593 at 512, 779, 757 causal", **SHARED),

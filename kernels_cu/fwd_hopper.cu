@@ -78,7 +78,7 @@ OP Task task_of(const HopperForwardParams& p, const Band& band, u32 turn, const 
   task.last = own.end - 1;
   task.beyond = tiles.end - own.end;
   // With more tiles between two turns, the loader waits for places to be free before it brings the next queries.
-  const bool few = task.beyond < min_of(min_of(STAGES, STAGES_V), 2);
+  const bool few = task.beyond < min_of(STAGES, STAGES_V);
   task.next = !follows ? NOTHING : AHEAD && few && !is_part(p, turn + 1) ? DIRECTLY : LATER;
   task.part = is_part(p, turn) ? here.part.number : WHOLE;
   return task;
@@ -86,6 +86,7 @@ OP Task task_of(const HopperForwardParams& p, const Band& band, u32 turn, const 
 
 // Shared memory: queries, 64 rows of them in each slot; rows of out that leave, for each warpgroup; K; V; barriers; tasks.
 constexpr int EARLY = min_of(SLOTS_Q - GROUPS, GROUPS);       // warpgroups whose next queries need not wait until others have read theirs
+constexpr int LEAD = (GROUPS - 1) * ROWS / TILE_KV;           // tiles: under a mask, so many may be left when the first warpgroup ends its turn
 constexpr bool TAKE_TURNS = SLOTS_Q % GROUPS != 0;            // in a slot, so that all of them have to notice each filling of it
 constexpr int OUT_OFFSET = SLOTS_Q * QueryTile::bytes;
 constexpr int K_OFFSET = OUT_OFFSET + STAGED_OUT * GROUPS * OutTile::bytes;
@@ -124,13 +125,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       tiles = tiles_seen(band, here.row, min_of(TILE_Q, p.len_q - here.row), TILE_KV, {0, 1});
       if (is_part(p, turn)) tiles = among(here.part.keys, tiles);
     };
-    u32 left = 0;                                             // a bit for each warpgroup that goes on directly, and leaves a tile
+    u32 left = 0;                                             // tiles that a warpgroup leaves, where it goes on directly: four bits for each
     const auto load_queries = [&](int first, int end) {
       const bool follows = has_turn(p, turn + 1);
       #pragma unroll 1
       for (int of = first; of < end; ++of) {
-        const Task task = task_of(p, band, turn, here, tiles, of, int(left >> of & 1), follows);
-        left = (left & ~(1u << of)) | u32(task.next == DIRECTLY && task.beyond > 0) << of;
+        const Task task = task_of(p, band, turn, here, tiles, of, int(left >> 4 * of & 15), follows);
+        left = (left & ~(15u << 4 * of)) | u32(task.next == DIRECTLY ? task.beyond : 0) << 4 * of;
         wait_free(queries);                                   // without it queries are overwritten that are still read
         store_once(smem + TASKS + queries.slot() * int(sizeof(Task)), task);
         sync_warp();                                          // without it a task is read that has not been written
@@ -138,33 +139,39 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       }
     };
     // Keys one tile ahead of values, from turn to turn. Whatever is done between a slot that becomes free and its load, the others wait for.
+    Place of_keys{}, of_values{};                             // whose head is that of keys
     int tile = 0, end = 1;                                    // of values, and beyond the last one of its turn; at first there are none
-    bool any = false;
+    bool any = false, told = false;                           // told: the next turn's queries are on their way
     #pragma unroll 1
     for (;;) {
-      const Turn at = here;
-      const int head = head_kv;
-      const bool last = tile + 1 == end, begins = last && has_turn(p, turn);
-      int next = tile + 1;
-      if (begins) {
+      const bool last = tile + 1 == end;
+      if (!told && tile + 1 + LEAD >= end && has_turn(p, turn)) {
         begin_turn();
         load_queries(0, any ? EARLY : GROUPS);
-        next = tiles.begin;
+        told = true;
       }
+      const bool begins = last && told;
+      if (begins) {
+        of_keys = here;
+        of_keys.head = head_kv;
+      }
+      const int next = begins ? tiles.begin : tile + 1;
       if (begins || !last) {
         wait_free(keys);                                      // without it keys are overwritten that a slower warp still reads
-        load_async(keys, p.k_map, here.batch, head_kv, next * TILE_KV);
+        load_async(keys, p.k_map, of_keys.batch, of_keys.head, next * TILE_KV);
       }
       if (any) {
         wait_free(values);                                    // without it values are overwritten that a slower warp still reads
-        load_async(values, p.v_map, at.batch, head, tile * TILE_KV);
+        load_async(values, p.v_map, of_values.batch, of_values.head, tile * TILE_KV);
         if (EARLY < GROUPS && begins) load_queries(EARLY, GROUPS);
       }
       if (last && !begins) break;
+      of_values = of_keys;
       any = true;
       tile = next;
       if (begins) {
         end = tiles.end;
+        told = false;
         ++turn;
       }
     }
@@ -289,8 +296,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     exponentiate(softmax, s_reg, sum, scale_log2);
     const bool again = !first && warpgroup_any(group, too_large(sum));
     if (again) {
-      start_product_transposed(s_reg, q_smem, 0, k_smem);
-      wait_for_products<0>(s_reg);                            // as above
+      multiply_transposed(s_reg, q_smem, 0, k_smem);
       scores_of_tile();
       find_maximum(correction);
       exponentiate(softmax, s_reg, sum, scale_log2);
@@ -316,9 +322,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     int skipped = 0;
     #pragma unroll 1
     for (;;) {
-      begin_turn();
-      skipped += before;
       skip_keys(skipped);
+      begin_turn();
+      skip_keys(before);
+      skipped += before;
       step(AHEAD, AHEAD, AHEAD && ends, skipped);
       #pragma unroll 1
       while (tile < last) {

@@ -54,7 +54,7 @@ struct alignas(64) TensorMap {
 };
 
 constexpr int TABLE_BLOCKS = 144;
-constexpr int TABLE_TURNS = 6;
+constexpr int TABLE_TURNS = 9;
 constexpr u16 NO_TILE = 0xffff;
 struct HopperForwardParams {
   TensorMap q_map;                        // (*batch, heads,    len_q,  dim)    in boxes of 64 x 64

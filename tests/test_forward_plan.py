@@ -207,14 +207,17 @@ def test_the_first_row_for_width_mask_and_length_is_taken(q, options, why, monke
     "dim, len_q, options, in_line",
     [
         (64, 512, {}, True),
-        (64, 512, {"causal": True}, False),  # groups that need fewer tiles would wait for the others
-        (64, 4096, {"window": (63, 0)}, False),
+        (64, 512, {"causal": True}, True),
+        (64, 4096, {"window": (63, 0)}, False),  # groups that need fewer tiles would wait for the others
+        (64, 4097, {"window": (63, 0)}, False),
         (64, 4097, {"causal": True}, True),
         (64, 4097, {}, True),
         (64, 512, {"softcap": 5.0}, False),
         (128, 1024, {"causal": True}, True),
         (128, 1025, {}, False),
-        (128, 1025, {"causal": True}, False),
+        (128, 4096, {"causal": True}, True),
+        (128, 4097, {"causal": True}, False),
+        (128, 1025, {"window": (63, 0)}, False),
         (192, 1025, {}, True),
         (256, 512, {}, False),
     ],
