@@ -229,6 +229,16 @@ def test_warpgroups_stand_in_line_where_that_pays(dim, len_q, options, in_line):
     assert any("in line, none waits behind the products of others" in reason for reason in made.reasons) is in_line
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("heads, len_q, groups", [(4, 64, 1), (4, 65, 2), (1, 1, 1), (32, 2, 1), (32, 3, 2)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0}], ids=str)
+def test_up_to_64_rows_have_one_warpgroup(dim, heads, len_q, groups, options):
+    """Rows of all heads that share a tile: 4 heads on 4, one on one, 32 on one."""
+    made = make_forward_plan(problem_of((heads, len_q, dim), (4 if heads == 4 else 1, 500, dim), **options), SM_90A)
+    assert made.kernel == "fwd_hopper"
+    assert (made.config.TILE_Q == 64) is (made.config.WARPS == 8) is (groups == 1)
+
+
 # Its grid
 
 
