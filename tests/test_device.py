@@ -132,11 +132,12 @@ def test_keys_that_no_query_sees_are_left_out_by_the_address(launched, monkeypat
 
 
 def test_blocks_that_take_turns_are_as_many_as_the_device_holds(launched):
-    threads = execution().kernel.threads
-    execution().on_device.launch([1 << 20] * 5)
-    execution(queries=1).on_device.launch([1 << 20] * 5)
+    of_many, of_one = execution(), execution(queries=1)
+    of_many.on_device.launch([1 << 20] * 5)
+    of_one.on_device.launch([1 << 20] * 5)
     one_for_each_head = 2 * 3
-    assert [launch.grid for launch in launched] == [[MULTIPROCESSORS, 1, 1, threads, 1, 1]] * 2
+    threads = [of_many.kernel.threads, of_one.kernel.threads]
+    assert [launch.grid for launch in launched] == [[MULTIPROCESSORS, 1, 1, each, 1, 1] for each in threads]
     assert one_for_each_head > MULTIPROCESSORS
 
 

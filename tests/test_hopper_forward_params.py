@@ -28,6 +28,7 @@ def test_a_problem_becomes_numbers():
     asked = Options(scale=0.3, softcap=5.0, window=(4, 2), return_lse=True, backend="host")
     problem = make_problem(q, k, v, asked, out)
     plan = make_forward_plan(problem, SM_90A)
+    plan = replace(plan, config=replace(plan.config, STAGED_OUT=True))
     params = hopper_forward_params(problem, forward_maps(plan, problem), 3)[0]
     in_maps = ("q_map", "k_map", "v_map", "out_map")
     assert {name: params[name]["size"].tolist() for name in in_maps} == {
@@ -85,7 +86,7 @@ def test_an_lse_left_out_is_null():
 
 
 def test_boxes_follow_the_tile():
-    problem = problem_of((2, 3, 50, 64))
+    problem = problem_of((2, 3, 70, 64))
     plan = make_forward_plan(problem, SM_90A)
     narrow = replace(plan, config=replace(plan.config, TILE_KV=16))
     assert [m.box_rows for m in forward_maps(narrow, problem).values()] == [64, 16, 16, 16]

@@ -38,7 +38,7 @@ def run(request, monkeypatch, change_kernel):
 
     def run_body(body):
         change_kernel("fwd_hopper.cu", SMALL_KERNEL.replace("BODY", body))
-        inputs = make_inputs(Case("float16", 64, 64))
+        inputs = make_inputs(Case("float16", 65, 64))  # of 64 queries out would leave from registers, without a map
         _, lse = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", return_lse=True)(*inputs)
         return lse[0, 0, 0]
 
