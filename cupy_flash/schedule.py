@@ -22,7 +22,7 @@ TABLE_TURNS = 9  # of a block; the last one is empty, so that every block finds 
 NONE = 0xFFFF  # an entry without a tile
 ALL_TURNS = 2**31 - 1
 ROUNDS_BY_TABLE = (1, 2, 3)  # so many rounds, of two tiles for each block, and what is left over after the last whole one
-EVEN = 0.99  # of the time that blocks take together and that the longest makes them take: good enough
+BUSY = 0.99  # of the time in which the block that takes longest works, all blocks do: good enough
 ROUNDS_COUNTED = 1024  # of those by the formula: what earlier ones leave uneven is little beside them
 L2_BYTES = 32 << 20  # of what all blocks of an sm_90 read or add to, that stay in its L2 cache
 STEPS_BESIDES = 1  # what beginning and ending a query tile takes, in steps of one key tile
@@ -139,7 +139,7 @@ def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: 
         load, schedule = _deal_out(in_order, tiles, rounds, blocks)
         if load < longest:
             longest, best = load, schedule
-        if EVEN * longest * blocks <= heads * costs.sum():
+        if BUSY * longest * blocks <= heads * costs.sum():
             break
     return best
 

@@ -126,6 +126,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       if (is_part(p, turn)) tiles = among(here.part.keys, tiles);
     };
     u32 left = 0;                                             // tiles that a warpgroup leaves, where it goes on directly: four bits for each
+    static_assert(min_of(STAGES, STAGES_V) <= 16 && GROUPS <= 8, "they hold what a warpgroup may leave");
     const auto load_queries = [&](int first, int end) {
       const bool follows = has_turn(p, turn + 1);
       #pragma unroll 1
@@ -296,7 +297,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     exponentiate(softmax, s_reg, sum, scale_log2);
     const bool again = !first && warpgroup_any(group, too_large(sum));
     if (again) {
-      multiply_transposed(s_reg, q_smem, 0, k_smem);
+      start_product_transposed(s_reg, q_smem, 0, k_smem);
+      wait_for_products<0>(s_reg);                            // as above
       scores_of_tile();
       find_maximum(correction);
       exponentiate(softmax, s_reg, sum, scale_log2);

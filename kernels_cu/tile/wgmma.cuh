@@ -317,26 +317,3 @@ template <int PENDING, int N> OP void wait_for_products(Acc<16, N>& done, CallSi
   host::self->wait_for_products(PENDING, &done, at);
 #endif
 }
-
-// s = a b^T, complete on return: what is done seldom. With wide tiles in a loop that waits in each of its steps: a short text compiles sooner.
-template <int N, int ROWS, int WIDTH>
-OP void multiply_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a, int row0, const PanelTile<N, WIDTH>& b, CallSite at = call_site()) {
-#if ON_GPU
-  if constexpr (WIDTH > 128) {
-    #pragma unroll 1
-    for (int i = 0; i < WIDTH / 16; ++i) {
-      const u32 left = descriptor(a.base + row0 * 128 + i / 4 * a.panel_bytes + i % 4 * 32, 16);
-      const u32 right = descriptor(b.base + i / 4 * b.panel_bytes + i % 4 * 32, 16);
-      pin(s);
-      wgmma_fence();                                          // as above
-      wgmma_from_shared<N>(s.v, left, right, i > 0);
-      wgmma_commit_group();
-      wgmma_wait_group<0>();                                  // without it the next step may overtake this one, and scores are read too early
-    }
-    pin(s);
-    return;
-  }
-#endif
-  start_product_transposed(s, a, row0, b, false, at);
-  wait_for_products<0>(s, at);
-}
