@@ -221,11 +221,14 @@ def test_entries_of_a_file_are_compiled_at_the_same_time(plan):
     assert {entry for entry in plan.entries if f"entry function '{entry}'" in nvrtc.report(plan).log} == set(plan.entries)
 
 
-def test_the_text_for_racecheck_is_still_there_and_compiles(monkeypatch):
-    """A GPU test changes a line of the kernels for a tool; where there is no GPU, it is known that the line exists."""
-    text = runpy.run_path(str(Path(__file__).parent / "gpu" / "test_sanitizer.py"))["EACH_LANE_ARRIVES"]
+@pytest.mark.parametrize(
+    "name, file, kernel", (("EACH_LANE_ARRIVES", "tile/arrival.cuh", "fwd_hopper"), ("NO_BARRIER", "bwd_v2.cu", "bwd_v2"))
+)
+def test_the_texts_for_racecheck_are_still_there_and_compile(name, file, kernel, monkeypatch):
+    """GPU tests change a line of the kernels for a tool; where there is no GPU, it is known that the line exists."""
+    text = runpy.run_path(str(Path(__file__).parent / "gpu" / "test_sanitizer.py"))[name]
     monkeypatch.setattr(source, "files", source.files)  # to be put back
-    before = source.files()["tile/arrival.cuh"]
+    before = source.files()[file]
     exec(text, {})
-    assert source.files()["tile/arrival.cuh"] != before
-    assert not nvrtc.report(next(every_plan([SM_90A], ["float16"], ["fwd_hopper"]))).fault
+    assert source.files()[file] != before
+    assert not nvrtc.report(next(every_plan([SM_90A], ["float16"], [kernel]))).fault
