@@ -45,12 +45,12 @@ using ValueTile = PanelTile<TILE_KV, WIDTH_V>;
 using QueryTile = PanelTile<ROWS, WIDTH>;
 using OutTile = PanelTile<ROWS, WIDTH_V>;
 
-// out of a part of a query tile, in device memory
-using PartTile = SumTile<TILE_Q, WIDTH_V>;
+using PartTile = SumTile<TILE_Q, WIDTH_V>;                    // out of a part of a query tile, in device memory
 OP PartTile part_of(const HopperForwardParams& p, u32 number) { return {p.parts + i64(number) * p.part_rows * WIDTH_V}; }
 
 static_assert(SLOTS_Q >= GROUPS, "each warpgroup reads a slot");
 constexpr bool AHEAD = SLOTS_Q > GROUPS;                      // a query tile begins before the one before it has ended
+constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: compiled a fifth sooner, and level. Narrower rows would lose a tenth
 
 // What the loader tells a warpgroup with its queries. It has the time to work that out; a warpgroup between two tiles keeps tensor cores waiting.
 enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: it begins beneath the last product of this one
@@ -180,7 +180,6 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   }
 
   take_registers<GROUP_REGISTERS>();
-
   QueryTile q_smem;
   Acc<16, TILE_KV> s_reg;
   OperandA<16> p_reg[TILE_KV / 16];
@@ -253,22 +252,19 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   // In line, a warpgroup lets the next one go for a tile that it does not need as well: all of them count the same tiles.
   if (IN_LINE && group == GROUPS - 1) arrive_in_line(group, GROUPS);    // without it nobody begins
   const auto skip_keys = [&](int tiles) {
-    if (IN_LINE) {
-      #pragma unroll 1
-      for (; tiles > 0; --tiles) {
-        wait_in_line(group);                                  // without it the line moves on before
-        arrive_in_line(group, GROUPS);                        // as above
-        skip(keys, 1);
-      }
-    } else {
-      skip(keys, tiles);
+    #pragma unroll 1
+    for (; IN_LINE && tiles > 0; --tiles) {
+      wait_in_line(group);                                    // without it the line moves on before
+      arrive_in_line(group, GROUPS);                          // as above
+      skip(keys, 1);
     }
+    if (!IN_LINE) skip(keys, tiles);
   };
 
   // One key tile. Beneath its product and its softmax runs the second product of the tile before it, if there was one. If that one was
   // in another turn, that turn ends here, and the maximum has to be found; otherwise that of the tiles before nearly always does.
   // A turn that starts where none has to end runs above a product all the same, which counts for nothing and so takes K for V, which need
-  // not have come: two texts of a step for three cases.
+  // not have come: of three cases, two or all have one text.
   const auto step = [&](const bool follows, const bool starts, const bool ends, const int skipped) {
     const KeyTile k_smem = keys.tile();
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
@@ -328,11 +324,14 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       begin_turn();
       skip_keys(before);
       skipped += before;
-      step(AHEAD, AHEAD, AHEAD && ends, skipped);
+      bool starts = ONE_TEXT;
+      if (!ONE_TEXT) step(AHEAD, AHEAD, AHEAD && ends, skipped);
+      tile += !ONE_TEXT;
       #pragma unroll 1
-      while (tile < last) {
-        ++tile;
-        step(true, false, false, 0);
+      for (; ONE_TEXT || tile <= last; ++tile) {
+        step(true, starts, ONE_TEXT && ends, skipped);
+        if (ONE_TEXT && tile == last) break;
+        starts = ends = false;
       }
       arrive_free(queries);                                   // without it the loader waits for ever
       if (next != DIRECTLY) break;
