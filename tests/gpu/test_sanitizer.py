@@ -148,17 +148,20 @@ def test_clean(tool, programs):
 
 
 def test_no_races(programs):
-    """Nothing is reported, or nothing twice.
+    """In one run of three nothing is reported; what is reported in another becomes a warning.
 
-    In 5 of more than 120 runs racecheck has said that warps of bwd_v2, float32, read dS before others have written it. The machine
-    code has a barrier of the whole block between the two. Of 2,000 launches of that kernel alone, some beside other work, it
-    said nothing. A barrier that is missing is reported in every run: see below.
+    Racecheck has said in 6 runs of this program that warps of bwd_v2, float32, read dS before others have written it, or write it
+    before others have read it. The machine code has a barrier of the whole block between the two. All 6 were runs beside a whole
+    suite on twelve workers, of which there were some 25; in more than 100 others, and of 2,500 launches of that kernel alone, beside
+    other work, with a busy CPU, or with warps that come late to each of its barriers, it said nothing. A barrier that is missing is
+    reported in every run: see below.
     """
-    clean, said = watch("racecheck", programs["racecheck"])
-    if not clean:
-        warnings.warn("racecheck, first run: " + said[-3000:], stacklevel=1)
+    for _ in range(3):
         clean, said = watch("racecheck", programs["racecheck"])
-    assert clean, said[-3000:]
+        if clean:
+            return
+        warnings.warn(said[-9000:], stacklevel=1)
+    pytest.fail(said[-3000:])
 
 
 def test_a_missing_barrier_is_noticed_every_time():
