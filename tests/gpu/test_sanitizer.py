@@ -152,8 +152,8 @@ def test_no_races(programs):
 
     Racecheck has said in 6 runs of this program that warps of bwd_v2, float32, read dS before others have written it, or write it
     before others have read it. The machine code has a barrier of the whole block between the two. All 6 were runs beside a whole
-    suite on twelve workers, of which there were some 25; in more than 100 others, and of 2,500 launches of that kernel alone, beside
-    other work, with a busy CPU, or with warps that come late to each of its barriers, it said nothing. A barrier that is missing is
+    suite on twelve workers, of which there were some 25. In more than 100 others, and of 2,500 launches of that kernel alone,
+    beside other work, with a busy CPU, or with warps that come late to barriers, it said nothing. A barrier that is missing is
     reported in every run: see below.
     """
     for _ in range(3):
