@@ -324,9 +324,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       begin_turn();
       skip_keys(before);
       skipped += before;
-      bool starts = ONE_TEXT;
+      bool starts = ONE_TEXT;                                 // whether the turn's first step has the text of the loop, and comes now
       if (!ONE_TEXT) step(AHEAD, AHEAD, AHEAD && ends, skipped);
-      tile += !ONE_TEXT;
+      tile += !ONE_TEXT;                                      // that of the first step is done
       #pragma unroll 1
       for (; ONE_TEXT || tile <= last; ++tile) {
         step(true, starts, ONE_TEXT && ends, skipped);

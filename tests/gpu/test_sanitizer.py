@@ -1,5 +1,6 @@
 """compute-sanitizer's four tools on small cases of every kernel that reach every kind of copy, product and mask."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -148,18 +149,19 @@ def test_clean(tool, programs):
 
 
 def test_no_races(programs):
-    """In one run of three nothing is reported; what is reported in another becomes a warning.
+    """Nothing is reported; only what is said of bwd_v2 may be said in two runs, if a third is clean.
 
-    Racecheck has said in 6 runs of this program that warps of bwd_v2, float32, read dS before others have written it, or write it
-    before others have read it. The machine code has a barrier of the whole block between the two. All 6 were runs beside a whole
-    suite on twelve workers, of which there were some 25. In more than 100 others, and of 2,500 launches of that kernel alone,
-    beside other work, with a busy CPU, or with warps that come late to barriers, it said nothing. A barrier that is missing is
-    reported in every run: see below.
+    Racecheck said in 2 of 3 runs beside a whole suite that warps of bwd_v2, float32, load dS before others have stored it, and
+    store it before others have loaded it. A barrier of the whole block is between the two, in the machine code as well. It said
+    nothing in 110 runs without a suite: of that kernel alone, with an idle machine, a busy CPU, a busy GPU, or warps that come late
+    to one of its barriers; of all backward cases; of this program beside the other tools. (Before that, it spoke of bwd_v2 in 4 of
+    about 15 runs in which kernels were compiled.) Why is not known. A barrier that is missing is reported in every run, see below.
     """
     for _ in range(3):
         clean, said = watch("racecheck", programs["racecheck"])
         if clean:
             return
+        assert set(re.findall(r"access at (\w+)\+0x", said)) == {"bwd_v2"}, said[-3000:]
         warnings.warn(said[-9000:], stacklevel=1)
     pytest.fail(said[-3000:])
 
