@@ -151,7 +151,7 @@ def test_clean(tool, programs):
 def test_no_races(programs):
     """Nothing is reported; only what is said of bwd_v2 may be said in two runs, if a third is clean.
 
-    Racecheck said in 2 of 3 runs beside a whole suite that warps of bwd_v2, float32, load dS before others have stored it, and
+    Racecheck said in 2 of 4 runs beside a whole suite that warps of bwd_v2, float32, load dS before others have stored it, and
     store it before others have loaded it. A barrier of the whole block is between the two, in the machine code as well. It said
     nothing in 110 runs without a suite: of that kernel alone, with an idle machine, a busy CPU, a busy GPU, or warps that come late
     to one of its barriers; of all backward cases; of this program beside the other tools. (Before that, it spoke of bwd_v2 in 4 of
