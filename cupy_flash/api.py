@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
+from .absent import answers_absent
 from .backward import attention_and_vjp, operands, prepared_backward
 from .gradients import Gradients
 from .launch import Arguments, prepared
 from .merge import merge
 
+A = TypeVar("A")  # results are of the kind of array that q is
 
+
+@overload
+def attention(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: Literal[False] = ..., out: Any = ..., lse: Any = ...,
+) -> A: ...  # fmt: skip
+@overload
+def attention(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: Literal[True], out: Any = ..., lse: Any = ...,
+) -> tuple[A, A]: ...  # fmt: skip
+@answers_absent
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
+    layout: str = "bhsd",
     scale: float | None = None,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
@@ -39,6 +56,9 @@ def attention(
         axes before heads broadcast as in `numpy.matmul`, without copies.
     v : array, shape (..., heads_kv, seq_kv, dim_v)
         Values; `dim_v` may differ from `dim`.
+    layout : {'bhsd', 'bshd'}
+        Order of the last axes of all arrays, results included: (..., heads, seq, dim), or (..., seq, heads, dim) as in JAX and
+        FlashAttention. Nothing is copied. Shapes below are those of 'bhsd'; with 'bshd', `lse` has shape (..., seq_q, heads).
     scale : float, optional
         Factor of the scores, by default ``1 / sqrt(dim)``. May be negative or zero.
     causal : {False, True, 'bottom_right', 'top_left'}
@@ -102,10 +122,11 @@ def attention(
     (8, 100, 64)
     """
     given = Arguments(q, k, v, out, lse)
-    options = (None, scale, causal, window, softcap, precision, algorithm, backend, return_lse)
+    options = (None, layout, scale, causal, window, softcap, precision, algorithm, backend, return_lse)
     return prepared(given, options).run(given)
 
 
+@answers_absent
 def attention_backward(
     dout: Any,
     q: Any,
@@ -114,6 +135,7 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
+    layout: str = "bhsd",
     scale: float | None = None,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
@@ -143,7 +165,7 @@ def attention_backward(
         What `attention` returned.
     lse : array, shape (..., heads, seq_q)
         What `attention` returned with ``return_lse=True``: float32, or float64 for float64.
-    scale, causal, window, softcap, precision, backend
+    layout, scale, causal, window, softcap, precision, backend
         As in `attention`, and with the values given there.
     algorithm : {'auto', 'v2'}
         'v2' is FlashAttention-2's backward. There is none for 'v1', whose results it takes just as well.
@@ -194,15 +216,29 @@ def attention_backward(
     (8, 100, 64)
     """
     given = operands(dout, q, k, v, out, lse, dlse, dq, dk, dv)
-    options = (scale, causal, window, softcap, precision, algorithm, backend)
+    options = (layout, scale, causal, window, softcap, precision, algorithm, backend)
     return prepared_backward(given, options, deterministic, None).run(given)
 
 
+@overload
+def attention_vjp(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: Literal[False] = ..., deterministic: bool = ...,
+) -> tuple[A, Callable[..., Gradients]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: Literal[True], deterministic: bool = ...,
+) -> tuple[tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
+@answers_absent
 def attention_vjp(
     q: Any,
     k: Any,
     v: Any,
     *,
+    layout: str = "bhsd",
     scale: float | None = None,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
@@ -217,7 +253,7 @@ def attention_vjp(
 
     Parameters
     ----------
-    q, k, v, scale, causal, window, softcap, precision, algorithm, backend, return_lse
+    q, k, v, layout, scale, causal, window, softcap, precision, algorithm, backend, return_lse
         As in `attention`.
     deterministic : bool
         As in `attention_backward`.
@@ -244,11 +280,14 @@ def attention_vjp(
     >>> bool(np.allclose(dv.sum(axis=1), 100, rtol=1e-4))  # the weights of each of the 100 queries add up to 1
     True
     """
-    scores = (scale, causal, window, softcap, precision)
-    return attention_and_vjp(q, k, v, scores, algorithm, backend, return_lse, deterministic)
+    shared = (layout, scale, causal, window, softcap, precision)
+    return attention_and_vjp(q, k, v, shared, algorithm, backend, return_lse, deterministic)
 
 
-def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, backend: str = "auto") -> tuple[Any, Any]:
+@answers_absent
+def merge_states(
+    out_a: A, lse_a: Any, out_b: Any, lse_b: Any, *, layout: str = "bhsd", backend: str = "auto"
+) -> tuple[A, A]:
     """Attention over two sets of keys together, from the results over each of them.
 
     Parameters
@@ -261,6 +300,8 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, backend: str
         Result over the other keys, in the dtype of `out_a`.
     lse_b : array, shape (..., heads, seq_q)
         Log-sum-exp over the other keys.
+    layout : {'bhsd', 'bshd'}
+        As in `attention`.
     backend : {'auto', 'cuda', 'host', 'numpy'}
         As in `attention`.
 
@@ -289,4 +330,4 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, backend: str
     >>> bool(np.allclose(out, cupy_flash.attention(q, k, v), atol=1e-6))
     True
     """
-    return merge(out_a, lse_a, out_b, lse_b, backend)
+    return merge(out_a, lse_a, out_b, lse_b, layout, backend)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_dtypes
 import numpy
 
-from .layout import Layout
+from .layout import HEADS, Layout
 
 if TYPE_CHECKING:
     import cupy
@@ -27,6 +27,10 @@ DTYPES = {"bfloat16": BFLOAT16} | {name: numpy.dtype(name) for name in ("float16
 # Device types of DLPack: host memory pageable and pinned, device memory plain and managed.
 HOST_MEMORY = (1, 3)
 CUDA_MEMORY = (2, 13)
+TRACED = (
+    "while JAX traces a function, its arrays have no memory; call attention through jax.pure_callback, "
+    "or outside of jit, grad and vmap"
+)
 
 
 def view(x: Any, name: str, *, writable: bool = False) -> Array:
@@ -37,6 +41,7 @@ def view(x: Any, name: str, *, writable: bool = False) -> Array:
     x : array
         NumPy, CuPy, or anything with DLPack, the CUDA array interface or ``__array__``. No autograd graph is ever
         recorded: a tensor that requires a gradient is accepted only where its library is not recording one either.
+        A subclass is refused, because what it means besides its elements would be lost.
     name : str
         What error messages call the argument.
     writable : bool
@@ -50,20 +55,20 @@ def view(x: Any, name: str, *, writable: bool = False) -> Array:
     Raises
     ------
     TypeError
-        If `x` is no array, or its memory cannot be shared.
+        If `x` is no array, its memory cannot be shared, or it means more than its elements say.
     ValueError
-        If the result would be detached from an autograd graph, or not be written where the caller looks.
+        If the result would be detached from an autograd graph, or not be written where the caller looks, or if elements
+        are masked.
     """
     cupy = sys.modules.get("cupy")  # who holds a CuPy array has imported CuPy
     if cupy is not None and type(x) is cupy.ndarray:
         return x
-    if type(x) is numpy.ndarray or _is_cupy(x):
+    if type(x) is numpy.ndarray:
         array = x
-    elif isinstance(x, numpy.ndarray):
-        array = x.view(numpy.ndarray)
     else:
-        array = _foreign_view(x, name)
-    if writable and (_made_by(x, "jax") or (isinstance(array, numpy.ndarray) and not array.flags.writeable)):
+        known = issubclass(type(x), numpy.ndarray) or _is_cupy(x)
+        array = _plain(x if known else _foreign_view(x, name), name)
+    if writable and (_made_by(x, "jax") or (type(array) is numpy.ndarray and not array.flags.writeable)):
         raise ValueError(f"{name}: expected a writable array, got a read-only {type(x).__name__}")
     return array
 
@@ -88,11 +93,12 @@ def layout_of(description: tuple[Any, ...], name: str) -> Layout:
     """The `Layout` of an array that `describe` describes so."""
     shape, strides, dtype, phase, device = description
     alignment = (phase | 16) & -(phase | 16)
-    if any(stride % dtype.itemsize for stride in strides):
-        raise ValueError(f"{name}: expected strides that are multiples of {dtype.itemsize} bytes, got {strides}")
+    size = dtype.itemsize or 1  # a void type may have none; whoever reads the dtype's name refuses it
+    if any(stride % size for stride in strides):
+        raise ValueError(f"{name}: expected strides that are multiples of {size} bytes, got {strides}")
     # A foreign byte order is part of NumPy's dtype.str ('>f4') but not of its name.
     dtype_name = dtype.name if dtype.isnative else dtype.str
-    return Layout(shape, tuple(stride // dtype.itemsize for stride in strides), dtype_name, alignment, device)
+    return Layout(shape, tuple(stride // size for stride in strides), dtype_name, alignment, device)
 
 
 def description_of(layout: Layout) -> tuple[Any, ...]:
@@ -107,27 +113,32 @@ def pointer(array: Array) -> int:
     return array.__array_interface__["data"][0] if isinstance(array, numpy.ndarray) else array.data.ptr
 
 
-def empty(layout: Layout, shape: tuple[int, ...]) -> Array:
-    """A new array, uninitialised, in host memory or on the current device.
+def empty(layout: Layout) -> Array:
+    """A new array of a dense layout, uninitialised, in host memory or on the current device.
 
     Parameters
     ----------
     layout : Layout
-        A dense layout, as `Problem` has it.
-    shape : tuple of int
-        What the user sees: the shape of `layout`, or its last axes if the others have size 1.
+        CuPy does not check strides against memory: with gaps between its elements, what is written would lie beyond the array.
 
     Returns
     -------
     numpy.ndarray or cupy.ndarray
     """
     dtype = DTYPES[layout.dtype]
-    strides = tuple([stride * dtype.itemsize for stride in layout.strides[len(layout.shape) - len(shape) :]])
+    strides = tuple([stride * dtype.itemsize for stride in layout.strides])
     if layout.device is None:
-        return numpy.ndarray(shape, dtype, strides=strides)
+        return numpy.ndarray(layout.shape, dtype, strides=strides)
     import cupy
 
-    return cupy.ndarray(shape, dtype, cupy.cuda.alloc(layout.nbytes), strides)
+    return cupy.ndarray(layout.shape, dtype, cupy.cuda.alloc(layout.nbytes), strides)
+
+
+def in_order(array: Array | None, order: str, heads: int = HEADS) -> Array | None:
+    """A view with the axes in the order of kernels, as `Layout.in_order` has it."""
+    if array is None or order == "bhsd" or array.ndim < -heads:
+        return array
+    return array.swapaxes(heads, heads + 1)
 
 
 def give_back(result: Array, like: Any) -> Any:
@@ -161,29 +172,75 @@ def give_back(result: Array, like: Any) -> Any:
 
 def _is_cupy(x: Any) -> bool:
     cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(x, cupy.ndarray)
+    return cupy is not None and issubclass(type(x), cupy.ndarray)
 
 
 def _made_by(x: Any, library: str) -> bool:
     """True if a class of x comes from the library; subclasses that users derive count as well."""
-    return any(base.__module__.partition(".")[0] == library for base in type(x).__mro__)
+    return any(str(base.__module__).partition(".")[0] == library for base in type(x).__mro__)
+
+
+def _plain(x: Array, name: str) -> Array:
+    """An array of NumPy or CuPy itself; of a subclass only where nothing but its elements matters."""
+    kind = type(x)
+    if kind is numpy.ndarray:
+        return x
+    if not issubclass(kind, numpy.ndarray):
+        if kind is sys.modules["cupy"].ndarray:
+            return x
+        whole, plain = "cupy.ndarray", f"{name}.view(cupy.ndarray)"
+    elif kind is numpy.memmap or (kind is numpy.ma.MaskedArray and not numpy.ma.getmaskarray(x).any()):
+        return numpy.ndarray.view(x, numpy.ndarray)
+    elif kind is numpy.ma.MaskedArray:
+        raise ValueError(
+            f"{name}: expected no masked elements, got {numpy.ma.count_masked(x)}, and all elements would take part; "
+            f"pass what {name}.filled() returns if they shall"
+        )
+    else:
+        whole, plain = "numpy.ndarray", f"numpy.asarray({name})"
+    raise TypeError(
+        f"{name}: expected a {whole}, got its subclass {kind.__name__}, of which the elements alone would be seen; "
+        f"pass {plain} if they say all"
+    )
 
 
 def _foreign_view(x: Any, name: str) -> Array:
+    kind = type(x).__name__
     if _made_by(x, "torch"):
         x = _detached(x, name)
+    if _made_by(x, "dask"):
+        raise TypeError(
+            f"{name}: expected an array in memory, got a Dask {kind}, which would be gathered; "
+            "map attention over its blocks with dask.array.map_blocks, or pass what compute() returns"
+        )
     try:
         array = _imported(x)
-    except (BufferError, TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name}: expected an array whose memory can be shared, got {type(x).__name__}: {error}"
-        ) from error
+    except Exception as error:  # whatever the other library raises
+        array, why = None, TRACED if _is_tracer(x) else _said(error)
+    else:
+        why = None
+    if why is not None:
+        raise TypeError(f"{name}: expected an array whose memory can be shared, got {kind}: {why}")
     if array is None:
         raise TypeError(
-            f"{name}: expected a NumPy or CuPy array or one with DLPack or the CUDA array interface, "
-            f"got {type(x).__name__}"
+            f"{name}: expected a NumPy or CuPy array or one with DLPack or the CUDA array interface, got {kind}"
         )
     return array
+
+
+def _is_tracer(x: Any) -> bool:
+    return _made_by(x, "jax") and isinstance(x, sys.modules["jax"].core.Tracer)
+
+
+def _said(error: Exception) -> str:
+    """What an exception says, and of which kind it is unless that is one that arrays are commonly refused with."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # the other library's own
+        text = ""
+    if text and isinstance(error, (BufferError, ImportError, TypeError, ValueError)):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _imported(x: Any) -> Array | None:
@@ -224,7 +281,7 @@ def _host_view(x: Any) -> numpy.ndarray:
 
 
 def _host_copy_or_view(x: Any) -> numpy.ndarray:
-    array = numpy.asarray(x).view()
+    array = numpy.asanyarray(x)[...]  # a subclass, such as one with a mask, stays one and is judged as such
     array.flags.writeable = False  # results written to it might never reach x
     return array
 

@@ -12,7 +12,7 @@ from .backward_problem import BackwardProblem, make_backward_problem
 from .execution import Execution, Operands, Prepared, architecture_for, kept
 from .gradients import Gradients, blocked_gradients
 from .launch import Arguments, prepared
-from .layout import Layout
+from .layout import HEADS, HEADS_OF_LSE
 from .options import Options, check_flag
 from .params import BACKWARD_ARRAYS, backward_params
 from .plan import Plan
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .host import Traffic
 
 RESULTS = ("dq", "dk", "dv")
+FIRST_RESULT = BACKWARD_ARRAYS.index("dq")
 
 
 class BackwardPlan(Prepared):
@@ -36,7 +37,7 @@ class BackwardPlan(Prepared):
         How. None on backend 'numpy', which has no kernel.
     """
 
-    def __init__(self, problem: BackwardProblem, kernel: Plan | None, inputs: tuple[Layout | None, ...]) -> None:
+    def __init__(self, problem: BackwardProblem, kernel: Plan | None) -> None:
         self.problem = problem
         p = problem.forward
         execution = None
@@ -45,10 +46,9 @@ class BackwardPlan(Prepared):
             maps = backward_maps(kernel, problem)
             params = backward_params(problem, make_grouping(kernel, problem), maps)
             execution = Execution(kernel, launches, params, BACKWARD_ARRAYS, workspace, p.device, maps)
-        results = (problem.dq, problem.dk, problem.dv)
-        super().__init__(dict(zip(BACKWARD_ARRAYS, (*inputs, *results))), RESULTS, p.backend, p.device, execution)
-        described = [x and arrays.description_of(x) for x in (*inputs, *results)]
-        self._usual = (described, [*described[:-3], None, None, None])  # with and without results
+        super().__init__(dict(zip(BACKWARD_ARRAYS, problem.seen)), RESULTS, p.backend, p.device, execution)
+        described = [x and arrays.description_of(x) for x in problem.seen]
+        self._usual = () if self._demanded else (described, [*described[:-3], None, None, None])  # with and without results
 
     @property
     def result_bytes(self) -> int:
@@ -133,19 +133,19 @@ class BackwardPlan(Prepared):
 
     def run(self, given: Operands, workspace: arrays.Array | None = None) -> Gradients:
         """Compute on arrays that are known to have the layouts planned for."""
-        if workspace is not None or any(given.addresses[-3:]):
+        if workspace is not None or any(given.addresses[FIRST_RESULT:]):
             self._check_apart(given.addresses, workspace)
         gradients, _ = self._where_planned(self._compute, given, workspace)
-        inputs, asked = given.arrays[1:4], given.arrays[-3:]
+        inputs, asked = given.arrays[1:4], given.arrays[FIRST_RESULT:]
         return Gradients(*[arrays.give_back(x, like) if to is None else to for x, like, to in zip(gradients, inputs, asked)])
 
     def _compute(self, given: Operands, workspace: arrays.Array | None) -> tuple[Gradients, Traffic | None]:
         p = self.problem
-        for i, layout in zip((7, 8, 9), (p.dq, p.dk, p.dv)):
-            if given.views[i] is None:
-                given.views[i] = arrays.empty(layout, layout.shape)
+        for i, layout in enumerate(p.seen):
+            if given.views[i] is None and i >= FIRST_RESULT:
+                given.views[i] = arrays.empty(layout)
                 given.addresses[i] = arrays.pointer(given.views[i])
-        gradients = Gradients(*given.views[-3:])
+        gradients = Gradients(*given.views[FIRST_RESULT:])
         traffic = None
         if p.zero:
             for gradient in gradients:
@@ -153,10 +153,15 @@ class BackwardPlan(Prepared):
         if self._backend == "cuda":
             self._execution.on_device.launch(given.addresses, workspace)
         elif self._backend == "host":
-            traffic = self._execution.run_on_host(given.views, workspace)
+            traffic = self._execution.run_on_host(self._in_order(given.views), workspace)
         elif not p.zero:
-            self._compute_with_numpy(*given.views)
+            self._compute_with_numpy(*self._in_order(given.views))
         return gradients, traffic
+
+    def _in_order(self, views: list[Any]) -> list[Any]:
+        """The arrays of a call with their axes in the order of kernels."""
+        heads = [HEADS_OF_LSE if name in ("lse", "dlse") else HEADS for name in BACKWARD_ARRAYS]
+        return [arrays.in_order(x, self.problem.forward.layout, axis) for x, axis in zip(views, heads)]
 
     def _compute_with_numpy(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *results: Any) -> None:
         p = self.problem.forward
@@ -207,21 +212,21 @@ def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: t
     problem = make_backward_problem(**layouts, options=Options(*asked, kernel=kernel), deterministic=deterministic)
     p = problem.forward
     kernel = None if p.backend == "numpy" else make_backward_plan(problem, architecture_for(p.backend, p.device, arch))
-    return BackwardPlan(problem, kernel, tuple(layouts.values())[:-3])
+    return BackwardPlan(problem, kernel)
 
 
 def attention_and_vjp(
-    q: Any, k: Any, v: Any, scores: tuple[Any, ...], algorithm: str, backend: str, return_lse: bool, deterministic: bool
+    q: Any, k: Any, v: Any, shared: tuple[Any, ...], algorithm: str, backend: str, return_lse: bool, deterministic: bool
 ) -> tuple[Any, Callable[..., Gradients]]:
-    """What `attention_vjp` returns; `scores` are the options from `scale` to `precision`."""
+    """What `attention_vjp` returns; `shared` are the options from `layout` to `precision`."""
     return_lse = check_flag("return_lse", return_lse)
     deterministic = check_flag("deterministic", deterministic)
     given = Arguments(q, k, v, None, None)
-    out, lse = prepared(given, (None, *scores, algorithm, backend, True)).run(given)
+    out, lse = prepared(given, (None, *shared, algorithm, backend, True)).run(given)
 
     def vjp(dout: Any, dlse: Any = None) -> Gradients:
         """The gradients with respect to q, k and v from those with respect to the results."""
         given = operands(dout, q, k, v, out, lse, dlse, None, None, None)
-        return prepared_backward(given, (*scores, "auto", backend), deterministic, None).run(given)
+        return prepared_backward(given, (*shared, "auto", backend), deterministic, None).run(given)
 
     return ((out, lse) if return_lse else out), vjp

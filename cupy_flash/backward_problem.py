@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from .errors import UnsupportedError
-from .layout import Layout, result_layout
+from .layout import HEADS_OF_LSE, Layout, result_layout
 from .options import Options, check_flag
 from .params import BACKWARD_ARRAYS
 from .problem import Problem, check_operand, check_result, lse_dtype_of, make_problem
@@ -20,8 +20,8 @@ class BackwardProblem:
     """The gradients of one attention computation, checked and with every default resolved.
 
     `forward` is the attention that is differentiated; its `out` and `lse` are the arrays that it left. `dout` and `dlse` have their
-    full axes as well. `dq`, `dk` and `dv` are as the user sees them, with the shapes of their inputs: a gradient is summed over the
-    batch axes along which its input was broadcast.
+    full axes as well. `dq`, `dk` and `dv` have the axes of their inputs, in the order of kernels: a gradient is summed over the
+    batch axes along which its input was broadcast. `seen` has the arrays of a call, in order, as the user sees them.
     """
 
     forward: Problem
@@ -30,6 +30,7 @@ class BackwardProblem:
     dq: Layout
     dk: Layout
     dv: Layout
+    seen: tuple[Layout | None, ...]
     deterministic: bool
     kernel: str | None
 
@@ -105,12 +106,12 @@ def make_backward_problem(
     forward = make_problem(q, k, v, replace(options, kernel=None))
     if forward.algorithm == "v1":
         raise UnsupportedError("algorithm: expected 'auto' or 'v2' for a backward, got 'v1', which is a forward only")
-    lse_dtype = lse_dtype_of(q.dtype)
-    check_operand("out", out, forward.out_shape, q.dtype, q.device)
-    check_operand("lse", lse, forward.lse_shape, lse_dtype, q.device)
-    check_operand("dout", dout, forward.out_shape, q.dtype, q.device)
+    lse_dtype, seen_shape = lse_dtype_of(q.dtype), forward.seen_out.shape
+    check_operand("out", out, seen_shape, q.dtype, q.device)
+    check_operand("lse", lse, seen_shape[:-1], lse_dtype, q.device)
+    check_operand("dout", dout, seen_shape, q.dtype, q.device)
     if dlse is not None:
-        check_operand("dlse", dlse, forward.lse_shape, lse_dtype, q.device)
+        check_operand("dlse", dlse, seen_shape[:-1], lse_dtype, q.device)
 
     gradients = {}
     for name, source, result in (("dq", q, dq), ("dk", k, dk), ("dv", v, dv)):
@@ -118,12 +119,15 @@ def make_backward_problem(
             check_result(name, result, source.shape, q.dtype, q.device)
         gradients[name] = result or result_layout(source, source.shape)
 
-    out_shape = forward.out.shape
+    order, shape = forward.layout, forward.out.shape
+    full_out, full_dout = (x.in_order(order).broadcast_to(shape) for x in (out, dout))
+    full_lse, full_dlse = (x and x.in_order(order, HEADS_OF_LSE).broadcast_to(shape[:-1]) for x in (lse, dlse))
     return BackwardProblem(
-        forward=replace(forward, out=out.broadcast_to(out_shape), lse=lse.broadcast_to(out_shape[:-1])),
-        dout=dout.broadcast_to(out_shape),
-        dlse=dlse and dlse.broadcast_to(out_shape[:-1]),
-        **gradients,
+        forward=replace(forward, out=full_out, lse=full_lse, seen=(*forward.seen[:3], out, lse)),
+        dout=full_dout,
+        dlse=full_dlse,
+        **{name: gradient.in_order(order) for name, gradient in gradients.items()},
+        seen=(dout, q, k, v, out, lse, dlse, *gradients.values()),
         deterministic=check_flag("deterministic", deterministic),
         kernel=options.resolve_backward_kernel(forward.backend),
     )

@@ -290,7 +290,7 @@ class _Given:
         plans = [self.forward(computation)]
         if computation.direction == "backward":
             p = plans[0].problem
-            plans.append(self.backward(computation, arrays.empty(p.out, p.out_shape), arrays.empty(p.lse, p.lse_shape)))
+            plans.append(self.backward(computation, arrays.empty(p.seen_out), arrays.empty(p.seen_lse)))
         return [plan.kernel for plan in plans if _launches(plan)]
 
 

@@ -1,4 +1,17 @@
-"""Exceptions that have no built-in equivalent."""
+"""Exceptions that have no built-in equivalent, and how a value reads in a message."""
+
+from __future__ import annotations
+
+LONGEST = 80  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: its `repr` on one line, cut where it is long; its type where it has none."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # integers of thousands of digits, and whatever a class of the caller's raises
+        text = f"a value of type {type(value).__name__} that cannot be shown"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
 
 
 class UnsupportedError(NotImplementedError):

@@ -141,6 +141,8 @@ class Prepared:
         self._backend = backend
         self._device = device
         self._execution = execution
+        # A new array has no gaps; one in place of a result that is planned with them would be written beyond its end.
+        self._demanded = tuple(name for name in results if layouts[name] is not None and not layouts[name].dense)
         self._spans = [(0, 0) if x is None else tuple(end * x.itemsize for end in x.extent) for x in layouts.values()]
         if device is not None:
             from .device import current_device
@@ -171,6 +173,8 @@ class Prepared:
         for (name, planned), found in zip(self._layouts.items(), descriptions):
             if found is not None:
                 _check_layout(name, arrays.layout_of(found, name), planned)
+            elif name in self._demanded:
+                raise ValueError(f"{name}: expected an array with strides {planned.strides}, as planned, got None")
 
     def _check_apart(self, addresses: list[int], workspace: arrays.Array | None) -> None:
         """Refuse results that overlap an input or each other."""
@@ -203,10 +207,12 @@ class Prepared:
 def kept(prepare: Callable[..., Result], descriptions: tuple[Any, ...], options: tuple[Any, ...]) -> Result:
     """What a function with an `lru_cache` makes of descriptions and options, from the cache where they can be its key."""
     try:
-        # The types tell True from 1, which are equal as keys but not as options.
-        return prepare(descriptions, options, tuple([type(option) for option in options]))
-    except TypeError:  # an option that cannot be a key: a list as window, say, or one that is wrong in itself
-        return prepare.__wrapped__(descriptions, options, ())
+        # The types tell True from 1, which are equal as keys but not as options; inside of a pair as well.
+        types = tuple([tuple(map(type, option)) if type(option) is tuple else type(option) for option in options])
+        return prepare(descriptions, options, types)
+    except Exception:  # an option that cannot be a key, such as a list as window; or what is wrong, and is found wrong once more
+        pass
+    return prepare.__wrapped__(descriptions, options, ())
 
 
 def architecture_for(backend: str, device: int | None, arch: str | None = None) -> Architecture:

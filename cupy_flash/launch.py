@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import arrays, reference
 from .execution import Execution, Prepared, architecture_for, kept
 from .forward_plan import forward_launches, forward_maps, forward_workspace, make_forward_plan
-from .layout import Layout
+from .layout import HEADS_OF_LSE
 from .options import Options
 from .packing import packing_of
 from .params import FORWARD_ARRAYS, forward_params, hopper_forward_params
@@ -32,7 +32,7 @@ class AttentionPlan(Prepared):
         How. None on backend 'numpy', which has no kernel.
     """
 
-    def __init__(self, problem: Problem, kernel: Plan | None, inputs: tuple[Layout, ...], returns_lse: bool) -> None:
+    def __init__(self, problem: Problem, kernel: Plan | None, returns_lse: bool) -> None:
         self.problem = problem
         self._returns_lse = returns_lse
         execution = None
@@ -44,11 +44,9 @@ class AttentionPlan(Prepared):
             maps = forward_maps(kernel, told)
             params = hopper_forward_params(told, maps, kernel.config.TILE_Q) if maps else forward_params(told)
             execution = Execution(kernel, launches, params, FORWARD_ARRAYS, workspace, problem.device, maps)
-        results = (_seen(problem.out, problem.out_shape), problem.lse and _seen(problem.lse, problem.lse_shape))
-        layouts = dict(zip(FORWARD_ARRAYS, (*inputs, *results)))
-        super().__init__(layouts, ("out", "lse"), problem.backend, problem.device, execution)
-        *inputs, out, _ = (x and arrays.description_of(x) for x in layouts.values())
-        self._usual = ((*inputs, out, None), (*inputs, None, None))  # with and without `out`
+        super().__init__(dict(zip(FORWARD_ARRAYS, problem.seen)), ("out", "lse"), problem.backend, problem.device, execution)
+        *inputs, out, _ = (x and arrays.description_of(x) for x in problem.seen)
+        self._usual = () if self._demanded else ((*inputs, out, None), (*inputs, None, None))  # with and without `out`
 
     @property
     def result_bytes(self) -> int:
@@ -132,28 +130,31 @@ class AttentionPlan(Prepared):
 
     def _compute(self, given: Arguments, workspace: arrays.Array | None) -> tuple[Any, Any, Traffic | None]:
         p = self.problem
-        q, k, v, out, lse = given.views
+        *inputs, out, lse = given.views
         addresses = given.addresses
         if out is None:
-            out = arrays.empty(p.out, p.out_shape)
+            out = arrays.empty(p.seen_out)
             addresses[3] = arrays.pointer(out)
         if lse is None and p.lse is not None:
-            lse = arrays.empty(p.lse, p.lse_shape)
+            lse = arrays.empty(p.seen_lse)
             addresses[4] = arrays.pointer(lse)
         if self._backend == "cuda":
             at_q, at_k, at_v, *at_results = addresses
             more_k, more_v = self._skipped_bytes
             self._execution.on_device.launch([at_q, at_k + more_k, at_v + more_v, *at_results], workspace)
-        elif self._backend == "host":
-            k, v = k[..., self._keys, :], v[..., self._keys, :]
-            return out, lse, self._execution.run_on_host((q, k, v, out, lse), workspace)
-        elif not p.empty:
-            self._compute_with_numpy(q, k, v, out, lse)
+        elif self._backend == "host" or not p.empty:
+            q, k, v, to_out = (arrays.in_order(x, p.layout) for x in (*inputs, out))
+            to_lse = arrays.in_order(lse, p.layout, HEADS_OF_LSE)
+            if self._backend == "host":
+                operands = (q, k[..., self._keys, :], v[..., self._keys, :], to_out, to_lse)
+                return out, lse, self._execution.run_on_host(operands, workspace)
+            self._compute_with_numpy(q, k, v, to_out, to_lse)
         return out, lse, None
 
     def _compute_with_numpy(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
         p = self.problem
-        q, k, v = (x if x.ndim > 2 else x[None] for x in (q, k, v))
+        q, k, v, out = (x if x.ndim > 2 else x[None] for x in (q, k, v, out))
+        lse = lse if lse is None or lse.ndim > 1 else lse[None]
         reference.blocked(
             q,
             k,
@@ -162,8 +163,8 @@ class AttentionPlan(Prepared):
             first_key=p.first_key,
             last_key=p.last_key,
             softcap=p.softcap,
-            out=out if len(p.out_shape) > 2 else out[None],
-            lse=lse if lse is None or len(p.out_shape) > 2 else lse[None],
+            out=out,
+            lse=lse,
         )
 
     def _check_results_apart(self, addresses: list[int]) -> None:
@@ -227,9 +228,4 @@ def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: t
     kernel = None
     if problem.backend != "numpy":
         kernel = make_forward_plan(problem, architecture_for(problem.backend, problem.device, arch))
-    return AttentionPlan(problem, kernel, tuple(layouts[:3]), bool(asked.return_lse))
-
-
-def _seen(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """A result's layout with the axes that the user sees: the last ones."""
-    return Layout(shape, layout.strides[len(layout.shape) - len(shape) :], layout.dtype, layout.alignment, layout.device)
+    return AttentionPlan(problem, kernel, bool(asked.return_lse))

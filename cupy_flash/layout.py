@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+# The orders of the last axes that callers may have, by the value of their option `layout`.
+AXES = {"bhsd": "(..., heads, seq, dim)", "bshd": "(..., seq, heads, dim)"}
+HEADS, HEADS_OF_LSE = -3, -2  # the axis of heads in the first of them, and without `dim`
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,16 @@ class Layout:
         return sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach) + 1
 
     @property
+    def dense(self) -> bool:
+        """True if the elements lie without gaps behind element 0, in any order of the axes: what a new array can have."""
+        step = 1
+        for stride, size in sorted((stride, size) for stride, size in zip(self.strides, self.shape) if size > 1):
+            if stride != step:
+                return 0 in self.shape
+            step *= size
+        return True
+
+    @property
     def overlaps_itself(self) -> bool:
         """True if two indices may reach one element.
 
@@ -67,6 +80,19 @@ class Layout:
             reach += (size - 1) * stride
         return False
 
+    def in_order(self, order: str, heads: int = HEADS) -> Layout:
+        """From a caller's order of the axes, one of `AXES`, to that of kernels, or back. Without an axis of heads it stays."""
+        if order == "bhsd" or len(self.shape) < -heads:
+            return self
+        shape, strides = (in_order(axes, order, heads) for axes in (self.shape, self.strides))
+        return Layout(shape, strides, self.dtype, self.alignment, self.device)
+
+    def last_axes(self, count: int) -> Layout:
+        """This layout without its first axes, which have size 1."""
+        if count == len(self.shape):
+            return self
+        return Layout(self.shape[-count:], self.strides[-count:], self.dtype, self.alignment, self.device)
+
     def broadcast_to(self, shape: tuple[int, ...]) -> Layout:
         """This layout seen with a larger shape, as `numpy.broadcast_to` sees an array. The shape must fit."""
         if self.shape == shape:
@@ -76,6 +102,15 @@ class Layout:
             stride if size == wanted else 0 for size, wanted, stride in zip(self.shape, shape[lacking:], self.strides)
         )
         return Layout(shape, (*[0] * lacking, *own), self.dtype, self.alignment, self.device)
+
+
+def in_order(axes: tuple[int, ...], order: str, heads: int = HEADS) -> tuple[int, ...]:
+    """What `Layout.in_order` does to a shape or to strides."""
+    if order == "bhsd" or len(axes) < -heads:
+        return axes
+    exchanged = list(axes)
+    exchanged[heads], exchanged[heads + 1] = axes[heads + 1], axes[heads]
+    return tuple(exchanged)
 
 
 def dense_layout(shape: tuple[int, ...], fastest_first: Iterable[int], dtype: str, device: int | None) -> Layout:

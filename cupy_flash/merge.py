@@ -11,7 +11,7 @@ from . import arrays, reference
 from .architecture import Architecture
 from .errors import UnsupportedError
 from .execution import Execution, Operands, Prepared, architecture_for, kept
-from .layout import ITEMSIZE, Layout, dense_layout, result_layout
+from .layout import AXES, HEADS_OF_LSE, ITEMSIZE, Layout, dense_layout, in_order, result_layout
 from .options import Options
 from .params import MERGE_ARRAYS, merge_params
 from .plan import Launch, Plan, check_kind, checked, configure
@@ -43,7 +43,9 @@ class MergeProblem:
         }
 
 
-def make_merge_problem(out_a: Layout, lse_a: Layout, out_b: Layout, lse_b: Layout, backend: str) -> MergeProblem:
+def make_merge_problem(
+    out_a: Layout, lse_a: Layout, out_b: Layout, lse_b: Layout, layout: str, backend: str
+) -> MergeProblem:
     """Check the arguments of `merge_states`.
 
     Raises
@@ -55,21 +57,25 @@ def make_merge_problem(out_a: Layout, lse_a: Layout, out_b: Layout, lse_b: Layou
     """
     if out_a.dtype not in ITEMSIZE:
         raise TypeError(f"out_a: expected float16, bfloat16, float32 or float64, got {out_a.dtype}")
+    options = Options(layout=layout, backend=backend)
+    order = options.resolve_layout()
     if len(out_a.shape) < 2:
-        raise ValueError(f"out_a: expected at least 2 axes, (..., heads, seq, dim_v), got shape {out_a.shape}")
+        raise ValueError(f"out_a: expected at least 2 axes, {AXES[order]}, got shape {out_a.shape}")
     shape, device = out_a.shape, out_a.device
     check_place("out_a", out_a, device, "out_a")
     check_operand("out_b", out_b, shape, out_a.dtype, device, "out_a")
     lse_dtype = lse_dtype_of(out_a.dtype)
-    for name, layout in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_operand(name, layout, shape[:-1], lse_dtype, device, "out_a")
-    backend = Options(backend=backend).resolve_backend(device)
+    for name, given in (("lse_a", lse_a), ("lse_b", lse_b)):
+        check_operand(name, given, shape[:-1], lse_dtype, device, "out_a")
+    backend = options.resolve_backend(device)
     if out_a.dtype == "float64" and backend != "numpy":
         raise UnsupportedError(
             f"out_a: expected float16, bfloat16 or float32 on backend {backend!r}, got float64, "
             "which only backend 'numpy' computes, from arrays in host memory"
         )
-    lse = dense_layout(shape[:-1], reversed(range(len(shape) - 1)), lse_dtype, device)
+    # In memory the rows of a head lie together, as `attention` leaves them.
+    rows = in_order(shape[:-1], order, HEADS_OF_LSE)
+    lse = dense_layout(rows, reversed(range(len(rows))), lse_dtype, device).in_order(order, HEADS_OF_LSE)
     return MergeProblem(out_a, lse_a, out_b, lse_b, result_layout(out_a, shape), lse, backend)
 
 
@@ -107,7 +113,7 @@ class MergePlan(Prepared):
         return arrays.give_back(out, given.arrays[0]), arrays.give_back(lse, given.arrays[0])
 
     def _compute(self, given: Operands) -> tuple[Any, Any]:
-        results = [arrays.empty(layout, layout.shape) for layout in (self.problem.out, self.problem.lse)]
+        results = [arrays.empty(layout) for layout in (self.problem.out, self.problem.lse)]
         if self._backend == "cuda":
             self._execution.on_device.launch([*given.addresses, *map(arrays.pointer, results)])
         elif self._backend == "host":
@@ -118,10 +124,10 @@ class MergePlan(Prepared):
         return tuple(results)
 
 
-def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, backend: str) -> tuple[Any, Any]:
+def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, layout: str, backend: str) -> tuple[Any, Any]:
     """What `merge_states` returns; a plan once made for equal layouts is found again."""
     given = Operands(MERGE_ARRAYS, (out_a, lse_a, out_b, lse_b), required=4, results=0)
-    return kept(_prepared, tuple(given.descriptions), (backend,)).run(given)
+    return kept(_prepared, tuple(given.descriptions), (layout, backend)).run(given)
 
 
 @functools.lru_cache(maxsize=1024)

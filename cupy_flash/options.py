@@ -6,6 +6,11 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+import numpy
+
+from .errors import shown
+from .layout import AXES
+
 FORWARD_KERNELS = {"fwd_v1": "v1", "fwd_v2": "v2", "fwd_hopper": "v2"}  # kernel files of the forward, and the algorithm of each
 BACKWARD_KERNELS = ("bwd_v2", "bwd_hopper", "bwd_hopper_wide")
 
@@ -14,6 +19,7 @@ BACKWARD_KERNELS = ("bwd_v2", "bwd_hopper", "bwd_hopper_wide")
 class Options:
     """The options of `attention` and of its plan as the user gave them; each is checked by the method that resolves it."""
 
+    layout: str = "bhsd"
     scale: float | None = None
     causal: bool | str = False
     window: tuple[int | None, int | None] | None = None
@@ -23,6 +29,11 @@ class Options:
     backend: str = "auto"
     return_lse: bool = False
     kernel: str | None = None
+
+    def resolve_layout(self) -> str:
+        """The order of the axes of all arrays, one of `AXES`."""
+        _check_choice("layout", self.layout, tuple(AXES))
+        return self.layout
 
     def resolve_scale(self, dim: int) -> float:
         """Factor of the scores."""
@@ -111,7 +122,7 @@ class Options:
 def check_flag(name: str, value: bool) -> bool:
     """An option that is True or False and nothing else."""
     if not _is_bool(value):
-        raise TypeError(f"{name}: expected True or False, got {value!r}")
+        raise TypeError(f"{name}: expected True or False, got {shown(value)}")
     return bool(value)
 
 
@@ -119,9 +130,9 @@ def _window(window: tuple[int | None, int | None] | None) -> tuple[int | None, i
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)):
-        raise TypeError(f"window: expected None or a pair (left, right), got {window!r}")
+        raise TypeError(f"window: expected None or a pair (left, right), got {shown(window)}")
     if len(window) != 2:
-        raise ValueError(f"window: expected a pair (left, right), got {window!r}")
+        raise ValueError(f"window: expected a pair (left, right), got {shown(window)}")
     left, right = map(_window_end, window)
     return left, right
 
@@ -130,9 +141,9 @@ def _window_end(end: int | None) -> int | None:
     if end is None:
         return None
     if isinstance(end, bool) or not isinstance(end, Integral):
-        raise TypeError(f"window: expected integers or None at its ends, got {end!r}")
+        raise TypeError(f"window: expected integers or None at its ends, got {shown(end)}")
     if end < -1:
-        raise ValueError(f"window: expected ends of at least 0, or -1 or None for unbounded, got {end}")
+        raise ValueError(f"window: expected ends of at least 0, or -1 or None for unbounded, got {shown(end)}")
     return None if end == -1 else int(end)
 
 
@@ -146,11 +157,11 @@ def _real(name: str, value: float) -> float:
 
 
 def _is_bool(value: object) -> bool:
-    return type(value).__name__ in ("bool", "bool_")  # Python's, and NumPy's under either of its names
+    return isinstance(value, (bool, numpy.bool_))
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if not isinstance(value, str):
-        raise TypeError(f"{name}: expected one of {choices}, got {value!r}")
+        raise TypeError(f"{name}: expected one of {choices}, got {shown(value)}")
     if value not in choices:
-        raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
+        raise ValueError(f"{name}: expected one of {choices}, got {shown(value)}")

@@ -14,7 +14,6 @@ from typing import Any
 import numpy
 
 from .api import attention
-from .arrays import layout
 from .bench import DIRECTIONS, Array, Cell, Contender, Failure, Run
 from .launch import AttentionPlan
 from .options import BACKWARD_KERNELS, FORWARD_KERNELS
@@ -122,7 +121,7 @@ def planned_run(kernel: Plan, cell: Cell, inputs: tuple[Array, ...]) -> Run:
     """
     out = _unwritten(inputs[0])
     problem = plan_attention(*inputs, causal=cell.causal, out=out, kernel=kernel.kernel).problem
-    return _forward_run(AttentionPlan(problem, kernel, tuple(map(layout, inputs)), False), inputs, out)
+    return _forward_run(AttentionPlan(problem, kernel, False), inputs, out)
 
 
 def _forward_run(plan: AttentionPlan, inputs: tuple[Array, ...], out: Array) -> Run:

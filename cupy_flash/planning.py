@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from .absent import answers_absent
 from .backward import BackwardPlan, operands, prepared_backward
 from .launch import Arguments, AttentionPlan, prepared
 
 
+@answers_absent
 def plan_attention(
     q: Any,
     k: Any,
     v: Any,
     *,
+    layout: str = "bhsd",
     scale: float | None = None,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
@@ -30,7 +33,7 @@ def plan_attention(
 
     Parameters
     ----------
-    q, k, v, scale, causal, window, softcap, precision, algorithm, backend, return_lse, out, lse
+    q, k, v, layout, scale, causal, window, softcap, precision, algorithm, backend, return_lse, out, lse
         As in `attention`. Only the layouts of the arrays matter.
     arch : str, optional
         Architecture to plan for on backend 'host', such as '75' or '90a'; by default '80'. On a GPU it is the device's own.
@@ -56,10 +59,11 @@ def plan_attention(
     >>> plan.kernel.config.TILE_Q
     128
     """
-    options = (arch, scale, causal, window, softcap, precision, algorithm, backend, return_lse, kernel)
+    options = (arch, layout, scale, causal, window, softcap, precision, algorithm, backend, return_lse, kernel)
     return prepared(Arguments(q, k, v, out, lse), options)
 
 
+@answers_absent
 def plan_attention_backward(
     dout: Any,
     q: Any,
@@ -68,6 +72,7 @@ def plan_attention_backward(
     out: Any,
     lse: Any,
     *,
+    layout: str = "bhsd",
     scale: float | None = None,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
@@ -87,7 +92,7 @@ def plan_attention_backward(
 
     Parameters
     ----------
-    dout, q, k, v, out, lse, scale, causal, window, softcap, precision, algorithm, backend, dlse, deterministic, dq, dk, dv
+    dout, q, k, v, out, lse, layout, scale, causal, window, softcap, precision, algorithm, backend, dlse, deterministic, dq, dk, dv
         As in `attention_backward`. Only the layouts of the arrays matter.
     arch : str, optional
         As in `plan_attention`.
@@ -116,5 +121,5 @@ def plan_attention_backward(
     ('stats', 'dq_sums')
     """
     given = operands(dout, q, k, v, out, lse, dlse, dq, dk, dv)
-    options = (scale, causal, window, softcap, precision, algorithm, backend)
+    options = (layout, scale, causal, window, softcap, precision, algorithm, backend)
     return prepared_backward(given, options, deterministic, arch, kernel)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from .errors import UnsupportedError
-from .layout import ITEMSIZE, Layout, dense_layout, result_layout
+from .layout import AXES, HEADS_OF_LSE, ITEMSIZE, Layout, dense_layout, in_order, result_layout
 from .options import Options
 
 MAX_KERNEL_DIM = 256
@@ -22,7 +22,8 @@ class Problem:
     """One attention computation, checked and with every default resolved.
 
     The layouts have their full axes, `(*batch, heads, seq, dim)` (`lse` has no `dim`): a missing heads axis is put in
-    and broadcast axes have stride 0. `out_shape` and `lse_shape` are the shapes that the user sees.
+    and broadcast axes have stride 0. `seen` has q, k, v, out and lse as the user sees them: with axes in the order `layout`, one of
+    `AXES`, and where nobody gave an axis of heads without one.
 
     Row `i` sees the keys `j` with `i + first_key <= j <= i + last_key`, where None is unbounded: causality, window and
     anchor in one. A bound that excludes no pair is None, so that it costs no mask. `kernel` is the kernel file asked for, or None.
@@ -43,8 +44,8 @@ class Problem:
     v: Layout
     out: Layout
     lse: Layout | None
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
+    seen: tuple[Layout | None, ...]
+    layout: str
     scale: float
     first_key: int | None
     last_key: int | None
@@ -68,6 +69,16 @@ class Problem:
         first = "0" if self.first_key is None else f"i{self.first_key:+d}"
         last = str(self.len_kv - 1) if self.last_key is None else f"i{self.last_key:+d}"
         return f"query i sees keys {first} ... {last}; scale {self.scale:.6g}"
+
+    @property
+    def seen_out(self) -> Layout:
+        """The result as the user sees it."""
+        return self.seen[3]
+
+    @property
+    def seen_lse(self) -> Layout | None:
+        """The log-sum-exp as the user sees it; None if nobody asks for it."""
+        return self.seen[4]
 
     @property
     def heads_per_kv(self) -> int:
@@ -131,31 +142,35 @@ def make_problem(
     UnsupportedError
         For arguments that have a meaning but no implementation.
     """
-    _check_inputs(q, k, v)
+    order = options.resolve_layout()
+    _check_inputs(q, k, v, AXES[order])
+    if len(q.shape) == len(k.shape) == len(v.shape) == 2:
+        order, seen_axes = "bhsd", 2  # nobody gave an axis of heads, and results have none
+    else:
+        seen_axes = max(3, len(q.shape), len(k.shape), len(v.shape))
     backend = options.resolve_backend(q.device)
-    _check_sizes(q, k, v, backend)
+    seen, (q, k, v) = (q, k, v), (x.in_order(order) for x in (q, k, v))
+    _check_sizes(q, k, v, backend, order)
     heads_q, len_q, dim = _matrices(q)
     heads_kv, len_kv, _ = _matrices(k)
     dim_v = v.shape[-1]
     batch = _batch(q, k, v)
 
     out_shape = (*batch, heads_q, len_q, dim_v)
-    all_2d = len(q.shape) == len(k.shape) == len(v.shape) == 2
-    seen_shape = out_shape[-2:] if all_2d else out_shape
     full_q = q.broadcast_to((*batch, heads_q, len_q, dim))
-    if out is None:
-        out = result_layout(full_q, out_shape)
-    else:
-        check_result("out", out, seen_shape, q.dtype, q.device)
-        out = out.broadcast_to(out_shape)
+    # As the user sees them, whose order of axes decides where memory order leaves a choice.
+    seen_out = result_layout(full_q.in_order(order), in_order(out_shape, order)).last_axes(seen_axes)
+    if out is not None:
+        check_result("out", out, seen_out.shape, q.dtype, q.device)
+        seen_out = out
 
     return_lse = options.resolve_return_lse()
     lse_dtype = lse_dtype_of(q.dtype)
     if lse is not None:
-        check_result("lse", lse, seen_shape[:-1], lse_dtype, q.device)
-        lse = lse.broadcast_to(out_shape[:-1])
+        check_result("lse", lse, seen_out.shape[:-1], lse_dtype, q.device)
     elif return_lse:
-        lse = dense_layout(out_shape[:-1], reversed(range(len(out_shape) - 1)), lse_dtype, q.device)
+        full_lse = dense_layout(out_shape[:-1], reversed(range(len(out_shape) - 1)), lse_dtype, q.device)
+        lse = full_lse.in_order(order, HEADS_OF_LSE).last_axes(seen_axes - 1)
 
     first_key, last_key = options.resolve_key_range(len_q, len_kv)
     return Problem(
@@ -170,10 +185,10 @@ def make_problem(
         q=full_q,
         k=k.broadcast_to((*batch, heads_kv, len_kv, dim)),
         v=v.broadcast_to((*batch, heads_kv, len_kv, dim_v)),
-        out=out,
-        lse=lse,
-        out_shape=seen_shape,
-        lse_shape=seen_shape[:-1],
+        out=seen_out.in_order(order).broadcast_to(out_shape),
+        lse=lse and lse.in_order(order, HEADS_OF_LSE).broadcast_to(out_shape[:-1]),
+        seen=(*seen, seen_out, lse),
+        layout=order,
         scale=options.resolve_scale(dim),
         first_key=first_key,
         last_key=last_key,
@@ -266,14 +281,14 @@ def _batch(q: Layout, k: Layout, v: Layout) -> tuple[int, ...]:
     return batch
 
 
-def _check_inputs(q: Layout, k: Layout, v: Layout) -> None:
+def _check_inputs(q: Layout, k: Layout, v: Layout, axes: str) -> None:
     for name, layout in (("q", q), ("k", k), ("v", v)):
         if layout.dtype not in ITEMSIZE:
             raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {layout.dtype}")
         if layout.dtype != q.dtype:
             raise TypeError(f"{name}: expected {q.dtype} (that of q), got {layout.dtype}")
         if len(layout.shape) < 2:
-            raise ValueError(f"{name}: expected at least 2 axes, (..., heads, seq, dim), got shape {layout.shape}")
+            raise ValueError(f"{name}: expected at least 2 axes, {axes}, got shape {layout.shape}")
         check_place(name, layout, q.device)
 
 
@@ -281,7 +296,7 @@ def _where(device: int | None) -> str:
     return "in host memory" if device is None else f"on CUDA device {device}"
 
 
-def _check_sizes(q: Layout, k: Layout, v: Layout, backend: str) -> None:
+def _check_sizes(q: Layout, k: Layout, v: Layout, backend: str, order: str) -> None:
     heads_q, _, dim = _matrices(q)
     heads_kv, len_kv, dim_k = _matrices(k)
     heads_v, len_v, dim_v = _matrices(v)
@@ -294,7 +309,8 @@ def _check_sizes(q: Layout, k: Layout, v: Layout, backend: str) -> None:
     if len_v != len_kv:
         raise ValueError(f"v: expected {len_kv} keys (those of k), got {len_v}")
     if heads_q and (heads_kv == 0 or heads_q % heads_kv):
-        raise ValueError(f"q: expected a multiple of {heads_kv} heads (those of k), got {heads_q}")
+        hint = "" if order == "bshd" else "; arrays (..., seq, heads, dim) need layout='bshd'"
+        raise ValueError(f"q: expected a multiple of {heads_kv} heads (those of k), got {heads_q}{hint}")
     if backend == "numpy":
         return
     if q.dtype == "float64":

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_flash import arrays, attention, host, plan_attention, schedule, source, turns
+from cupy_flash import attention, host, plan_attention, schedule, source, turns
 from cupy_flash.arrays import DTYPES
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
@@ -103,7 +103,7 @@ def judged_with(knobs, q, k, v, **options):
     """The same with other constants."""
     plan = plan_attention(q, k, v, backend="host", arch="90a", return_lse=True, **options)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **knobs))
-    out, lse = AttentionPlan(plan.problem, changed, tuple(map(arrays.layout, (q, k, v))), True)(q, k, v)
+    out, lse = AttentionPlan(plan.problem, changed, True)(q, k, v)
     p = plan.problem
     comparison = compare(out, lse, q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key)
     assert comparison.ok, comparison.message

@@ -106,13 +106,14 @@ def test_float64_stays_float64():
 
 OUT, LSE = laid(2, 5, 8), laid(2, 5, dtype="float32")
 REFUSALS = [
-    ({"out_a": laid(8)}, ValueError, "out_a: expected at least 2 axes, (..., heads, seq, dim_v), got shape (8,)"),
+    ({"out_a": laid(8)}, ValueError, "out_a: expected at least 2 axes, (..., heads, seq, dim), got shape (8,)"),
     ({"out_a": laid(2, 5, 8, dtype="int32")}, TypeError, "out_a: expected float16, bfloat16, float32 or float64, got int32"),
     ({"out_b": laid(1, 5, 8)}, ValueError, "out_b: expected shape (2, 5, 8), got (1, 5, 8)"),
     ({"out_b": laid(2, 5, 8, dtype="float32")}, TypeError, "out_b: expected float16, got float32"),
     ({"out_b": laid(2, 5, 8, device=1)}, ValueError, "out_b: expected an array in host memory (like out_a), got one on CUDA"),
     ({"lse_a": laid(2, 5)}, TypeError, "lse_a: expected float32, got float16"),
     ({"lse_b": laid(2, 4, dtype="float32")}, ValueError, "lse_b: expected shape (2, 5), got (2, 4)"),
+    ({"layout": "sbhd"}, ValueError, "layout: expected one of ('bhsd', 'bshd'), got 'sbhd'"),
     ({"backend": "cuda"}, ValueError, "backend: expected 'host' or 'numpy' for arrays in host memory, got 'cuda'"),
     ({"backend": "gpu"}, ValueError, "backend: expected one of ('auto', 'cuda', 'host', 'numpy'), got 'gpu'"),
 ]
@@ -120,7 +121,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("arguments, exception, message", REFUSALS, ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
 def test_refusals_name_argument_expected_and_got(arguments, exception, message):
-    given = {"out_a": OUT, "lse_a": LSE, "out_b": OUT, "lse_b": LSE, "backend": "auto"} | arguments
+    given = {"out_a": OUT, "lse_a": LSE, "out_b": OUT, "lse_b": LSE, "layout": "bhsd", "backend": "auto"} | arguments
     with pytest.raises(exception) as raised:
         make_merge_problem(**given)
     assert message in str(raised.value)
@@ -140,7 +141,7 @@ def test_what_turing_lacks_is_refused():
 def test_a_problem_becomes_numbers():
     out_b, lse_b = laid(4, 2, 5, 8, strides=(0, 9, -18, 1)), laid(4, 2, 5, dtype="float32", strides=(1, 20, 4))
     out_a, lse_a = laid(4, 2, 5, 8), laid(4, 2, 5, dtype="float32")
-    params = merge_params(make_merge_problem(out_a, lse_a, out_b, lse_b, "host"))[0]
+    params = merge_params(make_merge_problem(out_a, lse_a, out_b, lse_b, "bhsd", "host"))[0]
     axes = ("batch", "head", "row", "col")
     strides = {name: tuple(params[name][f"{axis}_stride"].tolist() for axis in axes) for name in MERGE_ARRAYS}
     assert strides == {

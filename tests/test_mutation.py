@@ -16,7 +16,6 @@ import pytest
 from cupy_flash import (
     FaultError,
     SanitizerError,
-    arrays,
     attention,
     backward_plan,
     host,
@@ -131,7 +130,7 @@ def results(kernel, setting):
     inputs = make_inputs(case)
     plan = plan_attention(*inputs, backend="host", arch=arch_of(kernel), kernel=kernel, **case.options)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
-    computed = AttentionPlan(plan.problem, changed, tuple(map(arrays.layout, inputs)), True)(*inputs)
+    computed = AttentionPlan(plan.problem, changed, True)(*inputs)
     return compare(*computed, *inputs, **case.scores)
 
 
@@ -145,7 +144,7 @@ def gradients(kernel, setting):
     plan = plan_attention_backward(*given, dlse=dlse, backend="host", **options)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
     with mock.patch.object(backward_plan, "LAST_BLOCKS", setting.last_blocks):
-        computed = BackwardPlan(plan.problem, changed, tuple(map(arrays.layout, (*given, dlse))))(*given, dlse=dlse)
+        computed = BackwardPlan(plan.problem, changed)(*given, dlse=dlse)
     return compare_gradients(computed, dout, *inputs, dlse=dlse, **case.scores)
 
 
@@ -233,7 +232,7 @@ def test_blocks_wait_for_one_that_is_slow(staged, left_out, monkeypatch, change_
         assert plan.kernel.config.TILE_KV == 128 and plan.workspace.names[:2] == ("stats", "dq_sums")
         if staged:
             changed = replace(plan.kernel, config=replace(plan.kernel.config, **STAGED.constants))
-            plan = BackwardPlan(plan.problem, changed, (*map(arrays.layout, given), None))
+            plan = BackwardPlan(plan.problem, changed)
         monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(blocks * plan.kernel.config.WARPS))
         workspace = numpy.full(plan.workspace_bytes, 255, numpy.uint8)
         gradients = plan(*given, workspace=workspace)
@@ -271,7 +270,7 @@ def test_sums_are_used_again_when_they_are_zero(staged, left_out, heads_per_bloc
     plan = plan_attention_backward(*given, backend="host", arch="90a", kernel="bwd_hopper")
     if staged:
         changed = replace(plan.kernel, config=replace(plan.kernel.config, **STAGED.constants))
-        plan = BackwardPlan(plan.problem, changed, (*map(arrays.layout, given), None))
+        plan = BackwardPlan(plan.problem, changed)
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(20 * plan.kernel.config.WARPS))
 
     def slow(line, owner, milliseconds):

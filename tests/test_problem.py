@@ -66,7 +66,7 @@ def test_defaults_of_a_plain_problem():
     assert (problem.scale, problem.first_key, problem.last_key, problem.softcap) == (1 / 8, None, None, None)
     assert (problem.precision, problem.algorithm) == ("ieee", "v2")
     assert problem.lse is None
-    assert (problem.out_shape, problem.lse_shape) == ((2, 6, 10, 48), (2, 6, 10))
+    assert problem.seen == (q, k, v, laid(2, 6, 10, 48), None)
     assert problem.pairs == 200
     assert problem.flops == 2 * (64 + 48) * 200 * 6 * 2
     assert hash(problem) == hash(problem_of(q, k, v))
@@ -77,12 +77,12 @@ def test_two_axes_are_one_head():
     assert problem.q == laid(1, 10, 64, strides=(0, 64, 1))
     assert (problem.batch, problem.heads_q, problem.heads_kv) == ((), 1, 1)
     assert (problem.out.shape, problem.lse.shape) == ((1, 10, 64), (1, 10))
-    assert (problem.out_shape, problem.lse_shape) == ((10, 64), (10,))
+    assert problem.seen_out.shape == (10, 64)
 
 
 def test_two_axes_among_three_are_seen_with_three():
     problem = problem_of(laid(10, 64), laid(1, 20, 64))
-    assert problem.out_shape == (1, 10, 64)
+    assert problem.seen_out.shape == (1, 10, 64)
 
 
 def test_batch_axes_broadcast_with_stride_0():
@@ -288,7 +288,7 @@ def test_refusals_name_argument_expected_and_got(arguments, exception, fragments
 
 
 def test_zero_heads_need_no_divisor():
-    assert problem_of(laid(0, 10, 64), laid(0, 10, 64)).out_shape == (0, 10, 64)
+    assert problem_of(laid(0, 10, 64), laid(0, 10, 64)).seen_out.shape == (0, 10, 64)
 
 
 # Memory shared between arguments

@@ -127,14 +127,13 @@ def _dense(shape: tuple[int, ...], dtype: str) -> Layout:
 
 def _planned(layouts: tuple[Layout, ...], options: Options, architecture: Architecture) -> AttentionPlan:
     problem = make_problem(*layouts, options)
-    return AttentionPlan(problem, make_forward_plan(problem, architecture), layouts, returns_lse=False)
+    return AttentionPlan(problem, make_forward_plan(problem, architecture), returns_lse=False)
 
 
 def _planned_backward(
     layouts: tuple[Layout, ...], options: Options, architecture: Architecture, deterministic: bool
 ) -> BackwardPlan:
     forward = make_problem(*layouts, replace(options, return_lse=True))
-    out, lse = _dense(forward.out_shape, forward.dtype), _dense(forward.lse_shape, forward.lse.dtype)
-    inputs = (out, *layouts, out, lse)
-    problem = make_backward_problem(*inputs, options, deterministic=deterministic)
-    return BackwardPlan(problem, make_backward_plan(problem, architecture), (*inputs, None))
+    out, lse = (_dense(x.shape, x.dtype) for x in (forward.seen_out, forward.seen_lse))
+    problem = make_backward_problem(out, *layouts, out, lse, options, deterministic=deterministic)
+    return BackwardPlan(problem, make_backward_plan(problem, architecture))
