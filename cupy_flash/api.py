@@ -26,6 +26,12 @@ def attention(
     window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
     algorithm: str = ..., backend: str = ..., return_lse: Literal[True], out: Any = ..., lse: Any = ...,
 ) -> tuple[A, A]: ...  # fmt: skip
+@overload
+def attention(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: bool, out: Any = ..., lse: Any = ...,
+) -> A | tuple[A, A]: ...  # fmt: skip
 @answers_absent
 def attention(
     q: Any,
@@ -232,6 +238,12 @@ def attention_vjp(
     window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
     algorithm: str = ..., backend: str = ..., return_lse: Literal[True], deterministic: bool = ...,
 ) -> tuple[tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: bool, deterministic: bool = ...,
+) -> tuple[A | tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
 @answers_absent
 def attention_vjp(
     q: Any,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -148,6 +149,15 @@ class Prepared:
             from .device import current_device
 
             self._current_device = current_device
+
+    def __repr__(self) -> str:
+        how = self._backend if self.kernel is None else self.kernel.name
+        return f"<{type(self).__name__} by {how}: {str(self).splitlines()[0]}>"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the first line, and all of it when it is opened."""
+        first, *others = html.escape(str(self)).splitlines()
+        return f"<details><summary>{first}</summary><pre>" + "\n".join(others) + "</pre></details>"
 
     @property
     def kernel(self) -> Plan | None:

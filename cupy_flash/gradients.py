@@ -16,6 +16,7 @@ the input was broadcast. A row that sees nothing has gradient 0 and gives none. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -294,7 +295,7 @@ def _stored(sums: numpy.ndarray, dtype: numpy.dtype, given: numpy.ndarray | None
 
 def _tall(x: numpy.ndarray, dtype: type[numpy.floating]) -> numpy.ndarray:
     """Return the rows of all heads of `x`, one head below the other, as BLAS wants them."""
-    return numpy.ascontiguousarray(x, dtype).reshape(-1, x.shape[-1])
+    return numpy.ascontiguousarray(x, dtype).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _index(element: list[int], x: numpy.ndarray, *tile: int | slice) -> tuple[int | slice, ...]:

@@ -107,6 +107,10 @@ class MergePlan(Prepared):
         layouts = {name: getattr(problem, name) for name in MERGE_ARRAYS}
         super().__init__(layouts, ("out", "lse"), problem.backend, device, execution)
 
+    def __str__(self) -> str:
+        out = self.problem.out
+        return f"merge of two results of {out.dtype}, shape {out.shape}, on backend {self._backend!r}"
+
     def run(self, given: Operands) -> tuple[Any, Any]:
         """Merge arrays that are known to have the layouts planned for."""
         out, lse = self._where_planned(self._compute, given)

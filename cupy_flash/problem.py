@@ -15,6 +15,7 @@ from .layout import AXES, HEADS_OF_LSE, ITEMSIZE, Layout, dense_layout, in_order
 from .options import Options
 
 MAX_KERNEL_DIM = 256
+MAX_NUMPY_AXES = 32  # of `numpy.broadcast`; arrays may have 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,11 @@ def make_problem(
     heads_kv, len_kv, _ = _matrices(k)
     dim_v = v.shape[-1]
     batch = _batch(q, k, v)
+    if backend == "numpy" and len(batch) + 3 > MAX_NUMPY_AXES:
+        name, _ = max((("q", q), ("k", k), ("v", v)), key=lambda given: len(given[1].shape))
+        raise UnsupportedError(
+            f"{name}: expected at most {MAX_NUMPY_AXES} axes on backend 'numpy', which broadcasts no more, got {len(batch) + 3}"
+        )
 
     out_shape = (*batch, heads_q, len_q, dim_v)
     full_q = q.broadcast_to((*batch, heads_q, len_q, dim))
