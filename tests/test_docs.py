@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 KERNELS_README = (ROOT / "kernels_cu/README.md").read_text(encoding="utf-8")
 CI = (ROOT / ".ci/run").read_text(encoding="utf-8")
-PAGES = sorted(path for pattern in ("*.md", "kernels_cu/**/*.md", "tests/**/*.md") for path in ROOT.glob(pattern))
+PAGES = sorted(path for pattern in ("*.md", "docs/**/*.md", "kernels_cu/**/*.md", "tests/**/*.md") for path in ROOT.glob(pattern))
 COMMAND = re.compile(r"(?:python cli\.py|cupy-flash) +([a-z][^`\n#]*)")  # from the command's name on
 
 
-def blocks(language):
-    """The fenced blocks of README.md in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(language, text=README):
+    """The fenced blocks of a text in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def section(page, title):
@@ -46,13 +46,20 @@ def rows(text):
 # Code
 
 
-def marked(code):
-    return pytest.param(code, marks=[pytest.mark.gpu] if code.startswith("# needs a GPU\n") else [])
+def programs():
+    """The Python of the pages for users, each block with what its first line says that it needs."""
+    for page in (page for page in PAGES if page.parent in (ROOT, ROOT / "docs")):
+        for i, code in enumerate(blocks("python", page.read_text(encoding="utf-8"))):
+            needs = re.match("# needs (.*)", code)
+            marks = [pytest.mark.gpu] if needs and needs[1] == "a GPU" else []
+            yield pytest.param(code, needs and not marks and needs[1], id=f"{page.relative_to(ROOT)}-{i}", marks=marks)
 
 
-@pytest.mark.parametrize("code", [marked(code) for code in blocks("python")])
-def test_python_in_the_readme_runs(code):
-    exec(compile(code, "README.md", "exec"), {})
+@pytest.mark.parametrize("code, library", list(programs()))
+def test_python_in_the_pages_runs(code, library):
+    if library:
+        pytest.importorskip(library)
+    exec(compile(code, "a page", "exec"), {})
 
 
 PUBLIC = [getattr(cupy_flash, name) for name in cupy_flash.__all__]
