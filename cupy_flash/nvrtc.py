@@ -47,7 +47,7 @@ def _binding() -> Any:
     except (ImportError, RuntimeError) as error:
         raise CompileError(
             f"compiling for a GPU needs CuPy and NVRTC, and loading them failed: {error}\n"
-            'install them with: pip install "cupy-flash[cuda12]" (or cuda13)'
+            'install them with: pip install "cupy-cuda12x[ctk]" (or cupy-cuda13x)'
         ) from error
     return nvrtc
 
