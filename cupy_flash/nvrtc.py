@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import cache
@@ -23,12 +23,13 @@ SEVERAL_ENTRIES = ("--split-compile=0",)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the assembler said of a kernel file: registers of the entry that has most, spills of all."""
+    """What the assembler said of a kernel file: registers of the entry that has most, spills of all; and the cubin."""
 
     registers: int
     spill_bytes: int
     warnings: tuple[str, ...]
     log: str = ""
+    code: bytes = field(default=b"", repr=False)
 
     @property
     def fault(self) -> str:
@@ -55,6 +56,18 @@ def _binding() -> Any:
 def version() -> tuple[int, int]:
     """The version of NVRTC."""
     return _binding().getVersion()
+
+
+@functools.cache
+def build() -> str:
+    """The version of NVRTC to its last number, such as 12.9.86, as it writes it into everything that it compiles to PTX."""
+    nvrtc = _binding()
+    program = nvrtc.createProgram("", "empty.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, ())
+        return re.search(rb"release .*, V([\d.]+)", nvrtc.getPTX(program))[1].decode()
+    finally:
+        nvrtc.destroyProgram(program)
 
 
 def options_for(plan: Plan) -> tuple[str, ...]:
@@ -109,10 +122,11 @@ def compile_plan(plan: Plan, options: tuple[str, ...] = ()) -> tuple[bytes, str]
 
 def report(plan: Plan) -> Report:
     """Compile a plan and read registers, spills and warnings from the assembler's log."""
-    _, log = compile_plan(plan, ("--ptxas-options=-v",))
+    code, log = compile_plan(plan, ("--ptxas-options=-v",))
     return Report(
         registers=max(map(int, re.findall(r"Used (\d+) registers", log))),
         spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
         warnings=tuple(line for line in log.splitlines() if "warning #" in line or "warning :" in line or "C75" in line),
         log=log,
+        code=code,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash import CompileError, host, nvrtc, source
+from cupy_flash import CompileError, host, nvrtc, snapshot, source
 from cupy_flash.architecture import ARCHITECTURES
 from cupy_flash.matrix import every_plan
 from cupy_flash.plan import PARAMS, Config, Plan, configure
@@ -27,6 +27,7 @@ def plans(*sets):
 
 
 MEASURED = SM_90A
+SAVED = snapshot.Snapshot.parse(snapshot.path().read_text(encoding="utf-8"))
 
 
 def each_table(kinds):
@@ -47,9 +48,11 @@ def each_table(kinds):
     every_plan([SM_90A], ["float16"], ["bwd_hopper", "bwd_hopper_wide"]),
     every_plan([SM_80], ["tf32"]),
 )
-def test_row_compiles_without_spill_or_warning(plan):
+def test_row_compiles_without_spill_or_warning_to_the_code_of_the_snapshot(plan):
     report = nvrtc.report(plan)
     assert (report.spill_bytes, report.warnings) == (0, ())
+    if nvrtc.build() == SAVED.compiler:  # another makes other code; `.ci/run` has this one
+        assert snapshot.differences(SAVED.rows_for(plan), snapshot.rows_of(plan, report.code)) == []
 
 
 def other_uses(architecture, dtypes):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import click
 
-from .. import nvrtc
+from .. import nvrtc, snapshot
 from ..architecture import ARCHITECTURES, Architecture
 from ..check import in_parallel
 from ..errors import CompileError
 from ..matrix import KINDS, every_plan
 from ..nvrtc import Report
 from ..plan import PARAMS, Plan
+from ..snapshot import Snapshot, differences, rows_of
 from .arguments import ARCHITECTURE, json_option
 from .output import echo_json, echo_progress, table, terminal_width
 
@@ -41,6 +42,8 @@ class Compiled:
 @click.option("--kernel", "kernels", type=click.Choice(tuple(PARAMS)), multiple=True, help="Only this file; may be repeated.")
 @click.option("--ptxas", is_flag=True, help="Print the assembler's log.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compilations at a time; by default one per core.")
+@click.option("--snapshot", "renew", is_flag=True, help=f"Name every row that differs from {snapshot.FILE}, and renew that.")
+@click.option("--check-snapshot", "compare", is_flag=True, help="Only name them; exits with 1 if there are any.")
 @json_option
 @click.pass_context
 def compile_(
@@ -51,17 +54,22 @@ def compile_(
     kernels: tuple[str, ...],
     ptxas: bool,
     jobs: int | None,
+    renew: bool,
+    compare: bool,
     as_json: bool,
 ) -> None:
     """Compile every row of the tuning tables.
 
     Reports registers, shared memory and spills; neither reads nor fills the cache. Exits with 1 if a kernel does not compile,
-    spills registers or has its wgmma serialised.
+    spills registers or has its wgmma serialised. With --snapshot, what the machine code of each row was and is instead.
     """
     if architectures and everything:
         raise click.UsageError("--arch and --all exclude each other")
+    if renew + compare + as_json > 1:
+        raise click.UsageError("--snapshot, --check-snapshot and --json exclude each other")
     try:
         version = nvrtc.version()
+        before = snapshot.committed() if renew or compare else None
     except CompileError as error:
         raise click.ClickException(str(error)) from error
 
@@ -69,6 +77,8 @@ def compile_(
     compiled = in_parallel(lambda plan: _compiled(plan, ptxas), plans, jobs)
     results = echo_progress(compiled, len(plans), "compiling")
     faults = [result for result in results if result.fault]
+    if before is not None:
+        context.exit(0 if _compare(before, results, renew) else 1)
     if as_json:
         echo_json({"nvrtc": version, "kernels": list(map(_record, results))})
     else:
@@ -105,6 +115,26 @@ def _print(results: list[Compiled]) -> None:
         click.echo(f"{count} of {len(results)}: {text.strip()}")
 
 
+def _compare(before: Snapshot, results: list[Compiled], renew: bool) -> bool:
+    """Print what differs from a snapshot, put it in its place if told so, and say whether all is well.
+
+    Rows stay as they are where nothing was compiled. What spills is in the rows, and no more of a fault than they say.
+    """
+    done = {result.plan: result.report.code for result in results if result.report}
+    for plan in (result.plan for result in results if not result.report):
+        click.secho(f"{plan.name}: does not compile", fg="red")
+    rows = {key: code for plan, cubin in done.items() for key, code in rows_of(plan, cubin).items()}
+    others = {plan.name for plan in every_plan() if plan not in done}
+    after = {key: code for key, code in before.rows.items() if key[0] in others} | rows
+    lines = differences(before.rows, after)
+    for line in lines:
+        click.echo(line)
+    if renew:
+        snapshot.path().write_text(str(replace(before, rows=after)), encoding="utf-8")
+    click.echo(f"{len(rows)} rows by NVRTC {before.compiler}: {len(lines)} differ from {snapshot.FILE}" + ", now renewed" * renew)
+    return len(done) == len(results) and (renew or not lines)
+
+
 def _record(result: Compiled) -> dict[str, object]:
     return {
         "architecture": result.plan.architecture.name,
@@ -112,6 +142,6 @@ def _record(result: Compiled) -> dict[str, object]:
         "shared_bytes": result.plan.shared_bytes,
         "seconds": result.seconds,
         "fault": result.fault,
-        "report": result.report and {name: value for name, value in asdict(result.report).items() if name != "log"},
+        "report": result.report and {name: value for name, value in asdict(result.report).items() if name not in ("log", "code")},
         "log": result.log,
     }
