@@ -149,7 +149,7 @@ def trusted_folder() -> Path:
     _make(home)
     fault = trust.fault_of(home)
     if fault:
-        raise PermissionError(f"the kernel cache {home} is refused, because code is loaded from it: {fault}")
+        raise PermissionError(f"{home} is refused, because code is loaded from it: {fault}")
     return home
 
 
@@ -158,7 +158,7 @@ def usable_folder() -> Path | None:
     try:
         return trusted_folder()
     except OSError as error:
-        _warn_once(f"{error}; compiled kernels last as long as this process, unless CUPY_FLASH_CACHE_DIR names another folder")
+        _warn_once(f"no kernel cache: {error}; compiled kernels last as long as this process, or set CUPY_FLASH_CACHE_DIR")
         return None
 
 
