@@ -26,6 +26,7 @@ INFLUENCES = re.compile(
     r"CPATH|(C|CPLUS|OBJC)_INCLUDE_PATH|LIBRARY_PATH|COMPILER_PATH|GCC_EXEC_PREFIX|LD_RUN_PATH|LDEMULATION|GNUTARGET|"
     r"SDKROOT|\w+_DEPLOYMENT_TARGET|CCC_OVERRIDE_OPTIONS|CCACHE_\w+|NIX_(CFLAGS|LDFLAGS)\w*|ZIG_\w+"
 )
+ROOM = 1 << 26  # bytes that a compiler has enough of; one that runs out of them says so in its own words
 # Needs the C++ library when linked, which a C driver leaves out.
 PROBE = """
 #include <stdexcept>
@@ -102,7 +103,10 @@ def compiled(title: str, main: str, flags: list[str], sources: dict[str, str]) -
         done = _run(command, folder)
         if done.returncode or not output.is_file():
             how = "failed" if done.returncode else "made no file"
-            raise CompileError(f"{title}: {shlex.join(command)} {how}:\n{done.stdout}{done.stderr}")
+            message = f"{title}: {shlex.join(command)} {how}:\n{done.stdout}{done.stderr}"
+            if shutil.disk_usage(folder).free < ROOM:
+                raise OSError(message)  # perhaps there is more room elsewhere
+            raise CompileError(message)
         return output.read_bytes()
 
     return in_scratch(in_folder)

@@ -105,6 +105,14 @@ def test_full_temporary_folder_is_not_compiled_in(folders, mounted):
     assert list(temporary.iterdir()) == list(kernels.iterdir()) == []
 
 
+def test_compiler_that_runs_out_of_room_gets_another_folder(folders, mounted):
+    """Its sources have room, what it makes of them has none."""
+    temporary, _ = folders
+    mounted(temporary, "size=16k")
+    code = toolchain.compiled("numbers", "numbers.cpp", ["-c"], {"numbers.cpp": "int numbers[100000] = {1};"})
+    assert len(code) > 400000
+
+
 def test_without_any_folder_there_is_one_named_error(folders, mounted, library):
     folders[1].mkdir()
     for place in folders:
