@@ -65,7 +65,7 @@ def folder() -> Path:
         try:
             base = Path.home().absolute() / ".cache"
         except RuntimeError as error:
-            raise FileNotFoundError("this user has no home folder; set CUPY_FLASH_CACHE_DIR") from error
+            raise FileNotFoundError("this user has no home, and neither CUPY_FLASH_CACHE_DIR nor XDG_CACHE_HOME is set") from error
     return base / "cupy_flash"
 
 

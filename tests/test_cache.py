@@ -318,7 +318,7 @@ def without_a_home(monkeypatch):
     monkeypatch.setattr(pwd, "getpwuid", refuse(KeyError(12345)))
 
 
-NO_HOME = "this user has no home folder; set CUPY_FLASH_CACHE_DIR"
+NO_HOME = "this user has no home, and neither CUPY_FLASH_CACHE_DIR nor XDG_CACHE_HOME is set"
 
 
 def test_user_without_a_home(without_a_home):

@@ -106,13 +106,29 @@ def test_compiler_that_prints_bytes(monkeypatch, script):
     refused(monkeypatch, program, "failed:\n\ufffd\ufffd version\n\ufffd")
 
 
-def test_compiler_that_waits_for_input(monkeypatch, script):
-    refused(monkeypatch, script("cat; exit 1"), "whose --version ends with 1")
+def test_compiler_that_asks_gets_no_answer(monkeypatch, script):
+    """It would wait for one that nobody knows to give."""
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"answer\n")
+    kept = os.dup(0)
+    os.dup2(read_end, 0)
+    try:
+        refused(monkeypatch, script('read line; echo "got $line"; exit 1'), "whose --version ends with 1 and says 'got'")
+    finally:
+        os.dup2(kept, 0)
+        for descriptor in (kept, read_end, write_end):
+            os.close(descriptor)
 
 
 def test_compiler_that_makes_something_else(monkeypatch, script):
     program = script('test "$1" = --version && echo 1 && exit; for last; do :; done; echo no library > "$last"')
     refused(monkeypatch, program, "probe.so: ")
+
+
+def test_compiler_whose_code_is_wrong(monkeypatch, script):
+    program = script('echo "int probe() { return 5; }" > wrong.c; for last; do :; done; c++ -xc -shared -fPIC wrong.c -o "$last"')
+    wrong = f'test "$1" = --version && echo 1 && exit\nexec {program} "$@"'
+    refused(monkeypatch, script(wrong, "wrong"), "and its code says 5 where 17 is right")
 
 
 def test_mended_cxx_is_used_in_the_same_process(monkeypatch, fast_build):
@@ -193,6 +209,12 @@ def test_version_and_command_are_in_the_name(monkeypatch, script):
         names.add(host.name_of(PLAN, HostOptions()))
     assert len(names) == 3
     assert toolchain.compiler_version() == "1"
+
+
+def test_version_is_the_same_in_every_language(monkeypatch, script):
+    monkeypatch.setenv("CXX", script('echo "version in $LC_ALL"'))
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    assert toolchain.compiler_version() == "version in C"
 
 
 def test_headers_of_the_callers_folder_are_not_included(monkeypatch, tmp_path):
