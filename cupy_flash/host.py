@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,10 +20,12 @@ from pathlib import Path
 import numpy
 
 from . import cache
-from .errors import CompileError, DeadlockError, FaultError, SanitizerError
+from .errors import DeadlockError, FaultError, SanitizerError
 from .params import places_of
 from .plan import PARAMS, Launch, Plan
+from .scratch import with_copy
 from .source import files, source_of
+from .toolchain import compiled, identity, prove
 from .turns import scheduled
 
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
@@ -62,30 +62,7 @@ class HostOptions:
         return cls(os.environ.get("CUPY_FLASH_HOST_SANITIZE", ""), os.environ.get("CUPY_FLASH_HOST_SCHEDULE", "eager"))
 
 
-@functools.cache
-def compiler() -> tuple[str, ...]:
-    """The command of the first C++ compiler found: ``$CXX``, c++, g++, clang++, or the one in the package ziglang."""
-    named = os.environ.get("CXX", "").split()
-    if named and not shutil.which(named[0]):
-        raise CompileError(f"CXX: expected a command that runs a C++17 compiler, got {named[0]!r}, which was not found")
-    for command in filter(None, (named, ["c++"], ["g++"], ["clang++"])):
-        if shutil.which(command[0]):
-            return tuple(command)
-    if importlib.util.find_spec("ziglang"):
-        return (sys.executable, "-m", "ziglang", "c++")
-    raise CompileError(
-        "backend 'host' needs a C++17 compiler, and none of $CXX, c++, g++, clang++ was found; "
-        'install one with "apt install g++", "dnf install gcc-c++" or "xcode-select --install", or: pip install ziglang'
-    )
-
-
-@functools.cache
-def compiler_version() -> str:
-    """What the compiler says of itself, on one line."""
-    return subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
-
-
-def build(plan: Plan, options: HostOptions) -> Path:
+def build(plan: Plan, options: HostOptions) -> bytes:
     """The shared object, or with a sanitizer the program, that executes a plan: from the cache, or built now.
 
     Raises
@@ -93,17 +70,26 @@ def build(plan: Plan, options: HostOptions) -> Path:
     CompileError
         With the compiler's output, or if there is no compiler.
     """
+    return cache.obtain(name_of(plan, options), lambda: _compile(plan, options))
+
+
+def name_of(plan: Plan, options: HostOptions) -> str:
+    """The name in the cache of what `build` makes, with a hash of everything that decides it."""
+    _, flags, sources = _task(plan, options)
+    parts = (identity(), platform.machine(), flags, sorted(sources.items()))
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return f"{plan.kernel}-host{options.sanitize and '-' + options.sanitize}-{digest}.{'exe' if options.sanitize else 'so'}"
+
+
+def _task(plan: Plan, options: HostOptions) -> tuple[str, list[str], dict[str, str]]:
+    """The file to compile, flags, and the text of each file."""
     main = "host_main.cpp" if options.sanitize else "host.cpp"
     flags = [*OPTIONS, f'-DKERNEL_FILE="{plan.kernel}.cu"', f"-DPARAMS={PARAMS[plan.kernel]}"]
     if options.sanitize:  # the program finds the entries of the kernel by name, which -rdynamic lets it
         flags += [f"-fsanitize={SANITIZERS[options.sanitize]}", "-fno-sanitize-recover=all", "-g", "-rdynamic"]
     else:
         flags += ["-shared", "-fPIC"]
-    sources = source_of(plan) | {name: text for name, text in files().items() if name.endswith(".cpp")}
-    parts = (compiler(), compiler_version(), platform.machine(), flags, sorted(sources.items()))
-    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-    name = f"{plan.kernel}-host{options.sanitize and '-' + options.sanitize}-{digest}.{'exe' if options.sanitize else 'so'}"
-    return cache.path_of(name) or cache.write(name, _compile(plan, main, flags, sources))
+    return main, flags, source_of(plan) | {name: text for name, text in files().items() if name.endswith(".cpp")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +142,7 @@ def run(
     launches = tuple(launch.on(MULTIPROCESSORS) for launch in launches if launch.blocks)
     if not launches:
         return Traffic()
-    path = build(plan, options)
+    code = build(plan, options)
     params, launches = scheduled(plan, params, launches)
     params = params.copy()
     words = params.view(numpy.uint64)
@@ -166,10 +152,11 @@ def run(
     deferred = SCHEDULES.index(options.schedule)
     if options.sanitize:
         for launch in launches:
-            _run_program(path, launch, params, arrays, deferred)
+            use = functools.partial(_run_program, launch=launch, params=params, arrays=arrays, deferred=deferred)
+            with_copy(plan.name, code, use)
         return None
 
-    library = _load(str(path))
+    library = _load(code)
     counts = (ctypes.c_uint64 * 3)()
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
     teams = max(1, len(os.sched_getaffinity(0)) // plan.config.WARPS) if hasattr(os, "sched_getaffinity") else 1
@@ -182,22 +169,13 @@ def run(
 
 
 @functools.cache
-def _load(path: str) -> ctypes.CDLL:
-    return ctypes.CDLL(path)
+def _load(code: bytes) -> ctypes.CDLL:
+    return with_copy("kernel.so", code, lambda path: ctypes.CDLL(str(path)))
 
 
-def _compile(plan: Plan, main: str, flags: list[str], sources: dict[str, str]) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="cupy_flash-") as folder:
-        for name, text in sources.items():
-            file = Path(folder, name)
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-        output = Path(folder, "output")
-        command = [*compiler(), *flags, f"-I{folder}", str(Path(folder, main)), "-o", str(output)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise CompileError(f"{plan.name}: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-        return output.read_bytes()
+def _compile(plan: Plan, options: HostOptions) -> bytes:
+    prove()  # first, so that a command that is no compiler is not taken for a fault in the kernel
+    return compiled(plan.name, *_task(plan, options))
 
 
 def _run_program(path: Path, launch: Launch, params: numpy.ndarray, arrays: dict[str, numpy.ndarray], deferred: int) -> None:

@@ -90,11 +90,7 @@ def cubin(plan: Plan) -> bytes:
         With the compiler's log.
     """
     name = f"{plan.kernel}-{plan.architecture}-{key(plan)}.cubin"
-    code = cache.read(name)
-    if code is None:
-        code, _ = compile_plan(plan)
-        cache.write(name, code)
-    return code
+    return cache.obtain(name, lambda: compile_plan(plan)[0])
 
 
 def compile_plan(plan: Plan, options: tuple[str, ...] = ()) -> tuple[bytes, str]:

@@ -284,7 +284,8 @@ def test_cache_clears_its_own_files_only(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path / "kernels"))
     assert run("cache", "dir").stdout == f"{tmp_path / 'kernels'}\n"
     assert run_json("cache", "list") == ([], 0)
-    ours = cache.write(f"fwd_v2-sm_80-{'0' * 32}.cubin", b"code")
+    cache.write(f"fwd_v2-sm_80-{'0' * 32}.cubin", b"code")
+    [ours] = (tmp_path / "kernels").iterdir()
     (tmp_path / "kernels" / "libother.so").write_bytes(b"")
     [entry], _ = run_json("cache", "list")
     assert entry["name"] == ours.name and entry["bytes"] == ours.stat().st_size and entry["age_seconds"] < 60
@@ -327,8 +328,8 @@ def test_doctor_says_why_a_cache_folder_is_refused(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path))
     [finding] = [finding for finding in doctor.examine() if finding.name == "cache"]
-    assert not finding.works and "others can write to it" in finding.value
-    assert f"chmod 700 {tmp_path}" in finding.remedy
+    assert not finding.works and f"others can write to {tmp_path}, which is mended by: chmod go-w {tmp_path}" in finding.value
+    assert "CUPY_FLASH_CACHE_DIR" in finding.remedy
 
 
 def test_doctor_prints_a_line_for_each_finding():

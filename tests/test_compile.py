@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash import CompileError, host, nvrtc, snapshot, source
+from cupy_flash import CompileError, nvrtc, snapshot, source, toolchain
 from cupy_flash.architecture import ARCHITECTURES
 from cupy_flash.matrix import every_plan
 from cupy_flash.plan import PARAMS, Config, Plan, configure
@@ -140,7 +140,7 @@ def test_plan_and_kernel_agree_on_shared_memory(kernel, change, tmp_path):
         (tmp_path / name).write_text(text)
     checks = [f"static_assert({ENDS[entry]} == {size});" for entry, size in plan.entries.items() if entry in ENDS]
     check = "\n".join([f'#include "{plan.kernel}.cu"', *checks, ""])
-    command = [*host.compiler(), "-std=c++17", "-w", "-fsyntax-only", f"-I{tmp_path}", "-x", "c++", "-"]
+    command = [*toolchain.compiler(), "-std=c++17", "-w", "-fsyntax-only", f"-I{tmp_path}", "-x", "c++", "-"]
     assert subprocess.run(command, input=check, capture_output=True, text=True).stderr == ""
 
 

@@ -1,7 +1,6 @@
 """Kernels executed on the host: the shared cases, properties of attention, and the faults that only such a run shows."""
 
 import re
-import sys
 import threading
 
 import numpy
@@ -337,36 +336,3 @@ def test_error_in_a_kernel_is_reported_with_file_and_line(change_kernel):
     inputs = make_inputs(Case("float16", 5, 5))
     with pytest.raises(CompileError, match=rf"tile/mask.cuh:{line}:.*nonsense"):
         on_host(*inputs)
-
-
-# The compiler
-
-
-@pytest.fixture
-def no_compiler_known():
-    """Forget which compiler was found, before the test and after it."""
-
-    def forget():
-        host.compiler.cache_clear()
-        host.compiler_version.cache_clear()
-
-    forget()
-    yield
-    forget()
-
-
-def test_without_a_compiler_the_error_says_how_to_get_one(no_compiler_known, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setitem(sys.modules, "ziglang", None)
-    with pytest.raises(CompileError, match=r"apt install g\+\+.*pip install ziglang"):
-        on_host(*make_inputs(Case("float16", 5, 5)))
-
-
-def test_cxx_names_the_compiler_and_its_options(no_compiler_known, monkeypatch, tmp_path):
-    stub = tmp_path / "stub"
-    stub.write_text('#!/bin/sh\n[ "$2" = --version ] && echo stub 1.0 && exit\necho this is the stub; exit 1\n')
-    stub.chmod(0o700)
-    monkeypatch.setenv("CXX", f"{stub} -its-option")
-    with pytest.raises(CompileError, match=f"{stub} -its-option .*\\n.*this is the stub"):
-        on_host(*make_inputs(Case("float16", 5, 5)))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash import UnsupportedError, arrays, host, source
+from cupy_flash import UnsupportedError, arrays, source, toolchain
 from cupy_flash.layout import dense_layout
 from cupy_flash.options import Options
 from cupy_flash.params import (
@@ -59,7 +59,7 @@ def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
         calls.append(f"WHOLE({struct})")
         expected.append(f"{struct} {dtype.itemsize} {64 if struct in with_maps else 8}")
     (tmp_path / "structs.cpp").write_text(f"{PROGRAM}int main() {{ {' '.join(calls)} }}\n")
-    command = [*host.compiler(), "-std=c++17", "-pthread", "-w", f"-I{source.shelf()}", "structs.cpp", "-o", "structs"]
+    command = [*toolchain.compiler(), "-std=c++17", "-pthread", "-w", f"-I{source.shelf()}", "structs.cpp", "-o", "structs"]
     subprocess.run(command, check=True, cwd=tmp_path)
     found = subprocess.run([tmp_path / "structs"], check=True, capture_output=True, text=True).stdout
     assert found.splitlines() == expected

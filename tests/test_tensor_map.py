@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash import arrays, host, tensor_map
+from cupy_flash import arrays, tensor_map, toolchain
 from cupy_flash.params import MAP_BYTES, TENSOR_MAP
 from cupy_flash.tensor_map import BOX_COLUMNS, DriverMap, TensorMap, obstacle, tensor_maps
 
@@ -192,7 +192,7 @@ DESCRIBED = TensorMap("bfloat16", (40, 50, 3, 7, 5), (720, 144, 36000, 504000), 
 def driver_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("driver")
     (folder / "driver.cpp").write_text(DRIVER)
-    command = [*host.compiler(), "-std=c++17", "-shared", "-fPIC", "driver.cpp", "-o", "driver.so"]
+    command = [*toolchain.compiler(), "-std=c++17", "-shared", "-fPIC", "driver.cpp", "-o", "driver.so"]
     subprocess.run(command, check=True, cwd=folder)
     return str(folder / "driver.so")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 
@@ -23,7 +24,8 @@ def cache() -> None:
 @cache.command("dir")
 def dir_() -> None:
     """Print the folder."""
-    click.echo(kernel_cache.folder())
+    with _named_errors():
+        click.echo(kernel_cache.folder())
 
 
 @cache.command("list")
@@ -31,31 +33,29 @@ def dir_() -> None:
 def list_(as_json: bool) -> None:
     """List what is in it, oldest first."""
     now = time.time()
-    found = [(file.name, status.st_size, now - status.st_mtime) for file in _entries() for status in [file.stat()]]
+    with _named_errors():
+        home, entries = kernel_cache.folder(), kernel_cache.entries()
+    found = [(entry.path.name, entry.size, now - entry.written) for entry in entries]
     if as_json:
         echo_json([{"name": name, "bytes": size, "age_seconds": age} for name, size, age in found])
         return
     rows = [(name, _size(size), _age(age)) for name, size, age in found]
     if rows:
         click.echo("\n".join(table(("kernel", "size", "age"), rows, "<>>", terminal_width())))
-    click.echo(f"{_files(len(found))}, {_size(sum(size for _, size, _ in found))}, in {kernel_cache.folder()}")
+    click.echo(f"{_files(len(found))}, {_size(sum(size for _, size, _ in found))}, in {home}")
 
 
 @cache.command()
 def clear() -> None:
-    """Delete the compiled kernels in it, and nothing else."""
-    entries = _entries()
-    try:
-        for file in entries:
-            file.unlink(missing_ok=True)
-    except OSError as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(f"deleted {_files(len(entries))} from {kernel_cache.folder()}")
+    """Delete the compiled kernels in it and what killed processes left, and nothing else."""
+    with _named_errors():
+        click.echo(f"deleted {_files(kernel_cache.clear())} from {kernel_cache.folder()}")
 
 
-def _entries() -> list[Path]:
+@contextmanager
+def _named_errors() -> Iterator[None]:
     try:
-        return kernel_cache.entries()
+        yield
     except OSError as error:
         raise click.ClickException(str(error)) from error
 

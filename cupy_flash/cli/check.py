@@ -12,7 +12,7 @@ from typing import TypeAlias
 import click
 
 from .. import check as checks
-from .. import host
+from .. import toolchain
 from ..architecture import HOST, Architecture
 from ..cases import Case, case_named, full_cases
 from ..check import FORWARD_V1, CaseResult, Computation
@@ -96,7 +96,7 @@ def _resolved(backend: str, arch: Architecture | None) -> tuple[str, Architectur
             raise click.ClickException("there is no CUDA device that kernels could run on; the command doctor says why")
         return backend, own
     try:
-        host.compiler()
+        toolchain.prove()
     except CompileError as error:
         raise click.ClickException(str(error)) from error
     return backend, arch or HOST

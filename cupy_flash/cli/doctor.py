@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import click
 import numpy
 
-from .. import __version__, cache, host, nvrtc
+from .. import __version__, cache, nvrtc, toolchain
 from ..source import files, shelf
 from .arguments import json_option
 from .devices import Device, devices
@@ -82,8 +80,7 @@ def examine() -> list[Finding]:
             findings.append(_probe(f"device {ordinal}", lambda device=device: _described(device)))
         if not found:
             findings.append(Finding("device 0", False, "none found", SHOW_DEVICES))
-    choose_folder = f"chmod 700 {cache.folder()}, or: export CUPY_FLASH_CACHE_DIR=<a folder of your own>"
-    findings.append(_probe("cache", _cache_folder, choose_folder))
+    findings.append(_probe("cache", _cache_folder, "export CUPY_FLASH_CACHE_DIR=<a folder of your own>"))
     findings.append(_probe("C++ compiler", _compiler, "apt install g++, dnf install gcc-c++, or pip install ziglang"))
     return findings
 
@@ -127,19 +124,12 @@ def _described(device: Device) -> str:
 
 
 def _cache_folder() -> str:
-    with warnings.catch_warnings(record=True) as refusals:
-        warnings.simplefilter("always")
-        folder = cache.usable_folder()
-    if folder is None:
-        raise PermissionError(*(str(refusal.message) for refusal in refusals[:1]))
+    folder = cache.trusted_folder()
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} cannot be written; compiled kernels last as long as a process")
     return f"{folder}, {len(cache.entries())} kernels"
 
 
 def _compiler() -> str:
-    command = [*host.compiler(), *host.OPTIONS, "-fsyntax-only", "-x", "c++", os.devnull]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{host.compiler_version()} does not compile C++17: {done.stderr}")
-    return f"{' '.join(host.compiler())}: {host.compiler_version()}"
+    toolchain.prove()
+    return f"{' '.join(toolchain.compiler())}: {toolchain.compiler_version()}"

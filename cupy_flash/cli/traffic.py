@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from .. import host
+from .. import toolchain
 from ..architecture import HOST, Architecture
 from ..errors import CompileError, UnsupportedError
 from ..traffic import ALGORITHMS, Count, Setting, count
@@ -57,7 +57,7 @@ def traffic(
     attention that keeps its scores on the chip is fast, visible without a GPU.
     """
     try:
-        host.compiler()
+        toolchain.prove()
     except CompileError as error:
         raise click.ClickException(str(error)) from error
     settings = [Setting(seq, dim, batch, heads, dtype, causal) for seq in seqs]
