@@ -48,7 +48,7 @@ def _kind(what: str) -> str:
     """The first line without numbers and names of arguments, so that equal faults count as one."""
     line = re.sub(r"\d[\d.e+-]*", "#", what.partition("\n")[0].partition("; the other one")[0])
     line = re.sub(r"((?:Error|tracebacks): )\w+:", r"\1...:", re.sub(r"^(d?[qkv]|out|d?lse): ", "", line))
-    return line.partition(", got ")[0][:100]
+    return line.partition(": odd" if line.startswith("wrong kind") else ": ...: " if "tracebacks" in line else ", got ")[0][:100]
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def _subclass(draw: Draw, array: numpy.ndarray) -> Value:
     lying.lie = draw.one((None, 5, [1.0], "x", numpy.zeros(3), RuntimeError, KeyError, numpy.array("x")))
     masked = numpy.ma.masked_array(array, mask=numpy.ones(array.shape, bool))
     values = [
-        Value("a masked array", masked),
+        Value("a masked array", masked, False if array.size else None),
         Value("a masked array without a mask", numpy.ma.masked_array(array), None, UNKNOWN),
         Value("a subclass", array.view(Plain), None, UNKNOWN),
         Value(f"a subclass whose view lies: {type(lying.lie).__name__}", lying, None, UNKNOWN),

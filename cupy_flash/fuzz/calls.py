@@ -115,7 +115,7 @@ def _draw(draw: Draw) -> Call:
             arguments[name] = None if draw.chance(0.3) else 1.0
             broken[name] = Value("unknown", arguments[name])
         elif kind == 2:
-            positional = (None,) * draw.integer(1, 3)
+            positional = (None,) * draw.integer(2, 3)
             broken["too many"] = Value("positional", None)
         else:
             _break_one(draw, function, arguments, broken)
@@ -134,14 +134,14 @@ def _draw(draw: Draw) -> Call:
 def _break_one(draw: Draw, function: str, arguments: dict[str, Any], broken: dict[str, Value]) -> None:
     name = draw.one(list(_parameters(function)))
     if name in _arrays_of(function):
-        like = arguments.get(name)
-        like = like if verdict.is_plain(like) else next((x for x in arguments.values() if verdict.is_plain(x)), numpy.zeros((3, 4)))
+        small = {other: x for other, x in arguments.items() if verdict.is_plain(x) and x.size < verdict.TOO_LARGE}
+        like = small.get(name, next(iter(small.values()), numpy.zeros((3, 4))))
         if draw.chance(0.1):
             value = Value("None", None, None)
         elif draw.chance(0.35):
             value = draw_object(draw, like)
         else:
-            value = draw_array(draw, like, [x for other, x in arguments.items() if verdict.is_plain(x) and other != name])
+            value = draw_array(draw, like, [x for other, x in small.items() if other != name])
     else:
         value = draw_value(draw, name, "backward" in function)
     arguments[name], broken[name] = value.value, value
@@ -150,20 +150,19 @@ def _break_one(draw: Draw, function: str, arguments: dict[str, Any], broken: dic
 def _judge(function: str, arguments: dict[str, Any], broken: dict[str, Value], made_with: dict[str, Any]) -> bool | None:
     """Whether the call has to be accepted. A plain array that was put in place of another is judged with the others."""
     verdicts = [True]
-    for value in broken.values():
-        if not verdict.is_plain(value.value) and not (value.value is None and value.ok is None):
-            verdicts.append(value.ok)
     known = _arrays_of(function)
+    for name, value in broken.items():
+        if name not in known or not (verdict.is_plain(value.value) or (value.value is None and value.ok is None)):
+            verdicts.append(value.ok)
     arrays = {name: x for name, x in arguments.items() if name in known}
     # An object that may be taken for an array counts as the array that it replaced, if that can be told: as undecided.
     undecided = [name for name, x in arrays.items() if x is not None and not verdict.is_plain(x)]
     if undecided or False in verdicts:
         return verdict.merged(None, *verdicts)
     options = {name: broken[name].means if name in broken else x for name, x in arguments.items() if name not in known}
-    if function in ("attention_vjp", "plan_attention", "plan_attention_backward", "attention", "attention_backward", "merge_states"):
-        required = [name for name, p in inspect.signature(getattr(cupy_flash, function)).parameters.items() if p.default is p.empty]
-        if any(arrays.get(name) is None for name in required):
-            return False
+    required = [name for name, parameter in _parameters(function).items() if parameter.default is parameter.empty]
+    if any(arrays.get(name) is None for name in required):
+        return False
     if function in ("attention", "plan_attention", "attention_vjp"):
         verdicts.append(verdict.attention(arrays, options))
     elif function in ("attention_backward", "plan_attention_backward"):
@@ -171,17 +170,15 @@ def _judge(function: str, arguments: dict[str, Any], broken: dict[str, Value], m
     elif function == "merge_states":
         verdicts.append(verdict.merge_states(arrays, options))
     elif function == "vjp":
-        forward = made_with | {"dlse": None} | arrays
-        verdicts.append(False if arrays.get("dout") is None else verdict.attention_backward(forward, {}))
+        verdicts.append(verdict.attention_backward(made_with | {"dlse": None} | arrays, {}))
     elif function == "a workspace":
         x = arrays.get("x")
         verdicts.append(verdict.is_plain(x) and x.dtype == numpy.uint8 and x.ndim == 1 and x.flags.writeable and None)
     else:
-        required = ("q", "k", "v") if function == "a plan" else BACKWARD_ARRAYS[:6]
         workspace = arrays.pop("workspace", None)
         verdicts.append(None if workspace is None else verdict.is_plain(workspace) and workspace.dtype == numpy.uint8 and None)
         results = ("out", "lse") if function == "a plan" else ("dq", "dk", "dv")
-        verdicts.append(all(arrays.get(name) is not None for name in required) and verdict.planned(arrays, made_with, results))
+        verdicts.append(verdict.planned(arrays, made_with, results))
     return verdict.merged(*verdicts)
 
 

@@ -19,7 +19,7 @@ from ..compare_gradients import compare_gradients
 from ..gradients import Gradients
 from ..problem import lse_dtype_of
 from .draw import Draw
-from .placement import Placed, Placement
+from .placement import Placed
 from .problems import Problem, draw_problem
 
 SCHEDULE = "CUPY_FLASH_HOST_SCHEDULE"
@@ -147,17 +147,11 @@ def _arrays(problem: Problem) -> dict[str, Placed]:
         shape = problem.shapes["out"]
         values = {"dout": numbers.standard_normal(shape).astype(dtype), "out": out, "lse": lse}
         values["dlse"] = numbers.standard_normal(shape[:-1]).astype(wide)
-        arrays |= {name: Placed(x, _unstretched(problem, name)) for name, x in values.items()}
+        arrays |= {name: Placed(x, problem.places[name]) for name, x in values.items()}
     for name in problem.given:
         shape = problem.shape_of(name)
         arrays[name] = Placed(numpy.full(shape, numpy.nan, wide if name == "lse" else dtype), problem.places[name])
     return arrays
-
-
-def _unstretched(problem: Problem, name: str) -> Placement:
-    """The placement, without axes of stride 0 where elements have values of their own."""
-    place = problem.places[name]
-    return place if name in ("dout", "dlse") else Placement(place.order, place.steps, place.slack, place.offset)
 
 
 def _inputs(problem: Problem, numbers: numpy.random.Generator) -> list[numpy.ndarray]:

@@ -122,7 +122,8 @@ def _dlpack(draw: Draw, array: numpy.ndarray) -> Value:
     """DLPack that raises or returns nonsense."""
     error = draw.one(ERRORS)
     nonsense = draw.one((None, 5, "x", b"dltensor", [], (), array, object()))
-    place = draw.one((None, 1, (), (1,), (1, 0, 0), ("cpu", 0), (99, 0), (2, 0), (2, 99), (4, 0), (-1, -1), (1.0, 0), (2**70, 0), "12"))
+    few_or_many, odd = (None, 1, (), (1,), (1, 0, 0), "12"), (("cpu", 0), (-1, -1), (1.0, 0), (2**70, 0))
+    place = draw.one((*few_or_many, *odd, (99, 0), (2, 0), (2, 99), (4, 0)))
     raises, returns = _raiser(error), (lambda self, **_: nonsense)
     at_home, elsewhere = (lambda self: (1, 0)), (lambda self: place)
     label, members = draw.one(
@@ -150,11 +151,12 @@ def _array_method(draw: Draw, array: numpy.ndarray) -> Value:
 
 def _wrapper(draw: Draw, array: numpy.ndarray) -> Value:
     """The array itself behind a protocol, which may be accepted."""
+    read = {"__array__": lambda self, dtype=None, copy=None: array}
     methods = {
-        "__array__": {"__array__": lambda self, dtype=None, copy=None: array},
+        "__array__": read,
         "DLPack": {"__dlpack__": lambda self, **options: array.__dlpack__(**options), "__dlpack_device__": lambda self: (1, 0)},
-        "an array namespace": {"__array__": lambda self, dtype=None, copy=None: array, "__array_namespace__": lambda self: None},
-        "a lazy array namespace": {"__array__": lambda self, dtype=None, copy=None: array, "__array_namespace__": _raiser(KeyError)},
+        "an array namespace": read | {"__array_namespace__": lambda self: None},
+        "a lazy array namespace": read | {"__array_namespace__": _raiser(KeyError)},
     }
     label = draw.one(list(methods))
     return Value(f"the array behind {label}", _thing("Wrapper", **methods[label]), None)
@@ -176,7 +178,7 @@ def _odd_class(draw: Draw, array: numpy.ndarray) -> Value:
             Value("a fake JAX array", type("Array", (), {"__module__": "jax"})()),
             Value("a fake Numba array", type("DeviceNDArray", (), {"__module__": "numba.cuda"})()),
             Value("a fake CuPy array", type("ndarray", (), {"__module__": "cupy"})()),
-            Value("a fake tensor with __array__", _fake_with_array("torch", array)),
+            Value("a fake tensor with __array__", _fake_with_array("torch", array), None),
             Value("a fake Numba array with __array__", _fake_with_array("numba.cuda", array), None),
         )
     )

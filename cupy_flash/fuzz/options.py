@@ -185,7 +185,7 @@ def _choices(*right: str, none: bool = False) -> list[Value]:
     values = [Value(repr(word), word, None, word) for word in right]
     values += [Value("a numpy.str_", numpy.str_(right[0]), None, right[0])]
     values += [Value("None", None, True, None) if none else Value("None", None)]
-    wrong: tuple[Any, ...] = (right[0].upper() + "x", right[0] + " ", "", "none", right[0].encode(), 1, True, (right[0],), [right[0]])
+    wrong: tuple[Any, ...] = (right[0].upper() + "x", right[0] + " ", "", "none", right[0].encode(), (right[0],), [right[0]], 1.5)
     return values + [Value(repr(word), word) for word in wrong]
 
 

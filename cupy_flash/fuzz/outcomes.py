@@ -23,7 +23,6 @@ from .options import UNKNOWN
 
 ALLOWED = (TypeError, ValueError, cupy_flash.UnsupportedError)
 MOST_BYTES = 200e6
-LONGEST = 2000  # characters of a message
 OF_PYTHON = re.compile(
     r"[\w.<>]+\(\) (got an unexpected keyword argument|got multiple values for|missing \d+ required|takes \d+ positional|"
     r"takes from \d+ to \d+ positional|got some positional-only)"
@@ -112,10 +111,9 @@ def _read(call: Call, error: Exception) -> tuple[str, str]:
     text = f"{kind}: {message[:300]}"
     if type(error) not in ALLOWED:
         return text, f"wrong kind of error: {text}"
-    named = message.partition(":")[0] in call.names or OF_PYTHON.match(message)
-    if not named:
+    if message.partition(":")[0] not in call.names and not OF_PYTHON.match(message):
         return text, f"no argument named: {text}"
-    return text, f"a message of {len(message)} characters: {text}" if len(message) > LONGEST else ""
+    return text, ""
 
 
 def _chained(error: Exception) -> str:

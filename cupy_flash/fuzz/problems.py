@@ -14,6 +14,7 @@ from .placement import Placement, draw_placement
 from .recipes import Recipe, recipes
 
 HOST_SHARE = 0.6
+LARGEST_SCALE = 1e20  # of a forward
 MOST_FLOPS = 6e6  # a CPU executes kernels at about 1 GFLOP/s
 LENGTHS = (1, 1, 2, 3, 5, 15, 16, 17, 31, 33, 47, 63, 64, 65, 79, 100, 127, 129, 191, 193, 257, 300)
 VALUES = ("normal", "normal", "normal", "offset", "large", "one_hot", "constant", "hidden", "nan_key")
@@ -25,8 +26,8 @@ Shape = tuple[int, ...]
 class Problem:
     """One computation, with all that it depends on.
 
-    `options` are those of `attention` that say what is computed. `entry` is 'call', 'plan', or 'vjp'. `given` names the results that
-    the caller brings, each laid out as `places` says.
+    `options` are those of `attention` that say what is computed. `entry` is 'call', 'plan', or 'vjp'. `given` names the results
+    that the caller brings, each laid out as `places` says.
     """
 
     seed: int
@@ -119,7 +120,7 @@ def _draw(draw: Draw, seed: int, index: int, recipe: Recipe | None) -> Problem:
     direction = recipe.direction if recipe else draw.one(("forward", "forward", "backward"))
     dtype, precision = (recipe.dtype, recipe.precision) if recipe else _kind(draw)
     shapes = _shapes(draw, recipe)
-    options = _options(draw, shapes, direction, recipe, dtype)
+    options = _options(draw, shapes, direction, recipe)
     if precision == "tf32":
         options["precision"] = "tf32"
     elif draw.chance(0.1):
@@ -151,7 +152,7 @@ def _draw(draw: Draw, seed: int, index: int, recipe: Recipe | None) -> Problem:
         with_dlse=direction == "backward" and draw.chance(0.5),
         own_workspace=entry == "plan" and draw.chance(0.3),
         given=given,
-        places={name: _place(draw, name, len(shapes[LIKE.get(name, name)]), recipe, name in results) for name in (*inputs, *given)},
+        places={name: _place(draw, name, len(shapes[LIKE.get(name, name)]), recipe) for name in (*inputs, *given)},
     )
 
 
@@ -224,7 +225,7 @@ def _broadcast(*shapes: Shape) -> Shape:
     return tuple(next((size for size in column if size != 1), 1) for column in columns)
 
 
-def _options(draw: Draw, shapes: dict[str, Shape], direction: str, recipe: Recipe | None, dtype: str) -> dict[str, Any]:
+def _options(draw: Draw, shapes: dict[str, Shape], direction: str, recipe: Recipe | None) -> dict[str, Any]:
     options: dict[str, Any] = {}
     len_q, len_kv = shapes["q"][-2], shapes["k"][-2]
     causal = draw.one((False, False, True, "bottom_right", "top_left"))
@@ -236,10 +237,9 @@ def _options(draw: Draw, shapes: dict[str, Shape], direction: str, recipe: Recip
     explicit = recipe.explicit if recipe else draw.chance(0.4)
     if explicit and draw.chance(0.6):
         options["softcap"] = draw.log_uniform(1e-3, 1e30)
-    large = 1e4 if direction == "backward" and dtype == "float16" else 1e20  # what the gradients' format can hold
     usual = draw.log_uniform(0.01, 2)
-    sizes = [usual, usual, usual, draw.log_uniform(1e-30, 1e-3), draw.log_uniform(10, 1000 if large < 1e20 else large)]
-    if direction == "backward":
+    sizes = [usual, usual, usual, draw.log_uniform(1e-30, 1e-3), draw.log_uniform(10, LARGEST_SCALE)]
+    if direction == "backward":  # gradients grow with it, and float16 ends at 65,504
         sizes = [usual, usual, draw.log_uniform(1e-6, 1e-3), draw.log_uniform(2, 20)]
     if explicit and ("softcap" not in options or draw.chance(0.3)):
         options["scale"] = draw.one((0.0, 0, -draw.one(sizes), -draw.one(sizes)))
@@ -256,7 +256,8 @@ def _values(draw: Draw, direction: str, options: dict[str, Any]) -> str:
     return "normal" if made_for_scale or (values in ("hidden", "nan_key") and direction == "backward") else values
 
 
-def _place(draw: Draw, name: str, axes: int, recipe: Recipe | None, result: bool) -> Placement:
+def _place(draw: Draw, name: str, axes: int, recipe: Recipe | None) -> Placement:
+    result = name not in ("q", "k", "v", "dout", "dlse")  # what was computed, or is to be: each element by itself
     if name in ("lse", "dlse") or recipe is None:
         return draw_placement(draw, axes, result=result)
     place = draw_placement(draw, axes, recipe.unit, result=result)

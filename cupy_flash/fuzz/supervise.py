@@ -38,7 +38,8 @@ def supervise(kind: str, seed: int, start: int, count: int, seconds: float | Non
     stop = start + count
     while start < stop:
         at = start
-        command = [sys.executable, "-X", "faulthandler", "-m", f"{__package__}.worker", kind, str(seed), str(start), str(stop - start)]
+        numbers = map(str, (seed, start, stop - start))
+        command = [sys.executable, "-X", "faulthandler", "-m", f"{__package__}.worker", kind, *numbers]
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
             limit = seconds or SECONDS[kind]

@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy
 
 DTYPES = tuple(map(numpy.dtype, ("f2", "f4", "f8", ml_dtypes.bfloat16)))
-ALSO_RESULTS = {"attention": ("out", "lse"), "attention_backward": ("dq", "dk", "dv")}
 TOO_LARGE = 10**7  # elements of a result that nobody should make in a test
 
 
@@ -58,7 +57,8 @@ def merge_states(arrays: dict[str, Any], options: dict[str, Any]) -> bool | None
     if not is_plain(a) or a.dtype not in DTYPES or a.ndim < 2:
         return False
     wide = lse_dtype(a.dtype)
-    expected = {"out_a": (a.shape, a.dtype), "out_b": (a.shape, a.dtype), "lse_a": (a.shape[:-1], wide), "lse_b": (a.shape[:-1], wide)}
+    of_out, of_lse = (a.shape, a.dtype), (a.shape[:-1], wide)
+    expected = {"out_a": of_out, "out_b": of_out, "lse_a": of_lse, "lse_b": of_lse}
     if not all(is_plain(arrays[name]) and _fits(arrays[name], *like) for name, like in expected.items()):
         return False
     return merged(True if a.ndim < 32 else None, None if options.get("backend") == "host" else True)
