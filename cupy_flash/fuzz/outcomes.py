@@ -68,7 +68,7 @@ def judge(call: Call) -> str | None:
         again = outcome(call, call.make)
         if again.wrong or again.same != first.same:
             return f"{what} otherwise: {again.wrong or again.error or 'accepted'}; at first: {first.error or 'accepted'}"
-    return first.chained if first.error else _wrong_result(call, first.result)
+    return (first.chained or None) if first.error else _wrong_result(call, first.result)
 
 
 def outcome(call: Call, make: Callable[[], Any]) -> Outcome:

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 SECONDS = {"calls": 30, "problems": 120}  # for one of them, on a machine that has other things to do
 SECONDS_TO_PREPARE = 3600
 LAST_LINES = 12  # of what a process wrote before it died
+WORKER = (sys.executable, "-X", "faulthandler", "-m", f"{__package__}.worker")
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Failure:
     what: str
 
 
-def supervise(kind: str, seed: int, start: int, count: int, seconds: float | None = None) -> Iterator[Failure | int]:
+def supervise(
+    kind: str, seed: int, start: int, count: int, seconds: float | None = None, worker: Sequence[str] = WORKER
+) -> Iterator[Failure | int]:
     """Run a range; yields each failure, and the number of each that was begun.
 
     Parameters
@@ -34,12 +37,13 @@ def supervise(kind: str, seed: int, start: int, count: int, seconds: float | Non
     seed, start, count : int
     seconds : float, optional
         How long one may take.
+    worker : sequence of str
+        The command that runs a range, as `worker` does.
     """
     stop = start + count
     while start < stop:
         at = start
-        numbers = map(str, (seed, start, stop - start))
-        command = [sys.executable, "-X", "faulthandler", "-m", f"{__package__}.worker", kind, *numbers]
+        command = [*worker, kind, *map(str, (seed, start, stop - start))]
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
             limit = seconds or SECONDS[kind]
