@@ -108,7 +108,7 @@ def _draw(draw: Draw) -> Call:
         kind = draw.integer(0, 19)
         if kind == 0:
             name = draw.one(list(arguments) or ["q"])
-            if arguments.pop(name, None) is not None:
+            if arguments.pop(name, None) is not None and broken.pop(name, None) is None:
                 broken[name] = Value("left out", UNKNOWN, _left_out(function, name))
         elif kind == 1:
             name = draw.one(UNKNOWN_NAMES)
@@ -164,9 +164,9 @@ def _judge(function: str, arguments: dict[str, Any], broken: dict[str, Value], m
     if any(arrays.get(name) is None for name in required):
         return False
     if function in ("attention", "plan_attention", "attention_vjp"):
-        verdicts.append(verdict.attention(arrays, options))
+        verdicts.append(verdict.attention(arrays, options, computes=function != "plan_attention"))
     elif function in ("attention_backward", "plan_attention_backward"):
-        verdicts.append(verdict.attention_backward(arrays, options))
+        verdicts.append(verdict.attention_backward(arrays, options, computes=function == "attention_backward"))
     elif function == "merge_states":
         verdicts.append(verdict.merge_states(arrays, options))
     elif function == "vjp":

@@ -67,7 +67,7 @@ def _plain(draw: Draw, array: numpy.ndarray) -> Value:
             Value("a hostile object", Hostile()),
             Value("an unreadable object", Unreadable()),
             Value("an object equal to all", EqualToAll()),
-            Value("a flat iterator", array.flat),
+            Value("a flat iterator", numpy.ones(3).flat),
         )
     )
 

@@ -25,17 +25,17 @@ def merged(*verdicts: bool | None) -> bool | None:
     return False if False in verdicts else None if None in verdicts else True
 
 
-def attention(arrays: dict[str, Any], options: dict[str, Any]) -> bool | None:
-    """The verdict on q, k, v and, where they are given, out and lse."""
+def attention(arrays: dict[str, Any], options: dict[str, Any], computes: bool = True) -> bool | None:
+    """The verdict on q, k, v and, where they are given, out and lse. Where nothing is computed, results may overlap inputs."""
     q, k, v = (arrays[name] for name in "qkv")
     if not all(map(is_plain, (q, k, v))) or not _inputs_fit(q, k, v):
         return False
     shape = result_shape(q, k, v)
     expected = {"out": (shape, q.dtype), "lse": (shape[:-1], lse_dtype(q.dtype))}
-    return merged(_results_fit(arrays, expected), _options_fit(q, k, v, options))
+    return merged(_results_fit(arrays, expected, computes), _options_fit(q, k, v, options))
 
 
-def attention_backward(arrays: dict[str, Any], options: dict[str, Any]) -> bool | None:
+def attention_backward(arrays: dict[str, Any], options: dict[str, Any], computes: bool = True) -> bool | None:
     """The verdict on the operands of a backward and, where they are given, dlse, dq, dk and dv."""
     q, k, v = (arrays[name] for name in "qkv")
     if not all(map(is_plain, (q, k, v))) or not _inputs_fit(q, k, v) or options.get("algorithm") == "v1":
@@ -48,7 +48,7 @@ def attention_backward(arrays: dict[str, Any], options: dict[str, Any]) -> bool 
             return False
     expected = {f"d{name}": (arrays[name].shape, q.dtype) for name in "qkv"}
     verdict = None if v.shape[-1] == 0 else True  # an empty dim_v has no gradients to speak of
-    return merged(verdict, _results_fit(arrays, expected), _options_fit(q, k, v, options))
+    return merged(verdict, _results_fit(arrays, expected, computes), _options_fit(q, k, v, options))
 
 
 def merge_states(arrays: dict[str, Any], options: dict[str, Any]) -> bool | None:
@@ -144,7 +144,7 @@ def _fits(x: numpy.ndarray, shape: tuple[int, ...], dtype: numpy.dtype) -> bool:
     return x.shape == shape and x.dtype == dtype and _aligned(x)
 
 
-def _results_fit(arrays: dict[str, Any], expected: dict[str, tuple[Any, Any]]) -> bool | None:
+def _results_fit(arrays: dict[str, Any], expected: dict[str, tuple[Any, Any]], computes: bool) -> bool | None:
     """Results are writable, do not overlap, and no two of their indices reach one element."""
     for name, like in expected.items():
         x = arrays.get(name)
@@ -154,7 +154,7 @@ def _results_fit(arrays: dict[str, Any], expected: dict[str, tuple[Any, Any]]) -
             return False
         if x.size and any(stride == 0 and size > 1 for stride, size in zip(x.strides, x.shape)):
             return False
-    return _overlap(arrays, tuple(expected)) is None
+    return not computes or _overlap(arrays, tuple(expected)) is None
 
 
 def _overlap(arrays: dict[str, Any], results: tuple[str, ...]) -> str | None:
