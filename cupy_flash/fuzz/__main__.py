@@ -47,6 +47,7 @@ def main(kind: str, count: int, seed: int, start: int, seconds: float | None) ->
 def _kind(what: str) -> str:
     """The first line without numbers and names of arguments, so that equal faults count as one."""
     line = re.sub(r"\d[\d.e+-]*", "#", what.partition("\n")[0].partition("; the other one")[0])
+    line = re.sub(r" (?:in|worst in) row \([#, ]*\)?.*", "", line)
     line = re.sub(r"((?:Error|tracebacks): )\w+:", r"\1...:", re.sub(r"^(d?[qkv]|out|d?lse): ", "", line))
     return line.partition(": odd" if line.startswith("wrong kind") else ": ...: " if "tracebacks" in line else ", got ")[0][:100]
 
