@@ -11,7 +11,7 @@ import sys
 
 from . import judging, outcomes
 
-MOST_ADDRESSES = 8 << 30  # of memory beyond which allocating fails: before the machine gives in
+MOST_BYTES = 8 << 30  # of memory of its own; then allocating fails, before the machine gives in
 BATCH = 200  # problems whose kernels are compiled together
 
 
@@ -33,8 +33,8 @@ def _limit_memory() -> None:
     with contextlib.suppress(ImportError, ValueError, OSError):  # where the system cannot, nothing is limited
         import resource
 
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_ADDRESSES, hard))
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, hard))
 
 
 def _say(**what: object) -> None:
