@@ -1,0 +1,207 @@
+"""Computing a random problem and judging what came out: the numbers, the memory around them, and what was handed in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+
+import cupy_flash
+
+from .. import reference
+from ..arrays import DTYPES
+from ..check import build_kernels
+from ..compare import compare
+from ..compare_gradients import compare_gradients
+from ..gradients import Gradients
+from ..problem import lse_dtype_of
+from .draw import Draw
+from .placement import Placed
+from .problems import Problem, draw_problem
+
+SCHEDULE = "CUPY_FLASH_HOST_SCHEDULE"
+WORKSPACE_GUARD = 256
+
+
+def run(seed: int, index: int) -> str | None:
+    """Compute problem `index` of a seed: what is wrong, in words, or None."""
+    problem = draw_problem(seed, index)
+    try:
+        wrong = judge(problem)
+    except Exception as raised:  # whatever it is: a valid problem has to be computed
+        wrong = f"{type(raised).__name__}: {raised}"
+    return wrong and f"{wrong}\n  {problem}"
+
+
+def prepare(seed: int, indices: Iterable[int]) -> None:
+    """Compile the kernels of these problems, several at a time."""
+    kernels: dict[Any, None] = {}
+    for index in indices:
+        problem = draw_problem(seed, index)
+        if problem.backend == "host":
+            try:
+                plan = _plan(problem, _arrays(problem))
+            except Exception:  # the problem will say so itself when it runs
+                continue
+            if any(launch.blocks for launch in plan.launches):
+                kernels[plan.kernel] = None
+    for _ in build_kernels(kernels, "host"):
+        pass
+
+
+def judge(problem: Problem) -> str | None:
+    """Compute a problem: what is wrong, in words, or None."""
+    arrays = _arrays(problem)
+    given = {name: arrays[name].array for name in problem.given}
+    with _environment(SCHEDULE, problem.schedule):
+        results = _compute(problem, arrays)
+    named = dict(zip(("dq", "dk", "dv") if problem.direction == "backward" else ("out", "lse"), results))
+    for name, placed in arrays.items():
+        if name not in given and not placed.unchanged():
+            return f"{name}: written, although it is an input"
+        if not placed.unchanged_around():
+            return f"{name}: written beside it"
+    for name, result in named.items():
+        if name in given and result is not None and result is not given[name]:
+            return f"{name}: the caller's array was not returned"
+        if result is not None and result.shape != problem.shape_of(name):
+            return f"{name}: expected shape {problem.shape_of(name)}, got {result.shape}"
+    if problem.direction == "forward" and "lse" in given:
+        named["lse"] = given["lse"]  # written even where it is not returned
+    inputs = [_with_heads(arrays[name].array) for name in "qkv"]
+    precision = problem.options.get("precision", "ieee")
+    if problem.direction == "forward":
+        out, lse = named["out"], named["lse"]
+        two = len(problem.shapes["out"]) == 2
+        out, lse = (x[None] if two and x is not None else x for x in (out, lse))
+        judged = compare(out, lse, *inputs, precision=precision, **problem.scores)
+    else:
+        dout = _with_heads(arrays["dout"].array)
+        dlse = arrays["dlse"].array.reshape(dout.shape[:-1]) if problem.with_dlse else None
+        gradients = Gradients(*map(_with_heads, results))
+        judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=precision, **problem.scores)
+    return None if judged.ok else judged.message
+
+
+def _compute(problem: Problem, arrays: dict[str, Placed]) -> tuple[Any, ...]:
+    """The results: out and lse or None, or the gradients."""
+    views = {name: placed.array for name, placed in arrays.items()}
+    inputs = [views[name] for name in "qkv"]
+    given = {name: views[name] for name in problem.given}
+    options = problem.options | {"backend": problem.backend, "algorithm": problem.algorithm}
+    if problem.entry == "plan":
+        plan = _plan(problem, arrays)
+        workspace = _Workspace(plan.workspace_bytes) if problem.own_workspace else None
+        given |= {"workspace": workspace.array} if workspace else {}
+        if problem.direction == "forward":
+            result = plan(*inputs, **given)
+        else:
+            result = plan(*_operands(views), **_dlse(problem, views), **given)
+        if workspace and not workspace.unchanged_around():
+            raise AssertionError("workspace: written beside it")
+    elif problem.direction == "forward":
+        result = cupy_flash.attention(*inputs, **options, **given)
+    elif problem.entry == "vjp":
+        _, vjp = cupy_flash.attention_vjp(*inputs, **options, deterministic=problem.deterministic)
+        return vjp(views["dout"], *_dlse(problem, views).values())
+    else:
+        deterministic = {"deterministic": problem.deterministic}
+        result = cupy_flash.attention_backward(*_operands(views), **_dlse(problem, views), **options, **deterministic, **given)
+    if problem.direction == "backward":
+        return result
+    return result if problem.options.get("return_lse") else (result, None)
+
+
+def _plan(problem: Problem, arrays: dict[str, Placed]) -> Any:
+    views = {name: placed.array for name, placed in arrays.items()}
+    options = problem.options | {"backend": problem.backend, "algorithm": problem.algorithm}
+    options |= {"arch": problem.arch, "kernel": problem.kernel} | {name: views[name] for name in problem.given}
+    if problem.direction == "forward":
+        return cupy_flash.plan_attention(*(views[name] for name in "qkv"), **options)
+    options |= _dlse(problem, views) | {"deterministic": problem.deterministic}
+    return cupy_flash.plan_attention_backward(*_operands(views), **options)
+
+
+def _operands(views: dict[str, numpy.ndarray]) -> list[numpy.ndarray]:
+    return [views[name] for name in ("dout", "q", "k", "v", "out", "lse")]
+
+
+def _dlse(problem: Problem, views: dict[str, numpy.ndarray]) -> dict[str, numpy.ndarray]:
+    return {"dlse": views["dlse"]} if problem.with_dlse else {}
+
+
+def _arrays(problem: Problem) -> dict[str, Placed]:
+    """All arrays of a call, each in guarded memory. A backward gets the results of NumPy's forward."""
+    numbers = Draw("values", problem.seed, problem.index).numbers()
+    dtype, wide = DTYPES[problem.dtype], DTYPES[lse_dtype_of(problem.dtype)]
+    arrays = {}
+    for name, values in zip("qkv", _inputs(problem, numbers)):
+        arrays[name] = Placed(values.astype(dtype), problem.places[name])
+    if problem.direction == "backward":
+        state = dict.fromkeys(("precision", "causal", "window", "softcap", "scale"))
+        state = {name: problem.options[name] for name in state if name in problem.options}
+        out, lse = cupy_flash.attention(*(arrays[name].array for name in "qkv"), **state, return_lse=True, backend="numpy")
+        shape = problem.shapes["out"]
+        values = {"dout": numbers.standard_normal(shape).astype(dtype), "out": out, "lse": lse}
+        values["dlse"] = numbers.standard_normal(shape[:-1]).astype(wide)
+        arrays |= {name: Placed(x, problem.places[name]) for name, x in values.items()}
+    for name in problem.given:
+        shape = problem.shape_of(name)
+        arrays[name] = Placed(numpy.full(shape, numpy.nan, wide if name == "lse" else dtype), problem.places[name])
+    return arrays
+
+
+def _inputs(problem: Problem, numbers: numpy.random.Generator) -> list[numpy.ndarray]:
+    """q, k and v in float64."""
+    shapes = [problem.shapes[name] for name in "qkv"]
+    if problem.values == "constant":
+        return [numpy.full(shape, number) for shape, number in zip(shapes, (0.5, 0.75, 1.5))]
+    q, k, v = (numbers.standard_normal(shape) for shape in shapes)
+    scale, dim = problem.scores["scale"], shapes[0][-1]
+    if problem.values == "offset":
+        return [q + 0.5, k + 0.5, v + 0.5]
+    if problem.values == "large":  # scores spread to about +-1000
+        spread = (300 / (abs(scale) * dim**0.5)) ** 0.5
+        return [q * spread, k * spread, v]
+    if problem.values == "one_hot":
+        q, k = (numpy.broadcast_to(numpy.eye(dim)[numpy.arange(x.shape[-2]) % dim], x.shape) for x in (q, k))
+        return [q * (40 / scale), k, v]
+    if problem.values in ("hidden", "nan_key") and q.shape[-2] and k.shape[-2]:
+        bounds = problem.scores["first_key"], problem.scores["last_key"]
+        seen = reference.visible(q.shape[-2], k.shape[-2], *bounds).any(axis=0)
+        hidden = numpy.flatnonzero(~seen) if problem.values == "hidden" else numbers.integers(0, k.shape[-2], 1)
+        k[..., hidden, :] = numbers.choice([numpy.nan, numpy.inf, -numpy.inf] if problem.values == "hidden" else [numpy.nan])
+    return [q, k, v]
+
+
+def _with_heads(x: numpy.ndarray) -> numpy.ndarray:
+    return x if x.ndim > 2 else x[None]
+
+
+class _Workspace:
+    """Memory for a plan, with a guard before and behind it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._buffer = numpy.full(nbytes + 2 * WORKSPACE_GUARD, 0xA5, numpy.uint8)
+        start = WORKSPACE_GUARD - self._buffer.ctypes.data % 16
+        self.array = self._buffer[start : start + nbytes]
+        self._ends = self._buffer[:start], self._buffer[start + nbytes :]
+
+    def unchanged_around(self) -> bool:
+        return all((end == 0xA5).all() for end in self._ends)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

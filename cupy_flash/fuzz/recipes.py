@@ -1,0 +1,98 @@
+"""Which kernels the problems of one seed are computed by: few, because each has to be compiled.
+
+A kernel's constants follow from dtype, widths, what may be copied at once and the like. A `Recipe` fixes these and leaves all else
+free, so problems of one recipe share a kernel or two. Another seed has other recipes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ..arrays import DTYPES
+from ..tuning import WIDTHS
+from .draw import Draw
+
+# Architecture, direction, algorithm, kernel file asked for, keys: what every seed has.
+COMPUTATIONS = (
+    ("75", "forward", "auto", None, "some"),
+    ("80", "forward", "v2", None, "some"),
+    ("80", "forward", "v1", None, "some"),
+    ("90a", "forward", "auto", None, "some"),
+    ("90a", "forward", "v2", "fwd_hopper", "many"),
+    ("90a", "forward", "auto", "fwd_v2", "some"),
+    ("75", "backward", "auto", None, "some"),
+    ("80", "backward", "v2", None, "some"),
+    ("90a", "backward", "auto", None, "some"),
+    ("90a", "backward", "auto", "bwd_v2", "some"),
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the constants of a kernel follow from.
+
+    Parameters
+    ----------
+    arch, direction, algorithm, kernel
+        As in `plan_attention` and `check.Computation`.
+    keys : {'some', 'many'}
+        Many are more than a block of sm_90a computes alone.
+    dtype, precision : str
+    width, width_v : int
+        Compiled widths.
+    copy_bytes : int
+        The most that may be copied at once.
+    explicit : bool
+        Whether the scores are scaled one by one: a softcap, or a scale not above 0.
+    grouped : bool
+        Whether query heads share key-value heads.
+    few : bool
+        Whether there are at most 64 queries.
+    """
+
+    arch: str
+    direction: str
+    algorithm: str
+    kernel: str | None
+    keys: str
+    dtype: str
+    precision: str
+    width: int
+    width_v: int
+    copy_bytes: int
+    explicit: bool
+    grouped: bool
+    few: bool
+
+    @property
+    def unit(self) -> int:
+        """Elements that strides and dims are multiples of."""
+        return max(1, self.copy_bytes // DTYPES[self.dtype].itemsize)
+
+
+@functools.cache
+def recipes(seed: int) -> tuple[Recipe, ...]:
+    """The recipes of a seed, one for each computation."""
+    return tuple(_recipe(Draw("recipe", seed, i), *computation) for i, computation in enumerate(COMPUTATIONS))
+
+
+def _recipe(draw: Draw, arch: str, direction: str, algorithm: str, kernel: str | None, keys: str) -> Recipe:
+    hopper = arch == "90a" and kernel not in ("fwd_v2", "bwd_v2")
+    kinds = ["float16"] if arch == "75" else ["float16", "bfloat16"]
+    kinds += [] if hopper else ["float32"] if arch == "75" else ["float32", "tf32"]
+    kind = draw.one(kinds)
+    dtype, precision = ("float32", "tf32") if kind == "tf32" else (kind, "ieee")
+    widths = [width for width in WIDTHS for _ in range(1 + (width <= 128))]
+    if (arch, direction, dtype) == ("75", "backward", "float32"):  # wider tiles do not fit its shared memory
+        widths = [width for width in widths if width <= 192]
+    width = draw.one(widths)
+    width_v = draw.one(widths) if draw.chance(0.3) else width
+    itemsize = DTYPES[dtype].itemsize
+    copies = (16,) if hopper else (16, 16, 8, 4, 0)
+    copy_bytes = draw.one([size for size in copies if size != 4 or itemsize <= 4])
+    few = keys == "many" or draw.chance(0.4)
+    return Recipe(
+        arch, direction, algorithm, kernel, keys, dtype, precision, width, width_v, copy_bytes,
+        explicit=draw.chance(0.4), grouped=draw.chance(0.5), few=few,
+    )  # fmt: skip
