@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import UnsupportedError
+from .errors import UnsupportedError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,13 @@ HOST = ARCHITECTURES["80"]  # what the host executes unless told otherwise: the 
 
 def architecture_named(name: str) -> Architecture:
     """The architecture of this name; ``sm_90a``, ``90a`` and ``90`` all mean the same one."""
-    short = str(name).removeprefix("sm_")
+    if not isinstance(name, str):
+        raise TypeError(f"arch: expected one of {', '.join(ARCHITECTURES)}, got {shown(name)}")
+    short = str.__str__(name).removeprefix("sm_")
     for candidate in (short, short + "a"):
         if candidate in ARCHITECTURES:
             return ARCHITECTURES[candidate]
-    raise UnsupportedError(f"arch: expected one of {', '.join(ARCHITECTURES)}, got {name!r}")
+    raise UnsupportedError(f"arch: expected one of {', '.join(ARCHITECTURES)}, got {shown(name)}")
 
 
 def architecture_of(capability: str) -> Architecture:

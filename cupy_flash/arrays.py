@@ -141,7 +141,7 @@ def in_order(array: Array | None, order: str, heads: int = HEADS) -> Array | Non
     return array.swapaxes(heads, heads + 1)
 
 
-def give_back(result: Array, like: Any) -> Any:
+def give_back(result: Array, like: Any, name: str) -> Any:
     """A result as the caller's own kind of array, sharing its memory where the caller's library can.
 
     Parameters
@@ -150,13 +150,28 @@ def give_back(result: Array, like: Any) -> Any:
     like : array
         What the caller passed in: a PyTorch tensor, Numba device array, JAX or other array with
         ``__array_namespace__`` gets one of the same library. Anything else gets `result` itself.
+    name : str
+        What error messages call `like`.
 
     Returns
     -------
     array
+
+    Raises
+    ------
+    TypeError
+        If that library does not take the result.
     """
     if isinstance(like, numpy.ndarray) or _is_cupy(like):
         return result
+    try:
+        return _exported(result, like)
+    except Exception as error:  # whatever the other library raises
+        why = _said(error)
+    raise TypeError(f"{name}: expected an array whose library takes results, got {type(like).__name__}: {why}")
+
+
+def _exported(result: Array, like: Any) -> Any:
     # NumPy does not export bfloat16 by DLPack.
     exportable = not isinstance(result, numpy.ndarray) or result.dtype != BFLOAT16
     if _made_by(like, "torch"):

@@ -137,7 +137,8 @@ class BackwardPlan(Prepared):
             self._check_apart(given.addresses, workspace)
         gradients, _ = self._where_planned(self._compute, given, workspace)
         inputs, asked = given.arrays[1:4], given.arrays[FIRST_RESULT:]
-        return Gradients(*[arrays.give_back(x, like) if to is None else to for x, like, to in zip(gradients, inputs, asked)])
+        given_back = zip(gradients, inputs, asked, ("q", "k", "v"))
+        return Gradients(*[arrays.give_back(x, like, name) if to is None else to for x, like, to, name in given_back])
 
     def _compute(self, given: Operands, workspace: arrays.Array | None) -> tuple[Gradients, Traffic | None]:
         p = self.problem
@@ -210,9 +211,8 @@ def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: t
     layouts = {name: d and arrays.layout_of(d, name) for name, d in zip(BACKWARD_ARRAYS, descriptions)}
     *asked, deterministic, arch, kernel = options
     problem = make_backward_problem(**layouts, options=Options(*asked, kernel=kernel), deterministic=deterministic)
-    p = problem.forward
-    kernel = None if p.backend == "numpy" else make_backward_plan(problem, architecture_for(p.backend, p.device, arch))
-    return BackwardPlan(problem, kernel)
+    architecture = architecture_for(problem.forward.backend, problem.forward.device, arch)
+    return BackwardPlan(problem, None if architecture is None else make_backward_plan(problem, architecture))
 
 
 def attention_and_vjp(

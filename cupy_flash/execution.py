@@ -11,6 +11,7 @@ import numpy
 
 from . import arrays
 from .architecture import HOST, Architecture, architecture_named, architecture_of
+from .errors import shown
 from .layout import Layout
 from .plan import Launch, Plan
 from .problem import check_overlap
@@ -225,8 +226,12 @@ def kept(prepare: Callable[..., Result], descriptions: tuple[Any, ...], options:
     return prepare.__wrapped__(descriptions, options, ())
 
 
-def architecture_for(backend: str, device: int | None, arch: str | None = None) -> Architecture:
-    """The architecture to plan for: on the host the one asked for, on a device its own."""
+def architecture_for(backend: str, device: int | None, arch: str | None = None) -> Architecture | None:
+    """The architecture to plan for: on the host the one asked for, on a device its own; None with NumPy, which has no kernels."""
+    if backend == "numpy":
+        if arch is not None:
+            raise ValueError(f"arch: expected None on backend 'numpy', which has no kernels, got {shown(arch)}")
+        return None
     if backend == "host":
         return HOST if arch is None else architecture_named(arch)
     from .device import compute_capability

@@ -123,10 +123,10 @@ class AttentionPlan(Prepared):
         elif given.out is not None or given.lse is not None:
             self._check_results_apart(given.addresses)
         out, lse, _ = self._where_planned(self._compute, given, workspace)
-        out = arrays.give_back(out, given.q) if given.out is None else given.out
+        out = arrays.give_back(out, given.q, "q") if given.out is None else given.out
         if not self._returns_lse:
             return out
-        return out, arrays.give_back(lse, given.q) if given.lse is None else given.lse
+        return out, arrays.give_back(lse, given.q, "q") if given.lse is None else given.lse
 
     def _compute(self, given: Arguments, workspace: arrays.Array | None) -> tuple[Any, Any, Traffic | None]:
         p = self.problem
@@ -225,7 +225,6 @@ def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: t
     arch, *given = options
     asked = Options(*given)
     problem = make_problem(*layouts[:3], asked, *layouts[3:])
-    kernel = None
-    if problem.backend != "numpy":
-        kernel = make_forward_plan(problem, architecture_for(problem.backend, problem.device, arch))
+    architecture = architecture_for(problem.backend, problem.device, arch)
+    kernel = None if architecture is None else make_forward_plan(problem, architecture)
     return AttentionPlan(problem, kernel, bool(asked.return_lse))

@@ -114,7 +114,8 @@ class MergePlan(Prepared):
     def run(self, given: Operands) -> tuple[Any, Any]:
         """Merge arrays that are known to have the layouts planned for."""
         out, lse = self._where_planned(self._compute, given)
-        return arrays.give_back(out, given.arrays[0]), arrays.give_back(lse, given.arrays[0])
+        like = given.arrays[0]
+        return arrays.give_back(out, like, "out_a"), arrays.give_back(lse, like, "out_a")
 
     def _compute(self, given: Operands) -> tuple[Any, Any]:
         results = [arrays.empty(layout) for layout in (self.problem.out, self.problem.lse)]
@@ -138,7 +139,5 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, layout: str, backend: 
 def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: tuple[type, ...]) -> MergePlan:
     layouts = [arrays.layout_of(d, name) for d, name in zip(descriptions, MERGE_ARRAYS)]
     problem = make_merge_problem(*layouts, *options)
-    if problem.backend == "numpy":
-        return MergePlan(problem, None)
     architecture = architecture_for(problem.backend, problem.out.device)
-    return MergePlan(problem, merge_plan(architecture, problem.out.dtype))
+    return MergePlan(problem, None if architecture is None else merge_plan(architecture, problem.out.dtype))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -32,8 +34,7 @@ class Options:
 
     def resolve_layout(self) -> str:
         """The order of the axes of all arrays, one of `AXES`."""
-        _check_choice("layout", self.layout, tuple(AXES))
-        return self.layout
+        return _choice("layout", self.layout, tuple(AXES))
 
     def resolve_scale(self, dim: int) -> float:
         """Factor of the scores."""
@@ -41,12 +42,13 @@ class Options:
 
     def resolve_key_range(self, len_q: int, len_kv: int) -> tuple[int | None, int | None]:
         """Causality, window and anchor as the `first_key` and `last_key` of a `Problem`."""
-        if not _is_bool(self.causal):
-            _check_choice("causal", self.causal, (False, True, "bottom_right", "top_left"))
+        causal = self.causal
+        if not _is_bool(causal):
+            causal = _choice("causal", causal, (False, True, "bottom_right", "top_left"))
         left, right = _window(self.window)
-        if self.causal:
+        if causal:
             right = 0
-        shift = 0 if self.causal == "top_left" else len_kv - len_q
+        shift = 0 if causal == "top_left" else len_kv - len_q
         # The last row has the highest first key, the first row the lowest last key: a bound that excludes nothing
         # there excludes nothing at all.
         first_key = None if left is None or len_q - 1 + shift - left <= 0 else shift - left
@@ -66,53 +68,54 @@ class Options:
         """Either 'ieee' or 'tf32'."""
         if self.precision is None:
             return "ieee"
-        _check_choice("precision", self.precision, (None, "ieee", "tf32"))
-        if self.precision == "tf32" and dtype != "float32":
+        precision = _choice("precision", self.precision, (None, "ieee", "tf32"))
+        if precision == "tf32" and dtype != "float32":
             raise ValueError(f"precision: expected None or 'ieee' for {dtype}, got 'tf32', which is for float32")
-        return self.precision
+        return precision
 
     def resolve_algorithm(self) -> str:
         """Either 'v1' or 'v2'; that of the kernel where one is asked for."""
-        _check_choice("algorithm", self.algorithm, ("auto", "v1", "v2"))
-        return FORWARD_KERNELS.get(self.kernel, "v2") if self.algorithm == "auto" else self.algorithm
+        algorithm = _choice("algorithm", self.algorithm, ("auto", "v1", "v2"))
+        if algorithm != "auto":
+            return algorithm
+        return "v2" if self.kernel is None else FORWARD_KERNELS[_choice("kernel", self.kernel, (None, *FORWARD_KERNELS))]
 
     def resolve_kernel(self, backend: str) -> str | None:
         """The kernel file asked for, or None, which leaves the choice to the planner."""
-        if self.kernel is None:
-            return None
-        _check_choice("kernel", self.kernel, (None, *FORWARD_KERNELS))
-        if backend == "numpy":
-            raise ValueError(f"kernel: expected None on backend 'numpy', which has no kernels, got {self.kernel!r}")
-        algorithm = FORWARD_KERNELS[self.kernel]
-        if self.algorithm not in ("auto", algorithm):
-            raise ValueError(f"algorithm: expected 'auto' or {algorithm!r} with kernel {self.kernel!r}, got {self.algorithm!r}")
-        return self.kernel
+        kernel = self._kernel(backend, tuple(FORWARD_KERNELS))
+        if kernel is not None and self.resolve_algorithm() != FORWARD_KERNELS[kernel]:
+            expected = f"'auto' or {FORWARD_KERNELS[kernel]!r} with kernel {kernel!r}"
+            raise ValueError(f"algorithm: expected {expected}, got {self.resolve_algorithm()!r}")
+        return kernel
 
     def resolve_backward_kernel(self, backend: str) -> str | None:
         """The same of a backward."""
+        return self._kernel(backend, BACKWARD_KERNELS)
+
+    def _kernel(self, backend: str, kernels: tuple[str, ...]) -> str | None:
         if self.kernel is None:
             return None
-        _check_choice("kernel", self.kernel, (None, *BACKWARD_KERNELS))
+        kernel = _choice("kernel", self.kernel, (None, *kernels))
         if backend == "numpy":
-            raise ValueError(f"kernel: expected None on backend 'numpy', which has no kernels, got {self.kernel!r}")
-        return self.kernel
+            raise ValueError(f"kernel: expected None on backend 'numpy', which has no kernels, got {kernel!r}")
+        return kernel
 
     def resolve_backend(self, device: int | None) -> str:
         """Either 'cuda', 'host' or 'numpy', for arrays on the given CUDA device or, if None, in host memory."""
-        _check_choice("backend", self.backend, ("auto", "cuda", "host", "numpy"))
-        if self.backend == "auto":
+        backend = _choice("backend", self.backend, ("auto", "cuda", "host", "numpy"))
+        if backend == "auto":
             return "numpy" if device is None else "cuda"
-        if self.backend == "cuda" and device is None:
+        if backend == "cuda" and device is None:
             raise ValueError(
                 "backend: expected 'host' or 'numpy' for arrays in host memory, got 'cuda'; "
                 "move them to a device with cupy.asarray"
             )
-        if self.backend != "cuda" and device is not None:
+        if backend != "cuda" and device is not None:
             raise ValueError(
-                f"backend: expected 'cuda' for arrays on a CUDA device, got {self.backend!r}; "
+                f"backend: expected 'cuda' for arrays on a CUDA device, got {backend!r}; "
                 "move them to host memory with cupy.asnumpy"
             )
-        return self.backend
+        return backend
 
     def resolve_return_lse(self) -> bool:
         """Whether the caller asks for the lse."""
@@ -131,20 +134,27 @@ def _window(window: tuple[int | None, int | None] | None) -> tuple[int | None, i
         return None, None
     if not isinstance(window, (tuple, list)):
         raise TypeError(f"window: expected None or a pair (left, right), got {shown(window)}")
-    if len(window) != 2:
+    ends: tuple[int | None, ...] = ()
+    with suppress(Exception):  # whatever a class of the caller's raises
+        ends = tuple(window)
+    if len(ends) != 2:
         raise ValueError(f"window: expected a pair (left, right), got {shown(window)}")
-    left, right = map(_window_end, window)
+    left, right = map(_window_end, ends)
     return left, right
 
 
 def _window_end(end: int | None) -> int | None:
     if end is None:
         return None
-    if isinstance(end, bool) or not isinstance(end, Integral):
+    number = None
+    if isinstance(end, Integral) and not _is_bool(end):
+        with suppress(Exception):  # whatever a class of the caller's raises
+            number = operator.index(end)
+    if number is None:
         raise TypeError(f"window: expected integers or None at its ends, got {shown(end)}")
-    if end < -1:
-        raise ValueError(f"window: expected ends of at least 0, or -1 or None for unbounded, got {shown(end)}")
-    return None if end == -1 else int(end)
+    if number < -1:
+        raise ValueError(f"window: expected ends of at least 0, or -1 or None for unbounded, got {shown(number)}")
+    return None if number == -1 else number
 
 
 def _real(name: str, value: float) -> float:
@@ -160,8 +170,11 @@ def _is_bool(value: object) -> bool:
     return isinstance(value, (bool, numpy.bool_))
 
 
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+def _choice(name: str, value: object, choices: tuple[object, ...]) -> str:
+    """The word among the choices that is given, as a plain string; choices that are no words have been dealt with."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected one of {choices}, got {shown(value)}")
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {choices}, got {shown(value)}")
+    for choice in choices:
+        if isinstance(choice, str) and str.__eq__(choice, value):
+            return choice
+    raise ValueError(f"{name}: expected one of {choices}, got {shown(value)}")

@@ -296,27 +296,27 @@ def test_empty_arrays_have_layouts():
 
 def test_numpy_and_cupy_callers_get_the_result_itself():
     for result in (numpy.zeros(3), device_array((3,))):
-        assert arrays.give_back(result, like=result) is result
+        assert arrays.give_back(result, result, "q") is result
 
 
 def test_an_unknown_caller_gets_the_result_itself():
     result = device_array((3,))
-    assert arrays.give_back(result, foreign("rmm", __cuda_array_interface__={})) is result
+    assert arrays.give_back(result, foreign("rmm", __cuda_array_interface__={}), "q") is result
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_torch_callers_get_a_tensor(monkeypatch, dtype):
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_dlpack=lambda array: ("tensor", array)))
     result, subclass = device_array((3,), dtype), type("Mine", (type(foreign("torch")),), {"__module__": "mine"})
-    assert arrays.give_back(result, foreign("torch.nn.parameter")) == ("tensor", result)
-    assert arrays.give_back(result, subclass()) == ("tensor", result)
+    assert arrays.give_back(result, foreign("torch.nn.parameter"), "q") == ("tensor", result)
+    assert arrays.give_back(result, subclass(), "q") == ("tensor", result)
 
 
 def test_numba_callers_get_a_device_array(monkeypatch):
     numba = SimpleNamespace(cuda=SimpleNamespace(as_cuda_array=lambda array: ("numba", array)))
     monkeypatch.setitem(sys.modules, "numba", numba)
     result = device_array((3,))
-    assert arrays.give_back(result, foreign("numba.cuda.cudadrv.devicearray")) == ("numba", result)
+    assert arrays.give_back(result, foreign("numba.cuda.cudadrv.devicearray"), "q") == ("numba", result)
 
 
 def test_array_api_callers_get_an_array_of_their_library():
@@ -325,9 +325,22 @@ def test_array_api_callers_get_an_array_of_their_library():
     )
     like = foreign("other", __array_namespace__=lambda self: library, device="cpu:0")
     on_device, plain, bfloat16 = device_array((3,), "bfloat16"), numpy.zeros(3), numpy.zeros(3, ml_dtypes.bfloat16)
-    assert arrays.give_back(on_device, like) == ("dlpack", on_device)
-    assert arrays.give_back(plain, like)[0] == "dlpack"
-    assert arrays.give_back(bfloat16, like)[0] == "cpu:0"  # NumPy does not export bfloat16 by DLPack
+    assert arrays.give_back(on_device, like, "q") == ("dlpack", on_device)
+    assert arrays.give_back(plain, like, "q")[0] == "dlpack"
+    assert arrays.give_back(bfloat16, like, "q")[0] == "cpu:0"  # NumPy does not export bfloat16 by DLPack
+
+
+@pytest.mark.parametrize("module", ["torch", "numba.cuda", "jax"])
+def test_a_library_that_takes_no_result_is_named(module):
+    """Nobody has imported it, or what it says of itself is not so."""
+    like = foreign(module, __array_namespace__=lambda self: None)
+    missing = {module.partition(".")[0]: sys.modules.pop(module.partition(".")[0], None)}
+    try:
+        with pytest.raises(TypeError, match=r"^k: expected an array whose library takes results, got Tensor: ") as caught:
+            arrays.give_back(numpy.zeros(3), like, "k")
+        assert caught.value.__context__ is None
+    finally:
+        sys.modules.update({name: library for name, library in missing.items() if library})
 
 
 # PyTorch and JAX in person, in host memory
@@ -341,7 +354,7 @@ def test_torch_round_trip_shares_memory(dtype):
     assert (seen.dtype, seen.shape, seen.strides) == (arrays.DTYPES[dtype], (3, 2), (seen.itemsize, 3 * seen.itemsize))
     assert arrays.pointer(seen) == tensor.data_ptr()
     assert seen[2, 1] == 5
-    back = arrays.give_back(seen, tensor)
+    back = arrays.give_back(seen, tensor, "q")
     assert torch.equal(back, tensor)
     assert (back.dtype, back.data_ptr()) == (tensor.dtype, tensor.data_ptr())
 
@@ -362,7 +375,7 @@ def test_jax_round_trip(dtype):
         array = jax.numpy.arange(6).reshape(2, 3).astype(dtype)
     seen = arrays.view(array, "q")
     assert (seen.dtype, seen.tolist()) == (arrays.DTYPES[dtype], [[0, 1, 2], [3, 4, 5]])
-    back = arrays.give_back(numpy.asfortranarray(seen), array)
+    back = arrays.give_back(numpy.asfortranarray(seen), array, "q")
     assert isinstance(back, jax.Array)
     assert (back.dtype, back.tolist(), back.device) == (array.dtype, seen.tolist(), array.device)
     with pytest.raises(ValueError, match=r"^out: expected a writable array"):

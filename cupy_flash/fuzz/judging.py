@@ -43,7 +43,7 @@ def prepare(seed: int, indices: Iterable[int]) -> None:
         problem = draw_problem(seed, index)
         if problem.backend == "host":
             try:
-                plan = _plan(problem, _arrays(problem))
+                plan = _plan(problem, _views(problem, _arrays(problem)))
             except Exception:  # the problem will say so itself when it runs
                 continue
             if any(launch.blocks for launch in plan.launches):
@@ -55,9 +55,10 @@ def prepare(seed: int, indices: Iterable[int]) -> None:
 def judge(problem: Problem) -> str | None:
     """Compute a problem: what is wrong, in words, or None."""
     arrays = _arrays(problem)
-    given = {name: arrays[name].array for name in problem.given}
+    views = _views(problem, arrays)
+    given = {name: views[name] for name in problem.given}
     with _environment(SCHEDULE, problem.schedule):
-        results = _compute(problem, arrays)
+        results = _compute(problem, views)
     named = dict(zip(("dq", "dk", "dv") if problem.direction == "backward" else ("out", "lse"), results))
     for name, placed in arrays.items():
         if name not in given and not placed.unchanged():
@@ -67,10 +68,11 @@ def judge(problem: Problem) -> str | None:
     for name, result in named.items():
         if name in given and result is not None and result is not given[name]:
             return f"{name}: the caller's array was not returned"
+        named[name] = result = _exchanged(problem, name, result)
         if result is not None and result.shape != problem.shape_of(name):
             return f"{name}: expected shape {problem.shape_of(name)}, got {result.shape}"
     if problem.direction == "forward" and "lse" in given:
-        named["lse"] = given["lse"]  # written even where it is not returned
+        named["lse"] = arrays["lse"].array  # written even where it is not returned
     inputs = [_with_heads(arrays[name].array) for name in "qkv"]
     precision = problem.options.get("precision", "ieee")
     if problem.direction == "forward":
@@ -81,19 +83,31 @@ def judge(problem: Problem) -> str | None:
     else:
         dout = _with_heads(arrays["dout"].array)
         dlse = arrays["dlse"].array.reshape(dout.shape[:-1]) if problem.with_dlse else None
-        gradients = Gradients(*map(_with_heads, results))
+        gradients = Gradients(*map(_with_heads, named.values()))
         judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=precision, **problem.scores)
     return None if judged.ok else judged.message
 
 
-def _compute(problem: Problem, arrays: dict[str, Placed]) -> tuple[Any, ...]:
+def _views(problem: Problem, arrays: dict[str, Placed]) -> dict[str, numpy.ndarray]:
+    """The arrays of a call, as the caller sees them."""
+    return {name: _exchanged(problem, name, placed.array) for name, placed in arrays.items()}
+
+
+def _exchanged(problem: Problem, name: str, x: numpy.ndarray | None) -> numpy.ndarray | None:
+    """An array with its axes in the order that the problem asks for, or back."""
+    heads = -2 if name in ("lse", "dlse") else -3
+    if x is None or x.ndim < -heads or problem.options.get("layout") != "bshd":
+        return x
+    return numpy.swapaxes(x, heads, heads + 1)
+
+
+def _compute(problem: Problem, views: dict[str, numpy.ndarray]) -> tuple[Any, ...]:
     """The results: out and lse or None, or the gradients."""
-    views = {name: placed.array for name, placed in arrays.items()}
     inputs = [views[name] for name in "qkv"]
     given = {name: views[name] for name in problem.given}
     options = problem.options | {"backend": problem.backend, "algorithm": problem.algorithm}
     if problem.entry == "plan":
-        plan = _plan(problem, arrays)
+        plan = _plan(problem, views)
         workspace = _Workspace(plan.workspace_bytes) if problem.own_workspace else None
         given |= {"workspace": workspace.array} if workspace else {}
         if problem.direction == "forward":
@@ -115,8 +129,7 @@ def _compute(problem: Problem, arrays: dict[str, Placed]) -> tuple[Any, ...]:
     return result if problem.options.get("return_lse") else (result, None)
 
 
-def _plan(problem: Problem, arrays: dict[str, Placed]) -> Any:
-    views = {name: placed.array for name, placed in arrays.items()}
+def _plan(problem: Problem, views: dict[str, numpy.ndarray]) -> Any:
     options = problem.options | {"backend": problem.backend, "algorithm": problem.algorithm}
     options |= {"arch": problem.arch, "kernel": problem.kernel} | {name: views[name] for name in problem.given}
     if problem.direction == "forward":

@@ -252,6 +252,7 @@ def values_of(option: str, backward: bool) -> list[Value]:
         return values
     kernels = ("bwd_v2", "bwd_hopper") if backward else ("fwd_v2", "fwd_v1", "fwd_hopper")
     others = {
+        "layout": _choices("bhsd"),
         "causal": [*_choices("bottom_right", "top_left"), *_flag()],
         "window": _window(),
         "precision": _choices("ieee", "tf32", none=True),

@@ -26,6 +26,8 @@ Shape = tuple[int, ...]
 class Problem:
     """One computation, with all that it depends on.
 
+    Shapes and places are those of arrays (..., heads, seq, dim), whatever `layout` the options ask for.
+
     `options` are those of `attention` that say what is computed. `entry` is 'call', 'plan', or 'vjp'. `given` names the results
     that the caller brings, each laid out as `places` says.
     """
@@ -98,6 +100,7 @@ class Problem:
         if softcap is not None:
             found.add("softcap small" if softcap < 1 else "softcap large" if softcap > 1e3 else "softcap")
         found |= {"window"} if o.get("window") else set()
+        found.add(f"layout {o.get('layout')}")
         return found
 
     def __str__(self) -> str:
@@ -231,6 +234,8 @@ def _options(draw: Draw, shapes: dict[str, Shape], direction: str, recipe: Recip
     causal = draw.one((False, False, True, "bottom_right", "top_left"))
     if causal is not False or draw.chance(0.2):
         options["causal"] = causal
+    if draw.chance(0.3):
+        options["layout"] = draw.one(("bhsd", "bshd", "bshd"))
     if draw.chance(0.3):
         longest = max(len_q, len_kv, 1)
         options["window"] = tuple(draw.one((None, -1, 0, draw.integer(0, longest), draw.integer(0, 40))) for _ in range(2))
