@@ -142,10 +142,12 @@ class Prepared:
         self._device = device
         self._execution = execution
         self._spans = [(0, 0) if x is None else tuple(end * x.itemsize for end in x.extent) for x in layouts.values()]
-        if device is not None:
-            from .device import current_device
 
-            self._current_device = current_device
+    @functools.cached_property
+    def _current_device(self) -> Callable[[], int]:
+        from .device import current_device  # needs CuPy, which a plan that is only printed does not
+
+        return current_device
 
     @property
     def kernel(self) -> Plan | None:

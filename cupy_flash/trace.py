@@ -148,10 +148,11 @@ def naive_softmax(scores: Sequence[float], values: Sequence[float]) -> tuple[num
 
 def _checked(scores: Sequence[float], values: Sequence[float]) -> tuple[numpy.ndarray, numpy.ndarray]:
     scores, values = numpy.asarray(scores, numpy.float64), numpy.asarray(values, numpy.float64)
-    if numpy.isnan(scores).any() or (scores == math.inf).any():
-        raise ValueError(f"scores: expected finite numbers or -inf, got {scores.tolist()}")
+    wrong = numpy.isnan(scores) | (scores == math.inf)
+    if wrong.any():
+        raise ValueError(f"scores: expected finite numbers or -inf, got {scores[wrong][0]}")
     if not numpy.isfinite(values).all():
-        raise ValueError(f"values: expected finite numbers, got {values.tolist()}")
+        raise ValueError(f"values: expected finite numbers, got {values[~numpy.isfinite(values)][0]}")
     if len(values) != len(scores):
         raise ValueError(f"values: expected one for each of {len(scores)} scores, got {len(values)}")
     return scores, values
