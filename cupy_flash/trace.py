@@ -86,7 +86,8 @@ def online_softmax(scores: Sequence[float], values: Sequence[float], block: int)
         new_top = max(top, float(s.max()))
         shift = 0.0 if new_top == -math.inf else new_top  # nothing seen yet: exp(-inf - -inf) would be NaN
         correction = math.exp(top - shift)
-        p = numpy.exp(s - shift)
+        with numpy.errstate(over="ignore"):  # scores further apart than the largest number: exp(-inf) is 0 all the same
+            p = numpy.exp(s - shift)
         top = new_top
         total = correction * total + float(p.sum())
         acc = correction * acc + float(p @ v)
@@ -116,7 +117,8 @@ def exact_softmax(scores: Sequence[float], values: Sequence[float]) -> tuple[num
     scores, values = _checked(scores, values)
     if not (scores > -math.inf).any():
         return numpy.zeros(len(scores)), 0.0
-    weights = numpy.exp(scores - scores.max())
+    with numpy.errstate(over="ignore"):
+        weights = numpy.exp(scores - scores.max())
     weights /= weights.sum()
     return weights, float(weights @ values)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,10 @@ class OutputPath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = super().convert(value, param, ctx)
         try:
-            path.stat()
-        except FileNotFoundError:
-            folder = path.parent
-            if not folder.is_dir():
-                self.fail(f"expected a file in a folder that exists, got {str(path)!r}", param, ctx)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                self.fail(f"expected a file in a folder that can be written, got {str(path)!r}", param, ctx)
+            if not path.exists():
+                tempfile.TemporaryFile(dir=path.parent).close()  # tells more than permissions do, and leaves no trace
         except OSError as error:
-            self.fail(f"{error.strerror}: {str(path)!r}", param, ctx)
+            self.fail(f"expected a file that can be written, got {str(path)!r}: {error.strerror}", param, ctx)
         return path
 
 

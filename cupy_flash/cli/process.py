@@ -53,6 +53,7 @@ class Program(click.Group):
             _discard_output()
             status = READER_GONE
         except OSError:  # nor can standard error be written
+            _discard_output()
             status = 1
         _leave(status)
 
