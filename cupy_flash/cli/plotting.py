@@ -21,11 +21,18 @@ class OutputPath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = super().convert(value, param, ctx)
         try:
-            if not path.exists():
-                tempfile.TemporaryFile(dir=path.parent).close()  # tells more than permissions do, and leaves no trace
+            _try(path)
         except OSError as error:
             self.fail(f"expected a file that can be written, got {str(path)!r}: {error.strerror}", param, ctx)
         return path
+
+
+def _try(path: Path) -> None:
+    """Write to the folder of a file that is not there yet: that tells more than permissions do. Leaves no trace."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        tempfile.TemporaryFile(dir=path.resolve().parent).close()
 
 
 def _checked(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
