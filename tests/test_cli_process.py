@@ -172,7 +172,8 @@ def test_progress_in_a_file_is_plain_lines():
 
 
 def test_whatever_the_encoding_lacks_is_escaped():
-    for changes in ({"PYTHONIOENCODING": "ascii", "COLUMNS": "60"}, {"CUPY_FLASH_CACHE_DIR": os.fsdecode(b"/tmp/\xff")}):
+    no_text = {"CUPY_FLASH_CACHE_DIR": os.fsdecode(b"/tmp/\xff"), "PYTHONIOENCODING": "utf-8:strict"}
+    for changes in ({"PYTHONIOENCODING": "ascii", "COLUMNS": "60"}, no_text):
         for arguments in (CHECK, ("cache", "dir"), ("trace", "--scores", ",".join("1" * 100))):
             done = subprocess.run(command(*arguments), capture_output=True, env=environment(**changes))
             assert done.returncode == 0, done.stderr
@@ -215,6 +216,6 @@ def test_a_long_argument_does_not_make_a_long_message():
     assert result.exit_code == 2 and len(result.stderr) < 2000 and result.stderr.endswith("x'\n")
 
 
-def test_a_name_that_no_option_has_is_a_usage_error():
+def test_out_of_standalone_mode_errors_are_the_callers():
     with pytest.raises(click.NoSuchOption):
         main.main(["plan", "--nope"], standalone_mode=False)
