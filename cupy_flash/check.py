@@ -66,6 +66,7 @@ class Computation:
 
 FORWARD, FORWARD_V1 = Computation("forward", "v2"), Computation("forward", "v1")
 BACKWARD, DETERMINISTIC = Computation("backward", "v2"), Computation("backward", "v2", deterministic=True)
+THREADS = "cupy_flash compiler"  # how the names of the threads of `in_parallel` begin
 COMPUTATIONS = (FORWARD, FORWARD_V1, BACKWARD, DETERMINISTIC)
 BETTER = {"fwd_v2": "fwd_hopper", "bwd_v2": "bwd_hopper"}  # what the planner takes for most arrays, where it exists
 GENERIC = (
@@ -230,8 +231,11 @@ def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], jobs:
 
     Threads are enough: both compilers run without Python's lock.
     """
-    with ThreadPoolExecutor(jobs or _cores()) as pool:
+    pool = ThreadPoolExecutor(jobs or _cores(), THREADS)
+    try:
         yield from pool.map(function, items)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C nobody waits for a compiler
 
 
 def _run(given: _Given, computation: Computation) -> CaseResult:

@@ -146,10 +146,12 @@ class Prepared:
         # A new array has no gaps; one in place of a result that is planned with them would be written beyond its end.
         self._demanded = tuple(name for name in results if layouts[name] is not None and not layouts[name].dense)
         self._spans = [(0, 0) if x is None else tuple(end * x.itemsize for end in x.extent) for x in layouts.values()]
-        if device is not None:
-            from .device import current_device
 
-            self._current_device = current_device
+    @functools.cached_property
+    def _current_device(self) -> Callable[[], int]:
+        from .device import current_device  # needs CuPy, which a plan that is only printed does not
+
+        return current_device
 
     def __repr__(self) -> str:
         how = self._backend if self.kernel is None else self.kernel.name

@@ -47,7 +47,7 @@ def _binding() -> Any:
         nvrtc.getVersion()
     except (ImportError, RuntimeError) as error:
         raise CompileError(
-            f"compiling for a GPU needs CuPy and NVRTC, and loading them failed: {error}\n"
+            f"compiling for a GPU needs CuPy and NVRTC, and loading them failed: {error}; "
             'install them with: pip install "cupy-cuda12x[ctk]" (or cupy-cuda13x)'
         ) from error
     return nvrtc
@@ -109,11 +109,16 @@ def compile_plan(plan: Plan, options: tuple[str, ...] = ()) -> tuple[bytes, str]
         try:
             nvrtc.compileProgram(program, (f"-arch={plan.architecture}", *options_for(plan), *options))
         except nvrtc.NVRTCError as error:
-            raise CompileError(f"{plan.name}: {error}\n{nvrtc.getProgramLog(program)}") from error
+            raise CompileError(f"{plan.name}: {error}\n{_log(nvrtc, program)}") from error
         # CuPy takes the result for a C string and drops its last byte, which the driver does not miss but other tools do.
-        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+        return nvrtc.getCUBIN(program) + b"\0", _log(nvrtc, program)
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _log(nvrtc: Any, program: Any) -> str:
+    """What was printed, without the zero byte that ends it as a C string."""
+    return nvrtc.getProgramLog(program).rstrip("\0")
 
 
 def report(plan: Plan) -> Report:

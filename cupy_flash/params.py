@@ -261,6 +261,7 @@ def merge_params(problem: MergeProblem) -> numpy.ndarray:
     *batch, heads, len_q, dim_v = problem.layouts["out"].shape
     _check_length("out_a", len_q)
     params = _with_strides(MERGE, tuple(batch), problem.layouts)
+    _check_count("out_a", "heads", heads)
     params["heads"], params["len_q"], params["dim_v"] = heads, len_q, dim_v
     return params
 
@@ -276,6 +277,7 @@ def _with_strides(struct: numpy.dtype, batch: tuple[int, ...], layouts: dict[str
     layouts = {name: layout for name, layout in layouts.items() if layout is not None}
     sizes, strides = merge_batch_axes(batch, layouts)
     params = numpy.zeros(1, struct)
+    _check_count("q", "batch elements", max(sizes))
     params["batch"] = sizes
     for name, layout in layouts.items():
         if name not in struct.names:  # told by a map alone
@@ -293,11 +295,18 @@ def _add_scores(params: numpy.ndarray, problem: Problem) -> None:
     _check_length("k", problem.len_kv)
     params["first_key"] = -UNBOUNDED if problem.first_key is None else problem.first_key
     params["last_key"] = UNBOUNDED if problem.last_key is None else problem.last_key
+    _check_count("q", "heads", problem.heads_q)
     params["heads"] = problem.heads_q
     params["heads_per_kv"] = problem.heads_per_kv
     for field in ("len_q", "len_kv", "dim", "dim_v", "scale"):
         params[field] = getattr(problem, field)
     params["softcap"] = problem.softcap or 0
+
+
+def _check_count(name: str, things: str, count: int) -> None:
+    """Of arrays with elements the grid is refused before; an axis of this length beside one of 0 launches nothing."""
+    if count >= 2**31:
+        raise UnsupportedError(f"{name}: expected fewer than 2**31 {things}, got {count}")
 
 
 def _check_length(name: str, length: int) -> None:

@@ -86,7 +86,8 @@ def online_softmax(scores: Sequence[float], values: Sequence[float], block: int)
         new_top = max(top, float(s.max()))
         shift = 0.0 if new_top == -math.inf else new_top  # nothing seen yet: exp(-inf - -inf) would be NaN
         correction = math.exp(top - shift)
-        p = numpy.exp(s - shift)
+        with numpy.errstate(over="ignore"):  # scores further apart than the largest number: exp(-inf) is 0 all the same
+            p = numpy.exp(s - shift)
         top = new_top
         total = correction * total + float(p.sum())
         acc = correction * acc + float(p @ v)
@@ -116,7 +117,8 @@ def exact_softmax(scores: Sequence[float], values: Sequence[float]) -> tuple[num
     scores, values = _checked(scores, values)
     if not (scores > -math.inf).any():
         return numpy.zeros(len(scores)), 0.0
-    weights = numpy.exp(scores - scores.max())
+    with numpy.errstate(over="ignore"):
+        weights = numpy.exp(scores - scores.max())
     weights /= weights.sum()
     return weights, float(weights @ values)
 
@@ -148,10 +150,11 @@ def naive_softmax(scores: Sequence[float], values: Sequence[float]) -> tuple[num
 
 def _checked(scores: Sequence[float], values: Sequence[float]) -> tuple[numpy.ndarray, numpy.ndarray]:
     scores, values = numpy.asarray(scores, numpy.float64), numpy.asarray(values, numpy.float64)
-    if numpy.isnan(scores).any() or (scores == math.inf).any():
-        raise ValueError(f"scores: expected finite numbers or -inf, got {scores.tolist()}")
+    wrong = numpy.isnan(scores) | (scores == math.inf)
+    if wrong.any():
+        raise ValueError(f"scores: expected finite numbers or -inf, got {scores[wrong][0]}")
     if not numpy.isfinite(values).all():
-        raise ValueError(f"values: expected finite numbers, got {values.tolist()}")
+        raise ValueError(f"values: expected finite numbers, got {values[~numpy.isfinite(values)][0]}")
     if len(values) != len(scores):
         raise ValueError(f"values: expected one for each of {len(scores)} scores, got {len(values)}")
     return scores, values

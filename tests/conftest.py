@@ -37,7 +37,7 @@ def kernel_cache(tmp_path_factory):
         folder = folder.parent
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("CUPY_FLASH_CACHE_DIR", os.environ.get("CUPY_FLASH_CACHE_DIR", str(folder / "kernels")))
-        for name in ("CUPY_FLASH_HOST_SANITIZE", "CUPY_FLASH_HOST_SCHEDULE"):
+        for name in ("CUPY_FLASH_HOST_SANITIZE", "CUPY_FLASH_HOST_SCHEDULE", "COLUMNS"):
             environment.delenv(name, raising=False)
         yield
 

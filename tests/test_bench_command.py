@@ -124,7 +124,9 @@ def test_a_peer_that_is_wrong_is_marked(fake):
 
 def test_without_a_gpu_the_command_says_so(monkeypatch):
     def none():
-        raise ImportError("no CuPy")
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(command, "cupy_installed", lambda: True)
 
     for devices in (none, list):
         monkeypatch.setattr(command, "devices", devices)
@@ -136,7 +138,7 @@ def test_without_a_gpu_the_command_says_so(monkeypatch):
 def test_a_figure_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = run("--plot", tmp_path / "found.png")
-    assert result.exit_code == 1 and 'pip install "cupy-flash[plot]"' in result.stderr
+    assert result.exit_code == 1 and "--plot needs Matplotlib: pip install matplotlib" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -147,12 +149,18 @@ def test_a_figure_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
         (["--peers", "fa4,fa5"], "expected names out of naive,"),
         (["--seq", "0"], "expected sizes, with commas between them, got '0'"),
         (["--plot", "found.txt"], "expected a name that ends in .png, .pdf or .svg, got 'found.txt'"),
-        (["--json", "nowhere/found.json"], "--json: "),
+        (["--json", "nowhere/found.json"], "can be written, got 'nowhere/found.json': No such file or directory"),
+        (["--plot", "nowhere/found.png"], "can be written, got 'nowhere/found.png': No such file or directory"),
+        (["--plot", "/proc/found.png"], "expected a file that can be written, got '/proc/found.png'"),
+        (["--plot", "x" * 300 + ".png"], "File name too long"),
+        (["--json", "."], "'.' is a directory"),
+        (["--seq", "9" * 30], "expected sizes, with commas between them, got '999"),
     ],
 )
 def test_user_errors_end_with_2(fake, arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
+    assert fake.turns == []
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from cupy_flash import cache, check, nvrtc, source
 from cupy_flash.architecture import ARCHITECTURES, architecture_named
 from cupy_flash.cases import quick_cases
 from cupy_flash.check import select_computations
-from cupy_flash.cli import compile, doctor, main
+from cupy_flash.cli import compile, main
 from cupy_flash.cli.output import echo_json, table
 from cupy_flash.errors import CompileError
 from cupy_flash.matrix import KINDS, every_plan, has
@@ -128,6 +128,15 @@ def test_plan_of_v1():
     [
         (["plan"], "SHAPE"),
         (["plan", "2xax3"], "got '2xax3'"),
+        (["plan", "1x1x1x" + "9" * 5000], "expected sizes below 2^63 with an x between them"),
+        (["plan", f"1x1x1x{2**63}"], "expected sizes below 2^63 with an x between them"),
+        (["plan", f"{2**32}x0x64x64"], f"q: expected fewer than 2**31 batch elements, got {2**32}"),
+        (["plan", f"0x{2**32}x64x64"], f"q: expected fewer than 2**31 heads, got {2**32}"),
+        (["plan", "-1x64"], "No such option"),
+        (["plan", "--", "-1x64"], "got '-1x64'"),
+        (["compile", "--arch", "80", "--kernel", "fwd_hopper"], "nothing to compile: the tuning tables have no row for sm_80, fwd"),
+        (["check", "--backend", "numpy", "--dim", "0"], "0 is not in the range"),
+        (["traffic", "--seq", str(2**63)], "expected sizes, with commas between them"),
         (["plan", "2x3", "4x5"], "one shape for all of q, k, v, or three, got 2"),
         (["plan", "8x64x64", "--arch", "61"], "got '61'"),
         (["plan", "8x64x64", "--window", "1"], "got '1'"),
@@ -252,7 +261,7 @@ def test_compile_reports_what_the_assembler_says(monkeypatch):
     report, code = run_json("compile", "--arch", "75", "--dtype", "float16", "--ptxas")
     [kernel] = report["kernels"]
     assert code == 0 and kernel["fault"] == "" and kernel["architecture"] == "75" and kernel["shared_bytes"] > 0
-    assert f"Used {kernel['report']['registers']} registers" in kernel["log"]
+    assert f"Used {kernel['report']['registers']} registers" in kernel["log"] and "\0" not in kernel["log"]
 
 
 @pytest.mark.parametrize(
@@ -292,50 +301,6 @@ def test_cache_clears_its_own_files_only(tmp_path, monkeypatch):
     assert "1 file, 0 kB" in run("cache", "list").stdout
     assert "deleted 1 file from" in run("cache", "clear").stdout
     assert [file.name for file in (tmp_path / "kernels").iterdir()] == ["libother.so"]
-
-
-NO_CUPY = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("cupy", "cupy_backends", "ziglang"):
-            raise ModuleNotFoundError(f"No module named {name!r}")
-sys.meta_path.insert(0, Absent())
-from cupy_flash.cli import main
-main(["doctor", "--json"])
-"""
-
-
-def test_doctor_without_cupy():
-    done = python(NO_CUPY)
-    report = json.loads(done.stdout)
-    works = {finding["name"]: finding["works"] for finding in report["findings"]}
-    assert not any(works[name] for name in ("CuPy", "NVRTC", "driver", "device 0"))
-    assert all("cupy" in finding["value"] for finding in report["findings"] if finding["name"] in ("CuPy", "NVRTC"))
-    assert all(finding["works"] or finding["remedy"] for finding in report["findings"])
-    assert report["backends"] == {"cuda": False, "host": works["C++ compiler"], "numpy": True}
-    assert done.returncode == (0 if works["C++ compiler"] else 1)
-
-
-def test_doctor_without_anything_ends_with_1():
-    done = python(NO_CUPY, PATH="", CXX="")
-    assert done.returncode == 1
-    assert json.loads(done.stdout)["backends"] == {"cuda": False, "host": False, "numpy": True}
-
-
-@pytest.mark.skipif(os.name != "posix", reason="permissions are those of POSIX")
-def test_doctor_says_why_a_cache_folder_is_refused(tmp_path, monkeypatch):
-    tmp_path.chmod(0o777)
-    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path))
-    [finding] = [finding for finding in doctor.examine() if finding.name == "cache"]
-    assert not finding.works and f"others can write to {tmp_path}, which is mended by: chmod go-w {tmp_path}" in finding.value
-    assert "CUPY_FLASH_CACHE_DIR" in finding.remedy
-
-
-def test_doctor_prints_a_line_for_each_finding():
-    result = run("doctor")
-    assert "backends that work:" in result.stdout and "NumPy" in result.stdout
-    assert result.exit_code == (0 if "host" in result.stdout.splitlines()[-1] or "cuda" in result.stdout.splitlines()[-1] else 1)
 
 
 def test_a_table_fits_its_width():

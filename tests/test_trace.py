@@ -3,6 +3,7 @@
 import doctest
 import json
 import math
+import warnings
 from itertools import pairwise
 
 import numpy
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from cupy_flash import trace
 from cupy_flash.cli import main
+from cupy_flash.cli import trace as command
 from cupy_flash.trace import exact_softmax, naive_softmax, online_softmax
 
 SCORES = st.one_of(st.floats(-1e4, 1e4), st.just(-math.inf))
@@ -117,6 +119,27 @@ def test_the_command_prints_json():
     assert [step["correction"] for step in report["steps"]] == [0, pytest.approx(math.exp(-2)), 1]
     assert report["steps"][-1]["out"] == pytest.approx(report["exact"]["out"], rel=1e-15)
     assert report["naive"]["out"] == pytest.approx(report["exact"]["out"], rel=1e-15)
+
+
+def test_of_a_long_row_the_ends_are_printed_and_no_prefix_is_computed_twice(monkeypatch):
+    computed = []
+    exact = command.exact_softmax
+    monkeypatch.setattr(command, "exact_softmax", lambda scores, values: computed.append(len(scores)) or exact(scores, values))
+    scores = ",".join(map(str, range(1000)))
+    result = run("--scores", scores, "--block", 1)
+    rows = [line.split() for line in result.stdout.splitlines() if line.endswith(tuple("0123456789")) and line[0].isdigit()]
+    assert [int(row[0]) for row in rows] == [*range(8), *range(992, 1000)]
+    assert "… 984 blocks, which --json prints as well" in result.stdout
+    assert len(computed) == 17, "each printed block, and the row"
+    assert "996, 997, 998, 999" in run("--scores", scores, "--block", 1000).stdout
+    assert len(json.loads(run("--scores", scores, "--block", 1, "--json").stdout)["steps"]) == 1000
+
+
+def test_scores_further_apart_than_the_largest_number():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        *_, last = online_softmax([-1e308, 1e308, -1e308], [1, 2, 3], 1)
+        assert (last.out, exact_softmax([-1e308, 1e308], [1, 2])[1]) == (2, 2)
 
 
 @pytest.mark.parametrize(

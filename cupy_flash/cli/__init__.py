@@ -6,12 +6,24 @@ import click
 
 from .. import __version__
 from . import bench, cache, check, compile, doctor, plan, source, trace, traffic
+from .output import wants_no_colour
+from .process import Program
 
 
-@click.group(name="cupy-flash", context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(name="cupy-flash", cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="cupy-flash")
-def main() -> None:
-    """Exact attention for CuPy, NumPy and everything else that is not PyTorch."""
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Exact attention for CuPy, NumPy and everything else that is not PyTorch.
+
+    \b
+    Examples:
+      cupy-flash doctor
+      cupy-flash check
+      cupy-flash plan 2x16x1024x64 --causal
+    """
+    if wants_no_colour():
+        context.color = False
 
 
 for command in (

@@ -20,7 +20,8 @@ from ..layout import ITEMSIZE, Layout, dense_layout
 from ..options import Options
 from ..problem import make_problem
 from .devices import own_architecture
-from .output import UserError
+from .lists import size_of
+from .output import UserError, echo_json
 
 
 class ArchitectureType(click.ParamType):
@@ -48,10 +49,10 @@ class ShapeType(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
-        sizes = value.split("x")
-        if not all(size.isdecimal() for size in sizes):
-            self.fail(f"expected sizes with an x between them, such as 2x16x1024x64, got {value!r}", param, ctx)
-        return tuple(map(int, sizes))
+        try:
+            return tuple(map(size_of, value.split("x")))
+        except ValueError:
+            self.fail(f"expected sizes below 2^63 with an x between them, such as 2x16x1024x64, got {value!r}", param, ctx)
 
 
 class WindowType(click.ParamType):
@@ -72,7 +73,22 @@ class WindowType(click.ParamType):
 ARCHITECTURE = ArchitectureType()
 SHAPE = ShapeType()
 WINDOW = WindowType()
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def json_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the option --json, with which an error is an object on standard output as well."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+    @functools.wraps(command)
+    def wrapper(*arguments: Any, as_json: bool, **others: Any) -> None:
+        try:
+            command(*arguments, as_json=as_json, **others)
+        except click.ClickException as error:
+            if as_json:
+                echo_json({"error": error.format_message()})
+            raise
+
+    return wrapper
 
 
 def takes_problem(command: Callable[..., None]) -> Callable[..., None]:

@@ -15,17 +15,16 @@ from .. import __version__
 from ..bench import DIRECTIONS, SUITES, Bench, CellResult, Contender, Effort, Failure, compare_all, measure, reason
 from ..peers import ALGORITHMS, KERNELS, PEERS, contenders
 from ..sweep import sweep
-from .devices import devices
+from .devices import INSTALL_CUPY, cupy_installed, devices
 from .lists import SIZES, names
-from .output import UserError, echo_progress, table, terminal_width, tflops
-from .plotting import plot_option
+from .output import echo_progress, table, terminal_width, tflops
+from .plotting import OUTPUT, plot_option
 from .sweep import candidates_of, check_sweep, faults_of, finding_of, print_sweep
 
 DTYPES = ("float16", "bfloat16", "float32")
 MASKS = {"full": False, "causal": True}
 EFFORT = Effort()
 SECONDS = click.FloatRange(min=0, min_open=True)
-OUTPUT = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,12 @@ def bench(
 
     With --sweep, the forward alone: in each cell all tiles that can serve it, those of the kernel's tuning table and a few more,
     and whether the one that the table chooses is the fastest.
+
+    \b
+    Examples:
+      cupy-flash bench forward --dim 128 --seq 1024,8192
+      cupy-flash bench both --suite paper --json found.json --plot found.png
+      cupy-flash bench forward --sweep --dtype bfloat16
     """
     if sweeps:
         check_sweep(context, direction, kernels)
@@ -130,9 +135,11 @@ def bench(
 
 
 def _machine() -> Any:
+    if not cupy_installed():
+        raise click.ClickException(f"bench needs CuPy: {INSTALL_CUPY}")
     try:
         found = devices()
-    except Exception:  # no CuPy or no driver: `doctor` tells them apart
+    except Exception:  # no driver, or a CuPy that does not load: `doctor` tells them apart
         found = []
     if not found:
         raise click.ClickException("bench needs a CUDA device; the command doctor says what is missing")
@@ -150,7 +157,7 @@ def _matmul_rate(machine: Bench, dtype: str) -> float | Failure:
 
 def _written(results: Iterable[CellResult], report: Report, machine: Bench, path: Path | None) -> Iterator[CellResult]:
     """The results as they come; all of them so far are in the file before the next is measured."""
-    _write(report, path)  # a file that cannot be written is found out before anything is measured
+    _write(report, path)
     for result in results:
         report = replace(report, results=(*report.results, result), versions=machine.versions)
         _write(report, path)
@@ -163,7 +170,7 @@ def _write(report: Report, path: Path | None) -> None:
     try:
         path.write_text(json.dumps(record_of(report), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--json: {error}") from error
+        raise click.ClickException(f"--json: {error}") from error
 
 
 def record_of(report: Report) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..check import FORWARD_V1, CaseResult, Computation
 from ..errors import CompileError
 from ..matrix import KINDS
 from .arguments import ARCHITECTURE, json_option
-from .devices import own_architecture
+from .devices import INSTALL_CUPY, cupy_installed, own_architecture
 from .output import echo_json, echo_progress, table, terminal_width
 
 Tasks: TypeAlias = dict[Case, list[Computation]]
@@ -32,7 +32,7 @@ Skipped: TypeAlias = dict[tuple[Case, Computation], str]  # with the reason
 )
 @click.option("--quick/--full", "quick", default=None, help="Which suite. By default full on a GPU, quick elsewhere.")
 @click.option("--dtype", type=click.Choice((*KINDS, "float64")), help="Only cases of this dtype; tf32 counts as one.")
-@click.option("--dim", type=int, help="Only cases with this head dim.")
+@click.option("--dim", type=click.IntRange(min=1), help="Only cases with this head dim.")
 @click.option("--case", "names", multiple=True, metavar="NAME", help="This case instead of a suite; may be repeated.")
 @click.option("--direction", type=click.Choice(("forward", "backward", "both")), default="both", help="Results, gradients or both.")
 @click.option("--algorithm", type=click.Choice(("v1", "v2", "all")), default="all", help="Of the kernels; v1 has no backward.")
@@ -56,6 +56,12 @@ def check(
     Results and gradients, against attention in float64, with a bound that follows from the arithmetic. A suite leaves out what its
     backend does not compute, and the quick one what would take a CPU too long, and says so; a case asked for by name always runs.
     Exits with 1 if a case fails.
+
+    \b
+    Examples:
+      cupy-flash check
+      cupy-flash check --backend host --arch 90a --dim 64
+      cupy-flash check --case float16-h7x1-q61-k97-d40-top_left
     """
     start = time.perf_counter()
     backend, architecture = _resolved(backend, arch)
@@ -92,6 +98,8 @@ def _resolved(backend: str, arch: Architecture | None) -> tuple[str, Architectur
     if backend == "numpy":
         return backend, None
     if backend == "cuda":
+        if own is None and not cupy_installed():
+            raise click.ClickException(f"backend cuda needs CuPy: {INSTALL_CUPY}")
         if own is None:
             raise click.ClickException("there is no CUDA device that kernels could run on; the command doctor says why")
         return backend, own

@@ -62,18 +62,26 @@ def compile_(
 
     Reports registers, shared memory and spills; neither reads nor fills the cache. Exits with 1 if a kernel does not compile,
     spills registers or has its wgmma serialised. With --snapshot, what the machine code of each row was and is instead.
+
+    \b
+    Examples:
+      cupy-flash compile --arch 90a
+      cupy-flash compile --arch 80 --dtype tf32 --kernel fwd_v2 --ptxas
     """
     if architectures and everything:
         raise click.UsageError("--arch and --all exclude each other")
     if renew + compare + as_json > 1:
         raise click.UsageError("--snapshot, --check-snapshot and --json exclude each other")
+    plans = list(every_plan(architectures or ARCHITECTURES.values(), kinds or KINDS, kernels or PARAMS))
+    if not plans:
+        asked = ", ".join([*map(str, architectures), *kinds, *kernels])
+        raise click.UsageError(f"nothing to compile: the tuning tables have no row for {asked}")
     try:
         version = nvrtc.version()
         before = snapshot.committed() if renew or compare else None
     except CompileError as error:
         raise click.ClickException(str(error)) from error
 
-    plans = list(every_plan(architectures or ARCHITECTURES.values(), kinds or KINDS, kernels or PARAMS))
     compiled = in_parallel(lambda plan: _compiled(plan, ptxas), plans, jobs)
     results = echo_progress(compiled, len(plans), "compiling")
     faults = [result for result in results if result.fault]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 from ..architecture import Architecture, architecture_of
+
+INSTALL_CUPY = 'pip install "cupy-cuda12x[ctk]", or "cupy-cuda13x[ctk]" with a driver for CUDA 13'
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ def devices() -> list[Device]:
         Device(runtime.getDeviceProperties(ordinal)["name"].decode(), cupy.cuda.Device(ordinal).compute_capability)
         for ordinal in range(runtime.getDeviceCount())
     ]
+
+
+def cupy_installed() -> bool:
+    """Whether there is a CuPy to import; it may still fail to load."""
+    return importlib.util.find_spec("cupy") is not None
 
 
 def own_architecture() -> Architecture | None:

@@ -5,6 +5,7 @@ Every probe is guarded: whatever goes wrong in one is its finding, and the other
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Callable
@@ -16,11 +17,11 @@ import numpy
 from .. import __version__, cache, nvrtc, toolchain
 from ..source import files, shelf
 from .arguments import json_option
-from .devices import Device, devices
+from .devices import INSTALL_CUPY, Device, cupy_installed, devices
 from .output import echo_json, table
 
-INSTALL_CUPY = 'pip install "cupy-flash[cuda12]", or cupy-flash[cuda13] with a driver for CUDA 13'
 INSTALL_DRIVER = "install NVIDIA's driver: sudo ubuntu-drivers install, or https://www.nvidia.com/drivers"
+DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 SHOW_DEVICES = "nvidia-smi -L must list a device; in a container: docker run --gpus all"
 
 
@@ -41,6 +42,11 @@ def doctor(context: click.Context, as_json: bool) -> None:
     """Say what works here and what mends the rest.
 
     Exits with 0 if a backend besides numpy works, and with 1 otherwise.
+
+    \b
+    Examples:
+      cupy-flash doctor
+      cupy-flash doctor --json
     """
     findings = examine()
     working = {finding.name for finding in findings if finding.works}
@@ -67,22 +73,32 @@ def examine() -> list[Finding]:
         _probe("cupy_flash", _kernel_sources, "pip install --force-reinstall cupy-flash"),
         _probe("Python", lambda: f"{platform.python_version()} on {platform.platform()}"),
         _probe("NumPy", lambda: numpy.__version__),
-        _probe("CuPy", _cupy_version, INSTALL_CUPY),
-        _probe("NVRTC", lambda: "{}.{}".format(*nvrtc.version()), INSTALL_CUPY),
-        _probe("driver", _driver_version, INSTALL_DRIVER),
     ]
-    try:
-        found = devices()
-    except Exception as error:
-        findings.append(Finding("device 0", False, _line(error), SHOW_DEVICES))
-    else:
-        for ordinal, device in enumerate(found):
-            findings.append(_probe(f"device {ordinal}", lambda device=device: _described(device)))
-        if not found:
-            findings.append(Finding("device 0", False, "none found", SHOW_DEVICES))
+    cupy = _probe("CuPy", _cupy_version, INSTALL_CUPY)
+    driver = _probe("driver", _driver_version, INSTALL_DRIVER)
+    findings += [cupy, _probe("NVRTC", _nvrtc_version, INSTALL_CUPY) if cupy.works else _unknown("NVRTC", cupy), driver]
+    findings += _device_findings(cupy, driver)
     findings.append(_probe("cache", _cache_folder, "export CUPY_FLASH_CACHE_DIR=<a folder of your own>"))
     findings.append(_probe("C++ compiler", _compiler, "apt install g++, dnf install gcc-c++, or pip install ziglang"))
     return findings
+
+
+def _device_findings(*needed: Finding) -> list[Finding]:
+    for finding in needed:
+        if not finding.works:
+            return [_unknown("device 0", finding)]
+    try:
+        found = devices()
+    except Exception as error:
+        return [Finding("device 0", False, _line(error), SHOW_DEVICES)]
+    if not found:
+        return [Finding("device 0", False, "none found", SHOW_DEVICES)]
+    return [_probe(f"device {ordinal}", lambda device=device: _described(device)) for ordinal, device in enumerate(found)]
+
+
+def _unknown(name: str, cause: Finding) -> Finding:
+    """What cannot be looked for before something else works: that is to be mended, and this has no remedy of its own."""
+    return Finding(name, False, f"not known without {cause.name}")
 
 
 def _probe(name: str, look: Callable[[], str], remedy: str = "") -> Finding:
@@ -104,18 +120,27 @@ def _kernel_sources() -> str:
 
 
 def _cupy_version() -> str:
+    if not cupy_installed():
+        raise ImportError("not installed")
     import cupy
 
     return cupy.__version__
 
 
-def _driver_version() -> str:
-    from cupy.cuda import runtime
+def _nvrtc_version() -> str:
+    return "{}.{}".format(*nvrtc.version())
 
-    version = runtime.driverGetVersion()
-    if not version:
-        raise RuntimeError("not installed")
-    return f"for CUDA {version // 1000}.{version % 1000 // 10}"
+
+def _driver_version() -> str:
+    """Asks the driver itself, which is there or not whatever becomes of CuPy."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        raise RuntimeError(f"not installed: no {DRIVER}") from None
+    version = ctypes.c_int()
+    if error := driver.cuDriverGetVersion(ctypes.byref(version)):
+        raise RuntimeError(f"{DRIVER} answers with CUDA error {error}")
+    return f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _described(device: Device) -> str:

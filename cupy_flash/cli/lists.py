@@ -53,12 +53,19 @@ def names(*choices: str) -> ListType:
     return ListType(str, "name", choices)
 
 
-def _size(text: str) -> int:
-    size = int(text)
+def size_of(text: str) -> int:
+    """The size that a text spells, which an int64 can hold. Raises ValueError for any other text."""
+    if not (text.isascii() and text.isdecimal()) or (size := int(text)) >= 2**63:
+        raise ValueError(text)
+    return size
+
+
+def _positive(text: str) -> int:
+    size = size_of(text)
     if size < 1:
         raise ValueError(text)
     return size
 
 
-SIZES = ListType(_size, "size")
+SIZES = ListType(_positive, "size")
 NUMBERS = ListType(float, "number")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import click
 
 GAP = "  "
 NARROWEST = 8  # what a shortened column keeps
+PAUSE = 5  # seconds between two lines of progress
 
 
 class UserError(click.ClickException):
@@ -27,14 +30,37 @@ def echo_json(data: Any) -> None:
 
 
 def echo_progress(items: Iterable[Any], length: int, label: str) -> list[Any]:
-    """Exhaust `items` behind a progress bar on standard error, and return them."""
+    """Exhaust `items` and return them; how many there are is on standard error: a bar on a terminal, lines elsewhere."""
+    if not sys.stderr.isatty() or is_dumb():
+        return list(_counted(items, length, label.strip()))
     with click.progressbar(items, length=length, label=label, file=sys.stderr) as bar:
         return list(bar)
 
 
+def _counted(items: Iterable[Any], length: int, label: str) -> Iterator[Any]:
+    click.echo(f"{label}: 0 of {length}", err=True)
+    shown = time.monotonic()
+    for number, item in enumerate(items, 1):
+        if number == length or time.monotonic() - shown >= PAUSE:
+            click.echo(f"{label}: {number} of {length}", err=True)
+            shown = time.monotonic()
+        yield item
+
+
+def is_dumb() -> bool:
+    """Whether the terminal cannot move its cursor, and understands no colours."""
+    return os.environ.get("TERM") == "dumb"
+
+
+def wants_no_colour() -> bool:
+    """Whether the user or the terminal asks for none; see https://no-color.org."""
+    return is_dumb() or bool(os.environ.get("NO_COLOR"))
+
+
 def terminal_width() -> int | None:
-    """Columns of the terminal; None where standard output is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    """Columns that a line may have: $COLUMNS, or what the terminal has; None, which is any number, in a file or a pipe."""
+    columns = shutil.get_terminal_size((0, 0)).columns  # reads $COLUMNS first, then asks the terminal
+    return columns or None if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
 
 
 def tflops(rate: float) -> str:
@@ -59,12 +85,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], sides: str, widt
     while width is not None and sum(sizes) + len(GAP) * (len(sizes) - 1) > width and max(sizes) > NARROWEST:
         sizes[sizes.index(max(sizes))] -= 1
     return [
-        GAP.join(f"{_shortened(cell, size):{side}{size}}" for cell, side, size in zip(line, sides, sizes)).rstrip()
+        GAP.join(f"{shortened(cell, size):{side}{size}}" for cell, side, size in zip(line, sides, sizes)).rstrip()
         for line in lines
     ]
 
 
-def _shortened(text: str, size: int) -> str:
+def shortened(text: str, size: int) -> str:
+    """At most `size` characters of a text, from both of its ends."""
     if len(text) <= size:
         return text
     head = size // 2

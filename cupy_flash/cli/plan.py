@@ -13,13 +13,19 @@ from .output import echo_json
 
 
 @click.command()
-@takes_problem
 @json_option
+@takes_problem
 def plan(planned: AttentionPlan | BackwardPlan, as_json: bool) -> None:
     """Show how attention would be computed, or its gradients.
 
     The kernel, its constants and the reasons for them. One SHAPE stands for q, k and v alike, three for one each: 2x16x1024x64
     is (batch, heads, seq, dim). Needs no GPU and no memory for the arrays.
+
+    \b
+    Examples:
+      cupy-flash plan 2x16x1024x64 --causal
+      cupy-flash plan 32x1x128 8x4096x128 8x4096x128 --dtype bfloat16 --arch 90a
+      cupy-flash plan 2x16x1024x64 --backward --json
     """
     if not as_json:
         click.echo(str(planned))

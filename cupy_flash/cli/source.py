@@ -18,12 +18,17 @@ def source(planned: AttentionPlan | BackwardPlan, name: str | None) -> None:
 
     The kernel comes first, then its headers, each file behind a line with its name; config.cuh holds the values of the plan.
     SHAPE and options are those of the command plan.
+
+    \b
+    Examples:
+      cupy-flash source 2x16x1024x64 --causal
+      cupy-flash source 2x16x1024x64 --file config.cuh
     """
     files = source_of(planned.kernel)
     if name is None:
         for file, text in files.items():
-            click.echo(f"// ---- {file} ----\n{text}")
+            click.echo(f"// ---- {file} ----\n{text}".encode())
     elif name in files:
-        click.echo(files[name], nl=False)
+        click.echo(files[name].encode(), nl=False)
     else:
         raise click.BadParameter(f"expected one of {', '.join(files)}, got {name!r}", param_hint="--file")

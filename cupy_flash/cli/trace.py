@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate
+from typing import Any
 
 import click
 
@@ -12,6 +14,7 @@ from .arguments import json_option
 from .lists import NUMBERS
 from .output import UserError, echo_json, table, terminal_width
 
+ENDS = 8  # blocks, and numbers of a block, that are printed from each end of a long row
 FORMULAS = """\
 a block with scores s and values v
   m' = max(m, max s)    correction = exp(m - m')
@@ -33,7 +36,13 @@ def trace(scores: tuple[float, ...], values: tuple[float, ...] | None, block: in
     """Show a row's softmax, block by block.
 
     The running maximum m, the running sum l, the correction that mends the sums of the blocks before, and the output so far;
-    beside them the exact softmax, and the plain exp that overflows where this does not.
+    beside them the exact softmax, and the plain exp that overflows where this does not. Of a long row the ends are printed, with
+    --json all of it.
+
+    \b
+    Examples:
+      cupy-flash trace
+      cupy-flash trace --scores 1,-inf,3,2 --values 4,5,6,7 --block 1
     """
     values = values or tuple(map(float, range(1, len(scores) + 1)))
     try:
@@ -61,16 +70,27 @@ def trace(scores: tuple[float, ...], values: tuple[float, ...] | None, block: in
 
 
 def _print_steps(steps: list[Step], scores: tuple[float, ...], values: tuple[float, ...]) -> None:
-    rows = []
-    for step, end in zip(steps, accumulate(len(step.scores) for step in steps)):
-        _, exact = exact_softmax(scores[:end], values[:end])
-        figures = (step.correction, step.total, step.acc, step.out, exact)
-        correction, total, acc, out, exact = (f"{figure:.6g}" for figure in figures)
-        rows.append((_listed(step.scores), f"{step.top:g}", correction, _listed(step.weights), total, acc, out, exact))
+    ends = list(accumulate(len(step.scores) for step in steps))
+    rows = [_row(step, exact_softmax(scores[:end], values[:end])[1]) for step, end in _ends(list(zip(steps, ends)))]
     header = ("scores s", "m'", "correction", "exp(s - m')", "l'", "o'", "output so far", "exact")
-    for line in table(header, rows, "<>><>>>>", terminal_width()):
-        click.echo(line)
+    heading, *lines = table(header, rows, "<>><>>>>", terminal_width())
+    if len(rows) < len(steps):
+        lines.insert(ENDS, f"… {len(steps) - len(rows):,} blocks, which --json prints as well")
+    click.echo("\n".join((heading, *lines)))
 
 
-def _listed(numbers: tuple[float, ...]) -> str:
-    return ", ".join(f"{number:.4g}" for number in numbers)
+def _row(step: Step, exact: float) -> tuple[str, ...]:
+    correction, *figures = (f"{figure:.6g}" for figure in (step.correction, step.total, step.acc, step.out, exact))
+    return (_listed(step.scores), f"{step.top:g}", correction, _listed(step.weights), *figures)
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    texts = [f"{number:.4g}" for number in _ends(numbers)]
+    if len(texts) < len(numbers):
+        texts.insert(ENDS, "…")
+    return ", ".join(texts)
+
+
+def _ends(items: Sequence[Any]) -> Sequence[Any]:
+    """All items, or the first and the last of many."""
+    return items if len(items) <= 2 * ENDS else [*items[:ENDS], *items[-ENDS:]]

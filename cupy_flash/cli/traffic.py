@@ -55,6 +55,11 @@ def traffic(
 
     Bytes, FLOPs and memory of the textbook formula (naive) and of the kernels v1 and v2, beside the papers' formulas: why
     attention that keeps its scores on the chip is fast, visible without a GPU.
+
+    \b
+    Examples:
+      cupy-flash traffic
+      cupy-flash traffic --seq 256,512 --dim 128 --causal --plot traffic.png
     """
     try:
         toolchain.prove()
