@@ -171,7 +171,7 @@ def test_each_opening_counts_anew(run):
 # How many blocks, how many at a time, what warp 0 of each does, and what the first of them then waits for.
 STUCK = {
     "nobody counts": (1, 1, "take_turn(counters + 7, 5);", "lse[7], which is 0, to become 5"),
-    "counted too far": (1, 1, "pass_turn(counters); pass_turn(counters); take_turn(counters, 1);", "lse[0], which is 2, to become 1"),
+    "counted beyond": (1, 1, "pass_turn(counters); take_turn(counters, 0);", "lse[0], which is 1, to become 0"),
     "a later block counts": (
         *(2, 1, "if (block_id() == 0) wait_for_count(counters + 1, 1); else pass_turn(counters + 1);"),
         "lse[1], which is 0, to become 1 or more",

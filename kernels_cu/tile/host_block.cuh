@@ -81,7 +81,6 @@ struct Block {
     index = block;
     live = warps;
     arrived = stuck = 0;
-    awaited.assign(warps, {});
     std::fill_n(arrived_in_named, NAMES, 0);
     std::fill_n(said_in_named, NAMES, false);
     barriers.clear();
@@ -224,6 +223,7 @@ struct Block {
   void leave(int warp) {
     Lock lock(mutex);
     waits_for[warp] = [] { return std::string("nothing: it has finished"); };
+    awaited[warp] = {};
     if (ends()) wake.notify_all();                            // others may not know yet
     if (--live == 0) check_end();
     else if (stuck == live) all_stuck(lock);
