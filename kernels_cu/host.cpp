@@ -1,6 +1,6 @@
 // host.cpp -- a kernel file and the entries that Python calls to execute one of its kernels on this machine's processor.
 #include KERNEL_FILE
-#include <algorithm>
+#include <chrono>
 #include <future>
 
 typedef void Kernel(const PARAMS);

@@ -196,6 +196,13 @@ def test_deadlock_says_which_counter_is_what(blocks, at_a_time, body, awaited, r
     assert set(report[2:]) == {f"  warp {warp} waits for nothing: it has finished" for warp in range(1, len(report) - 1)}
 
 
+@pytest.mark.parametrize("tool", host.SANITIZERS)
+def test_a_sanitized_program_names_the_counter_as_well(tool, run, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", tool)
+    with pytest.raises(DeadlockError, match=r"warp 0 waits for lse\[7\], which is 0, to become 5 at "):
+        run("if (warp_id() == 0) take_turn(counters + 7, 5);")
+
+
 def test_blocks_that_take_turns_are_no_deadlock(run):
     """All but one wait nearly always, and that one is sometimes slow. What they do in turn is done 600 times."""
     sleep = "if (i % 50 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));"

@@ -3,12 +3,12 @@
 // What a GPU leaves undefined is made visible here. Shared memory starts as NaN. Asynchronous copies run in one of two schedules:
 // EAGER, at the moment they are issued, and DEFERRED, at the last moment the waits allow; a kernel that lacks a wait passes one and
 // fails the other. Products of warpgroups read their factors in the same two ways. Values a lane stores to shared memory reach the other
-// lanes, when deferred, at the next barrier. Under ThreadSanitizer a missing barrier between warps is a reported race. Warps that wait
-// for each other in a circle, and barriers used against the rules, end in a report.
+// lanes, when deferred, at the next barrier. Under ThreadSanitizer a missing barrier between warps is a reported race. A grid in which
+// nobody can move any more, and barriers used against the rules, end in a report.
 #pragma once
 #include "tile/host_block.cuh"
 #include <algorithm>
-#include <atomic>
+#include <thread>
 
 namespace host {
 
