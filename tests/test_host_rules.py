@@ -4,6 +4,7 @@ What a GPU would answer with a hang, with garbage or with nothing at all is a `F
 """
 
 import re
+import time
 from dataclasses import replace
 
 import numpy
@@ -217,8 +218,10 @@ def test_a_fault_ends_the_blocks_that_wait_for_its_own(run):
     fault = "take_turn(counters, 1); arrive_at(barrier);"
     body = f"if (warp_id() == 0) {{ if (block_id() == 1) {{ {wait} }} else {{ {fault} }} }}"
     message = "warp 0 of block 0 uses the barrier at byte 0 of shared memory, which nobody has started"
+    begun = time.monotonic()
     with pytest.raises(FaultError, match=message):
         run(body, 2, 2)
+    assert time.monotonic() - begun < 45  # most of it for the compiler
 
 
 @pytest.mark.parametrize("group, answers", [(0, 4), (1, 2)])
