@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 SCHEDULES = ("eager", "deferred")
 OPTIONS = ("-std=c++17", "-O2", "-pthread", "-Wno-unknown-pragmas")
 MESSAGE_BYTES = 4096
+SIGNALS_MS = 50  # how long a run keeps Python from handling signals
 FAULT_STATUS = 3  # of host_main.cpp
 MULTIPROCESSORS = 2  # as many as the host pretends to be: few, so that blocks which take tiles in turn take several
 
@@ -133,11 +135,13 @@ def run(
     Raises
     ------
     DeadlockError
-        If warps wait for each other in a circle; says who waits for what.
+        If no warp can move, because they wait for each other in a circle or for what nobody does; says who waits for what.
     FaultError
         If a warp breaks a rule of the machine; says which and where.
     SanitizerError
         With the sanitizer's report.
+    KeyboardInterrupt
+        Or what else a signal handler raises: all threads have ended then, and results are partly written.
     """
     launches = tuple(launch.on(MULTIPROCESSORS) for launch in launches if launch.blocks)
     if not launches:
@@ -150,22 +154,19 @@ def run(
         for place in places_of(params, name).values():
             words[place] = array.ctypes.data
     deferred = SCHEDULES.index(options.schedule)
-    if options.sanitize:
-        for launch in launches:
-            use = functools.partial(_run_program, launch=launch, params=params, arrays=arrays, deferred=deferred)
-            with_copy(plan.name, code, use)
-        return None
-
-    library = _load(code)
-    counts = (ctypes.c_uint64 * 3)()
-    message = ctypes.create_string_buffer(MESSAGE_BYTES)
+    fields = {8 * place: name for name in arrays for place in places_of(params, name).values()}
+    library = None if options.sanitize else _load(code)
     teams = max(1, len(os.sched_getaffinity(0)) // plan.config.WARPS) if hasattr(os, "sched_getaffinity") else 1
+    counts = (ctypes.c_uint64 * 3)()
     for launch in launches:
-        kernel = ctypes.cast(getattr(library, launch.entry), ctypes.c_void_p)
-        numbers = (ctypes.c_int64(launch.blocks), launch.shared_bytes, deferred, teams)
-        if library.launch(kernel, ctypes.c_void_p(params.ctypes.data), *numbers, counts, message, MESSAGE_BYTES):
-            raise _fault(f"{plan.name}: {message.value.decode()}")
-    return Traffic(*counts)
+        if library:
+            failure = _run_here(library, launch, params, deferred, teams, counts)
+        else:
+            use = functools.partial(_run_program, launch=launch, params=params, arrays=arrays, deferred=deferred)
+            failure = with_copy(plan.name, code, use)
+        if failure:
+            raise _fault(f"{plan.name}: {failure}", fields)
+    return Traffic(*counts) if library else None
 
 
 @functools.cache
@@ -178,8 +179,28 @@ def _compile(plan: Plan, options: HostOptions) -> bytes:
     return compiled(plan.name, *_task(plan, options))
 
 
-def _run_program(path: Path, launch: Launch, params: numpy.ndarray, arrays: dict[str, numpy.ndarray], deferred: int) -> None:
-    """Run one entry in a sanitized program on copies of the arrays, and copy back what it changed.
+def _run_here(library: ctypes.CDLL, launch: Launch, params: numpy.ndarray, deferred: int, teams: int, counts: ctypes.Array) -> str:
+    """Run one entry in threads of this process. Returns what was wrong, or ''.
+
+    Python handles signals only between calls of the library, so it waits in short ones. Whatever is raised meanwhile, no thread is
+    left behind that writes to the arrays.
+    """
+    kernel = ctypes.cast(getattr(library, launch.entry), ctypes.c_void_p)
+    numbers = (ctypes.c_int64(launch.blocks), launch.shared_bytes, deferred, teams)
+    message = ctypes.create_string_buffer(MESSAGE_BYTES)
+    run = ctypes.c_void_p()
+    try:
+        library.launch(ctypes.byref(run), kernel, ctypes.c_void_p(params.ctypes.data), *numbers)
+        while not library.ended(run, SIGNALS_MS):
+            pass
+    finally:
+        if run:
+            library.finish(run, counts, message, MESSAGE_BYTES)
+    return message.value.decode()
+
+
+def _run_program(path: Path, launch: Launch, params: numpy.ndarray, arrays: dict[str, numpy.ndarray], deferred: int) -> str:
+    """Run one entry in a sanitized program on copies of the arrays, and copy back what it changed. Returns what was wrong, or ''.
 
     The job file holds int64 numbers and bytes: length of the entry's name, name, blocks, bytes of shared memory, schedule, size of
     params, params, number of arrays, then for each array how often its address is in params, the offsets of that, the offset of
@@ -198,7 +219,7 @@ def _run_program(path: Path, launch: Launch, params: numpy.ndarray, arrays: dict
                 file.write(ctypes.string_at(low, high - low))
         done = subprocess.run([str(path), str(job)], capture_output=True, text=True, preexec_fn=_fixed_addresses)
         if done.returncode == FAULT_STATUS:
-            raise _fault(done.stdout.strip())
+            return done.stdout.strip()
         if done.returncode:
             raise SanitizerError(done.stderr or f"{path.name} ended with status {done.returncode}")
         contents = job.read_bytes()
@@ -206,9 +227,12 @@ def _run_program(path: Path, launch: Launch, params: numpy.ndarray, arrays: dict
             memory = contents[place : place + high - low]
             if memory != ctypes.string_at(low, high - low):  # inputs may be read-only, and are left alone
                 ctypes.memmove(low, memory, high - low)
+    return ""
 
 
-def _fault(message: str) -> FaultError:
+def _fault(message: str, fields: dict[int, str]) -> FaultError:
+    """The exception for a report, where {104}[5] is a counter: number 5 of the field at byte 104 of the parameters."""
+    message = re.sub(r"\{(\d+)\}(?=\[)", lambda found: fields.get(int(found[1]), found[0]), message)
     return (DeadlockError if "deadlock in block" in message else FaultError)(message)
 
 

@@ -1,20 +1,40 @@
-// host.cpp -- a kernel file and the entry that Python calls to execute one of its kernels on this machine's processor.
+// host.cpp -- a kernel file and the entries that Python calls to execute one of its kernels on this machine's processor.
 #include KERNEL_FILE
-#include <algorithm>
+#include <chrono>
+#include <future>
 
 typedef void Kernel(const PARAMS);
 
-// Adds what the kernel moved and computed to counts: bytes read, bytes written, floating-point operations.
-// Returns 0, or 1 with the reason in `message`.
-extern "C" int launch(Kernel* kernel, const void* params, i64 blocks, int shared_bytes, int deferred, int teams, u64* counts,
-                      char* message, int capacity) {
-  PARAMS copy;
-  std::memcpy(&copy, params, sizeof copy);
-  host::Counts total;
-  const std::string failure = host::run_grid(kernel, copy, blocks, WARPS, shared_bytes, deferred ? host::DEFERRED : host::EAGER, teams, total);
-  counts[0] += total.read_bytes;
-  counts[1] += total.written_bytes;
-  counts[2] += total.flops;
+// A kernel that threads of its own execute, so that the caller can wait for it piece by piece, and give it up.
+struct Run {
+  PARAMS params;
+  host::Counts counts;
+  int stop = 0;
+  std::future<std::string> failure;
+};
+
+// Begins a run, which `ended` and `finish` are then called with.
+extern "C" void launch(Run** run, Kernel* kernel, const void* params, i64 blocks, int shared_bytes, int deferred, int teams) {
+  Run* const started = *run = new Run;
+  std::memcpy(&started->params, params, sizeof started->params);
+  started->failure = std::async(std::launch::async, [=] {
+    const host::Schedule schedule = deferred ? host::DEFERRED : host::EAGER;
+    return host::run_grid(kernel, started->params, blocks, WARPS, shared_bytes, schedule, teams, started->counts, started->stop);
+  });
+}
+// Waits for the end, but not longer. Returns whether it has come.
+extern "C" int ended(const Run* run, int milliseconds) {
+  return run->failure.wait_for(std::chrono::milliseconds(milliseconds)) == std::future_status::ready;
+}
+// Stops a run that has not ended; from then on no memory of the caller is touched. Adds what the kernel moved and computed to counts: bytes
+// read, bytes written, floating-point operations. Returns 0, or 1 with the reason in `message`.
+extern "C" int finish(Run* run, u64* counts, char* message, int capacity) {
+  __atomic_store_n(&run->stop, 1, __ATOMIC_RELAXED);
+  const std::string failure = run->failure.get();
+  counts[0] += run->counts.read_bytes;
+  counts[1] += run->counts.written_bytes;
+  counts[2] += run->counts.flops;
+  delete run;
   std::strncpy(message, failure.c_str(), capacity - 1);
   return !failure.empty();
 }

@@ -44,7 +44,10 @@ int main(int, char** arguments) {
 
   char message[4096] = "";
   u64 counts[3] = {};
-  const int fault = launch(kernel, params.data(), blocks, int(shared_bytes), int(deferred), 1, counts, message, sizeof message);
+  Run* run;
+  launch(&run, kernel, params.data(), blocks, int(shared_bytes), int(deferred), 1);
+  run->failure.wait();
+  const int fault = finish(run, counts, message, sizeof message);
   std::puts(message);
   for (const Array& array : arrays) {
     std::fseek(job, array.place, SEEK_SET);

@@ -1,14 +1,16 @@
-"""Rules of barriers that count arrivals, of the copy engine and of warpgroups, on the host: small kernels that break one.
+"""Rules of barriers, of counters, of the copy engine and of warpgroups, on the host: small kernels that break one.
 
 What a GPU would answer with a hang, with garbage or with nothing at all is a `FaultError` here, in both schedules.
 """
 
 import re
+import time
+from dataclasses import replace
 
 import numpy
 import pytest
 
-from cupy_flash import DeadlockError, FaultError, plan_attention
+from cupy_flash import DeadlockError, FaultError, host, plan_attention
 from cupy_flash.cases import Case, make_inputs
 from cupy_flash.host import SCHEDULES
 
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("fast_build")
 # A small kernel in the place of a large one, with a few things at hand.
 SMALL_KERNEL = """\
 #include "tile/arrival.cuh"
+#include "tile/sums.cuh"
 #include "tile/wgmma.cuh"
 KERNEL(32 * WARPS, 1) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   const Arrival barrier{shared_memory()};
@@ -24,8 +27,9 @@ KERNEL(32 * WARPS, 1) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   const int first[BATCH_AXES] = {};
   Acc<16, 64> acc, other;
   float out = 1.f;
+  u32* const counters = static_cast<u32*>(p.lse.data);
   BODY
-  if (warp_id() == 0) *static_cast<float*>(p.lse.data) = out;
+  if (warp_id() == 0 && block_id() == 0) *static_cast<float*>(p.lse.data) = out;
 }
 """
 BODY_LINE = SMALL_KERNEL[: SMALL_KERNEL.index("BODY")].count("\n") + 1
@@ -36,10 +40,13 @@ def run(request, monkeypatch, change_kernel):
     """A function that executes a kernel with this body, in each schedule, and returns the number it leaves in `out`."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
 
-    def run_body(body):
+    def run_body(body, blocks=1, at_a_time=1):
         change_kernel("fwd_hopper.cu", SMALL_KERNEL.replace("BODY", body))
         inputs = make_inputs(Case("float16", 65, 64))  # of 64 queries out would leave from registers, without a map
-        _, lse = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", return_lse=True)(*inputs)
+        plan = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", return_lse=True)
+        monkeypatch.setattr(host, "scheduled", lambda plan, params, launches: (params, (replace(launches[0], blocks=blocks),)))
+        monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(at_a_time * plan.kernel.config.WARPS))
+        _, lse = plan(*inputs, lse=numpy.zeros((1, 1, 65), "f4"))  # where counters start
         return lse[0, 0, 0]
 
     return run_body
@@ -160,6 +167,61 @@ def test_each_opening_counts_anew(run):
     others = "for (int i = 0; i < 3; ++i) sync_block();"
     start = "if (warp_id() == 0) start_arrivals(barrier, 2); sync_block();"
     assert run(f"{start} if (warp_id() < 2) {arrivals} else {others}") == 4
+
+
+# How many blocks, how many at a time, what warp 0 of each does, and what the first of them then waits for.
+STUCK = {
+    "nobody counts": (1, 1, "take_turn(counters + 7, 5);", "lse[7], which is 0, to become 5"),
+    "counted beyond": (1, 1, "pass_turn(counters); take_turn(counters, 0);", "lse[0], which is 1, to become 0"),
+    "a later block counts": (
+        *(2, 1, "if (block_id() == 0) wait_for_count(counters + 1, 1); else pass_turn(counters + 1);"),
+        "lse[1], which is 0, to become 1 or more",
+    ),
+    "each counts too few": (
+        *(3, 3, "pass_turn(counters + 2); wait_for_count(counters + 2, 4 + block_id());"),
+        "lse[2], which is 3, to become 4 or more",
+    ),
+    "others count and end": (
+        *(4, 2, "if (block_id() == 0) take_turn(counters, 4); else pass_turn(counters);"),
+        "lse[0], which is 3, to become 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("blocks, at_a_time, body, awaited", STUCK.values(), ids=STUCK)
+def test_deadlock_says_which_counter_is_what(blocks, at_a_time, body, awaited, run):
+    with pytest.raises(DeadlockError) as caught:
+        run(f"if (warp_id() == 0) {{ {body} }}", blocks, at_a_time)
+    report = re.sub(r"(?<= at )\S*/", "", str(caught.value)).partition("deadlock")[2].splitlines()
+    assert report[:2] == [" in block 0:", f"  warp 0 waits for {awaited} at fwd_hopper.cu:{BODY_LINE}"]
+    assert set(report[2:]) == {f"  warp {warp} waits for nothing: it has finished" for warp in range(1, len(report) - 1)}
+
+
+@pytest.mark.parametrize("tool", host.SANITIZERS)
+def test_a_sanitized_program_names_the_counter_as_well(tool, run, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", tool)
+    with pytest.raises(DeadlockError, match=r"warp 0 waits for lse\[7\], which is 0, to become 5 at "):
+        run("if (warp_id() == 0) take_turn(counters + 7, 5);")
+
+
+def test_blocks_that_take_turns_are_no_deadlock(run):
+    """All but one wait nearly always, and that one is sometimes slow. What they do in turn is done 600 times."""
+    sleep = "if (i % 50 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));"
+    turn = f"take_turn(counters + 1, 3 * i + block_id()); {sleep} ++counters[2]; pass_turn(counters + 1);"
+    last = "if (block_id() == 0) { take_turn(counters + 1, 600); out = float(counters[2]); }"
+    assert run(f"if (warp_id() == 0) {{ for (u32 i = 0; i < 200; ++i) {{ {turn} }} {last} }}", 3, 3) == 600
+
+
+def test_a_fault_ends_the_blocks_that_wait_for_its_own(run):
+    """Block 1 waits when block 0 fails: who waits for whom is not what is reported."""
+    wait = "pass_turn(counters); take_turn(counters + 1, 1);"
+    fault = "take_turn(counters, 1); arrive_at(barrier);"
+    body = f"if (warp_id() == 0) {{ if (block_id() == 1) {{ {wait} }} else {{ {fault} }} }}"
+    message = "warp 0 of block 0 uses the barrier at byte 0 of shared memory, which nobody has started"
+    begun = time.monotonic()
+    with pytest.raises(FaultError, match=message):
+        run(body, 2, 2)
+    assert time.monotonic() - begun < 45  # most of it for the compiler
 
 
 @pytest.mark.parametrize("group, answers", [(0, 4), (1, 2)])

@@ -91,7 +91,6 @@ def settings_of(kernel):
     }
 
 
-IMPATIENT, PATIENCE = "tile/host_block.cuh", "seconds(60)"  # with a block that waits for another one
 # The call with this number is left out. Decided when the kernel runs, so that it is built once for all of them.
 LEFT_OUT = """\
 #ifndef LEFT_OUT
@@ -162,7 +161,7 @@ def faults_without(monkeypatch):
 
     def run(kernel, number):
         monkeypatch.setenv("LEFT_OUT", "-1" if number is None else str(number))
-        texts = with_choice(kernel) | {IMPATIENT: source.files()[IMPATIENT].replace(PATIENCE, "seconds(5)")}
+        texts = with_choice(kernel)
         monkeypatch.setattr(host, "source_of", lambda plan: source.source_of(plan) | texts)
         compute = gradients if kernel.startswith("bwd") else results
         for (name, setting), order in product(settings_of(kernel).items(), SCHEDULES):
@@ -179,7 +178,6 @@ def faults_without(monkeypatch):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_as_it_is(kernel, faults_without):
-    assert PATIENCE in source.files()[IMPATIENT]
     assert list(faults_without(kernel, None)) == []
 
 

@@ -3,12 +3,12 @@
 // What a GPU leaves undefined is made visible here. Shared memory starts as NaN. Asynchronous copies run in one of two schedules:
 // EAGER, at the moment they are issued, and DEFERRED, at the last moment the waits allow; a kernel that lacks a wait passes one and
 // fails the other. Products of warpgroups read their factors in the same two ways. Values a lane stores to shared memory reach the other
-// lanes, when deferred, at the next barrier. Under ThreadSanitizer a missing barrier between warps is a reported race. Warps that wait
-// for each other in a circle, and barriers used against the rules, end in a report.
+// lanes, when deferred, at the next barrier. Under ThreadSanitizer a missing barrier between warps is a reported race. A grid in which
+// nobody can move any more, and barriers used against the rules, end in a report.
 #pragma once
 #include "tile/host_block.cuh"
 #include <algorithm>
-#include <atomic>
+#include <thread>
 
 namespace host {
 
@@ -125,6 +125,20 @@ struct Warp {
     return sum;
   }
 
+  // Blocks count counters in device memory up, and wait for those of others. Returns what it is then.
+  template <int ORDER> u32 count_up(u32& counter) {
+    const u32 count = __atomic_add_fetch(&counter, 1, ORDER);
+    block->grid.counted(counter);
+    return count;
+  }
+  void wait_for(const u32& counter, u32 value, bool or_beyond, CallSite at) { block->wait_for(warp, counter, value, or_beyond, at); }
+
+  // Every kernel multiplies often, so this is where a warp that never waits learns that it shall end.
+  void count_flops(int flops) {
+    if (block->grid.stopped()) throw Stopped{};
+    counts.flops += flops;
+  }
+
   [[noreturn]] void fail(const std::string& what, CallSite at) { block->fail(warp, what, at); }
   void check_shown(const char* from, int bytes, const char* who, CallSite at) { block->check_shown(warp, from, bytes, who, at); }
 
@@ -202,17 +216,18 @@ struct Meeting {
   u64 round = 0;
 };
 
-// Executes kernel(params) for every block of the grid. Teams of `warps` threads take blocks in order until none is left or one fails.
-// Adds what they moved and computed to `counts`. Returns the first failure, or an empty string.
+// Executes kernel(params) for every block of the grid. Teams of `warps` threads take blocks in order until none is left, one fails, or
+// somebody sets `stop`. Adds what they moved and computed to `counts`. Returns the first failure, or an empty string.
 template <typename Params>
 std::string run_grid(void (*kernel)(const Params), const Params& params, i64 blocks, int warps, int shared_bytes, Schedule schedule, int teams,
-                     Counts& counts) {
-  std::atomic<i64> next{0};
-  std::mutex mutex;
-  std::string failure;
+                     Counts& counts, int& stop) {
+  std::vector<u64> words(sizeof params / sizeof(u64));
+  std::memcpy(words.data(), &params, words.size() * sizeof(u64));
+  Grid grid{blocks, std::move(words), stop};
+  grid.moving = teams;
+  for (int i = 0; i < teams; ++i) grid.in_progress.push_back(std::make_unique<Block>(grid, warps, shared_bytes, schedule));
 
-  auto team = [&] {
-    Block block(blocks, warps, shared_bytes, schedule);
+  auto team = [&](Block& block) {
     Meeting meeting(warps);
     i64 current = 0;
     auto member = [&](int id) {
@@ -222,16 +237,13 @@ std::string run_grid(void (*kernel)(const Params), const Params& params, i64 blo
       self = &warp;
       for (;;) {
         meeting.wait([&] {
-          if (!block.failure.empty()) {
-            std::lock_guard<std::mutex> lock(mutex);
-            if (failure.empty()) failure = block.failure;
-            next = blocks;
-          }
-          current = next++;
+          if (!block.failure.empty() || grid.stopped()) grid.end(block.failure);
+          current = grid.stopped() ? blocks : grid.next++;
           if (current < blocks) block.start(current);
+          else grid.rest();
         });
         if (current >= blocks) {
-          std::lock_guard<std::mutex> lock(mutex);
+          std::lock_guard<std::mutex> lock(grid.mutex);
           counts += warp.counts;
           return;
         }
@@ -250,10 +262,10 @@ std::string run_grid(void (*kernel)(const Params), const Params& params, i64 blo
   };
 
   std::vector<std::thread> more;
-  for (int i = 1; i < teams; ++i) more.emplace_back(team);
-  team();
+  for (int i = 1; i < teams; ++i) more.emplace_back(team, std::ref(*grid.in_progress[i]));
+  team(*grid.in_progress[0]);
   for (std::thread& t : more) t.join();
-  return failure;
+  return grid.failure;
 }
 
 }  // namespace host

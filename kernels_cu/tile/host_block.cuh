@@ -1,64 +1,20 @@
 // host_block.cuh -- a block on the host: its shared memory, its barriers, and the reports of who uses them wrongly.
 #pragma once
+#include "tile/host_order.cuh"
 #include <algorithm>
-#include <chrono>
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <thread>
 #include <unordered_map>
 #include <vector>
-
-// ThreadSanitizer shall see the order that a kernel's barriers make, and no other: it is told of them one by one, and looks away while
-// the machine does its own business under a lock, which orders whatever it happens to order.
-#if defined(__SANITIZE_THREAD__)
-#define TELL_SANITIZER 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define TELL_SANITIZER 1
-#endif
-#endif
-#ifdef TELL_SANITIZER
-extern "C" {
-void AnnotateIgnoreReadsBegin(const char* file, int line);    // and writes
-void AnnotateIgnoreReadsEnd(const char* file, int line);
-void AnnotateIgnoreSyncBegin(const char* file, int line);
-void AnnotateIgnoreSyncEnd(const char* file, int line);
-void __tsan_acquire(void* order);
-void __tsan_release(void* order);
-}
-#endif
 
 namespace host {
 
 enum Schedule { EAGER, DEFERRED };
-struct Stopped {};                         // unwinds a warp when its block has failed
+struct Stopped {};                         // unwinds a warp when its block has failed, or the grid shall end
 struct CallSite { const char* file; int line; };
-
-// An order between warps: what one did before it gave comes before what another does after it has taken.
-struct Order {
-#ifdef TELL_SANITIZER
-  char place;
-  void give() { AnnotateIgnoreSyncEnd("", 0); __tsan_release(&place); AnnotateIgnoreSyncBegin("", 0); }
-  void take() { AnnotateIgnoreSyncEnd("", 0); __tsan_acquire(&place); AnnotateIgnoreSyncBegin("", 0); }
-#else
-  void give() {}
-  void take() {}
-#endif
-};
-// The lock of a block, under which orders are given and taken.
-struct Lock {
-#ifdef TELL_SANITIZER
-  struct LookAway {
-    LookAway() { AnnotateIgnoreSyncBegin("", 0); AnnotateIgnoreReadsBegin("", 0); }
-    ~LookAway() { AnnotateIgnoreReadsEnd("", 0); AnnotateIgnoreSyncEnd("", 0); }
-  } look_away;
-#endif
-  std::unique_lock<std::mutex> held;
-  explicit Lock(std::mutex& mutex) : held(mutex) {}
-};
 
 struct Load { i64 bytes; std::function<void()> copy; };         // by the copy engine
 
@@ -75,17 +31,47 @@ struct Barrier {
   std::vector<Load> loads = {};                               // deferred, and not made yet
 };
 
+// What a warp waits for a counter in device memory to become. Blocks count such counters up for each other.
+struct Awaited {
+  const u32* counter = nullptr;
+  u32 value = 0;
+  bool or_beyond = false;
+  u32 count() const { return __atomic_load_n(counter, __ATOMIC_ACQUIRE); }
+  bool met() const { return or_beyond ? count() >= value : count() == value; }
+};
+
+struct Block;
+// What blocks know of each other. Each team of threads executes one block at a time. A team rests while all warps of its block are stuck, some
+// of them because of a counter, and when no block is left for it. When all teams rest, nobody will ever count: a deadlock, however long
+// or short a time that took.
+struct Grid {
+  const i64 blocks;
+  const std::vector<u64> params;                              // among them the addresses of arrays
+  int& stop;                                                  // other than 0: all warps shall end
+  std::vector<std::unique_ptr<Block>> in_progress = {};       // of each team
+  std::atomic<i64> next{0};
+  std::atomic<int> moving{0};                                 // teams that do not rest
+  std::mutex mutex = {};
+  std::string failure = {};                                   // the first one
+
+  bool stopped() const { return __atomic_load_n(&stop, __ATOMIC_RELAXED); }
+  void end(const std::string& why);
+  void rest();
+  void counted(const u32& counter);
+  std::string name_of(const u32* counter) const;
+};
+
 // One thread block: its shared memory, and who waits for what.
 struct Block {
   static constexpr int NAMES = 16;                            // of named barriers, as many as a GPU has
-  const i64 blocks;                                           // of the grid
+  Grid& grid;
   const int warps, shared_bytes;
   const Schedule schedule;
   char* shared = nullptr;
   i64 index = 0;
 
-  Block(i64 blocks, int warps, int shared_bytes, Schedule schedule)
-      : blocks(blocks), warps(warps), shared_bytes(shared_bytes), schedule(schedule), waits_for(warps) {
+  Block(Grid& grid, int warps, int shared_bytes, Schedule schedule)
+      : grid(grid), warps(warps), shared_bytes(shared_bytes), schedule(schedule), awaited(warps), waits_for(warps) {
     arena.resize(shared_bytes + 1024);
     shared = arena.data() + (1024 - reinterpret_cast<uintptr_t>(arena.data()) % 1024) % 1024;
   }
@@ -103,30 +89,46 @@ struct Block {
   }
 
   // Blocks the calling warp until `ready()`, which is evaluated under the lock. A warp that finds it false is stuck until some
-  // other warp changes the state; when every live warp is stuck nobody can, and that is a deadlock. `what` tells what it waits for.
+  // other warp changes the state; when every live warp is stuck, none of this block can. `what` tells what it waits for.
   template <typename What, typename Ready> void wait_until(Lock& lock, int warp, What what, Ready ready) {
     if (ready()) return;
     waits_for[warp] = what;
     while (!ready()) {
-      if (!failure.empty()) throw Stopped{};
+      if (ends()) throw Stopped{};
       const u64 seen = version;
-      if (++stuck == live) report_deadlock();
-      while (version == seen && failure.empty()) wake.wait(lock.held);
+      if (++stuck == live) all_stuck(lock);
+      while (version == seen && !ends()) wake.wait(lock.held);
     }
   }
   // Blocks until other blocks have counted up to `value`, or beyond. Blocks start in order, so one that waits for an earlier one is served.
-  void wait_for(const u32& counter, u32 value, bool or_beyond) {
-    const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-    const auto ready = [&](u32 count) { return or_beyond ? count >= value : count == value; };
-    while (!ready(__atomic_load_n(&counter, __ATOMIC_ACQUIRE))) {
-      if (std::chrono::steady_clock::now() > patience) {
-        Lock lock(mutex);
-        failure = "deadlock in block " + std::to_string(index) + ": it waits for blocks that do not come before it";
-        wake.notify_all();
-        throw Stopped{};
-      }
-      std::this_thread::yield();
+  void wait_for(int warp, const u32& counter, u32 value, bool or_beyond, CallSite at) {
+    const Awaited until{&counter, value, or_beyond};
+    while (!until.met()) {                                    // in the end without the lock, where the sanitizer sees the order
+      Lock lock(mutex);
+      awaited[warp] = until;
+      wait_until(lock, warp, [=] { return named(until) + named(at); }, [&] { return until.met(); });
+      awaited[warp] = {};
     }
+  }
+  // Some block has counted this counter up.
+  void counted(const u32& counter) {
+    Lock lock(mutex);
+    for (const Awaited& until : awaited) {
+      if (until.counter != &counter || !until.met()) continue;
+      if (rests) ++grid.moving;
+      rests = false;
+      state_changed();
+      return;
+    }
+  }
+  // Nobody in the grid can move, and this is its first block that is not done.
+  void fail_by_deadlock() {
+    Lock lock(mutex);
+    report_deadlock();
+  }
+  void wake_all() {
+    Lock lock(mutex);
+    wake.notify_all();
   }
   void state_changed() { ++version; stuck = 0; wake.notify_all(); }
 
@@ -220,8 +222,10 @@ struct Block {
   void leave(int warp) {
     Lock lock(mutex);
     waits_for[warp] = [] { return std::string("nothing: it has finished"); };
+    awaited[warp] = {};
+    if (ends()) wake.notify_all();                            // others may not know yet
     if (--live == 0) check_end();
-    else if (stuck == live) report_deadlock();
+    else if (stuck == live) all_stuck(lock);
   }
 
   // What lanes store to shared memory the copy engine and products do not see until the warp shows it.
@@ -239,10 +243,12 @@ struct Block {
 
   std::mutex mutex;
   std::string failure;
+  bool rests = false;                                         // until a counter is counted up
 
  private:
   std::vector<char> arena;
   std::condition_variable wake;
+  std::vector<Awaited> awaited;                               // by each warp
   std::vector<std::function<std::string()>> waits_for;
   int live = 0, arrived = 0, stuck = 0;
   u64 version = 0, barrier_phase = 0;
@@ -295,9 +301,19 @@ struct Block {
     state_changed();
   }
 
+  bool ends() const { return !failure.empty() || grid.stopped(); }
+  void all_stuck(Lock& lock) {
+    if (ends()) return;
+    if (std::none_of(awaited.begin(), awaited.end(), [](const Awaited& until) { return until.counter; })) return report_deadlock();
+    rests = true;
+    lock.held.unlock();                                       // the grid may lock any block
+    grid.rest();
+    lock.held.lock();
+  }
+
   // What only shows when all warps have left.
   void check_end() {
-    if (!failure.empty()) return;
+    if (ends()) return;
     for (const auto& [address, barrier] : barriers)
       if (barrier.missing_bytes != 0) failure = "block " + std::to_string(index) + " ends, and " + named(address) + " lacks " + missing_at(barrier);
     for (int name = 0; name < NAMES; ++name)
@@ -311,6 +327,10 @@ struct Block {
 
   static std::string named(CallSite at) { return " at " + std::string(at.file) + ":" + std::to_string(at.line); }
   std::string named(const char* address) const { return "the barrier at byte " + std::to_string(address - shared) + " of shared memory"; }
+  std::string named(const Awaited& until) const {
+    return grid.name_of(until.counter) + ", which is " + std::to_string(until.count()) + ", to become " + std::to_string(until.value) +
+           (until.or_beyond ? " or more" : "");
+  }
   static std::string missing_at(const Barrier& barrier) {
     return std::to_string(barrier.missing) + " of " + std::to_string(barrier.count) + " warps and " + std::to_string(barrier.missing_bytes) + " bytes";
   }
@@ -320,11 +340,40 @@ struct Block {
     throw Stopped{};
   }
   void report_deadlock() {
-    if (!failure.empty()) return;
+    if (ends()) return;
     failure = "deadlock in block " + std::to_string(index) + ":";
     for (int w = 0; w < warps; ++w) failure += "\n  warp " + std::to_string(w) + " waits for " + waits_for[w]();
     wake.notify_all();
   }
 };
+
+// Ends all blocks: one has failed, or somebody wants it.
+inline void Grid::end(const std::string& why) {
+  {
+    Lock lock(mutex);
+    if (failure.empty()) failure = why;
+  }
+  __atomic_store_n(&stop, 1, __ATOMIC_RELAXED);
+  for (const auto& block : in_progress) block->wake_all();
+}
+// A team rests. If it was the last to move, all others hold still, and what is read here of their blocks does not change.
+inline void Grid::rest() {
+  if (--moving > 0 || stopped()) return;
+  Block* first = nullptr;
+  for (const auto& block : in_progress)
+    if (block->rests && (!first || block->index < first->index)) first = block.get();
+  if (first) first->fail_by_deadlock();
+}
+inline void Grid::counted(const u32& counter) {
+  for (const auto& block : in_progress) block->counted(counter);
+}
+// Its place in the array that it belongs to, whose address is the nearest one: {byte of the parameters}[index].
+inline std::string Grid::name_of(const u32* counter) const {
+  const u64 address = reinterpret_cast<uintptr_t>(counter);
+  size_t nearest = 0;
+  for (size_t i = 0; i < params.size(); ++i)
+    if (params[i] <= address && (params[nearest] > address || params[i] > params[nearest])) nearest = i;
+  return "{" + std::to_string(nearest * sizeof(u64)) + "}[" + std::to_string((address - params[nearest]) / sizeof(u32)) + "]";
+}
 
 }  // namespace host

@@ -90,7 +90,7 @@ OP bool barrier_red_or(int name, int threads, bool flag) {
 #else
 OP int warp_id() { return host::self->warp; }
 OP u32 block_id() { return u32(host::self->block->index); }
-OP u32 blocks() { return u32(host::self->block->blocks); }
+OP u32 blocks() { return u32(host::self->block->grid.blocks); }
 typedef char* SharedAddress;
 OP SharedAddress shared_memory() { return host::self->block->shared; }
 OP void sync_block(CallSite at = call_site()) { host::sync_block(at); }
@@ -136,7 +136,7 @@ OP void count_flops(int) {}
 #else
 OP void count_read(int bytes) { host::self->counts.read_bytes += bytes; }
 OP void count_written(int bytes) { host::self->counts.written_bytes += bytes; }
-OP void count_flops(int flops) { host::self->counts.flops += flops; }
+OP void count_flops(int flops) { host::self->count_flops(flops); }
 #endif
 
 // true in every lane if any lane's flag is set

@@ -124,21 +124,18 @@ OP void clear(float* sums, u32 begin, u32 end) {
 // Blocks that have to add in order count those that have. Called by one warp: returns when `mine` others are done, and what they added
 // is then visible to it and to the warps that meet it at a barrier. Only blocks of lower numbers may come before: a GPU starts blocks in
 // the order of their numbers, so that those are running or done.
-OP void take_turn(const u32* turn, u32 mine) {
 #if ON_GPU
+OP void take_turn(const u32* turn, u32 mine) {
   while (ld_acquire(turn) != mine) {}
-#else
-  host::self->block->wait_for(*turn, mine, false);
-#endif
 }
 // The same for a counter that others may have counted up further.
 OP void wait_for_count(const u32* counter, u32 least) {
-#if ON_GPU
   while (ld_acquire(counter) < least) {}
-#else
-  host::self->block->wait_for(*counter, least, true);
-#endif
 }
+#else
+OP void take_turn(const u32* turn, u32 mine, CallSite at = call_site()) { host::self->wait_for(*turn, mine, false, at); }
+OP void wait_for_count(const u32* counter, u32 least, CallSite at = call_site()) { host::self->wait_for(*counter, least, true, at); }
+#endif
 // Counts a block that has ended at each of `heads` counters, at most 32. By one warp, when all additions of the block have been made. Bits of
 // `others`, in shared memory: at which of them some of so many blocks have not been counted yet. Where none is left, what all of them
 // have added is visible to the warp, and to warps that it tells so.
@@ -151,7 +148,7 @@ OP void count_block(u32* counters, int heads, u32 blocks, SharedAddress others) 
   if (lane_id() == 0) store_shared(others, bits);
 #else
   u32 bits = 0;
-  for (int i = 0; i < heads; ++i) bits |= u32(__atomic_add_fetch(&counters[i], 1, __ATOMIC_ACQ_REL) < blocks) << i;
+  for (int i = 0; i < heads; ++i) bits |= u32(host::self->count_up<__ATOMIC_ACQ_REL>(counters[i]) < blocks) << i;
   store_shared(others, bits);
 #endif
 }
@@ -163,6 +160,6 @@ OP void pass_turn(u32* turn) {
 #if ON_GPU
   if (lane_id() == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
 #else
-  __atomic_add_fetch(turn, 1, __ATOMIC_RELEASE);
+  host::self->count_up<__ATOMIC_RELEASE>(*turn);
 #endif
 }
