@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .tensor_map import TensorMap
 
 BATCH_AXES = 4
+FLOAT32 = numpy.finfo(numpy.float32)
 UNBOUNDED = 1 << 30  # lengths stay below, so that a row plus a bound fits 32 bits
 
 TENSOR = numpy.dtype(
@@ -297,7 +298,23 @@ def _add_scores(params: numpy.ndarray, problem: Problem) -> None:
     params["heads_per_kv"] = problem.heads_per_kv
     for field in ("len_q", "len_kv", "dim", "dim_v", "scale"):
         params[field] = getattr(problem, field)
-    params["softcap"] = problem.softcap or 0
+    params["softcap"] = 0 if problem.softcap is None else _softcap(problem.scale, problem.softcap)
+
+
+def _softcap(scale: float, softcap: float) -> float:
+    """The softcap that a kernel is told, which divides by it, multiplies by it in units of log 2, and multiplies scores by scale / softcap.
+
+    These have to be numbers of float32. The smallest normal one stands for a softcap below it, to which smaller scores are 0, and
+    the largest one stands for a softcap that is infinite in units of log 2. scale / softcap may be below the normal numbers as
+    well, where rounding moves it by far more than 2**-24 of itself: then the softcap is moved to where the quotient is exact, or
+    to where it is 2**-140, if it is less. No score is bent by so little.
+    """
+    smallest, largest = float(FLOAT32.smallest_normal), float(FLOAT32.max)
+    softcap = min(max(softcap, smallest), largest / math.log2(math.e))
+    quotient = abs(scale) / softcap
+    if not 0 < quotient < smallest:
+        return softcap
+    return abs(scale) / max(math.ceil(quotient * 2**149) / 2**149, 2**-140)
 
 
 def _check_length(name: str, length: int) -> None:
