@@ -209,7 +209,8 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
         params[name] = described.in_the_clear()
     _add_scores(params, problem)
     params["by_queries"] = divisor(problem.queries or 1)
-    params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
+    with numpy.errstate(over="ignore"):  # where scores are scaled one by one, nobody reads it
+        params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
     tiles_of_head = -(-problem.len_q // tile_q)
     params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
     params["by_tiles_of_head"], params["by_heads"] = divisor(tiles_of_head), divisor(problem.heads_q)
@@ -302,9 +303,9 @@ def _add_scores(params: numpy.ndarray, problem: Problem) -> None:
 
 
 def _softcap(scale: float, softcap: float) -> float:
-    """The softcap that a kernel is told, which divides by it, multiplies by it in units of log 2, and multiplies scores by scale / softcap.
+    """The softcap that a kernel is told.
 
-    These have to be numbers of float32. The smallest normal one stands for a softcap below it, to which smaller scores are 0, and
+    It multiplies scores by scale / softcap, and what they become by softcap in units of log 2; the backward divides by that. These have to be numbers of float32. The smallest normal one stands for a softcap below it, to which smaller scores are 0, and
     the largest one stands for a softcap that is infinite in units of log 2. scale / softcap may be below the normal numbers as
     well, where rounding moves it by far more than 2**-24 of itself: then the softcap is moved to where the quotient is exact, or
     to where it is 2**-140, if it is less. No score is bent by so little.

@@ -173,8 +173,8 @@ def check_kind(architecture: Architecture, name: str, dtype: str, precision: str
         raise UnsupportedError(f"precision: expected None or 'ieee' on {architecture}, which has no tf32, got 'tf32'")
 
 
-# 2^(scale * score - max) in one instruction rounds the maximum alone. Beyond 2^31 that is by more than an exponent can be, and the largest
-# score too may be lost. Below this scale, scores are not so large unless their inputs are.
+# 2^(scale * score - max) in one instruction rounds the maximum alone. Beyond 2^31 that is by more than an exponent can be, and
+# the largest score too may be lost. Up to this scale, scores are not so large unless their inputs are.
 LARGEST_SCALE = 1024
 
 
