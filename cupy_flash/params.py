@@ -305,10 +305,11 @@ def _add_scores(params: numpy.ndarray, problem: Problem) -> None:
 def _softcap(scale: float, softcap: float) -> float:
     """The softcap that a kernel is told.
 
-    It multiplies scores by scale / softcap, and what they become by softcap in units of log 2; the backward divides by that. These have to be numbers of float32. The smallest normal one stands for a softcap below it, to which smaller scores are 0, and
-    the largest one stands for a softcap that is infinite in units of log 2. scale / softcap may be below the normal numbers as
-    well, where rounding moves it by far more than 2**-24 of itself: then the softcap is moved to where the quotient is exact, or
-    to where it is 2**-140, if it is less. No score is bent by so little.
+    It multiplies scores by scale / softcap, and what they become by softcap in units of log 2; the backward divides by that. All
+    have to be numbers of float32. The smallest normal one stands for a softcap below it, to which smaller scores are 0, and the
+    largest one for a softcap that is infinite in units of log 2. scale / softcap may be below the normal numbers as well, where
+    rounding moves it by far more than 2**-24 of itself: then the softcap is moved to where the quotient is exact, or to where it
+    is 2**-140, if it is less. No score is bent by so little.
     """
     smallest, largest = float(FLOAT32.smallest_normal), float(FLOAT32.max)
     softcap = min(max(softcap, smallest), largest / math.log2(math.e))
