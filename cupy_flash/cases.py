@@ -170,6 +170,7 @@ def quick_cases() -> tuple[Case, ...]:
         f16(40, 41, heads_q=2, batch=(3,), causal=True, layout="broadcast"),
         # The same, but scores that do not go straight from scale to exponential.
         f16(83, 109, softcap=30.0, values="large", causal=True),
+        f16(75, 99, softcap=1e5),  # far above the scores, which have to come through it unharmed
         f16(47, 79, scale=-0.25, heads_q=2),
         # The same, copied element by element.
         f16(71, 59, dim=33, causal=True),
@@ -188,6 +189,7 @@ def quick_cases() -> tuple[Case, ...]:
         f32(79, 103, heads_q=2, causal=True),
         f32(31, 47, dim=33, values="large"),
         f32(79, 103, precision="tf32"),
+        f32(75, 1, softcap=50.0, scale=1e-3),  # the log-sum-exp is the score, which is small
         Case("float64", 45, 61, dim=40, heads_q=3, heads_kv=1, causal=True),
         # Nothing to launch.
         f16(5, 0),
@@ -238,6 +240,11 @@ def _systematic() -> Iterator[Case]:
     for kind, softcap in product((f16, f32), (1.0, 30.0)):
         yield kind(75, 99, softcap=softcap, values="large")
         yield kind(75, 99, softcap=softcap, scale=-0.5)
+    for kind in (f16, f32):  # softcaps far from the scores
+        yield kind(75, 1, softcap=50.0, scale=1e-3)
+        yield kind(75, 99, softcap=1e-3)
+        yield kind(75, 99, softcap=1e3, scale=1e-3)
+        yield kind(75, 99, softcap=1e5)
     for kind, scale in product((f16, f32), (-0.25, 0.0, 1e-3, 1.5)):
         yield kind(75, 99, scale=scale, causal=True)
 

@@ -25,11 +25,14 @@ Independent errors. Terms that err by up to r of themselves, each on its own and
 r |terms|_2 / sqrt(3) as a standard deviation. TAIL takes 6.5 of these, which one sum in 10^10 exceeds.
 
 Score. Products of q and k err independently by `product`, and |q o k|_2 <= |q|_4 |k|_4. Their sum, and scale, change
-of base, subtraction of the maximum and exponential with u each, are relative to no more than |q|_2 |k|_2. The two
-exponentials or so in a tanh err relative to the softcap.
+of base, subtraction of the maximum and exponential with u each, are relative to no more than |q|_2 |k|_2. A softcap
+bends a score s to softcap * tanh(s / softcap), which errs relative to itself: tanh moves by no larger share than its
+argument does, since x tanh'(x) <= tanh x for x > 0. So u for the quotient, 4 u for a tanh of a library, which is right
+to two units in the last place, and u for the product add up to BENT u of the bent score, and neither |s| nor the
+softcap is below that.
 
     random = |scale| * product * |q|_4 |k|_4
-    steady = |scale| * (sum(dim) + 4 u) * |q|_2 |k|_2 + 4 u * softcap
+    steady = |scale| * (sum(dim) + 4 u) * |q|_2 |k|_2 + BENT u * min(|scale| |q|_2 |k|_2, softcap)
 
 Result. An error of a score is a relative error of its P, and `factor` is another, from rounding P and V before they
 meet. Summation adds sum(len_kv), and rounding to the format of the result `output`. Relative errors that all terms
@@ -57,6 +60,7 @@ from . import reference
 from .reference import Array, namespace
 
 TAIL = 6.5 / math.sqrt(3)
+BENT = 6  # u: what bending a score adds to its error
 TF32 = 2.0**-11  # half an ulp of 1
 # x = high + low + rest, high rounded to TF32 and low cut to it: a product leaves out low * low, TF32**2 of it at most, and the
 # two rests, twice that each.
@@ -171,8 +175,11 @@ def arithmetic_of(dtype: numpy.dtype, precision: str) -> Arithmetic:
 def score_errors(q: Array, k: Array, lse: Array, arithmetic: Arithmetic, scores: dict[str, Any]) -> tuple[Array, Array, Array]:
     """Return, from float64 arrays, `random`, `steady`, and the floor of the log-sum-exp without its `TAIL * random`."""
     u, (len_kv, dim) = arithmetic.sum, k.shape[-2:]
+    largest = abs(scores["scale"]) * norms(2, q, k)
     random = abs(scores["scale"]) * arithmetic.product * norms(4, q, k)
-    steady = abs(scores["scale"]) * (arithmetic.summation(dim) + 4 * u) * norms(2, q, k) + 4 * u * (scores.get("softcap") or 0)
+    steady = (arithmetic.summation(dim) + 4 * u) * largest
+    if scores.get("softcap") is not None:
+        steady = steady + BENT * u * namespace(q).minimum(largest, scores["softcap"])
     return random, steady, steady + (math.sqrt(len_kv) + 4 * (1 + finite(lse))) * u
 
 

@@ -31,8 +31,9 @@ sum this is as well; rounding out to its format moves the terms of dout o out, w
     delta_error(t) = (random + steady + factor + sum(len_kv)) * (|dout . out| + t * |P o dP|_2)
                    + output * (|dout . out| + t * |dout o out|_2) + (sqrt(dim_v) + 2) u * |dout|_2 |out|_2
 
-Softcap. 1 - tanh^2 has a derivative of at most twice itself, so it errs by 2 (random + steady) / softcap of itself. The
-errors of tanh, 4 u as in `compare`, are doubled by the square, and the difference rounds: 10 u, not relative.
+Softcap. 1 - tanh^2 has a derivative of at most twice itself, so it errs by 2 (random + steady) / softcap of itself. The tanh
+is bent / softcap and errs by BENT u as in `compare`, and by u each for the inverse of the softcap and the product with it. The
+square doubles these and rounds, so that tanh^2 = 1 - slope errs by (2 BENT + 5) u of itself, and the difference rounds as well.
 
 Formats end. A number below their range is off by `tiny`: half the smallest subnormal number of the format of P, dS and the
 gradients, or, where sums are kept, the smallest normal number, because kernels may flush what is smaller to zero.
@@ -44,7 +45,7 @@ heads that share a key head and batch elements that share an input. At last the 
     dq, dk:  |scale| * moved + output * |dq or dk| + tiny,  X = k or q,  E(t) the sum of
              (relative(t) + output + 2 (random + steady) / softcap + sum(n)) * dS,
              slope * (P * (dp_error + delta_error(t)) + tiny * |dP - delta|) + tiny,  slope = 1 - tanh^2 or 1,
-             10 u * P o (dP - delta), with a softcap only.
+             ((2 BENT + 5) (1 - slope) + slope) u * P o (dP - delta), with a softcap only.
 
 Masked pairs have none of this: a row that sees nothing, and a key that nobody sees, must have gradients of exactly 0.
 
@@ -64,7 +65,7 @@ import ml_dtypes
 import numpy
 
 from . import cases
-from .compare import TAIL, Arithmetic, arithmetic_of, closest, describe, distance, finite, norms, score_errors
+from .compare import BENT, TAIL, Arithmetic, arithmetic_of, closest, describe, distance, finite, norms, score_errors
 from .gradients import Gradients, Pairs, gradients_of, naive_gradients, pairs_of, summed_to
 from .reference import Array, accumulator, namespace, visible
 
@@ -249,7 +250,7 @@ def _floors(
             share[..., None] * ds,
             slope * (p * (dp_error + delta_error(t))[..., None] + tiny * abs(difference)) + seen * tiny,
         ]
-        return errors if softcap is None else [*errors, 10 * u * p * difference]
+        return errors if softcap is None else [*errors, ((2 * BENT + 5) * (1 - slope) + slope) * u * p * difference]
 
     def floor(dx: Array, factor: float, errors: Callable[[int, float], list[Array]], x: Array, by_key: bool) -> Array:
         n = x.shape[-2] * math.prod(dout.shape[:-2]) // max(1, math.prod(dx.shape[:-2]))

@@ -133,7 +133,7 @@ def pairs_of(
     ds = p * (dp - delta[..., None])
     slope, softcap = None, scores.get("softcap")
     if softcap is not None:
-        slope = 1 - xp.tanh(q @ k.swapaxes(-1, -2) * (scores["scale"] / softcap)) ** 2
+        slope = 1 - xp.tanh(q @ k.swapaxes(-1, -2) * scores["scale"] / softcap) ** 2
         ds = ds * slope
     return Pairs(p, lse, out, dp, delta, slope, xp.where(seen, ds, 0))
 
@@ -231,7 +231,7 @@ def blocked_gradients(
             # The query heads that share a key head are rows of one tall tile: each key is read once for all of them.
             tile = slice(head * group, (head + 1) * group), slice(row, row + block_q)
             at, source_q = (*element, *tile), _index(element, q, *tile)
-            q_tile = numpy.multiply(q[source_q], scale, dtype=wide)
+            q_tile = q[source_q].astype(wide)
             shape = q_tile.shape
             q_tile, dout_tile, out_tile = (_tall(x, wide) for x in (q_tile, dout[at], out[at]))
             lse_tile = lse[at].reshape(-1).astype(wide)
@@ -245,7 +245,7 @@ def blocked_gradients(
             for keys, seen in tiles_in_sight(*shape[:2], len_kv, first, last, block_kv):
                 k_tile = numpy.ascontiguousarray(k[source_k][keys], wide)
                 v_tile = numpy.ascontiguousarray(v[source_v][keys], wide)
-                p, ds = _pairs_of_tile(dout_tile, q_tile, k_tile, v_tile, lse_tile, delta, softcap, seen)
+                p, ds = _pairs_of_tile(dout_tile, q_tile, k_tile, v_tile, lse_tile, delta, scale, softcap, seen)
                 if seen is None:
                     dq_tile += ds @ k_tile
                     sums.dk[source_k][keys] += ds.T @ q_tile
@@ -254,23 +254,27 @@ def blocked_gradients(
                     dq_tile += weighted_sum(ds, k_tile, seen)
                     sums.dk[source_k][keys] += weighted_sum(ds.T, q_tile, seen.T)
                     sums.dv[source_v][keys] += weighted_sum(p.T, dout_tile, seen.T)
-            sums.dq[source_q] += scale * dq_tile.reshape(shape)
+            sums.dq[source_q] += dq_tile.reshape(shape)
 
+    for of_scores in (sums.dq, sums.dk):
+        of_scores *= scale
     return Gradients(*(_stored(x, q.dtype, given) for x, given in zip(sums, (dq, dk, dv))))
 
 
 def _pairs_of_tile(
     dout: numpy.ndarray,  # (rows, dim_v)
-    q: numpy.ndarray,  # (rows, dim), scaled
+    q: numpy.ndarray,  # (rows, dim)
     k: numpy.ndarray,  # (keys, dim)
     v: numpy.ndarray,  # (keys, dim_v)
     lse: numpy.ndarray,  # (rows,)
     delta: numpy.ndarray,  # (rows,)
+    scale: float,
     softcap: float | None,
     seen: numpy.ndarray | None,  # (rows, keys), or None if all are seen
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Return P and dS of one tile, 0 where a pair is not seen."""
     s = q @ k.T
+    s *= scale
     if softcap is not None:
         bent = numpy.tanh(s / softcap)
         s = softcap * bent

@@ -36,9 +36,9 @@ class Options:
         """The order of the axes of all arrays, one of `AXES`."""
         return _choice("layout", self.layout, tuple(AXES))
 
-    def resolve_scale(self, dim: int) -> float:
-        """Factor of the scores."""
-        return 1 / math.sqrt(dim) if self.scale is None else _real("scale", self.scale)
+    def resolve_scale(self, dim: int, dtype: str) -> float:
+        """Factor of the scores, as arrays of this dtype are computed with: a float32 unless they are float64."""
+        return _stored("scale", 1 / math.sqrt(dim) if self.scale is None else _real("scale", self.scale), dtype)
 
     def resolve_key_range(self, len_q: int, len_kv: int) -> tuple[int | None, int | None]:
         """Causality, window and anchor as the `first_key` and `last_key` of a `Problem`."""
@@ -55,14 +55,17 @@ class Options:
         last_key = None if right is None or shift + right >= len_kv - 1 else shift + right
         return first_key, last_key
 
-    def resolve_softcap(self) -> float | None:
-        """Bound of the tanh that the scores go through."""
+    def resolve_softcap(self, dtype: str) -> float | None:
+        """Bound of the tanh that the scores go through, as arrays of this dtype are computed with."""
         if self.softcap is None:
             return None
         softcap = _real("softcap", self.softcap)
         if softcap <= 0:
             raise ValueError(f"softcap: expected None or a number above 0, got {softcap}")
-        return softcap
+        stored = _stored("softcap", softcap, dtype)
+        if stored == 0:
+            raise ValueError(f"softcap: expected a number whose float32 is above 0, got {softcap}")
+        return stored
 
     def resolve_precision(self, dtype: str) -> str:
         """Either 'ieee' or 'tf32'."""
@@ -159,11 +162,29 @@ def _window_end(end: int | None) -> int | None:
 
 def _real(name: str, value: float) -> float:
     # An array of one element is not a number here: reading it from a device would wait for the device.
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected None or a real number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: expected a finite number, got {value}")
-    return float(value)
+    number = None
+    if isinstance(value, Real) and not _is_bool(value):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        except Exception:  # whatever a class of the caller's raises
+            number = None
+    if number is None:
+        raise TypeError(f"{name}: expected None or a real number, got {shown(value)}")
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: expected a finite number that a float holds, got {shown(value)}")
+    return number
+
+
+def _stored(name: str, number: float, dtype: str) -> float:
+    if dtype == "float64":
+        return number
+    with numpy.errstate(over="ignore"):
+        stored = float(numpy.float32(number))
+    if math.isinf(stored):
+        raise ValueError(f"{name}: expected a number whose float32 is finite, got {number}")
+    return stored
 
 
 def _is_bool(value: object) -> bool:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .tensor_map import TensorMap
 
 BATCH_AXES = 4
+FLOAT32 = numpy.finfo(numpy.float32)
 UNBOUNDED = 1 << 30  # lengths stay below, so that a row plus a bound fits 32 bits
 
 TENSOR = numpy.dtype(
@@ -208,7 +209,8 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
         params[name] = described.in_the_clear()
     _add_scores(params, problem)
     params["by_queries"] = divisor(problem.queries or 1)
-    params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
+    with numpy.errstate(over="ignore"):  # where scores are scaled one by one, nobody reads it
+        params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
     tiles_of_head = -(-problem.len_q // tile_q)
     params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
     params["by_tiles_of_head"], params["by_heads"] = divisor(tiles_of_head), divisor(problem.heads_q)
@@ -300,7 +302,24 @@ def _add_scores(params: numpy.ndarray, problem: Problem) -> None:
     params["heads_per_kv"] = problem.heads_per_kv
     for field in ("len_q", "len_kv", "dim", "dim_v", "scale"):
         params[field] = getattr(problem, field)
-    params["softcap"] = problem.softcap or 0
+    params["softcap"] = 0 if problem.softcap is None else _softcap(problem.scale, problem.softcap)
+
+
+def _softcap(scale: float, softcap: float) -> float:
+    """The softcap that a kernel is told.
+
+    It multiplies scores by scale / softcap, and what they become by softcap in units of log 2; the backward divides by that. All
+    have to be numbers of float32. The smallest normal one stands for a softcap below it, to which smaller scores are 0, and the
+    largest one for a softcap that is infinite in units of log 2. scale / softcap may be below the normal numbers as well, where
+    rounding moves it by far more than 2**-24 of itself: then the softcap is moved to where the quotient is exact, or to where it
+    is 2**-140, if it is less. No score is bent by so little.
+    """
+    smallest, largest = float(FLOAT32.smallest_normal), float(FLOAT32.max)
+    softcap = min(max(softcap, smallest), largest / math.log2(math.e))
+    quotient = abs(scale) / softcap
+    if not 0 < quotient < smallest:
+        return softcap
+    return abs(scale) / max(math.ceil(quotient * 2**149) / 2**149, 2**-140)
 
 
 def _check_count(name: str, things: str, count: int) -> None:

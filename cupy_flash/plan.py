@@ -173,11 +173,20 @@ def check_kind(architecture: Architecture, name: str, dtype: str, precision: str
         raise UnsupportedError(f"precision: expected None or 'ieee' on {architecture}, which has no tf32, got 'tf32'")
 
 
+# 2^(scale * score - max) in one instruction rounds the maximum alone. Beyond 2^31 that is by more than an exponent can be, and
+# the largest score too may be lost. Up to this scale, scores are not so large unless their inputs are.
+LARGEST_SCALE = 1024
+
+
 def explicit_scores(problem: Problem) -> tuple[bool, str]:
     """Whether each score is scaled by itself, and why."""
     if problem.softcap is not None:
         return True, "scores scaled one by one: softcap"
-    return problem.scale <= 0, "scores scaled one by one: scale <= 0" if problem.scale <= 0 else ""
+    if problem.scale <= 0:
+        return True, "scores scaled one by one: scale <= 0"
+    if problem.scale > LARGEST_SCALE:
+        return True, f"scores scaled one by one: scale > {LARGEST_SCALE}"
+    return False, ""
 
 
 def configure(

@@ -29,7 +29,7 @@ class Problem:
     Row `i` sees the keys `j` with `i + first_key <= j <= i + last_key`, where None is unbounded: causality, window and
     anchor in one. A bound that excludes no pair is None, so that it costs no mask. `kernel` is the kernel file asked for, or None.
     `queries` is None, or in what a kernel is told (see `packing`) the rows of each head, of which every tile has several: row `i`
-    sees what row `i % queries` does.
+    sees what row `i % queries` does. `scale` and `softcap` are numbers of the float type that scores are computed in.
     """
 
     dtype: str
@@ -195,10 +195,10 @@ def make_problem(
         lse=lse and lse.in_order(order, HEADS_OF_LSE).broadcast_to(out_shape[:-1]),
         seen=(*seen, seen_out, lse),
         layout=order,
-        scale=options.resolve_scale(dim),
+        scale=options.resolve_scale(dim, q.dtype),
         first_key=first_key,
         last_key=last_key,
-        softcap=options.resolve_softcap(),
+        softcap=options.resolve_softcap(q.dtype),
         precision=options.resolve_precision(q.dtype),
         kernel=options.resolve_kernel(backend),
         algorithm=options.resolve_algorithm(),

@@ -157,11 +157,11 @@ def blocked(
         for row in range(0, len_q, block_q):
             # The query heads that share a key head are rows of one tall tile: each key is read once for all of them.
             tile = (*element, slice(head * group, (head + 1) * group), slice(row, row + block_q))
-            q_tile = numpy.multiply(q[tile], scale, dtype=wide)
+            q_tile = q[tile].astype(wide)
             first = None if first_key is None else row + first_key
             last = None if last_key is None else row + last_key
             source = (*element, head)
-            out[tile], lse[tile] = _attend(q_tile, k[source], v[source], first, last, softcap, block_kv)
+            out[tile], lse[tile] = _attend(q_tile, k[source], v[source], scale, first, last, softcap, block_kv)
     return out, lse
 
 
@@ -201,9 +201,10 @@ def merged(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Arra
 
 
 def _attend(
-    q: numpy.ndarray,  # (group, rows, dim), scaled, in the dtype to compute in
+    q: numpy.ndarray,  # (group, rows, dim), in the dtype to compute in
     k: numpy.ndarray,  # (len_kv, dim)
     v: numpy.ndarray,  # (len_kv, dim_v)
+    scale: float,
     first_key: int | None,
     last_key: int | None,
     softcap: float | None,
@@ -222,6 +223,7 @@ def _attend(
         k_tile = numpy.ascontiguousarray(k[keys], q.dtype)
         v_tile = numpy.ascontiguousarray(v[keys], q.dtype)
         s = q @ k_tile.T
+        s *= scale  # not q: what scores hold, q times a scale at the end of the float range may not
         if softcap is not None:
             s = softcap * numpy.tanh(s / softcap)
         if seen is not None:

@@ -55,12 +55,13 @@ class Row:
 
 
 FEW_ROWS = "few query rows: a smaller tile computes fewer rows that do not exist"
+BENT_SCORES = "scores scaled one by one need registers: wider key tiles, or Q in registers, would spill"
 ONE_BLOCK = "O alone takes half the registers: 16 rows a warp, one block an SM"
 
 HALVES_90 = (
     Row(64, 64, 64, FEW_ROWS, max_len_q=SHORT),
     Row(128, 64, 64, FEW_ROWS, max_len_q=SHORT),
-    Row(32, 128, 128, "S is the largest fragment and still fits", lazy_rescale=False),
+    Row(32, 128, 128, "S is the largest fragment and still fits", lazy_rescale=False, plain_scores=True),
     Row(64, 128, 128, "a wide key tile halves the barriers; measured 342, 330 causal", min_copy=16, plain_scores=True),
     Row(64, 128, 64, "128 keys a tile would spill"),
     Row(96, 128, 64, "32 rows a warp: each K and V fragment serves two products"),
@@ -80,15 +81,17 @@ HALVES_90 = (
 HALVES_80 = (
     Row(64, 64, 64, FEW_ROWS, max_len_q=SHORT),
     Row(128, 64, 64, FEW_ROWS, max_len_q=SHORT),
-    Row(32, 128, 128, "S is the largest fragment and still fits", lazy_rescale=False),
-    Row(64, 128, 64, "Q in registers leaves shared memory to K and V", q_in_registers=True, lazy_rescale=False),
-    Row(96, 128, 64, "32 rows a warp: each K and V fragment serves two products"),
+    Row(32, 128, 128, "S is the largest fragment and still fits", lazy_rescale=False, plain_scores=True),
+    Row(64, 128, 64, "Q in registers leaves shared memory to K and V", q_in_registers=True, lazy_rescale=False, plain_scores=True),
+    Row(96, 128, 64, "32 rows a warp: each K and V fragment serves two products", plain_scores=True),
+    Row(64, 128, 64, BENT_SCORES, lazy_rescale=False),
+    Row(96, 128, 48, BENT_SCORES),
     Row(128, 128, 32, "32 rows a warp; 64 keys a tile would spill"),
     Row(192, 128, 64, ONE_BLOCK, warps=8, min_blocks=1),
     Row(256, 128, 32, ONE_BLOCK, warps=8, min_blocks=1),
 )
 HALVES_86 = (
-    *HALVES_80[:6],
+    *HALVES_80[:8],
     Row(192, 64, 32, "99 KB of shared memory: half the queries and keys of sm_80", min_blocks=1),
     Row(256, 64, 32, "99 KB of shared memory: half the queries of sm_80", min_blocks=1),
 )
@@ -158,6 +161,10 @@ V1_FLOAT32 = (
     Row(64, 64, 32, KEYS_STAY, stages=1, q_tiles=4, lazy_rescale=False),
     Row(128, 64, 16, KEYS_STAY, stages=1, q_tiles=4, min_blocks=1, lazy_rescale=False),
     Row(256, 32, 16, KEYS_STAY, warps=2, stages=1, q_tiles=4, min_blocks=1, lazy_rescale=False),
+)
+V1_FLOAT32_120 = (
+    *V1_FLOAT32[:-1],
+    Row(256, 32, 16, KEYS_STAY + "; rescaling O in every step would spill", warps=2, stages=1, q_tiles=4, min_blocks=1),
 )
 V1_HALVES_75 = (
     Row(64, 64, 64, KEYS_STAY, stages=1, q_tiles=4, lazy_rescale=False),
@@ -234,7 +241,7 @@ LITTLE_SHARED = "99 KB of shared memory: narrow tiles"
 LEAST_SHARED = "64 KB of shared memory: narrow tiles"
 
 BACKWARD_HALVES_90 = (
-    Row(64, 128, 128, WAIT_LESS, warps=8, min_blocks=1, in_order_from=4096),
+    Row(64, 128, 128, WAIT_LESS, warps=8, min_blocks=1, in_order_from=4096, plain_scores=True),
     Row(64, 64, 64, THREE_BLOCKS, min_blocks=3, min_copy=16, plain_scores=True),
     Row(64, 64, 64, "32 rows a warp; three blocks an SM would spill"),
     Row(128, 64, 128, WIDE_KEYS, warps=8, min_blocks=1, min_copy=16, plain_scores=True),
@@ -270,6 +277,10 @@ BACKWARD_FLOAT32_86 = (
     Row(192, 16, 32, LITTLE_SHARED, min_blocks=1),
     Row(256, 16, 16, LITTLE_SHARED, warps=2, min_blocks=1),
 )
+BACKWARD_FLOAT32_120 = (
+    *BACKWARD_FLOAT32_86[:-1],
+    Row(256, 16, 32, "99 KB of shared memory, so one stage; two stages of 16 keys would spill", stages=1, min_blocks=1),
+)
 BACKWARD_FLOAT32_75 = (  # at width 256 even a tile of 16 x 16 takes more than 64 KB
     Row(32, 16, 32, FEW_WARPS, warps=2, stages=1, min_blocks=1),
     Row(64, 16, 32, LEAST_SHARED, stages=1, min_blocks=1),
@@ -279,7 +290,8 @@ BACKWARD_FLOAT32_75 = (  # at width 256 even a tile of 16 x 16 takes more than 6
 )
 
 V1_TABLES = {name: {"half": V1_HALVES, "float32": V1_FLOAT32} for name in TABLES} | {
-    "75": {"half": V1_HALVES_75, "float32": V1_FLOAT32_75}
+    "75": {"half": V1_HALVES_75, "float32": V1_FLOAT32_75},
+    "120": {"half": V1_HALVES, "float32": V1_FLOAT32_120},
 }
 BACKWARD_TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
     "75": {"half": BACKWARD_HALVES_75, "float32": BACKWARD_FLOAT32_75},
@@ -288,7 +300,7 @@ BACKWARD_TABLES: dict[str, dict[str, tuple[Row, ...]]] = {
     "89": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_86},
     "90a": {"half": BACKWARD_HALVES_90, "float32": BACKWARD_FLOAT32_80},
     "100": {"half": BACKWARD_HALVES_80, "float32": BACKWARD_FLOAT32_80},
-    "120": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_86},
+    "120": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_120},
 }
 # The backward for sm_90a: 4 warps serve two warpgroups. In bwd_hopper each of those owns 64 keys and both of their gradients, in
 # bwd_hopper_wide one gradient of the same 64 keys.

@@ -95,7 +95,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if (cut(col0)) mask(s_reg, block.band, row0, col0);
-    probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E, p.softcap);
+    probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap);
     pass(p_smem(block.queries.number), EXPLICIT_SCORES ? factor_reg : p_reg);
     arrive_pair(passing(block.queries.number));               // without it the other warp waits for P for ever
     wait_full(block.douts);                                   // the same as for queries

@@ -117,7 +117,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     if (EXPLICIT_SCORES && for_values) scale_scores(s_reg, p.scale, p.softcap);
     if (masked) mask(s_reg, band, row0 + pair_row, col0, for_values ? -infinity() : 0.f);    // 0 (0 - delta) is 0, whatever dP was
     if (for_values) {
-      probabilities(s_reg, stat_reg, EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E, p.softcap, p_smem);
+      probabilities(s_reg, stat_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, p_smem);
       to_operands(factor_reg, s_reg);
       arrive_pair(pair);                                      // without it the other warp waits for P forever
     } else {

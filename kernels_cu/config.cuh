@@ -28,4 +28,4 @@ constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the 
 constexpr int   COPY_BYTES = 16;          // bytes moved at once between device memory and shared memory or registers: 16, 8, 4, or 0 for one element; divides every row
 constexpr bool  Q_IN_REGISTERS = false;   // keep the query operand in registers instead of reading it again for each KV tile
 constexpr bool  LAZY_RESCALE = true;      // leave O alone in a step where no row of the warp has a new maximum
-constexpr bool  EXPLICIT_SCORES = false;  // scale (and softcap) each score before the maximum: for softcap, and for scale <= 0
+constexpr bool  EXPLICIT_SCORES = false;  // scale (and softcap) each score before the maximum: for softcap, and for scale <= 0 or large

@@ -185,7 +185,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   OperandA<16> p_reg[TILE_KV / 16];
   Acc<16, WIDTH_V> o_reg;
   OnlineSoftmax<16> softmax(LOWEST);
-  const float scale_log2 = EXPLICIT_SCORES ? LOG2E : p.scale_log2;
+  const float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
 
   int tile, last, before, beyond, next = has_turn(p, 0) ? LATER : NOTHING, warp_row;
   u32 part = WHOLE;

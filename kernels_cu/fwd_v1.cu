@@ -116,7 +116,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
       multiply_transposed(s_reg, Queries(q_smem), k_smem);
       if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
       if (!seen_by_all(band, warp_row, WARP_ROWS).contains(col0, TILE_KV)) mask(s_reg, band, warp_row, col0);
-      update(softmax, s_reg, o_reg, EXPLICIT_SCORES ? LOG2E : p.scale * LOG2E);
+      update(softmax, s_reg, o_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E);
       multiply_add(o_reg, s_reg, v_smem);
       store_state(state + i * STATE_SIZE, softmax, o_reg);
     }

@@ -85,6 +85,8 @@ FEATURES = {
     "open window": lambda c: c.window and None in c.window,
     "causal window": lambda c: c.window and c.causal,
     "softcap": lambda c: c.softcap,
+    "softcap far above the scores": lambda c: c.softcap and c.softcap >= 1e5 and c.values == "normal",
+    "softcap of small scores": lambda c: c.softcap and c.dtype == "float32" and c.scale and c.scale < 0.01,
     "negative scale": lambda c: c.scale is not None and c.scale < 0,
     "lse asked": lambda c: c.return_lse,
     "lse not asked": lambda c: not c.return_lse,
@@ -201,7 +203,9 @@ def test_attention_reads_every_case_the_same_way():
     for case in (case for case in full_cases() if not case.heavy):
         problem = make_problem(*map(arrays.layout, make_inputs(case)), Options(**case.options, backend="numpy"))
         scores = case.scores
-        assert (problem.scale, problem.softcap, problem.precision) == (scores["scale"], case.softcap, case.precision)
+        computed_in = numpy.float64 if case.dtype == "float64" else numpy.float32
+        asked = [number and float(computed_in(number)) for number in (scores["scale"], case.softcap)]
+        assert [problem.scale, problem.softcap, problem.precision] == [*asked, case.precision]
         band = (problem.first_key, problem.last_key), (scores["first_key"], scores["last_key"])
         seen, stated = (reference.visible(case.len_q, case.len_kv, *bounds) for bounds in band)
         assert numpy.array_equal(seen, stated), case

@@ -31,7 +31,7 @@ def right(case, **changes):
     return blocked(*make_inputs(case), **(case.scores | changes))
 
 
-def kernel(q, k, v, *, scale, first_key, last_key, softcap, factor, tile=32):
+def kernel(q, k, v, *, scale, first_key, last_key, softcap, factor, tile=32, tanh=numpy.tanh):
     """Online softmax as a kernel does it: in base 2, tile after tile of keys, P rounded before it is divided."""
     group = q.shape[-3] // max(k.shape[-3], 1)
     q, k, v = q.astype("f4"), *(numpy.repeat(x, group, axis=-3).astype("f4") for x in (k, v))
@@ -40,7 +40,7 @@ def kernel(q, k, v, *, scale, first_key, last_key, softcap, factor, tile=32):
     total, out = numpy.zeros_like(top), numpy.zeros((*top.shape, v.shape[-1]), "f4")
     for j in range(0, k.shape[-2], tile):
         s = q @ k[..., j : j + tile, :].swapaxes(-1, -2) * numpy.float32(scale)
-        s = s if softcap is None else softcap * numpy.tanh(s / softcap)
+        s = s if softcap is None else softcap * tanh(s / softcap)
         s = numpy.where(seen[:, j : j + tile], s * numpy.float32(math.log2(math.e)), -numpy.inf)
         new_top = numpy.maximum(top, s.max(axis=-1))
         shift = numpy.where(numpy.isinf(new_top), 0, new_top)
@@ -78,6 +78,22 @@ def test_a_kernel_of_half_precision_is_accepted_with_room(case):
     verdict = judge(case, out.astype(q.dtype), lse, (q, k, v))
     assert verdict.ok, verdict.message
     assert 2 * verdict.error <= verdict.allowed and 2 * verdict.lse_error <= verdict.lse_allowed
+
+
+def tanh_right_absolutely(x):
+    return 1 - 2 / (numpy.exp2(x * numpy.float32(2 * math.log2(math.e))) + 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("len_kv", "softcap", "scale"), [(1, 50.0, 1e-3), (99, 1e3, 1e-3), (99, 1e5, None)])
+def test_a_tanh_that_is_right_absolutely_only(dtype, len_kv, softcap, scale):
+    case = Case(dtype, 75, len_kv, softcap=softcap, scale=scale)
+    inputs = make_inputs(case)
+    verdicts = []
+    for tanh in (numpy.tanh, tanh_right_absolutely):
+        out, lse = kernel(*inputs, **case.scores, factor=rounded_to(dtype), tanh=tanh)
+        verdicts.append(judge(case, out.astype(dtype), lse))
+    assert verdicts[0].ok and not verdicts[1].ok, [verdict.message for verdict in verdicts]
 
 
 def test_split_unit_is_that_of_three_products():

@@ -110,6 +110,7 @@ OP float log2_approx(float x) {
 #endif
 }
 
+constexpr float HIGHEST = 0x1.fffffep127f;                     // the largest float32
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 
@@ -122,5 +123,50 @@ OP float reciprocal(float x) {
 #endif
 }
 
-// tanh x = 1 - 2 / (e^2x + 1), with an absolute error near 2^-22. (tanh.approx is off by 2^-11, which softcap would multiply.)
-OP float tanh_by_exp2(float x) { return 1.f - 2.f * reciprocal(exp2_approx(x * (2.f * LOG2E)) + 1.f); }
+// 1 / sqrt x of a positive normal x, to 2^-22
+OP float rsqrt_approx(float x) {
+#if ON_GPU
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return 1.f / sqrtf(x);
+#endif
+}
+
+// The smaller and the larger number. NaN if x is.
+OP float min_nan(float x, float limit) {
+#if ON_GPU
+  if constexpr (ARCH >= 80) {
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+    return y;
+  }
+#endif
+  return x > limit ? limit : x;
+}
+OP float max_nan(float x, float limit) {
+#if ON_GPU
+  if constexpr (ARCH >= 80) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+    return y;
+  }
+#endif
+  return x < limit ? limit : x;
+}
+
+// tanh x = h / sqrt(1 + h^2), h = sinh x, with an error relative to tanh x, near 2^-22, because softcap multiplies it. (tanh.approx is off by
+// 2^-11, and 1 - 2 / (e^2x + 1) by 2^-22 of 1.) An error of h counts for 1 / cosh^2 x of itself, so that a polynomial of x^2 will do for h / x:
+// minimax under this weight for |x| up to 9, beyond which tanh is 1, it adds 2^-24.
+OP float tanh_by_sinh(float x) {
+  x = max_nan(min_nan(x, 9.f), -9.f);
+  const float square = x * x;
+  float h = 0x1.232f8ap-25f;
+  h = fmaf(h, square, 0x1.601a5cp-19f);
+  h = fmaf(h, square, 0x1.a19578p-13f);
+  h = fmaf(h, square, 0x1.110640p-7f);
+  h = fmaf(h, square, 0x1.5555a4p-3f);
+  h = fmaf(h, square, 1.f) * x;
+  return h * rsqrt_approx(fmaf(h, h, 1.f));
+}

@@ -17,7 +17,7 @@ template <int N> OP void load(ColVec<N>& cols, SharedAddress src) {
 // s becomes p = 2^(scale_log2 * s - lse), and the other warp is passed p, times the derivative of the softcap if there is one.
 template <int M, int N>
 OP void probabilities(Acc<M, N>& s, const ColVec<N>& lse, float scale_log2, float softcap, PassedTile<M, N> passed) {
-  const float inverse = softcap > 0.f ? 1.f / softcap : 0.f;
+  const float inverse = softcap > 0.f ? LN2 / softcap : 0.f;     // of a score in units of log 2
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < s.regs; r += passed.per_move) {
@@ -55,7 +55,7 @@ template <int M, int N> OP void score_gradients(Acc<M, N>& dp, const ColVec<N>& 
 template <int N>
 OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16> (&factor_reg)[N / 16], SharedAddress lse, float scale_log2,
                       float softcap) {
-  const float inverse = softcap > 0.f ? 1.f / softcap : 0.f;
+  const float inverse = softcap > 0.f ? LN2 / softcap : 0.f;     // of a score in units of log 2
   for_lane(l) {
     const int lane = STAGED_SUMS ? not_ahead(l) : l;
     #pragma unroll

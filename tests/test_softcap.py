@@ -1,0 +1,176 @@
+"""Scale and softcap over the whole range of float32: what problems hold, what kernels are told, and how right results are."""
+
+import math
+
+import numpy
+import pytest
+
+from cupy_flash import attention, attention_backward, plan_attention, plan_attention_backward
+from cupy_flash.compare import compare
+from cupy_flash.compare_gradients import compare_gradients
+from cupy_flash.gradients import naive_gradients, oracle_gradients
+from cupy_flash.params import _softcap
+from cupy_flash.plan import LARGEST_SCALE
+from cupy_flash.reference import naive, oracle
+
+MAX, SMALLEST = (float(x) for x in (numpy.finfo("f4").max, numpy.finfo("f4").smallest_normal))
+LEN_Q, LEN_KV, DIM = 70, 90, 64
+KINDS = [("75", "float32"), ("80", "float32"), ("80", "float16"), ("90a", "float16")]
+kinds = pytest.mark.parametrize(("arch", "dtype"), KINDS)
+
+
+def inputs(dtype, size=1.0):
+    rng = numpy.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((1, 2, n, DIM)) for n in (LEN_Q, LEN_KV, LEN_KV, LEN_Q))
+    return [x.astype(dtype) for x in (q * size, k * size, v, dout)]
+
+
+def scores_of(options):
+    """The scale and the softcap that `options` stand for, and the band of a causal mask."""
+    given = {name: float(numpy.float32(number)) for name, number in options.items()}
+    return {"scale": 1 / math.sqrt(DIM), "softcap": None, "first_key": None, "last_key": LEN_KV - LEN_Q, **given}
+
+
+def forward(arch, q, k, v, **options):
+    if arch == "numpy":
+        return attention(q, k, v, causal=True, return_lse=True, **options)
+    return plan_attention(q, k, v, causal=True, return_lse=True, arch=arch, backend="host", **options)(q, k, v)
+
+
+def backward(arch, *arrays, **options):
+    if arch == "numpy":
+        return attention_backward(*arrays, causal=True, **options)
+    return plan_attention_backward(*arrays, causal=True, arch=arch, backend="host", **options)(*arrays)
+
+
+def largest(result, truth):
+    assert (numpy.isfinite(result) == numpy.isfinite(truth)).all()
+    return numpy.nanmax(abs(numpy.where(numpy.isfinite(truth), result.astype("f8") - truth, 0)))
+
+
+# What a problem makes of them
+
+
+def problem_of(dtype="float32", **options):
+    return plan_attention(*inputs(dtype)[:3], **options).problem
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_problem_holds_what_a_kernel_is_told(dtype):
+    assert problem_of(dtype, scale=0.1, softcap=0.3).scale == float(numpy.float32(0.1))
+    assert problem_of(dtype, scale=0.1, softcap=0.3).softcap == float(numpy.float32(0.3))
+    assert problem_of(dtype, scale=1e-46).scale == 0
+    assert problem_of("float64", scale=1e-46, softcap=1e-50).scale == 1e-46
+    assert problem_of("float64", scale=1e99, softcap=1e-50).softcap == 1e-50
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": 1e-50}, "softcap: expected a number whose float32 is above 0, got 1e-50"),
+        ({"softcap": 1e39}, "softcap: expected a number whose float32 is finite, got 1e+39"),
+        ({"scale": 1e39}, "scale: expected a number whose float32 is finite, got 1e+39"),
+        ({"scale": -1e39}, "scale: expected a number whose float32 is finite, got -1e+39"),
+        ({"scale": 10**400}, "scale: expected a number of at most 1.8e308, got a larger one"),
+        ({"softcap": 10**5000}, "softcap: expected a number of at most 1.8e308, got a larger one"),
+        ({"softcap": -1e-50}, "softcap: expected None or a number above 0, got -1e-50"),
+    ],
+)
+def test_what_float32_does_not_hold_is_refused(options, message):
+    with pytest.raises(ValueError) as caught:
+        problem_of(**options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("scale", [0.125, -3e38, 1e-45, 1e-10, 2.0**-11 * 0.9, 0.0])
+@pytest.mark.parametrize("softcap", [1e-45, 1e-38, 50.0, 1e30, 3e38, MAX])
+def test_what_kernels_compute_from_them_is_finite(scale, softcap):
+    scale, log2e = numpy.float32(scale), numpy.float32(math.log2(math.e))
+    told = numpy.float32(_softcap(float(scale), float(numpy.float32(softcap))))
+    with numpy.errstate(over="ignore", under="ignore"):
+        quotient = scale / told
+    assert told >= SMALLEST and numpy.isfinite(told * log2e) and numpy.isfinite(numpy.float32(math.log(2)) / told)
+    if numpy.isfinite(quotient):  # a score that is not bent is scaled right, to a few roundings
+        assert float(quotient) * float(told) == pytest.approx(float(scale), rel=2.0**-22, abs=0)
+    if softcap == 50 and scale > 1e-30:
+        assert told == 50
+
+
+def test_scores_are_scaled_one_by_one_where_the_scale_is_large():
+    scales = LARGEST_SCALE, LARGEST_SCALE + 1
+    kernels = [plan_attention(*inputs("float16")[:3], scale=scale, backend="host").kernel for scale in scales]
+    assert [kernel.config.EXPLICIT_SCORES for kernel in kernels] == [False, True]
+    assert any(f"scale > {LARGEST_SCALE}" in reason for reason in kernels[1].reasons)
+
+
+# How right results are
+
+
+@kinds
+@pytest.mark.parametrize("softcap", [1e-3, 0.1, 50.0, 1e3, 1e5, 1e8, 1e20, 1e30])
+def test_softcap_is_right_relatively(arch, dtype, softcap, fast_build):
+    q, k, v, dout = inputs(dtype)
+    for options in ({"softcap": softcap}, {"softcap": softcap, "scale": 1e-3}):
+        scores = scores_of(options)
+        out, lse = forward(arch, q, k, v, **options)
+        (truth, _), (plain, _) = oracle(q, k, v, **scores), naive(q, k, v, **scores)
+        assert largest(out, truth) <= 2 * largest(plain, truth)
+        verdict = compare(out, lse, q, k, v, **scores)
+        assert verdict.ok, verdict.message
+        verdict = compare_gradients(backward(arch, dout, q, k, v, out, lse, **options), dout, q, k, v, **scores)
+        assert verdict.ok, verdict.message
+
+
+EDGES = [
+    {"softcap": 1e-45},
+    {"softcap": 1e-38},
+    {"softcap": 3e38},
+    {"softcap": MAX},
+    {"scale": 1e-46},
+    {"scale": 1e-45},
+    {"scale": 1e-40},
+    {"scale": 1e-45, "softcap": MAX},
+    {"scale": 1e-10, "softcap": 1e38},
+    {"scale": -1.0, "softcap": 1e-45},
+    {"scale": 1e-40, "softcap": 1e-40},
+    {"scale": 1e38, "softcap": 1e-3},
+    {"scale": MAX, "softcap": 50.0},
+]
+
+
+@pytest.mark.parametrize("schedule", ["eager", "deferred"])
+@pytest.mark.parametrize(("arch", "dtype"), [("numpy", "float32"), *KINDS])
+def test_edges_of_float32_are_right(arch, dtype, schedule, fast_build, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+    q, k, v, dout = inputs(dtype)
+    for options in EDGES:
+        scores = scores_of(options)
+        out, lse = forward(arch, q, k, v, **options)
+        verdict = compare(out, lse, q, k, v, **scores)
+        assert verdict.ok, (options, verdict.message)
+        verdict = compare_gradients(backward(arch, dout, q, k, v, out, lse, **options), dout, q, k, v, **scores)
+        assert verdict.ok, (options, verdict.message)
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [("numpy", "float32"), *KINDS])
+@pytest.mark.parametrize("scale", [1e10, 1e38, MAX, -MAX])
+def test_a_score_of_any_size_is_not_lost(arch, dtype, scale, fast_build):
+    """A row that picks one key: its scores are so far apart that nothing else is left, and the value of that key is the result."""
+    q, k, v, dout = inputs(dtype, size=0.05)
+    scores = scores_of({"scale": scale})
+    out, lse = forward(arch, q, k, v, scale=scale)
+    truth, true_lse = oracle(q, k, v, **scores)
+    assert abs(out - truth).max() <= 1e-5 and (abs(lse / true_lse - 1) < 1e-5).all()
+    truth, plain = (gradients(dout, q, k, v, **scores).dv for gradients in (oracle_gradients, naive_gradients))
+    assert largest(backward(arch, dout, q, k, v, out, lse, scale=scale).dv, truth) <= 2 * largest(plain, truth) + 1e-5
+
+
+def test_numpy_scales_scores_and_not_queries():
+    """A query times the scale is beyond float32, a score is not."""
+    q, k, v, dout = inputs("float32")
+    q, k, scale = q * numpy.float32(1e3), k * numpy.float32(3e-38), 1e36
+    scores = scores_of({"scale": scale})
+    out, lse = forward("numpy", q, k, v, scale=scale)
+    assert compare(out, lse, q, k, v, **scores).ok
+    truth, plain = (gradients(dout, q, k, v, **scores).dq for gradients in (oracle_gradients, naive_gradients))
+    assert largest(backward("numpy", dout, q, k, v, out, lse, scale=scale).dq, truth) <= 3 * largest(plain, truth)
