@@ -55,7 +55,6 @@ class Row:
 
 
 FEW_ROWS = "few query rows: a smaller tile computes fewer rows that do not exist"
-BENT_SCORES = "scores scaled one by one need registers: wider key tiles, or Q in registers, would spill"
 ONE_BLOCK = "O alone takes half the registers: 16 rows a warp, one block an SM"
 
 HALVES_90 = (
@@ -84,14 +83,13 @@ HALVES_80 = (
     Row(32, 128, 128, "S is the largest fragment and still fits", lazy_rescale=False, plain_scores=True),
     Row(64, 128, 64, "Q in registers leaves shared memory to K and V", q_in_registers=True, lazy_rescale=False, plain_scores=True),
     Row(96, 128, 64, "32 rows a warp: each K and V fragment serves two products", plain_scores=True),
-    Row(64, 128, 64, BENT_SCORES, lazy_rescale=False),
-    Row(96, 128, 48, BENT_SCORES),
+    Row(96, 128, 48, "scores scaled one by one need registers: wider key tiles, or Q in registers, would spill"),
     Row(128, 128, 32, "32 rows a warp; 64 keys a tile would spill"),
     Row(192, 128, 64, ONE_BLOCK, warps=8, min_blocks=1),
     Row(256, 128, 32, ONE_BLOCK, warps=8, min_blocks=1),
 )
 HALVES_86 = (
-    *HALVES_80[:8],
+    *HALVES_80[:7],
     Row(192, 64, 32, "99 KB of shared memory: half the queries and keys of sm_80", min_blocks=1),
     Row(256, 64, 32, "99 KB of shared memory: half the queries of sm_80", min_blocks=1),
 )

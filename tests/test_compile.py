@@ -15,7 +15,7 @@ from cupy_flash.matrix import every_plan
 from cupy_flash.plan import PARAMS, Config, Plan, configure
 from cupy_flash.tuning import HOPPER, SHORT, WIDTHS, row_for, table_for
 
-SM_75, SM_80, SM_90A = ARCHITECTURES["75"], ARCHITECTURES["80"], ARCHITECTURES["90a"]
+SM_75, SM_80, SM_90A, SM_120 = (ARCHITECTURES[name] for name in ("75", "80", "90a", "120"))
 
 
 def plans(*sets):
@@ -41,12 +41,14 @@ def each_table(kinds):
 
 
 # float16 takes the instructions of bfloat16 with another suffix, and tf32 one product in three of float32's: of these, one
-# architecture stands for all, and one for products of warpgroups. (`cupy-flash compile` compiles everything.)
+# architecture stands for all, and one for products of warpgroups. Where registers are short, tf32 has spilled and float32 not.
+# (`cupy-flash compile` compiles everything.)
 @plans(
     each_table(["bfloat16", "float32"]),
     every_plan([SM_75, SM_80], ["float16"]),
     every_plan([SM_90A], ["float16"], ["bwd_hopper", "bwd_hopper_wide"]),
     every_plan([SM_80], ["tf32"]),
+    (plan for plan in every_plan([SM_120], ["tf32"]) if plan.config.WIDTH == 256),
 )
 def test_row_compiles_without_spill_or_warning_to_the_code_of_the_snapshot(plan):
     report = nvrtc.report(plan)
@@ -90,7 +92,22 @@ def heads_together():
         yield replace(plan, config=replace(plan.config, PACKED=True))
 
 
-@plans(other_uses(SM_90A, ["bfloat16", "float32"]), other_uses_of_hopper(), other_uses_of_hopper_backward(), heads_together())
+def softcaps_where_registers_are_short():
+    """Plans of fwd_v2 for scores that are scaled one by one, where the row for plain ones would spill, and of bwd_v2 in order."""
+    for architecture, width in product((SM_80, ARCHITECTURES["86"], SM_120), (32, 64, 96)):
+        row = row_for("fwd_v2", architecture, "bfloat16", width, SHORT + 1, explicit=True)
+        yield Plan("fwd_v2", architecture, configure(row, architecture, "bfloat16", "ieee", width, width, explicit=True), ())
+    row = row_for("bwd_v2", SM_90A, "bfloat16", 64, 10_000, explicit=True, in_order=True)
+    yield Plan("bwd_v2", SM_90A, configure(row, SM_90A, "bfloat16", "ieee", 64, 64, explicit=True), ())
+
+
+@plans(
+    other_uses(SM_90A, ["bfloat16", "float32"]),
+    other_uses_of_hopper(),
+    other_uses_of_hopper_backward(),
+    heads_together(),
+    softcaps_where_registers_are_short(),
+)
 def test_other_use_compiles_without_spill(plan):
     report = nvrtc.report(plan)
     assert report.spill_bytes == 0 and not any("C75" in warning for warning in report.warnings)
