@@ -72,7 +72,7 @@ def test_a_problem_holds_what_a_kernel_is_told(dtype):
         ({"scale": 1e39}, "scale: expected a number whose float32 is finite, got 1e+39"),
         ({"scale": -1e39}, "scale: expected a number whose float32 is finite, got -1e+39"),
         ({"scale": 10**400}, "scale: expected a finite number that a float holds, got 1000"),
-        ({"softcap": 10**5000}, "softcap: expected a finite number that a float holds, got a value of type int that cannot be shown"),
+        ({"softcap": 10**5000}, "softcap: expected a finite number that a float holds, got a value of type int"),
         ({"softcap": -1e-50}, "softcap: expected None or a number above 0, got -1e-50"),
     ],
 )
