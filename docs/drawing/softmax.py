@@ -23,7 +23,8 @@ def states() -> str:
             new = score == step.top and step.correction < 1
             card.box(30 + j * 66, y, 60, 36, f"{score:.0f}", "sky" if not new else "sand", 15, "amber" if new else "")
         card.text(columns[1], y + 24, f"{step.top:.0f}", 15, also="bold")
-        card.text(columns[2], y + 24, "–" if i == 0 else f"× {step.correction:.4f}", 15, "amber" if step.correction < 1 and i else "faint")
+        if i:
+            card.text(columns[2], y + 24, f"× {step.correction:.4f}", 15, "amber" if step.correction < 1 else "faint")
         card.text(columns[3], y + 24, f"{step.total:.4f}", 15)
         card.rect(columns[4], y + 10, step.out / max(VALUES) * 110, 16, "blue", radius=3)
         card.text(830, y + 24, f"{step.out:.4f}", 15, anchor="end")

@@ -68,16 +68,17 @@ class Card:
         path = "".join(f"M{number(x)} {number(y)}{step}" for x, y in corners)
         self.marks.append(f'<path class="{colour}" d="{path}"/>')
 
-    def text(self, x: float, y: float, text: str, size: float = 13, colour: str = "ink", anchor: str = "start", also: str = "") -> None:
+    def text(
+        self, x: float, y: float, text: str, size: float = 13, colour: str = "ink", anchor: str = "start", also: str = ""
+    ) -> None:
         """One line of text whose baseline is at y."""
         place = f'x="{number(x)}" y="{number(y)}" font-size="{number(size)}" text-anchor="{anchor}"'
         self.marks.append(f'<text class="{" ".join(filter(None, (colour, also)))}" {place}>{escape(text)}</text>')
 
-    def line(self, x0: float, y0: float, x1: float, y1: float, colour: str = "rule", width: float = 1, dashed: bool = False) -> None:
+    def line(self, x0: float, y0: float, x1: float, y1: float, colour: str = "rule", width: float = 1) -> None:
         """A straight line."""
         ends = f'x1="{number(x0)}" y1="{number(y0)}" x2="{number(x1)}" y2="{number(y1)}"'
-        dashes = ' stroke-dasharray="4 3"' if dashed else ""
-        self.marks.append(f'<line class="on-{colour}" {ends} stroke-width="{number(width)}"{dashes}/>')
+        self.marks.append(f'<line class="on-{colour}" {ends} stroke-width="{number(width)}"/>')
 
     def arrow(self, x0: float, y0: float, x1: float, y1: float, colour: str = "faint") -> None:
         """A straight line along an axis, with a head at its end."""
@@ -88,7 +89,9 @@ class Card:
         d = f"M{number(ax + dx)} {number(ay + dy)}L{number(x1)} {number(y1)}L{number(ax - dx)} {number(ay - dy)}"
         self.marks.append(f'<path class="open on-{colour}" stroke-width="1.5" d="{d}"/>')
 
-    def box(self, x: float, y: float, width: float, height: float, text: str, colour: str, size: float = 13, edge: str = "") -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, text: str, colour: str, size: float = 13, edge: str = ""
+    ) -> None:
         """A rectangle with text in its middle, one line for each of its lines."""
         self.rect(x, y, width, height, colour, edge, radius=4)
         lines = text.split("\n")
@@ -98,7 +101,8 @@ class Card:
 
     def __str__(self) -> str:
         width, height = map(number, self.size)
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
+        box = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img">'
         return "\n".join([head, f"<title>{escape(self.title)}</title>", f"<style>{STYLE}</style>", *self.marks, "</svg>", ""])
 
 
