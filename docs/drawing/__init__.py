@@ -1,0 +1,1 @@
+"""Pictures of the documentation, as SVG. `python docs/make.py` writes them."""

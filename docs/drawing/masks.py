@@ -1,0 +1,69 @@
+"""Masks, as the library has them: whom each query sees, and what that makes of tiles."""
+
+import numpy
+
+from cupy_flash.options import Options
+from cupy_flash.reference import visible
+
+from .svg import Card
+
+KINDS = (
+    ("no mask", {}, 8, 8),
+    ("causal=True", {"causal": True}, 8, 8),
+    ("causal=True", {"causal": True}, 5, 8),
+    ('causal="top_left"', {"causal": "top_left"}, 5, 8),
+    ("window=(3, 0)", {"window": (3, 0)}, 8, 8),
+    ("window=(2, 2)", {"window": (2, 2)}, 8, 8),
+    ("window=(None, 2)", {"window": (None, 2)}, 8, 8),
+    ("window=(3, 0)", {"window": (3, 0)}, 5, 8),
+)
+CELL, WIDE, TALL = 18, 214, 216
+
+
+def seen_by(len_q: int, len_kv: int, options: dict) -> numpy.ndarray:
+    """Whether each query sees each key."""
+    return visible(len_q, len_kv, *Options(**options).resolve_key_range(len_q, len_kv))
+
+
+def kinds() -> str:
+    """Draw each kind of mask, for as many queries as keys and for fewer."""
+    card = Card(4 * WIDE, 2 * TALL + 38, "Which keys each query sees, by mask")
+    card.rect(24, 16, 13, 13, "blue")
+    card.text(43, 27, "seen", 13)
+    card.rect(92, 16, 13, 13, "empty")
+    card.text(111, 27, "not seen", 13)
+    card.text(4 * WIDE - 10, 27, "a row is a query, a column a key", 13, "faint", "end")
+    for i, (name, options, len_q, len_kv) in enumerate(KINDS):
+        x, y = 24 + i % 4 * WIDE, 66 + i // 4 * TALL
+        card.text(x, y - 12, name, 13, also="mono")
+        _cells(card, seen_by(len_q, len_kv, options), x, y, CELL)
+        card.text(x, y + len_q * CELL + 14, f"{len_q} queries, {len_kv} keys", 11, "faint")
+    return str(card)
+
+
+def _cells(card: Card, seen: numpy.ndarray, x: float, y: float, cell: float) -> None:
+    for colour, chosen in (("empty", ~seen), ("blue", seen)):
+        card.squares([(x + column * cell, y + row * cell) for row, column in numpy.argwhere(chosen)], cell - 1.5, colour)
+
+
+def tiles() -> str:
+    """Draw what a causal mask and a window make of tiles of four queries and four keys."""
+    size, tile, cell = 24, 4, 11
+    card = Card(760, 372, "Which tiles a kernel computes under a mask, and in which it looks at single scores")
+    legend = (("blue", "every score counts: computed without a mask"), ("amber", "the mask's edge: computed, then masked"))
+    for i, (name, options) in enumerate((("causal=True", {"causal": True}), ("window=(8, 0)", {"window": (8, 0)}))):
+        x, y = 44 + i * 356, 44
+        card.text(x, y - 14, name, 13, also="mono")
+        seen = seen_by(size, size, options)
+        blocks = seen.reshape(size // tile, tile, size // tile, tile)
+        some, every = (numpy.kron(a, numpy.ones((tile, tile), bool)) for a in (blocks.any((1, 3)), blocks.all((1, 3))))
+        colours = {"empty": ~some, "sand": some & ~seen, "amber": seen & ~every, "blue": every}
+        for colour, chosen in colours.items():
+            card.squares([(x + column * cell, y + row * cell) for row, column in numpy.argwhere(chosen)], cell - 0.5, colour)
+        for line in range(0, size + 1, tile):
+            card.line(x, y + line * cell, x + size * cell, y + line * cell, "ink", 0.7)
+            card.line(x + line * cell, y, x + line * cell, y + size * cell, "ink", 0.7)
+    for i, (colour, words) in enumerate((*legend, ("empty", "seen by no row of the tile: not loaded, not computed"))):
+        card.rect(44 + i % 2 * 356, 326 + i // 2 * 22, 12, 12, colour, radius=2)
+        card.text(62 + i % 2 * 356, 337 + i // 2 * 22, words, 13)
+    return str(card)

@@ -1,0 +1,46 @@
+"""Make what the pages show from what is committed: tables and bars from `docs/data`, drawings from the library itself.
+
+`python docs/make.py` writes them, `python docs/make.py --check` names what is no longer what it would write, and fails.
+"""
+
+import sys
+from pathlib import Path
+
+from drawing import bars, kernels, machines, masks, softmax
+from tables import FOLDER, filled
+
+PICTURES = FOLDER / "pictures"
+DRAWINGS = {
+    "benchmark-forward": lambda: bars.rates("forward", "Forward"),
+    "benchmark-backward": lambda: bars.rates("backward", "Backward"),
+    "masks": masks.kinds,
+    "tiles": masks.tiles,
+    "tiling": kernels.tiling,
+    "ping-pong": kernels.ping_pong,
+    "online-softmax": softmax.states,
+    "two-machines": machines.two_machines,
+}
+
+
+def made() -> dict[Path, str]:
+    """The text of every file that this command writes."""
+    page = FOLDER / "benchmarks.md"
+    files = {page: filled(page.read_text(encoding="utf-8"))}
+    return files | {PICTURES / f"{name}.svg": draw() for name, draw in DRAWINGS.items()}
+
+
+def main(arguments: list[str]) -> int:
+    files = made()
+    stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if arguments == ["--check"]:
+        for path in stale:
+            print(f"{path.relative_to(FOLDER.parent)} is not what `python docs/make.py` writes")
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(files[path], encoding="utf-8")
+        print(path.relative_to(FOLDER.parent))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
