@@ -12,19 +12,19 @@ from .plan import Launch, Plan, check_kind, checked, configure, copy_size, expli
 from .problem import Problem
 from .schedule import L2_BYTES
 from .tensor_map import TensorMap, obstacle, tensor_maps
-from .tuning import Row, row_for, table_for
+from .tuning import TileConfig, row_for, table_for
 from .workspace import Workspace
 
 HOPPER_KERNELS = ("bwd_hopper", "bwd_hopper_wide")
 MOVED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")  # what threads of bwd_v2 move
 BY_THREADS = MOVED[3:]  # and those of the other two, before and after the loop
 GRADIENTS = MOVED[5:]
-IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where the copy engine moves these
+IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where TMA moves these
 WARP_ROWS = 16  # what a warp of these two stores
 FEWEST_BLOCKS = 2 * 132  # two for each multiprocessor of an H200: with fewer, the query heads of a group are split among blocks
 HOPPER_BLOCKS_TOGETHER = 256  # about as many, see heads_together
 LAST_BLOCKS = 256  # the same, see make_grouping
-FEW_TILES = 8  # of keys: blocks that add in order are apart only if more heads take turns, see heads_together
+FEW_TILES = 8  # of keys: blocks that add in order are apart only if more heads alternate, see heads_together
 CLEARING_BLOCKS = 200  # that start between those of a head and those that clear what it leaves
 MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
@@ -69,7 +69,7 @@ def _width(problem: Problem) -> int:
     return padded(max(problem.dim, problem.dim_v))  # one for all: warps that own either gradient run the same code
 
 
-def _row_for(kernel: str, problem: BackwardProblem, architecture: Architecture, copy_bytes: int, explicit: bool) -> Row:
+def _row_for(kernel: str, problem: BackwardProblem, architecture: Architecture, copy_bytes: int, explicit: bool) -> TileConfig:
     p = problem.forward
     return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, explicit, problem.deterministic, p.mask)
 
@@ -106,7 +106,7 @@ class Grouping:
     heads_together: int  # of a group, see `heads_together`
     blocks: int  # of a group
     owners: int  # blocks that own keys
-    kept: int  # query heads that have sums at a time; the next ones use them again
+    accum_heads: int  # query heads that have sums at a time; the next ones use them again
     finishing: int = 0  # blocks behind them, which turn the sums of the last heads into dq
     last_heads: int = 0  # the first query head of those, counted over all batch elements
     reused: int = 0  # query heads before this one leave their sums to others
@@ -134,15 +134,17 @@ def make_grouping(plan: Plan, problem: BackwardProblem) -> Grouping:
         return Grouping(per_block, together, blocks, owners, max(heads, 1), backwards=backwards)
     groups, last_groups = -(-heads // group), -(-LAST_BLOCKS // blocks)
     last_heads = min(max(groups - last_groups, 0) * group, heads)
-    clearing, kept = -(-CLEARING_BLOCKS // blocks), heads
+    clearing, accum_heads = -(-CLEARING_BLOCKS // blocks), heads
     if plan.kernel == "bwd_hopper" and p.len_q <= MOST_ROWS_REUSED // (2 if backwards else 1):
-        kept = min((clearing + max(last_groups, 1)) * group, heads)
+        accum_heads = min((clearing + max(last_groups, 1)) * group, heads)
     finishing = (heads - last_heads) * -(-p.len_q // (WARP_ROWS * plan.config.WARPS))
-    return Grouping(per_block, together, blocks, owners, kept, finishing, last_heads, heads - kept, clearing * group, backwards)
+    return Grouping(
+        per_block, together, blocks, owners, accum_heads, finishing, last_heads, heads - accum_heads, clearing * group, backwards
+    )
 
 
 def _backwards(problem: BackwardProblem, heads: int, group: int) -> int:
-    """How many query heads take the last keys first, see `turn_of` in ``key_block.cuh``.
+    """How many query heads take the last keys first, see `semaphore_value` in ``kernels_cu``.
 
     All whose rows see keys up to a diagonal, where order matters; but not those of the last group of heads, which would leave their
     longest blocks for the end. That group takes the longest first: what its blocks wait for is less than what the end would cost.
@@ -176,14 +178,14 @@ def backward_workspace(plan: Plan, problem: BackwardProblem) -> Workspace:
     c, p = plan.config, problem.forward
     query_tiles = _query_tiles(plan, problem) * p.heads_q * math.prod(p.batch)
     key_tiles = _key_tiles(plan, problem) * p.heads_kv * _splits(plan, problem) * math.prod(p.batch)
-    sum_tiles = _query_tiles(plan, problem) * make_grouping(plan, problem).kept
-    parts = [("stats", 4 * query_tiles * 2 * c.TILE_Q), ("dq_sums", 4 * sum_tiles * c.TILE_Q * c.WIDTH)]
+    sum_tiles = _query_tiles(plan, problem) * make_grouping(plan, problem).accum_heads
+    parts = [("stats", 4 * query_tiles * 2 * c.TILE_Q), ("dq_accum", 4 * sum_tiles * c.TILE_Q * c.WIDTH)]
     if _stores_parts(plan, problem):
-        parts += [(name, 4 * key_tiles * c.TILE_KV * c.WIDTH) for name in ("dk_parts", "dv_parts")]
+        parts += [(name, 4 * key_tiles * c.TILE_KV * c.WIDTH) for name in ("dk_accum", "dv_accum")]
     if problem.deterministic:
-        parts.append(("turns", 4 * query_tiles * (c.TILE_KV // 64 if c.STAGED_SUMS else 1)))  # one of each warpgroup, or of all
+        parts.append(("dq_semaphore", 4 * query_tiles * (c.TILE_KV // 64 if c.TMA_REDUCE_DQ else 1)))  # of each warpgroup, or all
     if _finishes_queries(plan, problem):
-        parts.append(("done", 4 * p.heads_q * math.prod(p.batch)))
+        parts.append(("dq_progress", 4 * p.heads_q * math.prod(p.batch)))
     return Workspace(tuple(parts))
 
 
@@ -220,7 +222,7 @@ def heads_together(plan: Plan, problem: BackwardProblem) -> int:
     Hopper kernels run 132, and 4 to 8 heads were within 3 % of the fastest from 512 keys to 16,384, as long as what they add to
     and read stays in the cache: at 16,384 and dim 128 four heads move 3.5 GB through device memory, four times as much as
     FlashAttention-4, which takes one at a time; two were up to 3 % faster. In order under a causal mask the longest blocks of a
-    head come last (`turn_of` in ``key_block.cuh``), and it matters more: at 16,384 and dim 256 one head at a time runs at 0.97 of
+    head come last (`semaphore_value`), and it matters more: at 16,384 and dim 256 one head at a time runs at 0.97 of
     the rate in any order, two at 0.77, four at 0.55. In order without a mask, each block waits for the one before: of 512 and
     1,024 keys, 16 heads run 1.02 to 1.09 times as fast as 8, of 2,048 keys 1.04 times at dim 64, 0.95 at dim 128.
     """

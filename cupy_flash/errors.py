@@ -23,7 +23,7 @@ class CompileError(RuntimeError):
 
 
 class FaultError(RuntimeError):
-    """A kernel run on the host used a barrier, the copy engine or a warpgroup against their rules. The message says where."""
+    """A kernel run on the host used a barrier, TMA or a warpgroup against their rules. The message says where."""
 
 
 class DeadlockError(FaultError):

@@ -12,10 +12,10 @@ from .packing import packing_of
 from .params import FORWARD_ARRAYS
 from .plan import Launch, Plan, check_kind, checked, configure, copy_size, explicit_scores, padded
 from .problem import Problem
-from .schedule import LEAST_SHARE, MERGING, TABLE_BLOCKS, least_share
+from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import SHORT, row_for, table_for
-from .turns import WARP_ROWS, merging_blocks, part_rows
+from .turns import WARP_ROWS, combining_blocks, partial_rows
 from .workspace import Workspace
 
 MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in tiles
@@ -49,30 +49,32 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> Plan:
     width, width_v = padded(problem.dim), padded(problem.dim_v)
     if kernel == "fwd_hopper":
         width, width_v = max(width, NARROWEST_PANEL), max(width_v, NARROWEST_PANEL)
-    copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by the copy engine
+    copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by TMA
     copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in copied})
     explicit, why_scores = explicit_scores(problem)
     widest = max(width, width_v)
-    packed = problem.queries is not None
+    pack_gqa = problem.queries is not None
     row = row_for(
         kernel,
         architecture,
         problem.dtype,
         widest,
         # Rows for few queries leave registers to tell which query of its head a row is.
-        min(problem.len_q, SHORT) if packed and kernel == "fwd_v2" else problem.len_q,
+        min(problem.len_q, SHORT) if pack_gqa and kernel == "fwd_v2" else problem.len_q,
         copy_bytes,
         explicit,
         mask=problem.mask,
         width_v=width_v,
     )
-    if copy_bytes < 16:  # the copy engine would write beyond a row's end, see `obstacle`
-        row = replace(row, staged_out=False)
+    if copy_bytes < 16:  # TMA would write beyond a row's end, see `obstacle`
+        row = replace(row, tma_store_out=False)
     split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else (False, "")
     return Plan(
         kernel=kernel,
         architecture=architecture,
-        config=configure(row, architecture, problem.dtype, problem.precision, width, width_v, copy_bytes, explicit, split, packed),
+        config=configure(
+            row, architecture, problem.dtype, problem.precision, width, width_v, copy_bytes, explicit, split, pack_gqa
+        ),
         reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_split, why_copy, why_scores))),
     )
 
@@ -102,7 +104,7 @@ def _split_kv(problem: Problem) -> tuple[bool, str]:
     if problem.last_key is not None and not alike:
         shortest, longest = (min(row + problem.last_key + 1, problem.len_kv) for row in (0, problem.len_q - 1))
     window = problem.first_key is not None and not alike
-    if window or problem.len_kv < LEAST_SHARE + MERGING or shortest < EVEN * longest:
+    if window or problem.len_kv < LEAST_SPLIT + COMBINING or shortest < EVEN * longest:
         return False, ""
     return True, "split keys: blocks share the query tiles that whole rounds leave over"
 
@@ -110,7 +112,7 @@ def _split_kv(problem: Problem) -> tuple[bool, str]:
 def forward_launches(plan: Plan, problem: Problem) -> tuple[Launch, ...]:
     """The grid of a forward: so many query tiles a block, for each head and batch element.
 
-    The problem is what the kernel is told, see `packing`. In fwd_hopper it is the most that there can be: blocks take turns, and
+    The problem is what the kernel is told, see `packing`. In fwd_hopper it is the most that there can be: blocks stay, and
     how many tiles they share depends on how many of them a device holds, see `turns`.
     """
     c = plan.config
@@ -121,14 +123,14 @@ def forward_launches(plan: Plan, problem: Problem) -> tuple[Launch, ...]:
         return (checked(Launch(entry, blocks, shared_bytes)),)
     if not c.SPLIT_KV:
         return (checked(Launch(entry, tiles, shared_bytes, c.MIN_BLOCKS)),)
-    shares = -(-problem.len_kv // (c.TILE_KV * least_share(c.TILE_KV)))
-    [(merge, merge_bytes)] = others
-    merging = merging_blocks(plan, min(tiles, TABLE_BLOCKS - 1), problem.len_q)
-    return checked(Launch(entry, tiles * shares, shared_bytes, c.MIN_BLOCKS)), Launch(merge, merging, merge_bytes)
+    splits = -(-problem.len_kv // (c.TILE_KV * least_split(c.TILE_KV)))
+    [(combine, combine_bytes)] = others
+    combining = combining_blocks(plan, min(tiles, TABLE_BLOCKS - 1), problem.len_q)
+    return checked(Launch(entry, tiles * splits, shared_bytes, c.MIN_BLOCKS)), Launch(combine, combining, combine_bytes)
 
 
 def forward_workspace(plan: Plan, problem: Problem) -> Workspace:
-    """What a forward keeps in device memory: of v1 O, l and m of every row; of fwd_hopper out and lse of parts to be merged."""
+    """What a forward keeps in device memory: of v1 O, l and m of every row; of fwd_hopper out and lse of splits to be combined."""
     c = plan.config
     tiles = _tiles(plan, problem) * problem.heads_q * math.prod(problem.batch)
     if plan.kernel == "fwd_v1":
@@ -137,8 +139,8 @@ def forward_workspace(plan: Plan, problem: Problem) -> Workspace:
         return Workspace()
     # Each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
     parts = min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
-    rows = parts * part_rows(plan, problem.len_q)
-    return Workspace((("parts", 4 * rows * c.WIDTH_V), ("part_lse", 4 * rows)))
+    rows = parts * partial_rows(plan, problem.len_q)
+    return Workspace((("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows)))
 
 
 def forward_maps(plan: Plan, problem: Problem) -> dict[str, TensorMap]:
@@ -146,7 +148,7 @@ def forward_maps(plan: Plan, problem: Problem) -> dict[str, TensorMap]:
     if plan.kernel != "fwd_hopper":
         return {}
     keys = plan.config.TILE_KV
-    boxes = {"q": GROUP_ROWS, "k": keys, "v": keys} | ({"out": WARP_ROWS} if plan.config.STAGED_OUT else {})
+    boxes = {"q": GROUP_ROWS, "k": keys, "v": keys} | ({"out": WARP_ROWS} if plan.config.TMA_STORE_OUT else {})
     return {f"{name}_map": described for name, described in tensor_maps(problem.batch, _layouts(problem), boxes).items()}
 
 

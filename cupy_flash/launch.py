@@ -38,11 +38,11 @@ class AttentionPlan(Prepared):
         execution = None
         if kernel is not None:
             packing = packing_of(problem)
-            told = packing.problem
+            packed = packing.problem
             self._keys, self._skipped_bytes = packing.keys, packing.skipped_bytes
-            launches, workspace = forward_launches(kernel, told), forward_workspace(kernel, told)
-            maps = forward_maps(kernel, told)
-            params = hopper_forward_params(told, maps, kernel.config.TILE_Q) if maps else forward_params(told)
+            launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)
+            maps = forward_maps(kernel, packed)
+            params = hopper_forward_params(packed, maps, kernel.config.TILE_Q) if maps else forward_params(packed)
             execution = Execution(kernel, launches, params, FORWARD_ARRAYS, workspace, problem.device, maps)
         super().__init__(dict(zip(FORWARD_ARRAYS, problem.seen)), ("out", "lse"), problem.backend, problem.device, execution)
         *inputs, out, _ = (x and arrays.description_of(x) for x in problem.seen)

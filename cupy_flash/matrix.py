@@ -9,7 +9,7 @@ from itertools import product
 from .architecture import ARCHITECTURES, Architecture
 from .merge import merge_plan
 from .plan import PARAMS, Plan, configure
-from .tuning import Row, table_for
+from .tuning import TileConfig, table_for
 
 # What kernels tell apart by name: the dtype of the arrays and the precision of products.
 KINDS = {
@@ -56,6 +56,6 @@ def every_plan(
             yield merge_plan(architecture, dtype)
 
 
-def _row_plan(kernel: str, architecture: Architecture, dtype: str, precision: str, row: Row) -> Plan:
+def _row_plan(kernel: str, architecture: Architecture, dtype: str, precision: str, row: TileConfig) -> Plan:
     config = configure(row, architecture, dtype, precision, row.width, row.width_v or row.width)
     return Plan(kernel, architecture, config, (row.reason,))

@@ -16,10 +16,10 @@ from .options import Options
 from .params import MERGE_ARRAYS, merge_params
 from .plan import Launch, Plan, check_kind, checked, configure
 from .problem import check_operand, check_place, lse_dtype_of
-from .tuning import Row
+from .tuning import TileConfig
 from .workspace import Workspace
 
-TILE = Row(32, 16, 16, "a warp merges whole rows, of any width", stages=1, min_blocks=1)
+TILE = TileConfig(32, 16, 16, "a warp merges whole rows, of any width", stages=1, min_blocks=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,10 @@ class MergeProblem:
     def layouts(self) -> dict[str, Layout]:
         """The arrays with all axes that the kernel counts, in order."""
         shape = (1,) * (3 - len(self.out.shape)) + self.out.shape
-        return {
-            name: getattr(self, name).broadcast_to(shape if name.startswith("out") else shape[:-1]) for name in MERGE_ARRAYS
-        }
+        return {name: getattr(self, name).broadcast_to(shape if name.startswith("out") else shape[:-1]) for name in MERGE_ARRAYS}
 
 
-def make_merge_problem(
-    out_a: Layout, lse_a: Layout, out_b: Layout, lse_b: Layout, layout: str, backend: str
-) -> MergeProblem:
+def make_merge_problem(out_a: Layout, lse_a: Layout, out_b: Layout, lse_b: Layout, layout: str, backend: str) -> MergeProblem:
     """Check the arguments of `merge_states`.
 
     Raises

@@ -75,7 +75,7 @@ def packing_of(problem: Problem) -> Packing:
     band = (first_key, last_key) != (None, None)
     if band and problem.algorithm == "v1":  # which has no register left to tell which query of its head a row is
         return Packing(problem)
-    told = replace(
+    packed = replace(
         problem,
         heads_q=problem.heads_kv,
         len_q=group * queries,
@@ -88,7 +88,7 @@ def packing_of(problem: Problem) -> Packing:
         **{name: _heads_as_rows(layout, axis, group) for name, layout in rows.items()},
     )
     each = "one query" if queries == 1 else f"{queries} queries"
-    return Packing(told, first, f"{group} query heads of a group share a tile: {each} each")
+    return Packing(packed, first, f"{group} query heads of a group share a tile: {each} each")
 
 
 def _heads_as_rows(layout: Layout, heads: int, group: int) -> Layout:

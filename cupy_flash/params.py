@@ -10,7 +10,7 @@ import numpy
 from .errors import UnsupportedError
 from .layout import Layout
 from .problem import Problem
-from .schedule import TABLE_BLOCKS, TABLE_TURNS
+from .schedule import TABLE_BLOCKS, TABLE_TILES
 
 if TYPE_CHECKING:
     from .backward_plan import Grouping
@@ -46,7 +46,7 @@ TENSOR_MAP = numpy.dtype(
     align=True,
 )
 # A field of type u8 is a pointer to workspace.
-DIVISOR = numpy.dtype([("divisor", "u4"), ("multiplier", "u4"), ("shift", "u4")], align=True)
+FAST_DIVMOD = numpy.dtype([("divisor", "u4"), ("multiplier", "u4"), ("shift", "u4")], align=True)
 FORWARD = numpy.dtype(
     [
         ("q", TENSOR),
@@ -55,8 +55,8 @@ FORWARD = numpy.dtype(
         ("out", TENSOR),
         ("lse", TENSOR),
         ("state", "u8"),
-        ("first_key", "i4"),
-        ("last_key", "i4"),
+        ("band_left", "i4"),
+        ("band_right", "i4"),
         ("batch", "i4", (BATCH_AXES,)),
         ("heads", "i4"),
         ("heads_per_kv", "i4"),
@@ -66,7 +66,7 @@ FORWARD = numpy.dtype(
         ("dim_v", "i4"),
         ("scale", "f4"),
         ("softcap", "f4"),
-        ("by_queries", DIVISOR),
+        ("queries_divmod", FAST_DIVMOD),
     ],
     align=True,
 )
@@ -84,33 +84,33 @@ HOPPER_FORWARD = _of_whole_lines(
     [
         *((f"{name}_map", TENSOR_MAP) for name in ("q", "k", "v", "out")),
         ("lse", TENSOR),
-        ("first_key", "i4"),
-        ("last_key", "i4"),
+        ("band_left", "i4"),
+        ("band_right", "i4"),
         ("batch", "i4", (BATCH_AXES,)),
         ("heads", "i4"),
         ("heads_per_kv", "i4"),
         ("tiles", "i4"),
         ("run", "i4"),
         ("by_formula", "i4"),
-        ("by_tiles_of_head", DIVISOR),
-        ("by_heads", DIVISOR),
-        ("table", "u2", (TABLE_BLOCKS, TABLE_TURNS)),
+        ("tiles_of_head_divmod", FAST_DIVMOD),
+        ("heads_divmod", FAST_DIVMOD),
+        ("table", "u2", (TABLE_BLOCKS, TABLE_TILES)),
         ("len_q", "i4"),
         ("len_kv", "i4"),
         ("dim", "i4"),
         ("dim_v", "i4"),
         ("scale", "f4"),
         ("softcap", "f4"),
-        ("first_shared", "i4"),
-        ("shared_tiles", "i4"),
-        ("share", "i4"),
-        ("by_key_tiles", DIVISOR),
-        ("part_rows", "i4"),
-        ("parts", "u8"),
-        ("part_lse", "u8"),
+        ("first_split_tile", "i4"),
+        ("split_tiles", "i4"),
+        ("key_tiles_per_block", "i4"),
+        ("key_tiles_divmod", FAST_DIVMOD),
+        ("partial_rows", "i4"),
+        ("out_partials", "u8"),
+        ("lse_partials", "u8"),
         ("out", TENSOR),
         ("scale_log2", "f4"),
-        ("by_queries", DIVISOR),
+        ("queries_divmod", FAST_DIVMOD),
     ]
 )
 BACKWARD = numpy.dtype(
@@ -126,13 +126,13 @@ BACKWARD = numpy.dtype(
         ("dk", TENSOR),
         ("dv", TENSOR),
         ("stats", "u8"),
-        ("dq_sums", "u8"),
-        ("dk_parts", "u8"),
-        ("dv_parts", "u8"),
-        ("turns", "u8"),
-        ("done", "u8"),
-        ("first_key", "i4"),
-        ("last_key", "i4"),
+        ("dq_accum", "u8"),
+        ("dk_accum", "u8"),
+        ("dv_accum", "u8"),
+        ("dq_semaphore", "u8"),
+        ("dq_progress", "u8"),
+        ("band_left", "i4"),
+        ("band_right", "i4"),
         ("batch", "i4", (BATCH_AXES,)),
         ("heads", "i4"),
         ("heads_per_kv", "i4"),
@@ -147,14 +147,14 @@ BACKWARD = numpy.dtype(
     ],
     align=True,
 )
-# The arrays whose tiles the copy engine moves are told twice, in this form and as a map.
-_BACKWARD_DIVISORS = ("by_together", "by_group", "by_shares", "by_heads_per_kv", "by_kept")
+# The arrays whose tiles TMA moves are told twice, in this form and as a map.
+_BACKWARD_DIVMODS = ("heads_together_divmod", "group_divmod", "units_divmod", "heads_per_kv_divmod", "accum_heads_divmod")
 _GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards")
 _BACKWARD_MAPS = ("q", "k", "v", "dout", "dq", "dk", "dv")
 HOPPER_BACKWARD = _of_whole_lines(
     [(f"{name}_map", TENSOR_MAP) for name in _BACKWARD_MAPS]
     + [(name, BACKWARD[name]) for name in BACKWARD.names]
-    + [(name, DIVISOR) for name in _BACKWARD_DIVISORS]
+    + [(name, FAST_DIVMOD) for name in _BACKWARD_DIVMODS]
     + [(name, "i4") for name in _GROUPING_NUMBERS]
 )
 MERGE = numpy.dtype(
@@ -189,7 +189,7 @@ def forward_params(problem: Problem) -> numpy.ndarray:
     """
     params = _with_strides(FORWARD, problem.batch, {name: getattr(problem, name) for name in FORWARD_ARRAYS})
     _add_scores(params, problem)
-    params["by_queries"] = divisor(problem.queries or 1)
+    params["queries_divmod"] = fast_divmod(problem.queries or 1)
     return params
 
 
@@ -208,16 +208,16 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
     for name, described in maps.items():
         params[name] = described.in_the_clear()
     _add_scores(params, problem)
-    params["by_queries"] = divisor(problem.queries or 1)
+    params["queries_divmod"] = fast_divmod(problem.queries or 1)
     with numpy.errstate(over="ignore"):  # where scores are scaled one by one, nobody reads it
         params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
     tiles_of_head = -(-problem.len_q // tile_q)
     params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
-    params["by_tiles_of_head"], params["by_heads"] = divisor(tiles_of_head), divisor(problem.heads_q)
+    params["tiles_of_head_divmod"], params["heads_divmod"] = fast_divmod(tiles_of_head), fast_divmod(problem.heads_q)
     return params
 
 
-def divisor(number: int) -> tuple[int, int, int]:
+def fast_divmod(number: int) -> tuple[int, int, int]:
     """What a kernel needs to divide numbers below 2**31 by this one with a product and a shift.
 
     The multiplier is above 2**(32 + shift) / number by a part in 2**31 or less, which adds less than 1 / number to a quotient
@@ -242,9 +242,9 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
         params[name] = described.in_the_clear()
     if maps:
         p, g = problem.forward, grouping
-        numbers = g.heads_together, g.blocks, p.heads_q // g.heads_per_block, p.heads_per_kv, g.kept
-        for name, number in zip(_BACKWARD_DIVISORS, numbers):
-            params[name] = divisor(number)
+        numbers = g.heads_together, g.blocks, p.heads_q // g.heads_per_block, p.heads_per_kv, g.accum_heads
+        for name, number in zip(_BACKWARD_DIVMODS, numbers):
+            params[name] = fast_divmod(number)
         for name in _GROUPING_NUMBERS:
             params[name] = getattr(g, name)
     _add_scores(params, problem.forward)
@@ -295,8 +295,8 @@ def _add_scores(params: numpy.ndarray, problem: Problem) -> None:
     """Sizes, mask and scale, which the forward and the backward are told alike."""
     _check_length("q", problem.len_q)
     _check_length("k", problem.len_kv)
-    params["first_key"] = -UNBOUNDED if problem.first_key is None else problem.first_key
-    params["last_key"] = UNBOUNDED if problem.last_key is None else problem.last_key
+    params["band_left"] = -UNBOUNDED if problem.first_key is None else problem.first_key
+    params["band_right"] = UNBOUNDED if problem.last_key is None else problem.last_key
     _check_count("q", "heads", problem.heads_q)
     params["heads"] = problem.heads_q
     params["heads_per_kv"] = problem.heads_per_kv
@@ -333,9 +333,7 @@ def _check_length(name: str, length: int) -> None:
         raise UnsupportedError(f"{name}: expected fewer than 2**30 rows, got {length}")
 
 
-def merge_batch_axes(
-    batch: tuple[int, ...], layouts: dict[str, Layout]
-) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
+def merge_batch_axes(batch: tuple[int, ...], layouts: dict[str, Layout]) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
     """The batch axes as exactly `BATCH_AXES`, neighbours merged where every array steps through both as through one.
 
     Parameters

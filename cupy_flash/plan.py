@@ -12,7 +12,7 @@ from .architecture import Architecture
 from .errors import UnsupportedError
 from .layout import Layout
 from .problem import Problem
-from .tuning import WIDTHS, Row
+from .tuning import WIDTHS, TileConfig
 
 # The kernel files, and the struct of `kernels_cu/params.cuh` that every entry of a file is launched with.
 PARAMS = {
@@ -42,12 +42,12 @@ class Config:
     WARPS: int
     STAGES: int
     STAGES_V: int
-    SLOTS_Q: int
-    STAGED_OUT: bool
-    IN_LINE: bool
-    STAGED_SUMS: bool
+    STAGES_Q: int
+    TMA_STORE_OUT: bool
+    PINGPONG: bool
+    TMA_REDUCE_DQ: bool
     SPLIT_KV: bool
-    PACKED: bool
+    PACK_GQA: bool
     MIN_BLOCKS: int
     COPY_BYTES: int
     Q_IN_REGISTERS: bool
@@ -66,7 +66,7 @@ class Launch:
         As many as can have something to do.
     shared_bytes : int
     per_multiprocessor : int, optional
-        No more blocks than so many for each multiprocessor: those that there are take turns.
+        No more blocks than so many for each multiprocessor: those that there are take one tile after the other.
     """
 
     entry: str
@@ -77,7 +77,7 @@ class Launch:
     def __str__(self) -> str:
         if self.per_multiprocessor is None:
             return f"{self.blocks} blocks"
-        return f"{self.blocks} blocks, at most {self.per_multiprocessor} a multiprocessor, which take turns"
+        return f"{self.blocks} blocks, at most {self.per_multiprocessor} a multiprocessor, one query tile after the other"
 
     def on(self, multiprocessors: int) -> Launch:
         """The launch with the number of blocks that it has on a device of so many multiprocessors."""
@@ -110,23 +110,23 @@ class Plan:
         if self.kernel == "bwd_v2":
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
             main = itemsize * (keys + queries + c.TILE_KV * c.TILE_Q) + c.STAGES * 2 * c.TILE_Q * 4
-            return {"bwd_v2_pre": 0, "bwd_v2": main, "bwd_v2_post": itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH}
+            return {"bwd_v2_preprocess": 0, "bwd_v2": main, "bwd_v2_postprocess": itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH}
         if self.kernel in ("bwd_hopper", "bwd_hopper_wide"):
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
-            stats, sums = c.STAGES * 2 * c.TILE_Q * 4, c.STAGED_SUMS * c.TILE_Q * c.WIDTH * 4
-            barriers = 8 * (12 + 4 * c.STAGES + c.STAGED_SUMS)
+            stats, sums = c.STAGES * 2 * c.TILE_Q * 4, c.TMA_REDUCE_DQ * c.TILE_Q * c.WIDTH * 4
+            barriers = 8 * (12 + 4 * c.STAGES + c.TMA_REDUCE_DQ)
             main = itemsize * (keys + queries + 2 * c.TILE_Q * c.TILE_KV) + stats + sums + barriers
             if self.kernel == "bwd_hopper_wide":
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P
             post = itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH
-            return {f"{self.kernel}_pre": 0, self.kernel: main, f"{self.kernel}_post": post}
+            return {f"{self.kernel}_preprocess": 0, self.kernel: main, f"{self.kernel}_postprocess": post}
         if self.kernel == "fwd_hopper":
             panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
-            queries = 64 * c.SLOTS_Q * panels + c.STAGED_OUT * c.TILE_Q * panels_v  # and out
+            queries = 64 * c.STAGES_Q * panels + c.TMA_STORE_OUT * c.TILE_Q * panels_v  # and out
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
-            barriers = 2 * (c.STAGES + c.STAGES_V + c.SLOTS_Q)
-            main = {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers + 48 * c.SLOTS_Q}  # a task for each slot
-            return main | ({"fwd_hopper_merge": 0} if c.SPLIT_KV else {})
+            barriers = 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q)
+            main = {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers + 48 * c.STAGES_Q}  # and work
+            return main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         return {self.kernel: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
 
@@ -143,10 +143,10 @@ class Plan:
         words += [f"v{c.WIDTH_V}"] * (c.WIDTH_V != c.WIDTH) + ["tf32"] * (c.TF32_PASSES == 1)
         words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}"] + [f"q{c.Q_TILES}"] * (c.Q_TILES > 1)
         if self.kernel == "fwd_hopper":
-            words.append(f"q{c.SLOTS_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.STAGED_OUT + "l" * c.IN_LINE)
+            words.append(f"q{c.STAGES_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.TMA_STORE_OUT + "p" * c.PINGPONG)
         else:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"copy{c.COPY_BYTES or 'elements'}"]
-        return "-".join(words + ["split"] * c.SPLIT_KV + ["packed"] * c.PACKED + ["explicit"] * c.EXPLICIT_SCORES)
+        return "-".join(words + ["split"] * c.SPLIT_KV + ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES)
 
     def __str__(self) -> str:
         constants = ", ".join(f"{knob.name}={getattr(self.config, knob.name)}" for knob in fields(self.config))
@@ -190,7 +190,7 @@ def explicit_scores(problem: Problem) -> tuple[bool, str]:
 
 
 def configure(
-    row: Row,
+    row: TileConfig,
     architecture: Architecture,
     dtype: str,
     precision: str,
@@ -199,7 +199,7 @@ def configure(
     copy_bytes: int = 16,
     explicit: bool = False,
     split_kv: bool = False,
-    packed: bool = False,
+    pack_gqa: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     given = {
@@ -211,7 +211,7 @@ def configure(
         "COPY_BYTES": copy_bytes,
         "EXPLICIT_SCORES": explicit,
         "SPLIT_KV": split_kv,
-        "PACKED": packed,
+        "PACK_GQA": pack_gqa,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 

@@ -118,7 +118,7 @@ def plan_attention_backward(
     >>> x, lse = np.ones((4, 256, 64), np.float16), np.ones((4, 256), np.float32)
     >>> plan = cupy_flash.plan_attention_backward(x, x, x, x, x, lse, backend="host")
     >>> plan.workspace.names
-    ('stats', 'dq_sums')
+    ('stats', 'dq_accum')
     """
     given = operands(dout, q, k, v, out, lse, dlse, dq, dk, dv)
     options = (layout, scale, causal, window, softcap, precision, algorithm, backend)

@@ -1,12 +1,12 @@
 """Which query tiles each block of fwd_hopper takes: a pure function of the problem's lengths and the number of blocks.
 
 There are no more blocks than a device holds at a time, and each takes one query tile after the other, by a formula of the kernel
-(``kernels_cu/tile/place.cuh``). Under a causal mask, and at the ends of a window, tiles differ in length, and a formula leaves
+(``kernels_cu/tile/scheduler.cuh``). Under a causal mask, and at the ends of a window, tiles differ in length, and a formula leaves
 some blocks with two more than others. So the last ones are dealt out one by one, the longest first, each to the block that has
 least to do (Graham, 1969), and the kernel is handed the outcome as a table.
 
 Where tiles are equally long, what whole rounds leave over, or all tiles if there are fewer than blocks, would keep some blocks busy
-and the others idle. Those tiles are shared by all blocks: each computes some of their keys, and the parts are merged.
+and the others idle. Those tiles are split among all blocks: each computes some of their keys, and the partials are combined.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dataclasses import dataclass
 import numpy
 
 TABLE_BLOCKS = 144  # as many as an sm_90 can have multiprocessors, each of which holds one block
-TABLE_TURNS = 9  # of a block; the last one is empty, so that every block finds its end
+TABLE_TILES = 9  # of a block; the last one is empty, so that every block finds its end
 NONE = 0xFFFF  # an entry without a tile
-ALL_TURNS = 2**31 - 1
+ALL_TILES = 2**31 - 1
 ROUNDS_BY_TABLE = (1, 2, 3)  # so many rounds, of two tiles for each block, and what is left over after the last whole one
 BUSY = 0.99  # of the time in which the block that takes longest works, all blocks do: good enough
 ROUNDS_COUNTED = 1024  # of those by the formula: what earlier ones leave uneven is little beside them
 L2_BYTES = 32 << 20  # of what all blocks of an sm_90 read or add to, that stay in its L2 cache
 STEPS_BESIDES = 1  # what beginning and ending a query tile takes, in steps of one key tile
-LEAST_SHARE = 512  # keys of a part: one of fewer takes longer to begin and to merge than to compute
-MERGING = 896  # what beginning, writing, reading and merging parts takes, in keys that a block computes meanwhile
-COUNTED = 2**31  # key tiles that a kernel numbers: it divides no larger numbers, see `divisor`
+LEAST_SPLIT = 512  # keys of a split: one of fewer takes longer to begin and to combine than to compute
+COMBINING = 896  # what beginning, writing, reading and combining partials takes, in keys that a block computes meanwhile
+COUNTED = 2**31  # key tiles that a kernel numbers: it divides no larger numbers, see `fast_divmod`
 MANY_KEYS = 4096  # from which on a tile computes enough to hide that they come from device memory
 
 
@@ -39,26 +39,26 @@ class Schedule:
     Parameters
     ----------
     run : int
-        In a turn, each block takes so many neighbouring tiles, one after the other: 1, or 2, a long and a short one.
+        Each block takes so many neighbouring tiles at a time, one after the other: 1, or 2, a long and a short one.
     by_formula : int
-        So many turns of each block follow the formula, and the rest the table. A run of 2 is two turns.
+        So many work tiles of each block follow the formula, and the rest the table.
     table : tuple of tuple of int
         For each block the other tiles, by their distance from the first of them.
     """
 
     run: int = 1
-    by_formula: int = ALL_TURNS
+    by_formula: int = ALL_TILES
     table: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
-class Shares:
-    """The query tiles that blocks share.
+class Splits:
+    """The query tiles that are split along their keys among the blocks.
 
     Parameters
     ----------
     by_formula : int
-        So many turns of each block, of a whole tile each, come before.
+        So many work tiles of each block, whole ones, come before.
     first : int
         Number of the first shared tile.
     tiles : int
@@ -73,12 +73,12 @@ class Shares:
     key_tiles: int
 
 
-def least_share(tile_kv: int) -> int:
-    """The fewest key tiles of a part."""
-    return -(-LEAST_SHARE // tile_kv)
+def least_split(tile_kv: int) -> int:
+    """The fewest key tiles of a split."""
+    return -(-LEAST_SPLIT // tile_kv)
 
 
-def make_shares(tiles: int, len_kv: int, tile_kv: int, blocks: int) -> Shares | None:
+def make_splits(tiles: int, len_kv: int, tile_kv: int, blocks: int) -> Splits | None:
     """Share out the query tiles that whole rounds leave over; None where that saves less than it costs.
 
     Parameters
@@ -91,10 +91,10 @@ def make_shares(tiles: int, len_kv: int, tile_kv: int, blocks: int) -> Shares | 
     """
     rounds, left = divmod(tiles, blocks)
     key_tiles = -(-len_kv // tile_kv)
-    share = max(-(-left * key_tiles // blocks), least_share(tile_kv))
-    if not left or share * tile_kv + MERGING > len_kv or blocks > TABLE_BLOCKS or share * blocks >= COUNTED:
+    split = max(-(-left * key_tiles // blocks), least_split(tile_kv))
+    if not left or split * tile_kv + COMBINING > len_kv or blocks > TABLE_BLOCKS or split * blocks >= COUNTED:
         return None
-    return Shares(rounds, rounds * blocks, left, share)
+    return Splits(rounds, rounds * blocks, left, split)
 
 
 def costs_of_tiles(len_q: int, len_kv: int, first_key: int, last_key: int, tile_q: int, tile_kv: int) -> numpy.ndarray:
@@ -126,7 +126,7 @@ def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: 
     if blocks > TABLE_BLOCKS:
         return Schedule(run=2)
     place = numpy.arange(tiles_of_head)
-    in_order = costs[numpy.where(place % 2, place // 2, tiles_of_head - 1 - place // 2)]  # as `place_of_tile` numbers them
+    in_order = costs[numpy.where(place % 2, place // 2, tiles_of_head - 1 - place // 2)]  # as `tile_coord` numbers them
 
     # Longest first means heads in turn, and keys of all heads in the table are read again and again.
     def stays_in_cache(rounds: int) -> bool:
@@ -159,6 +159,6 @@ def _deal_out(in_order: numpy.ndarray, tiles: int, rounds: int, blocks: int) -> 
         load, block = heapq.heappop(least)
         taken[block].append(tile)
         loads[block] = load + left[tile]
-        if len(taken[block]) < TABLE_TURNS - 1:
+        if len(taken[block]) < TABLE_TILES - 1:
             heapq.heappush(least, (loads[block], block))
     return loads.max(), Schedule(2, 2 * rounds, tuple(map(tuple, taken)))

@@ -21,7 +21,7 @@ from .options import Options
 from .peers import planned_run
 from .plan import Config, Plan, configure
 from .problem import make_problem
-from .tuning import Row, candidates_for
+from .tuning import TileConfig, candidates_for
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ def candidates(cell: Cell, architecture: Architecture, kernel: str | None = None
     return tuple(Candidate(name, plan, plan == chosen) for name, plan in zip(_names(plans), plans))
 
 
-def _with_tile(plan: Plan, row: Row, dtype: str, precision: str) -> Plan:
+def _with_tile(plan: Plan, row: TileConfig, dtype: str, precision: str) -> Plan:
     c = plan.config
-    given = c.WIDTH, c.WIDTH_V, c.COPY_BYTES, c.EXPLICIT_SCORES, c.SPLIT_KV, c.PACKED
+    given = c.WIDTH, c.WIDTH_V, c.COPY_BYTES, c.EXPLICIT_SCORES, c.SPLIT_KV, c.PACK_GQA
     config = configure(row, plan.architecture, dtype, precision, *given)
     return replace(plan, config=config, reasons=(row.reason,))
 

@@ -1,4 +1,4 @@
-"""Tensor maps: how the copy engine of sm_90 (TMA) finds boxes of an array in device memory.
+"""Tensor maps: how the TMA of sm_90 finds boxes of an array in device memory.
 
 A map has five axes, here those of an attention operand: columns, rows, heads and two batch axes. Boxes are so many rows of
 `BOX_COLUMNS` columns; what of a box lies outside the array reads as zeros and is not written. On the host a kernel reads the map in
@@ -36,7 +36,7 @@ DRIVER = "libcuda.so.1"
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """An array as the copy engine sees it, without its address.
+    """An array as TMA sees it, without its address.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def obstacle(batch: tuple[int, ...], layouts: dict[str, Layout], names: Iterable
     names : iterable of str
         The arrays that would get a map.
     written : iterable of str, optional
-        Those of them that the copy engine writes. It writes whole chunks of 16 bytes, also where a row ends within one: measured on
+        Those of them that TMA writes. It writes whole chunks of 16 bytes, also where a row ends within one: measured on
         an H200, whereas what it reads ends with the row.
     """
     sizes, strides = merge_batch_axes(batch, layouts)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy
 
-from .params import divisor
+from .params import fast_divmod
 from .plan import Launch, Plan
-from .schedule import NONE, Schedule, costs_of_tiles, make_schedule, make_shares
+from .schedule import NONE, Schedule, costs_of_tiles, make_schedule, make_splits
 
-WARP_ROWS, MERGED_COLUMNS = 16, 32  # of a query tile: rows that a warp stores, and with so many columns merges
+WARP_ROWS, COMBINED_COLUMNS = 16, 32  # of a query tile: rows that a warp stores, and with so many columns merges
 
 
 def scheduled(plan: Plan, params: numpy.ndarray, launches: tuple[Launch, ...]) -> tuple[numpy.ndarray, tuple[Launch, ...]]:
@@ -35,32 +35,33 @@ def scheduled(plan: Plan, params: numpy.ndarray, launches: tuple[Launch, ...]) -
         return params, launches
     params = params.copy()
     p, c = params[0], plan.config
-    computing, merging = launches if c.SPLIT_KV else (*launches, None)
-    first_key, last_key, len_q, len_kv = (int(p[name]) for name in ("first_key", "last_key", "len_q", "len_kv"))
-    schedule, shares = Schedule(), None
+    computing, combining = launches if c.SPLIT_KV else (*launches, None)
+    left, right, len_q, len_kv = (int(p[name]) for name in ("band_left", "band_right", "len_q", "len_kv"))
+    schedule, splits = Schedule(), None
     if c.SPLIT_KV:
-        shares = make_shares(int(p["tiles"]), len_kv, c.TILE_KV, computing.blocks)
-    elif not c.PACKED:  # tiles of several heads are equally long
-        costs = costs_of_tiles(len_q, len_kv, first_key, last_key, c.TILE_Q, c.TILE_KV)
+        splits = make_splits(int(p["tiles"]), len_kv, c.TILE_KV, computing.blocks)
+    elif not c.PACK_GQA:  # tiles of several heads are equally long
+        costs = costs_of_tiles(len_q, len_kv, left, right, c.TILE_Q, c.TILE_KV)
         bytes_of_head = 2 * len_kv * (int(p["dim"]) + int(p["dim_v"])) / int(p["heads_per_kv"])
         if costs.min() < costs.max():
             schedule = make_schedule(costs, int(p["tiles"]) // len(costs), len_kv, bytes_of_head, computing.blocks)
     p["run"], p["by_formula"], p["table"] = schedule.run, schedule.by_formula, NONE
     for block, tiles in enumerate(schedule.table):
         p["table"][block, : len(tiles)] = tiles
-    if shares is None:
+    if splits is None:
         return params, (computing,)
-    p["by_formula"], p["first_shared"], p["shared_tiles"] = shares.by_formula, shares.first, shares.tiles
-    p["share"], p["by_key_tiles"], p["part_rows"] = shares.key_tiles, divisor(-(-len_kv // c.TILE_KV)), part_rows(plan, len_q)
-    return params, (computing, replace(merging, blocks=merging_blocks(plan, shares.tiles, len_q)))
+    p["by_formula"], p["first_split_tile"], p["split_tiles"] = splits.by_formula, splits.first, splits.tiles
+    p["key_tiles_per_block"], p["partial_rows"] = splits.key_tiles, partial_rows(plan, len_q)
+    p["key_tiles_divmod"] = fast_divmod(-(-len_kv // c.TILE_KV))
+    return params, (computing, replace(combining, blocks=combining_blocks(plan, splits.tiles, len_q)))
 
 
-def part_rows(plan: Plan, len_q: int) -> int:
+def partial_rows(plan: Plan, len_q: int) -> int:
     """Rows of a part of a query tile that are kept: those that exist, rounded up to what a warp owns."""
     return min(plan.config.TILE_Q, -(-len_q // WARP_ROWS) * WARP_ROWS)
 
 
-def merging_blocks(plan: Plan, tiles: int, len_q: int) -> int:
-    """Blocks that merge so many query tiles."""
+def combining_blocks(plan: Plan, tiles: int, len_q: int) -> int:
+    """Blocks that combine so many query tiles."""
     c = plan.config
-    return -(-tiles * (part_rows(plan, len_q) // WARP_ROWS) * (c.WIDTH_V // MERGED_COLUMNS) // c.WARPS)
+    return -(-tiles * (partial_rows(plan, len_q) // WARP_ROWS) * (c.WIDTH_V // COMBINED_COLUMNS) // c.WARPS)

@@ -1,32 +1,32 @@
-// bwd_hopper.cu -- the backward of FlashAttention-2 for sm_90a: the loop of bwd_v2.cu, with the copy engine (TMA) and products of whole
+// bwd_hopper.cu -- the backward of FlashAttention-2 for sm_90a: the loop of bwd_v2.cu, with TMA and products of whole
 // warpgroups (wgmma). (FlashAttention-3: Shah et al., 2024.)
 //
-//   bwd_hopper_pre    for each query row:  delta = rowsum(dout o out) - dlse,  dQ = 0
+//   bwd_hopper_preprocess    for each query row:  delta = rowsum(dout o out) - dlse,  dQ = 0
 //
 //   bwd_hopper        one block per key-value tile j. Its first warpgroup loads, each other one owns 64 rows of K_j and V_j:
 //
-//     loader:   K_j, V_j,  and for each query head that shares them, and each query tile i that sees one of them, the last first
-//               (or the other way round, see turn_of):
+//     producer: K_j, V_j,  and for each query head that shares them, and each query tile i that sees one of them, the last first
+//               (or the other way round, see semaphore_value):
 //               Q_i with lse_i,  dO_i with delta_i                     as far ahead as there is room
 //
 //     others:   for each such query tile i:
 //                 start S^T = K_j Q_i^T
 //                 start dP^T = V_j dO_i^T
 //                 wait for S^T;  P^T = 2^(S^T - lse_i)                 beneath the second product
-//                 start dV = dV + P^T dO_i                             P^T and dS^T are left factors as they are, in registers
+//                 start dV = dV + P^T dO_i                             P^T and dS^T are A operands as they are, in registers
 //                 start dQ = dS_{i-1} K_j                              over the keys of all warpgroups, dealt out by its columns or rows;
 //                                                                      a step late, so that none of them waits for the others' dS
 //                 wait for dP^T;  dS^T = P^T o (dP^T - delta_i)        beneath both products;  dS goes to shared memory
 //                 start dK = dK + dS^T Q_i
 //                 wait for dQ;  dQ_{i-1} = dQ_{i-1} + dQ               in device memory, where all blocks of the head meet; by the lanes
-//                                                                      that hold it, or by the copy engine from shared memory
+//                                                                      that hold it, or by TMA from shared memory
 //               dv_j = dV,  dk_j = scale dK
 //               if no block of a head is left:  dq = scale dQ
 //
 //     Behind the blocks of all key-value tiles come some more, which do so for the last heads. Of short heads, dQ lies where that of an
 //     earlier one lay, which an idle warp of a third head has cleared.
 //
-//   bwd_hopper_post   sums gradients of inputs that were broadcast, or of keys that several blocks have summed up
+//   bwd_hopper_postprocess   sums gradients of inputs that were broadcast, or of keys that several blocks have summed up
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/key_block.cuh"
@@ -35,22 +35,22 @@ static_assert(TILE_KV == 64 * GROUPS, "a warpgroup owns 64 keys");
 
 // dQ = dS K is dealt out to the warpgroups by 64 rows, and where there are fewer of those, by columns, and lanes add what they hold. If its
 // sums are staged, queries may be no multiple of 64: its transpose is computed, dQ^T = K^T dS^T, and dealt out by 64 columns of dQ.
-constexpr int DQ_ACROSS = STAGED_SUMS ? WIDTH / 64 : GROUPS / (TILE_Q / 64), DQ_COLS = WIDTH / DQ_ACROSS;
-static_assert(DQ_ACROSS * (STAGED_SUMS ? 1 : TILE_Q / 64) == GROUPS, "every warpgroup has a part of dQ");
-static_assert(STAGED_SUMS || TILE_Q % 64 == 0, "and no row of dQ is left over");
+constexpr int DQ_ACROSS = TMA_REDUCE_DQ ? WIDTH / 64 : GROUPS / (TILE_Q / 64), DQ_COLS = WIDTH / DQ_ACROSS;
+static_assert(DQ_ACROSS * (TMA_REDUCE_DQ ? 1 : TILE_Q / 64) == GROUPS, "every warpgroup has a part of dQ");
+static_assert(TMA_REDUCE_DQ || TILE_Q % 64 == 0, "and no row of dQ is left over");
 OP int dq_row_of(int group) { return group / DQ_ACROSS * 64; }
 OP int dq_col_of(int group) { return group % DQ_ACROSS * DQ_COLS; }
 
-template <bool STAGED> struct OfQueries { typedef QuerySums Sums; typedef Acc<16, DQ_COLS> Part; };
-template <> struct OfQueries<true> { typedef TransposedSumTile<TILE_Q, WIDTH> Sums; typedef Acc<16, TILE_Q> Part; };
-using Sums = OfQueries<STAGED_SUMS>::Sums;
-using Part = OfQueries<STAGED_SUMS>::Part;                    // of dQ or its transpose, for a warp
+template <bool STAGED> struct OfQueries { typedef DqAccum Accum; typedef Acc<16, DQ_COLS> Part; };
+template <> struct OfQueries<true> { typedef TransposedAccumTile<TILE_Q, WIDTH> Accum; typedef Acc<16, TILE_Q> Part; };
+using Accum = OfQueries<TMA_REDUCE_DQ>::Accum;
+using Part = OfQueries<TMA_REDUCE_DQ>::Part;                  // of dQ or its transpose, for a warp
 
-template <bool STAGED = STAGED_SUMS, int N> OP void start_part(Acc<16, N>& dq, const GradientTile& ds, int row, const KeyTile& k, int col) {
+template <bool STAGED = TMA_REDUCE_DQ, int N> OP void start_part(Acc<16, N>& dq, const GradientTile& ds, int row, const KeyTile& k, int col) {
   if constexpr (STAGED) start_transposed_product(dq, k, col, ds);
   else start_product(dq, ds, row, k, col);
 }
-template <bool STAGED = STAGED_SUMS, int N>
+template <bool STAGED = TMA_REDUCE_DQ, int N>
 OP void add_part(const HopperBackwardParams& p, const KeyBlock& block, u32 number, u32 step, const Acc<16, N>& dq, int group, int row, int col) {
   if constexpr (STAGED) stage_queries(block, group, step, dq);
   else add_queries(p, block, number, step, dq, row, col);
@@ -60,7 +60,7 @@ OP void add_part(const HopperBackwardParams& p, const KeyBlock& block, u32 numbe
 constexpr bool DELTA_AHEAD = WIDTH <= 64;
 
 // Whether dQ runs beneath dS, and not behind it: with a softcap, or with more queries, there are no registers for dQ beside dP.
-constexpr bool EARLY = !EXPLICIT_SCORES && !STAGED_SUMS;
+constexpr bool EARLY = !EXPLICIT_SCORES && !TMA_REDUCE_DQ;
 
 // Whether half way is behind dP, not behind P: as measured.
 constexpr bool LATE = WIDTH > 64;
@@ -68,22 +68,22 @@ static_assert(GROUPS == 2, "one that begins, and one that follows");
 
 [[maybe_unused]] constexpr int SHARED_BYTES = BLOCK_BYTES;
 
-KERNEL(THREADS, 1) bwd_hopper_pre(GRID_CONSTANT HopperBackwardParams p) { prepare_queries(p, DELTA_AHEAD ? -1.f : 1.f, STAGED_SUMS ? GROUPS : 1, p.by_kept.divisor); }
+KERNEL(THREADS, 1) bwd_hopper_preprocess(GRID_CONSTANT HopperBackwardParams p) { preprocess(p, DELTA_AHEAD ? -1.f : 1.f, TMA_REDUCE_DQ ? GROUPS : 1, p.accum_heads_divmod.divisor); }
 
 KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const int warp = int(uniform(u32(warp_id())));
-  if (block_id() >= p.owners) return finish_last_heads<Sums>(p);
+  if (block_id() >= p.owners) return postprocess_last_heads<Accum>(p);
   KeyBlock block(p);
   if (warp == 0) start_barriers(block);
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
   if (warp < 4) {
-    give_registers<SERVING_REGISTERS>();
+    warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
     if (warp == 0) load_tiles(p, block);
-    if (STAGED_SUMS) {
-      if (warp == 1 || warp == 2) send_queries(p, block, warp - 1, Sums::offset(dq_row_of(warp - 1), dq_col_of(warp - 1)));
+    if (TMA_REDUCE_DQ) {
+      if (warp == 1 || warp == 2) send_queries(p, block, warp - 1, Accum::offset(dq_row_of(warp - 1), dq_col_of(warp - 1)));
     } else {
-      if (warp == 1) take_turns(p, block);
-      if (warp == 2) pass_turns(p, block);
+      if (warp == 1) acquire_dq_order(p, block);
+      if (warp == 2) release_dq_order(p, block);
       if (warp == 3) let_add(p, block);
     }
     if (warp == 3) clear_sums(p, block);
@@ -91,11 +91,11 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     return;
   }
 
-  take_registers<COMPUTING_REGISTERS>();
+  warpgroup_reg_alloc<CONSUMER_REGISTERS>();
   const KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();
   const int group = warp / 4 - 1, group_row = group * 64, own_row = group_row + warp % 4 * 16;
   const int dq_row = dq_row_of(group), dq_col = dq_col_of(group);
-  const KeyRange common = seeing_all(block.band, block.row0 + own_row, 16);
+  const ColumnRange common = unmasked_queries(block.band, block.row0 + own_row, 16);
 
   Acc<16, WIDTH> dk_reg, dv_reg;
   fill(dk_reg, 0.f);
@@ -103,12 +103,12 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   u32 number = 0;                                             // of the query tile before
 
   const auto start_dq = [&](Part& dq_reg) {
-    const u32 before = block.queries.number - 1;
+    const u32 before = block.queries.count - 1;
     wait_for<LANES>(block.written, before % 2);               // without it dS is read that other warpgroups have not written
     start_part(dq_reg, block.ds_smem(before), dq_row, k_smem, dq_col);
   };
   const auto add_dq = [&](const Part& dq_reg) {
-    add_part(p, block, number, block.queries.number - 1, dq_reg, group, dq_row + warp % 4 * 16, dq_col);
+    add_part(p, block, number, block.queries.count - 1, dq_reg, group, dq_row + warp % 4 * 16, dq_col);
   };
   // Warpgroups in step would all want the tensor cores at once, and then none of them. So the second one begins when the first is half
   // way through its first tile, and they stay apart by themselves.
@@ -126,11 +126,11 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     OperandA<16> p_reg[TILE_Q / 16], factor_reg[TILE_Q / 16], ds_reg[TILE_Q / 16];
     Part dq_reg;
 
-    wait_full(block.queries);                                 // without it the product reads queries that have not arrived
-    if (DELTA_AHEAD) wait_full(block.douts);                  // the same for their gradients
+    consumer_wait(block.queries);                             // without it the product reads queries that have not arrived
+    if (DELTA_AHEAD) consumer_wait(block.douts);              // the same for their gradients
     if (DELTA_AHEAD) fill_rows(dp_reg, block.delta_smem());
     start_product_transposed(s_reg, k_smem, group_row, q_smem);
-    if (!DELTA_AHEAD) wait_full(block.douts);                 // as above
+    if (!DELTA_AHEAD) consumer_wait(block.douts);             // as above
     start_product_transposed(dp_reg, v_smem, group_row, do_smem, DELTA_AHEAD);
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
     const bool masked = !common.contains(col0, TILE_Q);
@@ -147,25 +147,25 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if (masked) mask(dp_reg, block.band, row0, col0, 0.f);    // 0 times whatever dP was may be NaN
     score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES ? factor_reg : p_reg, dp_reg, block.delta_smem());
     if (follows && !early) start_dq(dq_reg);
-    store_transposed(block.ds_smem(block.queries.number), ds_reg, STAGED_SUMS ? not_ahead(own_row) : own_row);
-    sync_with_copies();                                       // without it the product does not see what lanes have stored
+    store_transposed(block.ds_smem(block.queries.count), ds_reg, TMA_REDUCE_DQ ? not_ahead(own_row) : own_row);
+    fence_proxy_async();                                      // without it the product does not see what lanes have stored
     start_product(dk_reg, ds_reg, q_smem);
     if (follows) wait_for_products<1>(dq_reg);                // without it sums are added that do not exist yet
     arrive_at<LANES>(block.written);                          // without it the others wait for ever. Not earlier: of dS there are two, and
                                                               // the other one has been multiplied by now
     if (follows) add_dq(dq_reg);
-    wait_for_products<0>(dk_reg);                             // without it the loader overwrites what the product reads
+    wait_for_products<0>(dk_reg);                             // without it the producer overwrites what the product reads
     wait_for_products<0>(dv_reg);                             // as well
-    arrive_free(block.queries);                               // without it the loader waits for ever
+    consumer_release(block.queries);                          // without it the producer waits for ever
     block.douts.advance();
-    number = block.sum_number(p);
+    number = block.accum_number(p);
     block.advance();
   };
 
   if (block.steps > 0) {
-    wait_full(block.keys);                                    // without it the products read keys that have not arrived
-    wait_full(block.values);                                  // as well
-    if (!STAGED_SUMS) wait_for<LANES>(block.cleared, 0);      // without it sums are added to those of another head
+    consumer_wait(block.keys);                                // without it the products read keys that have not arrived
+    consumer_wait(block.values);                              // as well
+    if (!TMA_REDUCE_DQ) wait_for<LANES>(block.cleared, 0);    // without it sums are added to those of another head
     begin();
     step(false);
     #pragma unroll 1
@@ -176,13 +176,13 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     add_dq(dq_reg);
   }
 
-  if (!STAGED_SUMS) arrive_at<LANES>(block.ended);            // without it the block is never counted
+  if (!TMA_REDUCE_DQ) arrive_at<LANES>(block.ended);          // without it the block is never counted
   sync_last<4 * GROUPS>();                                    // without it gradients overwrite keys that a slower warp still reads
   scale(dk_reg, p.scale);
-  store_gradient(p, block, p.dk_map, p.dk_parts, k_smem, dk_reg, own_row);
-  store_gradient(p, block, p.dv_map, p.dv_parts, v_smem, dv_reg, own_row);
-  finish_heads<Sums>(p, block);
+  store_gradient(p, block, p.dk_map, p.dk_accum, k_smem, dk_reg, own_row);
+  store_gradient(p, block, p.dv_map, p.dv_accum, v_smem, dv_reg, own_row);
+  postprocess_heads<Accum>(p, block);
   wait_for_stores();                                          // without it the block, and its shared memory, may end before
 }
 
-KERNEL(THREADS, 1) bwd_hopper_post(GRID_CONSTANT HopperBackwardParams p) { finish_gradients<Sums>(p); }
+KERNEL(THREADS, 1) bwd_hopper_postprocess(GRID_CONSTANT HopperBackwardParams p) { postprocess<Accum>(p); }

@@ -1,7 +1,7 @@
 // bwd_hopper_wide.cu -- the loop of bwd_hopper.cu for head dims whose two gradients do not fit the registers of one warpgroup: one sums up
 // dV, the other dK, both of the same 64 keys.
 //
-//   bwd_hopper_wide_pre    as bwd_hopper_pre
+//   bwd_hopper_wide_preprocess    as bwd_hopper_preprocess
 //
 //   bwd_hopper_wide   one block per key-value tile j, its first warpgroup loads; the second and the third, for each query tile i:
 //
@@ -14,13 +14,13 @@
 //     dv_j = dV                                            dk_j = scale dK
 //     if no block of a head is left:  dq = scale dQ        and of the last heads by blocks behind, as there
 //
-//   bwd_hopper_wide_post   as bwd_hopper_post
+//   bwd_hopper_wide_postprocess   as bwd_hopper_postprocess
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/key_block.cuh"
 
 static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
-static_assert(!STAGED_SUMS, "shared memory has no room for dQ");
+static_assert(!TMA_REDUCE_DQ, "shared memory has no room for dQ");
 
 // dQ = dS K is dealt out by its columns, in whole panels.
 constexpr int VALUES_COLS = WIDTH / 128 * 64, KEYS_COLS = WIDTH - VALUES_COLS;
@@ -30,11 +30,11 @@ using Passed = PassedTile<16, TILE_Q>;
 constexpr int P_OFFSET = ceil_div(BLOCK_BYTES, 16) * 16, P_BYTES = 16 * TILE_Q * int(sizeof(Element));
 [[maybe_unused]] constexpr int SHARED_BYTES = P_OFFSET + 2 * 4 * P_BYTES;
 
-KERNEL(THREADS, 1) bwd_hopper_wide_pre(GRID_CONSTANT HopperBackwardParams p) { prepare_queries(p, 1.f); }
+KERNEL(THREADS, 1) bwd_hopper_wide_preprocess(GRID_CONSTANT HopperBackwardParams p) { preprocess(p, 1.f); }
 
 // dQ of the tile before: N columns of it.
 template <int N> OP void multiply_queries(const KeyBlock& block, Acc<16, N>& dq_reg, int col) {
-  const u32 before = block.queries.number - 1;
+  const u32 before = block.queries.count - 1;
   wait_for(block.written, before % 2);                        // without it dS is read that has not been written
   start_product(dq_reg, block.ds_smem(before), 0, block.keys.tile(), col);
   wait_for_products<0>(dq_reg);                               // without it sums are added that do not exist yet
@@ -44,40 +44,40 @@ template <int N>
 OP void end_step(const HopperBackwardParams& p, KeyBlock& block, Acc<16, WIDTH>& sum_reg, const bool follows, int own_row, int col) {
   Acc<16, N> dq_reg;
   if (follows) multiply_queries(block, dq_reg, col);
-  wait_for_products<0>(sum_reg);                              // without it the loader overwrites what the product reads
+  wait_for_products<0>(sum_reg);                              // without it the producer overwrites what the product reads
   arrive_at(block.written);                                   // without it the others wait for ever. Not earlier: of dS there are two, and
                                                               // the other one has been multiplied by now
-  arrive_free(block.queries);                                 // without it the loader waits for ever
+  consumer_release(block.queries);                            // without it the producer waits for ever
   block.douts.advance();
-  if (follows) add_queries(p, block, block.number_before(p), block.queries.number - 2, dq_reg, own_row, col);
+  if (follows) add_queries(p, block, block.number_before(p), block.queries.count - 2, dq_reg, own_row, col);
   block.advance();
 }
 template <int N> OP void end_steps(const HopperBackwardParams& p, const KeyBlock& block, int own_row, int col) {
   Acc<16, N> dq_reg;
   multiply_queries(block, dq_reg, col);
-  add_queries(p, block, block.number_before(p), block.queries.number - 1, dq_reg, own_row, col);
+  add_queries(p, block, block.number_before(p), block.queries.count - 1, dq_reg, own_row, col);
 }
 
 KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
-  if (block_id() >= p.owners) return finish_last_heads(p);
+  if (block_id() >= p.owners) return postprocess_last_heads(p);
   KeyBlock block(p);
   if (warp_id() == 0) start_barriers(block);
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
   if (warp_id() < 4) {
-    give_registers<SERVING_REGISTERS>();
+    warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
     if (warp_id() == 0) load_tiles(p, block);
-    if (warp_id() == 1) take_turns(p, block);
-    if (warp_id() == 2) pass_turns(p, block);
+    if (warp_id() == 1) acquire_dq_order(p, block);
+    if (warp_id() == 2) release_dq_order(p, block);
     if (warp_id() == 3) count_heads(p, block);
     return;
   }
 
-  take_registers<COMPUTING_REGISTERS>();
+  warpgroup_reg_alloc<CONSUMER_REGISTERS>();
   const KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();
   const bool for_values = warp_id() < 8;
   const int pair = warp_id() % 4, own_row = pair * 16;
   const auto cut = [&](int col0) {                            // asked anew in each step: kept, the range would take registers
-    return !seeing_all(block.band, not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q);
+    return !unmasked_queries(block.band, not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q);
   };
   const auto passing = [&](u32 step) { return 1 + int(step % 2) * 4 + pair; };         // the pair's barrier: two, since values may be a step ahead
   const auto p_smem = [&](u32 step) { return Passed{block.smem + P_OFFSET + (step % 2 * 4 + pair) * P_BYTES}; };
@@ -90,15 +90,15 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
     Acc<16, TILE_Q> s_reg;
     OperandA<16> p_reg[TILE_Q / 16], factor_reg[TILE_Q / 16];
-    wait_full(block.queries);                                 // without it the product reads queries that have not arrived
+    consumer_wait(block.queries);                             // without it the product reads queries that have not arrived
     start_product_transposed(s_reg, k_smem, 0, q_smem);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if (cut(col0)) mask(s_reg, block.band, row0, col0);
     probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap);
-    pass(p_smem(block.queries.number), EXPLICIT_SCORES ? factor_reg : p_reg);
-    arrive_pair(passing(block.queries.number));               // without it the other warp waits for P for ever
-    wait_full(block.douts);                                   // the same as for queries
+    pass(p_smem(block.queries.count), EXPLICIT_SCORES ? factor_reg : p_reg);
+    arrive_pair(passing(block.queries.count));                // without it the other warp waits for P for ever
+    consumer_wait(block.douts);                               // the same as for queries
     start_product(sum_reg, p_reg, do_smem);
     end_step<VALUES_COLS>(p, block, sum_reg, follows, own_row, 0);
   };
@@ -107,16 +107,16 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
     Acc<16, TILE_Q> dp_reg;
     OperandA<16> factor_reg[TILE_Q / 16], ds_reg[TILE_Q / 16];
-    wait_full(block.douts);                                   // as above
+    consumer_wait(block.douts);                               // as above
     start_product_transposed(dp_reg, v_smem, 0, do_smem);
     wait_for_products<0>(dp_reg);                             // as above
     if (cut(col0)) mask(dp_reg, block.band, row0, col0, 0.f);       // 0 times whatever dP was may be NaN
-    sync_pair(passing(block.queries.number));                 // without it P is read before the other warp has written it
-    receive(factor_reg, p_smem(block.queries.number));
+    sync_pair(passing(block.queries.count));                  // without it P is read before the other warp has written it
+    receive(factor_reg, p_smem(block.queries.count));
     score_gradients<true>(ds_reg, factor_reg, dp_reg, block.delta_smem());
-    if (follows) wait_for(block.written, (block.queries.number - 1) % 2);      // without it dS is overwritten that the others multiply
-    store_transposed(block.ds_smem(block.queries.number), ds_reg, own_row);
-    sync_with_copies();                                       // without it the product does not see what lanes have stored
+    if (follows) wait_for(block.written, (block.queries.count - 1) % 2);       // without it dS is overwritten that the others multiply
+    store_transposed(block.ds_smem(block.queries.count), ds_reg, own_row);
+    fence_proxy_async();                                      // without it the product does not see what lanes have stored
     start_product(sum_reg, ds_reg, q_smem);
     end_step<KEYS_COLS>(p, block, sum_reg, follows, own_row, VALUES_COLS);
   };
@@ -126,8 +126,8 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   };
 
   if (block.steps > 0) {
-    wait_full(block.keys);                                    // without it the products read keys that have not arrived
-    wait_full(block.values);                                  // as well
+    consumer_wait(block.keys);                                // without it the products read keys that have not arrived
+    consumer_wait(block.values);                              // as well
     step(false);
     #pragma unroll 1
     for (int i = 1; i < block.steps; ++i) step(true);
@@ -138,9 +138,9 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   arrive_at(block.ended);                                     // without it the block is never counted
   sync_last<4 * GROUPS>();                                    // without it gradients overwrite keys that a slower warp still reads
   if (!for_values) scale(sum_reg, p.scale);
-  store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values ? p.dv_parts : p.dk_parts, KeyTile{for_values ? v_smem.base : k_smem.base}, sum_reg, own_row);
-  finish_heads(p, block);
+  store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values ? p.dv_accum : p.dk_accum, KeyTile{for_values ? v_smem.base : k_smem.base}, sum_reg, own_row);
+  postprocess_heads(p, block);
   wait_for_stores();                                          // without it the block, and its shared memory, may end before
 }
 
-KERNEL(THREADS, 1) bwd_hopper_wide_post(GRID_CONSTANT HopperBackwardParams p) { finish_gradients(p); }
+KERNEL(THREADS, 1) bwd_hopper_wide_postprocess(GRID_CONSTANT HopperBackwardParams p) { postprocess(p); }

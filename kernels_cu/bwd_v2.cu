@@ -1,7 +1,7 @@
 // bwd_v2.cu -- FlashAttention-2, backward with recomputation (Dao, 2023, Algorithm 2): outer loop over key-value tiles, inner loop
 // over query tiles. Three kernels, launched one after the other:
 //
-//   bwd_v2_pre    for each query row:  delta = rowsum(dout o out) - dlse,  dq = 0
+//   bwd_v2_preprocess    for each query row:  delta = rowsum(dout o out) - dlse,  dq = 0
 //
 //   bwd_v2        one block per key-value tile j;  S^T and P^T are never stored, but computed again from q, k and lse:
 //     dK = 0,  dV = 0
@@ -12,7 +12,7 @@
 //       dQ_i += dS K_j                          by all warps, added up in device memory, where all blocks of the head meet
 //     dv_j = dV,  dk_j = scale dK
 //
-//   bwd_v2_post   for each query tile:  dq_i = scale dQ_i;  also sums gradients of inputs that were broadcast
+//   bwd_v2_postprocess   for each query tile:  dq_i = scale dQ_i;  also sums gradients of inputs that were broadcast
 //
 // Two warps, one of each half, share TILE_KV / PAIRS keys. Each keeps one gradient: both would not leave room for anything else.
 #include "config.cuh"
@@ -46,10 +46,10 @@ constexpr int DQ_ACROSS = WARPS / (TILE_Q / DQ_ROWS);
 constexpr int DQ_COLS = WIDTH / DQ_ACROSS;
 static_assert(DQ_ACROSS * (TILE_Q / DQ_ROWS) == WARPS && DQ_COLS % 16 == 0, "every warp has a part of dQ, of whole 16-column steps");
 
-KERNEL(THREADS, 1) bwd_v2_pre(GRID_CONSTANT BackwardParams p) { prepare_queries(p, 1.f); }
+KERNEL(THREADS, 1) bwd_v2_preprocess(GRID_CONSTANT BackwardParams p) { preprocess(p, 1.f); }
 
 KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
-  const KeyPlace here = key_place_of_block(p.batch, p.heads, p.heads_per_kv, p.heads_per_block, p.len_kv, TILE_KV, p.heads_together);
+  const KeyBlockCoord here = key_block_coord(p.batch, p.heads, p.heads_per_kv, p.heads_per_block, p.len_kv, TILE_KV, p.heads_together);
   const int row0 = here.tile * TILE_KV;
   const int warp = warp_id(), pair = warp % PAIRS;
   const bool for_values = warp < PAIRS;                       // this warp sums up dV; otherwise dK
@@ -65,9 +65,9 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   const auto do_smem = [=](int stage) { return QueryTile{q_smem(stage).base + QueryTile::bytes}; };
   const auto stats_smem = [=](int stage) { return do_smem(stage).base + QueryTile::bytes; };
 
-  const TransposedBand band = transposed(p.first_key, p.last_key, p.len_q, p.len_kv);
-  const KeyRange queries = seeing_any(band, row0, TILE_KV);
-  const KeyRange common_queries = seeing_all(band, row0 + pair_row, PAIR_KEYS);
+  const TransposedBand band = transposed(p.band_left, p.band_right, p.len_q, p.len_kv);
+  const ColumnRange queries = visible_queries(band, row0, TILE_KV);
+  const ColumnRange common_queries = unmasked_queries(band, row0 + pair_row, PAIR_KEYS);
   const int first_tile = queries.first / TILE_Q, last_tile = queries.last / TILE_Q;
   const int steps = queries.last < queries.first ? 0 : (last_tile + 1 - first_tile) * p.heads_per_block;
 
@@ -100,7 +100,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     wait_for_copies<max_of(STAGES - 2, 0)>();                 // without it this tile is read before this thread's part has arrived
     sync_block();                                             // without it other threads' parts are missing, the load below overwrites
                                                               // a tile, and P below the dS, that a slower warp still reads
-    if (p.turns && step > 0 && warp == 0) pass_turn(p.turns + number);    // all warps have added the dQ of the step before
+    if (p.dq_semaphore && step > 0 && warp == 0) semaphore_release(p.dq_semaphore + number); // all warps have added the dQ of the step before
     load_step(step + STAGES - 1, STAGES - 1);
     if (STAGES == 1) {
       wait_for_copies<0>();                                   // with one stage nothing arrives ahead: without these two lines the
@@ -129,36 +129,36 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     multiply_add(sum_reg, factor_reg, for_values ? do_smem(stage) : q_smem(stage));
 
     number = query_tile_number(p, here.batch_number, now.head, now.tile);
-    if (p.turns && warp == 0) {
-      const int first_key = seen_by_any({p.first_key, p.last_key, p.len_kv}, col0, 1).first;
-      take_turn(p.turns + number, here.tile - first_key / TILE_KV);
+    if (p.dq_semaphore && warp == 0) {
+      const int first_visible = visible_keys({p.band_left, p.band_right, p.len_kv}, col0, 1).first;
+      semaphore_wait(p.dq_semaphore + number, here.tile - first_visible / TILE_KV);
     }
     sync_block();                                             // without it dS is read before its warps have written it, and dQ is
                                                               // added before its turn
     Acc<DQ_ROWS, DQ_COLS> dq_reg;
     const int dq_row = warp / DQ_ACROSS * DQ_ROWS, dq_col = warp % DQ_ACROSS * DQ_COLS;
-    multiply_left_transposed(dq_reg, ds_smem, dq_row, k_smem, dq_col);
-    add(QuerySums{p.dq_sums + i64(number) * QuerySums::size}, dq_reg, dq_row, dq_col);
+    multiply_a_transposed(dq_reg, ds_smem, dq_row, k_smem, dq_col);
+    add(DqAccum{p.dq_accum + i64(number) * DqAccum::size}, dq_reg, dq_row, dq_col);
   }
 
   sync_block();                                               // without it gradients overwrite K and V that a slower warp still reads
-  if (p.turns && steps > 0 && warp == 0) pass_turn(p.turns + number);
+  if (p.dq_semaphore && steps > 0 && warp == 0) semaphore_release(p.dq_semaphore + number);
   if (!for_values) scale(sum_reg, p.scale);
   // The place again, instead of keeping it in registers that the loop needs.
-  const KeyPlace place = key_place_of_block(p.batch, p.heads, p.heads_per_kv, p.heads_per_block, p.len_kv, TILE_KV, p.heads_together);
-  float* const parts = for_values ? p.dv_parts : p.dk_parts;
-  if (parts) {
-    const u32 share = (place.batch_number * p.heads + place.first_head) / p.heads_per_block;
-    const i64 tile_number = i64(share) * ceil_div(p.len_kv, TILE_KV) + place.tile;
-    store(KeySums{parts + tile_number * KeySums::size}, sum_reg, pair_row, 0);
+  const KeyBlockCoord coord = key_block_coord(p.batch, p.heads, p.heads_per_kv, p.heads_per_block, p.len_kv, TILE_KV, p.heads_together);
+  float* const accum = for_values ? p.dv_accum : p.dk_accum;
+  if (accum) {
+    const u32 unit = (coord.batch_number * p.heads + coord.first_head) / p.heads_per_block;
+    const i64 tile_number = i64(unit) * ceil_div(p.len_kv, TILE_KV) + coord.tile;
+    store(DkvAccum{accum + tile_number * DkvAccum::size}, sum_reg, pair_row, 0);
     return;
   }
   const PairTile result_smem{(for_values ? v_smem : k_smem).base + pair_row * KeyTile::row_bytes};
   store(result_smem, sum_reg);
   sync_warp();                                                // without it a lane sends rows that its neighbours have not written
   const Tensor& gradient = for_values ? p.dv : p.dk;
-  const int first_row = place.tile * TILE_KV + pair_row;
-  store<Warp>(slice(gradient, place.batch, place.head_kv, first_row, p.len_kv, for_values ? p.dim_v : p.dim), result_smem);
+  const int first_row = coord.tile * TILE_KV + pair_row;
+  store<Warp>(slice(gradient, coord.batch, coord.head_kv, first_row, p.len_kv, for_values ? p.dim_v : p.dim), result_smem);
 }
 
-KERNEL(THREADS, 1) bwd_v2_post(GRID_CONSTANT BackwardParams p) { finish_gradients(p); }
+KERNEL(THREADS, 1) bwd_v2_postprocess(GRID_CONSTANT BackwardParams p) { postprocess(p); }

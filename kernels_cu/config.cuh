@@ -6,7 +6,7 @@ enum Dtype { FLOAT16, BFLOAT16, FLOAT32 };
 
 constexpr int   ARCH = 80;                // 10 * compute capability: from 80 on m16n8k16, tf32, cp.async and packed conversions exist
 constexpr Dtype DTYPE = FLOAT16;          // of q, k, v and out
-constexpr int   TF32_PASSES = 3;          // float32 products from ARCH 80 on: 3 keeps float32 accuracy (3xTF32), 1 rounds the factors to tf32
+constexpr int   TF32_PASSES = 3;          // float32 products from ARCH 80 on: 3 keeps float32 accuracy (3xTF32), 1 rounds the operands to tf32
 
 constexpr int   TILE_Q = 128;             // query rows a block owns; in the backward, query rows per step
 constexpr int   TILE_KV = 64;             // key rows per step of the KV loop; in the backward, key rows a block owns
@@ -14,15 +14,15 @@ constexpr int   Q_TILES = 4;              // fwd_v1: query tiles a block owns
 constexpr int   WIDTH = 64;               // head dim, rounded up to a multiple of 32; columns beyond the true dim are zero
 constexpr int   WIDTH_V = 64;             // the same for the head dim of v and out
 constexpr int   WARPS = 4;                // each owns TILE_Q / WARPS query rows: 16 or 32; in the backward a pair owns 2 TILE_KV / WARPS key rows: 16, 32 or 64;
-                                          // in fwd_hopper four load, and four more own each 64 query rows
+                                          // in fwd_hopper a producer warpgroup loads, and each consumer warpgroup owns 64 query rows
 constexpr int   STAGES = 2;               // tiles of K and V, in the backward of Q and dO, in flight or in use
 constexpr int   STAGES_V = 2;             // fwd_hopper: tiles of V in flight or in use; STAGES are those of K
-constexpr int   SLOTS_Q = 2;              // fwd_hopper: places for 64 queries each; with more than the block's warpgroups read, a query tile begins beneath the end of the one before
-constexpr bool  STAGED_OUT = false;       // fwd_hopper: out goes through shared memory, and the copy engine stores it; if not, lanes store what they hold
-constexpr bool  IN_LINE = false;          // fwd_hopper: warpgroups start the products of a step one after the other
-constexpr bool  STAGED_SUMS = false;      // bwd_hopper: dQ goes through shared memory, and the copy engine adds it; if not, lanes add what they hold
-constexpr bool  SPLIT_KV = false;         // fwd_hopper: what whole rounds of query tiles leave over is shared by all blocks, each of which takes some of the keys
-constexpr bool  PACKED = false;           // forward: the heads of a group share query tiles, so that row i is query i % queries of some head
+constexpr int   STAGES_Q = 2;             // fwd_hopper: stages of 64 queries each; with more than consumer warpgroups, a query tile begins beneath the end of the one before
+constexpr bool  TMA_STORE_OUT = false;    // fwd_hopper: out goes through shared memory, and TMA stores it; if not, lanes store what they hold
+constexpr bool  PINGPONG = false;         // fwd_hopper: warpgroups start the products of a step one after the other (ping-pong)
+constexpr bool  TMA_REDUCE_DQ = false;    // bwd_hopper: dQ goes through shared memory, and TMA adds it; if not, lanes add what they hold
+constexpr bool  SPLIT_KV = false;         // fwd_hopper: query tiles that whole rounds leave over are split along the keys among all blocks
+constexpr bool  PACK_GQA = false;         // forward: the heads of a group share query tiles, so that row i is query i % queries of some head
 constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the registers of a thread
 
 constexpr int   COPY_BYTES = 16;          // bytes moved at once between device memory and shared memory or registers: 16, 8, 4, or 0 for one element; divides every row

@@ -22,9 +22,9 @@
 #include "tile/copy.cuh"
 #include "tile/mask.cuh"
 #include "tile/mma.cuh"
-#include "tile/place.cuh"
+#include "tile/scheduler.cuh"
 #include "tile/softmax.cuh"
-#include "tile/sums.cuh"
+#include "tile/accum.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = TILE_Q / WARPS;
@@ -34,7 +34,7 @@ using OutTile = SharedTile<WARP_ROWS, WIDTH_V>;
 using KeyTile = SharedTile<TILE_KV, WIDTH>;
 using ValueTile = SharedTile<TILE_KV, WIDTH_V>;
 using Queries = Choose<Q_IN_REGISTERS, RowsInRegisters<WARP_ROWS, WIDTH>, RowsInShared<WARP_ROWS, WIDTH>>;
-using OutSums = SumTile<TILE_Q, WIDTH_V>;
+using OutAccum = AccumTile<TILE_Q, WIDTH_V>;
 
 // Shared memory: one region per warp for its rows of Q and, at the end, of out; then K; then V.
 constexpr int WARP_BYTES = max_of(QueryTile::bytes, OutTile::bytes);
@@ -42,7 +42,7 @@ constexpr int K_OFFSET = WARPS * WARP_BYTES;
 constexpr int V_OFFSET = K_OFFSET + KeyTile::bytes;
 
 // In device memory, for each query tile: O, then m and l of its rows. A warp reads and writes its own rows only.
-constexpr int M_OFFSET = OutSums::size;
+constexpr int M_OFFSET = OutAccum::size;
 constexpr int L_OFFSET = M_OFFSET + TILE_Q;
 constexpr int STATE_SIZE = L_OFFSET + TILE_Q;
 
@@ -52,7 +52,7 @@ using Out = Acc<WARP_ROWS, WIDTH_V>;
 OP void load_state(Softmax& softmax, Out& o_reg, float* state) {
   const int row = warp_id() * WARP_ROWS;
   RowVec<WARP_ROWS> max, sum;
-  load(o_reg, OutSums{state}, row, 0);
+  load(o_reg, OutAccum{state}, row, 0);
   load(max, state + M_OFFSET + row);
   load(sum, state + L_OFFSET + row);
   resume(softmax, o_reg, max, sum);
@@ -61,13 +61,13 @@ OP void store_state(float* state, Softmax& softmax, Out& o_reg) {
   const int row = warp_id() * WARP_ROWS;
   RowVec<WARP_ROWS> max, sum;
   pause(softmax, o_reg, max, sum);
-  store(OutSums{state}, o_reg, row, 0);
+  store(OutAccum{state}, o_reg, row, 0);
   store(state + M_OFFSET + row, 1, WARP_ROWS, max);
   store(state + L_OFFSET + row, 1, WARP_ROWS, sum);
 }
 
 KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
-  const Place here = place_of_block(p.batch, p.heads, p.len_q, Q_TILES * TILE_Q);
+  const BlockCoord here = block_coord(p.batch, p.heads, p.len_q, Q_TILES * TILE_Q);
   const int rows = min_of(Q_TILES * TILE_Q, p.len_q - here.row), query_tiles = ceil_div(rows, TILE_Q);
   const i64 first_number = (i64(here.batch_number) * p.heads + here.head) * ceil_div(p.len_q, TILE_Q) + here.row / TILE_Q;
   float* const state = p.state + first_number * STATE_SIZE;
@@ -79,8 +79,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
   const KeyTile k_smem{smem + K_OFFSET};
   const ValueTile v_smem{smem + V_OFFSET};
 
-  const Band band{p.first_key, p.last_key, p.len_kv, p.by_queries};
-  const KeyRange block_keys = seen_by_any(band, here.row, rows);
+  const Band band{p.band_left, p.band_right, p.len_kv, p.queries_divmod};
+  const ColumnRange block_keys = visible_keys(band, here.row, rows);
 
   #pragma unroll 1
   for (int i = 0; i < query_tiles; ++i) {
@@ -93,9 +93,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
   #pragma unroll 1
   for (int col0 = block_keys.first / TILE_KV * TILE_KV; col0 <= block_keys.last; col0 += TILE_KV) {
     sync_block();                                             // without it K and V are overwritten while a slower warp still reads them
-    const Place place = place_of_block(p.batch, p.heads, p.len_q, Q_TILES * TILE_Q);     // again, instead of keeping it in registers
-    load_async<Block>(k_smem, slice(p.k, place.batch, place.head / p.heads_per_kv, col0, p.len_kv, p.dim));
-    load_async<Block>(v_smem, slice(p.v, place.batch, place.head / p.heads_per_kv, col0, p.len_kv, p.dim_v));
+    const BlockCoord coord = block_coord(p.batch, p.heads, p.len_q, Q_TILES * TILE_Q);   // again, instead of keeping it in registers
+    load_async<Block>(k_smem, slice(p.k, coord.batch, coord.head / p.heads_per_kv, col0, p.len_kv, p.dim));
+    load_async<Block>(v_smem, slice(p.v, coord.batch, coord.head / p.heads_per_kv, col0, p.len_kv, p.dim_v));
     commit_copies();
     wait_for_copies<0>();                                     // without it this tile is read before this thread's part has arrived
     sync_block();                                             // without it other threads' parts are missing
@@ -103,7 +103,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
     #pragma unroll 1
     for (int i = 0; i < query_tiles; ++i) {
       const int warp_row = here.row + i * TILE_Q + warp_id() * WARP_ROWS;
-      if (!seen_by_any(band, warp_row, WARP_ROWS).overlaps(col0, TILE_KV)) continue;
+      if (!visible_keys(band, warp_row, WARP_ROWS).overlaps(col0, TILE_KV)) continue;
       Softmax softmax;
       Out o_reg;
       load_state(softmax, o_reg, state + i * STATE_SIZE);
@@ -115,7 +115,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
       Acc<WARP_ROWS, TILE_KV> s_reg;
       multiply_transposed(s_reg, Queries(q_smem), k_smem);
       if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-      if (!seen_by_all(band, warp_row, WARP_ROWS).contains(col0, TILE_KV)) mask(s_reg, band, warp_row, col0);
+      if (!unmasked_keys(band, warp_row, WARP_ROWS).contains(col0, TILE_KV)) mask(s_reg, band, warp_row, col0);
       update(softmax, s_reg, o_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E);
       multiply_add(o_reg, s_reg, v_smem);
       store_state(state + i * STATE_SIZE, softmax, o_reg);
@@ -129,12 +129,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
     Out o_reg;
     RowVec<WARP_ROWS> lse;
     load_state(softmax, o_reg, state + i * STATE_SIZE);
-    finish(softmax, o_reg, lse);
+    finalize(softmax, o_reg, lse);
     store(out_smem, o_reg);
     sync_warp();                                              // without it a lane sends rows that its neighbours have not written
-    const Place place = place_of_block(p.batch, p.heads, p.len_q, Q_TILES * TILE_Q);     // again
-    const GlobalTile out = slice(p.out, place.batch, place.head, warp_row, p.len_q, p.dim_v);
+    const BlockCoord coord = block_coord(p.batch, p.heads, p.len_q, Q_TILES * TILE_Q);   // again
+    const GlobalTile out = slice(p.out, coord.batch, coord.head, warp_row, p.len_q, p.dim_v);
     store<Warp>(out, out_smem);
-    if (p.lse.data) store(row_slice(p.lse, place.batch, place.head, warp_row), p.lse.row_stride, out.rows, lse);
+    if (p.lse.data) store(row_slice(p.lse, coord.batch, coord.head, warp_row), p.lse.row_stride, out.rows, lse);
   }
 }

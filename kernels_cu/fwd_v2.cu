@@ -17,7 +17,7 @@
 #include "tile/copy.cuh"
 #include "tile/mask.cuh"
 #include "tile/mma.cuh"
-#include "tile/place.cuh"
+#include "tile/scheduler.cuh"
 #include "tile/softmax.cuh"
 
 constexpr int THREADS = 32 * WARPS;
@@ -36,7 +36,7 @@ constexpr int V_OFFSET = K_OFFSET + STAGES * KeyTile::bytes;
 [[maybe_unused]] constexpr int SHARED_BYTES = V_OFFSET + STAGES * ValueTile::bytes;
 
 KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
-  const Place here = place_of_block(p.batch, p.heads, p.len_q, TILE_Q);
+  const BlockCoord here = block_coord(p.batch, p.heads, p.len_q, TILE_Q);
   const int head_kv = here.head / p.heads_per_kv;
   const int warp_row = here.row + warp_id() * WARP_ROWS;
 
@@ -44,10 +44,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   const QueryTile q_smem{smem + warp_id() * WARP_BYTES};
   const OutTile out_smem{smem + warp_id() * WARP_BYTES};
 
-  const Band band{p.first_key, p.last_key, p.len_kv, p.by_queries};
-  const KeyRange block_keys = seen_by_any(band, here.row, min_of(TILE_Q, p.len_q - here.row));
-  const KeyRange warp_keys = seen_by_any(band, warp_row, WARP_ROWS);
-  const KeyRange common_keys = seen_by_all(band, warp_row, WARP_ROWS);
+  const Band band{p.band_left, p.band_right, p.len_kv, p.queries_divmod};
+  const ColumnRange block_keys = visible_keys(band, here.row, min_of(TILE_Q, p.len_q - here.row));
+  const ColumnRange warp_keys = visible_keys(band, warp_row, WARP_ROWS);
+  const ColumnRange common_keys = unmasked_keys(band, warp_row, WARP_ROWS);
   const int first_tile = block_keys.first / TILE_KV;
   const int tiles = block_keys.last < block_keys.first ? 0 : block_keys.last / TILE_KV + 1 - first_tile;
 
@@ -102,7 +102,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   }
 
   RowVec<WARP_ROWS> lse;
-  finish(softmax, o_reg, lse);
+  finalize(softmax, o_reg, lse);
   store(out_smem, o_reg);                                     // over the warp's own queries, which nobody else reads
   sync_warp();                                                // without it a lane sends rows that its neighbours have not written
   const GlobalTile out = slice(p.out, here.batch, here.head, warp_row, p.len_q, p.dim_v);

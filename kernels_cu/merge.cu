@@ -9,11 +9,11 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/copy.cuh"
-#include "tile/place.cuh"
+#include "tile/scheduler.cuh"
 #include "tile/softmax.cuh"
 
 KERNEL(32 * WARPS, 1) merge(GRID_CONSTANT MergeParams p) {
-  const Place here = place_of_block(p.batch, p.heads, p.len_q, TILE_Q);
+  const BlockCoord here = block_coord(p.batch, p.heads, p.len_q, TILE_Q);
   const GlobalTile out_a = slice(p.out_a, here.batch, here.head, here.row, p.len_q, p.dim_v);
   const GlobalTile out_b = slice(p.out_b, here.batch, here.head, here.row, p.len_q, p.dim_v);
   const GlobalTile out = slice(p.out, here.batch, here.head, here.row, p.len_q, p.dim_v);

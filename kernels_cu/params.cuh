@@ -6,10 +6,10 @@
 constexpr int BATCH_AXES = 4;             // leading axes that could not be merged; unused ones have size 1 and stride 0
 
 // What it takes to divide numbers below 2^31 by one that stays: n / divisor = (n * multiplier >> 32) >> shift. A multiplier of 0 divides by 1.
-struct Divisor {
+struct FastDivmod {
   u32 divisor, multiplier, shift;
 };
-OP u32 divide(u32 n, const Divisor& by) {
+OP u32 divide(u32 n, const FastDivmod& by) {
 #if ON_GPU
   return by.multiplier ? __umulhi(n, by.multiplier) >> by.shift : n;
 #else
@@ -33,8 +33,8 @@ struct ForwardParams {
   Tensor out;                             // (*batch, heads,    len_q,  dim_v)
   Tensor lse;                             // (*batch, heads,    len_q)  float32, or data = null when nobody asked for it
   float* state;                           // fwd_v1: O, l and m of all rows between two steps, in the order of fragments
-  int first_key;                          // row i sees the keys i + first_key ...
-  int last_key;                           // ... to i + last_key, both included; lengths and bounds stay below 2^30
+  int band_left;                          // row i sees the keys i + band_left ...
+  int band_right;                         // ... to i + band_right, both included; lengths and bounds stay below 2^30
   int batch[BATCH_AXES];
   int heads;
   int heads_per_kv;                       // query heads that share one key-value head
@@ -44,51 +44,51 @@ struct ForwardParams {
   int dim_v;
   float scale;
   float softcap;                          // scores become softcap * tanh(score / softcap); 0 = no cap
-  Divisor by_queries;                     // PACKED: of each head
+  FastDivmod queries_divmod;              // PACK_GQA: queries of each head
 };
 
-// How the copy engine (TMA) finds boxes of an array: on the GPU what the driver encodes (cuTensorMapEncodeTiled). Sizes from the fastest
+// How TMA finds boxes of an array: on the GPU what the driver encodes (cuTensorMapEncodeTiled). Sizes from the fastest
 // axis on: columns, rows, heads, and two batch axes, the last ones.
 struct alignas(64) TensorMap {
   u64 words[16];
 };
 
 constexpr int TABLE_BLOCKS = 144;
-constexpr int TABLE_TURNS = 9;
+constexpr int TABLE_TILES = 9;
 constexpr u16 NO_TILE = 0xffff;
 struct HopperForwardParams {
   TensorMap q_map;                        // (*batch, heads,    len_q,  dim)    in boxes of 64 x 64
   TensorMap k_map;                        // (*batch, heads_kv, len_kv, dim)    in boxes of TILE_KV x 64
   TensorMap v_map;                        // (*batch, heads_kv, len_kv, dim_v)  the same
-  TensorMap out_map;                      // STAGED_OUT: out in boxes of 16 x 64
+  TensorMap out_map;                      // TMA_STORE_OUT: out in boxes of 16 x 64
   Tensor lse;                             // (*batch, heads,    len_q)  float32, or data = null when nobody asked for it
-  int first_key;                          // as above
-  int last_key;
+  int band_left;                          // as in ForwardParams
+  int band_right;
   int batch[BATCH_AXES];
   int heads;
   int heads_per_kv;                       // query heads that share one key-value head
   int tiles;                              // of queries, of all heads and batch elements
   int run;                                // how many of them in a row a block takes: 1, or 2, a long and a short one
-  int by_formula;                         // turns of a block before those in the table, or before its parts of shared tiles
-  Divisor by_tiles_of_head;
-  Divisor by_heads;
-  u16 table[TABLE_BLOCKS][TABLE_TURNS];   // for each block the tiles of its last turns, by their distance from the first of all of them, then NO_TILE
+  int by_formula;                         // work tiles of a block before those in the table, or before its splits
+  FastDivmod tiles_of_head_divmod;
+  FastDivmod heads_divmod;
+  u16 table[TABLE_BLOCKS][TABLE_TILES];   // for each block its last work tiles, by their distance from the first of all of them, then NO_TILE
   int len_q;
   int len_kv;
   int dim;
   int dim_v;
   float scale;
   float softcap;
-  int first_shared;                       // SPLIT_KV: number of the first query tile that blocks share
-  int shared_tiles;                       // how many they share
-  int share;                              // of their key tiles, one query tile's after the other's, so many for a block
-  Divisor by_key_tiles;                   // of a query tile
-  int part_rows;                          // of a tile that exist, rounded up to whole fragments
-  float* parts;                           // (parts, part_rows * WIDTH_V)  out of each part of a tile, in the order of fragments
-  float* part_lse;                        // (parts, part_rows)  and its lse
+  int first_split_tile;                   // SPLIT_KV: number of the first query tile that is split
+  int split_tiles;                        // how many are split
+  int key_tiles_per_block;                // of their key tiles, one query tile's after the other's, so many for each block
+  FastDivmod key_tiles_divmod;            // of a query tile
+  int partial_rows;                       // of a tile that exist, rounded up to whole fragments
+  float* out_partials;                    // (splits, partial_rows * WIDTH_V)  out of each split of a tile, in the order of fragments
+  float* lse_partials;                    // (splits, partial_rows)  and its lse
   Tensor out;                             // (*batch, heads,    len_q,  dim_v)
   float scale_log2;                       // scale * log2 e
-  Divisor by_queries;                     // PACKED: of each head
+  FastDivmod queries_divmod;              // PACK_GQA: queries of each head
 };
 
 struct BackwardParams {
@@ -103,18 +103,18 @@ struct BackwardParams {
   Tensor dk;                              // (*batch, heads_kv, len_kv, dim)    the same
   Tensor dv;                              // (*batch, heads_kv, len_kv, dim_v)  the same
   float* stats;                           // (batch, heads, query tiles, 2, TILE_Q)  log2-sum-exp2 of the scores; rowsum(dout * out) - dlse
-  float* dq_sums;                         // (heads that have sums at a time, query tiles, TILE_Q * WIDTH)  in the order of fragments
-  float* dk_parts;                        // (batch, heads_kv, splits, key tiles, TILE_KV * WIDTH)  the same, or null: dk is stored at once
-  float* dv_parts;                        // the same for dv
-  u32* turns;                             // (batch, heads, query tiles)  key tiles that have been added to dq_sums, or null: in any order
-  u32* done;                              // (batch, heads)  what has been done for dq, see DqCounts; null: bwd_post finishes dq
-  int first_key;                          // as in the forward
-  int last_key;
+  float* dq_accum;                        // (heads that have sums at a time, query tiles, TILE_Q * WIDTH)  in the order of fragments
+  float* dk_accum;                        // (batch, heads_kv, splits, key tiles, TILE_KV * WIDTH)  the same, or null: dk is stored at once
+  float* dv_accum;                        // the same for dv
+  u32* dq_semaphore;                      // (batch, heads, query tiles)  key tiles that have been added to dq_accum, or null: in any order
+  u32* dq_progress;                       // (batch, heads)  what has been done for dq, see DqCounts; null: the postprocess kernel makes dq
+  int band_left;                          // as in ForwardParams
+  int band_right;
   int batch[BATCH_AXES];
   int heads;
   int heads_per_kv;                       // query heads that share one key-value head
   int heads_per_block;                    // of those, how many one block sums over: heads_per_kv / splits
-  int heads_together;                     // heads whose key tiles neighbouring blocks take in turn
+  int heads_together;                     // heads whose key tiles neighbouring blocks take one after the other
   int len_q;
   int len_kv;
   int dim;
@@ -133,14 +133,14 @@ struct BackwardMaps {
   TensorMap dv_map;                       // dv, the same
 };
 struct HopperBackwardParams : BackwardMaps, BackwardParams {
-  Divisor by_together;                    // heads_together
-  Divisor by_group;                       // times the key tiles of a head: what neighbouring blocks share out
-  Divisor by_shares;                      // of one batch element: heads / heads_per_block
-  Divisor by_heads_per_kv;
-  Divisor by_kept;                        // heads, of all batch elements, that have sums at a time: the next ones use them again
-  u32 owners;                             // blocks that own keys; those beyond finish dq of the last heads
+  FastDivmod heads_together_divmod;       // heads_together
+  FastDivmod group_divmod;                // times the key tiles of a head: what neighbouring blocks share out
+  FastDivmod units_divmod;                // units of one batch element: heads / heads_per_block
+  FastDivmod heads_per_kv_divmod;
+  FastDivmod accum_heads_divmod;          // heads, of all batch elements, that have a dq_accum at a time: the next ones use it again
+  u32 owners;                             // blocks that own keys; those beyond make dq of the last heads
   u32 last_heads;                         // where these begin, counted over all batch elements
-  u32 reused;                             // heads before this one leave their sums to others,
+  u32 reused;                             // heads before this one leave their dq_accum to others,
   u32 cleared_after;                      // blocks of heads that come so many heads later having cleared them
   u32 backwards;                          // blocks of heads before this one take the last keys first
 };

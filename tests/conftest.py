@@ -61,7 +61,7 @@ def fast_build(monkeypatch):
 @pytest.fixture
 def staged(monkeypatch):
     """Every problem gets the tile of long sequences, whose dq goes through shared memory, if it can have it."""
-    rows = {"half": tuple(row for row in HOPPER_BACKWARD if row.staged_sums)}
+    rows = {"half": tuple(row for row in HOPPER_BACKWARD if row.tma_reduce_dq)}
     monkeypatch.setitem(KERNEL_TABLES, "bwd_hopper", {"90a": rows})
     backward._prepared.cache_clear()
     yield
@@ -85,8 +85,8 @@ def only_row(monkeypatch):
 def shared(monkeypatch):
     """Blocks share the query tiles that whole rounds leave over, however short and different, in any forward that has no window."""
     for module in (schedule, forward_plan):
-        monkeypatch.setattr(module, "LEAST_SHARE", 1)
-        monkeypatch.setattr(module, "MERGING", 0)
+        monkeypatch.setattr(module, "LEAST_SPLIT", 1)
+        monkeypatch.setattr(module, "COMBINING", 0)
     monkeypatch.setattr(forward_plan, "EVEN", -math.inf)
     launch._prepared.cache_clear()
     yield

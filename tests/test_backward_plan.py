@@ -90,7 +90,7 @@ def test_sizes_beyond_a_grid_are_refused():
     """Of blocks there are at most as many as a grid holds, in each of the three launches."""
     problem, kernel = plan((2, 70, 64)).problem, plan((2, 70, 64)).kernel
     huge = replace(problem, forward=replace(problem.forward, batch=(2**26,), heads_q=32, heads_kv=1, len_kv=1))
-    with pytest.raises(UnsupportedError, match="fewer than 2147483648 blocks of bwd_v2_pre"):
+    with pytest.raises(UnsupportedError, match="fewer than 2147483648 blocks of bwd_v2_preprocess"):
         backward_launches(kernel, huge)
 
 
@@ -104,7 +104,7 @@ def blocks(made):
 def test_one_block_for_each_tile_of_a_head():
     made = plan((5, 6, 1000, 64), (5, 6, 700, 64))
     tiles_q, tiles_kv = -(-1000 // made.kernel.config.TILE_Q), -(-700 // made.kernel.config.TILE_KV)
-    assert blocks(made) == {"_pre": 30 * tiles_q, "": 30 * tiles_kv, "_post": 30 * tiles_q}
+    assert blocks(made) == {"_preprocess": 30 * tiles_q, "": 30 * tiles_kv, "_postprocess": 30 * tiles_q}
     assert {launch.entry: launch.shared_bytes for launch in made.launches} == made.kernel.entries
 
 
@@ -114,7 +114,7 @@ def test_heads_of_a_group_are_split_where_blocks_are_few(batch, together):
     made = plan((batch, 12, 64, 64), (batch, 2, 64, 64))
     assert heads_per_block(made.kernel, made.problem) == together
     assert blocks(made)[""] == 2 * batch * 6 // together
-    assert ("dk_parts" in made.workspace.names) == (together < 6) == (blocks(made)["_post"] > blocks(made)["_pre"])
+    assert ("dk_accum" in made.workspace.names) == (together < 6) == (blocks(made)["_postprocess"] > blocks(made)["_preprocess"])
 
 
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 3))
@@ -138,11 +138,11 @@ def test_workspace_has_the_parts_that_are_needed():
     def names(*shapes, **options):
         return plan(*shapes, **options).workspace.names
 
-    assert names((300, 2, 70, 64)) == ("stats", "dq_sums")
-    assert names((300, 2, 70, 64), deterministic=True) == ("stats", "dq_sums", "turns")
-    assert names((300, 2, 70, 64), (1, 2, 70, 64)) == ("stats", "dq_sums", "dk_parts", "dv_parts")
-    assert names((2, 70, 64), (300, 2, 70, 64)) == ("stats", "dq_sums")
-    assert names((4, 70, 64), (2, 70, 64)) == ("stats", "dq_sums", "dk_parts", "dv_parts")
+    assert names((300, 2, 70, 64)) == ("stats", "dq_accum")
+    assert names((300, 2, 70, 64), deterministic=True) == ("stats", "dq_accum", "dq_semaphore")
+    assert names((300, 2, 70, 64), (1, 2, 70, 64)) == ("stats", "dq_accum", "dk_accum", "dv_accum")
+    assert names((2, 70, 64), (300, 2, 70, 64)) == ("stats", "dq_accum")
+    assert names((4, 70, 64), (2, 70, 64)) == ("stats", "dq_accum", "dk_accum", "dv_accum")
 
 
 def test_workspace_sizes():
@@ -152,10 +152,10 @@ def test_workspace_sizes():
     assert heads_per_block(made.kernel, made.problem) == 1
     assert dict(made.workspace.parts) == {
         "stats": 4 * 3 * 6 * tiles_q * 2 * c.TILE_Q,
-        "dq_sums": 4 * 3 * 6 * tiles_q * c.TILE_Q * 64,
-        "dk_parts": 4 * 3 * 2 * 3 * tiles_kv * c.TILE_KV * 64,
-        "dv_parts": 4 * 3 * 2 * 3 * tiles_kv * c.TILE_KV * 64,
-        "turns": 4 * 3 * 6 * tiles_q,
+        "dq_accum": 4 * 3 * 6 * tiles_q * c.TILE_Q * 64,
+        "dk_accum": 4 * 3 * 2 * 3 * tiles_kv * c.TILE_KV * 64,
+        "dv_accum": 4 * 3 * 2 * 3 * tiles_kv * c.TILE_KV * 64,
+        "dq_semaphore": 4 * 3 * 6 * tiles_q,
     }
     assert made.workspace_bytes >= sum(size for _, size in made.workspace.parts)
 
@@ -177,7 +177,7 @@ def test_nothing_is_launched_without_a_query_head():
 
 def test_keys_that_nobody_asks_for_still_get_their_zeros():
     assert blocks(plan((2, 0, 64), (2, 200, 64)))[""] > 0
-    assert blocks(plan((2, 200, 64), (2, 0, 64)))["_post"] > 0
+    assert blocks(plan((2, 200, 64), (2, 0, 64)))["_postprocess"] > 0
 
 
 def test_a_plan_prints_what_it_decided():
@@ -185,6 +185,6 @@ def test_a_plan_prints_what_it_decided():
     for part in ("gradients of attention of float16", "6 heads on 2", "keys 0 ... i+50", "bitwise reproducible", "bwd_v2 for"):
         assert part in text
     made = plan((2, 6, 100, 64), (2, 2, 150, 64), causal=True)
-    for part in (f"workspace {made.workspace_bytes} bytes: stats", "dk_parts", "bwd_v2_pre", "results", "FLOPs"):
+    for part in (f"workspace {made.workspace_bytes} bytes: stats", "dk_accum", "bwd_v2_preprocess", "results", "FLOPs"):
         assert part in str(made)
     assert made.result_bytes == 2 * 2 * 64 * (6 * 100 + 2 * 2 * 150)

@@ -116,7 +116,7 @@ def test_a_problem_becomes_numbers():
     k, v = laid(3, 20, 64), laid(1, 3, 20, 48)
     given = {"dout": laid(2, 6, 10, 48), "dlse": laid(2, 6, 10, dtype="float32", strides=(1, 20, 2))}
     problem = problem_of(q, k, v, out, scale=0.3, softcap=5.0, window=(4, 2), backend="host", **given)
-    params = backward_params(problem, Grouping(heads_per_block=1, heads_together=7, blocks=7, owners=42, kept=6), maps={})[0]
+    params = backward_params(problem, Grouping(heads_per_block=1, heads_together=7, blocks=7, owners=42, accum_heads=6), maps={})[0]
     strides = {name: tuple(params[name][f"{axis}_stride"] for axis in ("head", "row", "col")) for name in BACKWARD_ARRAYS}
     assert strides == {
         "dout": (480, 48, 1),
@@ -132,9 +132,9 @@ def test_a_problem_becomes_numbers():
     }
     assert [params[name]["batch_stride"][-1] for name in BACKWARD_ARRAYS] == [2880, 3840, 0, 0, 2880, 60, 1, 3840, 0, 0]
     assert {name: params[name].tolist() for name in BACKWARD.names if name not in strides} == {
-        **dict.fromkeys(("stats", "dq_sums", "dk_parts", "dv_parts", "turns", "done"), 0),
-        "first_key": 6,
-        "last_key": 12,
+        **dict.fromkeys(("stats", "dq_accum", "dk_accum", "dv_accum", "dq_semaphore", "dq_progress"), 0),
+        "band_left": 6,
+        "band_right": 12,
         "batch": [1, 1, 1, 2],
         "heads": 6,
         "heads_per_kv": 2,

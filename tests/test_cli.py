@@ -108,11 +108,11 @@ def test_plan_of_the_backward():
     shapes = ("2x16x1024x96", "2x4x1024x96", "2x4x1024x64")
     plan, code = run_json("plan", *shapes, "--backward", "--deterministic", "--arch", "90a")
     assert code == 0 and plan["kernel"] == "bwd_hopper" and plan["config"]["WIDTH"] == plan["config"]["WIDTH_V"] == 128
-    assert [launch["entry"] for launch in plan["launches"]] == ["bwd_hopper_pre", "bwd_hopper", "bwd_hopper_post"]
-    assert set(plan["workspace"]) == {"stats", "dq_sums", "dk_parts", "dv_parts", "turns", "done"}
+    assert [launch["entry"] for launch in plan["launches"]] == ["bwd_hopper_preprocess", "bwd_hopper", "bwd_hopper_postprocess"]
+    assert set(plan["workspace"]) == {"stats", "dq_accum", "dk_accum", "dv_accum", "dq_semaphore", "dq_progress"}
     assert plan["result_bytes"] == 2 * 2 * 1024 * (16 * 96 + 4 * 96 + 4 * 64)
     text = run("plan", *shapes, "--backward", "--arch", "90a").stdout
-    assert f"stats {plan['workspace']['stats']}, " in text and "turns" not in text
+    assert f"stats {plan['workspace']['stats']}, " in text and "dq_semaphore" not in text
 
 
 def test_plan_of_v1():

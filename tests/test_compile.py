@@ -87,9 +87,9 @@ def heads_together():
     """Plans for tiles with rows of several heads: of fwd_v2 what serves few queries, of fwd_hopper everything."""
     for architecture, width in product((SM_75, SM_80, SM_90A), WIDTHS):
         row = row_for("fwd_v2", architecture, "float16", width, SHORT)
-        yield Plan("fwd_v2", architecture, configure(row, architecture, "float16", "ieee", width, width, packed=True), ())
+        yield Plan("fwd_v2", architecture, configure(row, architecture, "float16", "ieee", width, width, pack_gqa=True), ())
     for plan in every_plan([SM_90A], ["bfloat16"], ["fwd_hopper"]):
-        yield replace(plan, config=replace(plan.config, PACKED=True))
+        yield replace(plan, config=replace(plan.config, PACK_GQA=True))
 
 
 def softcaps_where_registers_are_short():
@@ -119,11 +119,11 @@ def test_rows_fit_shared_memory():
 
 FORWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"WIDTH": 96, "WIDTH_V": 32}, {"WIDTH": 32, "WIDTH_V": 96})
 BACKWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"STAGES": 1}, {"WIDTH": 128, "WIDTH_V": 128}, {"TILE_Q": 128, "TILE_KV": 64})
-STAGED = {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 80, "STAGED_SUMS": True}
+STAGED = {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 80, "TMA_REDUCE_DQ": True}
 HOPPER_BACKWARD_CHANGES = ({}, STAGED, {"TILE_Q": 64}, {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 64}, {"TILE_Q": 128, "STAGES": 1})
-OUT_STAYS = {"STAGED_OUT": False}
+OUT_STAYS = {"TMA_STORE_OUT": False}
 HOPPER_WIDTHS = ({"WIDTH_V": 64}, {"WIDTH": 64, "WIDTH_V": 128} | OUT_STAYS)
-HOPPER_CHANGES = ({}, {"SLOTS_Q": 5} | OUT_STAYS, {"STAGES": 4, "STAGES_V": 1}, *HOPPER_WIDTHS)
+HOPPER_CHANGES = ({}, {"STAGES_Q": 5} | OUT_STAYS, {"STAGES": 4, "STAGES_V": 1}, *HOPPER_WIDTHS)
 SUMMED = "max_of(SharedTile<TILE_Q, WIDTH>::bytes, SharedTile<TILE_KV, WIDTH>::bytes)"
 # The end of what an entry keeps in shared memory, in the names of its file.
 ENDS = {
@@ -134,7 +134,7 @@ ENDS = {
     "bwd_hopper": "SHARED_BYTES",
     "bwd_hopper_wide": "SHARED_BYTES",
 }
-ENDS |= {f"{kernel}_post": SUMMED for kernel in ("bwd_v2", "bwd_hopper", "bwd_hopper_wide")}
+ENDS |= {f"{kernel}_postprocess": SUMMED for kernel in ("bwd_v2", "bwd_hopper", "bwd_hopper_wide")}
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_every_field_of_config_is_a_constant_of_the_kernels():
     "kernel, change, why",
     [
         ("bwd_hopper", {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 80}, "no row of dQ is left over"),
-        ("bwd_hopper_wide", {"STAGED_SUMS": True}, "no room for dQ"),
+        ("bwd_hopper_wide", {"TMA_REDUCE_DQ": True}, "no room for dQ"),
     ],
 )
 def test_sums_are_staged_where_they_must_be_and_can_be(kernel, change, why):
@@ -242,7 +242,7 @@ def test_entries_of_a_file_are_compiled_at_the_same_time(plan):
 
 
 @pytest.mark.parametrize(
-    "name, file, kernel", (("EACH_LANE_ARRIVES", "tile/arrival.cuh", "fwd_hopper"), ("NO_BARRIER", "bwd_v2.cu", "bwd_v2"))
+    "name, file, kernel", (("EACH_LANE_ARRIVES", "tile/pipeline.cuh", "fwd_hopper"), ("NO_BARRIER", "bwd_v2.cu", "bwd_v2"))
 )
 def test_the_texts_for_racecheck_are_still_there_and_compile(name, file, kernel, monkeypatch):
     """GPU tests change a line of the kernels for a tool; where there is no GPU, it is known that the line exists."""

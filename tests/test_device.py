@@ -69,7 +69,7 @@ def test_a_launch_hands_over_the_struct_with_its_addresses(launched):
         on_device.launch(addresses)
         params = struct(launched[-1], FORWARD)
         assert [int(params[name]["data"]) for name in FORWARD_ARRAYS] == addresses
-        assert (params["len_q"], params["last_key"], params["q"]["head_stride"]) == (1000, 0, 64_000)
+        assert (params["len_q"], params["band_right"], params["q"]["head_stride"]) == (1000, 0, 64_000)
     assert launched[-1].grid == [8 * 3 * 2, 1, 1, 128, 1, 1]
 
 
@@ -88,7 +88,7 @@ def test_maps_are_in_the_form_of_the_driver_and_the_rest_is_as_it_was(launched):
             assert params[f"{name}_map"].tobytes() == address.to_bytes(8, "little") + bytes([ENCODED] * 120)
         assert params["out"]["data"] == addresses[3] and params["out"]["head_stride"] == 64_000
         assert params["lse"]["data"] == addresses[-1] and params["lse"]["head_stride"] == 1000
-        assert (params["len_q"], params["last_key"], params["run"]) == (1000, 0, 2)
+        assert (params["len_q"], params["band_right"], params["run"]) == (1000, 0, 2)
         assert launched[-1].argument % 64 == 0
 
 
@@ -111,7 +111,7 @@ def test_a_backward_is_told_of_an_array_by_its_address_and_by_its_map(launched):
                 assert params[f"{name}_map"].tobytes() == address.to_bytes(8, "little") + bytes([ENCODED] * 120)
         parts = dict(zip(plan.workspace.names, plan.workspace.offsets))
         assert {name: int(params[name]) for name in parts} == {name: (1 << 30) + offset for name, offset in parts.items()}
-        assert (params["turns"], params["len_q"], params["last_key"], params["q"]["head_stride"]) == (0, 1000, 0, 64_000)
+        assert (params["dq_semaphore"], params["len_q"], params["band_right"], params["q"]["head_stride"]) == (0, 1000, 0, 64_000)
 
 
 @pytest.mark.parametrize("kernel, dtype", [("fwd_v2", FORWARD), ("fwd_hopper", HOPPER_FORWARD)])

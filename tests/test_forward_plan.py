@@ -12,11 +12,11 @@ from cupy_flash.architecture import ARCHITECTURES
 from cupy_flash.forward_plan import forward_maps, make_forward_plan
 from cupy_flash.layout import dense_layout
 from cupy_flash.options import Options
-from cupy_flash.params import divisor
+from cupy_flash.params import fast_divmod
 from cupy_flash.plan import Launch
 from cupy_flash.problem import make_problem
-from cupy_flash.schedule import LEAST_SHARE, MERGING
-from cupy_flash.tuning import HOPPER, Row
+from cupy_flash.schedule import COMBINING, LEAST_SPLIT
+from cupy_flash.tuning import HOPPER, TileConfig
 
 SM_90A = ARCHITECTURES["90a"]
 
@@ -42,7 +42,7 @@ def problem_of(q, k=None, v=None, **options):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"algorithm": "v2"}, {"softcap": 5.0}], ids=str)
 def test_sm_90a_has_a_kernel_for_16_bits(dtype, options):
     made = planned(array(2, 3, 70, 64, dtype=dtype), **options)
-    assert made.kernel.kernel == "fwd_hopper" and "TMA" not in str(made)
+    assert made.kernel.kernel == "fwd_hopper" and "no TMA" not in str(made)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -148,15 +148,15 @@ def test_widths(dim, dim_v, width, width_v):
 
 
 def test_what_lanes_copy_decides_how_many_bytes_at_a_time():
-    """Rows of 200 bytes: all are copied in fwd_v2, in fwd_hopper those of out, which then the copy engine may not store."""
+    """Rows of 200 bytes: all are copied in fwd_v2, in fwd_hopper those of out, which then TMA may not store."""
     q, out = (array(2, 70, 104)[..., :100] for _ in range(2))
     assert planned(q, kernel="fwd_v2").kernel.config.COPY_BYTES == 8
     made = planned(q, out=out).kernel
     assert made.kernel == "fwd_hopper" and made.config.COPY_BYTES == 8 and "copies of 8 bytes: rows of out have 200" in str(made)
     q, out = (array(1, 1200, 104)[..., :100] for _ in range(2))
     ragged, usual = planned(q, out=out), planned(array(1, 1200, 104))
-    assert usual.kernel.config.STAGED_OUT and usual.kernel.config.COPY_BYTES == 16
-    assert ragged.kernel.config == replace(usual.kernel.config, STAGED_OUT=False, COPY_BYTES=8)
+    assert usual.kernel.config.TMA_STORE_OUT and usual.kernel.config.COPY_BYTES == 16
+    assert ragged.kernel.config == replace(usual.kernel.config, TMA_STORE_OUT=False, COPY_BYTES=8)
     mapped = [set(forward_maps(made.kernel, made.problem)) for made in (ragged, usual)]
     assert mapped == [{"q_map", "k_map", "v_map"}, {"q_map", "k_map", "v_map", "out_map"}]
 
@@ -173,12 +173,12 @@ def test_rows_own_64_queries_a_group():
 
 
 ROWS = (
-    Row(64, 64, 64, "few", warps=8, max_len_q=64),
-    Row(64, 128, 96, "causal", warps=12, masks=("causal",)),
-    Row(64, 128, 112, "full", warps=12, masks=("full",)),
-    Row(64, 128, 128, "not causal", warps=12, masks=("full", "window")),
-    Row(256, 128, 96, "narrow v", warps=12, width_v=64),
-    Row(256, 128, 80, "any", warps=12),
+    TileConfig(64, 64, 64, "few", warps=8, max_len_q=64),
+    TileConfig(64, 128, 96, "causal", warps=12, masks=("causal",)),
+    TileConfig(64, 128, 112, "full", warps=12, masks=("full",)),
+    TileConfig(64, 128, 128, "not causal", warps=12, masks=("full", "window")),
+    TileConfig(256, 128, 96, "narrow v", warps=12, width_v=64),
+    TileConfig(256, 128, 80, "any", warps=12),
 )
 
 
@@ -204,7 +204,7 @@ def test_the_first_row_for_width_mask_and_length_is_taken(q, options, why, monke
 
 
 @pytest.mark.parametrize(
-    "dim, len_q, options, in_line",
+    "dim, len_q, options, pingpong",
     [
         (64, 512, {}, True),
         (64, 512, {"causal": True}, True),
@@ -223,10 +223,10 @@ def test_the_first_row_for_width_mask_and_length_is_taken(q, options, why, monke
     ],
     ids=str,
 )
-def test_warpgroups_stand_in_line_where_that_pays(dim, len_q, options, in_line):
+def test_warpgroups_stand_in_line_where_that_pays(dim, len_q, options, pingpong):
     made = make_forward_plan(problem_of((2, len_q, dim), **options), SM_90A)
-    assert made.config.IN_LINE is in_line
-    assert any("in line, none waits behind the products of others" in reason for reason in made.reasons) is in_line
+    assert made.config.PINGPONG is pingpong
+    assert any("ping-pong: none waits behind the products of others" in reason for reason in made.reasons) is pingpong
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -246,7 +246,7 @@ def test_blocks_take_turns():
     made = planned(array(2, 3, 400, 64))
     tiles = -(-400 // made.kernel.config.TILE_Q) * 3 * 2
     assert made.launches == (Launch("fwd_hopper", tiles, made.kernel.shared_bytes, made.kernel.config.MIN_BLOCKS),)
-    assert f"{tiles} blocks, at most 1 a multiprocessor, which take turns" in str(made)
+    assert f"{tiles} blocks, at most 1 a multiprocessor, one query tile after the other" in str(made)
     [generic] = planned(array(2, 3, 400, 64), kernel="fwd_v2").launches
     assert generic.per_multiprocessor is None
 
@@ -290,8 +290,8 @@ def test_tiles_beyond_a_grid_are_refused():
 @example(2**30 + 1, 2**31 - 1)
 @example(2**31 - 1, 2**31 - 1)
 def test_a_product_divides(number, n):
-    """As `divide` of place.cuh does, which has 32 bits for each number."""
-    same, multiplier, shift = divisor(number)
+    """As `divide` of scheduler.cuh does, which has 32 bits for each number."""
+    same, multiplier, shift = fast_divmod(number)
     assert same == number and multiplier < 2**32
     for dividend in (n, n - n % number, max(n - n % number - 1, 0)):  # also where quotients change
         assert (dividend * multiplier >> 32 >> shift if multiplier else dividend) == dividend // number
@@ -299,7 +299,7 @@ def test_a_product_divides(number, n):
 
 # Query tiles that blocks share
 
-KEYS = LEAST_SHARE + MERGING
+KEYS = LEAST_SPLIT + COMBINING
 
 
 @pytest.mark.parametrize(
@@ -320,8 +320,8 @@ KEYS = LEAST_SHARE + MERGING
 def test_tiles_are_shared_where_they_are_long_and_alike(len_q, len_kv, options, shared):
     made = planned(array(1, 2, len_q, 64), array(1, 2, len_kv, 64), **options)
     assert made.kernel.config.SPLIT_KV is shared and ("split keys" in str(made)) is shared
-    assert [launch.entry for launch in made.launches] == ["fwd_hopper"] + ["fwd_hopper_merge"] * shared
-    assert made.workspace.names == ("parts", "part_lse") * shared
+    assert [launch.entry for launch in made.launches] == ["fwd_hopper"] + ["fwd_hopper_combine"] * shared
+    assert made.workspace.names == ("out_partials", "lse_partials") * shared
 
 
 def test_other_kernels_share_nothing():
@@ -335,12 +335,12 @@ def test_a_workspace_holds_every_part_whatever_the_lengths():
     for heads, len_q, len_kv, parts, rows in ((2, 70, 2000, 2 + 144, 80), (500, 300, 2000, most, 128), (500, 300, 9000, most, 128)):
         q, kv = (numpy.broadcast_to(array(1, 1, 128), (heads, length, 128)) for length in (len_q, len_kv))
         made = planned(q, kv, out=array(heads, len_q, 128))
-        assert dict(made.workspace.parts) == {"parts": parts * rows * 128 * 4, "part_lse": parts * rows * 4}
+        assert dict(made.workspace.parts) == {"out_partials": parts * rows * 128 * 4, "lse_partials": parts * rows * 4}
 
 
 def test_a_few_tiles_are_launched_as_often_as_they_have_parts():
     """Two tiles of 70 queries and 2,000 keys: four parts of 512 keys at most, and 5 by 4 pieces of 16 x 32 to merge."""
     made = planned(array(2, 70, 128), array(2, 2000, 128))
-    (computing, merging), c = made.launches, made.kernel.config
+    (computing, combining), c = made.launches, made.kernel.config
     assert (computing.blocks, computing.per_multiprocessor) == (2 * 4, 1)
-    assert (merging.blocks, merging.per_multiprocessor) == (-(-2 * 5 * 4 // c.WARPS), None)
+    assert (combining.blocks, combining.per_multiprocessor) == (-(-2 * 5 * 4 // c.WARPS), None)

@@ -61,7 +61,7 @@ def test_rows_that_see_nothing_of_the_first_tile(window):
 
 
 @pytest.mark.parametrize(
-    "row", HOPPER, ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k" + "-line" * row.in_line
+    "row", HOPPER, ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k" + "-pingpong" * row.pingpong
 )
 def test_every_tile_of_the_table(row, only_row, fast_build):
     """Several tiles for each block, warpgroups that see nothing of some key tiles, and out in rows with room between them."""
@@ -72,9 +72,9 @@ def test_every_tile_of_the_table(row, only_row, fast_build):
     room = numpy.full((2, 520, dim + 4), numpy.nan, numpy.float16)
     plan = plan_attention(q, k, v, backend="host", arch="90a", out=room[..., :dim], window=(150, 70))
     c = plan.kernel.config
-    knobs = ("tile_q", "tile_kv", "slots_q", "stages", "stages_v", "in_line")
+    knobs = ("tile_q", "tile_kv", "stages_q", "stages", "stages_v", "pingpong")
     assert all(getattr(c, knob.upper()) == getattr(row, knob) for knob in knobs)
-    assert c.COPY_BYTES == 8 and not c.STAGED_OUT
+    assert c.COPY_BYTES == 8 and not c.TMA_STORE_OUT
     p = plan.problem
     out = plan(q, k, v, out=room[..., :dim])
     comparison = compare(out, None, q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key)
@@ -95,8 +95,8 @@ def test_lanes_store_as_many_bytes_at_once_as_rows_have_multiples_of(missing, co
     assert numpy.isnan(room[..., dim:]).all()
 
 
-SLOTS = {"two slots": (2, 1, 1), "three slots": (3, 1, 2), "four slots": (4, 2, 2), "two key tiles, one of values": (4, 2, 1)}
-LINES = {False: "apart", True: "in line"}
+DEPTHS = {"two stages": (2, 1, 1), "three stages": (3, 1, 2), "four stages": (4, 2, 2), "two key tiles, one of values": (4, 2, 1)}
+ORDERS = {False: "apart", True: "ping-pong"}
 
 
 def judged_with(knobs, q, k, v, **options):
@@ -110,32 +110,32 @@ def judged_with(knobs, q, k, v, **options):
 
 
 @pytest.mark.parametrize("order", host.SCHEDULES)
-@pytest.mark.parametrize("in_line", LINES, ids=LINES.get)
-@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("pingpong", ORDERS, ids=ORDERS.get)
+@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("keys", [16, 64])
-def test_windows_of_narrow_key_tiles(keys, slots, in_line, order, monkeypatch, fast_build):
-    """A warpgroup sees nothing of up to four tiles at either end of what its block sees, more than there are places for."""
+def test_windows_of_narrow_key_tiles(keys, depth, pingpong, order, monkeypatch, fast_build):
+    """A warpgroup sees nothing of up to four tiles at either end of what its block sees, more than there are stages for."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
-    slots_q, stages, stages_v = SLOTS[slots]
+    stages_q, stages, stages_v = DEPTHS[depth]
     rng = numpy.random.default_rng(16)
     q, k, v = (rng.standard_normal((3, 300, 64)).astype(numpy.float16) for _ in range(3))
-    knobs = {"TILE_Q": 128, "TILE_KV": keys, "WARPS": 12, "STAGED_OUT": False, "IN_LINE": in_line}
-    knobs |= {"STAGES": stages, "STAGES_V": stages_v, "SLOTS_Q": slots_q}
+    knobs = {"TILE_Q": 128, "TILE_KV": keys, "WARPS": 12, "TMA_STORE_OUT": False, "PINGPONG": pingpong}
+    knobs |= {"STAGES": stages, "STAGES_V": stages_v, "STAGES_Q": stages_q}
     judged_with(knobs, q, k, v, window=(37, 20))
 
 
-# One row for each way in which warpgroups share places and wait for each other.
-WAYS = {(row.warps, row.slots_q, row.stages_v, row.in_line): row for row in HOPPER}
+# One row for each way in which warpgroups share stages and wait for each other.
+WAYS = {(row.warps, row.stages_q, row.stages_v, row.pingpong): row for row in HOPPER}
 LENGTHS = st.integers(1, 200) | st.integers(200, 900)
 SEEN = st.none() | st.just(0) | st.integers(0, 100) | st.integers(100, 700)
 
 
 @pytest.mark.parametrize("order", host.SCHEDULES)
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: "{}w-{}q-{}v".format(*way) + "-line" * way[-1])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "{}w-{}q-{}v".format(*way) + "-pingpong" * way[-1])
 def test_any_lengths_and_any_window(way, order):
     """In whichever way warpgroups wait for each other, none waits for ever. Dims are small, or it would take long."""
     row = WAYS[way]
-    names = ("TILE_Q", "TILE_KV", "WARPS", "STAGES", "STAGES_V", "SLOTS_Q", "STAGED_OUT", "IN_LINE")
+    names = ("TILE_Q", "TILE_KV", "WARPS", "STAGES", "STAGES_V", "STAGES_Q", "TMA_STORE_OUT", "PINGPONG")
     knobs = {name: getattr(row, name.lower()) for name in names} | {"SPLIT_KV": False}
 
     @settings(max_examples=15)
@@ -152,30 +152,30 @@ def test_any_lengths_and_any_window(way, order):
 @pytest.mark.parametrize("window", [(63, 0), (100, 100)], ids=str)
 @pytest.mark.parametrize("dim", [128, 192])
 def test_warpgroups_in_line_of_which_one_sees_nothing(dim, window, fast_build):
-    """Queries beyond all keys: a warpgroup leaves a tile of its turn to the others, and begins the next one late."""
+    """Queries beyond all keys: a warpgroup leaves a tile of its work to the others, and begins the next one late."""
     rng = numpy.random.default_rng(18)
     q, k, v = (rng.standard_normal((2, length, dim)).astype(numpy.float16) for length in (900, 300, 300))
-    assert judged(q, k, v, window=window).kernel.config.IN_LINE
+    assert judged(q, k, v, window=window).kernel.config.PINGPONG
 
 
 def test_rows_in_line_have_places_for_warpgroups_that_are_apart():
-    """With a window they begin and end tiles apart, and in line, with fewer places for values, would wait for each other."""
-    rows = [row for row in (*HOPPER, *HOPPER_CANDIDATES) if row.in_line and "window" in row.masks]
+    """With a window they begin and end tiles apart, and with ping-pong and fewer stages of V would wait for each other."""
+    rows = [row for row in (*HOPPER, *HOPPER_CANDIDATES) if row.pingpong and "window" in row.masks]
     apart = [-(-(row.tile_q - 64) // row.tile_kv) for row in rows]
     assert rows and all(row.stages_v >= 2 * tiles for row, tiles in zip(rows, apart))
 
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_warpgroups_far_apart_share_slots(slow, monkeypatch, change_kernel, fast_build):
-    """One of them is slow to begin a query tile, which has few keys, so that the other could be turns ahead."""
-    line = "    if (TAKE_TURNS) skip(queries, others);"
+    """One of them is slow to begin a query tile, which has few keys, so that the other could be work tiles ahead."""
+    line = "    if (SHARED_STAGES) skip(queries, others);"
     text = source.files()["fwd_hopper.cu"]
     assert text.count(line) == 1
     wait = f"    if (group == {slow}) std::this_thread::sleep_for(std::chrono::milliseconds(5));\n"
     change_kernel("fwd_hopper.cu", text.replace(line, wait + line))
     rng = numpy.random.default_rng(17)
     q, k, v = (rng.standard_normal((9, 260, 192)).astype(numpy.float16) for _ in range(3))
-    assert judged(q, k, v, window=(3, 0)).kernel.config.SLOTS_Q == 3
+    assert judged(q, k, v, window=(3, 0)).kernel.config.STAGES_Q == 3
 
 
 def test_a_warp_that_looks_for_the_maximum_when_another_one_has_to():
@@ -228,26 +228,26 @@ def test_tiles_that_blocks_share(form, order, monkeypatch):
     rng = numpy.random.default_rng(6)
     q, k, v = (rng.standard_normal(shape).astype(numpy.float16) for shape in ((*of_q, dim), (*of_kv, dim), (*of_kv, dim_v)))
     plan = judged(q, k, v, **options)
-    assert plan.kernel.config.SPLIT_KV and merged(plan)
+    assert plan.kernel.config.SPLIT_KV and combined(plan)
 
 
-def merged(plan):
-    """How many blocks merge on the host."""
+def combined(plan):
+    """How many blocks combine on the host."""
     launches = tuple(launch.on(host.MULTIPROCESSORS) for launch in plan.launches)
     execution = plan._execution
     _, launches = turns.scheduled(plan.kernel, execution._params, launches)
-    return sum(launch.blocks for launch in launches if launch.entry == "fwd_hopper_merge")
+    return sum(launch.blocks for launch in launches if launch.entry == "fwd_hopper_combine")
 
 
 def test_a_part_of_which_a_row_sees_nothing_is_left_out(monkeypatch):
     """Of eight parts of 256 keys the first 48 rows see nothing of the last, which their neighbours see, and where V is NaN."""
     monkeypatch.setattr(host, "MULTIPROCESSORS", 8)
-    monkeypatch.setattr(schedule, "LEAST_SHARE", 64)
+    monkeypatch.setattr(schedule, "LEAST_SPLIT", 64)
     rng = numpy.random.default_rng(7)
     q, k, v = (rng.standard_normal((1, length, 64)).astype(numpy.float16) for length in (256, 2000, 2000))
     v[:, 7 * 256 :] = numpy.nan
     plan = plan_attention(q, k, v, backend="host", arch="90a", causal=True, return_lse=True)
-    assert merged(plan) and plan.kernel.config.TILE_KV == 64
+    assert combined(plan) and plan.kernel.config.TILE_KV == 64
     out, lse = plan(q, k, v)
     assert numpy.isfinite(lse).all() and numpy.isfinite(out[:, :48]).all() and numpy.isnan(out[:, 48:]).all()
     expected = attention(q[:, :48], k[:, : 7 * 256], v[:, : 7 * 256], causal=True, backend="numpy")
@@ -261,7 +261,7 @@ def test_parts_with_maxima_far_apart():
     k = numpy.full((1, 2000, 64), 1000 / 8, numpy.float16)
     k[:, :1000] *= -1
     k += rng.uniform(-0.01, 0.01, k.shape).astype(numpy.float16)
-    assert merged(judged(q, k, rng.standard_normal((1, 2000, 64)).astype(numpy.float16)))
+    assert combined(judged(q, k, rng.standard_normal((1, 2000, 64)).astype(numpy.float16)))
 
 
 @pytest.mark.parametrize("changes", [*({"layout": x} for x in ("bshd", "sliced", "broadcast")), {"return_lse": False}], ids=str)
@@ -270,7 +270,7 @@ def test_shared_tiles_anywhere_in_memory(changes, shared):
     case = replace(Case("bfloat16", 40, 150, heads_q=3, batch=(1,), causal=True), **changes)
     inputs = make_inputs(case)
     plan = plan_attention(*inputs, backend="host", arch="90a", **case.options)
-    assert plan.kernel.kernel == "fwd_hopper" and merged(plan)
+    assert plan.kernel.kernel == "fwd_hopper" and combined(plan)
     out, lse = plan(*inputs) if case.return_lse else (plan(*inputs), None)
     comparison = compare(out, lse, *inputs, **case.scores)
     assert comparison.ok, comparison.message
@@ -282,7 +282,7 @@ def test_given_results_with_strides_are_filled_from_parts(shared):
     room, lse = numpy.full((40, 3, 72), numpy.nan, numpy.float16), numpy.full((3, 80), numpy.nan, numpy.float32)
     out = room.transpose(1, 0, 2)[..., :64]
     plan = plan_attention(q, k, v, backend="host", arch="90a", out=out, lse=lse[:, ::2], return_lse=True)
-    assert merged(plan)
+    assert combined(plan)
     plan(q, k, v, out=out, lse=lse[:, ::2])
     comparison = compare(out, lse[:, ::2], q, k, v, scale=plan.problem.scale)
     assert comparison.ok, comparison.message
@@ -295,7 +295,7 @@ def test_blocks_with_two_parts_and_groups_that_see_nothing_of_one(blocks, shared
     monkeypatch.setattr(host, "MULTIPROCESSORS", blocks)
     rng = numpy.random.default_rng(12)
     q, k, v = (rng.standard_normal((3, length, 64)).astype(numpy.float16) for length in (256, 700, 700))
-    assert merged(judged(q, k, v, causal=True))
+    assert combined(judged(q, k, v, causal=True))
 
 
 def test_parts_stay_within_their_rows(shared):
@@ -303,17 +303,17 @@ def test_parts_stay_within_their_rows(shared):
     rng = numpy.random.default_rng(13)
     q, k, v = (rng.standard_normal((1, length, 64)).astype(numpy.float16) for length in (40, 300, 300))
     plan = plan_attention(q, k, v, backend="host", arch="90a")
-    assert merged(plan)
+    assert combined(plan)
     workspace = numpy.full(plan.workspace_bytes, 255, numpy.uint8)
     plan(q, k, v, workspace=workspace)
-    for part, (name, per_row) in zip(plan.workspace.on_host(workspace).values(), (("parts", 64 * 4), ("part_lse", 4))):
+    for part, (name, per_row) in zip(plan.workspace.on_host(workspace).values(), (("out_partials", 64 * 4), ("lse_partials", 4))):
         used = 2 * 48 * per_row
         assert (part[used:] == 255).all() and not (part[:used].view(numpy.uint32) == 2**32 - 1).any(), name
 
 
 @pytest.mark.parametrize("dim", [64, 256])
 def test_hidden_keys_of_the_first_tile_may_hold_anything(dim):
-    """Also where a turn begins above a product that counts for nothing, in which such keys take part."""
+    """Also where a query tile begins above a product that counts for nothing, in which such keys take part."""
     rng = numpy.random.default_rng(14)
     q, k, v = (rng.standard_normal((1, 40, dim)).astype(numpy.float16) for _ in range(3))
     k[:, 5:] = numpy.nan
@@ -325,7 +325,7 @@ def test_whole_rounds_are_not_merged():
     rng = numpy.random.default_rng(9)
     q, k, v = (rng.standard_normal((2, length, 64)).astype(numpy.float16) for length in (40, 2000, 2000))
     plan = judged(q, k, v)
-    assert plan.kernel.config.SPLIT_KV and not merged(plan)
+    assert plan.kernel.config.SPLIT_KV and not combined(plan)
 
 
 @pytest.mark.parametrize("sanitizer", host.SANITIZERS)

@@ -118,7 +118,7 @@ def test_case_by_the_tile_of_long_sequences(case, schedule, deterministic, sched
     schedule_as(schedule)
     given = operands(case)
     plan = planned(case, given, deterministic)
-    assert plan.kernel.config.STAGED_SUMS and plan.kernel.config.TILE_Q == 80
+    assert plan.kernel.config.TMA_REDUCE_DQ and plan.kernel.config.TILE_Q == 80
     judge(case, given, computed(plan, given))
 
 
@@ -130,7 +130,7 @@ def test_groups_of_heads_in_one_block(group, schedule, deterministic, schedule_a
     case = Case("float16", 150, 200, heads_q=2 * group, heads_kv=2, causal=True)
     given = operands(case)
     plan = planned(case, given, deterministic)
-    assert "dk_parts" not in plan.workspace.names
+    assert "dk_accum" not in plan.workspace.names
     judge(case, given, computed(plan, given))
 
 
@@ -149,7 +149,7 @@ def test_heads_in_groups(dim, last_blocks, deterministic, planning, request):
     queries, keys = (-(-length // tile) for length, tile in ((210, plan.kernel.config.TILE_Q), (70, plan.kernel.config.TILE_KV)))
     assert plan.launches[1].blocks == 18 * keys + last_blocks * 2 * 2  # two heads, and 192 rows to a block
     sums = 4 * (18 if dim == 256 else 16) * queries * plan.kernel.config.TILE_Q * plan.kernel.config.WIDTH
-    assert dict(plan.workspace.parts)["dq_sums"] == sums
+    assert dict(plan.workspace.parts)["dq_accum"] == sums
     judge(case, given, computed(plan, given))
 
 
@@ -161,7 +161,7 @@ def test_groups_of_query_heads_that_use_sums_again(schedule, deterministic, sche
     case = Case("float16", 256, 290, heads_q=2, heads_kv=1, batch=(17,), causal=True)  # three blocks clear 16,384 numbers a head
     given = operands(case)
     plan = planned(case, given, deterministic)
-    assert dict(plan.workspace.parts)["dq_sums"] == 4 * 2 * 8 * 2 * 2 * 128 * 64  # two groups of eight pairs of heads
+    assert dict(plan.workspace.parts)["dq_accum"] == 4 * 2 * 8 * 2 * 2 * 128 * 64  # two groups of eight pairs of heads
     judge(case, given, computed(plan, given))
 
 
@@ -213,7 +213,7 @@ def test_broadcast_inputs_get_sums(what, tile, schedule, deterministic, schedule
     options = {"causal": True, "deterministic": deterministic}
     plan = plan_attention_backward(**given, **options, backend="host", arch="90a")
     assert plan.kernel.kernel == "bwd_hopper"
-    assert plan.problem.sums_queries == ("done" not in plan.workspace.names) == what.startswith("queries")
+    assert plan.problem.sums_queries == ("dq_progress" not in plan.workspace.names) == what.startswith("queries")
     gradients = computed(plan, given)
     judged = compare_gradients(gradients, dout, q, k, v, dlse=dlse, scale=0.125, last_key=70)
     assert judged.ok, judged.message
@@ -289,7 +289,7 @@ def test_blocks_together(deterministic, tile, monkeypatch, unsplit, request):
     case = Case("float16", 150, 600, heads_q=4, heads_kv=2, causal=True)
     given = operands(case)
     plan = planned(case, given, deterministic)
-    assert (tile == "staged") == plan.kernel.config.STAGED_SUMS
+    assert (tile == "staged") == plan.kernel.config.TMA_REDUCE_DQ
     results = []
     for blocks in (1, 3, 3):
         monkeypatch.setattr(host.os, "sched_getaffinity", lambda _, blocks=blocks: range(blocks * plan.kernel.config.WARPS))
@@ -315,7 +315,7 @@ def test_the_last_heads_in_order_begin_with_the_first_keys(kernel, planning, mon
     def sums(blocks):
         """Of all heads."""
         plan = planned(case, given, deterministic=True)
-        assert plan.problem.forward.heads_q == 4 and plan.workspace.names[1] == "dq_sums"
+        assert plan.problem.forward.heads_q == 4 and plan.workspace.names[1] == "dq_accum"
         monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(blocks * plan.kernel.config.WARPS))
         workspace = numpy.full(plan.workspace_bytes, 255, numpy.uint8)
         judge(case, given, plan(**given, workspace=workspace))
@@ -351,5 +351,5 @@ def test_address_sanitizer_finds_nothing_in_the_tile_of_long_sequences(staged, f
     case = Case("float16", 90, 150, dim=40, heads_q=2, heads_kv=1, causal=True)
     given = operands(case)
     plan = planned(case, given, deterministic=True)
-    assert plan.kernel.config.STAGED_SUMS
+    assert plan.kernel.config.TMA_REDUCE_DQ
     judge(case, given, computed(plan, given))

@@ -7,7 +7,7 @@ from cupy_flash.backward_plan import Grouping, backward_maps, make_backward_plan
 from cupy_flash.backward_problem import make_backward_problem
 from cupy_flash.layout import dense_layout
 from cupy_flash.options import Options
-from cupy_flash.params import BACKWARD, HOPPER_BACKWARD, TENSOR, backward_params, divisor
+from cupy_flash.params import BACKWARD, HOPPER_BACKWARD, TENSOR, backward_params, fast_divmod
 
 SM_90A = ARCHITECTURES["90a"]
 NARROW, WIDE = "bwd_hopper", "bwd_hopper_wide"
@@ -31,7 +31,9 @@ def problem_of(**options):
 def test_a_problem_becomes_numbers(kernel):
     problem = problem_of(kernel=kernel)
     plan = make_backward_plan(problem, SM_90A)
-    grouping = Grouping(1, 8, blocks=16, owners=30, kept=11, finishing=5, last_heads=7, reused=9, cleared_after=13, backwards=3)
+    grouping = Grouping(
+        1, 8, blocks=16, owners=30, accum_heads=11, finishing=5, last_heads=7, reused=9, cleared_after=13, backwards=3
+    )
     params = backward_params(problem, grouping, backward_maps(plan, problem))[0]
     assert params.dtype == HOPPER_BACKWARD
     queries, keys = plan.config.TILE_Q, plan.config.TILE_KV
@@ -76,15 +78,21 @@ def test_a_problem_becomes_numbers(kernel):
         "dv": (48, 144, 1, 2880),
     }
     assert {int(params[name]["data"]) for name in tensors} | {int(clear["data"]) for clear in maps.values()} == {0}
-    divisors = {"by_together": 8, "by_group": 16, "by_shares": 6, "by_heads_per_kv": 2, "by_kept": 11}
-    assert {name: params[name].tolist() for name in divisors} == {name: divisor(n) for name, n in divisors.items()}
+    divisors = {
+        "heads_together_divmod": 8,
+        "group_divmod": 16,
+        "units_divmod": 6,
+        "heads_per_kv_divmod": 2,
+        "accum_heads_divmod": 11,
+    }
+    assert {name: params[name].tolist() for name in divisors} == {name: fast_divmod(n) for name, n in divisors.items()}
     heads = {"owners": 30, "last_heads": 7, "reused": 9, "cleared_after": 13, "backwards": 3}
     assert {name: params[name].tolist() for name in heads} == heads
     assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *heads, *(f"{name}_map" for name in MAPPED)} == set()
     assert {name: params[name].tolist() for name in BACKWARD.names if name not in tensors} == {
-        **dict.fromkeys(("stats", "dq_sums", "dk_parts", "dv_parts", "turns", "done"), 0),
-        "first_key": 6,
-        "last_key": 12,
+        **dict.fromkeys(("stats", "dq_accum", "dk_accum", "dv_accum", "dq_semaphore", "dq_progress"), 0),
+        "band_left": 6,
+        "band_right": 12,
         "batch": [1, 1, 1, 2],
         "heads": 6,
         "heads_per_kv": 2,

@@ -50,7 +50,7 @@ def kernel_of(made):
 @pytest.mark.parametrize("dim, kernel", [(8, NARROW), (64, NARROW), (128, NARROW), (136, WIDE), (256, WIDE)])
 def test_sm_90a_has_kernels_for_16_bits(dim, kernel, options, dtype):
     made = plan_of((2, 3, 70, dim), dtype=dtype, **options)
-    assert kernel_of(made) == kernel and "TMA" not in str(made)
+    assert kernel_of(made) == kernel and "no TMA" not in str(made)
 
 
 @pytest.mark.parametrize("options", [{"softcap": 5.0}, {"scale": 0.0}, {"scale": -1}], ids=str)
@@ -194,8 +194,8 @@ def test_rows_can_be_divided(kernel):
     for row in rows:
         groups = row.warps // 4 - 1  # one serves them
         assert row.warps % 4 == 0 and row.width % 64 == 0 and row.tile_q % 16 == 0 and row.stages & (row.stages - 1) == 0
-        assert row.tile_q % 64 == 0 or row.staged_sums
-        assert not row.staged_sums or (kernel == NARROW and row.width == 64 * groups)  # dq is dealt out by its columns
+        assert row.tile_q % 64 == 0 or row.tma_reduce_dq
+        assert not row.tma_reduce_dq or (kernel == NARROW and row.width == 64 * groups)  # dq is dealt out by its columns
         assert row.tile_kv == (64 * groups if kernel == NARROW else 64)
 
 
@@ -212,7 +212,7 @@ def test_scores_are_scaled_one_by_one_only_where_they_must(dim, options, explici
 @pytest.mark.parametrize("len_q, causal, tile", [(1536, False, 64), (1537, False, 80), (4096, True, 64), (4097, True, 80)])
 def test_long_sequences_take_more_queries_a_step(len_q, causal, tile):
     c = plan_of((1, len_q, 128), (1, 4100, 128), causal=causal).kernel.config
-    assert tile == c.TILE_Q and c.STAGED_SUMS is (tile == 80)
+    assert tile == c.TILE_Q and c.TMA_REDUCE_DQ is (tile == 80)
     assert plan_of((1, len_q, 64), (1, 4100, 64), causal=causal).kernel.config.TILE_Q == 128
 
 
@@ -244,7 +244,7 @@ def test_the_last_block_of_a_head_finishes_its_queries(dim):
     """But those of the last heads, which blocks of their own finish; nothing is left to do after the loop."""
     made = plan_of((50, 6, 300, dim), (50, 6, 200, dim))
     queries, keys = tiles_of(made)
-    assert launches(made) == {"_pre": 300 * queries, "": 300 * keys + finishing(made, last_of_300(made)), "_post": 0}
+    assert launches(made) == {"_preprocess": 300 * queries, "": 300 * keys + finishing(made, last_of_300(made)), "_postprocess": 0}
     assert {launch.entry: launch.shared_bytes for launch in made.launches} == made.kernel.entries
     assert all(launch.per_multiprocessor is None for launch in made.launches)
 
@@ -261,20 +261,20 @@ def test_the_last_heads_are_those_of_the_last_groups(heads, last_blocks, groups,
     assert (grouping.last_heads, grouping.finishing) == (heads - len(last), finishing(made, len(last)))
 
 
-@pytest.mark.parametrize("heads, kept", [(1, 1), (9, 9), (300, 29 * 8)])
-def test_short_heads_use_sums_again(heads, kept):
+@pytest.mark.parametrize("heads, accum_heads", [(1, 1), (9, 9), (300, 29 * 8)])
+def test_short_heads_use_sums_again(heads, accum_heads):
     """Two blocks a head: those of 13 groups start before others clear what the first group leaves, of 16 more before it is used."""
     made = plan_of((heads, 300, 64), (heads, 200, 64))
     grouping = make_grouping(made.kernel, made.problem)
-    assert (grouping.kept, grouping.reused, grouping.cleared_after) == (kept, heads - kept, 13 * 8)
-    assert dict(made.workspace.parts)["dq_sums"] == 4 * kept * 3 * 128 * 64
+    assert (grouping.accum_heads, grouping.reused, grouping.cleared_after) == (accum_heads, heads - accum_heads, 13 * 8)
+    assert dict(made.workspace.parts)["dq_accum"] == 4 * accum_heads * 3 * 128 * 64
 
 
 @pytest.mark.parametrize("seq, dim", [(2049, 64), (300, 256)])
 def test_long_or_wide_heads_have_sums_of_their_own(seq, dim):
     made = plan_of((300, seq, dim), (300, 200, dim))
     grouping = make_grouping(made.kernel, made.problem)
-    assert (grouping.kept, grouping.reused) == (300, 0)
+    assert (grouping.accum_heads, grouping.reused) == (300, 0)
 
 
 @pytest.mark.parametrize("seq", [1024, 1025, 2048, 2049])
@@ -288,10 +288,10 @@ def test_heads_whose_longest_blocks_come_last_have_sums_of_their_own_sooner(seq,
 def test_gradients_summed_over_a_batch_axis_are_finished_after_the_loop(dim):
     made = plan_of((1, 6, 300, dim), (50, 6, 200, dim))
     queries, keys = tiles_of(made)
-    assert launches(made) == {"_pre": 300 * queries, "": 300 * keys, "_post": 300 * queries}
+    assert launches(made) == {"_preprocess": 300 * queries, "": 300 * keys, "_postprocess": 300 * queries}
     made = plan_of((50, 6, 300, dim), (1, 6, 200, dim))
     in_loop = 300 * keys + finishing(made, last_of_300(made))
-    assert launches(made) == {"_pre": 300 * queries, "": in_loop, "_post": 2 * 300 * keys}
+    assert launches(made) == {"_preprocess": 300 * queries, "": in_loop, "_postprocess": 2 * 300 * keys}
 
 
 @pytest.mark.parametrize("dim", [64, 256])
@@ -299,7 +299,7 @@ def test_heads_of_a_group_are_split_where_blocks_are_few(dim):
     made = plan_of((1, 12, 300, dim), (1, 2, 200, dim))
     queries, keys = tiles_of(made)
     assert heads_per_block(made.kernel, made.problem) == 1 and 12 * keys < FEWEST_BLOCKS
-    assert launches(made) == {"_pre": 12 * queries, "": 12 * keys + finishing(made, 12), "_post": 2 * 2 * keys}
+    assert launches(made) == {"_preprocess": 12 * queries, "": 12 * keys + finishing(made, 12), "_postprocess": 2 * 2 * keys}
 
 
 def test_workspace_has_the_parts_that_are_needed():
@@ -308,13 +308,13 @@ def test_workspace_has_the_parts_that_are_needed():
         assert kernel_of(made) == NARROW
         return made.workspace.names
 
-    sums, parts = ("stats", "dq_sums"), ("dk_parts", "dv_parts")
-    assert names((300, 2, 70, 64)) == (*sums, "done")
-    assert names((300, 2, 70, 64), deterministic=True) == (*sums, "turns", "done")
-    assert names((300, 2, 70, 64), (1, 2, 70, 64)) == (*sums, *parts, "done")
+    sums, parts = ("stats", "dq_accum"), ("dk_accum", "dv_accum")
+    assert names((300, 2, 70, 64)) == (*sums, "dq_progress")
+    assert names((300, 2, 70, 64), deterministic=True) == (*sums, "dq_semaphore", "dq_progress")
+    assert names((300, 2, 70, 64), (1, 2, 70, 64)) == (*sums, *parts, "dq_progress")
     assert names((2, 70, 64), (300, 2, 70, 64)) == sums
-    assert names((2, 70, 64), (300, 2, 70, 64), deterministic=True) == (*sums, "turns")
-    assert names((4, 70, 64), (2, 70, 64)) == (*sums, *parts, "done")
+    assert names((2, 70, 64), (300, 2, 70, 64), deterministic=True) == (*sums, "dq_semaphore")
+    assert names((4, 70, 64), (2, 70, 64)) == (*sums, *parts, "dq_progress")
 
 
 @pytest.mark.parametrize("dim, width", [(40, 64), (200, 256)])
@@ -324,18 +324,18 @@ def test_workspace_sizes(dim, width):
     queries, keys = tiles_of(made)
     assert dict(made.workspace.parts) == {
         "stats": 4 * 3 * 6 * queries * 2 * c.TILE_Q,
-        "dq_sums": 4 * 3 * 6 * queries * c.TILE_Q * width,
-        "dk_parts": 4 * 3 * 2 * 3 * keys * c.TILE_KV * width,
-        "dv_parts": 4 * 3 * 2 * 3 * keys * c.TILE_KV * width,
-        "turns": 4 * 3 * 6 * queries,
-        "done": 4 * 3 * 6,
+        "dq_accum": 4 * 3 * 6 * queries * c.TILE_Q * width,
+        "dk_accum": 4 * 3 * 2 * 3 * keys * c.TILE_KV * width,
+        "dv_accum": 4 * 3 * 2 * 3 * keys * c.TILE_KV * width,
+        "dq_semaphore": 4 * 3 * 6 * queries,
+        "dq_progress": 4 * 3 * 6,
     }
 
 
 def test_each_warpgroup_has_a_turn_where_sums_are_staged():
     made = plan_of((2, 3, 2100, 128), deterministic=True)
     queries, _ = tiles_of(made)
-    assert made.kernel.config.STAGED_SUMS and dict(made.workspace.parts)["turns"] == 4 * 2 * 3 * queries * 2
+    assert made.kernel.config.TMA_REDUCE_DQ and dict(made.workspace.parts)["dq_semaphore"] == 4 * 2 * 3 * queries * 2
 
 
 def together(seq, dim, **options):
@@ -388,13 +388,13 @@ def test_heads_in_turn_are_more_where_blocks_wait_for_each_other():
 
 def test_a_plan_prints_what_it_decided():
     text = str(plan_of((2, 6, 100, 64), (2, 2, 150, 64), causal=True, deterministic=True))
-    for part in ("bwd_hopper for sm_90a", "bwd_hopper_pre", "bwd_hopper_post", "bitwise reproducible", "done"):
+    for part in ("bwd_hopper for sm_90a", "bwd_hopper_preprocess", "bwd_hopper_postprocess", "bitwise reproducible", "dq_progress"):
         assert part in text
 
 
 def test_tiles_beyond_a_grid_are_refused():
     made = plan_of((2, 70, 64))
     huge = replace(made.problem, forward=replace(made.problem.forward, batch=(2**26,), heads_q=32, heads_kv=1, len_kv=1))
-    with pytest.raises(UnsupportedError, match="fewer than 2147483648 blocks of bwd_hopper_pre"):
+    with pytest.raises(UnsupportedError, match="fewer than 2147483648 blocks of bwd_hopper_preprocess"):
         backward_plan.backward_launches(made.kernel, huge)
     assert math.prod(huge.forward.batch) * 32 == 2**31

@@ -9,9 +9,9 @@ from cupy_flash.architecture import ARCHITECTURES
 from cupy_flash.forward_plan import forward_maps, make_forward_plan
 from cupy_flash.layout import dense_layout
 from cupy_flash.options import Options
-from cupy_flash.params import HOPPER_FORWARD, divisor, hopper_forward_params
+from cupy_flash.params import HOPPER_FORWARD, fast_divmod, hopper_forward_params
 from cupy_flash.problem import make_problem
-from cupy_flash.schedule import TABLE_BLOCKS, TABLE_TURNS
+from cupy_flash.schedule import TABLE_BLOCKS, TABLE_TILES
 
 SM_90A = ARCHITECTURES["90a"]
 
@@ -28,7 +28,7 @@ def test_a_problem_becomes_numbers():
     asked = Options(scale=0.3, softcap=5.0, window=(4, 2), return_lse=True, backend="host")
     problem = make_problem(q, k, v, asked, out)
     plan = make_forward_plan(problem, SM_90A)
-    plan = replace(plan, config=replace(plan.config, STAGED_OUT=True))
+    plan = replace(plan, config=replace(plan.config, TMA_STORE_OUT=True))
     params = hopper_forward_params(problem, forward_maps(plan, problem), 3)[0]
     in_maps = ("q_map", "k_map", "v_map", "out_map")
     assert {name: params[name]["size"].tolist() for name in in_maps} == {
@@ -50,17 +50,17 @@ def test_a_problem_becomes_numbers():
     assert [out["batch_stride"].tolist(), out["head_stride"], out["row_stride"], out["col_stride"]] == [[0, 0, 0, 2880], 48, 288, 1]
     assert [lse["batch_stride"].tolist(), lse["head_stride"], lse["row_stride"], lse["col_stride"]] == [[0, 0, 0, 60], 10, 1, 0]
     assert {name: params[name].tolist() for name in HOPPER_FORWARD.names if name not in (*in_maps, "lse", "out")} == {
-        "first_key": 6,
-        "last_key": 12,
+        "band_left": 6,
+        "band_right": 12,
         "batch": [1, 1, 1, 2],
         "heads": 6,
         "heads_per_kv": 2,
         "tiles": 2 * 6 * 4,
         "run": 0,  # which tiles a block takes is told later, with the number of blocks
         "by_formula": 0,
-        "table": [[0] * TABLE_TURNS] * TABLE_BLOCKS,
-        "by_tiles_of_head": divisor(4),
-        "by_heads": divisor(6),
+        "table": [[0] * TABLE_TILES] * TABLE_BLOCKS,
+        "tiles_of_head_divmod": fast_divmod(4),
+        "heads_divmod": fast_divmod(6),
         "len_q": 10,
         "len_kv": 20,
         "dim": 64,
@@ -68,14 +68,14 @@ def test_a_problem_becomes_numbers():
         "scale": pytest.approx(0.3),
         "scale_log2": pytest.approx(0.3 / math.log(2)),
         "softcap": 5.0,
-        "by_queries": divisor(1),
-        "first_shared": 0,  # nor which are shared
-        "shared_tiles": 0,
-        "share": 0,
-        "by_key_tiles": (0, 0, 0),
-        "part_rows": 0,
-        "parts": 0,
-        "part_lse": 0,
+        "queries_divmod": fast_divmod(1),
+        "first_split_tile": 0,  # nor which are shared
+        "split_tiles": 0,
+        "key_tiles_per_block": 0,
+        "key_tiles_divmod": (0, 0, 0),
+        "partial_rows": 0,
+        "out_partials": 0,
+        "lse_partials": 0,
     }
 
 

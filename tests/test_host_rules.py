@@ -1,4 +1,4 @@
-"""Rules of barriers, of counters, of the copy engine and of warpgroups, on the host: small kernels that break one.
+"""Rules of barriers, of counters, of TMA and of warpgroups, on the host: small kernels that break one.
 
 What a GPU would answer with a hang, with garbage or with nothing at all is a `FaultError` here, in both schedules.
 """
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.usefixtures("fast_build")
 
 # A small kernel in the place of a large one, with a few things at hand.
 SMALL_KERNEL = """\
-#include "tile/arrival.cuh"
-#include "tile/sums.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/accum.cuh"
 #include "tile/wgmma.cuh"
 KERNEL(32 * WARPS, 1) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
-  const Arrival barrier{shared_memory()};
+  const Mbarrier barrier{shared_memory()};
   const PanelTile<64, 64> tile{shared_memory() + 1024};
   const int first[BATCH_AXES] = {};
   Acc<16, 64> acc, other;
@@ -56,24 +56,24 @@ def run(request, monkeypatch, change_kernel):
 BARRIERS = {
     "used and never started": ("if (warp_id() == 1) arrive_at(barrier);", "warp 1 of block 0 uses {B}, which nobody has started"),
     "started for oneself": (
-        "if (warp_id() == 0) start_arrivals(barrier, 1); if (warp_id() == 2) while (true) arrive_at(barrier);",
+        "if (warp_id() == 0) init_mbarrier(barrier, 1); if (warp_id() == 2) while (true) arrive_at(barrier);",
         "warp 2 of block 0 uses {B}, which nobody has started before the last sync_block",
     ),
     "started twice": (
-        "if (warp_id() == 0) start_arrivals(barrier, 1); sync_block(); if (warp_id() == 3) start_arrivals(barrier, 1);",
+        "if (warp_id() == 0) init_mbarrier(barrier, 1); sync_block(); if (warp_id() == 3) init_mbarrier(barrier, 1);",
         "warp 3 of block 0 starts {B} again",
     ),
     "too many arrivals": (
-        "if (warp_id() == 0) { start_arrivals(barrier, 1); arrive_with_bytes(barrier, 8); arrive_at(barrier); }",
+        "if (warp_id() == 0) { init_mbarrier(barrier, 1); arrive_expect_tx(barrier, 8); arrive_at(barrier); }",
         "{W} arrives at {B}, where all have arrived and bytes are still to come",
     ),
     "bytes that never come": (
-        "if (warp_id() == 0) { start_arrivals(barrier, 1); arrive_with_bytes(barrier, 8); }",
+        "if (warp_id() == 0) { init_mbarrier(barrier, 1); arrive_expect_tx(barrier, 8); }",
         "block 0 ends, and {B} lacks 0 of 1 warps and 8 bytes",
     ),
 }
-BARRIERS["an opening that a warp misses"] = (
-    "if (warp_id() == 0) start_arrivals(barrier, 1); sync_block(); if (warp_id() == 0) arrive_at(barrier); sync_block();"
+BARRIERS["a phase that a warp misses"] = (
+    "if (warp_id() == 0) init_mbarrier(barrier, 1); sync_block(); if (warp_id() == 0) arrive_at(barrier); sync_block();"
     "if (warp_id() == 1) wait_for(barrier, 0); sync_block(); if (warp_id() == 0) { arrive_at(barrier); arrive_at(barrier); }",
     "a barrier in block 0 opens a second time before warp 1 has noticed the first",
 )
@@ -84,26 +84,26 @@ BARRIERS["an arrival that is left over"] = (
 COPIES = {
     "rows not shown": (
         "store(tile, acc, 0); store_async(p.out_map, first, 0, 0, tile, 0);",
-        "{W} has the copy engine read what lanes have stored, without sync_with_copies in between",
+        "{W} has TMA read what lanes have stored, without fence_proxy_async in between",
     ),
     "rows shown to lanes only": (
         "store(tile, acc, 0); sync_warp(); store_async(p.out_map, first, 0, 0, tile, 0);",
-        "{W} has the copy engine read what lanes have stored",
+        "{W} has TMA read what lanes have stored",
     ),
     "sums not shown": (
         "store(tile, acc, 0); add_async(static_cast<float*>(p.lse.data), tile.base, 8);",
-        "{W} has the copy engine add what lanes have stored, without sync_with_copies in between",
+        "{W} has TMA add what lanes have stored, without fence_proxy_async in between",
     ),
     "sums read, not waited for": (
         "add_async(static_cast<float*>(p.lse.data), tile.base, 8); wait_for_stores();",
-        "{W} ends while the copy engine may still add to sums",
+        "{W} ends while TMA may still add to sums",
     ),
-    "no wait at the end": ("store_async(p.out_map, first, 0, 0, tile, 0);", "{W} ends while the copy engine may still read"),
+    "no wait at the end": ("store_async(p.out_map, first, 0, 0, tile, 0);", "{W} ends while TMA may still read"),
     "another box": ("store_async(p.q_map, first, 0, 0, tile, 0);", "{W} moves 16 x 64 elements with a map of boxes of 64 x 64"),
     "rows that end within 16 bytes": (
         "ClearMap map; std::memcpy(&map, &p.out_map, sizeof map); map.size[0] = 60;"
         "TensorMap ragged; std::memcpy(&ragged, &map, sizeof map); store_async(ragged, first, 0, 0, tile, 0);",
-        "{W} has the copy engine store rows that end within 16 bytes, all of which it writes",
+        "{W} has TMA store rows that end within 16 bytes, all of which it writes",
     ),
     "off the swizzle": (
         "store_async(p.out_map, first, 0, 0, tile, 4);",
@@ -120,13 +120,13 @@ PRODUCTS = {
         "start_product_transposed(acc, tile, 0, tile); start_product_transposed(acc, tile, 0, tile);",
         "warp .* of block 0 starts a product in place of one that nobody has waited for",
     ),
-    "factor not shown": (
+    "operand not shown": (
         "if (warp_id() == 0) store(tile, acc, 0);"
         "sync_block(); start_product_transposed(acc, tile, 0, tile); wait_for_products<0>(acc);",
-        "warp .* of block 0 multiplies what lanes have stored, without sync_with_copies in between",
+        "warp .* of block 0 multiplies what lanes have stored, without fence_proxy_async in between",
     ),
     "three warps of four": (
-        "if (warp_id() != 5) take_registers<24>();",
+        "if (warp_id() != 5) warpgroup_reg_alloc<24>();",
         "warps 4 and 5 of block 0 have not done the same with their warpgroup",
     ),
     "beyond shared memory": ("store_shared(shared_memory() + 300000, 1);", "uses shared memory from byte 300000 on, of"),
@@ -156,33 +156,33 @@ def test_rules_of_products(body, message, run):
 
 def test_deadlock_says_which_barrier_lacks_what(run):
     with pytest.raises(DeadlockError) as caught:
-        run("if (warp_id() == 0) { start_arrivals(barrier, 2); arrive_at(barrier); wait_for(barrier, 0); }")
+        run("if (warp_id() == 0) { init_mbarrier(barrier, 2); arrive_at(barrier); wait_for(barrier, 0); }")
     [place] = re.findall(r"warp 0 waits for the barrier at byte 0 of shared memory at .*/(fwd_hopper.*)", str(caught.value))
     assert place == f"fwd_hopper.cu:{BODY_LINE}: 1 of 2 warps and 0 bytes"
 
 
 def test_each_opening_counts_anew(run):
-    """Two warps arrive, three times; the parity of the opening that is waited for takes turns."""
+    """Two warps arrive, three times; the phase bit that is waited for alternates."""
     arrivals = "for (u32 i = 0; i < 3; ++i) { arrive_at(barrier); wait_for(barrier, i % 2); out += 1.f; sync_block(); }"
     others = "for (int i = 0; i < 3; ++i) sync_block();"
-    start = "if (warp_id() == 0) start_arrivals(barrier, 2); sync_block();"
+    start = "if (warp_id() == 0) init_mbarrier(barrier, 2); sync_block();"
     assert run(f"{start} if (warp_id() < 2) {arrivals} else {others}") == 4
 
 
 # How many blocks, how many at a time, what warp 0 of each does, and what the first of them then waits for.
 STUCK = {
-    "nobody counts": (1, 1, "take_turn(counters + 7, 5);", "lse[7], which is 0, to become 5"),
-    "counted beyond": (1, 1, "pass_turn(counters); take_turn(counters, 0);", "lse[0], which is 1, to become 0"),
+    "nobody counts": (1, 1, "semaphore_wait(counters + 7, 5);", "lse[7], which is 0, to become 5"),
+    "counted beyond": (1, 1, "semaphore_release(counters); semaphore_wait(counters, 0);", "lse[0], which is 1, to become 0"),
     "a later block counts": (
-        *(2, 1, "if (block_id() == 0) wait_for_count(counters + 1, 1); else pass_turn(counters + 1);"),
+        *(2, 1, "if (block_id() == 0) wait_for_count(counters + 1, 1); else semaphore_release(counters + 1);"),
         "lse[1], which is 0, to become 1 or more",
     ),
     "each counts too few": (
-        *(3, 3, "pass_turn(counters + 2); wait_for_count(counters + 2, 4 + block_id());"),
+        *(3, 3, "semaphore_release(counters + 2); wait_for_count(counters + 2, 4 + block_id());"),
         "lse[2], which is 3, to become 4 or more",
     ),
     "others count and end": (
-        *(4, 2, "if (block_id() == 0) take_turn(counters, 4); else pass_turn(counters);"),
+        *(4, 2, "if (block_id() == 0) semaphore_wait(counters, 4); else semaphore_release(counters);"),
         "lse[0], which is 3, to become 4",
     ),
 }
@@ -201,21 +201,21 @@ def test_deadlock_says_which_counter_is_what(blocks, at_a_time, body, awaited, r
 def test_a_sanitized_program_names_the_counter_as_well(tool, run, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", tool)
     with pytest.raises(DeadlockError, match=r"warp 0 waits for lse\[7\], which is 0, to become 5 at "):
-        run("if (warp_id() == 0) take_turn(counters + 7, 5);")
+        run("if (warp_id() == 0) semaphore_wait(counters + 7, 5);")
 
 
 def test_blocks_that_take_turns_are_no_deadlock(run):
     """All but one wait nearly always, and that one is sometimes slow. What they do in turn is done 600 times."""
     sleep = "if (i % 50 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));"
-    turn = f"take_turn(counters + 1, 3 * i + block_id()); {sleep} ++counters[2]; pass_turn(counters + 1);"
-    last = "if (block_id() == 0) { take_turn(counters + 1, 600); out = float(counters[2]); }"
+    turn = f"semaphore_wait(counters + 1, 3 * i + block_id()); {sleep} ++counters[2]; semaphore_release(counters + 1);"
+    last = "if (block_id() == 0) { semaphore_wait(counters + 1, 600); out = float(counters[2]); }"
     assert run(f"if (warp_id() == 0) {{ for (u32 i = 0; i < 200; ++i) {{ {turn} }} {last} }}", 3, 3) == 600
 
 
 def test_a_fault_ends_the_blocks_that_wait_for_its_own(run):
     """Block 1 waits when block 0 fails: who waits for whom is not what is reported."""
-    wait = "pass_turn(counters); take_turn(counters + 1, 1);"
-    fault = "take_turn(counters, 1); arrive_at(barrier);"
+    wait = "semaphore_release(counters); semaphore_wait(counters + 1, 1);"
+    fault = "semaphore_wait(counters, 1); arrive_at(barrier);"
     body = f"if (warp_id() == 0) {{ if (block_id() == 1) {{ {wait} }} else {{ {fault} }} }}"
     message = "warp 0 of block 0 uses the barrier at byte 0 of shared memory, which nobody has started"
     begun = time.monotonic()
@@ -251,7 +251,7 @@ def test_product_is_in_its_registers_when_a_wait_names_it(body, expected, run):
 def test_products_for_the_same_registers_add_up(run):
     """o + p v + p v, of ones, waited for once."""
     ones = "if (warp_id() == 0) { for_lane(l) for (int i = l; i < 4096; i += 32) store_shared(tile.base + 2 * i, u16(0x3c00));"
-    shown = "sync_with_copies(); } sync_block();"
+    shown = "fence_proxy_async(); } sync_block();"
     factor = "OperandA<16> p_reg[4]; for (auto& a : p_reg) for_lane(l) for (int r = 0; r < 4; ++r) a.at(l, r) = 0x3c003c00;"
     twice = "fill(acc, 3.f); start_product(acc, p_reg, tile); start_product(acc, p_reg, tile); wait_for_products<0>(acc);"
     assert run(f"{ones} {shown} {factor} {twice} out = acc.at(7, 9);") == 3 + 2 * 64

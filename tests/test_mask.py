@@ -8,14 +8,14 @@ from cupy_flash import plan_attention, source
 from cupy_flash.cases import Case, make_inputs
 
 DEFINITION = """\
-#include "tile/arrival.cuh"
+#include "tile/pipeline.cuh"
 #include "tile/mask.cuh"
 
 bool sees(const Band& band, i64 row, i64 col) {
-  return row + band.first_key <= col && col <= row + band.last_key && 0 <= col && col < band.len_kv;
+  return row + band.left <= col && col <= row + band.right && 0 <= col && col < band.len_kv;
 }
 bool sees(const TransposedBand& band, i64 row, i64 col) {
-  return row < band.len_kv && row + band.first_query <= col && col <= row + band.last_query && 0 <= col && col < band.len_q;
+  return row < band.len_kv && row + band.left <= col && col <= row + band.right && 0 <= col && col < band.len_q;
 }
 """
 # Visible scores are numbers of their own, the others NaN. Visible ones must come back as they were, the others as `masked`.
@@ -149,7 +149,7 @@ FUNCTION = re.compile(r"\b(visible_in_row|bmsk|columns_below|mask|faults|all_fau
 def test_each_mistake_is_found(results_of):
     """Each is made in a copy of the functions that mask and count, whose names end in its number."""
     mask = source.files()["tile/mask.cuh"]
-    masking = mask[mask.index("OP KeyRange visible_in_row") : mask.index("// raw products")]
+    masking = mask[mask.index("OP ColumnRange visible_in_row") : mask.index("// raw products")]
     assert [right for right, _, _ in MISTAKES.values() if masking.count(right) != 1] == []
     copies = [masking.replace(right, wrong) + counting(band) for right, wrong, band in MISTAKES.values()]
     functions = "\n".join(FUNCTION.sub(rf"\1_{i}", copy) for i, copy in enumerate(copies))

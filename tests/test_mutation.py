@@ -35,7 +35,8 @@ pytestmark = pytest.mark.usefixtures("fast_build")
 
 KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu", file))
 PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper"}  # headers, and a kernel that each is a part of
-CALL = re.compile(r"//.*|\b(?:sync|arrive|wait|commit)_\w+(?:<[^;]*>)?\([^;]*\);")  # or a comment, which may speak of one
+# Or a comment, which may speak of one.
+CALL = re.compile(r"//.*|\b(?:(?:sync|arrive|wait|commit|producer|consumer)_\w+|fence_proxy_async)(?:<[^;]*>)?\([^;]*\);")
 
 
 @dataclass(frozen=True)
@@ -57,26 +58,26 @@ TWO_STAGES = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 16, "WARPS": 2, "STAGES": 2
 TWO_PAIRS = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 32, "WARPS": 4, "STAGES": 2})
 # More tiles than blocks, so that a block takes several in turn, and two warpgroups besides the one that loads.
 HOPPER_CASE = Case("float16", 150, 75, dim=32, heads_q=3, causal=True)
-TWO_SLOTS_EACH = {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGES": 2, "STAGES_V": 2, "SLOTS_Q": 4, "STAGED_OUT": True}
-TWO_GROUPS = Setting(HOPPER_CASE, TWO_SLOTS_EACH)
+TWO_STAGES_EACH = {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGES": 2, "STAGES_V": 2, "STAGES_Q": 4, "TMA_STORE_OUT": True}
+TWO_GROUPS = Setting(HOPPER_CASE, TWO_STAGES_EACH)
 # Two heads to a block, more blocks than one to a head, more tiles of queries than stages, and more rows of dq than leave at once.
 HOPPER_BACKWARD_CASE = Case("float16", 150, 200, dim=32, heads_q=2, heads_kv=1, causal=True)
 OWN_KEYS = Setting(HOPPER_BACKWARD_CASE, {"TILE_Q": 64, "TILE_KV": 128, "WARPS": 12, "STAGES": 2, "WIDTH": 64, "WIDTH_V": 64})
-STAGED = OWN_KEYS.but(TILE_Q=80, STAGED_SUMS=True, WIDTH=128, WIDTH_V=128)
+STAGED = OWN_KEYS.but(TILE_Q=80, TMA_REDUCE_DQ=True, WIDTH=128, WIDTH_V=128)
 ONE_GRADIENT = Setting(HOPPER_BACKWARD_CASE, {"WIDTH": 128, "WIDTH_V": 128})
 
 
 def settings_of(kernel):
     """Settings that between them reach every call of a kernel."""
     if kernel == "fwd_hopper":
-        in_line = TWO_GROUPS.but(IN_LINE=True)  # and one of them needs fewer tiles
+        pingpong = TWO_GROUPS.but(PINGPONG=True)  # and one of them needs fewer tiles
         leaps = replace(TWO_GROUPS, case=replace(HOPPER_CASE, values="large"))  # of the maximum, in later tiles of keys
         split = replace(TWO_GROUPS.but(SPLIT_KV=True), case=replace(HOPPER_CASE, len_q=100))  # three tiles on two blocks
-        lanes_store = TWO_GROUPS.but(SLOTS_Q=3, STAGED_OUT=False)
-        settings = {"two stages": TWO_GROUPS, "one stage": lanes_store.but(STAGES=1, STAGES_V=1, SLOTS_Q=2), "leaps": leaps}
-        settings |= {"in line": in_line, "in line, far apart": in_line.but(STAGES=1, STAGES_V=1)}
-        settings |= {"three groups, four slots": TWO_GROUPS.but(TILE_Q=192, WARPS=16)}
-        return settings | {"three slots": lanes_store, "one key tile": lanes_store.but(TILE_KV=80), "split": split}
+        lanes_store = TWO_GROUPS.but(STAGES_Q=3, TMA_STORE_OUT=False)
+        settings = {"two stages": TWO_GROUPS, "one stage": lanes_store.but(STAGES=1, STAGES_V=1, STAGES_Q=2), "leaps": leaps}
+        settings |= {"ping-pong": pingpong, "ping-pong, far apart": pingpong.but(STAGES=1, STAGES_V=1)}
+        settings |= {"three groups, four stages": TWO_GROUPS.but(TILE_Q=192, WARPS=16)}
+        return settings | {"three stages": lanes_store, "one key tile": lanes_store.but(TILE_KV=80), "split": split}
     if kernel == "bwd_hopper":
         wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128)
         staged = {"staged": replace(STAGED, last_blocks=1), "staged, in order": STAGED.but(True)}
@@ -156,8 +157,8 @@ def faults_without(monkeypatch):
     """A function that leaves one call out of a kernel and yields what is noticed in each setting and schedule."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "thread")
     monkeypatch.setattr(backward_plan, "FEWEST_BLOCKS", 1)  # so that heads of a group are not split among blocks
-    monkeypatch.setattr(schedule, "LEAST_SHARE", 32)  # so that blocks share even short tiles
-    monkeypatch.setattr(schedule, "MERGING", 0)
+    monkeypatch.setattr(schedule, "LEAST_SPLIT", 32)  # so that blocks share even short tiles
+    monkeypatch.setattr(schedule, "COMBINING", 0)
 
     def run(kernel, number):
         monkeypatch.setenv("LEFT_OUT", "-1" if number is None else str(number))
@@ -182,8 +183,8 @@ def test_kernel_as_it_is(kernel, faults_without):
 
 
 # Waits that only matter where blocks run at the same time, and one of them is slow.
-BETWEEN_BLOCKS = {name: re.compile(rf"\bwait_for<LANES>\(\w+\.{name}, [^;]*\);") for name in ("turn", "ended")}
-BETWEEN_BLOCKS["sums"] = re.compile(r"\bwait_for_sums\(\);(?=\s*// without it others add)")
+BETWEEN_BLOCKS = {name: re.compile(rf"\bwait_for<LANES>\(\w+\.{name}, [^;]*\);") for name in ("acquired", "ended")}
+BETWEEN_BLOCKS["reductions"] = re.compile(r"\bwait_for_reductions\(\);(?=\s*// without it others add)")
 BETWEEN_BLOCKS["last"] = re.compile(r"\bsync_block\(\);(?=\s*// without it rows are finished)")
 # The same of heads that use sums again: each has to be made by one that is slow to read them, or to clear them.
 BEFORE_USE = {
@@ -207,11 +208,11 @@ def test_left_out_call_is_noticed(kernel, number, faults_without):
     assert any(faults_without(kernel, number))
 
 
-# The lines that add to dq, by lanes and by the copy engine, which may add later than the turn is passed on.
-BY_LANES, LATER = ("  add(QuerySums{",), ("    add_async(", f"  wait_for_sums();{'':44}// without it the block")
+# The lines that add to dq, by lanes and by TMA, which may add later than the semaphore is released.
+BY_LANES, LATER = ("  add(DqAccum{",), ("    add_async(", f"  wait_for_reductions();{'':38}// without it the block")
 
 
-SLOW = (*product([False], [None, "turn", "ended", "last"]), *product([True], [None, "sums", "ended", "last"]))
+SLOW = (*product([False], [None, "acquired", "ended", "last"]), *product([True], [None, "reductions", "ended", "last"]))
 
 
 @pytest.mark.parametrize("staged, left_out", SLOW)
@@ -227,7 +228,7 @@ def test_blocks_wait_for_one_that_is_slow(staged, left_out, monkeypatch, change_
     def computed(blocks, deterministic):
         """Whether gradients are right, and the sums that dq is made of."""
         plan = plan_attention_backward(*given, deterministic=deterministic, backend="host", arch="90a", kernel="bwd_hopper")
-        assert plan.kernel.config.TILE_KV == 128 and plan.workspace.names[:2] == ("stats", "dq_sums")
+        assert plan.kernel.config.TILE_KV == 128 and plan.workspace.names[:2] == ("stats", "dq_accum")
         if staged:
             changed = replace(plan.kernel, config=replace(plan.kernel.config, **STAGED.constants))
             plan = BackwardPlan(plan.problem, changed)
@@ -280,7 +281,7 @@ def test_sums_are_used_again_when_they_are_zero(staged, left_out, heads_per_bloc
 
     texts = texts_of("bwd_hopper")
     if left_out in (None, "read"):
-        texts = slow("      load(sum_reg, Sums{", 0, 1500)
+        texts = slow("      load(sum_reg, Accum{", 0, 1500)
     if left_out != "read":
         texts = slow("    clear(sums, begin, end);", 1, 500)
     if left_out:

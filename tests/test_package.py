@@ -64,7 +64,11 @@ def test_algorithm_has_no_code_of_a_lane_or_of_one_machine(file):
 def test_algorithm_explains_each_barrier(file):
     """The line of a barrier or a wait says what breaks without it."""
     lines = source.files()[file].splitlines()
-    barriers = [i for i, line in enumerate(lines) if re.search(r"\b(sync|arrive|wait)_\w+(<.*>)?\(", line.partition("//")[0])]
+    barriers = [
+        i
+        for i, line in enumerate(lines)
+        if re.search(r"\b(sync|arrive|wait|fence|producer|consumer)_\w+(<.*>)?\(", line.partition("//")[0])
+    ]
     assert [lines[i] for i in barriers if "//" not in lines[i]] == []
 
 

@@ -84,27 +84,32 @@ def test_the_kernel_sees_the_same_elements(drawn):
     layouts = [arrays.layout(x) for x in (q, k, v)]
     problem = make_problem(*layouts, Options(backend="host", return_lse=True, **options), arrays.layout(out), arrays.layout(lse))
     packing = packing_of(problem)
-    told, group, queries = packing.problem, problem.heads_per_kv, problem.len_q
+    packed, group, queries = packing.problem, problem.heads_per_kv, problem.len_q
     seen = visible(queries, problem.len_kv, problem.first_key, problem.last_key)
     even = queries == 1 or all(x.strides[1] == queries * x.strides[2] for x in (q, out, lse))
     if group == 1 or not even or not seen.any():
-        assert told is problem and not packing.reason
+        assert packed is problem and not packing.reason
         return
     each = "one query" if queries == 1 else f"{queries} queries"
     assert packing.reason == f"{group} query heads of a group share a tile: {each} each"
-    assert (told.heads_q, told.heads_kv, told.heads_per_kv, told.len_q) == (problem.heads_kv, problem.heads_kv, 1, group * queries)
-    assert told.pairs * problem.heads_kv == problem.pairs * problem.heads_q
-    for array, layout in ((q, told.q), (out, told.out), (lse, told.lse)):
-        rows = array.reshape(len(array), told.heads_q, group * queries, *array.shape[3:])  # head after head
+    assert (packed.heads_q, packed.heads_kv, packed.heads_per_kv, packed.len_q) == (
+        problem.heads_kv,
+        problem.heads_kv,
+        1,
+        group * queries,
+    )
+    assert packed.pairs * problem.heads_kv == problem.pairs * problem.heads_q
+    for array, layout in ((q, packed.q), (out, packed.out), (lse, packed.lse)):
+        rows = array.reshape(len(array), packed.heads_q, group * queries, *array.shape[3:])  # head after head
         assert numpy.array_equal(view(array, layout), rows)
     keys = numpy.flatnonzero(seen.any(0))
-    for array, layout, skipped in zip((k, v), (told.k, told.v), packing.skipped_bytes):
+    for array, layout, skipped in zip((k, v), (packed.k, packed.v), packing.skipped_bytes):
         assert numpy.array_equal(view(array, layout, skipped), array[:, :, keys])
         assert numpy.array_equal(array[:, :, packing.keys], array[:, :, keys])
         assert (array.ctypes.data + skipped) % layout.alignment == 0
-    assert numpy.array_equal(visible(queries, told.len_kv, told.first_key, told.last_key), seen[:, keys])
-    assert told.queries == (None if seen[:, keys].all() else queries)
-    assert packing_of(told).problem is told
+    assert numpy.array_equal(visible(queries, packed.len_kv, packed.first_key, packed.last_key), seen[:, keys])
+    assert packed.queries == (None if seen[:, keys].all() else queries)
+    assert packing_of(packed).problem is packed
 
 
 @pytest.mark.parametrize(
@@ -215,11 +220,11 @@ def test_few_queries_are_attention(kernel, order):
         case = Case("float16", queries, len_kv, dim=40, heads_q=2 * group, heads_kv=2, batch=(2,), **mask)
         inputs = make_inputs(case)
         plan = planned(*inputs, kernel=kernel, **case.options)
-        told = packing_of(plan.problem).problem
+        packed = packing_of(plan.problem).problem
         c = plan.kernel.config
-        assert told.len_q == group * queries and c.PACKED is (told.queries is not None)
-        assert kernel != "fwd_v2" or not c.PACKED or c.TILE_Q == SHORT  # other rows of the table would spill
-        assert blocks_of(plan) == 4 * -(-told.len_q // c.TILE_Q)
+        assert packed.len_q == group * queries and c.PACK_GQA is (packed.queries is not None)
+        assert kernel != "fwd_v2" or not c.PACK_GQA or c.TILE_Q == SHORT  # other rows of the table would spill
+        assert blocks_of(plan) == 4 * -(-packed.len_q // c.TILE_Q)
         judged(plan, *inputs)
 
     with pytest.MonkeyPatch.context() as environment:
@@ -233,7 +238,7 @@ def test_a_warp_with_the_end_of_one_head_and_the_beginning_of_the_next():
     inputs = make_inputs(case)
     plan = planned(*inputs, **case.options)
     c = plan.kernel.config
-    assert c.PACKED and c.TILE_KV == 32 and c.TILE_Q // c.WARPS == 32
+    assert c.PACK_GQA and c.TILE_KV == 32 and c.TILE_Q // c.WARPS == 32
     judged(plan, *inputs)
 
 
@@ -243,14 +248,16 @@ def test_few_queries_on_many_keys_are_shared_by_blocks(mask):
     inputs = make_inputs(case)
     plan = planned(*inputs, kernel="fwd_hopper", **case.options)
     c = plan.kernel.config
-    assert c.SPLIT_KV and c.PACKED is bool(mask) and "2 query heads of a group share a tile: 7 queries each" in plan.kernel.reasons
+    assert (
+        c.SPLIT_KV and c.PACK_GQA is bool(mask) and "2 query heads of a group share a tile: 7 queries each" in plan.kernel.reasons
+    )
     judged(plan, *inputs)
 
 
 def test_the_first_order_of_loops_packs_only_what_has_no_band():
     for options, blocks in (({}, 3), ({"causal": True}, 6)):
         plan = planned(zeros(1, 6, 2, 64), zeros(1, 3, 50, 64), kernel="fwd_v1", **options)
-        assert blocks_of(plan) == blocks and not plan.kernel.config.PACKED
+        assert blocks_of(plan) == blocks and not plan.kernel.config.PACK_GQA
 
 
 @every_kernel

@@ -21,7 +21,7 @@ from cupy_flash.params import (
     TENSOR,
     TENSOR_MAP,
     UNBOUNDED,
-    divisor,
+    fast_divmod,
     forward_params,
     merge_batch_axes,
     places_of,
@@ -69,12 +69,12 @@ def test_an_address_has_a_place_in_each_form_that_an_array_is_told_in():
     """Counted in words, as fields; a workspace part is a pointer, and lse has no map."""
     params = numpy.zeros(1, HOPPER_BACKWARD)
     words = params.view(numpy.uint64)
-    for name, fields in {"q": ["q", "q_map"], "lse": ["lse"], "dq_sums": ["dq_sums"], "dv": ["dv", "dv_map"]}.items():
+    for name, fields in {"q": ["q", "q_map"], "lse": ["lse"], "dq_accum": ["dq_accum"], "dv": ["dv", "dv_map"]}.items():
         places = places_of(params, name)
         assert sorted(places) == fields
         for field, place in places.items():
             words[place] = 5
-            found = params[0][field] if field == "dq_sums" else params[0][field]["data"]
+            found = params[0][field] if field == "dq_accum" else params[0][field]["data"]
             assert found == 5
             words[place] = 0
     assert places_of(numpy.zeros(1, FORWARD), "q") == {"q": 0}
@@ -105,8 +105,8 @@ def test_a_problem_becomes_numbers():
     assert [params[name]["batch_stride"][-1] for name in strides] == [3840, 3840, 2880, 2880, 60]
     assert {name: params[name].tolist() for name in FORWARD.names if name not in strides} == {
         "state": 0,
-        "first_key": 6,
-        "last_key": 12,
+        "band_left": 6,
+        "band_right": 12,
         "batch": [1, 1, 1, 2],
         "heads": 6,
         "heads_per_kv": 2,
@@ -116,13 +116,13 @@ def test_a_problem_becomes_numbers():
         "dim_v": 48,
         "scale": pytest.approx(0.3),
         "softcap": 5.0,
-        "by_queries": divisor(1),
+        "queries_divmod": fast_divmod(1),
     }
 
 
 def test_no_mask_is_a_band_wider_than_any_length():
     params = forward_params(problem_of(3, 5, 8))[0]
-    assert (params["first_key"], params["last_key"]) == (-UNBOUNDED, UNBOUNDED)
+    assert (params["band_left"], params["band_right"]) == (-UNBOUNDED, UNBOUNDED)
     assert 2 * UNBOUNDED < 2**31 + 1  # a row plus a bound stays below 2^31
 
 

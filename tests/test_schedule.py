@@ -11,30 +11,30 @@ from cupy_flash.params import HOPPER_FORWARD, UNBOUNDED, forward_params, hopper_
 from cupy_flash.plan import Launch
 from cupy_flash.schedule import (
     BUSY,
+    COMBINING,
     L2_BYTES,
-    LEAST_SHARE,
+    LEAST_SPLIT,
     MANY_KEYS,
-    MERGING,
     NONE,
     STEPS_BESIDES,
     TABLE_BLOCKS,
-    TABLE_TURNS,
+    TABLE_TILES,
     costs_of_tiles,
-    least_share,
+    least_split,
     make_schedule,
-    make_shares,
+    make_splits,
 )
-from cupy_flash.turns import merging_blocks, scheduled
+from cupy_flash.turns import combining_blocks, scheduled
 
 FITS = 1.0  # bytes of a head: so few that all heads stay in the cache
 
 
-def turns(made, blocks, tiles):
-    """For each block its tiles in order, as `in_turn` and `has_turn` of place.cuh number them."""
+def work_tiles(made, blocks, tiles):
+    """For each block its tiles in order, as `work_tile_number` and `has_work_tile` of scheduler.cuh number them."""
     for block in range(blocks):
         taken = []
-        for turn in range(made.by_formula):
-            tile = (turn // 2 * blocks + block) * 2 + turn % 2 if made.run == 2 else turn * blocks + block
+        for index in range(made.by_formula):
+            tile = (index // 2 * blocks + block) * 2 + index % 2 if made.run == 2 else index * blocks + block
             if tile >= tiles:
                 break
             taken.append(tile)
@@ -43,7 +43,7 @@ def turns(made, blocks, tiles):
 
 
 def cost_of(tile, costs):
-    """`place_of_tile` takes the tiles of a head from both ends, the last one first."""
+    """`tile_coord` takes the tiles of a head from both ends, the last one first."""
     place = tile % len(costs)
     return costs[place // 2 if place % 2 else len(costs) - 1 - place // 2]
 
@@ -55,17 +55,19 @@ def cost_of(tile, costs):
 def test_each_tile_is_taken_once(tiles_of_head, heads, blocks, bytes_of_head):
     tiles = tiles_of_head * heads
     made = make_schedule(numpy.arange(tiles_of_head) + 2, heads, 1000, bytes_of_head, min(blocks, tiles))
-    taken = list(turns(made, min(blocks, tiles), tiles))
+    taken = list(work_tiles(made, min(blocks, tiles), tiles))
     assert sorted(tile for block in taken for tile in block) == list(range(tiles))
-    assert max(map(len, made.table), default=0) < TABLE_TURNS
+    assert max(map(len, made.table), default=0) < TABLE_TILES
 
 
 @pytest.mark.parametrize("tiles_of_head, heads", [(16, 64), (32, 32), (64, 32), (128, 16), (128, 8)])
 def test_blocks_end_together(tiles_of_head, heads):
     costs = 2 * numpy.arange(tiles_of_head) + 3
     made = make_schedule(costs, heads, MANY_KEYS, FITS, 132)
-    loads = [sum(cost_of(tile, costs) for tile in block) for block in turns(made, 132, tiles_of_head * heads)]
-    plain = [sum(cost_of(tile, costs) for tile in block) for block in turns(schedule.Schedule(run=2), 132, tiles_of_head * heads)]
+    loads = [sum(cost_of(tile, costs) for tile in block) for block in work_tiles(made, 132, tiles_of_head * heads)]
+    plain = [
+        sum(cost_of(tile, costs) for tile in block) for block in work_tiles(schedule.Schedule(run=2), 132, tiles_of_head * heads)
+    ]
     mean = numpy.mean(loads)
     assert max(loads) < max(plain) and max(loads) < 1.02 * mean
 
@@ -79,7 +81,7 @@ def test_the_ends_of_windows_leave_no_block_with_much_more(length, tile_q, tile_
     mean = costs.sum() * heads / 132
     made = make_schedule(costs, heads, MANY_KEYS, FITS, 132)
     longest, plain = (
-        max(sum(cost_of(tile, costs) for tile in block) for block in turns(order, 132, heads * len(costs)))
+        max(sum(cost_of(tile, costs) for tile in block) for block in work_tiles(order, 132, heads * len(costs)))
         for order in (made, schedule.Schedule())
     )
     assert longest <= plain and longest < mean + costs.max()
@@ -88,7 +90,7 @@ def test_the_ends_of_windows_leave_no_block_with_much_more(length, tile_q, tile_
 def test_of_the_table_long_tiles_come_first():
     costs = numpy.arange(16) ** 2 + 1
     made = make_schedule(costs, 40, MANY_KEYS, FITS, 9)
-    for block in turns(made, 9, 16 * 40):
+    for block in work_tiles(made, 9, 16 * 40):
         table = [cost_of(tile, costs) for tile in block[made.by_formula :]]
         assert table and table == sorted(table, reverse=True)
 
@@ -100,7 +102,7 @@ def test_heads_of_the_table_fit_the_cache():
         share: make_schedule(costs, 110, keys, L2_BYTES * share, 100).by_formula
         for share, keys in ((1 / 31, 100), (1 / 29, 100), (1 / 10, 100), (1 / 9, 100), (1 / 8, MANY_KEYS))
     }
-    assert tables == {1 / 31: 8, 1 / 29: 10, 1 / 10: 10, 1 / 9: schedule.ALL_TURNS, 1 / 8: 6}
+    assert tables == {1 / 31: 8, 1 / 29: 10, 1 / 10: 10, 1 / 9: schedule.ALL_TILES, 1 / 8: 6}
 
 
 ANY = -UNBOUNDED
@@ -111,7 +113,7 @@ def test_the_table_holds_as_many_rounds_as_make_blocks_even(length, heads, tile_
     """Causal; with one round, 0.993, 0.983 and 0.973 of the time would be used."""
     costs = costs_of_tiles(length, length, ANY, 0, tile_q, 64)
     made = make_schedule(costs, heads, length, FITS, 132)
-    loads = [sum(cost_of(tile, costs) for tile in block) for block in turns(made, 132, heads * len(costs))]
+    loads = [sum(cost_of(tile, costs) for tile in block) for block in work_tiles(made, 132, heads * len(costs))]
     assert heads * len(costs) // 264 - made.by_formula // 2 == rounds and BUSY * 132 * max(loads) <= sum(loads)
 
 
@@ -122,7 +124,7 @@ def test_where_blocks_do_not_become_even_the_best_of_all_rounds_is_taken(length,
 
     def longest():
         made = make_schedule(costs, heads, length, FITS, 132)
-        return max(sum(cost_of(tile, costs) for tile in block) for block in turns(made, 132, heads * len(costs)))
+        return max(sum(cost_of(tile, costs) for tile in block) for block in work_tiles(made, 132, heads * len(costs)))
 
     chosen, rest = longest(), []
     for rounds in schedule.ROUNDS_BY_TABLE:
@@ -158,7 +160,7 @@ def struct(blocks, **options):
 @pytest.mark.parametrize("options", [{}, {"window": (0, 0)}, {"window": (63, 0), "len_kv": 2000}], ids=str)
 def test_tiles_that_are_equally_long_are_taken_by_number(options):
     params = struct(5, **options)
-    assert (params["run"], params["by_formula"]) == (1, schedule.ALL_TURNS) and (params["table"] == NONE).all()
+    assert (params["run"], params["by_formula"]) == (1, schedule.ALL_TILES) and (params["table"] == NONE).all()
 
 
 def test_tiles_of_several_heads_are_taken_by_number():
@@ -169,8 +171,8 @@ def test_tiles_of_several_heads_are_taken_by_number():
     params = hopper_forward_params(problem, forward_maps(plan, problem), plan.config.TILE_Q)
     launches = tuple(launch.on(5) for launch in forward_launches(plan, problem))
     params, _ = scheduled(plan, params, launches)
-    assert plan.config.PACKED and not plan.config.SPLIT_KV and params[0]["tiles"] > 5
-    assert (params[0]["run"], params[0]["by_formula"]) == (1, schedule.ALL_TURNS)
+    assert plan.config.PACK_GQA and not plan.config.SPLIT_KV and params[0]["tiles"] > 5
+    assert (params[0]["run"], params[0]["by_formula"]) == (1, schedule.ALL_TILES)
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 0)}, {"window": (10, 10)}], ids=str)
@@ -182,7 +184,7 @@ def test_tiles_that_differ_are_dealt_out(options):
 
 def test_one_tile_for_each_block_needs_no_order():
     params = struct(24, causal=True)
-    assert (params["run"], params["by_formula"]) == (1, schedule.ALL_TURNS)
+    assert (params["run"], params["by_formula"]) == (1, schedule.ALL_TILES)
 
 
 def test_other_kernels_have_no_schedule():
@@ -196,11 +198,11 @@ def test_other_kernels_have_no_schedule():
 # Tiles that blocks share
 
 
-def parts_of(shares, key_tiles, blocks):
-    """For each block its parts, as `part_in_turn` of place.cuh has them: number, tile, first key tile, the one behind the last."""
-    every = shares.tiles * key_tiles
+def splits_of(splits, key_tiles, blocks):
+    """For each block its splits, as `split_of_block` has them: number, tile, first key tile, the one behind the last."""
+    every = splits.tiles * key_tiles
     for block in range(blocks):
-        first, end = block * shares.key_tiles, min((block + 1) * shares.key_tiles, every)
+        first, end = block * splits.key_tiles, min((block + 1) * splits.key_tiles, every)
         parts, tile = [], first // key_tiles
         while max(first, tile * key_tiles) < min(end, (tile + 1) * key_tiles):
             start = tile * key_tiles
@@ -214,27 +216,27 @@ def parts_of(shares, key_tiles, blocks):
 @pytest.mark.parametrize("tile_kv", [64, 80, 128])
 @pytest.mark.parametrize("blocks", [2, 7, 132, TABLE_BLOCKS])
 def test_each_key_of_a_shared_tile_is_in_one_part(tiles, len_kv, tile_kv, blocks):
-    shares = make_shares(tiles, len_kv, tile_kv, blocks)
-    if shares is None:
+    splits = make_splits(tiles, len_kv, tile_kv, blocks)
+    if splits is None:
         return
-    assert shares.by_formula * blocks == shares.first and shares.first + shares.tiles == tiles and shares.tiles < blocks
+    assert splits.by_formula * blocks == splits.first and splits.first + splits.tiles == tiles and splits.tiles < blocks
     key_tiles = -(-len_kv // tile_kv)
-    of_blocks = list(parts_of(shares, key_tiles, blocks))
+    of_blocks = list(splits_of(splits, key_tiles, blocks))
     parts = [part for of_block in of_blocks for part in of_block]
     keys = [(tile, key) for _, tile, begin, end in parts for key in range(begin, end)]
-    assert keys == [(tile, key) for tile in range(shares.tiles) for key in range(key_tiles)]
+    assert keys == [(tile, key) for tile in range(splits.tiles) for key in range(key_tiles)]
     numbers = [number for number, *_ in parts]
     assert numbers == sorted(set(numbers)) and numbers[-1] < min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS  # as in the workspace
-    for tile in range(shares.tiles):  # as `parts_of_tile` numbers them
-        first, last = (tile + key // shares.key_tiles for key in (tile * key_tiles, (tile + 1) * key_tiles - 1))
+    for tile in range(splits.tiles):  # as `splits_of_tile` numbers them
+        first, last = (tile + key // splits.key_tiles for key in (tile * key_tiles, (tile + 1) * key_tiles - 1))
         assert [number for number, of, *_ in parts if of == tile] == list(range(first, last + 1))
 
 
 def test_blocks_share_what_is_left_evenly():
     """1,024 tiles on 132 blocks are seven rounds and 100 tiles, three quarters of one for each block."""
-    shares = make_shares(1024, 16384, 128, 132)
-    assert (shares.by_formula, shares.tiles, shares.key_tiles) == (7, 100, 97)
-    loads = [sum(end - begin for *_, begin, end in parts) for parts in parts_of(shares, 128, 132)]
+    splits = make_splits(1024, 16384, 128, 132)
+    assert (splits.by_formula, splits.tiles, splits.key_tiles) == (7, 100, 97)
+    loads = [sum(end - begin for *_, begin, end in parts) for parts in splits_of(splits, 128, 132)]
     assert set(loads[:-1]) == {97} and sum(loads) == 100 * 128
 
 
@@ -243,33 +245,39 @@ def test_blocks_share_what_is_left_evenly():
     [
         (264, 65536, 128, 132),  # whole rounds
         (131, 65536, 128, 132),  # hardly less than a round
-        (1, LEAST_SHARE + MERGING - 128, 128, 132),  # few keys
+        (1, LEAST_SPLIT + COMBINING - 128, 128, 132),  # few keys
         (1, 65536, 128, TABLE_BLOCKS + 1),
         (130, 2**30 - 1, 64, 132),  # more key tiles than a kernel counts
     ],
 )
 def test_tiles_are_not_shared_where_that_would_not_pay(tiles, len_kv, tile_kv, blocks):
-    assert make_shares(tiles, len_kv, tile_kv, blocks) is None
+    assert make_splits(tiles, len_kv, tile_kv, blocks) is None
 
 
 def test_a_part_is_worth_its_while():
     """A tile of 4,096 keys for 132 blocks: eight of them take a part, no more."""
-    shares = make_shares(1, 4096, 128, 132)
-    assert shares.key_tiles == least_share(128) == 4
-    assert [len(parts) for parts in parts_of(shares, 32, 132)] == [1] * 8 + [0] * 124
-    assert (least_share(64), least_share(80)) == (8, 7)
+    splits = make_splits(1, 4096, 128, 132)
+    assert splits.key_tiles == least_split(128) == 4
+    assert [len(parts) for parts in splits_of(splits, 32, 132)] == [1] * 8 + [0] * 124
+    assert (least_split(64), least_split(80)) == (8, 7)
 
 
 def test_what_blocks_are_told_of_shares():
     """24 tiles on 5 blocks are four rounds and four tiles, of 6,000 keys in tiles of 64: 376 for all, 76 for a block."""
-    plan, params, (computing, merging) = told(5, len_kv=6000)
+    plan, params, (computing, combining) = told(5, len_kv=6000)
     p = params[0]
     assert (plan.config.TILE_Q, plan.config.TILE_KV, plan.config.SPLIT_KV) == (256, 64, True)
-    assert (p["by_formula"], p["first_shared"], p["shared_tiles"], p["share"], p["part_rows"]) == (4, 20, 4, 76, 256)
-    assert p["by_key_tiles"]["divisor"] == 94 and (p["table"] == NONE).all()
-    assert (computing.blocks, merging.blocks) == (5, merging_blocks(plan, 4, 1000)) and merging.blocks == -(-4 * 16 * 2 // 20)
+    assert (p["by_formula"], p["first_split_tile"], p["split_tiles"], p["key_tiles_per_block"], p["partial_rows"]) == (
+        4,
+        20,
+        4,
+        76,
+        256,
+    )
+    assert p["key_tiles_divmod"]["divisor"] == 94 and (p["table"] == NONE).all()
+    assert (computing.blocks, combining.blocks) == (5, combining_blocks(plan, 4, 1000)) and combining.blocks == -(-4 * 16 * 2 // 20)
 
 
 def test_nothing_is_merged_where_nothing_is_shared():
     _, params, launches = told(6, len_kv=2000)
-    assert params[0]["by_formula"] == schedule.ALL_TURNS and [launch.entry for launch in launches] == ["fwd_hopper"]
+    assert params[0]["by_formula"] == schedule.ALL_TILES and [launch.entry for launch in launches] == ["fwd_hopper"]

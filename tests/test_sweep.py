@@ -17,16 +17,20 @@ from cupy_flash.errors import CompileError
 from cupy_flash.nvrtc import Report
 from cupy_flash.plan import padded
 from cupy_flash.sweep import Swept, candidates, fault_of
-from cupy_flash.tuning import HOPPER_CANDIDATES, Row, candidates_for, table_for
+from cupy_flash.tuning import HOPPER_CANDIDATES, TileConfig, candidates_for, table_for
 
 SM_90A = ARCHITECTURES["90a"]
-TWO = {"warps": 12, "slots_q": 4, "min_blocks": 1}
+TWO = {"warps": 12, "stages_q": 4, "min_blocks": 1}
 TABLE = (
-    Row(64, 64, 64, "few", warps=8, min_blocks=1, max_len_q=1024),
-    Row(64, 128, 96, "causal", **TWO, masks=("causal",)),
-    Row(128, 128, 96, "dense", warps=12, min_blocks=1),
+    TileConfig(64, 64, 64, "few", warps=8, min_blocks=1, max_len_q=1024),
+    TileConfig(64, 128, 96, "causal", **TWO, masks=("causal",)),
+    TileConfig(128, 128, 96, "dense", warps=12, min_blocks=1),
 )
-MORE = (Row(64, 128, 128, "more", **TWO), Row(128, 128, 32, "more", **TWO), Row(128, 128, 256, "too much", **TWO, stages=5))
+MORE = (
+    TileConfig(64, 128, 128, "more", **TWO),
+    TileConfig(128, 128, 32, "more", **TWO),
+    TileConfig(128, 128, 256, "too much", **TWO, stages=5),
+)
 
 
 def cell_of(dim=64, seq=1000, causal=False, dtype="bfloat16"):
@@ -49,7 +53,7 @@ def test_candidates_are_all_tiles_that_fit(arch, kernel, dim, dtype):
     assert sum(c.chosen for c in found) == 1
     assert all(c.plan.kernel == kernel and c.plan.shared_bytes <= ARCHITECTURES[arch].shared_bytes for c in found)
     # Whatever serves a wider head serves a narrower one: its tile takes less memory there.
-    knobs = ("tile_q", "tile_kv", "warps", "stages", "stages_v", "slots_q", "staged_out", "in_line")
+    knobs = ("tile_q", "tile_kv", "warps", "stages", "stages_v", "stages_q", "tma_store_out", "pingpong")
     knobs += ("min_blocks", "q_in_registers", "lazy_rescale")
     rows = [row for row in table_for(kernel, ARCHITECTURES[arch], dtype) if row.serves(padded(dim), padded(dim))]
     there = [tuple(getattr(c.plan.config, knob.upper()) for knob in knobs) for c in found]
@@ -78,14 +82,14 @@ def small_table(monkeypatch):
     "cell, chosen",
     [
         (cell_of(), "64x64"),
-        (cell_of(seq=2000), "128x96 SLOTS_Q=2"),
-        (cell_of(seq=2000, causal=True), "128x96 SLOTS_Q=4"),
+        (cell_of(seq=2000), "128x96 STAGES_Q=2"),
+        (cell_of(seq=2000, causal=True), "128x96 STAGES_Q=4"),
     ],
     ids=str,
 )
 def test_conditions_decide_what_is_chosen_and_not_what_is_there(small_table, cell, chosen):
     found = candidates(cell, SM_90A)
-    assert [c.name for c in found] == ["64x64", "128x96 SLOTS_Q=4", "128x96 SLOTS_Q=2", "128x128", "128x32"]
+    assert [c.name for c in found] == ["64x64", "128x96 STAGES_Q=4", "128x96 STAGES_Q=2", "128x128", "128x32"]
     assert [c.name for c in found if c.chosen] == [chosen]
 
 
@@ -188,7 +192,7 @@ def fake(monkeypatch, small_table):
     bench = FakeBench({(64, 4): 1.05e-3, (64, 2): 1.2e-3, (96, 4): 1e-3, (96, 2): 1.1e-3, (128, 4): 2e-3})
 
     def ready(plan, cell, inputs):
-        return Run(lambda: (plan.config.TILE_KV, plan.config.SLOTS_Q), lambda result: (result,))
+        return Run(lambda: (plan.config.TILE_KV, plan.config.STAGES_Q), lambda result: (result,))
 
     monkeypatch.setattr(command, "_machine", lambda: bench)
     monkeypatch.setattr(sweep, "planned_run", ready)
@@ -212,18 +216,18 @@ def test_the_command_prints_rates_choices_and_where_they_are_beaten(fake):
     assert [line.split() for line in lines[full + 2 : full + 8]] == [
         ["tile", "1024", "4096"],
         ["64x64", f"{rate / 1.2e-3:.0f}*", f"{rate * 4 / 1.2e-3:.0f}"],
-        ["128x96", "SLOTS_Q=4", f"{rate / 1e-3:.0f}", f"{rate * 4 / 1e-3:.0f}"],
-        ["128x96", "SLOTS_Q=2", f"{rate / 1.1e-3:.0f}", f"{rate * 4 / 1.1e-3:.0f}*"],
+        ["128x96", "STAGES_Q=4", f"{rate / 1e-3:.0f}", f"{rate * 4 / 1e-3:.0f}"],
+        ["128x96", "STAGES_Q=2", f"{rate / 1.1e-3:.0f}", f"{rate * 4 / 1.1e-3:.0f}*"],
         ["128x128", f"{rate / 2e-3:.1f}", f"{rate * 4 / 2e-3:.0f}"],
         ["128x32", "spills", "registers"],
     ]
     [row] = [line.split() for line in lines if line.split()[:4] == ["bfloat16", "64", "full", "1024"]]
-    assert row[4:] == ["64x64", f"{rate / 1.2e-3:.0f}", "128x96", "SLOTS_Q=4", f"{rate / 1e-3:.0f}", "1.200", "2.0%"]
+    assert row[4:] == ["64x64", f"{rate / 1.2e-3:.0f}", "128x96", "STAGES_Q=4", f"{rate / 1e-3:.0f}", "1.200", "2.0%"]
     beaten = lines.index("the table's choice is beaten by more than the spread in 3 of 4 cells")
     assert lines[beaten + 1 :] == [
-        "forward bfloat16 16x32x1024x64 full: 128x96 SLOTS_Q=4 is 1.200 times as fast as 64x64, spread 2.0%",
-        "forward bfloat16 4x32x4096x64 full: 128x96 SLOTS_Q=4 is 1.100 times as fast as 128x96 SLOTS_Q=2, spread 2.0%",
-        "forward bfloat16 16x32x1024x64 causal: 128x96 SLOTS_Q=4 is 1.200 times as fast as 64x64, spread 2.0%",
+        "forward bfloat16 16x32x1024x64 full: 128x96 STAGES_Q=4 is 1.200 times as fast as 64x64, spread 2.0%",
+        "forward bfloat16 4x32x4096x64 full: 128x96 STAGES_Q=4 is 1.100 times as fast as 128x96 STAGES_Q=2, spread 2.0%",
+        "forward bfloat16 16x32x1024x64 causal: 128x96 STAGES_Q=4 is 1.200 times as fast as 64x64, spread 2.0%",
     ]
 
 
@@ -233,17 +237,17 @@ def test_the_command_writes_json(fake, tmp_path):
     report = json.loads(path.read_text())
     assert report["contenders"] == report["comparisons"] == [] and len(report["cells"]) == 4
     cell = report["cells"][0]
-    assert [m["contender"] for m in cell["measurements"]] == ["64x64", "128x96 SLOTS_Q=4", "128x96 SLOTS_Q=2", "128x128"]
-    assert (cell["kernel"], cell["chosen"], cell["fastest"]) == ("fwd_hopper", "64x64", "128x96 SLOTS_Q=4") and cell["beaten"]
+    assert [m["contender"] for m in cell["measurements"]] == ["64x64", "128x96 STAGES_Q=4", "128x96 STAGES_Q=2", "128x128"]
+    assert (cell["kernel"], cell["chosen"], cell["fastest"]) == ("fwd_hopper", "64x64", "128x96 STAGES_Q=4") and cell["beaten"]
     assert math.isclose(cell["ratio"], 1.2) and math.isclose(cell["spread"], 0.02)
     assert cell["faults"] == {"128x32": "spills registers"} and cell["failures"] == []
-    assert [cell["chosen"] for cell in report["cells"]] == ["64x64", "128x96 SLOTS_Q=2", "64x64", "128x96 SLOTS_Q=4"]
+    assert [cell["chosen"] for cell in report["cells"]] == ["64x64", "128x96 STAGES_Q=2", "64x64", "128x96 STAGES_Q=4"]
 
 
 def test_a_wrong_tile_ends_the_command_with_1_and_a_spoilt_one_does_not(fake):
     fake.wrong = ((96, 4),)
     result = run(*CELLS)
-    assert result.exit_code == 1 and "128x96 SLOTS_Q=4: failed in 4 cells: ArithmeticError: off by 1" in result.stdout
+    assert result.exit_code == 1 and "128x96 STAGES_Q=4: failed in 4 cells: ArithmeticError: off by 1" in result.stdout
     assert "beaten by more than the spread in 2 of 4 cells" in result.stdout  # by the second fastest
 
 
@@ -251,7 +255,7 @@ def test_a_choice_that_was_not_measured_is_named_without_a_rate(fake):
     fake.wrong = ((64, 2),)
     result = run(*CELLS[:-2], "--seq", 1024)
     [row] = [line.split() for line in result.stdout.splitlines() if line.split()[:4] == ["bfloat16", "64", "full", "1024"]]
-    assert result.exit_code == 1 and row[4:7] == ["64x64", "128x96", "SLOTS_Q=4"] and len(row) == 8
+    assert result.exit_code == 1 and row[4:7] == ["64x64", "128x96", "STAGES_Q=4"] and len(row) == 8
 
 
 @pytest.mark.parametrize(

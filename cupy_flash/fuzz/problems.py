@@ -268,7 +268,7 @@ def _place(draw: Draw, name: str, axes: int, recipe: Recipe | None) -> Placement
     if name in ("lse", "dlse") or recipe is None:
         return draw_placement(draw, axes, result=result)
     place = draw_placement(draw, axes, recipe.unit, result=result)
-    if recipe.kernel == "fwd_hopper":  # the copy engine steps forwards only
+    if recipe.kernel == "fwd_hopper":  # TMA steps forwards only
         place = replace(place, steps=tuple(map(abs, place.steps)))
     if name != "q" or recipe.copy_bytes == 16:
         return place

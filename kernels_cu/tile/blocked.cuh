@@ -50,7 +50,7 @@ template <int ROWS, int COLS> OP void store(BlockedTile<ROWS, COLS> tile, const 
 }
 
 // a = tile[k0 : k0 + STEP_K, m0 : m0 + M] transposed.
-// In the tf32 family inner index t stands for row 2 t and t + 4 for row 2 t + 1, as in the right factor that it meets.
+// In the tf32 family inner index t stands for row 2 t and t + 4 for row 2 t + 1, as in the B operand that it meets.
 template <int M, int ROWS, int COLS> OP void load_transposed(OperandA<M>& a, BlockedTile<ROWS, COLS> tile, int m0, int k0) {
   const SharedAddress first = tile.base + tile.offset(0, m0);
   #pragma unroll

@@ -177,7 +177,7 @@ template <> OP void st_global_if<2>(void* to, const u32* words, bool stores) {
 #endif
 
 // dst[:, col0 : col0 + N] = acc, rounded to 16 bits and clipped to dst. Each lane gets eight neighbouring columns from its quad, and writes
-// BYTES at once. Lanes stay together, see arrival.cuh.
+// BYTES at once. Lanes stay together, see pipeline.cuh.
 template <int BYTES = sizeof(Granule), int N> OP void store(const GlobalTile& dst, const Acc<16, N>& acc, int col0 = 0) {
   constexpr int elements = BYTES / int(sizeof(Element));
   #pragma unroll

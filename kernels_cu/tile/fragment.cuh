@@ -41,16 +41,16 @@ template <int M> OP void fill(RowVec<M>& rows, float x) {
   }
 }
 
-// The factors of a product come in three families. A step covers STEP_K of the inner extent and STEP_N = 16 columns.
+// The operands of a product come in three families. A step covers STEP_K of the inner extent and STEP_N = 16 columns.
 //   halves     float16, bfloat16: two elements a register
 //   tf32       float32 on tensor cores: one element a register
-//   replicated float32 without tensor cores: each lane holds every factor its own accumulators need
+//   replicated float32 without tensor cores: each lane holds every operand its own accumulators need
 enum Family { HALVES, TF32, REPLICATED };
 constexpr Family FAMILY = DTYPE != FLOAT32 ? HALVES : ARCH >= 80 ? TF32 : REPLICATED;
 constexpr int STEP_K = FAMILY == HALVES ? 16 : 8;
 constexpr int STEP_N = 16;
 
-// M x STEP_K left factor.
+// M x STEP_K A operand.
 template <int M, Family = FAMILY> struct OperandA : Regs<u32, M / 4> {
   static constexpr int regs = M / 4;
   static constexpr int regs_per_16_rows = 4;
@@ -64,7 +64,7 @@ template <int M> struct OperandA<M, REPLICATED> : Regs<float, M> {
   static OP int k(int, int r) { return r % 8; }
 };
 
-// STEP_K x STEP_N right factor.
+// STEP_K x STEP_N B operand.
 template <Family = FAMILY> struct OperandB : Regs<u32, 4> {
   static constexpr int regs = 4;
   static OP int k(int lane, int r) { return FAMILY == HALVES ? lane % 4 * 2 + 8 * (r % 2) : lane % 4 + 4 * (r % 2); }

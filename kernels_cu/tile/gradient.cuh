@@ -50,14 +50,14 @@ template <int M, int N> OP void score_gradients(Acc<M, N>& dp, const ColVec<N>& 
   }
 }
 
-// The same where one warp has both S and dP, which leaves no registers for P in float32: p_reg becomes P as a left factor, and with a
+// The same where one warp has both S and dP, which leaves no registers for P in float32: p_reg becomes P as an A operand, and with a
 // softcap factor_reg the same times its derivative. The log-sum-exp of the columns is read from shared memory when it is needed.
 template <int N>
 OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16> (&factor_reg)[N / 16], SharedAddress lse, float scale_log2,
                       float softcap) {
   const float inverse = softcap > 0.f ? LN2 / softcap : 0.f;     // of a score in units of log 2
   for_lane(l) {
-    const int lane = STAGED_SUMS ? not_ahead(l) : l;
+    const int lane = TMA_REDUCE_DQ ? not_ahead(l) : l;
     #pragma unroll
     for (int r = 0; r < s.regs; r += 4) {                     // two rows of two columns
       const Pair stat = load_shared<Pair>(lse + s.col(lane, r) * 4);
@@ -76,7 +76,7 @@ OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16>
     }
   }
 }
-// A left factor passed from a warp to the same lanes of another one.
+// An A operand passed from a warp to the same lanes of another one.
 template <int N> OP void pass(PassedTile<16, N> to, const OperandA<16> (&a)[N / 16]) {
   for_lane(l) {
     const int lane = not_ahead(l);
@@ -94,7 +94,7 @@ template <int N> OP void receive(OperandA<16> (&a)[N / 16], PassedTile<16, N> fr
     }
   }
 }
-// ds_reg = factor_reg o (dp - delta), as a left factor; delta of the columns is in shared memory, or has been subtracted
+// ds_reg = factor_reg o (dp - delta), as an A operand; delta of the columns is in shared memory, or has been subtracted
 template <bool SUBTRACT, int N>
 OP void score_gradients(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&factor_reg)[N / 16], const Acc<16, N>& dp, SharedAddress delta) {
   for_lane(l) {

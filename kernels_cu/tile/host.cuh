@@ -2,7 +2,7 @@
 //
 // What a GPU leaves undefined is made visible here. Shared memory starts as NaN. Asynchronous copies run in one of two schedules:
 // EAGER, at the moment they are issued, and DEFERRED, at the last moment the waits allow; a kernel that lacks a wait passes one and
-// fails the other. Products of warpgroups read their factors in the same two ways. Values a lane stores to shared memory reach the other
+// fails the other. Products of warpgroups read their operands in the same two ways. Values a lane stores to shared memory reach the other
 // lanes, when deferred, at the next barrier. Under ThreadSanitizer a missing barrier between warps is a reported race. A grid in which
 // nobody can move any more, and barriers used against the rules, end in a report.
 #pragma once
@@ -62,14 +62,14 @@ struct Warp {
     for (const Store& s : stores) std::memcpy(s.dst, s.value, s.bytes);
     stores.clear();
   }
-  // What the lanes have stored is seen by the copy engine and by products.
+  // What the lanes have stored is seen by TMA and by products.
   void show_stores() {
     publish_stores();
     block->show(warp, first_hidden, last_hidden);
     first_hidden = last_hidden = nullptr;
   }
 
-  // The copy engine reads shared memory: at once, or when the warp waits for that.
+  // TMA reads shared memory: at once, or when the warp waits for that.
   void store_async(const std::function<void()>& copy) {
     if (block->schedule == EAGER) copy();
     async_stores.push_back(copy);
@@ -153,8 +153,8 @@ struct Warp {
     first_hidden = last_hidden = nullptr;
   }
   void end() {
-    if (!async_stores.empty()) block->fail(warp, "ends while the copy engine may still read shared memory");
-    if (!async_sums.empty()) block->fail(warp, "ends while the copy engine may still add to sums");
+    if (!async_stores.empty()) block->fail(warp, "ends while TMA may still read shared memory");
+    if (!async_sums.empty()) block->fail(warp, "ends while TMA may still add to sums");
     if (!running.empty()) block->fail(warp, "ends while a product runs");
   }
 

@@ -16,18 +16,18 @@ enum Schedule { EAGER, DEFERRED };
 struct Stopped {};                         // unwinds a warp when its block has failed, or the grid shall end
 struct CallSite { const char* file; int line; };
 
-struct Load { i64 bytes; std::function<void()> copy; };         // by the copy engine
+struct Load { i64 bytes; std::function<void()> copy; };         // by TMA
 
-// A barrier that counts arrivals of warps and of bytes. Openings are numbered from 0; two orders, because the next ones may arrive
+// A barrier that counts arrivals of warps and of bytes. Phases are numbered from 0; two orders, because the next ones may arrive
 // before all have noticed.
 struct Barrier {
   int count, missing;                                         // warps that open it; those that have not come yet
   int starter;                                                // the warp that started it, and
   u64 started_in;                                             // between which block barriers: from the next one on, others know it
   i64 missing_bytes = 0;
-  u64 openings = 0;
+  u64 phases = 0;
   Order orders[2] = {};
-  std::unordered_map<int, u64> noticed = {};                  // how many openings, by each warp that has waited
+  std::unordered_map<int, u64> noticed = {};                  // how many phases, by each warp that has waited
   std::vector<Load> loads = {};                               // deferred, and not made yet
 };
 
@@ -155,21 +155,21 @@ struct Block {
   }
   void sync_named(int warp, int name, int members, const char* whom, CallSite at) {
     Lock lock(mutex);
-    const u64 opening = count_in_named(name, members);
-    wait_until(lock, warp, [=] { return whom + named(at); }, [&] { return arrived_in_named[name] / members > opening; });
-    named_orders[name][opening % 2].take();
+    const u64 phase = count_in_named(name, members);
+    wait_until(lock, warp, [=] { return whom + named(at); }, [&] { return arrived_in_named[name] / members > phase; });
+    named_orders[name][phase % 2].take();
   }
   bool any_named(int warp, int name, int members, bool says, const char* whom, CallSite at) {
     Lock lock(mutex);
     said_in_named[name] |= says;
-    const u64 opening = count_in_named(name, members);
-    wait_until(lock, warp, [=] { return whom + named(at); }, [&] { return arrived_in_named[name] / members > opening; });
-    named_orders[name][opening % 2].take();
-    return answers_in_named[name][opening % 2];
+    const u64 phase = count_in_named(name, members);
+    wait_until(lock, warp, [=] { return whom + named(at); }, [&] { return arrived_in_named[name] / members > phase; });
+    named_orders[name][phase % 2].take();
+    return answers_in_named[name][phase % 2];
   }
 
   // Barriers that count arrivals.
-  void start_arrivals(int warp, const char* address, int count, CallSite at) {
+  void init_mbarrier(int warp, const char* address, int count, CallSite at) {
     Lock lock(mutex);
     const Barrier fresh{count, count, warp, barrier_phase};
     if (!barriers.try_emplace(address, fresh).second) fail_locked(warp, "starts " + named(address) + " again" + named(at));
@@ -178,12 +178,12 @@ struct Block {
     Lock lock(mutex);
     Barrier& barrier = barrier_at(warp, address, at);
     if (barrier.missing == 0) fail_locked(warp, "arrives at " + named(address) + ", where all have arrived and bytes are still to come" + named(at));
-    barrier.orders[barrier.openings % 2].give();
+    barrier.orders[barrier.phases % 2].give();
     barrier.missing_bytes += bytes;
     --barrier.missing;
-    open_if_complete(barrier);
+    complete_phase(barrier);
   }
-  // The copy engine brings bytes that the barrier counts; deferred, when the first warp waits for them.
+  // TMA brings bytes that the barrier counts; deferred, when the first warp waits for them.
   void load_async(int warp, const char* address, const Load& load, CallSite at) {
     if (schedule == EAGER) load.copy();
     Lock lock(mutex);
@@ -192,18 +192,18 @@ struct Block {
     barrier.loads.push_back(load);
     state_changed();
   }
-  void wait_for_arrivals(int warp, const char* address, u32 parity, CallSite at) {
+  void wait_for_mbarrier(int warp, const char* address, u32 phase, CallSite at) {
     for (;;) {
       std::vector<Load> due;
       {
         Lock lock(mutex);
         Barrier& barrier = barrier_at(warp, address, at);
-        const auto open = [&] { return barrier.openings % 2 != parity; };
+        const auto open = [&] { return barrier.phases % 2 != phase; };
         wait_until(lock, warp, [&] { return named(address) + named(at) + ": " + missing_at(barrier); },
                    [&] { return open() || !barrier.loads.empty(); });
-        barrier.orders[parity].take();
+        barrier.orders[phase].take();
         if (open()) {
-          barrier.noticed[warp] = barrier.openings;
+          barrier.noticed[warp] = barrier.phases;
           return;
         }
         due.swap(barrier.loads);
@@ -228,7 +228,7 @@ struct Block {
     else if (stuck == live) all_stuck(lock);
   }
 
-  // What lanes store to shared memory the copy engine and products do not see until the warp shows it.
+  // What lanes store to shared memory TMA and products do not see until the warp shows it.
   void hide(int warp, const char* to, int bytes) { std::memset(shown_at(warp, to, bytes), warp + 1, bytes); }
   void show(int warp, const char* from, const char* to) {
     Lock lock(mutex);
@@ -238,7 +238,7 @@ struct Block {
   void check_shown(int warp, const char* from, int bytes, const char* who, CallSite at) {
     const unsigned char* by = shown_at(warp, from, bytes);
     if (by[0] || std::memcmp(by, by + 1, bytes - 1))
-      fail(warp, std::string(who) + " what lanes have stored, without sync_with_copies in between,", at);
+      fail(warp, std::string(who) + " what lanes have stored, without fence_proxy_async in between,", at);
   }
 
   std::mutex mutex;
@@ -256,21 +256,21 @@ struct Block {
   u64 arrived_in_named[NAMES];
   Order named_orders[NAMES][2];
   int members_of_named[NAMES];
-  bool said_in_named[NAMES], answers_in_named[NAMES][2];      // by anyone before the next opening; before the last two
+  bool said_in_named[NAMES], answers_in_named[NAMES][2];      // by anyone before the next phase; before the last two
   std::unordered_map<const char*, Barrier> barriers;          // by their place in shared memory
   std::vector<u64> together;
   std::vector<unsigned char> stored_by;                                  // for each byte: the number of the warp that hides it, from 1
 
   u64 count_in_named(int name, int members) {
     members_of_named[name] = members;
-    const u64 opening = arrived_in_named[name] / members;
-    named_orders[name][opening % 2].give();
+    const u64 phase = arrived_in_named[name] / members;
+    named_orders[name][phase % 2].give();
     if (++arrived_in_named[name] % members == 0) {
-      answers_in_named[name][opening % 2] = said_in_named[name];
+      answers_in_named[name][phase % 2] = said_in_named[name];
       said_in_named[name] = false;
       state_changed();
     }
-    return opening;
+    return phase;
   }
   unsigned char* shown_at(int warp, const char* address, int bytes) {
     if (address < shared || address + bytes > shared + shared_bytes)
@@ -284,16 +284,16 @@ struct Block {
     return found->second;
   }
   void arrive_bytes(Barrier& barrier, i64 bytes) {
-    barrier.orders[barrier.openings % 2].give();
+    barrier.orders[barrier.phases % 2].give();
     barrier.missing_bytes -= bytes;
-    open_if_complete(barrier);
+    complete_phase(barrier);
   }
-  // A warp that waits for a parity mistakes the opening after the next one for one that is still to come.
-  void open_if_complete(Barrier& barrier) {
+  // A warp that waits for a phase mistakes the phase after the next one for one that is still to come.
+  void complete_phase(Barrier& barrier) {
     if (barrier.missing > 0 || barrier.missing_bytes != 0) return;
-    ++barrier.openings;
+    ++barrier.phases;
     for (const auto& [warp, noticed] : barrier.noticed)
-      if (barrier.openings > noticed + 1 && failure.empty()) {
+      if (barrier.phases > noticed + 1 && failure.empty()) {
         failure = "a barrier in block " + std::to_string(index) + " opens a second time before warp " + std::to_string(warp) + " has noticed the first";
         wake.notify_all();
       }

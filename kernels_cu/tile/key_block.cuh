@@ -1,7 +1,7 @@
 // key_block.cuh -- a block of the backward for sm_90a, whichever way its warpgroups share the products: it owns TILE_KV keys, and the query
 // tiles that see one of them pass through it. The first warpgroup serves the others, which compute.
 #pragma once
-#include "tile/arrival.cuh"
+#include "tile/pipeline.cuh"
 #include "tile/mask.cuh"
 #include "tile/passes.cuh"
 #include "tile/wgmma.cuh"
@@ -11,8 +11,8 @@ constexpr int GROUPS = WARPS / 4 - 1;                         // warpgroups that
 
 // Of the registers that a launch deals out evenly, the first warpgroup gives back most.
 constexpr int REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int SERVING_REGISTERS = 24;
-constexpr int COMPUTING_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - SERVING_REGISTERS) / GROUPS / 8 * 8, 240);
+constexpr int PRODUCER_REGISTERS = 24;
+constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
 using KeyTile = PanelTile<TILE_KV, WIDTH>;                    // of k or v
 using QueryTile = PanelTile<TILE_Q, WIDTH>;                   // of q or dout
@@ -28,54 +28,54 @@ constexpr int DS_OFFSET = DO_OFFSET + STAGES * QueryTile::bytes;
 constexpr int STAT_BYTES = TILE_Q * int(sizeof(float));
 constexpr int LSE_OFFSET = DS_OFFSET + 2 * GradientTile::bytes;
 constexpr int DELTA_OFFSET = LSE_OFFSET + STAGES * STAT_BYTES;
-constexpr int SUM_OFFSET = DELTA_OFFSET + STAGES * STAT_BYTES;        // of each computing warpgroup
-constexpr int SUM_BYTES = STAGED_SUMS ? TILE_Q * WIDTH / GROUPS * int(sizeof(float)) : 0;
-constexpr int K_BARRIERS = SUM_OFFSET + GROUPS * SUM_BYTES;
-constexpr int V_BARRIERS = K_BARRIERS + RING_BARRIERS;
-constexpr int Q_BARRIERS = V_BARRIERS + RING_BARRIERS;
-constexpr int DO_BARRIERS = Q_BARRIERS + STAGES * RING_BARRIERS;
-constexpr int DS_BARRIER = DO_BARRIERS + STAGES * RING_BARRIERS;
-constexpr int TURN_BARRIERS = DS_BARRIER + Arrival::bytes;
-constexpr int END_BARRIERS = TURN_BARRIERS + (STAGED_SUMS ? 2 * GROUPS : 3) * Arrival::bytes;
-constexpr int LAST_OFFSET = END_BARRIERS + 3 * Arrival::bytes;
+constexpr int DQ_OFFSET = DELTA_OFFSET + STAGES * STAT_BYTES;         // of each computing warpgroup
+constexpr int DQ_BYTES = TMA_REDUCE_DQ ? TILE_Q * WIDTH / GROUPS * int(sizeof(float)) : 0;
+constexpr int K_BARRIERS = DQ_OFFSET + GROUPS * DQ_BYTES;
+constexpr int V_BARRIERS = K_BARRIERS + STAGE_BARRIERS;
+constexpr int Q_BARRIERS = V_BARRIERS + STAGE_BARRIERS;
+constexpr int DO_BARRIERS = Q_BARRIERS + STAGES * STAGE_BARRIERS;
+constexpr int DS_BARRIER = DO_BARRIERS + STAGES * STAGE_BARRIERS;
+constexpr int ORDER_BARRIERS = DS_BARRIER + Mbarrier::bytes;
+constexpr int END_BARRIERS = ORDER_BARRIERS + (TMA_REDUCE_DQ ? 2 * GROUPS : 3) * Mbarrier::bytes;
+constexpr int LAST_OFFSET = END_BARRIERS + 3 * Mbarrier::bytes;
 constexpr int BLOCK_BYTES = LAST_OFFSET + 2 * int(sizeof(u32));
 
-constexpr Lanes LANES = WIDTH <= 64 ? TOGETHER : APART;       // as measured: 5 % at dim 64, and nothing or 5 % the other way at dim 128
+constexpr Lanes LANES = WIDTH <= 64 ? CONVERGENT : DIVERGENT; // as measured: 5 % at dim 64, and nothing or 5 % the other way at dim 128
 
 // What every warp of a block knows, and how far it is.
 struct KeyBlock {
   SharedAddress smem = shared_memory();
-  Ring<KeyTile, 1, LANES> keys{smem, smem + K_BARRIERS}, values{smem + V_OFFSET, smem + V_BARRIERS};
-  Ring<QueryTile, STAGES, LANES> queries{smem + Q_OFFSET, smem + Q_BARRIERS}, douts{smem + DO_OFFSET, smem + DO_BARRIERS};
-  Arrival written{smem + DS_BARRIER};                         // dS of a step, by all warps
-  Arrival turn{smem + TURN_BARRIERS}, added{turn.address + Arrival::bytes}, noticed{added.address + Arrival::bytes};     // to add to dQ in order
-  OP Arrival staged(int group) const { return {smem + TURN_BARRIERS + group * Arrival::bytes}; }                   // dQ of a warpgroup, and
-  OP Arrival sent(int group) const { return {smem + TURN_BARRIERS + (GROUPS + group) * Arrival::bytes}; }          // its place is free again
-  Arrival ended{smem + END_BARRIERS}, counted{smem + END_BARRIERS + Arrival::bytes};       // additions to dQ; and so the block
-  Arrival cleared{counted.address + Arrival::bytes};          // sums that other heads had
-  KeyPlace here;
+  Pipeline<KeyTile, 1, LANES> keys{smem, smem + K_BARRIERS}, values{smem + V_OFFSET, smem + V_BARRIERS};
+  Pipeline<QueryTile, STAGES, LANES> queries{smem + Q_OFFSET, smem + Q_BARRIERS}, douts{smem + DO_OFFSET, smem + DO_BARRIERS};
+  Mbarrier written{smem + DS_BARRIER};                        // dS of a step, by all warps
+  Mbarrier acquired{smem + ORDER_BARRIERS}, added{acquired.address + Mbarrier::bytes}, noticed{added.address + Mbarrier::bytes}; // to add to dQ in order
+  OP Mbarrier staged(int group) const { return {smem + ORDER_BARRIERS + group * Mbarrier::bytes}; }                // dQ of a warpgroup, and
+  OP Mbarrier sent(int group) const { return {smem + ORDER_BARRIERS + (GROUPS + group) * Mbarrier::bytes}; }       // its place is free again
+  Mbarrier ended{smem + END_BARRIERS}, counted{smem + END_BARRIERS + Mbarrier::bytes};     // additions to dQ; and so the block
+  Mbarrier cleared{counted.address + Mbarrier::bytes};        // sums that other heads had
+  KeyBlockCoord here;
   TransposedBand band;
   u32 head;                                                   // the first query head, counted over all batch elements
   int row0;                                                   // the first key
   int from, to;                                               // the first tile of queries and the last one to come
   int steps;
-  bool backwards;                                             // the last keys before the first ones, see turn_of
+  bool backwards;                                             // the last keys before the first ones, see semaphore_value
   QueryCursor now;
   u32 tiles_before;                                           // query tiles of heads that had the same sums before, and of all in between
 
   OP KeyBlock(const HopperBackwardParams& p)
-      : here(key_place_of_block(p, TILE_KV)),
-        band(transposed(p.first_key, p.last_key, p.len_q, p.len_kv)), head(here.batch_number * p.heads + here.first_head) {
+      : here(key_block_coord(p, TILE_KV)),
+        band(transposed(p.band_left, p.band_right, p.len_q, p.len_kv)), head(here.batch_number * p.heads + here.first_head) {
     backwards = head < p.backwards;
     if (backwards) here.tile = ceil_div(p.len_kv, TILE_KV) - 1 - here.tile;
     row0 = here.tile * TILE_KV;
-    const KeyRange seeing = seeing_any(band, row0, TILE_KV);
+    const ColumnRange seeing = visible_queries(band, row0, TILE_KV);
     const int first = seeing.first / TILE_Q, last = seeing.last / TILE_Q;
     steps = seeing.last < seeing.first ? 0 : (last + 1 - first) * p.heads_per_block;
     from = backwards ? first : last;
     to = backwards ? last : first;
     now = {here.first_head, from};
-    tiles_before = divide(head, p.by_kept) * p.by_kept.divisor * ceil_div(p.len_q, TILE_Q);
+    tiles_before = divide(head, p.accum_heads_divmod) * p.accum_heads_divmod.divisor * ceil_div(p.len_q, TILE_Q);
   }
   OP void advance() { now.advance(from, to); }
   OP u32 tile_number(const BackwardParams& p) const { return query_tile_number(p, here.batch_number, now.head, now.tile); }
@@ -84,45 +84,45 @@ struct KeyBlock {
     const int tile = of_last_head ? to : now.tile - (from < to ? 1 : -1);
     return query_tile_number(p, here.batch_number, now.head - of_last_head, tile);
   }
-  OP u32 sum_number(const BackwardParams& p) const { return tile_number(p) - tiles_before; }    // of the tile among those that have sums at a time
-  OP SharedAddress lse_smem() const { return smem + LSE_OFFSET + queries.slot() * STAT_BYTES; }
-  OP SharedAddress delta_smem() const { return smem + DELTA_OFFSET + douts.slot() * STAT_BYTES; }
-  OP SharedAddress sum_smem(int group) const { return smem + SUM_OFFSET + group * SUM_BYTES; }
+  OP u32 accum_number(const BackwardParams& p) const { return tile_number(p) - tiles_before; }  // of the tile among those that have sums at a time
+  OP SharedAddress lse_smem() const { return smem + LSE_OFFSET + queries.stage() * STAT_BYTES; }
+  OP SharedAddress delta_smem() const { return smem + DELTA_OFFSET + douts.stage() * STAT_BYTES; }
+  OP SharedAddress dq_smem(int group) const { return smem + DQ_OFFSET + group * DQ_BYTES; }
   OP GradientTile ds_smem(u32 step) const { return {smem + DS_OFFSET + step % 2 * GradientTile::bytes}; }
 };
 
 // By one warp, before a sync_block.
 OP void start_barriers(const KeyBlock& block) {
-  start_ring(block.keys, 1);
-  start_ring(block.values, 1);
-  start_ring(block.queries, 4 * GROUPS);                      // warps that hand a tile back
-  start_ring(block.douts, 4 * GROUPS);
-  start_arrivals(block.written, 4 * GROUPS);
-  if (STAGED_SUMS) {
+  init_pipeline(block.keys, 1);
+  init_pipeline(block.values, 1);
+  init_pipeline(block.queries, 4 * GROUPS);                   // warps that hand a tile back
+  init_pipeline(block.douts, 4 * GROUPS);
+  init_mbarrier(block.written, 4 * GROUPS);
+  if (TMA_REDUCE_DQ) {
     for (int group = 0; group < GROUPS; ++group) {
-      start_arrivals(block.staged(group), 4);
-      start_arrivals(block.sent(group), 1);
+      init_mbarrier(block.staged(group), 4);
+      init_mbarrier(block.sent(group), 1);
     }
   } else {
-    start_arrivals(block.turn, 1);
-    start_arrivals(block.added, 4 * GROUPS);
-    start_arrivals(block.noticed, 1);
+    init_mbarrier(block.acquired, 1);
+    init_mbarrier(block.added, 4 * GROUPS);
+    init_mbarrier(block.noticed, 1);
   }
-  start_arrivals(block.ended, STAGED_SUMS ? GROUPS : 4 * GROUPS);
-  start_arrivals(block.counted, 1);
-  start_arrivals(block.cleared, 1);
+  init_mbarrier(block.ended, TMA_REDUCE_DQ ? GROUPS : 4 * GROUPS);
+  init_mbarrier(block.counted, 1);
+  init_mbarrier(block.cleared, 1);
 }
 
 // One warp loads, as far ahead as there is room. Slots of Q and dO are handed back together, when the step is over.
 OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
   if (block.steps == 0) return;
-  const KeyPlace& here = block.here;
+  const KeyBlockCoord& here = block.here;
   load_async(block.keys, p.k_map, here.batch, here.head_kv, block.row0);
   #pragma unroll 1
   for (int step = 0; step < block.steps; ++step, block.advance()) {
     const float* const stats = p.stats + i64(block.tile_number(p)) * 2 * TILE_Q;
     const int row = block.now.tile * TILE_Q;
-    wait_free(block.queries);                                 // without it tiles are overwritten that a slower warp still reads
+    producer_acquire(block.queries);                          // without it tiles are overwritten that a slower warp still reads
     load_async(block.queries, p.q_map, here.batch, block.now.head, row, stats, block.lse_smem());
     if (step == 0) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
     load_async(block.douts, p.dout_map, here.batch, block.now.head, row, stats + TILE_Q, block.delta_smem());
@@ -137,8 +137,8 @@ struct DqCounts {
 };
 // Heads whose sums others had before. All that is waited for has started so much earlier that it is done by now. By one warp.
 OP void wait_for_zeros(const HopperBackwardParams& p, const KeyBlock& block) {
-  if (block.head < p.by_kept.divisor) return;
-  for (int i = 0; i < p.heads_per_block; ++i) wait_for_count(p.done + block.head - p.by_kept.divisor + i, DqCounts(p).cleared);
+  if (block.head < p.accum_heads_divmod.divisor) return;
+  for (int i = 0; i < p.heads_per_block; ++i) wait_for_count(p.dq_progress + block.head - p.accum_heads_divmod.divisor + i, DqCounts(p).cleared);
 }
 OP void let_add(const HopperBackwardParams& p, const KeyBlock& block) {
   wait_for_zeros(p, block);                                   // without it sums are added to those of another head
@@ -148,14 +148,14 @@ OP void let_add(const HopperBackwardParams& p, const KeyBlock& block) {
 OP void clear_sums(const HopperBackwardParams& p, const KeyBlock& block) {
   const u32 before = block.head - p.cleared_after;            // and the heads behind it
   if (block.head < p.cleared_after || before >= p.reused) return;
-  const u32 count = ceil_div(p.len_q, TILE_Q) * QuerySums::size, blocks = ceil_div(p.len_kv, TILE_KV);
+  const u32 count = ceil_div(p.len_q, TILE_Q) * DqAccum::size, blocks = ceil_div(p.len_kv, TILE_KV);
   const u32 share = ceil_div(ceil_div(count, 128), blocks) * 128;
   const u32 begin = block.here.tile * share, end = min_of(begin + share, count);
   for (int i = 0; i < p.heads_per_block; ++i) {
-    float* const sums = p.dq_sums + i64((before + i) % p.by_kept.divisor) * count;
-    wait_for_count(p.done + before + i, DqCounts(p).read);    // without it sums are cleared that have not been read
+    float* const sums = p.dq_accum + i64((before + i) % p.accum_heads_divmod.divisor) * count;
+    wait_for_count(p.dq_progress + before + i, DqCounts(p).read); // without it sums are cleared that have not been read
     clear(sums, begin, end);
-    pass_turn(p.done + before + i);
+    semaphore_release(p.dq_progress + before + i);
   }
 }
 
@@ -163,90 +163,90 @@ OP void clear_sums(const HopperBackwardParams& p, const KeyBlock& block) {
 // other way round, and each block begins with the first queries that see its keys, of which it is the first: nobody waits then, but the
 // longest tiles come last, and so the last heads keep the first order. In either order a block only waits for ones that started earlier.
 // Two warps do the waiting, one for the turn, the other to pass it on.
-OP u32 turn_of(const HopperBackwardParams& p, const KeyBlock& block) {
+OP u32 semaphore_value(const HopperBackwardParams& p, const KeyBlock& block) {
   const int row = block.now.tile * TILE_Q;
-  const KeyRange keys = seen_by_any({p.first_key, p.last_key, p.len_kv}, row, min_of(TILE_Q, p.len_q - row));
+  const ColumnRange keys = visible_keys({p.band_left, p.band_right, p.len_kv}, row, min_of(TILE_Q, p.len_q - row));
   return block.backwards ? keys.last / TILE_KV - block.here.tile : block.here.tile - keys.first / TILE_KV;
 }
-OP void take_turns(const HopperBackwardParams& p, KeyBlock& block) {
+OP void acquire_dq_order(const HopperBackwardParams& p, KeyBlock& block) {
   #pragma unroll 1
-  for (int step = 0; p.turns && step < block.steps; ++step, block.advance()) {
-    take_turn(p.turns + block.tile_number(p), turn_of(p, block));
+  for (int step = 0; p.dq_semaphore && step < block.steps; ++step, block.advance()) {
+    semaphore_wait(p.dq_semaphore + block.tile_number(p), semaphore_value(p, block));
     if (step > 0) wait_for<LANES>(block.noticed, (step - 1) % 2); // without it all may have added again before the other warp has noticed that
                                                               // they had, which it then misses
-    arrive_at<LANES>(block.turn);                             // without it nobody adds
+    arrive_at<LANES>(block.acquired);                         // without it nobody adds
   }
 }
-OP void pass_turns(const HopperBackwardParams& p, KeyBlock& block) {
+OP void release_dq_order(const HopperBackwardParams& p, KeyBlock& block) {
   #pragma unroll 1
-  for (int step = 0; p.turns && step < block.steps; ++step, block.advance()) {
+  for (int step = 0; p.dq_semaphore && step < block.steps; ++step, block.advance()) {
     wait_for<LANES>(block.added, step % 2);                   // without it others add before all warps of this block have
     arrive_at<LANES>(block.noticed);                          // without it there is no next turn
-    pass_turn(p.turns + block.tile_number(p));
+    semaphore_release(p.dq_semaphore + block.tile_number(p));
   }
 }
 
 // dQ_i += acc, of the query tile with this number: the part of the calling warp, in its turn.
 template <int N> OP void add_queries(const HopperBackwardParams& p, const KeyBlock& block, u32 number, u32 step, const Acc<16, N>& acc, int row, int col) {
-  if (p.turns) wait_for<LANES>(block.turn, step % 2);         // without it sums are added out of order
-  add(QuerySums{p.dq_sums + i64(number) * QuerySums::size}, acc, row, col);
-  if (p.turns) arrive_at<LANES>(block.added);                 // without it the turn is never passed
+  if (p.dq_semaphore) wait_for<LANES>(block.acquired, step % 2); // without it sums are added out of order
+  add(DqAccum{p.dq_accum + i64(number) * DqAccum::size}, acc, row, col);
+  if (p.dq_semaphore) arrive_at<LANES>(block.added);          // without it the turn is never passed
 }
 
-// The same by the copy engine, which keeps nobody waiting: the four warps of a group leave their parts side by side in shared memory, and one
+// The same by TMA, which keeps nobody waiting: the four warps of a group leave their parts side by side in shared memory, and one
 // of the first warpgroup has them added at once, to the part of the tile that begins at `offset`. Each group's parts have a turn of their own.
 template <int N> OP void stage_queries(const KeyBlock& block, int group, u32 step, const Acc<16, N>& acc) {
   wait_for<LANES>(block.sent(group), step % 2 ^ 1);           // without it the part of the step before is overwritten before it has left
-  store(block.sum_smem(group) + not_ahead(warp_id()) % 4 * (16 * N * int(sizeof(float))), acc);
-  sync_with_copies();                                         // without it the copy engine does not see what lanes have stored
+  store(block.dq_smem(group) + not_ahead(warp_id()) % 4 * (16 * N * int(sizeof(float))), acc);
+  fence_proxy_async();                                        // without it TMA does not see what lanes have stored
   arrive_at<LANES>(block.staged(group));                      // without it dQ never leaves
 }
 OP void send_queries(const HopperBackwardParams& p, KeyBlock& block, int group, int offset) {
   wait_for_zeros(p, block);                                   // without it sums are added to those of another head
-  write_by_copies();                                          // without it the copy engine may add before there are zeros
+  write_by_copies();                                          // without it TMA may add before there are zeros
   #pragma unroll 1
   for (int step = 0; step < block.steps; ++step, block.advance()) {
-    u32* const turn = p.turns + block.tile_number(p) * GROUPS + group;
+    u32* const semaphore = p.dq_semaphore + block.tile_number(p) * GROUPS + group;
     wait_for<LANES>(block.staged(group), step % 2);           // without it parts leave that have not been written
-    if (p.turns) take_turn(turn, turn_of(p, block));
-    add_async(p.dq_sums + i64(block.sum_number(p)) * QuerySums::size + offset, block.sum_smem(group), SUM_BYTES / int(sizeof(float)));
+    if (p.dq_semaphore) semaphore_wait(semaphore, semaphore_value(p, block));
+    add_async(p.dq_accum + i64(block.accum_number(p)) * DqAccum::size + offset, block.dq_smem(group), DQ_BYTES / int(sizeof(float)));
     wait_for_stores();                                        // without it parts are overwritten that have not left
     arrive_at<LANES>(block.sent(group));                      // without it the group waits for ever
-    if (p.turns) {
-      wait_for_sums();                                        // without it others add before this block has
-      pass_turn(turn);
+    if (p.dq_semaphore) {
+      wait_for_reductions();                                  // without it others add before this block has
+      semaphore_release(semaphore);
     }
   }
-  wait_for_sums();                                            // without it the block is counted before all has been added
+  wait_for_reductions();                                      // without it the block is counted before all has been added
   arrive_at<LANES>(block.ended);                              // without it the block is never counted
 }
 
 // 16 rows of dk or dv leave: to the result through the warp's rows of a tile that nobody reads any more, or to the sums of several blocks.
-OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, const TensorMap& map, float* parts, const KeyTile& tile,
+OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, const TensorMap& map, float* accum, const KeyTile& tile,
                        const Acc<16, WIDTH>& acc, int row) {
-  const KeyPlace& here = block.here;
-  if (parts) {
-    const u32 share = (here.batch_number * p.heads + here.first_head) / p.heads_per_block;
-    const i64 number = i64(share) * ceil_div(p.len_kv, TILE_KV) + here.tile;
-    store(KeySums{parts + number * KeySums::size}, acc, row, 0);
+  const KeyBlockCoord& here = block.here;
+  if (accum) {
+    const u32 unit = (here.batch_number * p.heads + here.first_head) / p.heads_per_block;
+    const i64 number = i64(unit) * ceil_div(p.len_kv, TILE_KV) + here.tile;
+    store(DkvAccum{accum + number * DkvAccum::size}, acc, row, 0);
   } else {
     store(tile, acc, row);
-    sync_with_copies();                                       // without it rows leave that have not been written
+    fence_proxy_async();                                      // without it rows leave that have not been written
     store_async(map, here.batch, here.head_kv, block.row0 + row, tile, row);
   }
 }
 
 // The last block of a head makes its sums dq. One warp finds out whether this is the last one, which takes a while, and tells the others.
 OP void count_heads(const HopperBackwardParams& p, const KeyBlock& block) {
-  if (!p.done) return;
+  if (!p.dq_progress) return;
   wait_for<LANES>(block.ended, 0);                            // without it the block is counted before all has been added
   const u32 blocks = block.head < p.last_heads ? ceil_div(p.len_kv, TILE_KV) : ~0u;       // of the last heads, no block finishes dq by itself
-  count_block(p.done + block.head, p.heads_per_block, blocks, block.smem + LAST_OFFSET);
+  count_block(p.dq_progress + block.head, p.heads_per_block, blocks, block.smem + LAST_OFFSET);
   sync_warp();                                                // without it others are told before all lanes know, and one has written
   arrive_at<LANES>(block.counted);                            // without it the others wait for ever
 }
-template <typename Sums = QuerySums> OP void finish_heads(const HopperBackwardParams& p, const KeyBlock& block) {
-  if (!p.done) return;
+template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwardParams& p, const KeyBlock& block) {
+  if (!p.dq_progress) return;
   wait_for<LANES>(block.counted, 0);                          // without it warps read what has not been counted
   const u32 others = load_shared<u32>(block.smem + LAST_OFFSET);
   const OutTile out_smem{block.smem + Q_OFFSET};
@@ -258,35 +258,35 @@ template <typename Sums = QuerySums> OP void finish_heads(const HopperBackwardPa
     #pragma unroll 1
     for (int row = own_row; row < p.len_q; row += OutTile::rows) {
       Acc<16, WIDTH> sum_reg;
-      load(sum_reg, Sums{p.dq_sums + (first + row / TILE_Q) * Sums::size}, row % TILE_Q, 0);
+      load(sum_reg, Accum{p.dq_accum + (first + row / TILE_Q) * Accum::size}, row % TILE_Q, 0);
       scale(sum_reg, p.scale);
       wait_for_stores();                                      // without it rows are overwritten that have not left
       store(out_smem, sum_reg, own_row);
-      sync_with_copies();                                     // without it rows leave that have not been written
+      fence_proxy_async();                                    // without it rows leave that have not been written
       store_async(p.dq_map, block.here.batch, block.here.first_head + i, row, out_smem, own_row);
     }
-    if (block.head + i < p.reused) pass_turn(p.done + block.head + i);        // lanes have met since they read
+    if (block.head + i < p.reused) semaphore_release(p.dq_progress + block.head + i); // lanes have met since they read
   }
 }
 
 // The last heads of all are left to blocks that start when no keys are left, each warp 16 rows: by themselves, the last blocks of these heads
 // would keep all others waiting. They wait for blocks that started earlier.
-template <typename Sums = QuerySums> OP void finish_last_heads(const HopperBackwardParams& p) {
+template <typename Accum = DqAccum> OP void postprocess_last_heads(const HopperBackwardParams& p) {
   constexpr int COLS = WIDTH % 128 ? 64 : 128;                // at a time
   const u32 later = block_id() - p.owners, blocks_of_head = ceil_div(p.len_q, 16 * WARPS), number = p.last_heads + later / blocks_of_head;
   const int row = (int(later % blocks_of_head) * WARPS + warp_id()) * 16;
-  if (warp_id() == 0) take_turn(p.done + number, ceil_div(p.len_kv, TILE_KV));
+  if (warp_id() == 0) semaphore_wait(p.dq_progress + number, ceil_div(p.len_kv, TILE_KV));
   sync_block();                                               // without it rows are finished to which blocks still add
   if (row >= p.len_q) return;
   int batch[BATCH_AXES];
   batch_element(batch, p.batch[BATCH_AXES - 1], number / p.heads);
   const GlobalTile dq = rows_of(p.dq, batch, int(number % p.heads), row, p.len_q, p.dim);
-  const Sums sums{p.dq_sums + (i64(number % p.by_kept.divisor) * ceil_div(p.len_q, TILE_Q) + row / TILE_Q) * Sums::size};
+  const Accum sums{p.dq_accum + (i64(number % p.accum_heads_divmod.divisor) * ceil_div(p.len_q, TILE_Q) + row / TILE_Q) * Accum::size};
   #pragma unroll 1
   for (int col = 0; col < p.dim; col += COLS) {
     Acc<16, COLS> sum_reg;
     load(sum_reg, sums, row % TILE_Q, col);
     scale(sum_reg, p.scale);
-    store<16>(dq, sum_reg, col);                              // rows of dq are multiples of that, or the copy engine could not store them
+    store<16>(dq, sum_reg, col);                              // rows of dq are multiples of that, or TMA could not store them
   }
 }

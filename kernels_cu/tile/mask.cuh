@@ -1,12 +1,12 @@
-// mask.cuh -- which keys a query may see: query i sees the keys i + first_key ... i + last_key that exist.
+// mask.cuh -- which keys a query may see: query i sees the keys i + left ... i + right that exist.
 // Causal masks and sliding windows are such bands; without them the band is as wide as the keys.
 #pragma once
 #include "params.cuh"
 #include "tile/fragment.cuh"
 
 struct Band {
-  int first_key, last_key, len_kv;
-  Divisor by_queries{};                                       // PACKED: of each head
+  int left, right, len_kv;
+  FastDivmod queries_divmod{};                                // PACK_GQA: queries of each head
 };
 
 // The first and the last query of some rows. Where heads share tiles, more rows than one may be any of them.
@@ -14,60 +14,60 @@ struct QueryRange {
   int first, last;
 };
 OP QueryRange queries_of(const Band& band, int row0, int rows) {
-  if (!PACKED) return {row0, row0 + rows - 1};
-  const int queries = int(band.by_queries.divisor), row = not_ahead(row0), query = row - int(divide(row, band.by_queries)) * queries;
+  if (!PACK_GQA) return {row0, row0 + rows - 1};
+  const int queries = int(band.queries_divmod.divisor), row = not_ahead(row0), query = row - int(divide(row, band.queries_divmod)) * queries;
   return rows == 1 ? QueryRange{query, query} : QueryRange{0, queries - 1};
 }
 
 // Columns first ... last, both included.
-struct KeyRange {
+struct ColumnRange {
   int first, last;
   OP bool overlaps(int col0, int cols) const { return col0 <= last && first < col0 + cols; }
   OP bool contains(int col0, int cols) const { return first <= col0 && col0 + cols - 1 <= last; }
 };
 // the keys between the first and the last one that any of rows row0 ... row0 + rows - 1 sees
-OP KeyRange seen_by_any(const Band& band, int row0, int rows) {
+OP ColumnRange visible_keys(const Band& band, int row0, int rows) {
   const QueryRange of = queries_of(band, row0, rows);
-  return {max_of(of.first + band.first_key, 0), min_of(of.last + band.last_key, band.len_kv - 1)};
+  return {max_of(of.first + band.left, 0), min_of(of.last + band.right, band.len_kv - 1)};
 }
 // the keys that each of these rows sees
-OP KeyRange seen_by_all(const Band& band, int row0, int rows) {
+OP ColumnRange unmasked_keys(const Band& band, int row0, int rows) {
   const QueryRange of = queries_of(band, row0, rows);
-  return {max_of(of.last + band.first_key, 0), min_of(of.first + band.last_key, band.len_kv - 1)};
+  return {max_of(of.last + band.left, 0), min_of(of.first + band.right, band.len_kv - 1)};
 }
 
 // Tiles begin ... end - 1 of `width` keys.
-struct TileRange {
+struct NBlockRange {
   int begin, end;
 };
 // the tiles that hold a key which any of these rows sees; if there is none, the first of `otherwise`
-OP TileRange tiles_seen(const Band& band, int row0, int rows, int width, const TileRange& otherwise) {
-  const KeyRange keys = seen_by_any(band, row0, rows);
+OP NBlockRange n_block_range(const Band& band, int row0, int rows, int width, const NBlockRange& otherwise) {
+  const ColumnRange keys = visible_keys(band, row0, rows);
   if (rows <= 0 || keys.last < keys.first) return {otherwise.begin, otherwise.begin + 1};
   return {keys.first / width, keys.last / width + 1};
 }
 
 // those of `tiles` that are among `all`; if there is none, the first of `all`
-OP TileRange among(const TileRange& all, const TileRange& tiles) {
-  const TileRange both{max_of(tiles.begin, all.begin), min_of(tiles.end, all.end)};
-  return both.begin < both.end ? both : TileRange{all.begin, all.begin + 1};
+OP NBlockRange clip_range(const NBlockRange& all, const NBlockRange& tiles) {
+  const NBlockRange both{max_of(tiles.begin, all.begin), min_of(tiles.end, all.end)};
+  return both.begin < both.end ? both : NBlockRange{all.begin, all.begin + 1};
 }
 
-// The same band seen from the keys: key j is seen by the queries j - last_key ... j - first_key that exist, if it exists itself.
+// The same band seen from the keys: key j is seen by the queries j - right ... j - left that exist, if it exists itself.
 struct TransposedBand {
-  int first_query, last_query, len_q, len_kv;
+  int left, right, len_q, len_kv;
 };
-OP TransposedBand transposed(int first_key, int last_key, int len_q, int len_kv) { return {-last_key, -first_key, len_q, len_kv}; }
-OP KeyRange seeing_any(const TransposedBand& band, int row0, int rows) {
-  return seen_by_any({band.first_query, band.last_query, band.len_q}, row0, min_of(rows, band.len_kv - row0));
+OP TransposedBand transposed(int left, int right, int len_q, int len_kv) { return {-right, -left, len_q, len_kv}; }
+OP ColumnRange visible_queries(const TransposedBand& band, int row0, int rows) {
+  return visible_keys({band.left, band.right, band.len_q}, row0, min_of(rows, band.len_kv - row0));
 }
-OP KeyRange seeing_all(const TransposedBand& band, int row0, int rows) {
+OP ColumnRange unmasked_queries(const TransposedBand& band, int row0, int rows) {
   if (row0 + rows > band.len_kv) return {0, -1};
-  return seen_by_all({band.first_query, band.last_query, band.len_q}, row0, rows);
+  return unmasked_keys({band.left, band.right, band.len_q}, row0, rows);
 }
 
-OP KeyRange visible_in_row(const Band& band, int row) { return seen_by_any(band, row, 1); }
-OP KeyRange visible_in_row(const TransposedBand& band, int row) { return row < band.len_kv ? seeing_any(band, row, 1) : KeyRange{0, -1}; }
+OP ColumnRange visible_in_row(const Band& band, int row) { return visible_keys(band, row, 1); }
+OP ColumnRange visible_in_row(const TransposedBand& band, int row) { return row < band.len_kv ? visible_queries(band, row, 1) : ColumnRange{0, -1}; }
 
 // `count` ones from bit `first` on. Both may be beyond 32.
 OP u32 bmsk(u32 first, u32 count) {
@@ -91,7 +91,7 @@ template <int M, int N, typename AnyBand> OP void mask(Acc<M, N>& s, const AnyBa
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < M / 8; ++i) {
-      const KeyRange keys = visible_in_row(band, row0 + RowVec<M>::row(l, i));
+      const ColumnRange keys = visible_in_row(band, row0 + RowVec<M>::row(l, i));
       const int first = columns_below(keys.first - col0 - s.col(l, 0)), end = columns_below(keys.last + 1 - col0 - s.col(l, 0));
       #pragma unroll
       for (int bit0 = 0; bit0 < N / 4; bit0 += 32) {

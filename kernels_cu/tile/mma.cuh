@@ -43,13 +43,13 @@ template <int M, int N> OP void tensor_mma(Acc<M, N>& acc, int n0, const Operand
     if constexpr (FAMILY == HALVES) return unpack<Element>(word, i);
     else return bits_float(word & ~0x1fffu);                // the unit reads ten mantissa bits
   };
-  float right[STEP_K][16];
-  for_lane(l) for (int r = 0; r < 4; ++r) for (int i = 0; i < PER_REG; ++i) right[b.k(l, r) + i][b.n(l, r)] = value(b.at(l, r), i);
+  float b_f32[STEP_K][16];
+  for_lane(l) for (int r = 0; r < 4; ++r) for (int i = 0; i < PER_REG; ++i) b_f32[b.k(l, r) + i][b.n(l, r)] = value(b.at(l, r), i);
   for (int m = 0; m < M / 16; ++m) {
-    float left[16][STEP_K], sum[16][16] = {};
+    float a_f32[16][STEP_K], sum[16][16] = {};
     for_lane(l) for (int r = 0; r < 4; ++r) for (int i = 0; i < PER_REG; ++i)
-      left[a.row(l, r)][a.k(l, r) + i] = value(a.at(l, 4 * m + r), i);
-    for (int i = 0; i < 16; ++i) for (int k = 0; k < STEP_K; ++k) for (int j = 0; j < 16; ++j) sum[i][j] += left[i][k] * right[k][j];
+      a_f32[a.row(l, r)][a.k(l, r) + i] = value(a.at(l, 4 * m + r), i);
+    for (int i = 0; i < 16; ++i) for (int k = 0; k < STEP_K; ++k) for (int j = 0; j < 16; ++j) sum[i][j] += a_f32[i][k] * b_f32[k][j];
     for_lane(l) for (int r = 0; r < 8; ++r)
       acc.at(l, m * acc.per_16_rows + n0 / 2 + r) += sum[acc.row(l, r)][acc.col(l, r)];
   }
@@ -108,7 +108,7 @@ template <int M, int N> OP void mma(Acc<M, N>& acc, int n0, const OperandA<M>& a
   }
 }
 
-// The rows of one warp as the left factor of Q K^T: in shared memory, or loaded once and kept in registers.
+// The rows of one warp as the A operand of Q K^T: in shared memory, or loaded once and kept in registers.
 template <int M, int WIDTH> struct RowsInShared {
   SharedTile<M, WIDTH> tile;
   OP RowsInShared(SharedTile<M, WIDTH> q_smem) : tile(q_smem) {}
@@ -131,7 +131,7 @@ template <int M, int N> OP void add(Acc<M, N>& acc, int n0, const Acc<M, STEP_N>
   }
 }
 
-// Tensor cores truncate their sums. In half precision that is far below the rounding of the factors, but a float32 sum over
+// Tensor cores truncate their sums. In half precision that is far below the rounding of the operands, but a float32 sum over
 // thousands of keys would be dragged towards zero: there, tensor cores add up short runs, and additions that round join them.
 constexpr bool SHORT_RUNS = FAMILY == TF32;
 
@@ -194,7 +194,7 @@ template <int M, int N, int WIDTH> OP void multiply_add(Acc<M, WIDTH>& o, const 
 
 // d = a^T b, where d[i, j] pairs column m0 + i of a with column n0 + j of b
 template <int M, int N, int ROWS, int WIDTH_A, int WIDTH_B>
-OP void multiply_left_transposed(Acc<M, N>& d, BlockedTile<ROWS, WIDTH_A> a_smem, int m0, SharedTile<ROWS, WIDTH_B> b_smem, int n0) {
+OP void multiply_a_transposed(Acc<M, N>& d, BlockedTile<ROWS, WIDTH_A> a_smem, int m0, SharedTile<ROWS, WIDTH_B> b_smem, int n0) {
   constexpr bool aligned = (N & (N - 1)) == 0 || N % (b_smem.period * b_smem.per_chunk) == 0;   // then addresses differ by constants
   const auto b_part = aligned ? b_smem.from_col(n0) : b_smem;
   const int first_col = aligned ? 0 : n0;

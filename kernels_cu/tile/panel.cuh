@@ -1,4 +1,4 @@
-// panel.cuh -- tiles in shared memory as the copy engine (TMA) writes them and wgmma reads them.
+// panel.cuh -- tiles in shared memory as TMA writes them and wgmma reads them.
 #pragma once
 #include "tile/shared.cuh"
 
@@ -37,7 +37,7 @@ template <int ROWS, int WIDTH> OP void store(const PanelTile<ROWS, WIDTH>& tile,
 #endif
 }
 
-// tile[:, col0 : col0 + 16] = the transpose of 16 rows that are at hand as a left factor, in memory that belongs to the warp
+// tile[:, col0 : col0 + 16] = the transpose of 16 rows that are at hand as an A operand, in memory that belongs to the warp
 template <int ROWS, int WIDTH> OP void store_transposed(const PanelTile<ROWS, WIDTH>& tile, const OperandA<16> (&a)[ROWS / 16], int col0) {
   const SharedTile<ROWS, 64> panel = tile.panel(col0 / 64);
 #if ON_GPU

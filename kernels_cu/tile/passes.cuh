@@ -2,12 +2,12 @@
 #pragma once
 #include "tile/copy.cuh"
 #include "tile/gradient.cuh"
-#include "tile/place.cuh"
-#include "tile/sums.cuh"
+#include "tile/scheduler.cuh"
+#include "tile/accum.cuh"
 
 static_assert(WIDTH == WIDTH_V, "one shape of tile serves q, k, v and dout");
-using QuerySums = SumTile<TILE_Q, WIDTH>;
-using KeySums = SumTile<TILE_KV, WIDTH>;
+using DqAccum = AccumTile<TILE_Q, WIDTH>;
+using DkvAccum = AccumTile<TILE_KV, WIDTH>;
 
 // number of a query tile, counted over batch elements and heads
 OP u32 query_tile_number(const BackwardParams& p, u32 batch_number, int head, int tile) {
@@ -28,12 +28,12 @@ struct QueryCursor {
 };
 
 // Before: one query tile's sums become 0, its statistics those that P and dS are computed from. Delta is multiplied by `sign`. `parts` of a
-// tile are added each in a turn of their own. Heads from `kept` on will use the sums of others.
-OP void prepare_queries(const BackwardParams& p, float sign, int parts = 1, u32 kept = ~0u) {
-  const Place here = place_of_block(p.batch, p.heads, p.len_q, TILE_Q);
+// tile have a semaphore each. Heads from `accum_heads` on will use the sums of others.
+OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum_heads = ~0u) {
+  const BlockCoord here = block_coord(p.batch, p.heads, p.len_q, TILE_Q);
   const u32 number = query_tile_number(p, here.batch_number, here.head, here.row / TILE_Q);
-  if (p.turns && warp_id() < parts) clear_turn(p.turns + number * parts + warp_id());
-  if (p.done && warp_id() == 0 && here.row == 0) clear_turn(p.done + number / ceil_div(p.len_q, TILE_Q));
+  if (p.dq_semaphore && warp_id() < parts) semaphore_clear(p.dq_semaphore + number * parts + warp_id());
+  if (p.dq_progress && warp_id() == 0 && here.row == 0) semaphore_clear(p.dq_progress + number / ceil_div(p.len_q, TILE_Q));
 
   const GlobalTile out = slice(p.out, here.batch, here.head, here.row, p.len_q, p.dim_v);
   const GlobalTile dout = slice(p.dout, here.batch, here.head, here.row, p.len_q, p.dim_v);
@@ -45,16 +45,16 @@ OP void prepare_queries(const BackwardParams& p, float sign, int parts = 1, u32 
     write(stats + row, row_lse == -infinity() ? infinity() : row_lse * LOG2E);      // a row that sees nothing: P = 2^(S - inf) = 0
     write(stats + TILE_Q + row, sign * (exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot));
   });
-  if (here.batch_number * p.heads + here.head < kept)
-    clear(QuerySums{p.dq_sums + i64(number) * QuerySums::size});      // last: ahead of what is read, it would delay that
+  if (here.batch_number * p.heads + here.head < accum_heads)
+    clear(DqAccum{p.dq_accum + i64(number) * DqAccum::size});         // last: ahead of what is read, it would delay that
 }
 
 // One tile of a gradient from its sums, of which there are `parts` for each head and batch element. Those of all batch elements that
 // the gradient does not tell apart are added up.
-template <typename Sums, int ROWS>
-OP void finish_tile(const BackwardParams& p, const Tensor& gradient, float* sums, int heads, int parts, int len, int cols, u32 block,
+template <typename Accum, int ROWS>
+OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float* sums, int heads, int parts, int len, int cols, u32 block,
                     float factor) {
-  const Place here = place_of_block(p.batch, heads, len, ROWS, block);
+  const BlockCoord here = block_coord(p.batch, heads, len, ROWS, block);
   int summed[BATCH_AXES];                                     // elements to add up along each axis
   u32 elements = 1;
   #pragma unroll
@@ -80,7 +80,7 @@ OP void finish_tile(const BackwardParams& p, const Tensor& gradient, float* sums
       for (int part = 0; part < parts; ++part) {
         const i64 number = ((i64(batch_number) * heads + here.head) * parts + part) * tiles + here.row / ROWS;
         Acc<16, 16> part_reg;
-        load(part_reg, Sums{sums + number * Sums::size}, row, col);
+        load(part_reg, Accum{sums + number * Accum::size}, row, col);
         add(sum_reg, part_reg);
       }
     }
@@ -92,15 +92,15 @@ OP void finish_tile(const BackwardParams& p, const Tensor& gradient, float* sums
 }
 
 // After: the tile of a gradient that a block is for.
-template <typename Sums = QuerySums> OP void finish_gradients(const BackwardParams& p) {
+template <typename Accum = DqAccum> OP void postprocess(const BackwardParams& p) {
   u32 batch = 1;
   #pragma unroll
   for (int i = 0; i < BATCH_AXES; ++i) batch *= p.batch[i];
   const int heads_kv = p.heads / p.heads_per_kv, splits = p.heads_per_kv / p.heads_per_block;
-  const u32 query_blocks = p.done ? 0 : ceil_div(p.len_q, TILE_Q) * p.heads * batch, key_blocks = ceil_div(p.len_kv, TILE_KV) * heads_kv * batch;
+  const u32 query_blocks = p.dq_progress ? 0 : ceil_div(p.len_q, TILE_Q) * p.heads * batch, key_blocks = ceil_div(p.len_kv, TILE_KV) * heads_kv * batch;
   const u32 block = block_id();
   const u32 key_block = block - query_blocks;
-  if (block < query_blocks) finish_tile<Sums, TILE_Q>(p, p.dq, p.dq_sums, p.heads, 1, p.len_q, p.dim, block, p.scale);
-  else if (key_block < key_blocks) finish_tile<KeySums, TILE_KV>(p, p.dk, p.dk_parts, heads_kv, splits, p.len_kv, p.dim, key_block, 1.f);
-  else finish_tile<KeySums, TILE_KV>(p, p.dv, p.dv_parts, heads_kv, splits, p.len_kv, p.dim_v, key_block - key_blocks, 1.f);
+  if (block < query_blocks) postprocess_tile<Accum, TILE_Q>(p, p.dq, p.dq_accum, p.heads, 1, p.len_q, p.dim, block, p.scale);
+  else if (key_block < key_blocks) postprocess_tile<DkvAccum, TILE_KV>(p, p.dk, p.dk_accum, heads_kv, splits, p.len_kv, p.dim, key_block, 1.f);
+  else postprocess_tile<DkvAccum, TILE_KV>(p, p.dv, p.dv_accum, heads_kv, splits, p.len_kv, p.dim_v, key_block - key_blocks, 1.f);
 }

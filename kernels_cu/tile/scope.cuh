@@ -58,7 +58,7 @@ using host::CallSite;
 OP CallSite call_site(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
 #endif
 
-constexpr int IN_LINE_NAMES = 8;                              // of the barriers of warpgroups in line, from this one on
+constexpr int PINGPONG_BARRIERS = 8;                          // of the barriers of warpgroups in line, from this one on
 #if ON_GPU
 OP int warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 // Asked again, it is computed again, and so is what follows from it: nothing of it has to wait in registers.
@@ -77,8 +77,8 @@ OP void sync_warp() { __syncwarp(); }
 OP void arrive_pair(int pair) { asm volatile("bar.arrive %0, 64;" :: "r"(1 + pair) : "memory"); }
 OP void sync_pair(int pair) { asm volatile("bar.sync %0, 64;" :: "r"(1 + pair) : "memory"); }
 // Warpgroups stand in line: each waits until the one before it lets it go, the first one until the last one does, which so begins.
-OP void wait_in_line(int group) { asm volatile("bar.sync %0, 256;" :: "r"(IN_LINE_NAMES + group) : "memory"); }
-OP void arrive_in_line(int group, int groups) { asm volatile("bar.arrive %0, 256;" :: "r"(IN_LINE_NAMES + (group + 1) % groups) : "memory"); }
+OP void wait_pingpong(int group) { asm volatile("bar.sync %0, 256;" :: "r"(PINGPONG_BARRIERS + group) : "memory"); }
+OP void arrive_pingpong(int group, int groups) { asm volatile("bar.arrive %0, 256;" :: "r"(PINGPONG_BARRIERS + (group + 1) % groups) : "memory"); }
 // The last so many warps of a block wait for each other.
 template <int LAST> OP void sync_last() { asm volatile("bar.sync 1, %0;" :: "n"(32 * LAST) : "memory"); }
 OP bool barrier_red_or(int name, int threads, bool flag) {
@@ -97,8 +97,8 @@ OP void sync_block(CallSite at = call_site()) { host::sync_block(at); }
 OP void sync_warp() { host::self->publish_stores(); }
 OP void arrive_pair(int pair) { host::arrive_named(1 + pair, 2); }
 OP void sync_pair(int pair, CallSite at = call_site()) { host::sync_named(1 + pair, 2, "the other warp of the pair", at); }
-OP void wait_in_line(int group, CallSite at = call_site()) { host::sync_named(IN_LINE_NAMES + group, 8, "the warpgroup before it in line", at); }
-OP void arrive_in_line(int group, int groups) { host::arrive_named(IN_LINE_NAMES + (group + 1) % groups, 8); }
+OP void wait_pingpong(int group, CallSite at = call_site()) { host::sync_named(PINGPONG_BARRIERS + group, 8, "the warpgroup before it in line", at); }
+OP void arrive_pingpong(int group, int groups) { host::arrive_named(PINGPONG_BARRIERS + (group + 1) % groups, 8); }
 template <int LAST> OP void sync_last(CallSite at = call_site()) { host::sync_named(1, LAST, "the other warps that compute", at); }
 #endif
 

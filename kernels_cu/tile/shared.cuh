@@ -12,10 +12,10 @@ template <int ROWS, int WIDTH> struct SharedTile {
   static constexpr int period = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : 2;  // chunks that change places among themselves
   static_assert(chunks % 2 == 0, "a row is a multiple of 32 bytes");
   SharedAddress base;
-  int turn = 0;                                               // of a view that starts at a later column: what its chunks are xor-ed with
+  int swizzle_offset = 0;                                     // of a view that starts at a later column: what its chunks are xor-ed with
 
   // Rows of 128, 256 ... bytes all start in bank 0, so all three bits come from the row; rows of 64 or 192 bytes alternate
-  // between two halves of the banks by themselves, and two bits suffice; rows of 32 bytes take turns among four quarters.
+  // between two halves of the banks by themselves, and two bits suffice; rows of 32 bytes alternate among four quarters.
   static OP int pattern(int row) { return period == 8 ? row & 7 : period == 4 ? row >> 1 & 3 : row >> 2 & 1; }
 
   // The columns from col0 on, if no column of them that is asked for has a chunk number with a binary digit of col0's.
@@ -28,15 +28,15 @@ template <int ROWS, int WIDTH> struct SharedTile {
   // With row and chunk from the lane and row0 and chunk0 constant, addresses differ by constants and one xor.
   OP SharedAddress chunk_at(int row0, int row, int chunk0, int chunk) const {
     const int lane_part = row * chunks * 16 + (pattern(row) ^ chunk % period) * 16 + chunk / period * period * 16;
-    return base + ((lane_part ^ turn ^ chunk0 % period * 16) + row0 * chunks * 16 + chunk0 / period * period * 16);
+    return base + ((lane_part ^ swizzle_offset ^ chunk0 % period * 16) + row0 * chunks * 16 + chunk0 / period * period * 16);
   }
   OP SharedAddress at(int row, int col) const { return at(row, 0, col); }
   // Element (row, col0 + col), where col0 is a multiple of 8 and, unless it is 0, col is below 8. Where row and col0 are constant,
   // addresses again differ by constants and one xor.
   OP SharedAddress at(int row, int col0, int col) const {
     const int chunk0 = col0 / per_chunk, chunk = col / per_chunk;
-    const int place = (pattern(row) ^ turn / 16 ^ chunk0 % period ^ chunk % period) + chunk0 / period * period + chunk / period * period;
-    return base + (row * chunks + place) * 16 + col % per_chunk * int(sizeof(Element));
+    const int swizzled = (pattern(row) ^ swizzle_offset / 16 ^ chunk0 % period ^ chunk % period) + chunk0 / period * period + chunk / period * period;
+    return base + (row * chunks + swizzled) * 16 + col % per_chunk * int(sizeof(Element));
   }
 };
 
@@ -137,7 +137,7 @@ template <int M, int ROWS, int WIDTH> OP void load(OperandA<M>& a, SharedTile<RO
   }
 }
 
-// b = tile[n0 : n0 + STEP_N, k0 : k0 + STEP_K] transposed: the right factor of Q K^T
+// b = tile[n0 : n0 + STEP_N, k0 : k0 + STEP_K] transposed: the B operand of Q K^T
 template <int ROWS, int WIDTH> OP void load_transposed(OperandB<>& b, SharedTile<ROWS, WIDTH> tile, int n0, int k0) {
   if constexpr (FAMILY == REPLICATED) {
     for_lane(l) {
@@ -149,7 +149,7 @@ template <int ROWS, int WIDTH> OP void load_transposed(OperandB<>& b, SharedTile
   }
 }
 
-// b = tile[k0 : k0 + STEP_K, n0 : n0 + STEP_N]: the right factor of P V.
+// b = tile[k0 : k0 + STEP_K, n0 : n0 + STEP_N]: the B operand of P V.
 // In the tf32 family inner index t stands for key 2 t and t + 4 for key 2 t + 1, which is how an accumulator holds P.
 template <int ROWS, int WIDTH> OP void load(OperandB<>& b, SharedTile<ROWS, WIDTH> tile, int k0, int n0) {
   if constexpr (FAMILY == REPLICATED) {
@@ -170,7 +170,7 @@ template <int ROWS, int WIDTH> OP void load(OperandB<>& b, SharedTile<ROWS, WIDT
   }
 }
 
-// a = s[:, k0 : k0 + STEP_K], rounded to the element type: P as the left factor of P V, without leaving the registers
+// a = s[:, k0 : k0 + STEP_K], rounded to the element type: P as the A operand of P V, without leaving the registers
 template <int M, int N> OP void to_operand(OperandA<M>& a, const Acc<M, N>& s, int k0) {
   #pragma unroll
   for (int m = 0; m < M / 16; ++m) {

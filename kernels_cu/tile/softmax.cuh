@@ -4,7 +4,7 @@
 #include "tile/fragment.cuh"
 
 // Over the scores seen so far: max = scale_log2 * largest score, sum = sum of 2^(scale_log2 * score - max).
-// The sum is this lane's share until finish(): adding the four shares once costs less than adding them in every step.
+// The sum is this lane's share until finalize(): adding the four shares once costs less than adding them in every step.
 template <int M> struct OnlineSoftmax {
   RowVec<M> max, sum;
   OP OnlineSoftmax(float nothing = -infinity()) { fill(max, nothing); fill(sum, 0.f); }
@@ -189,7 +189,7 @@ template <int M, int D> OP void add(Acc<M, D>& o, const RowVec<M>& correction, c
 
 // All keys have been seen: lse = ln sum_j e^score_j, and the sum becomes its reciprocal, by which o becomes the weighted mean. A row that
 // saw nothing gives 0 and -inf.
-template <int M> OP void finish(OnlineSoftmax<M>& state, RowVec<M>& lse) {
+template <int M> OP void finalize(OnlineSoftmax<M>& state, RowVec<M>& lse) {
   quad_reduce(state.sum, [](float a, float b) { return a + b; });
   for_lane(l) {
     #pragma unroll
@@ -200,7 +200,7 @@ template <int M> OP void finish(OnlineSoftmax<M>& state, RowVec<M>& lse) {
     }
   }
 }
-template <int M, int D> OP void finish(OnlineSoftmax<M>& state, Acc<M, D>& o, RowVec<M>& lse) {
-  finish(state, lse);
+template <int M, int D> OP void finalize(OnlineSoftmax<M>& state, Acc<M, D>& o, RowVec<M>& lse) {
+  finalize(state, lse);
   rescale(o, state.sum);
 }

@@ -1,11 +1,11 @@
-// wgmma.cuh -- products of a warpgroup: four warps of 16 rows each. The right factor lies in shared memory, the left one there too or
+// wgmma.cuh -- products of a warpgroup: four warps of 16 rows each. The B operand lies in shared memory, the A operand there too or
 // in registers. A product is started, runs beneath what follows, and is waited for.
-// (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".) Accumulators and left factors are laid out as those of mma.sync.
+// (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".) Accumulators and A operands are laid out as those of mma.sync.
 #pragma once
 #include "tile/panel.cuh"
 
 #if ON_GPU
-// Where a factor lies (PTX ISA, "Matrix Descriptor Format"), low word: its start, and the distance from panel to panel of 64 columns, which
+// Where an operand lies (PTX ISA, "Matrix Descriptor Format"), low word: its start, and the distance from panel to panel of 64 columns, which
 // is read where rows are the inner extent; one more is 16 bytes further. The high word is the same for all: 1024 bytes from eight rows to
 // the next eight, and the 128-byte swizzle. Apart, because a 64-bit sum for each instruction keeps the tensor cores waiting.
 OP u32 descriptor(SharedAddress start, int panel_bytes) { return (start & 0x3ffff) >> 4 | u32(panel_bytes >> 4) << 16; }
@@ -16,9 +16,9 @@ OP u32 descriptor(SharedAddress start, int panel_bytes) { return (start & 0x3fff
 #define OF_TEN(d, t) \
   "+f"(d[t##0]), "+f"(d[t##1]), "+f"(d[t##2]), "+f"(d[t##3]), "+f"(d[t##4]), "+f"(d[t##5]), "+f"(d[t##6]), "+f"(d[t##7]), "+f"(d[t##8]), "+f"(d[t##9])
 #define OF_A(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-#define WGMMA(N, type, d, descriptors, factors, add, transposed) \
+#define WGMMA(N, type, d, descriptors, operands, add, transposed) \
   "{ .reg .pred add; setp.ne.b32 add, " add ", 0; " descriptors \
-  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" d "}, " factors ", add, 1, 1, " transposed "; }"
+  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" d "}, " operands ", add, 1, 1, " transposed "; }"
 #define D_32 TEN() "%10, %11, %12, %13, %14, %15"
 #define OF_D_32 OF_TEN(d, ), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
 #define D_64 TEN() TEN(1) TEN(2) "%30, %31"
@@ -54,122 +54,122 @@ OP u32 descriptor(SharedAddress start, int panel_bytes) { return (start & 0x3fff
   "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
 // d = a b^T + (add ? d : 0): 16 columns of 64 rows of a, 16 columns of N rows of b
-template <int N> OP void wgmma_from_shared(float* d, u32 a, u32 b, int add);
+template <int N> OP void wgmma_ss(float* d, u32 a, u32 b, int add);
 // d = a b + (add ? d : 0): 16 columns of 64 rows of a, 16 rows of N columns of b
-template <int N> OP void wgmma_from_shared_rows(float* d, u32 a, u32 b, int add);
+template <int N> OP void wgmma_ss_b_mn(float* d, u32 a, u32 b, int add);
 // d = a^T b^T + (add ? d : 0): 16 rows of 64 columns of a, 16 columns of N rows of b
-template <int N> OP void wgmma_from_shared_columns(float* d, u32 a, u32 b, int add);
+template <int N> OP void wgmma_ss_a_mn(float* d, u32 a, u32 b, int add);
 // the same as the second with a in registers
-template <int N> OP void wgmma_from_registers(float* d, const u32* a, u32 b, int add);
-template <> OP void wgmma_from_shared<64>(float* d, u32 a, u32 b, int add) {
+template <int N> OP void wgmma_rs(float* d, const u32* a, u32 b, int add);
+template <> OP void wgmma_ss<64>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(64, "f16", D_64, DESCRIPTOR("a", "%32") DESCRIPTOR("b", "%33"), "a, b", "%34", "0, 0") : OF_D_64 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(64, "bf16", D_64, DESCRIPTOR("a", "%32") DESCRIPTOR("b", "%33"), "a, b", "%34", "0, 0") : OF_D_64 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_shared<80>(float* d, u32 a, u32 b, int add) {
+template <> OP void wgmma_ss<80>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(80, "f16", D_80, DESCRIPTOR("a", "%40") DESCRIPTOR("b", "%41"), "a, b", "%42", "0, 0") : OF_D_80 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(80, "bf16", D_80, DESCRIPTOR("a", "%40") DESCRIPTOR("b", "%41"), "a, b", "%42", "0, 0") : OF_D_80 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_shared<96>(float* d, u32 a, u32 b, int add) {
+template <> OP void wgmma_ss<96>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(96, "f16", D_96, DESCRIPTOR("a", "%48") DESCRIPTOR("b", "%49"), "a, b", "%50", "0, 0") : OF_D_96 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(96, "bf16", D_96, DESCRIPTOR("a", "%48") DESCRIPTOR("b", "%49"), "a, b", "%50", "0, 0") : OF_D_96 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_shared<112>(float* d, u32 a, u32 b, int add) {
+template <> OP void wgmma_ss<112>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(112, "f16", D_112, DESCRIPTOR("a", "%56") DESCRIPTOR("b", "%57"), "a, b", "%58", "0, 0") : OF_D_112 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(112, "bf16", D_112, DESCRIPTOR("a", "%56") DESCRIPTOR("b", "%57"), "a, b", "%58", "0, 0") : OF_D_112 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_shared<128>(float* d, u32 a, u32 b, int add) {
+template <> OP void wgmma_ss<128>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(128, "f16", D_128, DESCRIPTOR("a", "%64") DESCRIPTOR("b", "%65"), "a, b", "%66", "0, 0") : OF_D_128 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(128, "bf16", D_128, DESCRIPTOR("a", "%64") DESCRIPTOR("b", "%65"), "a, b", "%66", "0, 0") : OF_D_128 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_shared<144>(float* d, u32 a, u32 b, int add) {
+template <> OP void wgmma_ss<144>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(144, "f16", D_144, DESCRIPTOR("a", "%72") DESCRIPTOR("b", "%73"), "a, b", "%74", "0, 0") : OF_D_144 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(144, "bf16", D_144, DESCRIPTOR("a", "%72") DESCRIPTOR("b", "%73"), "a, b", "%74", "0, 0") : OF_D_144 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_shared<160>(float* d, u32 a, u32 b, int add) {
+template <> OP void wgmma_ss<160>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(160, "f16", D_160, DESCRIPTOR("a", "%80") DESCRIPTOR("b", "%81"), "a, b", "%82", "0, 0") : OF_D_160 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(160, "bf16", D_160, DESCRIPTOR("a", "%80") DESCRIPTOR("b", "%81"), "a, b", "%82", "0, 0") : OF_D_160 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_shared<176>(float* d, u32 a, u32 b, int add) {
+template <> OP void wgmma_ss<176>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(176, "f16", D_176, DESCRIPTOR("a", "%88") DESCRIPTOR("b", "%89"), "a, b", "%90", "0, 0") : OF_D_176 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(176, "bf16", D_176, DESCRIPTOR("a", "%88") DESCRIPTOR("b", "%89"), "a, b", "%90", "0, 0") : OF_D_176 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_shared<192>(float* d, u32 a, u32 b, int add) {
+template <> OP void wgmma_ss<192>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(192, "f16", D_192, DESCRIPTOR("a", "%96") DESCRIPTOR("b", "%97"), "a, b", "%98", "0, 0") : OF_D_192 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(192, "bf16", D_192, DESCRIPTOR("a", "%96") DESCRIPTOR("b", "%97"), "a, b", "%98", "0, 0") : OF_D_192 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_shared<256>(float* d, u32 a, u32 b, int add) {
+template <> OP void wgmma_ss<256>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(256, "f16", D_256, DESCRIPTOR("a", "%128") DESCRIPTOR("b", "%129"), "a, b", "%130", "0, 0") : OF_D_256 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(256, "bf16", D_256, DESCRIPTOR("a", "%128") DESCRIPTOR("b", "%129"), "a, b", "%130", "0, 0") : OF_D_256 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_shared_rows<32>(float* d, u32 a, u32 b, int add) {
+template <> OP void wgmma_ss_b_mn<32>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(32, "f16", D_32, DESCRIPTOR("a", "%16") DESCRIPTOR("b", "%17"), "a, b", "%18", "0, 1") : OF_D_32 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(32, "bf16", D_32, DESCRIPTOR("a", "%16") DESCRIPTOR("b", "%17"), "a, b", "%18", "0, 1") : OF_D_32 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_shared_rows<64>(float* d, u32 a, u32 b, int add) {
+template <> OP void wgmma_ss_b_mn<64>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(64, "f16", D_64, DESCRIPTOR("a", "%32") DESCRIPTOR("b", "%33"), "a, b", "%34", "0, 1") : OF_D_64 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(64, "bf16", D_64, DESCRIPTOR("a", "%32") DESCRIPTOR("b", "%33"), "a, b", "%34", "0, 1") : OF_D_64 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_shared_rows<128>(float* d, u32 a, u32 b, int add) {
+template <> OP void wgmma_ss_b_mn<128>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(128, "f16", D_128, DESCRIPTOR("a", "%64") DESCRIPTOR("b", "%65"), "a, b", "%66", "0, 1") : OF_D_128 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(128, "bf16", D_128, DESCRIPTOR("a", "%64") DESCRIPTOR("b", "%65"), "a, b", "%66", "0, 1") : OF_D_128 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_shared_columns<80>(float* d, u32 a, u32 b, int add) {
+template <> OP void wgmma_ss_a_mn<80>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(80, "f16", D_80, DESCRIPTOR("a", "%40") DESCRIPTOR("b", "%41"), "a, b", "%42", "1, 0") : OF_D_80 : "r"(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(80, "bf16", D_80, DESCRIPTOR("a", "%40") DESCRIPTOR("b", "%41"), "a, b", "%42", "1, 0") : OF_D_80 : "r"(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_registers<64>(float* d, const u32* a, u32 b, int add) {
+template <> OP void wgmma_rs<64>(float* d, const u32* a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(64, "f16", D_64, DESCRIPTOR("b", "%36"), "{%32, %33, %34, %35}, b", "%37", "1") : OF_D_64 : OF_A(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(64, "bf16", D_64, DESCRIPTOR("b", "%36"), "{%32, %33, %34, %35}, b", "%37", "1") : OF_D_64 : OF_A(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_registers<96>(float* d, const u32* a, u32 b, int add) {
+template <> OP void wgmma_rs<96>(float* d, const u32* a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(96, "f16", D_96, DESCRIPTOR("b", "%52"), "{%48, %49, %50, %51}, b", "%53", "1") : OF_D_96 : OF_A(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(96, "bf16", D_96, DESCRIPTOR("b", "%52"), "{%48, %49, %50, %51}, b", "%53", "1") : OF_D_96 : OF_A(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_registers<128>(float* d, const u32* a, u32 b, int add) {
+template <> OP void wgmma_rs<128>(float* d, const u32* a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(128, "f16", D_128, DESCRIPTOR("b", "%68"), "{%64, %65, %66, %67}, b", "%69", "1") : OF_D_128 : OF_A(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(128, "bf16", D_128, DESCRIPTOR("b", "%68"), "{%64, %65, %66, %67}, b", "%69", "1") : OF_D_128 : OF_A(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_registers<192>(float* d, const u32* a, u32 b, int add) {
+template <> OP void wgmma_rs<192>(float* d, const u32* a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(192, "f16", D_192, DESCRIPTOR("b", "%100"), "{%96, %97, %98, %99}, b", "%101", "1") : OF_D_192 : OF_A(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(192, "bf16", D_192, DESCRIPTOR("b", "%100"), "{%96, %97, %98, %99}, b", "%101", "1") : OF_D_192 : OF_A(a), "r"(b), "r"(add));
 }
-template <> OP void wgmma_from_registers<256>(float* d, const u32* a, u32 b, int add) {
+template <> OP void wgmma_rs<256>(float* d, const u32* a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(256, "f16", D_256, DESCRIPTOR("b", "%132"), "{%128, %129, %130, %131}, b", "%133", "1") : OF_D_256 : OF_A(a), "r"(b), "r"(add));
   else
@@ -192,12 +192,12 @@ template <int ROWS, int WIDTH, typename Put> void read_rows(const PanelTile<ROWS
     }
   }
 }
-template <int K, int N> void multiply_add(Acc<16, N>& d, const float (&left)[16][K], const float (&right)[K][N]) {
+template <int K, int N> void multiply_add(Acc<16, N>& d, const float (&a_f32)[16][K], const float (&b_f32)[K][N]) {
   count_flops(2 * 16 * K * N);
   float sum[16][N] = {};
   for (int i = 0; i < 16; ++i)
     for (int k = 0; k < K; ++k)
-      for (int j = 0; j < N; ++j) sum[i][j] += left[i][k] * right[k][j];
+      for (int j = 0; j < N; ++j) sum[i][j] += a_f32[i][k] * b_f32[k][j];
   for_lane(l) for (int r = 0; r < d.regs; ++r) d.at(l, r) += sum[d.row(l, r)][d.col(l, r)];
 }
 // d becomes what compute(d) makes of it when a wait names it, and is NaN until then. It adds to d, or it makes a new d.
@@ -218,69 +218,69 @@ template <int N, int ROWS, int WIDTH>
 OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a, int row0, const PanelTile<N, WIDTH>& b, bool add = false,
                                  CallSite at = call_site()) {
 #if ON_GPU
-  const u32 left = descriptor(a.base + row0 * 128, 16), right = descriptor(b.base, 16);
+  const u32 desc_a = descriptor(a.base + row0 * 128, 16), desc_b = descriptor(b.base, 16);
   pin(s);
   wgmma_fence();                                              // without it the product may overtake what was written to its registers
   #pragma unroll
   for (int i = 0; i < WIDTH / 16; ++i)
-    wgmma_from_shared<N>(s.v, left + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, right + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, add || i > 0);
+    wgmma_ss<N>(s.v, desc_a + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, desc_b + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, add || i > 0);
   wgmma_commit_group();
 #else
   const int warp_row = row0 + warp_id() % 4 * 16;
   start_on_host(s, add, at, [=](Acc<16, N>& s) {
-    float left[16][WIDTH], right[WIDTH][N];
-    read_rows(a, warp_row, 16, at, [&](int row, int col, float x) { left[row][col] = x; });
-    read_rows(b, 0, N, at, [&](int row, int col, float x) { right[col][row] = x; });
+    float a_f32[16][WIDTH], b_f32[WIDTH][N];
+    read_rows(a, warp_row, 16, at, [&](int row, int col, float x) { a_f32[row][col] = x; });
+    read_rows(b, 0, N, at, [&](int row, int col, float x) { b_f32[col][row] = x; });
     if (!add) fill(s, 0.f);
-    multiply_add(s, left, right);
+    multiply_add(s, a_f32, b_f32);
   });
 #endif
 }
 
-// d = a b[:, col0 : col0 + N] is started: rows as above, both factors in shared memory.
+// d = a b[:, col0 : col0 + N] is started: rows as above, both operands in shared memory.
 template <int N, int ROWS, int INNER, int WIDTH>
 OP void start_product(Acc<16, N>& d, const PanelTile<ROWS, INNER>& a, int row0, const PanelTile<INNER, WIDTH>& b, int col0,
                       CallSite at = call_site()) {
 #if ON_GPU
-  const u32 left = descriptor(a.base + row0 * 128, 16), right = descriptor(b.base + col0 / 64 * b.panel_bytes + col0 % 64 * 2, b.panel_bytes);
+  const u32 desc_a = descriptor(a.base + row0 * 128, 16), desc_b = descriptor(b.base + col0 / 64 * b.panel_bytes + col0 % 64 * 2, b.panel_bytes);
   pin(d);
   wgmma_fence();                                              // as above
   #pragma unroll
   for (int i = 0; i < INNER / 16; ++i)
-    wgmma_from_shared_rows<N>(d.v, left + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, right + i * 16 * 128 / 16, i > 0);
+    wgmma_ss_b_mn<N>(d.v, desc_a + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, desc_b + i * 16 * 128 / 16, i > 0);
   wgmma_commit_group();
 #else
   const int warp_row = row0 + warp_id() % 4 * 16;
   if (col0 % 64 && col0 % 64 + N > 64) host::self->fail("multiplies columns that begin inside a panel and go on in the next", at);
   start_on_host(d, false, at, [=](Acc<16, N>& d) {
-    float left[16][INNER], right[INNER][N];
-    read_rows(a, warp_row, 16, at, [&](int row, int col, float x) { left[row][col] = x; });
-    read_rows(b, 0, INNER, at, [&](int row, int col, float x) { if (col0 <= col && col < col0 + N) right[row][col - col0] = x; });
+    float a_f32[16][INNER], b_f32[INNER][N];
+    read_rows(a, warp_row, 16, at, [&](int row, int col, float x) { a_f32[row][col] = x; });
+    read_rows(b, 0, INNER, at, [&](int row, int col, float x) { if (col0 <= col && col < col0 + N) b_f32[row][col - col0] = x; });
     fill(d, 0.f);
-    multiply_add(d, left, right);
+    multiply_add(d, a_f32, b_f32);
   });
 #endif
 }
 
-// d = a[:, col0 : col0 + 64]^T b^T is started: a warp has 16 rows of d, both factors in shared memory.
+// d = a[:, col0 : col0 + 64]^T b^T is started: a warp has 16 rows of d, both operands in shared memory.
 template <int N, int INNER, int WIDTH>
 OP void start_transposed_product(Acc<16, N>& d, const PanelTile<INNER, WIDTH>& a, int col0, const PanelTile<N, INNER>& b, CallSite at = call_site()) {
 #if ON_GPU
-  const u32 left = descriptor(a.base + col0 / 64 * a.panel_bytes, a.panel_bytes), right = descriptor(b.base, 16);
+  const u32 desc_a = descriptor(a.base + col0 / 64 * a.panel_bytes, a.panel_bytes), desc_b = descriptor(b.base, 16);
   pin(d);
   wgmma_fence();                                              // as above
   #pragma unroll
   for (int i = 0; i < INNER / 16; ++i)
-    wgmma_from_shared_columns<N>(d.v, left + i * 16 * 128 / 16, right + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, i > 0);
+    wgmma_ss_a_mn<N>(d.v, desc_a + i * 16 * 128 / 16, desc_b + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, i > 0);
   wgmma_commit_group();
 #else
   const int warp_col = col0 + warp_id() % 4 * 16;
   start_on_host(d, false, at, [=](Acc<16, N>& d) {
-    float left[16][INNER], right[INNER][N];
-    read_rows(a, 0, INNER, at, [&](int row, int col, float x) { if (warp_col <= col && col < warp_col + 16) left[col - warp_col][row] = x; });
-    read_rows(b, 0, N, at, [&](int row, int col, float x) { right[col][row] = x; });
+    float a_f32[16][INNER], b_f32[INNER][N];
+    read_rows(a, 0, INNER, at, [&](int row, int col, float x) { if (warp_col <= col && col < warp_col + 16) a_f32[col - warp_col][row] = x; });
+    read_rows(b, 0, N, at, [&](int row, int col, float x) { b_f32[col][row] = x; });
     fill(d, 0.f);
-    multiply_add(d, left, right);
+    multiply_add(d, a_f32, b_f32);
   });
 #endif
 }
@@ -294,17 +294,17 @@ OP void start_product(Acc<16, WIDTH>& o, const OperandA<16> (&p)[K], const Panel
   pin(o);
   wgmma_fence();
   #pragma unroll
-  for (int i = 0; i < K; ++i) wgmma_from_registers<WIDTH>(o.v, p[i].v, b + i * 16 * 128 / 16, add || i > 0);
+  for (int i = 0; i < K; ++i) wgmma_rs<WIDTH>(o.v, p[i].v, b + i * 16 * 128 / 16, add || i > 0);
   wgmma_commit_group();
 #else
   start_on_host(o, add, at, [=, &p](Acc<16, WIDTH>& o) {
     if (!add) fill(o, 0.f);
-    float left[16][16 * K], right[16 * K][WIDTH];
+    float a_f32[16][16 * K], b_f32[16 * K][WIDTH];
     for (int i = 0; i < K; ++i)
       for_lane(l) for (int r = 0; r < p[i].regs; ++r) for (int half = 0; half < 2; ++half)
-        left[p[i].row(l, r)][16 * i + p[i].k(l, r) + half] = unpack<Element>(p[i].at(l, r), half);
-    read_rows(v, 0, 16 * K, at, [&](int row, int col, float x) { right[row][col] = x; });
-    multiply_add(o, left, right);
+        a_f32[p[i].row(l, r)][16 * i + p[i].k(l, r) + half] = unpack<Element>(p[i].at(l, r), half);
+    read_rows(v, 0, 16 * K, at, [&](int row, int col, float x) { b_f32[row][col] = x; });
+    multiply_add(o, a_f32, b_f32);
   });
 #endif
 }

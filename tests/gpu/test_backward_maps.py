@@ -11,7 +11,7 @@ from cupy_flash.compare_gradients import compare_gradients, make_cotangents
 cupy = pytest.importorskip("cupy")
 
 pytestmark = pytest.mark.skipif(
-    cupy.cuda.is_available() and cupy.cuda.Device().compute_capability != "90", reason="needs the copy engine of sm_90"
+    cupy.cuda.is_available() and cupy.cuda.Device().compute_capability != "90", reason="needs the TMA of sm_90"
 )
 
 RESULTS = ("dq", "dk", "dv")
@@ -71,7 +71,7 @@ def test_each_launch_reads_and_writes_its_own_arrays(dim):
 def test_first_heads_are_finished_by_their_last_blocks_and_last_heads_by_others(case, deterministic):
     given = operands(case)
     plan = planned(case, given, deterministic=deterministic)
-    assert (case.dim == 128) == plan.kernel.config.STAGED_SUMS
+    assert (case.dim == 128) == plan.kernel.config.TMA_REDUCE_DQ
     grouping = make_grouping(plan.kernel, plan.problem)
     assert 0 < grouping.last_heads < given["q"].size // (case.len_q * case.dim)
     assert (grouping.reused > 0) == (case.dim <= 128 and case.len_q <= 2048)
@@ -93,7 +93,7 @@ def test_what_lies_around_the_arrays_is_neither_read_nor_written(dim, dim_v):
 
 
 def test_rows_that_end_within_16_bytes_are_not_written_beyond_their_end():
-    """The copy engine would: it writes whole chunks. It reads them, here of rows of 128 bytes of which 120 are given."""
+    """TMA would: it writes whole chunks. It reads them, here of rows of 128 bytes of which 120 are given."""
     case = Case("bfloat16", 130, 190, dim=60, heads_q=2)
     given = operands(case)
     memory = {name: cupy.full((*x.shape[:3], 64), 77, x.dtype) for name, x in given.items() if x.ndim == 4}

@@ -18,8 +18,8 @@ texts = dict(source.files())
 def change(name, old, new):
     assert old in texts[name], old
     texts[name] = texts[name].replace(old, new)
-change("tile/arrival.cuh", "  arrive_at<LANES>(ring.free(), at);", "  mbarrier_arrive(ring.free().address);")
-change("tile/arrival.cuh", "start_arrivals(ring.free(), readers, at);", "start_arrivals(ring.free(), 32 * readers, at);")
+change("tile/pipeline.cuh", "  arrive_at<LANES>(ring.free(), at);", "  mbarrier_arrive(ring.free().address);")
+change("tile/pipeline.cuh", "init_mbarrier(ring.free(), readers, at);", "init_mbarrier(ring.free(), 32 * readers, at);")
 source.files = lambda: texts
 """
 PROGRAM = """
@@ -55,7 +55,7 @@ for case in (
     cupy.cuda.Device().synchronize()
 
 def forward(*inputs, **options):
-    # By a kernel that stores with instructions: initcheck does not know of memory that the copy engine has written.
+    # By a kernel that stores with instructions: initcheck does not know of memory that TMA has written.
     return plan_attention(*inputs, kernel="fwd_v2", return_lse=True, **options)(*inputs)
 
 def backward(dout, *inputs, **options):

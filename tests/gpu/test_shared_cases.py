@@ -39,7 +39,7 @@ def check_kernel(plan, name):
 
 
 def tma_can_move(x):
-    """Whether the copy engine can: rows without gaps between elements, all else 16 bytes or multiples of them apart."""
+    """Whether TMA can: rows without gaps between elements, all else 16 bytes or multiples of them apart."""
     *steps, step = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.strides)]
     return x.size > 0 and step in (0, x.itemsize) and all(n >= 0 and n % 16 == 0 for n in (*steps, x.data.ptr))
 
@@ -112,6 +112,6 @@ def test_backward_with_the_tile_of_long_sequences(given, deterministic, staged):
     best = best_backward(case, (dout, *inputs, *gradients))
     served = best == "bwd_hopper" and not explicit_scores(case)
     check_kernel(plan, "bwd_hopper_wide" if best == "bwd_hopper" and not served else best)
-    assert plan.kernel.config.STAGED_SUMS is served
+    assert plan.kernel.config.TMA_REDUCE_DQ is served
     judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores)
     assert judged.ok, judged.message

@@ -14,7 +14,7 @@ from cupy_flash.tuning import HOPPER
 cupy = pytest.importorskip("cupy")
 
 pytestmark = pytest.mark.skipif(
-    cupy.cuda.is_available() and cupy.cuda.Device().compute_capability != "90", reason="needs the copy engine of sm_90"
+    cupy.cuda.is_available() and cupy.cuda.Device().compute_capability != "90", reason="needs the TMA of sm_90"
 )
 
 
@@ -146,7 +146,7 @@ MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (150, 70)}
 
 @pytest.mark.parametrize("pad", [0, 2, 4, 7, 8])
 @pytest.mark.parametrize(
-    "row", HOPPER, ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k" + "-line" * row.in_line
+    "row", HOPPER, ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k" + "-line" * row.pingpong
 )
 def test_every_tile_of_the_table(row, pad, only_row):
     """More query tiles than blocks, warpgroups that see nothing of some key tiles, and out in rows with room between them."""
@@ -159,10 +159,10 @@ def test_every_tile_of_the_table(row, pad, only_row):
         out = room[..., : width - pad]
         plan = plan_attention(q, k, v, out=out, **options)
         c, p = plan.kernel.config, plan.problem
-        knobs = ("tile_q", "tile_kv", "slots_q", "stages", "stages_v", "in_line")
+        knobs = ("tile_q", "tile_kv", "stages_q", "stages", "stages_v", "pingpong")
         assert all(getattr(c, knob.upper()) == getattr(row, knob) for knob in knobs)
-        copied, staged = {0: 16, 2: 4, 4: 8, 7: 0, 8: 16}[pad], row.staged_out and pad % 8 == 0
-        assert copied == c.COPY_BYTES and staged == c.STAGED_OUT
+        copied, staged = {0: 16, 2: 4, 4: 8, 7: 0, 8: 16}[pad], row.tma_store_out and pad % 8 == 0
+        assert copied == c.COPY_BYTES and staged == c.TMA_STORE_OUT
         comparison = compare(plan(q, k, v, out=out), None, q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key)
         assert comparison.ok, f"{name}: {comparison.message}"
         assert cupy.isnan(room[..., width - pad :]).all()

@@ -1,24 +1,24 @@
-// sums.cuh -- float32 sums in device memory: the workspace of kernels that add to one result more than once.
+// accum.cuh -- float32 sums in device memory: the workspace of kernels that add to one result more than once.
 #pragma once
 #include "tile/shared.cuh"
 
 // ROWS x WIDTH sums in the order of fragments: 16 x 16 blocks, row by row; in a block first registers 0 ... 3 of all lanes, then
 // 4 ... 7. A warp so moves 512 neighbouring bytes at once, and no tile size or number of warps is part of the order.
-template <int ROWS, int WIDTH> struct SumTile {
+template <int ROWS, int WIDTH> struct AccumTile {
   static constexpr int size = ROWS * WIDTH;
   float* base;
   static OP constexpr int offset(int row0, int col0) { return (row0 / 16 * (WIDTH / 16) + col0 / 16) * 256; }
 };
 // The same where a product leaves the transpose of the tile: so it lies.
-template <int ROWS, int WIDTH> struct TransposedSumTile {
+template <int ROWS, int WIDTH> struct TransposedAccumTile {
   static constexpr int size = ROWS * WIDTH;
   float* base;
-  static OP constexpr int offset(int row0, int col0) { return SumTile<WIDTH, ROWS>::offset(col0, row0); }
+  static OP constexpr int offset(int row0, int col0) { return AccumTile<WIDTH, ROWS>::offset(col0, row0); }
 };
 
 // Calls move(four registers of a lane, their place) for all of a fragment that lies at (row0, col0) of a tile.
 template <int ROWS, int WIDTH, typename Fragment, typename Move>
-OP void for_sums(SumTile<ROWS, WIDTH> tile, Fragment& acc, int row0, int col0, Move move) {
+OP void for_accum(AccumTile<ROWS, WIDTH> tile, Fragment& acc, int row0, int col0, Move move) {
   float* const first = tile.base + tile.offset(row0, col0);
   for_lane(l) {
     float* const own = first + l * 4;
@@ -29,16 +29,16 @@ OP void for_sums(SumTile<ROWS, WIDTH> tile, Fragment& acc, int row0, int col0, M
 }
 
 // tile[row0 :, col0 :] = acc
-template <int ROWS, int WIDTH, int M, int N> OP void store(SumTile<ROWS, WIDTH> tile, const Acc<M, N>& acc, int row0, int col0) {
-  for_sums(tile, acc, row0, col0, [](const float* from, float* to) {
+template <int ROWS, int WIDTH, int M, int N> OP void store(AccumTile<ROWS, WIDTH> tile, const Acc<M, N>& acc, int row0, int col0) {
+  for_accum(tile, acc, row0, col0, [](const float* from, float* to) {
     count_written(sizeof(Four));
     *reinterpret_cast<Four*>(to) = Four{from[0], from[1], from[2], from[3]};
   });
 }
 
 // acc = tile[row0 :, col0 :]
-template <int M, int N, int ROWS, int WIDTH> OP void load(Acc<M, N>& acc, SumTile<ROWS, WIDTH> tile, int row0, int col0) {
-  for_sums(tile, acc, row0, col0, [](float* to, const float* from) {
+template <int M, int N, int ROWS, int WIDTH> OP void load(Acc<M, N>& acc, AccumTile<ROWS, WIDTH> tile, int row0, int col0) {
+  for_accum(tile, acc, row0, col0, [](float* to, const float* from) {
     count_read(sizeof(Four));
     const Four four = *reinterpret_cast<const Four*>(from);
     #pragma unroll
@@ -47,7 +47,7 @@ template <int M, int N, int ROWS, int WIDTH> OP void load(Acc<M, N>& acc, SumTil
 }
 
 // The same: an element of a block has changed places with the one across, and so belongs to another lane and register.
-template <int N, int ROWS, int WIDTH> OP void load(Acc<16, N>& acc, TransposedSumTile<ROWS, WIDTH> tile, int row0, int col0) {
+template <int N, int ROWS, int WIDTH> OP void load(Acc<16, N>& acc, TransposedAccumTile<ROWS, WIDTH> tile, int row0, int col0) {
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < acc.regs; ++r) {
@@ -82,8 +82,8 @@ OP u32 ld_acquire(const u32* from) {
 #endif
 
 // tile[row0 :, col0 :] += acc, while other blocks add to it as well
-template <int ROWS, int WIDTH, int M, int N> OP void add(SumTile<ROWS, WIDTH> tile, const Acc<M, N>& acc, int row0, int col0) {
-  for_sums(tile, acc, row0, col0, [](const float* from, float* to) {
+template <int ROWS, int WIDTH, int M, int N> OP void add(AccumTile<ROWS, WIDTH> tile, const Acc<M, N>& acc, int row0, int col0) {
+  for_accum(tile, acc, row0, col0, [](const float* from, float* to) {
     count_read(sizeof(Four));
     count_written(sizeof(Four));
 #if ON_GPU
@@ -100,7 +100,7 @@ template <int ROWS, int WIDTH, int M, int N> OP void add(SumTile<ROWS, WIDTH> ti
 }
 
 // tile = 0, by all threads of a block
-template <int ROWS, int WIDTH> OP void clear(SumTile<ROWS, WIDTH> tile) {
+template <int ROWS, int WIDTH> OP void clear(AccumTile<ROWS, WIDTH> tile) {
   for_lane(l) {
     for (int i = (warp_id() * 32 + l) * 4; i < tile.size; i += 32 * WARPS * 4) {
       count_written(sizeof(Four));
@@ -125,15 +125,15 @@ OP void clear(float* sums, u32 begin, u32 end) {
 // is then visible to it and to the warps that meet it at a barrier. Only blocks of lower numbers may come before: a GPU starts blocks in
 // the order of their numbers, so that those are running or done.
 #if ON_GPU
-OP void take_turn(const u32* turn, u32 mine) {
-  while (ld_acquire(turn) != mine) {}
+OP void semaphore_wait(const u32* semaphore, u32 mine) {
+  while (ld_acquire(semaphore) != mine) {}
 }
 // The same for a counter that others may have counted up further.
 OP void wait_for_count(const u32* counter, u32 least) {
   while (ld_acquire(counter) < least) {}
 }
 #else
-OP void take_turn(const u32* turn, u32 mine, CallSite at = call_site()) { host::self->wait_for(*turn, mine, false, at); }
+OP void semaphore_wait(const u32* semaphore, u32 mine, CallSite at = call_site()) { host::self->wait_for(*semaphore, mine, false, at); }
 OP void wait_for_count(const u32* counter, u32 least, CallSite at = call_site()) { host::self->wait_for(*counter, least, true, at); }
 #endif
 // Counts a block that has ended at each of `heads` counters, at most 32. By one warp, when all additions of the block have been made. Bits of
@@ -152,13 +152,13 @@ OP void count_block(u32* counters, int heads, u32 blocks, SharedAddress others) 
   store_shared(others, bits);
 #endif
 }
-OP void clear_turn(u32* turn) {
-  for_lane(l) if (l == 0) *turn = 0;
+OP void semaphore_clear(u32* semaphore) {
+  for_lane(l) if (l == 0) *semaphore = 0;
 }
 // Called by one warp after a barrier behind the additions of all warps.
-OP void pass_turn(u32* turn) {
+OP void semaphore_release(u32* semaphore) {
 #if ON_GPU
-  if (lane_id() == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
+  if (lane_id() == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(semaphore) : "memory");
 #else
   host::self->count_up<__ATOMIC_RELEASE>(*turn);
 #endif

@@ -1,34 +1,34 @@
-// arrival.cuh -- barriers in shared memory that count arrivals, of warps and of bytes: how warps and the copy engine (TMA) hand tiles to
+// pipeline.cuh -- barriers in shared memory that count arrivals, of warps and of bytes: how warps and TMA hand tiles to
 // each other. (PTX ISA, "mbarrier" and "Tensor Copies".)
 #pragma once
 #include "params.cuh"
 #include "tile/panel.cuh"
 
 // A barrier opens when `count` warps have arrived and every byte they announced has come, and then counts anew. Whoever waits names the
-// parity of the opening that it waits for: 0 for the first, 1 for the second, and so on in turn.
-struct Arrival {
+// phase of the opening that it waits for: 0 for the first, 1 for the second, and so on in turn.
+struct Mbarrier {
   static constexpr int bytes = 8;
   SharedAddress address;
 };
 
-// How the lanes of a warp go through a wait or an arrival. APART: by branches around the instruction, as anyone would write it. TOGETHER: with
+// How the lanes of a warp go through a wait or an arrival. DIVERGENT: by branches around the instruction, as anyone would write it. CONVERGENT: with
 // no branch that the assembler could take for one at which lanes part; where that holds for a whole kernel, its loop counters, addresses and
-// descriptors are kept once for a warp. ELECTED: so, and by an instruction that elects one lane to start copies: of a lane with a number the
+// descriptors are kept once for a warp. ELECT_ONE: so, and by an instruction that elects one lane to start copies: of a lane with a number the
 // assembler does not know that it is one, and makes a loop around each copy. The results are the same; which is faster depends on the kernel,
 // and not by little.
-enum Lanes { APART, TOGETHER, ELECTED };
+enum Lanes { DIVERGENT, CONVERGENT, ELECT_ONE };
 
 #if ON_GPU
-OP bool mbarrier_try_wait_parity(SharedAddress barrier, u32 parity) {
+OP bool mbarrier_try_wait_parity(SharedAddress barrier, u32 phase) {
   u32 open;
   asm volatile("{ .reg .pred open; mbarrier.try_wait.parity.shared::cta.b64 open, [%1], %2; selp.u32 %0, 1, 0, open; }"
-               : "=r"(open) : "r"(barrier), "r"(parity) : "memory");
+               : "=r"(open) : "r"(barrier), "r"(phase) : "memory");
   return open;
 }
 // the same in a loop until it is open, whose branches are told to be taken by all lanes
-OP void mbarrier_try_wait_parity_uni(SharedAddress barrier, u32 parity) {
+OP void mbarrier_try_wait_parity_uni(SharedAddress barrier, u32 phase) {
   asm volatile("{ .reg .pred open; again: mbarrier.try_wait.parity.shared::cta.b64 open, [%0], %1; @open bra.uni done; bra.uni again; done: }"
-               :: "r"(barrier), "r"(parity) : "memory");
+               :: "r"(barrier), "r"(phase) : "memory");
 }
 OP void mbarrier_init(SharedAddress barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
@@ -50,7 +50,7 @@ OP bool elect_sync() {
 }
 OP void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 OP void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-OP void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+OP void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 OP void cp_async_bulk_tensor_5d(SharedAddress dst, const TensorMap& map, SharedAddress barrier, int col, int row, int head, int b1, int b0) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
                :: "r"(dst), "l"(&map), "r"(barrier), "r"(col), "r"(row), "r"(head), "r"(b1), "r"(b0) : "memory");
@@ -113,7 +113,7 @@ struct Box {
       }
   }
   void load() const {
-    check_shown("has the copy engine overwrite");
+    check_shown("has TMA overwrite");
     for_chunks([](SharedAddress chunk, const char* from, int bytes) {
       count_read(bytes);
       if (bytes) std::memcpy(chunk, from, bytes);
@@ -131,123 +131,123 @@ struct Box {
 #endif
 
 // One of several warps does it, once; all warps see it after sync_block.
-OP void start_arrivals(Arrival barrier, int count, CallSite at = call_site()) {
+OP void init_mbarrier(Mbarrier barrier, int count, CallSite at = call_site()) {
 #if ON_GPU
   if (lane_id() == 0) {
     mbarrier_init(barrier.address, count);
     fence_mbarrier_init();
   }
 #else
-  host::self->block->start_arrivals(warp_id(), barrier.address, count, at);
+  host::self->block->init_mbarrier(warp_id(), barrier.address, count, at);
 #endif
 }
-template <Lanes LANES = APART> OP void arrive_at(Arrival barrier, CallSite at = call_site()) {
+template <Lanes LANES = DIVERGENT> OP void arrive_at(Mbarrier barrier, CallSite at = call_site()) {
 #if ON_GPU
-  if constexpr (LANES != APART) mbarrier_arrive_if(barrier.address, lane_id() == 0);
+  if constexpr (LANES != DIVERGENT) mbarrier_arrive_if(barrier.address, lane_id() == 0);
   else if (lane_id() == 0) mbarrier_arrive(barrier.address);
 #else
   host::self->block->arrive(warp_id(), barrier.address, 0, at);
 #endif
 }
-// arrives, and announces bytes that the copy engine will bring
-OP void arrive_with_bytes(Arrival barrier, int bytes, CallSite at = call_site()) {
+// arrives, and announces bytes that TMA will bring
+OP void arrive_expect_tx(Mbarrier barrier, int bytes, CallSite at = call_site()) {
 #if ON_GPU
   if (lane_id() == 0) mbarrier_arrive_expect_tx(barrier.address, bytes);
 #else
   host::self->block->arrive(warp_id(), barrier.address, bytes, at);
 #endif
 }
-template <Lanes LANES = APART> OP void wait_for(Arrival barrier, u32 parity, CallSite at = call_site()) {
+template <Lanes LANES = DIVERGENT> OP void wait_for(Mbarrier barrier, u32 phase, CallSite at = call_site()) {
 #if ON_GPU
-  if constexpr (LANES != APART) mbarrier_try_wait_parity_uni(barrier.address, parity);
-  else while (!mbarrier_try_wait_parity(barrier.address, parity)) {}
+  if constexpr (LANES != DIVERGENT) mbarrier_try_wait_parity_uni(barrier.address, phase);
+  else while (!mbarrier_try_wait_parity(barrier.address, phase)) {}
 #else
-  host::self->block->wait_for_arrivals(warp_id(), barrier.address, parity, at);
+  host::self->block->wait_for_mbarrier(warp_id(), barrier.address, phase, at);
 #endif
 }
 
-// Tiles that the copy engine brings for one warp and others read, in a circle of SLOTS. Each side walks it with a copy of its own.
-constexpr int RING_BARRIERS = 2 * Arrival::bytes;             // of a slot: it is full; it is free
-template <typename T, int SLOTS, Lanes LANES = APART> struct Ring {
+// Tiles that TMA brings for one warp and others read, in a circle of DEPTH. Each side walks it with a copy of its own.
+constexpr int STAGE_BARRIERS = 2 * Mbarrier::bytes;           // of a slot: it is full; it is free
+template <typename T, int DEPTH, Lanes LANES = DIVERGENT> struct Pipeline {
   typedef T Tile;
-  static constexpr int slots = SLOTS;
+  static constexpr int depth = DEPTH;
   SharedAddress tiles, barriers;
-  u32 number = 0;                                             // of the tile at hand; a block goes through fewer than 2^32
-  OP Ring(SharedAddress tiles, SharedAddress barriers) : tiles(tiles), barriers(barriers) {}
-  OP int slot() const { return int(number % SLOTS); }
-  OP u32 round() const { return number / SLOTS % 2; }         // parity of the openings that make the slots of this round full
-  OP Tile tile() const { return {tiles + slot() * Tile::bytes}; }
-  OP Arrival full() const { return {barriers + slot() * RING_BARRIERS}; }
-  OP Arrival free() const { return {barriers + slot() * RING_BARRIERS + Arrival::bytes}; }
-  OP void advance() { ++number; }
+  u32 count = 0;                                              // of the tile at hand; a block goes through fewer than 2^32
+  OP Pipeline(SharedAddress tiles, SharedAddress barriers) : tiles(tiles), barriers(barriers) {}
+  OP int stage() const { return int(count % DEPTH); }
+  OP u32 phase() const { return count / DEPTH % 2; }          // phase of the openings that make the slots of this round full
+  OP Tile tile() const { return {tiles + stage() * Tile::bytes}; }
+  OP Mbarrier full() const { return {barriers + stage() * STAGE_BARRIERS}; }
+  OP Mbarrier empty() const { return {barriers + stage() * STAGE_BARRIERS + Mbarrier::bytes}; }
+  OP void advance() { ++count; }
 };
 // By one warp, before a sync_block: a slot is free again when `readers` warps have said so.
-template <typename T, int SLOTS, Lanes LANES> OP void start_ring(Ring<T, SLOTS, LANES> ring, int readers, CallSite at = call_site()) {
-  for (int i = 0; i < SLOTS; ++i, ring.advance()) {
-    start_arrivals(ring.full(), 1, at);
-    start_arrivals(ring.free(), readers, at);
+template <typename T, int DEPTH, Lanes LANES> OP void init_pipeline(Pipeline<T, DEPTH, LANES> pipeline, int readers, CallSite at = call_site()) {
+  for (int i = 0; i < DEPTH; ++i, pipeline.advance()) {
+    init_mbarrier(pipeline.full(), 1, at);
+    init_mbarrier(pipeline.empty(), readers, at);
   }
 }
 // Waits until the slot at hand has been filled, or has been left by all its readers; at first it is free.
-template <typename T, int SLOTS, Lanes LANES> OP void wait_full(const Ring<T, SLOTS, LANES>& ring, CallSite at = call_site()) {
-  wait_for<LANES>(ring.full(), ring.round(), at);
+template <typename T, int DEPTH, Lanes LANES> OP void consumer_wait(const Pipeline<T, DEPTH, LANES>& pipeline, CallSite at = call_site()) {
+  wait_for<LANES>(pipeline.full(), pipeline.phase(), at);
 }
-template <typename T, int SLOTS, Lanes LANES> OP void wait_free(const Ring<T, SLOTS, LANES>& ring, CallSite at = call_site()) {
-  wait_for<LANES>(ring.free(), ring.round() ^ 1, at);
+template <typename T, int DEPTH, Lanes LANES> OP void producer_acquire(const Pipeline<T, DEPTH, LANES>& pipeline, CallSite at = call_site()) {
+  wait_for<LANES>(pipeline.empty(), pipeline.phase() ^ 1, at);
 }
 // The calling warp has read the slot at hand, and goes on to the next one. One lane arrives for all: what lanes have read one by one has
-// to have been the factor of a product since, which they start together.
-template <typename T, int SLOTS, Lanes LANES> OP void arrive_free(Ring<T, SLOTS, LANES>& ring, CallSite at = call_site()) {
-  arrive_at<LANES>(ring.free(), at);
-  ring.advance();
+// to have been an operand of a product since, which they start together.
+template <typename T, int DEPTH, Lanes LANES> OP void consumer_release(Pipeline<T, DEPTH, LANES>& pipeline, CallSite at = call_site()) {
+  arrive_at<LANES>(pipeline.empty(), at);
+  pipeline.advance();
 }
 // the same for tiles that the warp does not need
-template <typename T, int SLOTS, Lanes LANES> OP void skip(Ring<T, SLOTS, LANES>& ring, int tiles, CallSite at = call_site()) {
+template <typename T, int DEPTH, Lanes LANES> OP void skip(Pipeline<T, DEPTH, LANES>& pipeline, int tiles, CallSite at = call_site()) {
   #pragma unroll 1
   for (int i = 0; i < tiles; ++i) {
-    wait_full(ring, at);
-    arrive_free(ring, at);
+    consumer_wait(pipeline, at);
+    consumer_release(pipeline, at);
   }
 }
 // map[batch, head, row : row + rows of a tile] is on its way to the slot at hand, zero beyond the array
-template <typename T, int SLOTS, Lanes LANES>
-OP void start_load(const Ring<T, SLOTS, LANES>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at) {
+template <typename T, int DEPTH, Lanes LANES>
+OP void start_load(const Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at) {
 #if ON_GPU
-  if (LANES == ELECTED ? elect_sync() : lane_id() == 0) {
+  if (LANES == ELECT_ONE ? elect_sync() : lane_id() == 0) {
     #pragma unroll
     for (int i = 0; i < T::panels; ++i)
-      cp_async_bulk_tensor_5d(ring.tile().base + i * T::panel_bytes, map, ring.full().address, 64 * i, row, head, batch[BATCH_AXES - 1], batch[BATCH_AXES - 2]);
+      cp_async_bulk_tensor_5d(pipeline.tile().base + i * T::panel_bytes, map, pipeline.full().address, 64 * i, row, head, batch[BATCH_AXES - 1], batch[BATCH_AXES - 2]);
   }
 #else
   for (int i = 0; i < T::panels; ++i) {
-    const Box box(map, ring.tile().base + i * T::panel_bytes, T::rows, 64 * i, row, head, batch, at);
-    host::self->block->load_async(warp_id(), ring.full().address, {T::panel_bytes, [=] { box.load(); }}, at);
+    const Box box(map, pipeline.tile().base + i * T::panel_bytes, T::rows, 64 * i, row, head, batch, at);
+    host::self->block->load_async(warp_id(), pipeline.full().address, {T::panel_bytes, [=] { box.load(); }}, at);
   }
 #endif
 }
 // The slot at hand = this part of the array; goes on to the next one.
-template <typename T, int SLOTS, Lanes LANES>
-OP void load_async(Ring<T, SLOTS, LANES>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at = call_site()) {
-  arrive_with_bytes(ring.full(), T::bytes, at);
-  start_load(ring, map, batch, head, row, at);
-  ring.advance();
+template <typename T, int DEPTH, Lanes LANES>
+OP void load_async(Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at = call_site()) {
+  arrive_expect_tx(pipeline.full(), T::bytes, at);
+  start_load(pipeline, map, batch, head, row, at);
+  pipeline.advance();
 }
 // The same, and with the tile comes one number for each of its rows, to `to`: from[0 : rows of a tile].
-template <typename T, int SLOTS, Lanes LANES>
-OP void load_async(Ring<T, SLOTS, LANES>& ring, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, const float* from,
+template <typename T, int DEPTH, Lanes LANES>
+OP void load_async(Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, const float* from,
                    SharedAddress to, CallSite at = call_site()) {
   constexpr int bytes = T::rows * int(sizeof(float));
-  arrive_with_bytes(ring.full(), T::bytes + bytes, at);
-  start_load(ring, map, batch, head, row, at);
+  arrive_expect_tx(pipeline.full(), T::bytes + bytes, at);
+  start_load(pipeline, map, batch, head, row, at);
 #if ON_GPU
-  if (lane_id() == 0) cp_async_bulk(to, from, bytes, ring.full().address);
+  if (lane_id() == 0) cp_async_bulk(to, from, bytes, pipeline.full().address);
 #else
-  host::self->block->load_async(warp_id(), ring.full().address, {bytes, [=] {
+  host::self->block->load_async(warp_id(), pipeline.full().address, {bytes, [=] {
     count_read(bytes);
     std::memcpy(to, from, bytes);
   }}, at);
 #endif
-  ring.advance();
+  pipeline.advance();
 }
 // map[batch, head, row : row + 16, col0 :] = tile[row0 : row0 + 16], clipped to the array
 template <int ROWS, int WIDTH>
@@ -264,13 +264,13 @@ OP void store_async(const TensorMap& map, const int (&batch)[BATCH_AXES], int he
 #else
   for (int i = 0; i < tile.panels; ++i) {
     const Box box(map, tile.base + i * tile.panel_bytes + row0 * 128, 16, col0 + 64 * i, row, head, batch, at);
-    box.check_shown("has the copy engine read");
-    if (box.map.size[0] % 8) host::self->fail("has the copy engine store rows that end within 16 bytes, all of which it writes", at);
+    box.check_shown("has TMA read");
+    if (box.map.size[0] % 8) host::self->fail("has TMA store rows that end within 16 bytes, all of which it writes", at);
     host::self->store_async([=] { box.store(); });
   }
 #endif
 }
-// to[0 : count] += from[0 : count] is on its way, by the copy engine, while others add there as well.
+// to[0 : count] += from[0 : count] is on its way, by TMA, while others add there as well.
 OP void add_async(float* to, SharedAddress from, int count, CallSite at = call_site()) {
 #if ON_GPU
   if (lane_id() == 0) {
@@ -279,12 +279,12 @@ OP void add_async(float* to, SharedAddress from, int count, CallSite at = call_s
   }
   __syncwarp();                                               // as above
 #else
-  host::self->check_shown(from, count * 4, "has the copy engine add", at);
+  host::self->check_shown(from, count * 4, "has TMA add", at);
   host::self->add_async(to, from, count);
 #endif
 }
 // Waits until what this warp has added with add_async is in device memory.
-OP void wait_for_sums() {
+OP void wait_for_reductions() {
 #if ON_GPU
   if (lane_id() == 0) cp_async_bulk_wait_group();
   __syncwarp();
@@ -292,7 +292,7 @@ OP void wait_for_sums() {
   host::self->wait_for_async_sums();
 #endif
 }
-// Waits until the copy engine has read what this warp has stored with store_async, or added with add_async.
+// Waits until TMA has read what this warp has stored with store_async, or added with add_async.
 OP void wait_for_stores() {
 #if ON_GPU
   cp_async_bulk_wait_group_read();                            // of the lane that has started them: the others have nothing to wait for
@@ -301,31 +301,31 @@ OP void wait_for_stores() {
   host::self->wait_for_async_stores();
 #endif
 }
-// What the lanes of the warp have written to shared memory is seen by the copy engine.
-OP void sync_with_copies() {
+// What the lanes of the warp have written to shared memory is seen by TMA.
+OP void fence_proxy_async() {
 #if ON_GPU
-  fence_proxy_async();
+  fence_proxy_async_shared();
   __syncwarp();
 #else
   host::self->show_stores();
 #endif
 }
 
-// What other blocks have written to device memory, and this warp has been told of, comes before what the copy engine does there for it.
+// What other blocks have written to device memory, and this warp has been told of, comes before what TMA does there for it.
 OP void write_by_copies() {
 #if ON_GPU
   fence_proxy_async_global();
 #endif
 }
 
-template <int REGISTERS> OP void take_registers() {
+template <int REGISTERS> OP void warpgroup_reg_alloc() {
 #if ON_GPU
   setmaxnreg_inc<REGISTERS>();
 #else
   host::self->block->do_together(warp_id());
 #endif
 }
-template <int REGISTERS> OP void give_registers() {
+template <int REGISTERS> OP void warpgroup_reg_dealloc() {
 #if ON_GPU
   setmaxnreg_dec<REGISTERS>();
 #else
