@@ -29,7 +29,7 @@
 //   bwd_hopper_postprocess   sums gradients of inputs that were broadcast, or of keys that several blocks have summed up
 #include "config.cuh"
 #include "params.cuh"
-#include "tile/key_block.cuh"
+#include "tile/dq_protocol.cuh"
 
 static_assert(TILE_KV == 64 * GROUPS, "a warpgroup owns 64 keys");
 

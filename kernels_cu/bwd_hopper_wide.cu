@@ -17,7 +17,7 @@
 //   bwd_hopper_wide_postprocess   as bwd_hopper_postprocess
 #include "config.cuh"
 #include "params.cuh"
-#include "tile/key_block.cuh"
+#include "tile/dq_protocol.cuh"
 
 static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
 static_assert(!TMA_REDUCE_DQ, "shared memory has no room for dQ");

@@ -34,7 +34,8 @@ from cupy_flash.launch import AttentionPlan
 pytestmark = pytest.mark.usefixtures("fast_build")
 
 KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu", file))
-PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper"}  # headers, and a kernel that each is a part of
+# Headers, and a kernel that each is a part of.
+PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper", "tile/dq_protocol.cuh": "bwd_hopper"}
 # Or a comment, which may speak of one.
 CALL = re.compile(r"//.*|\b(?:(?:sync|arrive|wait|commit|producer|consumer)_\w+|fence_proxy_async)(?:<[^;]*>)?\([^;]*\);")
 
@@ -222,7 +223,7 @@ def test_blocks_wait_for_one_that_is_slow(staged, left_out, monkeypatch, change_
     case = Case("float16", 60, 300, dim=32)
     inputs, (dout, _) = make_inputs(case), make_cotangents(case)
     given = (dout, *inputs, *attention(*inputs, return_lse=True))
-    file = "tile/key_block.cuh"
+    file = "tile/dq_protocol.cuh"
     text = source.files()[file]
 
     def computed(blocks, deterministic):

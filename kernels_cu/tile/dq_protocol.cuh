@@ -1,0 +1,176 @@
+// dq_protocol.cuh -- how blocks of the backward for sm_90a share dq: all blocks of a head add to its sums, dq_accum, in any order or in that
+// of keys; the last one makes them dq; others set them to zero, and a later head adds to them again. Two kinds of counters in device memory:
+//
+//   dq_progress, one for each head, counts through four states. n blocks own the keys of a head, w warps of a block are consumers.
+//
+//     0                          n                                n + w                         2 n + w
+//     ADDING ----- n blocks ---> READING ---- w warps ----------> CLEARING ----- n blocks ----> ZERO
+//       |   count_heads: each,     |   postprocess_heads: those     |   clear_sums: those of a    |
+//       |   when it has added      |   of the last block, when     |   head `cleared_after`      |
+//       |                          |   they have read              |   later, each its share     |
+//       '--------- the head `accum_heads` later has the same sums, and waits for ZERO: wait_for_zeros'
+//
+//   A block only waits for blocks that started earlier, so that none waits for ever.
+//   Nobody uses the sums of heads from `reused` on again, and nothing is counted for them behind ADDING. Of heads from `last_heads` on no
+//   block is the last one: blocks that own no keys wait until ADDING has ended, and make the sums dq (postprocess_last_heads).
+//
+//   dq_semaphore, one for each query tile, where blocks add in order: block number b of a tile adds when it is b, and makes it b + 1.
+//   Consumers do not wait for it themselves. Lanes that add are told by one warp, and another releases it:
+//
+//     warp 1: semaphore_wait -- acquired --> consumers: add -- added --> warp 2: semaphore_release
+//        ^---------------------------------- noticed ----------------------'
+//
+//   Where TMA adds (TMA_REDUCE_DQ), a warp for each consumer warpgroup does both, with a semaphore of that warpgroup's own:
+//
+//     consumers: dQ to shared memory -- staged --> warp 1 or 2: semaphore_wait, TMA adds -- sent --> consumers: the next one
+//                                                               semaphore_release when it has
+#pragma once
+#include "tile/key_block.cuh"
+
+// dq_progress at the end of each state.
+struct DqProgress {
+  u32 added, read, cleared;
+  OP DqProgress(const HopperBackwardParams& p) : added(ceil_div(p.len_kv, TILE_KV)), read(added + 4 * GROUPS), cleared(read + added) {}
+};
+
+// ZERO. By one warp: until the head that had the same sums before has reached it. Its blocks started so much earlier that this seldom waits.
+OP void wait_for_zeros(const HopperBackwardParams& p, const KeyBlock& block) {
+  if (block.head < p.accum_heads_divmod.divisor) return;
+  for (int i = 0; i < p.heads_per_block; ++i) wait_for_count(p.dq_progress + block.head - p.accum_heads_divmod.divisor + i, DqProgress(p).cleared);
+}
+// By an idle warp, where lanes add: the consumers wait for `cleared` instead.
+OP void let_add(const HopperBackwardParams& p, const KeyBlock& block) {
+  wait_for_zeros(p, block);                                   // without it sums are added to those of another head
+  arrive_at<LANES>(block.cleared);                            // without it nobody adds
+}
+// CLEARING. By an idle warp: the block's share of the sums of the heads that came `cleared_after` heads earlier.
+OP void clear_sums(const HopperBackwardParams& p, const KeyBlock& block) {
+  const u32 before = block.head - p.cleared_after;            // the first one of them
+  if (block.head < p.cleared_after || before >= p.reused) return;
+  const u32 count = ceil_div(p.len_q, TILE_Q) * DqAccum::size, blocks = ceil_div(p.len_kv, TILE_KV);
+  const u32 share = ceil_div(ceil_div(count, 128), blocks) * 128;
+  const u32 begin = block.here.tile * share, end = min_of(begin + share, count);
+  for (int i = 0; i < p.heads_per_block; ++i) {
+    float* const sums = p.dq_accum + i64((before + i) % p.accum_heads_divmod.divisor) * count;
+    wait_for_count(p.dq_progress + before + i, DqProgress(p).read); // without it sums are cleared that have not been read
+    clear(sums, begin, end);
+    semaphore_release(p.dq_progress + before + i);
+  }
+}
+
+// ADDING in order: how many blocks add to the query tile at hand before this one. They add in the order of their keys. Under a causal mask
+// (`backwards`) the last keys come first: each block begins with the first queries that see its keys, and no other block adds to those
+// before it, so that nobody waits. But then the longest blocks of a head come last, and would leave multiprocessors idle at the end: the
+// last heads keep the order of keys.
+OP u32 semaphore_value(const HopperBackwardParams& p, const KeyBlock& block) {
+  const int row = block.now.tile * TILE_Q;
+  const ColumnRange keys = visible_keys({p.band_left, p.band_right, p.len_kv}, row, min_of(TILE_Q, p.len_q - row));
+  return block.backwards ? keys.last / TILE_KV - block.here.tile : block.here.tile - keys.first / TILE_KV;
+}
+OP void acquire_dq_order(const HopperBackwardParams& p, KeyBlock& block) {
+  #pragma unroll 1
+  for (int step = 0; p.dq_semaphore && step < block.steps; ++step, block.advance()) {
+    semaphore_wait(p.dq_semaphore + block.tile_number(p), semaphore_value(p, block));
+    if (step > 0) wait_for<LANES>(block.noticed, (step - 1) % 2); // without it `added` may complete a second phase before warp 2 has noticed
+                                                              // the first, which it then misses
+    arrive_at<LANES>(block.acquired);                         // without it nobody adds
+  }
+}
+OP void release_dq_order(const HopperBackwardParams& p, KeyBlock& block) {
+  #pragma unroll 1
+  for (int step = 0; p.dq_semaphore && step < block.steps; ++step, block.advance()) {
+    wait_for<LANES>(block.added, step % 2);                   // without it others add before all warps of this block have
+    arrive_at<LANES>(block.noticed);                          // without it the next step is never acquired
+    semaphore_release(p.dq_semaphore + block.tile_number(p));
+  }
+}
+
+// dQ_i += acc, of the query tile with this number: the part of the calling warp, in order where order matters.
+template <int N> OP void add_queries(const HopperBackwardParams& p, const KeyBlock& block, u32 number, u32 step, const Acc<16, N>& acc, int row, int col) {
+  if (p.dq_semaphore) wait_for<LANES>(block.acquired, step % 2); // without it sums are added out of order
+  add(DqAccum{p.dq_accum + i64(number) * DqAccum::size}, acc, row, col);
+  if (p.dq_semaphore) arrive_at<LANES>(block.added);          // without it the semaphore is never released
+}
+
+// The same by TMA, which keeps no consumer waiting: the four warps of a group leave their parts side by side in shared memory, and a warp of
+// the first warpgroup has TMA add all of them at once, to the part of the tile that begins at `offset`.
+template <int N> OP void stage_queries(const KeyBlock& block, int group, u32 step, const Acc<16, N>& acc) {
+  wait_for<LANES>(block.sent(group), step % 2 ^ 1);           // without it the part of the step before is overwritten before it has left
+  store(block.dq_smem(group) + not_ahead(warp_id()) % 4 * (16 * N * int(sizeof(float))), acc);
+  fence_proxy_async();                                        // without it TMA does not see what lanes have stored
+  arrive_at<LANES>(block.staged(group));                      // without it dQ never leaves
+}
+OP void send_queries(const HopperBackwardParams& p, KeyBlock& block, int group, int offset) {
+  wait_for_zeros(p, block);                                   // without it sums are added to those of another head
+  write_by_copies();                                          // without it TMA may add before there are zeros
+  #pragma unroll 1
+  for (int step = 0; step < block.steps; ++step, block.advance()) {
+    u32* const semaphore = p.dq_semaphore + block.tile_number(p) * GROUPS + group;
+    wait_for<LANES>(block.staged(group), step % 2);           // without it parts leave that have not been written
+    if (p.dq_semaphore) semaphore_wait(semaphore, semaphore_value(p, block));
+    add_async(p.dq_accum + i64(block.accum_number(p)) * DqAccum::size + offset, block.dq_smem(group), DQ_BYTES / int(sizeof(float)));
+    wait_for_stores();                                        // without it parts are overwritten that have not left
+    arrive_at<LANES>(block.sent(group));                      // without it the group waits for ever
+    if (p.dq_semaphore) {
+      wait_for_reductions();                                  // without it others add before this block has
+      semaphore_release(semaphore);
+    }
+  }
+  wait_for_reductions();                                      // without it the block is counted before all has been added
+  arrive_at<LANES>(block.ended);                              // without it the block is never counted
+}
+
+// READING. One warp counts the block, which takes a while, and tells the consumers of which heads it is the last one.
+OP void count_heads(const HopperBackwardParams& p, const KeyBlock& block) {
+  if (!p.dq_progress) return;
+  wait_for<LANES>(block.ended, 0);                            // without it the block is counted before all has been added
+  const u32 blocks = block.head < p.last_heads ? ceil_div(p.len_kv, TILE_KV) : ~0u;       // of the last heads, no block finishes dq by itself
+  count_block(p.dq_progress + block.head, p.heads_per_block, blocks, block.smem + LAST_OFFSET);
+  sync_warp();                                                // without it consumers are told before one lane has written
+  arrive_at<LANES>(block.counted);                            // without it the consumers wait for ever
+}
+template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwardParams& p, const KeyBlock& block) {
+  if (!p.dq_progress) return;
+  wait_for<LANES>(block.counted, 0);                          // without it warps read what has not been written
+  const u32 others = load_shared<u32>(block.smem + LAST_OFFSET);
+  const OutTile out_smem{block.smem + Q_OFFSET};
+  const int own_row = (warp_id() - 4) * 16;
+  #pragma unroll 1
+  for (int i = 0; i < p.heads_per_block; ++i) {
+    if (others >> i & 1) continue;
+    const i64 first = i64(block.head + i) * ceil_div(p.len_q, TILE_Q) - block.tiles_before;
+    #pragma unroll 1
+    for (int row = own_row; row < p.len_q; row += OutTile::rows) {
+      Acc<16, WIDTH> sum_reg;
+      load(sum_reg, Accum{p.dq_accum + (first + row / TILE_Q) * Accum::size}, row % TILE_Q, 0);
+      scale(sum_reg, p.scale);
+      wait_for_stores();                                      // without it rows are overwritten that have not left
+      store(out_smem, sum_reg, own_row);
+      fence_proxy_async();                                    // without it rows leave that have not been written
+      store_async(p.dq_map, block.here.batch, block.here.first_head + i, row, out_smem, own_row);
+    }
+    if (block.head + i < p.reused) semaphore_release(p.dq_progress + block.head + i); // lanes have met since they read
+  }
+}
+
+// The sums of the last heads: by blocks that own no keys, 16 rows a warp. The last blocks of these heads alone would take long over it while
+// all other multiprocessors have nothing left to do.
+template <typename Accum = DqAccum> OP void postprocess_last_heads(const HopperBackwardParams& p) {
+  constexpr int COLS = WIDTH % 128 ? 64 : 128;                // at a time
+  const u32 later = block_id() - p.owners, blocks_of_head = ceil_div(p.len_q, 16 * WARPS), number = p.last_heads + later / blocks_of_head;
+  const int row = (int(later % blocks_of_head) * WARPS + warp_id()) * 16;
+  if (warp_id() == 0) semaphore_wait(p.dq_progress + number, ceil_div(p.len_kv, TILE_KV));
+  sync_block();                                               // without it rows are finished to which blocks still add
+  if (row >= p.len_q) return;
+  int batch[BATCH_AXES];
+  batch_element(batch, p.batch[BATCH_AXES - 1], number / p.heads);
+  const GlobalTile dq = rows_of(p.dq, batch, int(number % p.heads), row, p.len_q, p.dim);
+  const Accum sums{p.dq_accum + (i64(number % p.accum_heads_divmod.divisor) * ceil_div(p.len_q, TILE_Q) + row / TILE_Q) * Accum::size};
+  #pragma unroll 1
+  for (int col = 0; col < p.dim; col += COLS) {
+    Acc<16, COLS> sum_reg;
+    load(sum_reg, sums, row % TILE_Q, col);
+    scale(sum_reg, p.scale);
+    store<16>(dq, sum_reg, col);                              // rows of dq are multiples of that, or TMA could not store them
+  }
+}
