@@ -1,12 +1,12 @@
 // fwd_hopper.cu -- the forward of FlashAttention-2 for sm_90a: the loop of fwd_v2.cu, with TMA, products of whole
 // warpgroups (wgmma) and each softmax beneath the products of its neighbours (FlashAttention-3: Shah et al., 2024).
 //
-//   A block stays and takes one query tile Q_i after the other. Its first warpgroup loads, each other one owns 64 rows of Q_i:
+//   A block stays and takes one query tile Q_i after the other. Its first warpgroup is the producer, each consumer owns 64 rows of Q_i:
 //
 //   producer: for each Q_i:  Q_i, K_0, K_1, V_0, K_2, V_1 ...                 in the order of use, as far ahead as there is room,
-//                            the next K_0, V_last                             and the next Q_i ahead of these as far as there are slots
+//                            the next K_0, V_last                             and the next Q_i ahead of these as far as there are stages
 //
-//   others:   for each Q_i:
+//   consumer: for each Q_i:
 //               S = Q_i K_0^T;  P, m, l = softmax S                           beneath the last product of the tile before
 //               for j = 1, 2 ...:
 //                 start S = Q_i K_j^T                                         PINGPONG: one warpgroup after the other starts both
@@ -17,23 +17,23 @@
 //               O = O + P V_last
 //               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed
 //
-//   Tiles Q_i that would keep some blocks busy and others idle are shared: a block computes a part, which is some of the K_j, and
-//   fwd_hopper_combine makes one of all parts.
+//   Tiles Q_i that would keep some blocks busy and others idle are split along the keys: a block computes a split, which is some of the K_j,
+//   and fwd_hopper_combine makes one result of all splits.
 #include "config.cuh"
 #include "params.cuh"
-#include "tile/pipeline.cuh"
+#include "tile/combine.cuh"
 #include "tile/copy.cuh"
 #include "tile/mask.cuh"
+#include "tile/pipeline.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/softmax.cuh"
-#include "tile/accum.cuh"
 #include "tile/wgmma.cuh"
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int GROUPS = WARPS / 4 - 1;                         // warpgroups that compute
+constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
 constexpr int ROWS = TILE_Q / GROUPS;                         // of Q, for each of them
 static_assert(ROWS == 64, "a warpgroup owns 64 query rows");
-static_assert(GROUPS > 1 || !PINGPONG, "one warpgroup is no line");
+static_assert(GROUPS > 1 || !PINGPONG, "ping-pong takes two warpgroups");
 
 // Of the registers that a launch deals out evenly, the producer gives back most.
 constexpr int REGISTERS = 65536 / (THREADS * MIN_BLOCKS) / 8 * 8;
@@ -45,24 +45,21 @@ using ValueTile = PanelTile<TILE_KV, WIDTH_V>;
 using QueryTile = PanelTile<ROWS, WIDTH>;
 using OutTile = PanelTile<ROWS, WIDTH_V>;
 
-using PartialTile = AccumTile<TILE_Q, WIDTH_V>;               // out of a part of a query tile, in device memory
-OP PartialTile out_partial(const HopperForwardParams& p, u32 number) { return {p.out_partials + i64(number) * p.partial_rows * WIDTH_V}; }
-
-static_assert(STAGES_Q >= GROUPS, "each warpgroup reads a slot");
+static_assert(STAGES_Q >= GROUPS, "each warpgroup reads a stage");
 constexpr bool AHEAD = STAGES_Q > GROUPS;                     // a query tile begins before the one before it has ended
 constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: compiled a fifth sooner, and level. Narrower rows would lose a tenth
 
-// What the producer tells a warpgroup with its queries. It has the time to work that out; a warpgroup between two tiles keeps tensor cores waiting.
-enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: it begins beneath the last product of this one
+// What the producer tells a consumer with its queries. It has the time to work that out; a consumer between two tiles keeps tensor cores waiting.
+enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the next tile begins beneath the last product of this one
 constexpr u32 WHOLE = ~u32(0);
 struct alignas(16) WorkDescriptor {
   int batch[2], head, row;                                    // where the block's query tile begins; the last two batch axes, the others are 0
-  int first, last;                                            // key tiles that the warpgroup needs
+  int first, last;                                            // key tiles that the consumer needs
   int before, beyond;                                         // how many its block needs before and beyond those
-  int next;                                                   // whether there is another work
-  u32 part;                                                   // number of the part of a query tile, or WHOLE
+  int next;                                                   // whether and when another one follows
+  u32 split;                                                  // number of the split of a query tile, or WHOLE
 };
-// The work of a warpgroup in a turn that it begins beneath the end of one of which so many tiles are `left`.
+// The work of a consumer in a query tile that it begins beneath the end of one of whose key tiles it leaves so many unread (`left`).
 OP WorkDescriptor describe_work(const HopperForwardParams& p, const Band& band, u32 index, const WorkTile& here, const NBlockRange& tiles, int group, int left, bool follows) {
   WorkDescriptor work;
   #pragma unroll
@@ -71,23 +68,25 @@ OP WorkDescriptor describe_work(const HopperForwardParams& p, const Band& band, 
   work.row = here.row;
   const int row = here.row + group * ROWS;
   const NBlockRange seen = n_block_range(band, row, min_of(ROWS, p.len_q - row), TILE_KV, tiles), own = SPLIT_KV ? clip_range(tiles, seen) : seen;
-  // Keys are shared where all rows see the first ones. With more tiles before, the producer waits for values to be free that a warpgroup has
-  // not come to, and the warpgroup for keys; or, in line, for others, which wait for the producer.
+  // Tiles are split only where all rows see the first keys. With more tiles before, the producer would wait for stages of V that a consumer
+  // has not come to, and the consumer for keys; or, with ping-pong, for other consumers, which wait for the producer.
   work.before = SPLIT_KV ? 0 : min_of(own.begin - tiles.begin, max_of(STAGES_V - 1 - left, 0));
   work.first = tiles.begin + work.before;
   work.last = own.end - 1;
   work.beyond = tiles.end - own.end;
-  // With more tiles between two turns, the producer waits for places to be free before it brings the next queries.
+  // With more tiles beyond, the producer would wait for their stages to be released before it brings the next queries.
   const bool few = work.beyond < min_of(STAGES, STAGES_V);
   work.next = !follows ? NOTHING : AHEAD && few && !is_split(p, index + 1) ? DIRECTLY : LATER;
-  work.part = is_split(p, index) ? here.split.number : WHOLE;
+  work.split = is_split(p, index) ? here.split.number : WHOLE;
   return work;
 }
 
-// Shared memory: queries, 64 rows of them in each slot; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors.
+using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
+
+// Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors.
 constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
-constexpr int LEAD = (GROUPS - 1) * ROWS / TILE_KV;           // tiles: under a mask, so many may be left when the first warpgroup ends its turn
-constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // in a slot, so that all of them have to notice each filling of it
+constexpr int LEAD = (GROUPS - 1) * ROWS / TILE_KV;           // key tiles: under a mask, so many may be left when the first consumer ends its query tile
+constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
 constexpr int OUT_OFFSET = STAGES_Q * QueryTile::bytes;
 constexpr int K_OFFSET = OUT_OFFSET + TMA_STORE_OUT * GROUPS * OutTile::bytes;
 constexpr int V_OFFSET = K_OFFSET + STAGES * KeyTile::bytes;
@@ -97,12 +96,32 @@ constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * STAGE_BARRIERS;
 constexpr int WORK_OFFSET = Q_BARRIERS + STAGES_Q * STAGE_BARRIERS;
 [[maybe_unused]] constexpr int SHARED_BYTES = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
 
+// The kinds of step. A step computes S and P of a key tile above the second product of the key tile before:
+//   within   both are of one query tile
+//   across   the one before was the last of another query tile, which ends here. If none is left to end, the second product counts for
+//            nothing: it takes K for V, which need not have come, so that two kinds of step, or all, have one text
+//   alone    a query tile's first, where query tiles do not overlap: there is no second product
+struct Step {
+  bool follows, starts, ends;                                 // there is a second product; the query tile is new; another one ends
+  static OP Step within() { return {true, false, false}; }
+  static OP Step across(bool ends) { return {true, true, ends}; }
+  static OP Step alone() { return {false, false, false}; }
+};
+
+// A pass of the producer brings keys, and the values of the key tile before. Within a query tile both are its own; across two of them, the
+// first keys of the next come with the last values of this one (of none at the very beginning); the end has values only.
+struct Pass {
+  bool last, across;                                          // last: there are no more keys for the query tile
+  OP bool has_keys() const { return across || !last; }
+  OP bool is_end() const { return last && !across; }
+};
+
 KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   const SharedAddress smem = shared_memory();
   const int warp = int(uniform(u32(warp_id()))), group = warp / 4 - 1;
   Pipeline<KeyTile, STAGES, ELECT_ONE> keys{smem + K_OFFSET, smem + K_BARRIERS};
   Pipeline<ValueTile, STAGES_V, ELECT_ONE> values{smem + V_OFFSET, smem + V_BARRIERS};
-  Pipeline<QueryTile, STAGES_Q, ELECT_ONE> queries{smem, smem + Q_BARRIERS}; // those of each warpgroup in turn
+  Queries queries{smem, smem + Q_BARRIERS};                   // those of the consumers, one after the other
   const Band band{p.band_left, p.band_right, p.len_kv, p.queries_divmod};
 
   if (warp == 0) {
@@ -115,18 +134,19 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   if (group < 0) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
     if (warp > 0) return;
-    u32 index = 0;                                            // the one to begin next
-    WorkTile here{};                                          // of the turn begun last
-    NBlockRange tiles{};
-    int head_kv = 0;                                          // once a turn: a division takes as long as some loads
+    u32 index = 0;                                            // of the next query tile among those of the block
+    WorkTile here{};                                          // the one begun last
+    NBlockRange tiles{};                                      // its key tiles
+    int head_kv = 0;                                          // once a query tile: a division takes as long as some loads
     const auto begin_tile = [&] {
       here = work_tile_coord(p, index, TILE_Q);
       head_kv = here.head / p.heads_per_kv;
       tiles = n_block_range(band, here.row, min_of(TILE_Q, p.len_q - here.row), TILE_KV, {0, 1});
       if (is_split(p, index)) tiles = clip_range(here.split.keys, tiles);
     };
-    u32 left = 0;                                             // tiles that a warpgroup leaves, where it goes on directly: four bits for each
-    static_assert(min_of(STAGES, STAGES_V) <= 16 && GROUPS <= 8, "they hold what a warpgroup may leave");
+    u32 left = 0;                                             // key tiles that a consumer leaves unread, where it goes on directly: four bits for each
+    static_assert(min_of(STAGES, STAGES_V) <= 16 && GROUPS <= 8, "they hold what a consumer may leave");
+    // Queries and work of the consumers first ... end - 1.
     const auto load_queries = [&](int first, int end) {
       const bool follows = has_work_tile(p, index + 1);
       #pragma unroll 1
@@ -135,44 +155,44 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
         left = (left & ~(15u << 4 * of)) | u32(work.next == DIRECTLY ? work.beyond : 0) << 4 * of;
         producer_acquire(queries);                            // without it queries are overwritten that are still read
         store_once(smem + WORK_OFFSET + queries.stage() * int(sizeof(WorkDescriptor)), work);
-        sync_warp();                                          // without it a work is read that has not been written
+        sync_warp();                                          // without it work is read that has not been written
         load_async(queries, p.q_map, here.batch, here.head, here.row + of * ROWS);
       }
     };
-    // Keys one tile ahead of values, from turn to turn. Whatever is done between a slot that becomes free and its load, the others wait for.
+    // Keys come just in time: whatever is done between a stage that becomes free and its load, the consumers wait for.
     BlockCoord of_keys{}, of_values{};                        // whose head is that of keys
-    int tile = 0, end = 1;                                    // of values, and beyond the last one of its turn; at first there are none
-    bool any = false, told = false;                           // told: the next turn's queries are on their way
+    int tile = 0, end = 1;                                    // of values, and beyond the last one of the query tile; at first there are none
+    bool values_due = false, announced = false;               // announced: queries of the next query tile are on their way
     #pragma unroll 1
     for (;;) {
       const bool last = tile + 1 == end;
-      if (!told && tile + 1 + LEAD >= end && has_work_tile(p, index)) {
+      if (!announced && tile + 1 + LEAD >= end && has_work_tile(p, index)) {
         begin_tile();
-        load_queries(0, any ? EARLY : GROUPS);
-        told = true;
+        load_queries(0, values_due ? EARLY : GROUPS);
+        announced = true;
       }
-      const bool begins = last && told;
-      if (begins) {
+      const Pass pass{last, last && announced};
+      if (pass.across) {
         of_keys = here;
         of_keys.head = head_kv;
       }
-      const int next = begins ? tiles.begin : tile + 1;
-      if (begins || !last) {
+      const int next = pass.across ? tiles.begin : tile + 1;
+      if (pass.has_keys()) {
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
         load_async(keys, p.k_map, of_keys.batch, of_keys.head, next * TILE_KV);
       }
-      if (any) {
+      if (values_due) {
         producer_acquire(values);                             // without it values are overwritten that a slower warp still reads
         load_async(values, p.v_map, of_values.batch, of_values.head, tile * TILE_KV);
-        if (EARLY < GROUPS && begins) load_queries(EARLY, GROUPS);
+        if (EARLY < GROUPS && pass.across) load_queries(EARLY, GROUPS);
       }
-      if (last && !begins) break;
+      if (pass.is_end()) break;
       of_values = of_keys;
-      any = true;
+      values_due = true;
       tile = next;
-      if (begins) {
+      if (pass.across) {
         end = tiles.end;
-        told = false;
+        announced = false;
         ++index;
       }
     }
@@ -188,19 +208,19 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   const float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
 
   int tile, last, before, beyond, next = has_work_tile(p, 0) ? LATER : NOTHING, warp_row;
-  u32 part = WHOLE;
-  BlockCoord now, ended;                                      // this turn's, and that of the one before, which ends later than this begins
-  int others = group;                                         // slots filled for other warpgroups since this one's last
+  u32 split = WHOLE;
+  BlockCoord now, ended;                                      // this query tile's, and that of the one before, which ends later than this begins
+  int others = group;                                         // stages filled for other consumers since this one's last
   const auto begin_tile = [&] {
     if (SHARED_STAGES) skip(queries, others);
     else queries.count += others;
     others = GROUPS - 1;
-    q_smem = {uniform(queries.tile().base)};                  // once a turn: dividing by STAGES_Q takes lanes
+    q_smem = {uniform(queries.tile().base)};                  // once a query tile: dividing by STAGES_Q takes lanes
     consumer_wait(queries);                                   // without it the products read queries that have not arrived
     const WorkDescriptor work = load_shared<WorkDescriptor>(smem + WORK_OFFSET + queries.stage() * int(sizeof(WorkDescriptor)));
     ended = now;
     now = {{0, 0, uniform(work.batch[0]), uniform(work.batch[1])}, uniform(work.head), uniform(work.row), 0};
-    if (SPLIT_KV) part = uniform(work.part);
+    if (SPLIT_KV) split = uniform(work.split);
     tile = uniform(work.first);                               // and what follows is kept once for a warp
     last = uniform(work.last);
     before = uniform(work.before);
@@ -208,21 +228,21 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     next = uniform(work.next);
     warp_row = now.row + group * ROWS + warp % 4 * 16;
   };
-  // The softmax of a turn has ended, and then, with its last product, the turn: of a query tile, or of the part with this number.
+  // The softmax of a query tile has ended, and then, with its last product, the tile, or the split of it with this number.
   const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
   const auto row_of = [&](const BlockCoord& here) { return here.row + row_of_tile(); };
-  const auto end_softmax = [&](const BlockCoord& here, u32 part, RowVec<16>& weight) {
+  const auto end_softmax = [&](const BlockCoord& here, u32 split, RowVec<16>& weight) {
     RowVec<16> lse;
     finalize(softmax, lse);
     weight = softmax.sum;
-    if (part != WHOLE) store(p.lse_partials + part * p.partial_rows + row_of_tile(), 1, p.partial_rows - row_of_tile(), lse);
+    if (split != WHOLE) store(p.lse_partials + split * p.partial_rows + row_of_tile(), 1, p.partial_rows - row_of_tile(), lse);
     else if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, row_of(here)), p.lse.row_stride, p.len_q - row_of(here), lse);
     softmax = OnlineSoftmax<16>(LOWEST);
   };
-  const auto end_tile = [&](const BlockCoord& here, u32 part, const RowVec<16>& weight) {
+  const auto end_tile = [&](const BlockCoord& here, u32 split, const RowVec<16>& weight) {
     rescale(o_reg, weight);
-    if (part != WHOLE) {
-      if (row_of_tile() < p.partial_rows) store(out_partial(p, part), o_reg, row_of_tile(), 0);
+    if (split != WHOLE) {
+      if (row_of_tile() < p.partial_rows) store(out_partial(p, split), o_reg, row_of_tile(), 0);
     } else if (!TMA_STORE_OUT) {
       store(rows_of(p.out, here.batch, here.head, row_of(here), p.len_q, p.dim_v), o_reg);
     } else {
@@ -243,29 +263,37 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
 
   // A warp whose rows have not all seen something yet looks for the maximum in the next tile as well.
   bool unseen_rows = false;
-  bool sums = false;                                          // O holds products of its turn; if not, the next one replaces what it holds
+  bool sums = false;                                          // O holds products of its query tile; if not, the next one replaces what it holds
   const auto find_maximum = [&](RowVec<16>& correction) {
     raise(softmax, s_reg, correction, scale_log2);
     unseen_rows = warp_any(seen_nothing(softmax));
   };
 
-  // In line, a warpgroup lets the next one go for a tile that it does not need as well: all of them count the same tiles.
+  // With ping-pong, a warpgroup lets the next one go for a tile that it does not need as well: all of them count the same tiles.
   if (PINGPONG && group == GROUPS - 1) arrive_pingpong(group, GROUPS);  // without it nobody begins
   const auto skip_keys = [&](int tiles) {
     #pragma unroll 1
     for (; PINGPONG && tiles > 0; --tiles) {
-      wait_pingpong(group);                                   // without it the line moves on before
-      arrive_pingpong(group, GROUPS);                         // as above
+      wait_pingpong(group);                                   // without it the order is lost: the next one goes before its time
+      arrive_pingpong(group, GROUPS);                         // without it the next warpgroup waits for ever
       skip(keys, 1);
     }
     if (!PINGPONG) skip(keys, tiles);
   };
 
-  // One key tile. Beneath its product and its softmax runs the second product of the tile before it, if there was one. If that one was
-  // in another turn, that turn ends here, and the maximum has to be found; otherwise that of the tiles before nearly always does.
-  // A turn that starts where none has to end runs above a product all the same, which counts for nothing and so takes K for V, which need
-  // not have come: of three cases, two or all have one text.
-  const auto step = [&](const bool follows, const bool starts, const bool ends, const int skipped) {
+  // Where the maximum so far was too small: S once more, and P with the maximum of S.
+  const auto redo = [&](const KeyTile& k_smem, RowVec<16>& correction, RowVec<16>& sum) {
+    start_product_transposed(s_reg, q_smem, 0, k_smem);
+    wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
+    scores_of_tile();
+    find_maximum(correction);
+    exponentiate(softmax, s_reg, sum, scale_log2);
+  };
+
+  // One key tile: its product and its softmax, and beneath both the second product, O += P V, of the key tile before. The maximum has to be
+  // found in a query tile's first step; otherwise that of the key tiles before nearly always does.
+  const auto step = [&](const Step kind, const int skipped) {
+    const bool follows = kind.follows, starts = kind.starts, ends = kind.ends;
     const KeyTile k_smem = keys.tile();
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
     if (follows) to_operands(p_reg, s_reg);
@@ -283,7 +311,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       if (ends) end_softmax(ended, WHOLE, weight);
       wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
     } else {
-      wait_for_products<0>(s_reg);                            // as well
+      wait_for_products<0>(s_reg);                            // the same
     }
     scores_of_tile();
     const bool first = !follows || starts, looked = first || unseen_rows;
@@ -292,13 +320,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     if (looked) find_maximum(correction);
     exponentiate(softmax, s_reg, sum, scale_log2);
     const bool again = !first && warpgroup_any(group, too_large(sum));
-    if (again) {
-      start_product_transposed(s_reg, q_smem, 0, k_smem);
-      wait_for_products<0>(s_reg);                            // as above
-      scores_of_tile();
-      find_maximum(correction);
-      exponentiate(softmax, s_reg, sum, scale_log2);
-    }
+    if (again) redo(k_smem, correction, sum);
     consumer_release(keys);                                   // without it the producer waits for ever
     add(softmax, sum);
     if (follows) {
@@ -316,7 +338,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   fill(s_reg, 0.f);
   #pragma unroll 1
   while (next != NOTHING) {
-    bool ends = false;                                        // a turn is left that has to end
+    bool ends = false;                                        // a query tile is left that has to end
     int skipped = 0;
     #pragma unroll 1
     for (;;) {
@@ -324,12 +346,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       begin_tile();
       skip_keys(before);
       skipped += before;
-      bool starts = ONE_TEXT;                                 // whether the turn's first step has the text of the loop, and comes now
-      if (!ONE_TEXT) step(AHEAD, AHEAD, AHEAD && ends, skipped);
+      bool starts = ONE_TEXT;                                 // whether the tile's first step has the text of the loop, and comes now
+      if (!ONE_TEXT) step(AHEAD ? Step::across(ends) : Step::alone(), skipped);
       tile += !ONE_TEXT;                                      // that of the first step is done
       #pragma unroll 1
       for (; ONE_TEXT || tile <= last; ++tile) {
-        step(true, starts, ONE_TEXT && ends, skipped);
+        step({true, starts, ONE_TEXT && ends}, skipped);      // across, once, if it has the text of the loop; within
         if (ONE_TEXT && tile == last) break;
         starts = ends = false;
       }
@@ -338,62 +360,25 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       ends = true;
       skipped = beyond;
     }
-    consumer_wait(values);                                    // as in a step, all three
+    consumer_wait(values);                                    // without it the product reads values that have not arrived
     to_operands(p_reg, s_reg);
     start_product(o_reg, p_reg, values.tile(), sums);
     sums = false;
     RowVec<16> weight;
-    end_softmax(now, part, weight);
-    wait_for_products<0>(o_reg);                              // as above, both
-    consumer_release(values);                                 // as above
+    end_softmax(now, split, weight);
+    wait_for_products<0>(o_reg);                              // without it O is stored before the product has ended
+    consumer_release(values);                                 // without it the producer waits for ever
     for (; beyond > 0; --beyond) {
       skip_keys(1);
       skip(values, 1);
     }
-    end_tile(now, part, weight);
+    end_tile(now, split, weight);
   }
-  if (PINGPONG && group == 0) wait_pingpong(group);           // without it the last one's word is left over
+  if (PINGPONG && group == 0) wait_pingpong(group);           // without it the last one's arrival is left over
   if (TMA_STORE_OUT) wait_for_stores();                       // without it the block, and its shared memory, may end before
 }
 
-// After: each warp merges 16 rows and 32 columns of a query tile that blocks have shared, one part after the other.
-//
-//   for each part:  m' = max(m, lse_part);  O = e^(m - m') O + e^(lse_part - m') out_part;  l = e^(m - m') l + e^(lse_part - m');  m = m'
-//   out = O / l,  lse = m + log l
+// After: the splits of query tiles become one.
 KERNEL(THREADS, 1) fwd_hopper_combine(GRID_CONSTANT HopperForwardParams p) {
-  if constexpr (SPLIT_KV) {
-    constexpr int COLS = 32, ACROSS = WIDTH_V / COLS;
-    constexpr int AT_ONCE = (REGISTERS - 64) / 16;            // parts on their way, as far as registers hold them
-    const u32 own = block_id() * WARPS + warp_id(), fragment = own / ACROSS, fragments = p.partial_rows / 16, tile = fragment / fragments;
-    if (tile >= u32(p.split_tiles)) return;
-    const int row = int(fragment - tile * fragments) * 16, col0 = int(own - fragment * ACROSS) * COLS;
-
-    Acc<16, COLS> o_reg;
-    OnlineSoftmax<16> softmax;
-    fill(o_reg, 0.f);
-    const SplitRange splits = splits_of_tile(p, tile);
-    for (u32 part = splits.first; part <= splits.last; part += AT_ONCE) {
-      Acc<16, COLS> part_reg[AT_ONCE];
-      RowVec<16> lse[AT_ONCE], correction, weight;
-      #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {                     // all on their way before one is needed; the last one more than once
-        const u32 number = min_of(part + i, splits.last);
-        load(lse[i], p.lse_partials + number * p.partial_rows + row);
-        load(part_reg[i], out_partial(p, number), row, col0);
-      }
-      #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        if (part + i > splits.last) break;
-        join(softmax, lse[i], correction, weight);
-        add(o_reg, correction, part_reg[i], weight);
-      }
-    }
-    RowVec<16> lse;
-    finalize(softmax, lse);
-    rescale(o_reg, softmax.sum);
-
-    const BlockCoord here = tile_coord(p, p.first_split_tile + tile, TILE_Q);
-    store(rows_of(p.out, here.batch, here.head, here.row + row, p.len_q, p.dim_v), o_reg, col0);
-    if (p.lse.data && col0 == 0) store(row_slice(p.lse, here.batch, here.head, here.row + row), p.lse.row_stride, p.len_q - here.row - row, lse);
-  }
+  if constexpr (SPLIT_KV) combine_splits<(REGISTERS - 64) / 16>(p); // on their way, as far as registers hold them
 }

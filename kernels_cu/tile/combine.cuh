@@ -1,0 +1,49 @@
+// combine.cuh -- what splits of a query tile leave in device memory, out and lse of each (FlashAttention-3: flash_fwd_combine), and how they
+// become one.
+#pragma once
+#include "tile/accum.cuh"
+#include "tile/copy.cuh"
+#include "tile/scheduler.cuh"
+#include "tile/softmax.cuh"
+
+using PartialTile = AccumTile<TILE_Q, WIDTH_V>;               // out of a split of a query tile, in device memory
+OP PartialTile out_partial(const HopperForwardParams& p, u32 number) { return {p.out_partials + i64(number) * p.partial_rows * WIDTH_V}; }
+
+// Each warp combines 16 rows and 32 columns of a split query tile, AT_ONCE splits on their way at a time.
+//
+//   for each split:  m' = max(m, lse_i);  O = e^(m - m') O + e^(lse_i - m') out_i;  l = e^(m - m') l + e^(lse_i - m');  m = m'
+//   out = O / l,  lse = m + log l
+template <int AT_ONCE> OP void combine_splits(const HopperForwardParams& p) {
+  constexpr int COLS = 32, ACROSS = WIDTH_V / COLS;
+  const u32 own = block_id() * WARPS + warp_id(), fragment = own / ACROSS, fragments = p.partial_rows / 16, tile = fragment / fragments;
+  if (tile >= u32(p.split_tiles)) return;
+  const int row = int(fragment - tile * fragments) * 16, col0 = int(own - fragment * ACROSS) * COLS;
+
+  Acc<16, COLS> o_reg;
+  OnlineSoftmax<16> softmax;
+  fill(o_reg, 0.f);
+  const SplitRange splits = splits_of_tile(p, tile);
+  for (u32 split = splits.first; split <= splits.last; split += AT_ONCE) {
+    Acc<16, COLS> partial_reg[AT_ONCE];
+    RowVec<16> lse[AT_ONCE], correction, weight;
+    #pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {                       // all on their way before one is needed; the last one more than once
+      const u32 number = min_of(split + i, splits.last);
+      load(lse[i], p.lse_partials + number * p.partial_rows + row);
+      load(partial_reg[i], out_partial(p, number), row, col0);
+    }
+    #pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (split + i > splits.last) break;
+      join(softmax, lse[i], correction, weight);
+      add(o_reg, correction, partial_reg[i], weight);
+    }
+  }
+  RowVec<16> lse;
+  finalize(softmax, lse);
+  rescale(o_reg, softmax.sum);
+
+  const BlockCoord here = tile_coord(p, p.first_split_tile + tile, TILE_Q);
+  store(rows_of(p.out, here.batch, here.head, here.row + row, p.len_q, p.dim_v), o_reg, col0);
+  if (p.lse.data && col0 == 0) store(row_slice(p.lse, here.batch, here.head, here.row + row), p.lse.row_stride, p.len_q - here.row - row, lse);
+}
