@@ -72,7 +72,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   const int steps = queries.last < queries.first ? 0 : (last_tile + 1 - first_tile) * p.heads_per_block;
 
   QueryCursor now{here.first_head, last_tile};
-  const auto load_step = [&](int step, int ahead) {           // the query tile `ahead` of now, which is that of `step`, to its place
+  const auto load_step = [&](int step, int ahead) {           // the query tile `ahead` of now, which is that of `step`, to its stage
     if (step < steps) {
       QueryCursor coming = now;
       #pragma unroll
@@ -109,24 +109,29 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
 
     const int stage = step % STAGES, col0 = now.tile * TILE_Q;
     const bool masked = !common_queries.contains(col0, TILE_Q);
-    Acc<PAIR_KEYS, TILE_Q> s_reg;                             // S^T, then P^T; or dP^T, then dS^T
-    OperandA<PAIR_KEYS> factor_reg[TILE_Q / STEP_K];          // P^T; or dS^T
-    ColVec<TILE_Q> stat_reg;                                  // lse; or delta
-    multiply_transposed(s_reg, RowsInShared<PAIR_KEYS, WIDTH>(own_smem), for_values ? q_smem(stage) : do_smem(stage));
+    // Both halves of the warps run one text of the products, on registers that have a name of their own where the halves part.
+    Acc<PAIR_KEYS, TILE_Q> product_reg;
+    OperandA<PAIR_KEYS> operand_reg[TILE_Q / STEP_K];
+    ColVec<TILE_Q> stat_reg;
+    multiply_transposed(product_reg, RowsInShared<PAIR_KEYS, WIDTH>(own_smem), for_values ? q_smem(stage) : do_smem(stage));
     load(stat_reg, stats_smem(stage) + (for_values ? 0 : TILE_Q * 4));
-    if (EXPLICIT_SCORES && for_values) scale_scores(s_reg, p.scale, p.softcap);
-    if (masked) mask(s_reg, band, row0 + pair_row, col0, for_values ? -infinity() : 0.f);    // 0 (0 - delta) is 0, whatever dP was
+    if (EXPLICIT_SCORES && for_values) scale_scores(product_reg, p.scale, p.softcap);
+    if (masked) mask(product_reg, band, row0 + pair_row, col0, for_values ? -infinity() : 0.f);    // 0 (0 - delta) is 0, whatever dP was
     if (for_values) {
-      probabilities(s_reg, stat_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, p_smem);
-      to_operands(factor_reg, s_reg);
+      auto &s_reg = product_reg, &p_reg = product_reg;        // S^T becomes P^T
+      const auto& lse_reg = stat_reg;
+      probabilities(s_reg, lse_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, p_smem);
+      to_operands(operand_reg, p_reg);
       arrive_pair(pair);                                      // without it the other warp waits for P forever
     } else {
+      auto &dp_reg = product_reg, &ds_reg = product_reg;      // dP^T becomes dS^T
+      const auto& delta_reg = stat_reg;
       sync_pair(pair);                                        // without it P is read before the other warp has written it
-      score_gradients(s_reg, stat_reg, p_smem);
-      store(pair_ds_smem, s_reg);                             // over P, which only this warp reads
-      to_operands(factor_reg, s_reg);
+      score_gradients(dp_reg, delta_reg, p_smem);
+      store(pair_ds_smem, ds_reg);                            // over P, which only this warp reads
+      to_operands(operand_reg, ds_reg);
     }
-    multiply_add(sum_reg, factor_reg, for_values ? do_smem(stage) : q_smem(stage));
+    multiply_add(sum_reg, operand_reg, for_values ? do_smem(stage) : q_smem(stage));
 
     number = query_tile_number(p, here.batch_number, now.head, now.tile);
     if (p.dq_semaphore && warp == 0) {
@@ -134,7 +139,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
       semaphore_wait(p.dq_semaphore + number, here.tile - first_visible / TILE_KV);
     }
     sync_block();                                             // without it dS is read before its warps have written it, and dQ is
-                                                              // added before its turn
+                                                              // added before the blocks that come first have added
     Acc<DQ_ROWS, DQ_COLS> dq_reg;
     const int dq_row = warp / DQ_ACROSS * DQ_ROWS, dq_col = warp % DQ_ACROSS * DQ_COLS;
     multiply_a_transposed(dq_reg, ds_smem, dq_row, k_smem, dq_col);
@@ -144,7 +149,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   sync_block();                                               // without it gradients overwrite K and V that a slower warp still reads
   if (p.dq_semaphore && steps > 0 && warp == 0) semaphore_release(p.dq_semaphore + number);
   if (!for_values) scale(sum_reg, p.scale);
-  // The place again, instead of keeping it in registers that the loop needs.
+  // Computed again, instead of keeping it in registers that the loop needs.
   const KeyBlockCoord coord = key_block_coord(p.batch, p.heads, p.heads_per_kv, p.heads_per_block, p.len_kv, TILE_KV, p.heads_together);
   float* const accum = for_values ? p.dv_accum : p.dk_accum;
   if (accum) {
