@@ -66,6 +66,10 @@ constexpr bool EARLY = !EXPLICIT_SCORES && !TMA_REDUCE_DQ;
 constexpr bool LATE = WIDTH > 64;
 static_assert(GROUPS == 2, "one that begins, and one that follows");
 
+// Of all consumer warps; of a warp of the second warpgroup, which begins when that of the first lets it: one for each such pair.
+enum NamedBarrier { CONSUMERS = 1, BEGIN = 2 };
+static_assert(BEGIN + 4 <= NAMED_BARRIERS);
+
 [[maybe_unused]] constexpr int SHARED_BYTES = BLOCK_BYTES;
 
 KERNEL(THREADS, 1) bwd_hopper_preprocess(GRID_CONSTANT HopperBackwardParams p) { preprocess(p, DELTA_AHEAD ? -1.f : 1.f, TMA_REDUCE_DQ ? GROUPS : 1, p.accum_heads_divmod.divisor); }
@@ -113,10 +117,10 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   // Warpgroups in step would all want the tensor cores at once, and then none of them. So the second one begins when the first is half
   // way through its first tile, and they stay apart by themselves.
   const auto begin = [&] {
-    if (group > 0) sync_pair(1 + warp % 4);                   // without it the first one's arrival is left over
+    if (group > 0) sync_pair(BEGIN + warp % 4);               // without it the first one's arrival is left over
   };
   const auto let_begin = [&] {
-    if (group == 0) arrive_pair(1 + warp % 4);                // without it the second one waits for ever
+    if (group == 0) arrive_pair(BEGIN + warp % 4);            // without it the second one waits for ever
   };
   // One query tile. Beneath it runs what the tile before it, if there was one, has left to do: dQ, for which all warpgroups' dS are needed.
   const auto step = [&](const bool follows) {
@@ -177,7 +181,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   }
 
   if (!TMA_REDUCE_DQ) arrive_at<LANES>(block.ended);          // without it the block is never counted
-  sync_last<4 * GROUPS>();                                    // without it gradients overwrite keys that a slower warp still reads
+  sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
   scale(dk_reg, p.scale);
   store_gradient(p, block, p.dk_map, p.dk_accum, k_smem, dk_reg, own_row);
   store_gradient(p, block, p.dv_map, p.dv_accum, v_smem, dv_reg, own_row);

@@ -30,6 +30,11 @@ using Passed = PassedTile<16, TILE_Q>;
 constexpr int P_OFFSET = ceil_div(BLOCK_BYTES, 16) * 16, P_BYTES = 16 * TILE_Q * int(sizeof(Element));
 [[maybe_unused]] constexpr int SHARED_BYTES = P_OFFSET + 2 * 4 * P_BYTES;
 
+// Of all consumer warps; of P of a step, from a warp to the one that has the same keys. Of the latter each pair of warps has two: the warp that
+// computes P may be a step ahead.
+enum NamedBarrier { CONSUMERS = 1, PASSED = 2 };
+static_assert(PASSED + 2 * 4 <= NAMED_BARRIERS);
+
 KERNEL(THREADS, 1) bwd_hopper_wide_preprocess(GRID_CONSTANT HopperBackwardParams p) { preprocess(p, 1.f); }
 
 // dQ of the tile before: N columns of it.
@@ -79,7 +84,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   const auto cut = [&](int col0) {                            // asked anew in each step: kept, the range would take registers
     return !unmasked_queries(block.band, not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q);
   };
-  const auto passing = [&](u32 step) { return 1 + int(step % 2) * 4 + pair; };         // the pair's barrier: two, since values may be a step ahead
+  const auto passed = [&](u32 step) { return PASSED + int(step % 2) * 4 + pair; };
   const auto p_smem = [&](u32 step) { return Passed{block.smem + P_OFFSET + (step % 2 * 4 + pair) * P_BYTES}; };
 
   Acc<16, WIDTH> sum_reg;                                     // dV or dK
@@ -97,7 +102,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     if (cut(col0)) mask(s_reg, block.band, row0, col0);
     probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap);
     pass(p_smem(block.queries.count), EXPLICIT_SCORES ? factor_reg : p_reg);
-    arrive_pair(passing(block.queries.count));                // without it the other warp waits for P for ever
+    arrive_pair(passed(block.queries.count));                 // without it the other warp waits for P for ever
     consumer_wait(block.douts);                               // the same as for queries
     start_product(sum_reg, p_reg, do_smem);
     end_step<VALUES_COLS>(p, block, sum_reg, follows, own_row, 0);
@@ -111,7 +116,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     start_product_transposed(dp_reg, v_smem, 0, do_smem);
     wait_for_products<0>(dp_reg);                             // as above
     if (cut(col0)) mask(dp_reg, block.band, row0, col0, 0.f);       // 0 times whatever dP was may be NaN
-    sync_pair(passing(block.queries.count));                  // without it P is read before the other warp has written it
+    sync_pair(passed(block.queries.count));                   // without it P is read before the other warp has written it
     receive(factor_reg, p_smem(block.queries.count));
     score_gradients<true>(ds_reg, factor_reg, dp_reg, block.delta_smem());
     if (follows) wait_for(block.written, (block.queries.count - 1) % 2);       // without it dS is overwritten that the others multiply
@@ -136,7 +141,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   }
 
   arrive_at(block.ended);                                     // without it the block is never counted
-  sync_last<4 * GROUPS>();                                    // without it gradients overwrite keys that a slower warp still reads
+  sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
   if (!for_values) scale(sum_reg, p.scale);
   store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values ? p.dv_accum : p.dk_accum, KeyTile{for_values ? v_smem.base : k_smem.base}, sum_reg, own_row);
   postprocess_heads(p, block);

@@ -46,6 +46,10 @@ constexpr int DQ_ACROSS = WARPS / (TILE_Q / DQ_ROWS);
 constexpr int DQ_COLS = WIDTH / DQ_ACROSS;
 static_assert(DQ_ACROSS * (TILE_Q / DQ_ROWS) == WARPS && DQ_COLS % 16 == 0, "every warp has a part of dQ, of whole 16-column steps");
 
+// Of P, from one warp of a pair to the other: one for each pair.
+enum NamedBarrier { PASSED = 1 };
+static_assert(PASSED + PAIRS <= NAMED_BARRIERS);
+
 KERNEL(THREADS, 1) bwd_v2_preprocess(GRID_CONSTANT BackwardParams p) { preprocess(p, 1.f); }
 
 KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
@@ -122,11 +126,11 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
       const auto& lse_reg = stat_reg;
       probabilities(s_reg, lse_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, p_smem);
       to_operands(operand_reg, p_reg);
-      arrive_pair(pair);                                      // without it the other warp waits for P forever
+      arrive_pair(PASSED + pair);                             // without it the other warp waits for P forever
     } else {
       auto &dp_reg = product_reg, &ds_reg = product_reg;      // dP^T becomes dS^T
       const auto& delta_reg = stat_reg;
-      sync_pair(pair);                                        // without it P is read before the other warp has written it
+      sync_pair(PASSED + pair);                               // without it P is read before the other warp has written it
       score_gradients(dp_reg, delta_reg, p_smem);
       store(pair_ds_smem, ds_reg);                            // over P, which only this warp reads
       to_operands(operand_reg, ds_reg);

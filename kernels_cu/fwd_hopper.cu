@@ -45,6 +45,10 @@ using ValueTile = PanelTile<TILE_KV, WIDTH_V>;
 using QueryTile = PanelTile<ROWS, WIDTH>;
 using OutTile = PanelTile<ROWS, WIDTH_V>;
 
+// Of a warpgroup, on whether it redoes a step; of ping-pong, for each warpgroup.
+enum NamedBarrier { VOTE = 1, ORDER = 8 };
+static_assert(VOTE + GROUPS <= ORDER && ORDER + GROUPS <= NAMED_BARRIERS);
+
 static_assert(STAGES_Q >= GROUPS, "each warpgroup reads a stage");
 constexpr bool AHEAD = STAGES_Q > GROUPS;                     // a query tile begins before the one before it has ended
 constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: compiled a fifth sooner, and level. Narrower rows would lose a tenth
@@ -270,12 +274,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   };
 
   // With ping-pong, a warpgroup lets the next one go for a tile that it does not need as well: all of them count the same tiles.
-  if (PINGPONG && group == GROUPS - 1) arrive_pingpong(group, GROUPS);  // without it nobody begins
+  if (PINGPONG && group == GROUPS - 1) arrive_pingpong<ORDER>(group, GROUPS); // without it nobody begins
   const auto skip_keys = [&](int tiles) {
     #pragma unroll 1
     for (; PINGPONG && tiles > 0; --tiles) {
-      wait_pingpong(group);                                   // without it the order is lost: the next one goes before its time
-      arrive_pingpong(group, GROUPS);                         // without it the next warpgroup waits for ever
+      wait_pingpong<ORDER>(group);                            // without it the order is lost: the next one goes before its time
+      arrive_pingpong<ORDER>(group, GROUPS);                  // without it the next warpgroup waits for ever
       skip(keys, 1);
     }
     if (!PINGPONG) skip(keys, tiles);
@@ -298,7 +302,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
     if (follows) to_operands(p_reg, s_reg);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
-    if (PINGPONG) wait_pingpong(group);                       // without it products of several warpgroups queue, and no scores are done soon
+    if (PINGPONG) wait_pingpong<ORDER>(group);                // without it products of several warpgroups queue, and no scores are done soon
     start_product_transposed(s_reg, q_smem, 0, k_smem);
     RowVec<16> weight;
     if (follows) {
@@ -306,7 +310,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       start_product(o_reg, p_reg, real ? values.tile() : ValueTile{k_smem.base}, sums);
       sums = !starts;
     }
-    if (PINGPONG) arrive_pingpong(group, GROUPS);             // without it the next warpgroup waits for ever
+    if (PINGPONG) arrive_pingpong<ORDER>(group, GROUPS);      // without it the next warpgroup waits for ever
     if (follows) {
       if (ends) end_softmax(ended, WHOLE, weight);
       wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
@@ -319,7 +323,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     fill(correction, 1.f);
     if (looked) find_maximum(correction);
     exponentiate(softmax, s_reg, sum, scale_log2);
-    const bool again = !first && warpgroup_any(group, too_large(sum));
+    const bool again = !first && warpgroup_any(VOTE + group, too_large(sum));
     if (again) redo(k_smem, correction, sum);
     consumer_release(keys);                                   // without it the producer waits for ever
     add(softmax, sum);
@@ -374,7 +378,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     }
     end_tile(now, split, weight);
   }
-  if (PINGPONG && group == 0) wait_pingpong(group);           // without it the last one's arrival is left over
+  if (PINGPONG && group == 0) wait_pingpong<ORDER>(group);    // without it the last one's arrival is left over
   if (TMA_STORE_OUT) wait_for_stores();                       // without it the block, and its shared memory, may end before
 }
 

@@ -78,7 +78,7 @@ BARRIERS["a phase that a warp misses"] = (
     "a barrier in block 0 opens a second time before warp 1 has noticed the first",
 )
 BARRIERS["an arrival that is left over"] = (
-    "if (warp_id() == 1) arrive_pair(3);",
+    "if (warp_id() == 1) arrive_pair(4);",
     "block 0 ends, and in named barrier 4 a warp has arrived for which none has waited",
 )
 COPIES = {
@@ -228,7 +228,7 @@ def test_a_fault_ends_the_blocks_that_wait_for_its_own(run):
 def test_a_warpgroup_votes(group, answers, run):
     """In rounds 0 ... 5 a lane of warp 0 ... 5 raises its flag; the first group hears of its own four, the second of two."""
     rounds = "for (int i = 0; i < 6; ++i) { Regs<bool, 1> flag; for_lane(l) flag.at(l, 0) = warp_id() == i && l == 9;"
-    count = "if (warp_id() < 8) out += warpgroup_any(warp_id() / 4, flag); }"
+    count = "if (warp_id() < 8) out += warpgroup_any(1 + warp_id() / 4, flag); }"
     store = f"if (warp_id() == {4 * group}) store_shared(shared_memory(), out);"
     tell = f"{store} sync_block(); out = load_shared<float>(shared_memory());"
     assert run(f"{rounds} {count} {tell}") == 1 + answers

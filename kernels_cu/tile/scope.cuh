@@ -58,7 +58,7 @@ using host::CallSite;
 OP CallSite call_site(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
 #endif
 
-constexpr int PINGPONG_BARRIERS = 8;                          // of the barriers of warpgroups in line, from this one on
+constexpr int NAMED_BARRIERS = 16;                            // that a block has: 0 is that of sync_block, and each kernel names those that it uses besides
 #if ON_GPU
 OP int warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 // Asked again, it is computed again, and so is what follows from it: nothing of it has to wait in registers.
@@ -73,14 +73,15 @@ typedef u32 SharedAddress;
 OP SharedAddress shared_memory() { extern __shared__ __align__(1024) char arena[]; return u32(__cvta_generic_to_shared(arena)); }
 OP void sync_block() { __syncthreads(); }
 OP void sync_warp() { __syncwarp(); }
-// One warp tells the other that names the same pair what it has written, and goes on; the other waits to be told.
-OP void arrive_pair(int pair) { asm volatile("bar.arrive %0, 64;" :: "r"(1 + pair) : "memory"); }
-OP void sync_pair(int pair) { asm volatile("bar.sync %0, 64;" :: "r"(1 + pair) : "memory"); }
-// Warpgroups stand in line: each waits until the one before it lets it go, the first one until the last one does, which so begins.
-OP void wait_pingpong(int group) { asm volatile("bar.sync %0, 256;" :: "r"(PINGPONG_BARRIERS + group) : "memory"); }
-OP void arrive_pingpong(int group, int groups) { asm volatile("bar.arrive %0, 256;" :: "r"(PINGPONG_BARRIERS + (group + 1) % groups) : "memory"); }
+// One warp tells the other that names the same barrier what it has written, and goes on; the other waits to be told.
+OP void arrive_pair(int name) { asm volatile("bar.arrive %0, 64;" :: "r"(name) : "memory"); }
+OP void sync_pair(int name) { asm volatile("bar.sync %0, 64;" :: "r"(name) : "memory"); }
+// Ping-pong: each warpgroup waits until the one before it lets it go, the first one until the last one does, which so begins. The barrier of
+// the first one is FIRST.
+template <int FIRST> OP void wait_pingpong(int group) { asm volatile("bar.sync %0, 256;" :: "r"(FIRST + group) : "memory"); }
+template <int FIRST> OP void arrive_pingpong(int group, int groups) { asm volatile("bar.arrive %0, 256;" :: "r"(FIRST + (group + 1) % groups) : "memory"); }
 // The last so many warps of a block wait for each other.
-template <int LAST> OP void sync_last() { asm volatile("bar.sync 1, %0;" :: "n"(32 * LAST) : "memory"); }
+template <int LAST> OP void sync_last(int name) { asm volatile("bar.sync %0, %1;" :: "r"(name), "n"(32 * LAST) : "memory"); }
 OP bool barrier_red_or(int name, int threads, bool flag) {
   u32 any;
   asm volatile("{ .reg .pred flag, any; setp.ne.u32 flag, %3, 0; barrier.cta.red.or.pred any, %1, %2, flag; selp.u32 %0, 1, 0, any; }"
@@ -95,11 +96,11 @@ typedef char* SharedAddress;
 OP SharedAddress shared_memory() { return host::self->block->shared; }
 OP void sync_block(CallSite at = call_site()) { host::sync_block(at); }
 OP void sync_warp() { host::self->publish_stores(); }
-OP void arrive_pair(int pair) { host::arrive_named(1 + pair, 2); }
-OP void sync_pair(int pair, CallSite at = call_site()) { host::sync_named(1 + pair, 2, "the other warp of the pair", at); }
-OP void wait_pingpong(int group, CallSite at = call_site()) { host::sync_named(PINGPONG_BARRIERS + group, 8, "the warpgroup before it in line", at); }
-OP void arrive_pingpong(int group, int groups) { host::arrive_named(PINGPONG_BARRIERS + (group + 1) % groups, 8); }
-template <int LAST> OP void sync_last(CallSite at = call_site()) { host::sync_named(1, LAST, "the other warps that compute", at); }
+OP void arrive_pair(int name) { host::arrive_named(name, 2); }
+OP void sync_pair(int name, CallSite at = call_site()) { host::sync_named(name, 2, "the other warp of the pair", at); }
+template <int FIRST> OP void wait_pingpong(int group, CallSite at = call_site()) { host::sync_named(FIRST + group, 8, "the warpgroup before it", at); }
+template <int FIRST> OP void arrive_pingpong(int group, int groups) { host::arrive_named(FIRST + (group + 1) % groups, 8); }
+template <int LAST> OP void sync_last(int name, CallSite at = call_site()) { host::sync_named(name, LAST, "the other warps that compute", at); }
 #endif
 
 // All of x is computed when this is reached, and read again after it: compilers otherwise move arithmetic past waits, and products of
@@ -149,12 +150,12 @@ OP bool warp_any(const Regs<bool, 1>& flag) {
 #endif
 }
 
-// true in every lane of a warpgroup if any lane's flag is set; the warps of each group meet for it
-OP bool warpgroup_any(int group, const Regs<bool, 1>& flag, [[maybe_unused]] CallSite at = call_site()) {
+// true in every lane of a warpgroup if any lane's flag is set; its warps meet at the barrier of this name
+OP bool warpgroup_any(int name, const Regs<bool, 1>& flag, [[maybe_unused]] CallSite at = call_site()) {
 #if ON_GPU
-  return warp_any({barrier_red_or(1 + group, 128, flag.v[0])});                       // which tells the compiler that lanes agree
+  return warp_any({barrier_red_or(name, 128, flag.v[0])});                       // which tells the compiler that lanes agree
 #else
-  return host::any_named(1 + group, 4, warp_any(flag), "the other warps of its warpgroup", at);
+  return host::any_named(name, 4, warp_any(flag), "the other warps of its warpgroup", at);
 #endif
 }
 
