@@ -3,28 +3,28 @@
 //
 //   bwd_hopper_preprocess    for each query row:  delta = rowsum(dout o out) - dlse,  dQ = 0
 //
-//   bwd_hopper        one block per key-value tile j. Its first warpgroup loads, each other one owns 64 rows of K_j and V_j:
+//   bwd_hopper        one block per key-value tile j. Its first warpgroup is the producer, each consumer owns 64 rows of K_j and V_j:
 //
 //     producer: K_j, V_j,  and for each query head that shares them, and each query tile i that sees one of them, the last first
 //               (or the other way round, see semaphore_value):
 //               Q_i with lse_i,  dO_i with delta_i                     as far ahead as there is room
 //
-//     others:   for each such query tile i:
+//     consumer: for each such query tile i:
 //                 start S^T = K_j Q_i^T
 //                 start dP^T = V_j dO_i^T
 //                 wait for S^T;  P^T = 2^(S^T - lse_i)                 beneath the second product
 //                 start dV = dV + P^T dO_i                             P^T and dS^T are A operands as they are, in registers
 //                 start dQ = dS_{i-1} K_j                              over the keys of all warpgroups, dealt out by its columns or rows;
-//                                                                      a step late, so that none of them waits for the others' dS
+//                                                                      a step late, so that no warpgroup waits for the dS of another
 //                 wait for dP^T;  dS^T = P^T o (dP^T - delta_i)        beneath both products;  dS goes to shared memory
 //                 start dK = dK + dS^T Q_i
 //                 wait for dQ;  dQ_{i-1} = dQ_{i-1} + dQ               in device memory, where all blocks of the head meet; by the lanes
 //                                                                      that hold it, or by TMA from shared memory
 //               dv_j = dV,  dk_j = scale dK
-//               if no block of a head is left:  dq = scale dQ
+//               the last block of a head:  dq = scale dQ
 //
-//     Behind the blocks of all key-value tiles come some more, which do so for the last heads. Of short heads, dQ lies where that of an
-//     earlier one lay, which an idle warp of a third head has cleared.
+//     How blocks share dQ, and when its memory is used again, is in tile/dq_protocol.cuh. The last heads have blocks of their own for
+//     dq = scale dQ, which start behind all others.
 //
 //   bwd_hopper_postprocess   sums gradients of inputs that were broadcast, or of keys that several blocks have summed up
 #include "config.cuh"
@@ -131,10 +131,10 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     Part dq_reg;
 
     consumer_wait(block.queries);                             // without it the product reads queries that have not arrived
-    if (DELTA_AHEAD) consumer_wait(block.douts);              // the same for their gradients
+    if (DELTA_AHEAD) consumer_wait(block.douts);              // without it the product reads gradients that have not arrived
     if (DELTA_AHEAD) fill_rows(dp_reg, block.delta_smem());
     start_product_transposed(s_reg, k_smem, group_row, q_smem);
-    if (!DELTA_AHEAD) consumer_wait(block.douts);             // as above
+    if (!DELTA_AHEAD) consumer_wait(block.douts);             // without it the product reads gradients that have not arrived
     start_product_transposed(dp_reg, v_smem, group_row, do_smem, DELTA_AHEAD);
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
     const bool masked = !common.contains(col0, TILE_Q);
@@ -145,8 +145,8 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     start_product(dv_reg, p_reg, do_smem);
     const bool early = follows && EARLY;
     if (early) start_dq(dq_reg);
-    if (early) wait_for_products<2>(dp_reg);                  // as above
-    else wait_for_products<1>(dp_reg);                        // as above
+    if (early) wait_for_products<2>(dp_reg);                  // without it dP is read that does not exist yet
+    else wait_for_products<1>(dp_reg);                        // the same: here no product of dQ runs
     if (!follows && LATE) let_begin();
     if (masked) mask(dp_reg, block.band, row0, col0, 0.f);    // 0 times whatever dP was may be NaN
     score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES ? factor_reg : p_reg, dp_reg, block.delta_smem());
@@ -155,11 +155,11 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     fence_proxy_async();                                      // without it the product does not see what lanes have stored
     start_product(dk_reg, ds_reg, q_smem);
     if (follows) wait_for_products<1>(dq_reg);                // without it sums are added that do not exist yet
-    arrive_at<LANES>(block.written);                          // without it the others wait for ever. Not earlier: of dS there are two, and
-                                                              // the other one has been multiplied by now
+    arrive_at<LANES>(block.written);                          // without it the other warpgroup waits for ever. Not earlier: of dS there are two,
+                                                              // and the other one has been multiplied by now
     if (follows) add_dq(dq_reg);
     wait_for_products<0>(dk_reg);                             // without it the producer overwrites what the product reads
-    wait_for_products<0>(dv_reg);                             // as well
+    wait_for_products<0>(dv_reg);                             // the same for dO
     consumer_release(block.queries);                          // without it the producer waits for ever
     block.douts.advance();
     number = block.accum_number(p);
@@ -168,7 +168,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
 
   if (block.steps > 0) {
     consumer_wait(block.keys);                                // without it the products read keys that have not arrived
-    consumer_wait(block.values);                              // as well
+    consumer_wait(block.values);                              // the same for values
     if (!TMA_REDUCE_DQ) wait_for<LANES>(block.cleared, 0);    // without it sums are added to those of another head
     begin();
     step(false);
@@ -176,7 +176,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     for (int i = 1; i < block.steps; ++i) step(true);
     Part dq_reg;
     start_dq(dq_reg);
-    wait_for_products<0>(dq_reg);                             // as in a step
+    wait_for_products<0>(dq_reg);                             // without it sums are added that do not exist yet
     add_dq(dq_reg);
   }
 

@@ -3,7 +3,7 @@
 //
 //   bwd_hopper_wide_preprocess    as bwd_hopper_preprocess
 //
-//   bwd_hopper_wide   one block per key-value tile j, its first warpgroup loads; the second and the third, for each query tile i:
+//   bwd_hopper_wide   one block per key-value tile j, its first warpgroup is the producer; the two consumers, for each query tile i:
 //
 //     for values:                                          for keys:
 //       S^T = K_j Q_i^T                                      dP^T = V_j dO_i^T
@@ -12,7 +12,7 @@
 //       dQ = dS_{i-1} K_j, the left columns                  dQ = dS_{i-1} K_j, the right ones
 //       dQ_{i-1} = dQ_{i-1} + dQ                             the same, in device memory
 //     dv_j = dV                                            dk_j = scale dK
-//     if no block of a head is left:  dq = scale dQ        and of the last heads by blocks behind, as there
+//     the last block of a head:  dq = scale dQ             see tile/dq_protocol.cuh
 //
 //   bwd_hopper_wide_postprocess   as bwd_hopper_postprocess
 #include "config.cuh"
@@ -50,8 +50,8 @@ OP void end_step(const HopperBackwardParams& p, KeyBlock& block, Acc<16, WIDTH>&
   Acc<16, N> dq_reg;
   if (follows) multiply_queries(block, dq_reg, col);
   wait_for_products<0>(sum_reg);                              // without it the producer overwrites what the product reads
-  arrive_at(block.written);                                   // without it the others wait for ever. Not earlier: of dS there are two, and
-                                                              // the other one has been multiplied by now
+  arrive_at(block.written);                                   // without it the other warpgroup waits for ever. Not earlier: of dS there are two,
+                                                              // and the other one has been multiplied by now
   consumer_release(block.queries);                            // without it the producer waits for ever
   block.douts.advance();
   if (follows) add_queries(p, block, block.number_before(p), block.queries.count - 2, dq_reg, own_row, col);
@@ -103,7 +103,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap);
     pass(p_smem(block.queries.count), EXPLICIT_SCORES ? factor_reg : p_reg);
     arrive_pair(passed(block.queries.count));                 // without it the other warp waits for P for ever
-    consumer_wait(block.douts);                               // the same as for queries
+    consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
     start_product(sum_reg, p_reg, do_smem);
     end_step<VALUES_COLS>(p, block, sum_reg, follows, own_row, 0);
   };
@@ -112,14 +112,14 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
     Acc<16, TILE_Q> dp_reg;
     OperandA<16> factor_reg[TILE_Q / 16], ds_reg[TILE_Q / 16];
-    consumer_wait(block.douts);                               // as above
+    consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
     start_product_transposed(dp_reg, v_smem, 0, do_smem);
-    wait_for_products<0>(dp_reg);                             // as above
+    wait_for_products<0>(dp_reg);                             // without it dP is read that does not exist yet
     if (cut(col0)) mask(dp_reg, block.band, row0, col0, 0.f);       // 0 times whatever dP was may be NaN
     sync_pair(passed(block.queries.count));                   // without it P is read before the other warp has written it
     receive(factor_reg, p_smem(block.queries.count));
     score_gradients<true>(ds_reg, factor_reg, dp_reg, block.delta_smem());
-    if (follows) wait_for(block.written, (block.queries.count - 1) % 2);       // without it dS is overwritten that the others multiply
+    if (follows) wait_for(block.written, (block.queries.count - 1) % 2);       // without it dS is overwritten that is still multiplied
     store_transposed(block.ds_smem(block.queries.count), ds_reg, own_row);
     fence_proxy_async();                                      // without it the product does not see what lanes have stored
     start_product(sum_reg, ds_reg, q_smem);
@@ -132,7 +132,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
 
   if (block.steps > 0) {
     consumer_wait(block.keys);                                // without it the products read keys that have not arrived
-    consumer_wait(block.values);                              // as well
+    consumer_wait(block.values);                              // the same for values
     step(false);
     #pragma unroll 1
     for (int i = 1; i < block.steps; ++i) step(true);

@@ -11,7 +11,7 @@
 //       m = m'
 //     out_i = O / l,  lse_i = m + log l         each written once; S and P exist in registers only
 //
-// K and V tiles travel in a ring of STAGES: while one is used, the next ones arrive.
+// K and V tiles pass through STAGES: while one is used, the next ones arrive.
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/copy.cuh"
@@ -53,7 +53,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
 
   const GlobalTile k = slice(p.k, here.batch, head_kv, 0, p.len_kv, p.dim);
   const GlobalTile v = slice(p.v, here.batch, head_kv, 0, p.len_kv, p.dim_v);
-  const auto load_kv = [&](int tile) {                        // tile 0, 1, ... of those the block visits, to its place in the ring
+  const auto load_kv = [&](int tile) {                        // tile 0, 1, ... of those the block visits, to its stage
     if (tile < tiles) {
       const int col0 = (first_tile + tile) * TILE_KV, stage = tile % STAGES;
       const KeyTile k_smem{smem + K_OFFSET + stage * KeyTile::bytes};

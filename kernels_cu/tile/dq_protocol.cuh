@@ -102,7 +102,7 @@ template <int N> OP void stage_queries(const KeyBlock& block, int group, u32 ste
 }
 OP void send_queries(const HopperBackwardParams& p, KeyBlock& block, int group, int offset) {
   wait_for_zeros(p, block);                                   // without it sums are added to those of another head
-  write_by_copies();                                          // without it TMA may add before there are zeros
+  fence_proxy_async_global();                                 // without it TMA may add before there are zeros
   #pragma unroll 1
   for (int step = 0; step < block.steps; ++step, block.advance()) {
     u32* const semaphore = p.dq_semaphore + block.tile_number(p) * GROUPS + group;

@@ -41,7 +41,7 @@ template <int ROWS, int WIDTH> OP void store(const PanelTile<ROWS, WIDTH>& tile,
 template <int ROWS, int WIDTH> OP void store_transposed(const PanelTile<ROWS, WIDTH>& tile, const OperandA<16> (&a)[ROWS / 16], int col0) {
   const SharedTile<ROWS, 64> panel = tile.panel(col0 / 64);
 #if ON_GPU
-  const int lane = not_ahead(lane_id());                      // as above
+  const int lane = not_ahead(lane_id());                      // kept, the addresses would take registers
 #endif
   #pragma unroll
   for (int i = 0; i < ROWS / 16; ++i) {

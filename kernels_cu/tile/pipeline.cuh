@@ -1,21 +1,22 @@
-// pipeline.cuh -- barriers in shared memory that count arrivals, of warps and of bytes: how warps and TMA hand tiles to
-// each other. (PTX ISA, "mbarrier" and "Tensor Copies".)
+// pipeline.cuh -- mbarriers, TMA, and the pipelines in which a producer has TMA bring tiles and consumers read them. (PTX ISA, "mbarrier" and
+// "Tensor Copies"; names as in CUTLASS.)
 #pragma once
 #include "params.cuh"
 #include "tile/panel.cuh"
 
-// A barrier opens when `count` warps have arrived and every byte they announced has come, and then counts anew. Whoever waits names the
-// phase of the opening that it waits for: 0 for the first, 1 for the second, and so on in turn.
+// A phase of an mbarrier is complete when `count` warps have arrived and every byte that they announced has come; then the next one begins.
+// Whoever waits names the phase by its parity: 0 for the first, 1 for the second, 0 again for the third.
 struct Mbarrier {
   static constexpr int bytes = 8;
   SharedAddress address;
 };
 
-// How the lanes of a warp go through a wait or an arrival. DIVERGENT: by branches around the instruction, as anyone would write it. CONVERGENT: with
-// no branch that the assembler could take for one at which lanes part; where that holds for a whole kernel, its loop counters, addresses and
-// descriptors are kept once for a warp. ELECT_ONE: so, and by an instruction that elects one lane to start copies: of a lane with a number the
-// assembler does not know that it is one, and makes a loop around each copy. The results are the same; which is faster depends on the kernel,
-// and not by little.
+// How the lanes of a warp go through a wait or an arrival; results are the same, and which is faster depends on the kernel, by up to a tenth.
+//   DIVERGENT    by branches around the instruction
+//   CONVERGENT   without a branch at which the assembler would let lanes part. Where that holds for a whole kernel, its loop counters,
+//                addresses and descriptors are in uniform registers
+//   ELECT_ONE    the same, and elect.sync chooses the lane that starts a copy: where a lane is chosen by its number, the assembler does not
+//                know that it is one lane, and makes a loop around each copy
 enum Lanes { DIVERGENT, CONVERGENT, ELECT_ONE };
 
 #if ON_GPU
@@ -49,7 +50,6 @@ OP bool elect_sync() {
   return elected;
 }
 OP void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-OP void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 OP void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 OP void cp_async_bulk_tensor_5d(SharedAddress dst, const TensorMap& map, SharedAddress barrier, int col, int row, int head, int b1, int b0) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
@@ -166,37 +166,38 @@ template <Lanes LANES = DIVERGENT> OP void wait_for(Mbarrier barrier, u32 phase,
 #endif
 }
 
-// Tiles that TMA brings for one warp and others read, in a circle of DEPTH. Each side walks it with a copy of its own.
-constexpr int STAGE_BARRIERS = 2 * Mbarrier::bytes;           // of a slot: it is full; it is free
+// DEPTH stages, each a tile and two mbarriers: `full` counts the producer and the bytes of the tile, `empty` the consumer warps that have read
+// it. Each side has a copy of its own, whose count of tiles says which stage and which phase is at hand.
+constexpr int STAGE_BARRIERS = 2 * Mbarrier::bytes;           // bytes of the two of a stage
 template <typename T, int DEPTH, Lanes LANES = DIVERGENT> struct Pipeline {
   typedef T Tile;
   static constexpr int depth = DEPTH;
   SharedAddress tiles, barriers;
-  u32 count = 0;                                              // of the tile at hand; a block goes through fewer than 2^32
+  u32 count = 0;                                              // of tiles before the one at hand; a block goes through fewer than 2^32
   OP Pipeline(SharedAddress tiles, SharedAddress barriers) : tiles(tiles), barriers(barriers) {}
   OP int stage() const { return int(count % DEPTH); }
-  OP u32 phase() const { return count / DEPTH % 2; }          // phase of the openings that make the slots of this round full
+  OP u32 phase() const { return count / DEPTH % 2; }          // of both mbarriers of the stage; the producer waits for the one before
   OP Tile tile() const { return {tiles + stage() * Tile::bytes}; }
   OP Mbarrier full() const { return {barriers + stage() * STAGE_BARRIERS}; }
   OP Mbarrier empty() const { return {barriers + stage() * STAGE_BARRIERS + Mbarrier::bytes}; }
   OP void advance() { ++count; }
 };
-// By one warp, before a sync_block: a slot is free again when `readers` warps have said so.
+// By one warp, before a sync_block: a stage is empty again when `readers` warps have released it.
 template <typename T, int DEPTH, Lanes LANES> OP void init_pipeline(Pipeline<T, DEPTH, LANES> pipeline, int readers, CallSite at = call_site()) {
   for (int i = 0; i < DEPTH; ++i, pipeline.advance()) {
     init_mbarrier(pipeline.full(), 1, at);
     init_mbarrier(pipeline.empty(), readers, at);
   }
 }
-// Waits until the slot at hand has been filled, or has been left by all its readers; at first it is free.
+// Waits until the stage at hand is full, or is empty, which it is at first.
 template <typename T, int DEPTH, Lanes LANES> OP void consumer_wait(const Pipeline<T, DEPTH, LANES>& pipeline, CallSite at = call_site()) {
   wait_for<LANES>(pipeline.full(), pipeline.phase(), at);
 }
 template <typename T, int DEPTH, Lanes LANES> OP void producer_acquire(const Pipeline<T, DEPTH, LANES>& pipeline, CallSite at = call_site()) {
   wait_for<LANES>(pipeline.empty(), pipeline.phase() ^ 1, at);
 }
-// The calling warp has read the slot at hand, and goes on to the next one. One lane arrives for all: what lanes have read one by one has
-// to have been an operand of a product since, which they start together.
+// The calling warp has read the stage at hand, and goes on to the next one. One lane arrives for all: what lanes have read one by one has to
+// have been an operand of a product since, which they start together.
 template <typename T, int DEPTH, Lanes LANES> OP void consumer_release(Pipeline<T, DEPTH, LANES>& pipeline, CallSite at = call_site()) {
   arrive_at<LANES>(pipeline.empty(), at);
   pipeline.advance();
@@ -209,7 +210,7 @@ template <typename T, int DEPTH, Lanes LANES> OP void skip(Pipeline<T, DEPTH, LA
     consumer_release(pipeline, at);
   }
 }
-// map[batch, head, row : row + rows of a tile] is on its way to the slot at hand, zero beyond the array
+// map[batch, head, row : row + rows of a tile] is on its way to the stage at hand, zero beyond the array
 template <typename T, int DEPTH, Lanes LANES>
 OP void start_load(const Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at) {
 #if ON_GPU
@@ -225,7 +226,7 @@ OP void start_load(const Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& m
   }
 #endif
 }
-// The slot at hand = this part of the array; goes on to the next one.
+// The stage at hand = this part of the array; goes on to the next one.
 template <typename T, int DEPTH, Lanes LANES>
 OP void load_async(Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at = call_site()) {
   arrive_expect_tx(pipeline.full(), T::bytes, at);
@@ -277,7 +278,7 @@ OP void add_async(float* to, SharedAddress from, int count, CallSite at = call_s
     cp_reduce_async_bulk_add(to, from, count * 4);
     cp_async_bulk_commit_group();
   }
-  __syncwarp();                                               // as above
+  __syncwarp();                                               // for the assembler, which would have the lanes meet later, and more often
 #else
   host::self->check_shown(from, count * 4, "has TMA add", at);
   host::self->add_async(to, from, count);
@@ -312,9 +313,9 @@ OP void fence_proxy_async() {
 }
 
 // What other blocks have written to device memory, and this warp has been told of, comes before what TMA does there for it.
-OP void write_by_copies() {
+OP void fence_proxy_async_global() {
 #if ON_GPU
-  fence_proxy_async_global();
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
 

@@ -63,35 +63,36 @@ OP BlockCoord tile_coord(const HopperForwardParams& p, u32 number, int tile_q) {
   return here;
 }
 
-// A part of a query tile: some of its keys, as a block computes them whose share of the shared tiles they are.
+// A split of a query tile: those of its keys that one block computes.
 struct SplitTile {
-  u32 tile;                                                   // counted from the first shared one
-  u32 number;                                                 // of the part: one more for the next part and for the next tile
+  u32 tile;                                                   // counted from the first that is split
+  u32 number;                                                 // of the split: one more for the next split and for the next tile
   NBlockRange keys;                                           // tiles of them
 };
 
-// The key tiles of all shared query tiles in a row are cut into equal shares, one for each block. A share is no longer than a query tile, so
-// it is a part of one, or of two. Beyond its parts a block has some without keys.
+// The key tiles of all split query tiles, one query tile's after the other's, are cut into equal runs, one for each block. A run is no longer
+// than a query tile, so it is a split of one, or of two. Beyond these, a block finds splits without keys.
 OP SplitTile split_of_block(const HopperForwardParams& p, u32 index) {
   const u32 key_tiles = p.key_tiles_divmod.divisor, first = block_id() * p.key_tiles_per_block, end = min_of(first + p.key_tiles_per_block, p.split_tiles * key_tiles);
   const u32 tile = divide(first, p.key_tiles_divmod) + index - p.by_formula, start = tile * key_tiles;
   return {tile, tile + block_id(), {int(max_of(first, start) - start), int(min_of(end, start + key_tiles) - start)}};
 }
-// The parts of a shared tile, first ... last.
+// The splits of a query tile, first ... last.
 struct SplitRange { u32 first, last; };
 OP SplitRange splits_of_tile(const HopperForwardParams& p, u32 tile) {
   const u32 key_tiles = p.key_tiles_divmod.divisor;
   return {tile + tile * key_tiles / p.key_tiles_per_block, tile + ((tile + 1) * key_tiles - 1) / p.key_tiles_per_block};
 }
 
-// What a block does in a turn: it computes a query tile, or a part of one.
+// What a block computes at a time: a query tile, or a split of one.
 struct WorkTile : BlockCoord {
   SplitTile split;                                            // if there is one
 };
 OP bool is_split(const HopperForwardParams& p, u32 index) { return SPLIT_KV && index >= u32(p.by_formula); }
 
-// The number of the tile that a block takes in a index, and whether there is one. A formula keeps the blocks at work on the same heads. At
-// the end it would leave some of them with a tile more, so there the planner deals the tiles out, see schedule.py, or all blocks share them.
+// The number of the query tile that is a block's next one, after `index` others, and whether there is one. A formula keeps the blocks at work
+// on the same heads. At the end it would leave some of them with a tile more, so there the planner deals the tiles out, see schedule.py, or
+// they are split.
 OP u32 work_tile_number(const HopperForwardParams& p, u32 index) {
   if (!SPLIT_KV && index >= u32(p.by_formula)) return p.by_formula * blocks() + p.table[block_id()][index - p.by_formula];
   return p.run == 2 ? (index / 2 * blocks() + block_id()) * 2 + index % 2 : index * blocks() + block_id();
@@ -111,7 +112,7 @@ OP WorkTile work_tile_coord(const HopperForwardParams& p, u32 index, int tile_q)
   return here;
 }
 
-// Blocks of the backward own keys. Neighbours take turns among `together` heads: with few, they share q and dout in the L2 cache; with
+// Blocks of the backward own keys. Neighbours alternate among `together` heads: with few, they share q and dout in the L2 cache; with
 // many, few of them add to the same rows of dq at a time. The first keys of a head come first: under a causal mask they are seen by
 // the most queries, and blocks that add to dq in the order of keys then never wait for one that starts later.
 struct KeyBlockCoord {

@@ -237,14 +237,14 @@ OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a,
 #endif
 }
 
-// d = a b[:, col0 : col0 + N] is started: rows as above, both operands in shared memory.
+// d = a b[:, col0 : col0 + N] is started: 64 rows of a from row0 on for a warpgroup, both operands in shared memory.
 template <int N, int ROWS, int INNER, int WIDTH>
 OP void start_product(Acc<16, N>& d, const PanelTile<ROWS, INNER>& a, int row0, const PanelTile<INNER, WIDTH>& b, int col0,
                       CallSite at = call_site()) {
 #if ON_GPU
   const u32 desc_a = descriptor(a.base + row0 * 128, 16), desc_b = descriptor(b.base + col0 / 64 * b.panel_bytes + col0 % 64 * 2, b.panel_bytes);
   pin(d);
-  wgmma_fence();                                              // as above
+  wgmma_fence();                                              // without it the product may overtake what was written to its registers
   #pragma unroll
   for (int i = 0; i < INNER / 16; ++i)
     wgmma_ss_b_mn<N>(d.v, desc_a + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, desc_b + i * 16 * 128 / 16, i > 0);
@@ -268,7 +268,7 @@ OP void start_transposed_product(Acc<16, N>& d, const PanelTile<INNER, WIDTH>& a
 #if ON_GPU
   const u32 desc_a = descriptor(a.base + col0 / 64 * a.panel_bytes, a.panel_bytes), desc_b = descriptor(b.base, 16);
   pin(d);
-  wgmma_fence();                                              // as above
+  wgmma_fence();                                              // without it the product may overtake what was written to its registers
   #pragma unroll
   for (int i = 0; i < INNER / 16; ++i)
     wgmma_ss_a_mn<N>(d.v, desc_a + i * 16 * 128 / 16, desc_b + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, i > 0);
