@@ -114,7 +114,7 @@ def test_every_option_named_exists():
 
 
 def test_environment_variables_exist():
-    read = "".join(path.read_text(encoding="utf-8") for path in Path(cupy_flash.__file__).parent.glob("*.py"))
+    read = "".join(path.read_text(encoding="utf-8") for path in Path(cupy_flash.__file__).parent.rglob("*.py"))
     named = set(re.findall(r"CUPY_FLASH_\w+", README + KERNELS_README + CI))
     assert named and [name for name in named if name not in read] == []
 

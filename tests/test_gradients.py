@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cupy_flash
 from cupy_flash.gradients import Gradients, blocked_gradients
 from cupy_flash.oracle import oracle, sees
 from cupy_flash.oracle_gradients import naive_gradients, oracle_gradients
-from cupy_flash.reference import blocked
+from cupy_flash.reference import blocked, merged
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -397,6 +396,8 @@ def test_it_needs_memory_for_tiles_and_sums_only(dtype):
     assert peak < sums + 12 * (4 * block_q * block_kv) < 4 * n * n / 8
 
 
-@pytest.mark.parametrize("module", [cupy_flash.gradients, cupy_flash.reference], ids=lambda module: module.__name__)
-def test_examples_run(module):
-    assert doctest.testmod(module).failed == 0 < doctest.testmod(module).attempted
+@pytest.mark.parametrize("function", [blocked_gradients, merged], ids=lambda function: function.__name__)
+def test_examples_run(function):
+    [example] = doctest.DocTestFinder(recurse=False).find(function, function.__name__)
+    result = doctest.DocTestRunner().run(example)
+    assert result.failed == 0 < result.attempted

@@ -6,8 +6,11 @@ from pathlib import Path
 import numpy
 import pytest
 
-from cupy_flash import compare, compare_gradients, gradients, oracle, oracle_gradients, reference
+from cupy_flash import oracle, oracle_gradients, reference
 from cupy_flash.cases import Case, make_inputs
+from cupy_flash.compare import compare
+from cupy_flash.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.gradients import blocked_gradients
 
 BANDS = [(None, None), (None, 2), (None, -3), (-2, 1), (0, 0), (4, None), (-100, 100), (50, 60), (2, 1)]
 CASE = Case("float32", 40, 60, heads_q=2, causal=True)
@@ -29,34 +32,36 @@ def test_a_mask_is_the_definition(mask, lengths, band):
 def test_the_oracle_imports_nothing_that_it_judges(module):
     """`Gradients` holds three arrays and computes nothing."""
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level for alias in node.names}
+    ours = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    imported = {alias.name for node in ours for alias in node.names}
     assert imported <= {"Gradients"} | set(vars(oracle)) and not hasattr(reference, "oracle")
 
 
 @pytest.fixture
 def off_by_one(monkeypatch):
-    """Backend 'numpy' hides one key more, or one fewer, from every row."""
-
-    def wrong(*args):
-        *lengths, first_key, last_key = args
-        return right(*lengths, first_key, last_key + 1)
+    """Backend 'numpy' hides one key fewer from every row."""
 
     right = reference.visible
+
+    def wrong(len_q, len_kv, first_key, last_key):
+        return right(len_q, len_kv, first_key, last_key + 1)
+
     monkeypatch.setattr(reference, "visible", wrong)
 
 
 def test_a_wrong_mask_does_not_judge_itself(off_by_one):
     q, k, v = make_inputs(CASE)
     out, lse = reference.blocked(q, k, v, **CASE.scores)
-    assert not compare.compare(out, None, q, k, v, **CASE.scores).ok
-    assert not compare.compare(oracle.naive(q, k, v, **CASE.scores)[0], lse, q, k, v, **CASE.scores).ok
+    assert not compare(out, None, q, k, v, **CASE.scores).ok
+    assert not compare(oracle.naive(q, k, v, **CASE.scores)[0], lse, q, k, v, **CASE.scores).ok
 
 
-def test_a_wrong_mask_does_not_judge_its_gradients(monkeypatch, request):
+def test_a_wrong_mask_does_not_judge_its_gradients(request):
     q, k, v = make_inputs(CASE)
-    (dout, _), results = compare_gradients.make_cotangents(CASE), oracle.naive(q, k, v, **CASE.scores)
+    (dout, _), results = make_cotangents(CASE), oracle.naive(q, k, v, **CASE.scores)
     rows = dout, q, k, v
-    assert compare_gradients.compare_gradients(gradients.blocked_gradients(*rows, *results, **CASE.scores), *rows, **CASE.scores).ok
+    right = blocked_gradients(*rows, *results, **CASE.scores)
+    assert compare_gradients(right, *rows, **CASE.scores).ok
     request.getfixturevalue("off_by_one")
-    wrong = gradients.blocked_gradients(*rows, *results, **CASE.scores)
-    assert not compare_gradients.compare_gradients(wrong, *rows, **CASE.scores).ok
+    wrong = blocked_gradients(*rows, *results, **CASE.scores)
+    assert not compare_gradients(wrong, *rows, **CASE.scores).ok
