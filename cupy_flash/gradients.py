@@ -1,9 +1,10 @@
 """The gradients of attention on arrays in host memory, tile by tile, as `reference` has attention itself.
 
-`blocked_gradients` computes P again from `lse`, O(n) memory: what users get on backend 'numpy'. The formulas are in
-`oracle_gradients`. A gradient has the shape of its input: it is summed over query heads that share a key head, and over batch axes
-along which the input was broadcast. A row that sees nothing has gradient 0 and gives none. What belongs to masked pairs is selected
-away.
+`blocked_gradients` computes P again from `lse`, O(n) memory: what users get on backend 'numpy'.
+The formulas are in `oracle_gradients`.
+
+A gradient has the shape of its input: it is summed over query heads that share a key head, and over batch axes along which
+the input was broadcast. A row that sees nothing has gradient 0 and gives none. What belongs to masked pairs is selected away.
 """
 
 from __future__ import annotations
