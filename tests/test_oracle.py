@@ -1,6 +1,7 @@
 """The oracle shares nothing with what it judges: a fault on either side shows."""
 
 import ast
+import doctest
 from pathlib import Path
 
 import numpy
@@ -11,6 +12,7 @@ from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
 from cupy_flash.compare_gradients import compare_gradients, make_cotangents
 from cupy_flash.gradients import blocked_gradients
+from cupy_flash.reference import merged
 
 BANDS = [(None, None), (None, 2), (None, -3), (-2, 1), (0, 0), (4, None), (-100, 100), (50, 60), (2, 1)]
 CASE = Case("float32", 40, 60, heads_q=2, causal=True)
@@ -65,3 +67,10 @@ def test_a_wrong_mask_does_not_judge_its_gradients(request):
     request.getfixturevalue("off_by_one")
     wrong = blocked_gradients(*rows, *results, **CASE.scores)
     assert not compare_gradients(wrong, *rows, **CASE.scores).ok
+
+
+@pytest.mark.parametrize("function", [blocked_gradients, merged], ids=lambda function: function.__name__)
+def test_examples_of_backend_numpy_run(function):
+    [example] = doctest.DocTestFinder(recurse=False).find(function, function.__name__)
+    result = doctest.DocTestRunner().run(example)
+    assert result.failed == 0 < result.attempted
