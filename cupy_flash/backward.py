@@ -106,7 +106,7 @@ class BackwardPlan(Prepared):
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
         if workspace is not None:
-            workspace = self.workspace.given(workspace, self._device)
+            workspace = self._own_memory(workspace)
         return self.run(given, workspace)
 
     def counted(

@@ -1,6 +1,6 @@
 """How far a result may be from the truth: the bound, written once.
 
-The truth is `reference.oracle`: float64, from the inputs as they are after rounding to their dtype. NaN and infinity
+The truth is `oracle.oracle`: float64, from the inputs as they are after rounding to their dtype. NaN and infinity
 have to be where the oracle has them. Besides, in every row of the result and for every log-sum-exp,
 
     max |result - oracle|  <=  2 * max |naive - oracle|  +  floor.
@@ -56,8 +56,8 @@ from typing import Any
 
 import numpy
 
-from . import reference
-from .reference import Array, namespace
+from . import oracle
+from .oracle import Array, namespace
 
 TAIL = 6.5 / math.sqrt(3)
 BENT = 6  # u: what bending a score adds to its error
@@ -121,7 +121,7 @@ def compare(
     precision
         "ieee" or "tf32".
     **scores
-        `scale`, `first_key`, `last_key` and `softcap`, as in `reference`; `Case.scores` has them.
+        `scale`, `first_key`, `last_key` and `softcap`, as in `oracle`; `Case.scores` has them.
     """
     batch = numpy.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     rows = (*batch, *q.shape[-3:-1])
@@ -151,13 +151,13 @@ def compare(
 def _bound(q: Array, k: Array, v: Array, precision: str, scores: dict[str, Any]) -> tuple[Array, Array, Array, Array]:
     """Return, for one head, the true result and log-sum-exp, and for each row what either may be off by."""
     xp = namespace(q)
-    plain, plain_lse = reference.naive(q, k, v, precision=precision, **scores)
+    plain, plain_lse = oracle.naive(q, k, v, precision=precision, **scores)
     arithmetic = arithmetic_of(q.dtype, precision)
     len_kv = k.shape[-2]
     q, k, v = (x.astype(numpy.float64) for x in (q, k, v))
-    p, lse = reference.probabilities(q, k, **scores)
-    seen = reference.visible(*p.shape[-2:], scores.get("first_key"), scores.get("last_key"), xp)
-    out = reference.weighted_sum(p, v, seen)
+    p, lse = oracle.probabilities(q, k, **scores)
+    seen = oracle.sees(*p.shape[-2:], scores.get("first_key"), scores.get("last_key"), xp)
+    out = oracle.weighted_sum(p, v, seen)
 
     random, steady, lse_steady = score_errors(q, k, lse, arithmetic, scores)
     size = finite(out).max(axis=-1) + TAIL * finite(p**2 @ finite(v) ** 2).max(axis=-1) ** 0.5

@@ -1,6 +1,6 @@
 """How far gradients may be from the truth: the bound of `compare`, carried through the backward.
 
-The truth is `gradients.oracle_gradients`, in float64. NaN and infinity have to be where it has them. Besides, in every row
+The truth is `oracle_gradients.oracle_gradients`, in float64. NaN and infinity have to be where it has them. Besides, in every row
 of dq, dk and dv,
 
     max |gradient - oracle|  <=  3 * max |naive - oracle|  +  floor.
@@ -66,8 +66,9 @@ import numpy
 
 from . import cases
 from .compare import BENT, TAIL, Arithmetic, arithmetic_of, closest, describe, distance, finite, norms, score_errors
-from .gradients import Gradients, Pairs, gradients_of, naive_gradients, pairs_of, summed_to
-from .reference import Array, accumulator, namespace, visible
+from .gradients import Gradients
+from .oracle import Array, accumulator, namespace, sees
+from .oracle_gradients import Pairs, gradients_of, naive_gradients, pairs_of, summed_to
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,14 @@ def compare_gradients(
     precision
         "ieee" or "tf32".
     **scores
-        `scale`, `first_key`, `last_key` and `softcap`, as in `reference`; `Case.scores` has them.
+        `scale`, `first_key`, `last_key` and `softcap`, as in `oracle`; `Case.scores` has them.
 
     Examples
     --------
     >>> from cupy_flash import cases
     >>> from cupy_flash.compare_gradients import compare_gradients, make_cotangents
-    >>> from cupy_flash.gradients import Gradients, naive_gradients
+    >>> from cupy_flash.gradients import Gradients
+    >>> from cupy_flash.oracle_gradients import naive_gradients
     >>> case = cases.Case("float16", 20, 30, causal=True)
     >>> q, k, v = cases.make_inputs(case)
     >>> dout, dlse = make_cotangents(case)
@@ -218,7 +220,7 @@ def _floors(
     """Return the floor for each row of each gradient, `(*batch, heads, rows)`, from float64 arrays."""
     xp, u, softcap, scale = namespace(q), arithmetic.sum, scores.get("softcap"), abs(scores["scale"])
     len_kv, dim_v = v.shape[-2:]
-    seen = visible(*pairs.p.shape[-2:], scores.get("first_key"), scores.get("last_key"), xp)
+    seen = sees(*pairs.p.shape[-2:], scores.get("first_key"), scores.get("last_key"), xp)
     random, steady, lse_steady = score_errors(q, k, pairs.lse, arithmetic, scores)
     dout, q, k, v, p, out, dp, delta, ds = (
         xp.where(xp.isfinite(x), x, 0) for x in (dout, q, k, v, pairs.p, pairs.out, pairs.dp, pairs.delta, pairs.ds)

@@ -189,6 +189,23 @@ class Prepared:
             elif name in self._demanded:
                 raise ValueError(f"{name}: expected an array with strides {planned.strides}, as planned, got None")
 
+    def _own_memory(self, x: Any) -> arrays.Array:
+        """The caller's memory for the workspace, checked."""
+        memory = arrays.view(x, "workspace", writable=True)
+        (shape, strides, dtype, phase, where), _ = arrays.describe(memory)
+        if dtype != numpy.uint8:
+            raise TypeError(f"workspace: expected uint8, got {dtype}")
+        if len(shape) != 1 or (strides != (1,) and shape[0] > 1) or shape[0] < self.workspace_bytes:
+            raise ValueError(
+                f"workspace: expected one axis of at least {self.workspace_bytes} bytes without gaps, got shape {shape}"
+            )
+        if where != self._device:
+            places = ["in host memory" if place is None else f"on CUDA device {place}" for place in (self._device, where)]
+            raise ValueError(f"workspace: expected an array {places[0]}, got one {places[1]}")
+        if phase:
+            raise ValueError(f"workspace: expected an address divisible by 16, got remainder {phase}")
+        return memory
+
     def _check_apart(self, addresses: list[int], workspace: arrays.Array | None) -> None:
         """Refuse results that overlap an input or each other."""
         spans = {

@@ -91,7 +91,7 @@ class AttentionPlan(Prepared):
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
         if workspace is not None:
-            workspace = self.workspace.given(workspace, self._device)
+            workspace = self._own_memory(workspace)
         return self.run(given, workspace)
 
     def counted(self, q: Any, k: Any, v: Any) -> tuple[Any, Traffic | None]:

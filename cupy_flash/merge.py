@@ -82,6 +82,13 @@ def merge_plan(architecture: Architecture, dtype: str) -> Plan:
     return Plan("merge", architecture, config, (f"{TILE.tile_q} rows a block: {TILE.why}",))
 
 
+def merge_launches(plan: Plan, problem: MergeProblem) -> tuple[Launch, ...]:
+    """The grid of a merge: so many rows a block, for each head and batch element."""
+    *batch, heads, len_q, _ = problem.layouts["out"].shape
+    [(entry, shared_bytes)] = plan.entries.items()
+    return (checked(Launch(entry, -(-len_q // plan.config.TILE_Q) * heads * math.prod(batch), shared_bytes)),)
+
+
 class MergePlan(Prepared):
     """A merge with everything decided.
 
@@ -95,10 +102,7 @@ class MergePlan(Prepared):
         device = problem.out.device
         execution = None
         if kernel is not None:
-            *batch, heads, len_q, _ = problem.layouts["out"].shape
-            blocks = -(-len_q // kernel.config.TILE_Q) * heads * math.prod(batch)
-            [(entry, shared_bytes)] = kernel.entries.items()
-            launches = (checked(Launch(entry, blocks, shared_bytes)),)
+            launches = merge_launches(kernel, problem)
             execution = Execution(kernel, launches, merge_params(problem), MERGE_ARRAYS, Workspace(), device)
         layouts = {name: getattr(problem, name) for name in MERGE_ARRAYS}
         super().__init__(layouts, ("out", "lse"), problem.backend, device, execution)

@@ -1,15 +1,9 @@
-"""Attention in sixty lines of array code.
+"""Attention on arrays in host memory, tile by tile: what users get on backend 'numpy'.
 
-Three readings of the same definition, for NumPy and CuPy arrays shaped `(*batch, heads, seq, dim)`:
-
-- `oracle`: float64 throughout, what every result is judged against;
-- `naive`: the textbook formula in the caller's own precision, the error a result is allowed to be compared with;
-- `blocked`: online softmax over tiles of keys, O(n) memory, what users get for arrays on the host.
-
-All three take `scale`, `first_key`, `last_key` and `softcap`. The order is: scale, softcap, mask, softmax.
-Query row i sees the keys j with `i + first_key <= j <= i + last_key`; `None` leaves that side open. Causal masks and
-sliding windows are both such bands. A row that sees nothing has result 0 and log-sum-exp -inf. NaN and infinity are
-data: they travel to the rows that see them, without a warning.
+`blocked` is online softmax over tiles of keys, O(n) memory, for NumPy arrays shaped `(*batch, heads, seq, dim)`. It takes `scale`,
+`first_key`, `last_key` and `softcap`. The order is: scale, softcap, mask, softmax. Query row i sees the keys j with
+`i + first_key <= j <= i + last_key`; `None` leaves that side open. A row that sees nothing has result 0 and log-sum-exp -inf. NaN
+and infinity are data: they travel to the rows that see them, without a warning.
 
 Keys and values may have fewer heads than queries: query head h reads key head `h // (heads_q // heads_kv)`.
 `merged` makes the result over all keys from those over two parts of them. Gradients are in `gradients`.
@@ -17,30 +11,15 @@ Keys and values may have fewer heads than queries: query head h reads key head `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any, TypeAlias
+from collections.abc import Iterator
 
 import numpy
 
-Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray; CuPy may be absent, so it cannot be named here
 
-
-def namespace(array: Array) -> ModuleType:
-    """Return `cupy` for a CuPy array, which is the only case that imports it, and `numpy` for all others."""
-    if type(array).__module__.partition(".")[0] == "cupy":
-        import cupy
-
-        return cupy
-    return numpy
-
-
-def visible(
-    len_q: int, len_kv: int, first_key: int | None = None, last_key: int | None = None, xp: ModuleType = numpy
-) -> Array:
+def visible(len_q: int, len_kv: int, first_key: int | None = None, last_key: int | None = None) -> numpy.ndarray:
     """Return the boolean `(len_q, len_kv)` mask of the pairs that take part."""
-    offset = xp.arange(len_kv) - xp.arange(len_q)[:, None]
-    seen = xp.ones((len_q, len_kv), dtype=bool)
+    offset = numpy.arange(len_kv) - numpy.arange(len_q)[:, None]
+    seen = numpy.ones((len_q, len_kv), dtype=bool)
     if first_key is not None:
         seen &= offset >= first_key
     if last_key is not None:
@@ -49,68 +28,14 @@ def visible(
 
 
 @numpy.errstate(all="ignore")
-def probabilities(
-    q: Array,
-    k: Array,
-    *,
-    scale: float,
-    first_key: int | None = None,
-    last_key: int | None = None,
-    softcap: float | None = None,
-) -> tuple[Array, Array]:
-    """Return the softmax `(*batch, heads_q, len_q, len_kv)` and its log-sum-exp, in the dtype of `q` and `k`."""
-    xp = namespace(q)
-    s = q @ repeat_heads(k, q).swapaxes(-1, -2) * scale
-    if softcap is not None:
-        s = softcap * xp.tanh(s / softcap)
-    s = xp.where(visible(*s.shape[-2:], first_key, last_key, xp), s, -xp.inf)
-    if s.shape[-1] == 0:  # an empty axis has no maximum
-        return s, xp.full(s.shape[:-1], -xp.inf, dtype=s.dtype)
-    top = s.max(axis=-1, keepdims=True)
-    top = xp.where(top == -xp.inf, 0, top)  # for a row that sees nothing, exp(-inf - -inf) would be NaN
-    p = xp.exp(s - top)
-    total = p.sum(axis=-1, keepdims=True)
-    lse = (top + xp.log(total))[..., 0]
-    return p / xp.where(total == 0, 1, total), lse
-
-
-@numpy.errstate(all="ignore")
-def weighted_sum(p: Array, v: Array, seen: Array) -> Array:
+def weighted_sum(p: numpy.ndarray, v: numpy.ndarray, seen: numpy.ndarray) -> numpy.ndarray:
     """Return `p @ v` over the pairs in `seen` only: a zero that the mask put into `p` must not meet NaN or infinity."""
-    xp = namespace(v)
-    finite = xp.isfinite(v).all(axis=-1)
-    out = p @ xp.where(finite[..., None], v, 0)
-    for j in map(int, xp.flatnonzero(~finite.all(axis=tuple(range(finite.ndim - 1))))):  # usually none
+    finite = numpy.isfinite(v).all(axis=-1)
+    out = p @ numpy.where(finite[..., None], v, 0)
+    for j in map(int, numpy.flatnonzero(~finite.all(axis=tuple(range(finite.ndim - 1))))):  # usually none
         takes_part = seen[:, j, None] & ~finite[..., j, None, None]
-        out += xp.where(takes_part, p[..., j, None] * v[..., j, None, :], 0)
+        out += numpy.where(takes_part, p[..., j, None] * v[..., j, None, :], 0)
     return out
-
-
-def oracle(q: Array, k: Array, v: Array, **scores: Any) -> tuple[Array, Array]:
-    """Return `(out, lse)` in float64, from the inputs as they are, already rounded to their dtype.
-
-    Data of a masked pair is selected away, never multiplied by zero: a NaN in a key or a value reaches
-    only the rows that see it. Memory is O(len_q * len_kv).
-    """
-    return _attention(*(x.astype(numpy.float64) for x in (q, k, v)), lambda x: x, scores)
-
-
-def naive(q: Array, k: Array, v: Array, *, precision: str = "ieee", **scores: Any) -> tuple[Array, Array]:
-    """Return `(out, lse)` as the textbook formula gives them in the precision of the inputs.
-
-    Products of inputs accumulate in float32 and the softmax is float32; P is rounded to the inputs' dtype before P @ V,
-    and so is the result. With `precision="tf32"` both factors of every product are rounded to TF32. float64 stays
-    float64. On CuPy a float32 product is IEEE unless the process set `CUPY_TF32=1`: leave it unset.
-    """
-    dtype = q.dtype
-    wide = accumulator(dtype)
-
-    def factor(x: Array) -> Array:
-        # Half-precision factors are widened before they meet: float32 holds the product of two of them exactly.
-        return round_to_tf32(x) if precision == "tf32" else x.astype(dtype).astype(wide)
-
-    out, lse = _attention(*(factor(x) for x in (q, k, v)), factor, scores)
-    return out.astype(dtype), lse
 
 
 @numpy.errstate(all="ignore")
@@ -166,7 +91,9 @@ def blocked(
 
 
 @numpy.errstate(all="ignore")
-def merged(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+def merged(
+    out_a: numpy.ndarray, lse_a: numpy.ndarray, out_b: numpy.ndarray, lse_b: numpy.ndarray
+) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Return `(out, lse)` over two sets of keys together, from the results over each of them.
 
     The sum is float32, or float64 for float64 results. A result of weight 0 is selected away: over no keys at all,
@@ -189,15 +116,14 @@ def merged(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Arra
     >>> numpy.allclose(merged(*near, *far)[0], blocked(q, k, v, scale=0.3)[0])
     True
     """
-    xp = namespace(out_a)
     wide = accumulator(out_a.dtype)
-    top = xp.maximum(lse_a, lse_b)
-    top = xp.where(top == -xp.inf, 0, top)  # nothing seen by either: exp(-inf - -inf) would be NaN
-    weights = [xp.exp(lse - top) for lse in (lse_a, lse_b)]
+    top = numpy.maximum(lse_a, lse_b)
+    top = numpy.where(top == -numpy.inf, 0, top)  # nothing seen by either: exp(-inf - -inf) would be NaN
+    weights = [numpy.exp(lse - top) for lse in (lse_a, lse_b)]
     total = weights[0] + weights[1]
-    share_a, share_b = (xp.where(weight == 0, 0, weight / total)[..., None] for weight in weights)
-    out = xp.where(share_a == 0, 0, share_a * out_a.astype(wide)) + xp.where(share_b == 0, 0, share_b * out_b.astype(wide))
-    return out.astype(out_a.dtype), (top + xp.log(total)).astype(lse_a.dtype)
+    share_a, share_b = (numpy.where(weight == 0, 0, weight / total)[..., None] for weight in weights)
+    out = numpy.where(share_a == 0, 0, share_a * out_a.astype(wide)) + numpy.where(share_b == 0, 0, share_b * out_b.astype(wide))
+    return out.astype(out_a.dtype), (top + numpy.log(total)).astype(lse_a.dtype)
 
 
 def _attend(
@@ -264,26 +190,6 @@ def tiles_in_sight(
         yield slice(col, stop), seen
 
 
-def _attention(
-    q: Array, k: Array, v: Array, factor: Callable[[Array], Array], scores: dict[str, Any]
-) -> tuple[Array, Array]:
-    """Return `(out, lse)` in the dtype of the arguments; `factor` rounds P before it meets V."""
-    p, lse = probabilities(q, k, **scores)
-    seen = visible(*p.shape[-2:], scores.get("first_key"), scores.get("last_key"), namespace(q))
-    return weighted_sum(factor(p), repeat_heads(v, q), seen), lse
-
-
-def repeat_heads(kv: Array, q: Array) -> Array:
-    """Return keys or values with a head for each head of `q`."""
-    return namespace(kv).repeat(kv, q.shape[-3] // max(kv.shape[-3], 1), axis=-3)
-
-
 def accumulator(dtype: numpy.dtype) -> type[numpy.floating]:
     """Return the type to compute in: float64 for float64, float32 for all others."""
     return numpy.float64 if dtype == numpy.float64 else numpy.float32
-
-
-def round_to_tf32(x: Array) -> Array:
-    """Round float32 to TF32, 10 explicit mantissa bits: to nearest, ties away from zero, as `cvt.rna.tf32.f32` does."""
-    bits = namespace(x).ascontiguousarray(x).view(numpy.uint32)
-    return ((bits + numpy.uint32(1 << 12)) & numpy.uint32(0xFFFF_E000)).view(numpy.float32)

@@ -19,8 +19,8 @@ import numpy
 
 from .arrays import DTYPES
 from .host import HostOptions
+from .oracle import sees
 from .planning import plan_attention
-from .reference import visible
 
 ALGORITHMS = ("naive", "v1", "v2")
 
@@ -131,7 +131,7 @@ class Pass:
 
 
 def _scale_and_mask(setting: Setting, scores: numpy.ndarray) -> numpy.ndarray:
-    seen = visible(setting.seq, setting.seq, last_key=0 if setting.causal else None)
+    seen = sees(setting.seq, setting.seq, last_key=0 if setting.causal else None)
     return numpy.where(seen, scores / math.sqrt(setting.dim), -numpy.inf)
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
-
-from . import arrays
 
 ALIGNMENT = 256  # of each part within the allocation: what a memory transaction of any GPU divides
 UNWRITTEN = 0xFF  # on the host: NaN in every dtype, so that a read before a write shows
@@ -51,23 +48,3 @@ class Workspace:
         if memory is None:
             memory = numpy.full(self.nbytes, UNWRITTEN, numpy.uint8)
         return {name: memory[start : start + size] for (name, size), start in zip(self.parts, self.offsets)}
-
-    def given(self, x: Any, device: int | None) -> arrays.Array:
-        """The caller's own memory for the workspace, checked.
-
-        Raises
-        ------
-        TypeError, ValueError
-        """
-        memory = arrays.view(x, "workspace", writable=True)
-        (shape, strides, dtype, phase, where), _ = arrays.describe(memory)
-        if dtype != numpy.uint8:
-            raise TypeError(f"workspace: expected uint8, got {dtype}")
-        if len(shape) != 1 or (strides != (1,) and shape[0] > 1) or shape[0] < self.nbytes:
-            raise ValueError(f"workspace: expected one axis of at least {self.nbytes} bytes without gaps, got shape {shape}")
-        if where != device:
-            places = ["in host memory" if place is None else f"on CUDA device {place}" for place in (device, where)]
-            raise ValueError(f"workspace: expected an array {places[0]}, got one {places[1]}")
-        if phase:
-            raise ValueError(f"workspace: expected an address divisible by 16, got remainder {phase}")
-        return memory

@@ -19,7 +19,7 @@ from cupy_flash.backward import _prepared
 from cupy_flash.cases import Case, make_inputs, quick_cases
 from cupy_flash.compare import ARITHMETIC, TAIL, norms, score_errors
 from cupy_flash.compare_gradients import compare_gradients, make_cotangents
-from cupy_flash.gradients import pairs_of
+from cupy_flash.oracle_gradients import pairs_of
 
 backends = pytest.mark.parametrize("backend", ["host", "numpy"])
 

@@ -28,8 +28,8 @@ from cupy_flash.bench import (
     order_of,
 )
 from cupy_flash.cases import Case
+from cupy_flash.oracle import sees
 from cupy_flash.plots import plot_bench
-from cupy_flash.reference import visible
 
 
 def refusing(error):
@@ -65,7 +65,7 @@ def test_flops_are_those_of_visible_pairs(causal):
     cell = Cell("forward", "float16", 24, causal, 37, 2, 3)
     case = Case("float16", 37, 37, dim=24, heads_q=3, batch=(2,), causal=causal)
     assert cell.flops == case.flops
-    pairs = int(visible(37, 37, last_key=0 if causal else None).sum())
+    pairs = int(sees(37, 37, last_key=0 if causal else None).sum())
     # Q K^T again, dO V^T, dS K, dS^T Q and P^T dO: three products of dim and two of dim_v.
     assert Cell("backward", *tuple(vars(cell).values())[1:]).flops == 2 * 5 * 24 * pairs * 3 * 2
 

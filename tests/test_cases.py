@@ -7,7 +7,7 @@ from typing import get_args
 import numpy
 import pytest
 
-from cupy_flash import arrays, reference
+from cupy_flash import arrays, oracle
 from cupy_flash.cases import GUARD, Case, Layout, Values, case_named, full_cases, make_inputs, quick_cases
 from cupy_flash.options import Options
 from cupy_flash.problem import make_problem
@@ -194,7 +194,7 @@ def test_scores_state_the_mask_and_flops_count_it(causal, window, lengths):
             and (not causal or distance <= 0)
         )
     scores = case.scores
-    assert numpy.array_equal(reference.visible(*lengths, scores["first_key"], scores["last_key"]), seen)
+    assert numpy.array_equal(oracle.sees(*lengths, scores["first_key"], scores["last_key"]), seen)
     assert scores["scale"] == 1 / math.sqrt(24)
     assert case.flops == 2 * (24 + 8) * seen.sum() * 3 * 2
 
@@ -207,6 +207,6 @@ def test_attention_reads_every_case_the_same_way():
         asked = [number and float(computed_in(number)) for number in (scores["scale"], case.softcap)]
         assert [problem.scale, problem.softcap, problem.precision] == [*asked, case.precision]
         band = (problem.first_key, problem.last_key), (scores["first_key"], scores["last_key"])
-        seen, stated = (reference.visible(case.len_q, case.len_kv, *bounds) for bounds in band)
+        seen, stated = (oracle.sees(case.len_q, case.len_kv, *bounds) for bounds in band)
         assert numpy.array_equal(seen, stated), case
         assert problem.flops == case.flops

@@ -8,7 +8,8 @@ import pytest
 
 from cupy_flash.cases import Case, full_cases, make_inputs, quick_cases
 from cupy_flash.compare import ARITHMETIC, SPLIT_TF32, compare
-from cupy_flash.reference import blocked, naive, visible
+from cupy_flash.oracle import naive, sees
+from cupy_flash.reference import blocked
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -35,7 +36,7 @@ def kernel(q, k, v, *, scale, first_key, last_key, softcap, factor, tile=32, tan
     """Online softmax as a kernel does it: in base 2, tile after tile of keys, P rounded before it is divided."""
     group = q.shape[-3] // max(k.shape[-3], 1)
     q, k, v = q.astype("f4"), *(numpy.repeat(x, group, axis=-3).astype("f4") for x in (k, v))
-    seen = visible(q.shape[-2], k.shape[-2], first_key, last_key)
+    seen = sees(q.shape[-2], k.shape[-2], first_key, last_key)
     top = numpy.full((*numpy.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2]), -numpy.inf, "f4")
     total, out = numpy.zeros_like(top), numpy.zeros((*top.shape, v.shape[-1]), "f4")
     for j in range(0, k.shape[-2], tile):

@@ -6,11 +6,13 @@ import ml_dtypes
 import numpy
 import pytest
 
-from cupy_flash import gradients
+from cupy_flash import oracle_gradients
 from cupy_flash.cases import GUARD, Case, full_cases, make_inputs, quick_cases
 from cupy_flash.compare_gradients import compare_gradients, make_cotangents
-from cupy_flash.gradients import Gradients, blocked_gradients, gradients_of, naive_gradients, pairs_of, summed_to
-from cupy_flash.reference import blocked, repeat_heads, round_to_tf32, visible
+from cupy_flash.gradients import Gradients, blocked_gradients
+from cupy_flash.oracle import repeat_heads, round_to_tf32, sees
+from cupy_flash.oracle_gradients import gradients_of, naive_gradients, pairs_of, summed_to
+from cupy_flash.reference import blocked
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -101,7 +103,7 @@ def kernel(case, inputs, dlse):
 
     dout, q, k, v = (x.astype("f4") for x in inputs)
     k_each, v_each = repeat_heads(k, q), repeat_heads(v, q)
-    seen = visible(case.len_q, case.len_kv, case.scores["first_key"], case.scores["last_key"])
+    seen = sees(case.len_q, case.len_kv, case.scores["first_key"], case.scores["last_key"])
     s = product(q, k_each.swapaxes(-1, -2)) * scale
     slope = 1
     if softcap:
@@ -182,7 +184,7 @@ def test_nan_and_infinity_are_right_where_the_oracle_has_them():
 def test_ratio_is_that_of_the_largest_errors():
     case = VICTIMS[0]
     inputs, dlse = inputs_of(case)
-    exact = gradients.oracle_gradients(*inputs, dlse=dlse, **case.scores)
+    exact = oracle_gradients.oracle_gradients(*inputs, dlse=dlse, **case.scores)
     plain = naive_gradients(*inputs, dlse=dlse, **case.scores)
     twice = Gradients(*((a + 2 * (b - a)).astype(b.dtype) for a, b in zip(exact, plain, strict=True)))
     for grads, ratio in ((plain, 1), (twice, 2)):
@@ -285,13 +287,13 @@ def test_one_masked_pair_unmasked(case, monkeypatch):
     key = row + case.scores["last_key"] + 1
 
     def with_one_more(*args):
-        seen = visible(*args)
+        seen = sees(*args)
         seen[row, key] = True
         return seen
 
     with monkeypatch.context() as patch:
-        patch.setattr(gradients, "visible", with_one_more)
-        patch.setattr("cupy_flash.reference.visible", with_one_more)
+        patch.setattr(oracle_gradients, "sees", with_one_more)
+        patch.setattr("cupy_flash.oracle.sees", with_one_more)
         grads = from_pairs(case, lambda pairs: None)
     assert judge(case, from_pairs(case, lambda pairs: None)).ok
     verdict = judge(case, grads)

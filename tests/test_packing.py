@@ -13,9 +13,9 @@ from cupy_flash.cases import Case, make_inputs
 from cupy_flash.compare import compare
 from cupy_flash.host import SCHEDULES
 from cupy_flash.options import Options
+from cupy_flash.oracle import sees
 from cupy_flash.packing import packing_of
 from cupy_flash.problem import make_problem
-from cupy_flash.reference import visible
 from cupy_flash.tuning import SHORT
 
 KERNELS = {"fwd_v1": "80", "fwd_v2": "80", "fwd_hopper": "90a"}  # and an architecture to execute each for
@@ -85,7 +85,7 @@ def test_the_kernel_sees_the_same_elements(drawn):
     problem = make_problem(*layouts, Options(backend="host", return_lse=True, **options), arrays.layout(out), arrays.layout(lse))
     packing = packing_of(problem)
     packed, group, queries = packing.problem, problem.heads_per_kv, problem.len_q
-    seen = visible(queries, problem.len_kv, problem.first_key, problem.last_key)
+    seen = sees(queries, problem.len_kv, problem.first_key, problem.last_key)
     even = queries == 1 or all(x.strides[1] == queries * x.strides[2] for x in (q, out, lse))
     if group == 1 or not even or not seen.any():
         assert packed is problem and not packing.reason
@@ -107,7 +107,7 @@ def test_the_kernel_sees_the_same_elements(drawn):
         assert numpy.array_equal(view(array, layout, skipped), array[:, :, keys])
         assert numpy.array_equal(array[:, :, packing.keys], array[:, :, keys])
         assert (array.ctypes.data + skipped) % layout.alignment == 0
-    assert numpy.array_equal(visible(queries, packed.len_kv, packed.first_key, packed.last_key), seen[:, keys])
+    assert numpy.array_equal(sees(queries, packed.len_kv, packed.first_key, packed.last_key), seen[:, keys])
     assert packed.queries == (None if seen[:, keys].all() else queries)
     assert packing_of(packed).problem is packed
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from cupy_flash import reference
 from cupy_flash.cases import Case, full_cases, make_inputs
 from cupy_flash.compare import compare
-from cupy_flash.reference import blocked, merged, naive, oracle, visible
+from cupy_flash.oracle import naive, namespace, oracle, sees
+from cupy_flash.reference import blocked, merged, visible
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -245,7 +246,7 @@ def test_order_of_keys_does_not_matter(problem, random):
 def test_a_band_is_each_row_with_the_keys_it_sees(problem):
     (q, k, v), scores, blocks = problem
     out, lse = blocked(q, k, v, **scores, **blocks)
-    seen = visible(q.shape[-2], k.shape[-2], scores["first_key"], scores["last_key"])
+    seen = sees(q.shape[-2], k.shape[-2], scores["first_key"], scores["last_key"])
     unmasked = scores | {"first_key": None, "last_key": None}
     for i in range(0, q.shape[-2], 3):
         row, row_lse = blocked(q[..., i : i + 1, :], k[..., seen[i], :], v[..., seen[i], :], **unmasked)
@@ -282,7 +283,7 @@ def test_what_a_row_may_not_see_does_not_reach_it(problem, data):
     key = data.draw(st.integers(0, k.shape[-2] - 1))
     poison = data.draw(st.sampled_from([numpy.nan, numpy.inf]))
     where = data.draw(st.sampled_from(["k", "v"]))
-    seen = visible(q.shape[-2], k.shape[-2], scores["first_key"], scores["last_key"])[:, key]
+    seen = sees(q.shape[-2], k.shape[-2], scores["first_key"], scores["last_key"])[:, key]
     bad = {"k": k.copy(), "v": v.copy()}
     bad[where][..., key, 0] = poison
     for attention in (oracle, naive, lambda *x, **options: blocked(*x, **options, **blocks)):
@@ -353,7 +354,7 @@ def test_blocked_reads_each_key_in_sight_once_and_masks_only_the_edge(monkeypatc
             patch.setattr(reference, "visible", counting_visible)
             out, _ = blocked(q, kv, kv, **scores, block_q=block_q, block_kv=5)
         numpy.testing.assert_allclose(out, expected, atol=1e-13)
-        seen = visible(len_q, len_kv, *band)
+        seen = sees(len_q, len_kv, *band)
         in_sight = [rows.any(axis=0).sum() for rows in seen.reshape(-1, block_q, len_kv)]
         if None in band or band[0] <= band[1]:
             assert sum(read) == 2 * sum(in_sight)  # once as keys, once as values
@@ -379,11 +380,11 @@ def test_blocked_needs_memory_for_a_tile_only(dtype):
 
 def test_cupy_is_found_by_the_array_and_not_imported_otherwise(monkeypatch):
     program = (
-        "import sys, numpy, cupy_flash.reference as r; r.namespace(numpy.ones(1)); sys.exit('cupy' in sys.modules)"
+        "import sys, numpy, cupy_flash.oracle as o; o.namespace(numpy.ones(1)); sys.exit('cupy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
     cupy = types.ModuleType("cupy")
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     array = type("ndarray", (), {"__module__": "cupy._core.core"})()
-    assert reference.namespace(array) is cupy
-    assert reference.namespace(numpy.ones(1)) is numpy
+    assert namespace(array) is cupy
+    assert namespace(numpy.ones(1)) is numpy
