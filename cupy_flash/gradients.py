@@ -9,6 +9,7 @@ the input was broadcast. A row that sees nothing has gradient 0 and gives none. 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy
