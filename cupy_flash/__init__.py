@@ -1,11 +1,12 @@
 """Exact attention for CuPy, NumPy and everything else that is not PyTorch."""
 
-from .api import attention, attention_backward, attention_vjp, merge_states
-from .backward import BackwardPlan
+from .api.backward import attention_backward, attention_vjp, plan_attention_backward
+from .api.forward import attention, plan_attention
+from .api.merge import merge_states
+from .call.backward import BackwardPlan
+from .call.forward import AttentionPlan
 from .errors import CompileError, DeadlockError, FaultError, SanitizerError, UnsupportedError
-from .gradients import Gradients
-from .launch import AttentionPlan
-from .planning import plan_attention, plan_attention_backward
+from .problem.backward import Gradients
 
 __version__ = "0.1.0"
 __all__ = [

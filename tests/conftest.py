@@ -8,8 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import settings
 
-from cupy_flash import backward, forward_plan, host, launch, schedule, source
-from cupy_flash.tuning import HOPPER_BACKWARD, KERNEL_TABLES, MASKS
+from cupy_flash.call import backward, forward
+from cupy_flash.machine import host, source
+from cupy_flash.plan import forward as forward_plan
+from cupy_flash.plan import schedule
+from cupy_flash.plan.tuning import HOPPER_BACKWARD, KERNEL_TABLES, MASKS
 
 settings.register_profile("cupy_flash", deadline=None)  # an example may have to wait for a compiler
 settings.load_profile("cupy_flash")
@@ -75,10 +78,10 @@ def only_row(monkeypatch):
     def choose(kernel, row):
         row = replace(row, max_len_q=None, masks=MASKS)
         monkeypatch.setitem(KERNEL_TABLES, kernel, {"90a": {"half": (row,)}})
-        launch._prepared.cache_clear()
+        forward._prepared.cache_clear()
 
     yield choose
-    launch._prepared.cache_clear()
+    forward._prepared.cache_clear()
 
 
 @pytest.fixture
@@ -88,6 +91,6 @@ def shared(monkeypatch):
         monkeypatch.setattr(module, "LEAST_SPLIT", 1)
         monkeypatch.setattr(module, "COMBINING", 0)
     monkeypatch.setattr(forward_plan, "EVEN", -math.inf)
-    launch._prepared.cache_clear()
+    forward._prepared.cache_clear()
     yield
-    launch._prepared.cache_clear()
+    forward._prepared.cache_clear()

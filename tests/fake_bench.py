@@ -1,8 +1,8 @@
-"""A machine for `cupy_flash.bench` on which times are known, and contenders that compute nothing."""
+"""A machine for `cupy_flash.measure.bench` on which times are known, and contenders that compute nothing."""
 
 from dataclasses import dataclass, field
 
-from cupy_flash.bench import DIRECTIONS, WARM_UP, Contender, Run, Suite, Verdict
+from cupy_flash.measure.bench import DIRECTIONS, WARM_UP, Contender, Run, Suite, Verdict
 
 CELLS = Suite(("float16",), (64,), (512, 1024)).cells(DIRECTIONS)
 FORWARD = CELLS[0]

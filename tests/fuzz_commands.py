@@ -18,12 +18,13 @@ import click
 from click.testing import CliRunner
 from fake_bench import FakeBench, contender
 
-from cupy_flash import nvrtc, plots
-from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.cases import quick_cases
 from cupy_flash.cli import bench, compile, main, traffic
-from cupy_flash.matrix import every_plan
-from cupy_flash.traffic import Count
+from cupy_flash.judge.cases import quick_cases
+from cupy_flash.machine import nvrtc
+from cupy_flash.measure import plots
+from cupy_flash.measure.traffic import Count
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.matrix import every_plan
 
 SANE = ("1", "2", "7", "64", "100", "256")
 WILD = (0, 0.05, 0.3)  # how likely a word of a line is odd: some lines are all right

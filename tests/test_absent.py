@@ -7,7 +7,8 @@ import numpy
 import pytest
 
 import cupy_flash
-from cupy_flash import UnsupportedError, absent, attention
+from cupy_flash import UnsupportedError, attention
+from cupy_flash.api import absent
 
 X = numpy.zeros((2, 8, 16), numpy.float16)
 FUNCTIONS = [getattr(cupy_flash, name) for name in cupy_flash.__all__ if inspect.isfunction(getattr(cupy_flash, name))]

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy
 import pytest
 
-from cupy_flash import arrays
-from cupy_flash.layout import Layout
+from cupy_flash.problem import arrays
+from cupy_flash.problem.layout import Layout
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
@@ -34,7 +34,7 @@ def dlpack(memory):
 
 
 def test_no_library_is_imported():
-    program = "import sys, cupy_flash.arrays; print({'cupy', 'torch', 'jax', 'numba'} & sys.modules.keys())"
+    program = "import sys, cupy_flash.problem.arrays; print({'cupy', 'torch', 'jax', 'numba'} & sys.modules.keys())"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
 
 

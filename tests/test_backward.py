@@ -7,19 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_flash import (
-    Gradients,
-    attention,
-    attention_backward,
-    attention_vjp,
-    plan_attention,
-    plan_attention_backward,
-)
-from cupy_flash.backward import _prepared
-from cupy_flash.cases import Case, make_inputs, quick_cases
-from cupy_flash.compare import ARITHMETIC, TAIL, norms, score_errors
-from cupy_flash.compare_gradients import compare_gradients, make_cotangents
-from cupy_flash.oracle_gradients import pairs_of
+from cupy_flash import Gradients, attention, attention_backward, attention_vjp, plan_attention, plan_attention_backward
+from cupy_flash.call.backward import _prepared
+from cupy_flash.judge.cases import Case, make_inputs, quick_cases
+from cupy_flash.judge.compare import ARITHMETIC, TAIL, norms, score_errors
+from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.judge.oracle_gradients import pairs_of
 
 backends = pytest.mark.parametrize("backend", ["host", "numpy"])
 
@@ -56,7 +49,7 @@ def test_keys_that_do_not_exist_take_no_part():
 @pytest.mark.parametrize("together", [1, 3, 4, 100])
 def test_heads_that_take_turns_leave_none_out(together, monkeypatch):
     """Of 8 shares of query heads: one at a time, 3 and at last 2, 4, and more than there are."""
-    monkeypatch.setattr("cupy_flash.backward_plan.heads_together", lambda kernel, problem: together)
+    monkeypatch.setattr("cupy_flash.plan.backward.heads_together", lambda kernel, problem: together)
     _prepared.cache_clear()
     case = Case("float16", 70, 150, heads_q=4, heads_kv=2, batch=(2,), causal=True)
     inputs, (dout, dlse) = make_inputs(case), make_cotangents(case)

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_flash import UnsupportedError, plan_attention_backward
-from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.backward_plan import BLOCKS_TOGETHER, FEWEST_BLOCKS, backward_launches, heads_per_block, heads_together
-from cupy_flash.matrix import every_plan
-from cupy_flash.options import BACKWARD_KERNELS
-from cupy_flash.tuning import BACKWARD_TABLES, WIDTHS, row_for
-from cupy_flash.workspace import ALIGNMENT, Workspace
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.backward import BLOCKS_TOGETHER, FEWEST_BLOCKS, backward_launches, heads_per_block, heads_together
+from cupy_flash.plan.matrix import every_plan
+from cupy_flash.plan.tuning import BACKWARD_TABLES, WIDTHS, row_for
+from cupy_flash.plan.workspace import ALIGNMENT, Workspace
+from cupy_flash.problem.options import BACKWARD_KERNELS
 
 
 def plan(*shapes, dtype=numpy.float16, **options):

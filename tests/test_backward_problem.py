@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_flash import attention, attention_backward
-from cupy_flash.backward_plan import Grouping
-from cupy_flash.backward_problem import make_backward_problem
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.layout import dense_layout
-from cupy_flash.options import Options
-from cupy_flash.params import BACKWARD, BACKWARD_ARRAYS, backward_params
+from cupy_flash.plan.backward import Grouping
+from cupy_flash.plan.params import BACKWARD, backward_params
+from cupy_flash.problem.backward import BACKWARD_ARRAYS, make_backward_problem
+from cupy_flash.problem.layout import dense_layout
+from cupy_flash.problem.options import Options
 
 
 def laid(*shape, dtype="float16", device=None, strides=None, alignment=16):

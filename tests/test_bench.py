@@ -9,7 +9,9 @@ import numpy
 import pytest
 from fake_bench import CELLS, FORWARD, FakeBench, contender
 
-from cupy_flash.bench import (
+from cupy_flash.judge.cases import Case
+from cupy_flash.judge.oracle import sees
+from cupy_flash.measure.bench import (
     DIRECTIONS,
     FEWEST,
     MOST,
@@ -27,9 +29,7 @@ from cupy_flash.bench import (
     measure,
     order_of,
 )
-from cupy_flash.cases import Case
-from cupy_flash.oracle import sees
-from cupy_flash.plots import plot_bench
+from cupy_flash.measure.plots import plot_bench
 
 
 def refusing(error):
@@ -193,7 +193,7 @@ def test_a_plot_for_each_direction_and_dtype(tmp_path):
 
 @pytest.mark.gpu
 def test_times_on_a_gpu_grow_with_the_work():
-    from cupy_flash.stopwatch import GpuBench
+    from cupy_flash.measure.stopwatch import GpuBench
 
     bench = GpuBench()
     rng = numpy.random.default_rng(0)

@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner
 from fake_bench import FakeBench, contender
 
-from cupy_flash.bench import DIRECTIONS, Failure
 from cupy_flash.cli import bench as command
 from cupy_flash.cli import main
-from cupy_flash.peers import ALGORITHMS, KERNELS
+from cupy_flash.measure.bench import DIRECTIONS, Failure
+from cupy_flash.measure.peers import ALGORITHMS, KERNELS
 
 
 def run(*arguments):

@@ -4,7 +4,7 @@ import numpy
 import pytest
 
 from cupy_flash import attention, plan_attention
-from cupy_flash.cases import Case, make_inputs
+from cupy_flash.judge.cases import Case, make_inputs
 
 CASES = [
     Case("float16", 70, 150, heads_q=6, heads_kv=2, batch=(3,), causal=True),

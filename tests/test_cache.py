@@ -13,11 +13,12 @@ import numpy
 import pytest
 from click.testing import CliRunner
 
-from cupy_flash import attention, cache, host, nvrtc, source
-from cupy_flash.architecture import ARCHITECTURES
+from cupy_flash import attention
 from cupy_flash.cli import doctor, main
-from cupy_flash.host import HostOptions
-from cupy_flash.matrix import every_plan
+from cupy_flash.machine import cache, host, nvrtc, source
+from cupy_flash.machine.host import HostOptions
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.matrix import every_plan
 
 PLAN = next(every_plan([ARCHITECTURES["80"]], ["float16"]))
 NAME = f"kernel-{32 * 'a'}.so"
@@ -183,7 +184,7 @@ def change_file(monkeypatch):
 
 def plan_with(file):
     """A plan that compiles this file: its own if it is a kernel, any if it is a header."""
-    return replace(PLAN, kernel=file.removesuffix(".cu")) if file.endswith(".cu") else PLAN
+    return replace(PLAN, file=file.removesuffix(".cu")) if file.endswith(".cu") else PLAN
 
 
 @pytest.mark.parametrize("file", [file for file in source.files() if not file.startswith("host") and file != "tile/host.cuh"])

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from cupy_flash import CompileError, cache, host, nvrtc
-from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.host import HostOptions
-from cupy_flash.matrix import every_plan
+from cupy_flash import CompileError
+from cupy_flash.machine import cache, host, nvrtc
+from cupy_flash.machine.host import HostOptions
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.matrix import every_plan
 
 PLAN = next(every_plan([ARCHITECTURES["80"]], ["float16"]))
 NAME = f"kernel-{32 * 'a'}.so"
@@ -158,7 +159,7 @@ def test_thread_that_fails_to_compile_leaves_it_to_the_next(monkeypatch):
 
 FORK_WHILE_COMPILING = """
 import os, sys, threading
-from cupy_flash import cache
+from cupy_flash.machine import cache
 
 name = "kernel-" + 32 * "0" + ".so"
 begun, finish = threading.Event(), threading.Event()
@@ -190,7 +191,8 @@ def test_child_forked_while_a_thread_compiles_does_not_wait_for_it():
 AT_ONCE = """
 import multiprocessing, sys
 import numpy
-from cupy_flash import attention, cache, host
+from cupy_flash import attention
+from cupy_flash.machine import cache, host
 
 def payload():
     expected = bytes(range(256)) * 4096
@@ -225,7 +227,7 @@ def test_processes_that_start_at_once(work, processes, own_folder):
 
 CLEARING = """
 import sys, time
-from cupy_flash import cache
+from cupy_flash.machine import cache
 
 names = [f"kernel-{number:032x}.so" for number in range(8)]
 end = time.monotonic() + 2

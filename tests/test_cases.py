@@ -7,10 +7,11 @@ from typing import get_args
 import numpy
 import pytest
 
-from cupy_flash import arrays, oracle
-from cupy_flash.cases import GUARD, Case, Layout, Values, case_named, full_cases, make_inputs, quick_cases
-from cupy_flash.options import Options
-from cupy_flash.problem import make_problem
+from cupy_flash.judge import oracle
+from cupy_flash.judge.cases import GUARD, Case, Layout, Values, case_named, full_cases, make_inputs, quick_cases
+from cupy_flash.problem import arrays
+from cupy_flash.problem.forward import make_problem
+from cupy_flash.problem.options import Options
 
 
 def buffer_of(x):

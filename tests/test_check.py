@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from cupy_flash import check
-from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.cases import Case, case_named, full_cases, quick_cases
-from cupy_flash.check import BACKWARD, COMPUTATIONS, DETERMINISTIC, FORWARD, FORWARD_V1, GENERIC, CaseResult
-from cupy_flash.compare_gradients import GradientComparison, Judgement
+from cupy_flash.judge import check
+from cupy_flash.judge.cases import Case, case_named, full_cases, quick_cases
+from cupy_flash.judge.check import BACKWARD, COMPUTATIONS, DETERMINISTIC, FORWARD, FORWARD_V1, GENERIC, CaseResult
+from cupy_flash.judge.compare_gradients import GradientComparison, Judgement
+from cupy_flash.plan.architecture import ARCHITECTURES
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_where_a_kernel_is_made_for_an_architecture_the_one_for_all_is_computed_
 def test_the_kernel_for_all_is_another_one_for_16_bits_only(own, generic):
     sm_90a, half, single = ARCHITECTURES["90a"], Case("bfloat16", 40, 50), Case("float32", 40, 50)
     kernels = check.kernels_of({half: (own, generic)}, "host", "90a")
-    others = [kernel.kernel for kernel in kernels if own == FORWARD or not kernel.kernel.startswith("fwd")]
+    others = [kernel.file for kernel in kernels if own == FORWARD or not kernel.file.startswith("fwd")]
     assert others == [check.BETTER[generic.kernel], generic.kernel]
     assert check.why_skipped(half, generic, "cuda", sm_90a) == ""
     reason = f"{generic.direction} v2 of float32 is by {generic.kernel} anyway"
@@ -100,5 +100,5 @@ def test_the_main_kernel_is_the_one_that_most_cases_share():
     others = check.beyond_main_kernel(cases, FORWARD_V1, "host")
     [main] = check.kernels_of(dict.fromkeys(set(cases) - set(others), (FORWARD_V1,)), "host")
     counts = Counter(kernel for case in cases for kernel in check.kernels_of({case: (FORWARD_V1,)}, "host"))
-    assert main.kernel == "fwd_v1" and counts[main] == max(counts.values())
+    assert main.file == "fwd_v1" and counts[main] == max(counts.values())
     assert sum(counts.values()) == counts[main] + len(others)

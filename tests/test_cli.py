@@ -13,16 +13,17 @@ import pytest
 from click.testing import CliRunner
 
 import cupy_flash
-from cupy_flash import cache, check, nvrtc, source
-from cupy_flash.architecture import ARCHITECTURES, architecture_named
-from cupy_flash.cases import quick_cases
-from cupy_flash.check import select_computations
 from cupy_flash.cli import compile, main
 from cupy_flash.cli.output import echo_json, table
 from cupy_flash.errors import CompileError
-from cupy_flash.matrix import KINDS, every_plan, has
-from cupy_flash.nvrtc import Report
-from cupy_flash.tuning import KERNEL_TABLES, MASKS
+from cupy_flash.judge import check
+from cupy_flash.judge.cases import quick_cases
+from cupy_flash.judge.check import select_computations
+from cupy_flash.machine import cache, nvrtc, source
+from cupy_flash.machine.nvrtc import Report
+from cupy_flash.plan.architecture import ARCHITECTURES, architecture_named
+from cupy_flash.plan.matrix import KINDS, every_plan, has
+from cupy_flash.plan.tuning import KERNEL_TABLES, MASKS
 
 ROOT = Path(__file__).parents[1]
 MASKED_CASE = "float16-h7x1-q61-k97-d40-top_left"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cupy_flash import nvrtc
 from cupy_flash.cli import devices, doctor, main
 from cupy_flash.errors import CompileError
+from cupy_flash.machine import nvrtc
 
 ROOT = Path(__file__).parents[1]
 

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy
 import pytest
 
-from cupy_flash.cases import Case, full_cases, make_inputs, quick_cases
-from cupy_flash.compare import ARITHMETIC, SPLIT_TF32, compare
-from cupy_flash.oracle import naive, sees
-from cupy_flash.reference import blocked
+from cupy_flash.judge.cases import Case, full_cases, make_inputs, quick_cases
+from cupy_flash.judge.compare import ARITHMETIC, SPLIT_TF32, compare
+from cupy_flash.judge.oracle import naive, sees
+from cupy_flash.machine.numpy_path.forward import blocked
 
 pytestmark = pytest.mark.filterwarnings("error")
 

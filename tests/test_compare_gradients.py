@@ -6,13 +6,14 @@ import ml_dtypes
 import numpy
 import pytest
 
-from cupy_flash import oracle_gradients
-from cupy_flash.cases import GUARD, Case, full_cases, make_inputs, quick_cases
-from cupy_flash.compare_gradients import compare_gradients, make_cotangents
-from cupy_flash.gradients import Gradients, blocked_gradients
-from cupy_flash.oracle import repeat_heads, round_to_tf32, sees
-from cupy_flash.oracle_gradients import gradients_of, naive_gradients, pairs_of, summed_to
-from cupy_flash.reference import blocked
+from cupy_flash.judge import oracle_gradients
+from cupy_flash.judge.cases import GUARD, Case, full_cases, make_inputs, quick_cases
+from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.judge.oracle import repeat_heads, round_to_tf32, sees
+from cupy_flash.judge.oracle_gradients import gradients_of, naive_gradients, pairs_of, summed_to
+from cupy_flash.machine.numpy_path.backward import blocked_gradients
+from cupy_flash.machine.numpy_path.forward import blocked
+from cupy_flash.problem.backward import Gradients
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -293,7 +294,7 @@ def test_one_masked_pair_unmasked(case, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(oracle_gradients, "sees", with_one_more)
-        patch.setattr("cupy_flash.oracle.sees", with_one_more)
+        patch.setattr("cupy_flash.judge.oracle.sees", with_one_more)
         grads = from_pairs(case, lambda pairs: None)
     assert judge(case, from_pairs(case, lambda pairs: None)).ok
     verdict = judge(case, grads)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash import CompileError, nvrtc, snapshot, source, toolchain
-from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.matrix import every_plan
-from cupy_flash.plan import PARAMS, Config, Plan, configure
-from cupy_flash.tuning import HOPPER, SHORT, WIDTHS, row_for, table_for
+from cupy_flash import CompileError
+from cupy_flash.machine import nvrtc, snapshot, source, toolchain
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.kernel import PARAMS, Config, KernelPlan, configure
+from cupy_flash.plan.matrix import every_plan
+from cupy_flash.plan.tuning import HOPPER, SHORT, WIDTHS, row_for, table_for
 
 SM_75, SM_80, SM_90A, SM_120 = (ARCHITECTURES[name] for name in ("75", "80", "90a", "120"))
 
@@ -62,7 +63,7 @@ def other_uses(architecture, dtypes):
     uses = product(("fwd_v2", "bwd_v2"), dtypes, WIDTHS, [(16, True), (0, False)])
     for kernel, dtype, width, (copy_bytes, explicit) in uses:
         row = row_for(kernel, architecture, dtype, width, SHORT + 1, copy_bytes, explicit)
-        yield Plan(kernel, architecture, configure(row, architecture, dtype, "ieee", width, width, copy_bytes, explicit), ())
+        yield KernelPlan(kernel, architecture, configure(row, architecture, dtype, "ieee", width, width, copy_bytes, explicit), ())
 
 
 def other_uses_of_hopper():
@@ -71,7 +72,7 @@ def other_uses_of_hopper():
     for width, width_v, explicit in dict.fromkeys([*widths, (64, 128, False), (128, 64, False), (192, 64, False)]):
         row = row_for("fwd_hopper", SM_90A, "bfloat16", max(width, width_v), SHORT + 1, explicit=explicit, width_v=width_v)
         config = configure(row, SM_90A, "bfloat16", "ieee", width, width_v, explicit=explicit)
-        yield Plan("fwd_hopper", SM_90A, config, ())
+        yield KernelPlan("fwd_hopper", SM_90A, config, ())
 
 
 def other_uses_of_hopper_backward():
@@ -80,14 +81,14 @@ def other_uses_of_hopper_backward():
         rows = table_for(kernel, SM_90A, "bfloat16")
         for row, copy_bytes, explicit in [(rows[-1], 0, False), *((row, 16, True) for row in rows if not row.plain_scores)]:
             config = configure(row, SM_90A, "bfloat16", "ieee", row.width, row.width, copy_bytes, explicit)
-            yield Plan(kernel, SM_90A, config, ())
+            yield KernelPlan(kernel, SM_90A, config, ())
 
 
 def heads_together():
     """Plans for tiles with rows of several heads: of fwd_v2 what serves few queries, of fwd_hopper everything."""
     for architecture, width in product((SM_75, SM_80, SM_90A), WIDTHS):
         row = row_for("fwd_v2", architecture, "float16", width, SHORT)
-        yield Plan("fwd_v2", architecture, configure(row, architecture, "float16", "ieee", width, width, pack_gqa=True), ())
+        yield KernelPlan("fwd_v2", architecture, configure(row, architecture, "float16", "ieee", width, width, pack_gqa=True), ())
     for plan in every_plan([SM_90A], ["bfloat16"], ["fwd_hopper"]):
         yield replace(plan, config=replace(plan.config, PACK_GQA=True))
 
@@ -96,9 +97,9 @@ def softcaps_where_registers_are_short():
     """Plans of fwd_v2 for scores that are scaled one by one, where the row for plain ones would spill, and of bwd_v2 in order."""
     for architecture, width in product((SM_80, ARCHITECTURES["86"], SM_120), (32, 64, 96)):
         row = row_for("fwd_v2", architecture, "bfloat16", width, SHORT + 1, explicit=True)
-        yield Plan("fwd_v2", architecture, configure(row, architecture, "bfloat16", "ieee", width, width, explicit=True), ())
+        yield KernelPlan("fwd_v2", architecture, configure(row, architecture, "bfloat16", "ieee", width, width, explicit=True), ())
     row = row_for("bwd_v2", SM_90A, "bfloat16", 64, 10_000, explicit=True, in_order=True)
-    yield Plan("bwd_v2", SM_90A, configure(row, SM_90A, "bfloat16", "ieee", 64, 64, explicit=True), ())
+    yield KernelPlan("bwd_v2", SM_90A, configure(row, SM_90A, "bfloat16", "ieee", 64, 64, explicit=True), ())
 
 
 @plans(
@@ -156,17 +157,17 @@ def test_plan_and_kernel_agree_on_shared_memory(kernel, change, tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     checks = [f"static_assert({ENDS[entry]} == {size});" for entry, size in plan.entries.items() if entry in ENDS]
-    check = "\n".join([f'#include "{plan.kernel}.cu"', *checks, ""])
+    check = "\n".join([f'#include "{plan.file}.cu"', *checks, ""])
     command = [*toolchain.compiler(), "-std=c++17", "-w", "-fsyntax-only", f"-I{tmp_path}", "-x", "c++", "-"]
     assert subprocess.run(command, input=check, capture_output=True, text=True).stderr == ""
 
 
 def test_every_entry_is_a_kernel_of_its_file():
     for plan in every_plan([SM_80, SM_90A], ["float16"]):
-        if plan.kernel == "fwd_hopper":  # where keys are not split there is nothing to merge
+        if plan.file == "fwd_hopper":  # where keys are not split there is nothing to merge
             plan = replace(plan, config=replace(plan.config, SPLIT_KV=True))
-        found = re.findall(r"^KERNEL\(.*?\) (\w+)\(GRID_CONSTANT (\w+) p\)", source.files()[f"{plan.kernel}.cu"], re.MULTILINE)
-        assert found == [(entry, PARAMS[plan.kernel]) for entry in plan.entries]
+        found = re.findall(r"^KERNEL\(.*?\) (\w+)\(GRID_CONSTANT (\w+) p\)", source.files()[f"{plan.file}.cu"], re.MULTILINE)
+        assert found == [(entry, PARAMS[plan.file]) for entry in plan.entries]
 
 
 # The constants

@@ -7,11 +7,14 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-from cupy_flash import plan_attention, plan_attention_backward, tensor_map
-from cupy_flash.params import BACKWARD_ARRAYS, FORWARD, FORWARD_ARRAYS, HOPPER_BACKWARD, HOPPER_FORWARD, TENSOR_MAP
+from cupy_flash import plan_attention, plan_attention_backward
+from cupy_flash.plan.params import FORWARD, HOPPER_BACKWARD, HOPPER_FORWARD
+from cupy_flash.plan.tensor_map import TENSOR_MAP
+from cupy_flash.problem.backward import BACKWARD_ARRAYS
+from cupy_flash.problem.forward import FORWARD_ARRAYS
 
 pytest.importorskip("cupy")
-from cupy_flash import device
+from cupy_flash.machine import device, driver_map
 
 MULTIPROCESSORS = 5
 STREAM = 77
@@ -38,7 +41,7 @@ def launched(monkeypatch):
         return 0
 
     def module(kernel, ordinal):  # what points to a function is here the size of the struct that it takes
-        struct = {"fwd_hopper": HOPPER_FORWARD, "bwd_hopper": HOPPER_BACKWARD}.get(kernel.kernel, FORWARD)
+        struct = {"fwd_hopper": HOPPER_FORWARD, "bwd_hopper": HOPPER_BACKWARD}.get(kernel.file, FORWARD)
         return SimpleNamespace(get_function=lambda entry: SimpleNamespace(ptr=struct.itemsize))
 
     cuda = SimpleNamespace(
@@ -50,7 +53,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(device, "driver", SimpleNamespace(funcSetAttribute=lambda *_: None, launchKernel=launch_kernel))
     monkeypatch.setattr(device, "_module", module)
     monkeypatch.setattr(device, "_multiprocessors", lambda ordinal: MULTIPROCESSORS)
-    monkeypatch.setattr(tensor_map, "_driver", lambda: (encode, replace))
+    monkeypatch.setattr(driver_map, "_driver", lambda: (encode, replace))
     return launches
 
 

@@ -16,8 +16,8 @@ import click
 import pytest
 
 import cupy_flash
-from cupy_flash import source
 from cupy_flash.cli import main
+from cupy_flash.machine import source
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

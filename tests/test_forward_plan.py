@@ -7,16 +7,18 @@ import numpy
 import pytest
 from hypothesis import example, given, strategies
 
-from cupy_flash import UnsupportedError, attention, host, plan_attention, tuning
-from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.forward_plan import forward_maps, make_forward_plan
-from cupy_flash.layout import dense_layout
-from cupy_flash.options import Options
-from cupy_flash.params import fast_divmod
-from cupy_flash.plan import Launch
-from cupy_flash.problem import make_problem
-from cupy_flash.schedule import COMBINING, LEAST_SPLIT
-from cupy_flash.tuning import HOPPER, TileConfig
+from cupy_flash import UnsupportedError, attention, plan_attention
+from cupy_flash.machine import host
+from cupy_flash.plan import tuning
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.forward import forward_maps, make_forward_plan
+from cupy_flash.plan.kernel import Launch
+from cupy_flash.plan.params import fast_divmod
+from cupy_flash.plan.schedule import COMBINING, LEAST_SPLIT
+from cupy_flash.plan.tuning import HOPPER, TileConfig
+from cupy_flash.problem.forward import make_problem
+from cupy_flash.problem.layout import dense_layout
+from cupy_flash.problem.options import Options
 
 SM_90A = ARCHITECTURES["90a"]
 
@@ -42,16 +44,16 @@ def problem_of(q, k=None, v=None, **options):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"algorithm": "v2"}, {"softcap": 5.0}], ids=str)
 def test_sm_90a_has_a_kernel_for_16_bits(dtype, options):
     made = planned(array(2, 3, 70, 64, dtype=dtype), **options)
-    assert made.kernel.kernel == "fwd_hopper" and "no TMA" not in str(made)
+    assert made.kernel.file == "fwd_hopper" and "no TMA" not in str(made)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_others_have_not(arch):
     expected = "fwd_hopper" if arch == "90a" else "fwd_v2"
-    assert planned(array(2, 70, 64), arch=arch).kernel.kernel == expected
+    assert planned(array(2, 70, 64), arch=arch).kernel.file == expected
     for made in (planned(array(2, 70, 64, dtype=numpy.float32), arch=arch), planned(array(2, 70, 60), arch=arch)):
-        assert made.kernel.kernel == "fwd_v2"
-    assert planned(array(2, 70, 64), arch=arch, algorithm="v1").kernel.kernel == "fwd_v1"
+        assert made.kernel.file == "fwd_v2"
+    assert planned(array(2, 70, 64), arch=arch, algorithm="v1").kernel.file == "fwd_v1"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_others_have_not(arch):
 def test_without_a_map_of_every_array_the_plan_says_why(moved, x, why):
     arrays = {"q": array(2, 70, 64), "k": array(2, 70, 64), "v": array(2, 70, 64)} | {moved: x}
     made = planned(**arrays)
-    assert made.kernel.kernel == "fwd_v2" and why in made.kernel.reasons
+    assert made.kernel.file == "fwd_v2" and why in made.kernel.reasons
     assert "no TMA" not in str(planned(**arrays, arch="80"))  # where nothing would be moved by it
     with pytest.raises(UnsupportedError, match=f"kernel: .* arrays that TMA cannot move, got 'fwd_hopper': {why[8:]}"):
         planned(**arrays, kernel="fwd_hopper")
@@ -76,13 +78,13 @@ def test_without_a_map_of_every_array_the_plan_says_why(moved, x, why):
 
 def test_lse_need_not_have_a_map():
     lse = array(2, 70, 3, dtype=numpy.float32)[..., 1]
-    assert planned(array(2, 70, 64), lse=lse, return_lse=True).kernel.kernel == "fwd_hopper"
+    assert planned(array(2, 70, 64), lse=lse, return_lse=True).kernel.file == "fwd_hopper"
 
 
 @pytest.mark.parametrize("shapes", [((2, 5, 64), (2, 0, 64)), ((2, 0, 64), (2, 5, 64)), ((0, 5, 64), (0, 5, 64))], ids=str)
 def test_empty_arrays_have_no_map(shapes):
     made = planned(*map(lambda shape: array(*shape), shapes))
-    assert made.kernel.kernel == "fwd_v2" and "has no elements" in str(made)
+    assert made.kernel.file == "fwd_v2" and "has no elements" in str(made)
 
 
 # A kernel asked for
@@ -93,7 +95,7 @@ def test_empty_arrays_have_no_map(shapes):
 def test_the_kernel_asked_for_is_planned(kernel, algorithm):
     algorithm = {"fwd_v1": "v1"}.get(kernel, "v2") if algorithm == "its own" else algorithm
     made = planned(array(2, 70, 64), kernel=kernel, algorithm=algorithm)
-    assert made.kernel.kernel == kernel and made.problem.algorithm == ("v1" if kernel == "fwd_v1" else "v2")
+    assert made.kernel.file == kernel and made.problem.algorithm == ("v1" if kernel == "fwd_v1" else "v2")
 
 
 def test_a_kernel_asked_for_is_the_one_that_is_found_without_asking():
@@ -152,7 +154,7 @@ def test_what_lanes_copy_decides_how_many_bytes_at_a_time():
     q, out = (array(2, 70, 104)[..., :100] for _ in range(2))
     assert planned(q, kernel="fwd_v2").kernel.config.COPY_BYTES == 8
     made = planned(q, out=out).kernel
-    assert made.kernel == "fwd_hopper" and made.config.COPY_BYTES == 8 and "copies of 8 bytes: rows of out have 200" in str(made)
+    assert made.file == "fwd_hopper" and made.config.COPY_BYTES == 8 and "copies of 8 bytes: rows of out have 200" in str(made)
     q, out = (array(1, 1200, 104)[..., :100] for _ in range(2))
     ragged, usual = planned(q, out=out), planned(array(1, 1200, 104))
     assert usual.kernel.config.TMA_STORE_OUT and usual.kernel.config.COPY_BYTES == 16
@@ -235,7 +237,7 @@ def test_warpgroups_stand_in_line_where_that_pays(dim, len_q, options, pingpong)
 def test_up_to_64_rows_have_one_warpgroup(dim, heads, len_q, groups, options):
     """Rows of all heads that share a tile: 4 heads on 4, one on one, 32 on one."""
     made = make_forward_plan(problem_of((heads, len_q, dim), (4 if heads == 4 else 1, 500, dim), **options), SM_90A)
-    assert made.kernel == "fwd_hopper"
+    assert made.file == "fwd_hopper"
     assert (made.config.TILE_Q == 64) is (made.config.WARPS == 8) is (groups == 1)
 
 

@@ -14,13 +14,15 @@ import pytest
 from click.testing import CliRunner
 
 import cupy_flash
-from cupy_flash import backward, launch, options, reference
+from cupy_flash.call import backward, forward
 from cupy_flash.fuzz import __main__ as command
 from cupy_flash.fuzz import calls, judging, objects, outcomes, problems, verdict
 from cupy_flash.fuzz.draw import Draw
 from cupy_flash.fuzz.options import UNKNOWN, Value, draw_value, values_of
 from cupy_flash.fuzz.placement import Placed, draw_placement
 from cupy_flash.fuzz.supervise import Failure, supervise
+from cupy_flash.machine.numpy_path import forward as numpy_forward
+from cupy_flash.problem import options
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 12  # whose kernels are compiled sooner than those of most
@@ -141,8 +143,8 @@ def test_numpy_problems_without_a_planted_fault_pass():
 
 
 def test_a_scale_off_by_one_percent_is_found(monkeypatch):
-    original = reference.blocked
-    monkeypatch.setattr(reference, "blocked", lambda *x, scale, **rest: original(*x, scale=1.01 * scale, **rest))
+    original = numpy_forward.blocked
+    monkeypatch.setattr(numpy_forward, "blocked", lambda *x, scale, **rest: original(*x, scale=1.01 * scale, **rest))
     assert any(re.match("out: error .* FAILS", wrong) for wrong in found_by(SEED, 100, direction="forward"))
 
 
@@ -159,7 +161,7 @@ def test_a_gradient_off_by_one_percent_is_found(monkeypatch):
 
 @pytest.mark.parametrize("message", ["out: written beside it", "q: written, although it is an input"])
 def test_a_write_where_none_belongs_is_found(monkeypatch, message):
-    original = reference.blocked
+    original = numpy_forward.blocked
 
     def wrong(q, k, v, *, out, **rest):
         original(q, k, v, out=out, **rest)
@@ -168,17 +170,17 @@ def test_a_write_where_none_belongs_is_found(monkeypatch, message):
             memory = memory.base
         memory.reshape(-1)[:1] = 0
 
-    monkeypatch.setattr(reference, "blocked", wrong)
+    monkeypatch.setattr(numpy_forward, "blocked", wrong)
     assert any(found.startswith(message) for found in found_by(SEED, 200, direction="forward"))
 
 
 def test_a_mask_that_is_off_by_one_is_found(monkeypatch):
-    original = reference.blocked
+    original = numpy_forward.blocked
 
     def wrong(*arrays, last_key, **rest):
         original(*arrays, last_key=last_key and last_key + 1, **rest)
 
-    monkeypatch.setattr(reference, "blocked", wrong)
+    monkeypatch.setattr(numpy_forward, "blocked", wrong)
     assert any("FAILS" in found for found in found_by(SEED, 100, direction="forward"))
 
 
@@ -252,9 +254,9 @@ def test_an_outcome_that_depends_on_earlier_calls_is_found():
 
 def test_a_check_left_out_of_the_package_is_found(monkeypatch):
     monkeypatch.setattr(options.Options, "resolve_softcap", lambda self: None)
-    launch._prepared.cache_clear()
+    forward._prepared.cache_clear()
     assert outcomes.judge(call_of(cupy_flash.attention, "softcap", -1.0, "qkv")) == "accepted"
-    launch._prepared.cache_clear()
+    forward._prepared.cache_clear()
 
 
 def test_a_wrong_result_of_a_valid_call_is_found():

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_flash.gradients import Gradients, blocked_gradients
-from cupy_flash.oracle import oracle, sees
-from cupy_flash.oracle_gradients import naive_gradients, oracle_gradients
-from cupy_flash.reference import blocked
+from cupy_flash.judge.oracle import oracle, sees
+from cupy_flash.judge.oracle_gradients import naive_gradients, oracle_gradients
+from cupy_flash.machine.numpy_path.backward import blocked_gradients
+from cupy_flash.machine.numpy_path.forward import blocked
+from cupy_flash.problem.backward import Gradients
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -85,7 +86,7 @@ few = settings(max_examples=30, deadline=None)
 
 @st.composite
 def problems(draw, dtype="float64"):
-    """`(dout, q, k, v)`, the options of `reference` with or without `dlse`, and block sizes."""
+    """`(dout, q, k, v)`, the options of `oracle` with or without `dlse`, and block sizes."""
     group, heads_kv = draw(st.sampled_from([(1, 1), (3, 1), (1, 2), (7, 2)]))
     len_q, len_kv, dim, dim_v = draw(sizes), draw(sizes), draw(st.integers(1, 9)), draw(st.integers(1, 9))
     batch_q, batch_k, batch_v = draw(st.sampled_from([((), (), ()), ((2,), (2,), (2,)), ((2,), (), (1,)), ((1, 2), (2,), (3, 1))]))

@@ -8,17 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_flash import attention, host, plan_attention, schedule, source, turns
-from cupy_flash.arrays import DTYPES
-from cupy_flash.cases import Case, make_inputs
-from cupy_flash.compare import compare
-from cupy_flash.launch import AttentionPlan
-from cupy_flash.tuning import HOPPER, HOPPER_CANDIDATES
+from cupy_flash import attention, plan_attention
+from cupy_flash.call.forward import AttentionPlan
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.judge.compare import compare
+from cupy_flash.machine import host, source
+from cupy_flash.plan import schedule, schedule_params
+from cupy_flash.plan.tuning import HOPPER, HOPPER_CANDIDATES
+from cupy_flash.problem.arrays import DTYPES
 
 
 def judged(q, k, v, **options):
     plan = plan_attention(q, k, v, backend="host", arch="90a", return_lse=True, **options)
-    assert plan.kernel.kernel == "fwd_hopper"
+    assert plan.kernel.file == "fwd_hopper"
     p = plan.problem
     comparison = compare(*plan(q, k, v), q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key, softcap=p.softcap)
     assert comparison.ok, comparison.message
@@ -89,7 +91,7 @@ def test_lanes_store_as_many_bytes_at_once_as_rows_have_multiples_of(missing, co
     q, k, v = (rng.standard_normal((2, length, 64)).astype(numpy.float16)[..., :dim] for length in (130, 200, 200))
     room = numpy.full((2, 130, 64), numpy.nan, numpy.float16)
     plan = plan_attention(q, k, v, backend="host", arch="90a", out=room[..., :dim])
-    assert plan.kernel.kernel == "fwd_hopper" and copied == plan.kernel.config.COPY_BYTES
+    assert plan.kernel.file == "fwd_hopper" and copied == plan.kernel.config.COPY_BYTES
     comparison = compare(plan(q, k, v, out=room[..., :dim]), None, q, k, v, scale=plan.problem.scale)
     assert comparison.ok, comparison.message
     assert numpy.isnan(room[..., dim:]).all()
@@ -235,7 +237,7 @@ def combined(plan):
     """How many blocks combine on the host."""
     launches = tuple(launch.on(host.MULTIPROCESSORS) for launch in plan.launches)
     execution = plan._execution
-    _, launches = turns.scheduled(plan.kernel, execution._params, launches)
+    _, launches = schedule_params.scheduled(plan.kernel, execution._params, launches)
     return sum(launch.blocks for launch in launches if launch.entry == "fwd_hopper_combine")
 
 
@@ -270,7 +272,7 @@ def test_shared_tiles_anywhere_in_memory(changes, shared):
     case = replace(Case("bfloat16", 40, 150, heads_q=3, batch=(1,), causal=True), **changes)
     inputs = make_inputs(case)
     plan = plan_attention(*inputs, backend="host", arch="90a", **case.options)
-    assert plan.kernel.kernel == "fwd_hopper" and combined(plan)
+    assert plan.kernel.file == "fwd_hopper" and combined(plan)
     out, lse = plan(*inputs) if case.return_lse else (plan(*inputs), None)
     comparison = compare(out, lse, *inputs, **case.scores)
     assert comparison.ok, comparison.message

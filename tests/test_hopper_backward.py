@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_flash import attention, backward_plan, host, plan_attention_backward
-from cupy_flash.backward import _prepared
-from cupy_flash.cases import Case, make_inputs
-from cupy_flash.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash import attention, plan_attention_backward
+from cupy_flash.call.backward import _prepared
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.machine import host
+from cupy_flash.plan import backward as backward_plan
 
 RESULTS = ("dq", "dk", "dv")
 
@@ -65,7 +67,7 @@ def operands(case):
 def planned(case, given, deterministic=False):
     options = {name: value for name, value in case.options.items() if name != "return_lse"}
     plan = plan_attention_backward(**given, **options, deterministic=deterministic, backend="host", arch="90a")
-    assert plan.kernel.kernel.startswith("bwd_hopper")
+    assert plan.kernel.file.startswith("bwd_hopper")
     return plan
 
 
@@ -212,7 +214,7 @@ def test_broadcast_inputs_get_sums(what, tile, schedule, deterministic, schedule
     given |= {name: numpy.full_like(x, numpy.nan) for name, x in zip(RESULTS, (q, k, v))}
     options = {"causal": True, "deterministic": deterministic}
     plan = plan_attention_backward(**given, **options, backend="host", arch="90a")
-    assert plan.kernel.kernel == "bwd_hopper"
+    assert plan.kernel.file == "bwd_hopper"
     assert plan.problem.sums_queries == ("dq_progress" not in plan.workspace.names) == what.startswith("queries")
     gradients = computed(plan, given)
     judged = compare_gradients(gradients, dout, q, k, v, dlse=dlse, scale=0.125, last_key=70)
@@ -272,7 +274,7 @@ def test_two_batch_axes_that_do_not_merge():
     q, k, v, dout = (rng.standard_normal((3, 5, 2, 70, 64)).astype(numpy.float16)[:, ::2] for _ in range(4))
     given = {"dout": dout, "q": q, "k": k, "v": v} | dict(zip(("out", "lse"), attention(q, k, v, return_lse=True)))
     plan = plan_attention_backward(**given, backend="host", arch="90a")
-    assert plan.kernel.kernel == "bwd_hopper" and tuple(plan.problem.forward.batch) == (3, 3)
+    assert plan.kernel.file == "bwd_hopper" and tuple(plan.problem.forward.batch) == (3, 3)
     judged = compare_gradients(plan(**given), dout, q, k, v, scale=0.125)
     assert judged.ok, judged.message
 
@@ -341,7 +343,7 @@ def test_address_sanitizer_finds_nothing(kernel, case, fast_build, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")
     given = operands(case)
     plan = planned(case, given, deterministic=True)
-    assert plan.kernel.kernel == kernel
+    assert plan.kernel.file == kernel
     judge(case, given, computed(plan, given))
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.backward_plan import Grouping, backward_maps, make_backward_plan, make_grouping
-from cupy_flash.backward_problem import make_backward_problem
-from cupy_flash.layout import dense_layout
-from cupy_flash.options import Options
-from cupy_flash.params import BACKWARD, HOPPER_BACKWARD, TENSOR, backward_params, fast_divmod
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.backward import Grouping, backward_maps, make_backward_plan, make_grouping
+from cupy_flash.plan.params import BACKWARD, HOPPER_BACKWARD, TENSOR, backward_params, fast_divmod
+from cupy_flash.problem.backward import make_backward_problem
+from cupy_flash.problem.layout import dense_layout
+from cupy_flash.problem.options import Options
 
 SM_90A = ARCHITECTURES["90a"]
 NARROW, WIDE = "bwd_hopper", "bwd_hopper_wide"

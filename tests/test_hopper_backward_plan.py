@@ -7,10 +7,11 @@ import ml_dtypes
 import numpy
 import pytest
 
-from cupy_flash import UnsupportedError, attention_backward, backward_plan, plan_attention_backward
-from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.backward_plan import FEWEST_BLOCKS, LAST_BLOCKS, heads_per_block, heads_together, make_grouping
-from cupy_flash.tuning import WIDTHS, table_for
+from cupy_flash import UnsupportedError, attention_backward, plan_attention_backward
+from cupy_flash.plan import backward as backward_plan
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.backward import FEWEST_BLOCKS, LAST_BLOCKS, heads_per_block, heads_together, make_grouping
+from cupy_flash.plan.tuning import WIDTHS, table_for
 
 SM_90A = ARCHITECTURES["90a"]
 NARROW, WIDE = "bwd_hopper", "bwd_hopper_wide"
@@ -39,7 +40,7 @@ def plan_of(*shapes, dtype=numpy.float16, **options):
 
 
 def kernel_of(made):
-    return made.kernel.kernel
+    return made.kernel.file
 
 
 # The kernel

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.forward_plan import forward_maps, make_forward_plan
-from cupy_flash.layout import dense_layout
-from cupy_flash.options import Options
-from cupy_flash.params import HOPPER_FORWARD, fast_divmod, hopper_forward_params
-from cupy_flash.problem import make_problem
-from cupy_flash.schedule import TABLE_BLOCKS, TABLE_TILES
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.forward import forward_maps, make_forward_plan
+from cupy_flash.plan.params import HOPPER_FORWARD, fast_divmod, hopper_forward_params
+from cupy_flash.plan.schedule import TABLE_BLOCKS, TABLE_TILES
+from cupy_flash.problem.forward import make_problem
+from cupy_flash.problem.layout import dense_layout
+from cupy_flash.problem.options import Options
 
 SM_90A = ARCHITECTURES["90a"]
 

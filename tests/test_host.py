@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_flash import CompileError, DeadlockError, SanitizerError, attention, host, plan_attention, source
-from cupy_flash.cases import Case, make_inputs, quick_cases
-from cupy_flash.compare import compare
-from cupy_flash.host import SCHEDULES, HostOptions
-from cupy_flash.params import forward_params
+from cupy_flash import CompileError, DeadlockError, SanitizerError, attention, plan_attention
+from cupy_flash.judge.cases import Case, make_inputs, quick_cases
+from cupy_flash.judge.compare import compare
+from cupy_flash.machine import host, source
+from cupy_flash.machine.host import SCHEDULES, HostOptions
+from cupy_flash.plan.params import forward_params
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from cupy_flash import DeadlockError, FaultError, host, plan_attention
-from cupy_flash.cases import Case, make_inputs
-from cupy_flash.host import SCHEDULES
+from cupy_flash import DeadlockError, FaultError, plan_attention
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.machine import host
+from cupy_flash.machine.host import SCHEDULES
 
 pytestmark = pytest.mark.usefixtures("fast_build")
 

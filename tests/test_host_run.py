@@ -9,14 +9,15 @@ import time
 
 import pytest
 
-from cupy_flash import source
+from cupy_flash.machine import source
 
 # Says what happens, line by line. A small problem is computed before a large one and after it.
 PROGRAM = """\
 import os, sys, tempfile
 import numpy
-from cupy_flash import host, plan_attention, plan_attention_backward
-from cupy_flash.cases import Case, make_inputs
+from cupy_flash.machine import host
+from cupy_flash import plan_attention, plan_attention_backward
+from cupy_flash.judge.cases import Case, make_inputs
 
 def say(*words):
     print(*words, flush=True)

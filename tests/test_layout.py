@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from cupy_flash.layout import Layout, result_layout
+from cupy_flash.problem.layout import Layout, result_layout
 
 
 def layout_of(array):

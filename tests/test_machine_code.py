@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cupy_flash import CompileError, nvrtc, snapshot, source
-from cupy_flash.architecture import ARCHITECTURES
+from cupy_flash import CompileError
 from cupy_flash.cli import compile, main
-from cupy_flash.machine_code import MachineCode, read
-from cupy_flash.matrix import every_plan
-from cupy_flash.plan import PARAMS
-from cupy_flash.snapshot import FILE, Snapshot, committed, differences, rows_of
+from cupy_flash.machine import nvrtc, snapshot, source
+from cupy_flash.machine.machine_code import MachineCode, read
+from cupy_flash.machine.snapshot import FILE, Snapshot, committed, differences, rows_of
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.kernel import PARAMS
+from cupy_flash.plan.matrix import every_plan
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / FILE).read_text(encoding="utf-8")

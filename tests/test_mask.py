@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from cupy_flash import plan_attention, source
-from cupy_flash.cases import Case, make_inputs
+from cupy_flash import plan_attention
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.machine import source
 
 DEFINITION = """\
 #include "tile/pipeline.cuh"

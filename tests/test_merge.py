@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_flash import UnsupportedError, attention, merge_states
-from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.cases import Case, make_inputs
-from cupy_flash.compare import compare
-from cupy_flash.layout import dense_layout
-from cupy_flash.merge import make_merge_problem, merge_plan
-from cupy_flash.params import MERGE, MERGE_ARRAYS, merge_params
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.judge.compare import compare
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.merge import merge_plan
+from cupy_flash.plan.params import MERGE, merge_params
+from cupy_flash.problem.layout import dense_layout
+from cupy_flash.problem.merge import MERGE_ARRAYS, make_merge_problem
 
 backends = pytest.mark.parametrize("backend", ["host", "numpy"])
 

@@ -13,23 +13,16 @@ from unittest import mock
 import numpy
 import pytest
 
-from cupy_flash import (
-    FaultError,
-    SanitizerError,
-    attention,
-    backward_plan,
-    host,
-    plan_attention,
-    plan_attention_backward,
-    schedule,
-    source,
-)
-from cupy_flash.backward import BackwardPlan
-from cupy_flash.cases import Case, make_inputs
-from cupy_flash.compare import compare
-from cupy_flash.compare_gradients import compare_gradients, make_cotangents
-from cupy_flash.host import SCHEDULES
-from cupy_flash.launch import AttentionPlan
+from cupy_flash import FaultError, SanitizerError, attention, plan_attention, plan_attention_backward
+from cupy_flash.call.backward import BackwardPlan
+from cupy_flash.call.forward import AttentionPlan
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.judge.compare import compare
+from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.machine import host, source
+from cupy_flash.machine.host import SCHEDULES
+from cupy_flash.plan import backward as backward_plan
+from cupy_flash.plan import schedule
 
 pytestmark = pytest.mark.usefixtures("fast_build")
 
@@ -47,7 +40,7 @@ class Setting:
     case: Case
     constants: dict[str, object]
     deterministic: bool = False
-    last_blocks: int = 0  # see `backward_plan.make_grouping`
+    last_blocks: int = 0  # see `plan.backward.make_grouping`
 
     def but(self, deterministic=False, **constants):
         return replace(self, constants=self.constants | constants, deterministic=deterministic)

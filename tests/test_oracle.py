@@ -7,18 +7,19 @@ from pathlib import Path
 import numpy
 import pytest
 
-from cupy_flash import oracle, oracle_gradients, reference
-from cupy_flash.cases import Case, make_inputs
-from cupy_flash.compare import compare
-from cupy_flash.compare_gradients import compare_gradients, make_cotangents
-from cupy_flash.gradients import blocked_gradients
-from cupy_flash.reference import merged
+from cupy_flash.judge import oracle, oracle_gradients
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.judge.compare import compare
+from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.machine.numpy_path import forward as numpy_forward
+from cupy_flash.machine.numpy_path.backward import blocked_gradients
+from cupy_flash.machine.numpy_path.merge import merged
 
 BANDS = [(None, None), (None, 2), (None, -3), (-2, 1), (0, 0), (4, None), (-100, 100), (50, 60), (2, 1)]
 CASE = Case("float32", 40, 60, heads_q=2, causal=True)
 
 
-@pytest.mark.parametrize("mask", [oracle.sees, reference.visible], ids=lambda mask: mask.__name__)
+@pytest.mark.parametrize("mask", [oracle.sees, numpy_forward.visible], ids=lambda mask: mask.__name__)
 @pytest.mark.parametrize("lengths", [(5, 7), (7, 5), (1, 1), (0, 3), (3, 0)])
 @pytest.mark.parametrize("band", BANDS)
 def test_a_mask_is_the_definition(mask, lengths, band):
@@ -44,17 +45,17 @@ def test_the_oracle_imports_nothing_that_it_judges(module, shared):
 def off_by_one(monkeypatch):
     """Backend 'numpy' hides one key fewer from every row."""
 
-    right = reference.visible
+    right = numpy_forward.visible
 
     def wrong(len_q, len_kv, first_key, last_key):
         return right(len_q, len_kv, first_key, last_key + 1)
 
-    monkeypatch.setattr(reference, "visible", wrong)
+    monkeypatch.setattr(numpy_forward, "visible", wrong)
 
 
 def test_a_wrong_mask_does_not_judge_itself(off_by_one):
     q, k, v = make_inputs(CASE)
-    out, lse = reference.blocked(q, k, v, **CASE.scores)
+    out, lse = numpy_forward.blocked(q, k, v, **CASE.scores)
     assert not compare(out, None, q, k, v, **CASE.scores).ok
     assert not compare(oracle.naive(q, k, v, **CASE.scores)[0], lse, q, k, v, **CASE.scores).ok
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import cupy_flash
-from cupy_flash import source
+from cupy_flash.machine import source
 
 PACKAGE = Path(cupy_flash.__file__).parent
 
@@ -83,3 +83,9 @@ def test_no_file_is_longer_than_400_lines(path):
 @pytest.mark.parametrize("file", [file for file in ALGORITHMS if file.startswith(("fwd", "bwd"))])
 def test_algorithm_is_long_enough_to_be_read_alone(file):
     assert LINES[source.shelf() / file] >= 80
+
+
+def test_the_package_is_a_house_of_few_floors():
+    """What is new belongs on one of them; `lint-imports` says which."""
+    entries = [path.name for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "kernels_cu")]
+    assert len(entries) <= 12, sorted(entries)

@@ -8,15 +8,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from cupy_flash import UnsupportedError, arrays, plan_attention
-from cupy_flash.cases import Case, make_inputs
-from cupy_flash.compare import compare
-from cupy_flash.host import SCHEDULES
-from cupy_flash.options import Options
-from cupy_flash.oracle import sees
-from cupy_flash.packing import packing_of
-from cupy_flash.problem import make_problem
-from cupy_flash.tuning import SHORT
+from cupy_flash import UnsupportedError, plan_attention
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.judge.compare import compare
+from cupy_flash.judge.oracle import sees
+from cupy_flash.machine.host import SCHEDULES
+from cupy_flash.plan.packing import packing_of
+from cupy_flash.plan.tuning import SHORT
+from cupy_flash.problem import arrays
+from cupy_flash.problem.forward import make_problem
+from cupy_flash.problem.options import Options
 
 KERNELS = {"fwd_v1": "80", "fwd_v2": "80", "fwd_hopper": "90a"}  # and an architecture to execute each for
 MASKS = ({}, {"causal": True}, {"causal": "top_left"}, *({"window": w} for w in ((0, 0), (5, 0), (40, 9), (None, 3), (300, 300))))
@@ -135,7 +136,7 @@ def test_others_stay_as_they_are(q, k):
 @every_kernel
 def test_a_plan_has_fewer_blocks_and_says_why(kernel):
     plan = planned(zeros(2, 21, 1, 64), zeros(2, 3, 100, 64), kernel=kernel)
-    assert plan.kernel.kernel == kernel and blocks_of(plan) == 2 * 3
+    assert plan.kernel.file == kernel and blocks_of(plan) == 2 * 3
     assert "7 query heads of a group share a tile: one query each" in plan.kernel.reasons
     few = planned(zeros(2, 21, 2, 64), zeros(2, 3, 100, 64), kernel=kernel)
     assert blocks_of(few) == 2 * 3 and "7 query heads of a group share a tile: 2 queries each" in few.kernel.reasons
@@ -178,7 +179,7 @@ def test_one_key_left_decides_how_it_is_copied():
 def test_heads_without_a_map_are_packed_all_the_same():
     q = zeros(1, 6, 1, 68)[..., :64]
     plan = plan_attention(q, zeros(1, 3, 50, 64), zeros(1, 3, 50, 64), backend="host", arch="90a")
-    assert plan.kernel.kernel == "fwd_v2" and "no TMA: rows of q start 136 bytes apart" in str(plan) and blocks_of(plan) == 3
+    assert plan.kernel.file == "fwd_v2" and "no TMA: rows of q start 136 bytes apart" in str(plan) and blocks_of(plan) == 3
 
 
 # What it computes

@@ -8,25 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash import UnsupportedError, arrays, source, toolchain
-from cupy_flash.layout import dense_layout
-from cupy_flash.options import Options
-from cupy_flash.params import (
+from cupy_flash import UnsupportedError
+from cupy_flash.machine import source, toolchain
+from cupy_flash.plan.params import (
     BACKWARD,
-    BATCH_AXES,
     FORWARD,
     HOPPER_BACKWARD,
     HOPPER_FORWARD,
     MERGE,
     TENSOR,
-    TENSOR_MAP,
     UNBOUNDED,
     fast_divmod,
     forward_params,
-    merge_batch_axes,
     places_of,
 )
-from cupy_flash.problem import make_problem
+from cupy_flash.plan.tensor_map import TENSOR_MAP
+from cupy_flash.problem import arrays
+from cupy_flash.problem.forward import make_problem
+from cupy_flash.problem.layout import BATCH_AXES, dense_layout, merge_batch_axes
+from cupy_flash.problem.options import Options
 
 # The structs
 

@@ -9,12 +9,13 @@ import ml_dtypes
 import numpy
 import pytest
 
-from cupy_flash import peers, plan_attention
-from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.bench import Cell
-from cupy_flash.compare import compare
-from cupy_flash.stopwatch import FLUSH_BYTES, GpuBench
-from cupy_flash.sweep import candidates
+from cupy_flash import plan_attention
+from cupy_flash.judge.compare import compare
+from cupy_flash.measure import peers
+from cupy_flash.measure.bench import Cell
+from cupy_flash.measure.stopwatch import FLUSH_BYTES, GpuBench
+from cupy_flash.measure.sweep import candidates
+from cupy_flash.plan.architecture import ARCHITECTURES
 
 FREE = 1 << 30
 DTYPES = {"float16": numpy.float16, "bfloat16": ml_dtypes.bfloat16, "float32": numpy.float32}
@@ -89,7 +90,7 @@ def test_what_memory_does_not_suffice_for_is_not_judged(numpy_as_cupy, monkeypat
     def refuse(*_, **__):
         raise cupy.cuda.memory.OutOfMemoryError("out of memory allocating 1 byte")
 
-    monkeypatch.setattr("cupy_flash.stopwatch.compare_gradients", refuse)
+    monkeypatch.setattr("cupy_flash.measure.stopwatch.compare_gradients", refuse)
     bench, cell = GpuBench(), cell_of("backward")
     inputs = bench.make_inputs(cell)
     verdict = bench.judge(cell, inputs, inputs[:3])

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_flash import UnsupportedError, attention, plan_attention
-from cupy_flash.architecture import ARCHITECTURES, architecture_named, architecture_of
-from cupy_flash.plan import padded
-from cupy_flash.tuning import KERNEL_TABLES, SHORT, WIDTHS, row_for
+from cupy_flash.plan.architecture import ARCHITECTURES, architecture_named, architecture_of
+from cupy_flash.plan.kernel import padded
+from cupy_flash.plan.tuning import KERNEL_TABLES, SHORT, WIDTHS, row_for
 
 
 def plan(q, k=None, v=None, **options):

@@ -3,8 +3,9 @@
 import numpy
 import pytest
 
-from cupy_flash import arrays, plan_attention, plan_attention_backward
-from cupy_flash.layout import Layout
+from cupy_flash import plan_attention, plan_attention_backward
+from cupy_flash.problem import arrays
+from cupy_flash.problem.layout import Layout
 
 BACKENDS = ("numpy", "host")
 X = numpy.random.default_rng(0).standard_normal((2, 8, 64)).astype(numpy.float16)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.layout import dense_layout
-from cupy_flash.options import Options
-from cupy_flash.problem import check_overlap, make_problem
+from cupy_flash.problem.forward import check_overlap, make_problem
+from cupy_flash.problem.layout import dense_layout
+from cupy_flash.problem.options import Options
 
 
 def laid(*shape, dtype="float16", device=None, strides=None, alignment=16):

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_flash import reference
-from cupy_flash.cases import Case, full_cases, make_inputs
-from cupy_flash.compare import compare
-from cupy_flash.oracle import naive, namespace, oracle, sees
-from cupy_flash.reference import blocked, merged, visible
+from cupy_flash.judge.cases import Case, full_cases, make_inputs
+from cupy_flash.judge.compare import compare
+from cupy_flash.judge.oracle import naive, namespace, oracle, sees
+from cupy_flash.machine.numpy_path import forward as numpy_forward
+from cupy_flash.machine.numpy_path.forward import blocked, visible
+from cupy_flash.machine.numpy_path.merge import merged
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -141,7 +142,7 @@ few = settings(max_examples=30, deadline=None)
 
 @st.composite
 def problems(draw, dtype="float64"):
-    """Inputs, the options of `reference`, and block sizes."""
+    """Inputs, the options of `oracle`, and block sizes."""
     group, heads_kv = draw(st.sampled_from([(1, 1), (3, 1), (1, 2), (7, 2)]))
     len_q, len_kv, dim, dim_v = draw(sizes), draw(sizes), draw(st.integers(1, 9)), draw(st.integers(1, 9))
     q = normal(2, group * heads_kv, len_q, dim, seed=1, dtype=dtype)
@@ -350,8 +351,8 @@ def test_blocked_reads_each_key_in_sight_once_and_masks_only_the_edge(monkeypatc
         expected, _ = oracle(q, kv, kv, **scores)
         masked.clear(), read.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(reference, "numpy", Counting("numpy"))
-            patch.setattr(reference, "visible", counting_visible)
+            patch.setattr(numpy_forward, "numpy", Counting("numpy"))
+            patch.setattr(numpy_forward, "visible", counting_visible)
             out, _ = blocked(q, kv, kv, **scores, block_q=block_q, block_kv=5)
         numpy.testing.assert_allclose(out, expected, atol=1e-13)
         seen = sees(len_q, len_kv, *band)
@@ -380,7 +381,7 @@ def test_blocked_needs_memory_for_a_tile_only(dtype):
 
 def test_cupy_is_found_by_the_array_and_not_imported_otherwise(monkeypatch):
     program = (
-        "import sys, numpy, cupy_flash.oracle as o; o.namespace(numpy.ones(1)); sys.exit('cupy' in sys.modules)"
+        "import sys, numpy, cupy_flash.judge.oracle as o; o.namespace(numpy.ones(1)); sys.exit('cupy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
     cupy = types.ModuleType("cupy")

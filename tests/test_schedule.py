@@ -3,13 +3,14 @@
 import numpy
 import pytest
 
-from cupy_flash import plan_attention, schedule
-from cupy_flash.architecture import architecture_named
-from cupy_flash.forward_plan import forward_launches, forward_maps, make_forward_plan
-from cupy_flash.packing import packing_of
-from cupy_flash.params import HOPPER_FORWARD, UNBOUNDED, forward_params, hopper_forward_params
-from cupy_flash.plan import Launch
-from cupy_flash.schedule import (
+from cupy_flash import plan_attention
+from cupy_flash.plan import schedule
+from cupy_flash.plan.architecture import architecture_named
+from cupy_flash.plan.forward import forward_launches, forward_maps, make_forward_plan
+from cupy_flash.plan.kernel import Launch
+from cupy_flash.plan.packing import packing_of
+from cupy_flash.plan.params import HOPPER_FORWARD, UNBOUNDED, forward_params, hopper_forward_params
+from cupy_flash.plan.schedule import (
     BUSY,
     COMBINING,
     L2_BYTES,
@@ -24,7 +25,7 @@ from cupy_flash.schedule import (
     make_schedule,
     make_splits,
 )
-from cupy_flash.turns import combining_blocks, scheduled
+from cupy_flash.plan.schedule_params import combining_blocks, scheduled
 
 FITS = 1.0  # bytes of a head: so few that all heads stay in the cache
 

@@ -8,7 +8,8 @@ import tempfile
 
 import pytest
 
-from cupy_flash import CompileError, cache, scratch, toolchain
+from cupy_flash import CompileError
+from cupy_flash.machine import cache, scratch, toolchain
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +129,7 @@ def test_copies_never_share_a_path(library):
 
 FORK = """
 import os, sys, threading
-from cupy_flash import scratch
+from cupy_flash.machine import scratch
 
 inside, finish = threading.Event(), threading.Event()
 

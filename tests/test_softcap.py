@@ -6,12 +6,12 @@ import numpy
 import pytest
 
 from cupy_flash import attention, attention_backward, plan_attention, plan_attention_backward
-from cupy_flash.compare import compare
-from cupy_flash.compare_gradients import compare_gradients
-from cupy_flash.gradients import naive_gradients, oracle_gradients
-from cupy_flash.params import _softcap
-from cupy_flash.plan import LARGEST_SCALE
-from cupy_flash.reference import naive, oracle
+from cupy_flash.judge.compare import compare
+from cupy_flash.judge.compare_gradients import compare_gradients
+from cupy_flash.judge.oracle import naive, oracle
+from cupy_flash.judge.oracle_gradients import naive_gradients, oracle_gradients
+from cupy_flash.plan.kernel import LARGEST_SCALE
+from cupy_flash.plan.params import _softcap
 
 MAX, SMALLEST = (float(x) for x in (numpy.finfo("f4").max, numpy.finfo("f4").smallest_normal))
 LEN_Q, LEN_KV, DIM = 70, 90, 64

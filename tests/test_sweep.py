@@ -7,17 +7,20 @@ from dataclasses import dataclass, replace
 import pytest
 from click.testing import CliRunner
 
-from cupy_flash import UnsupportedError, nvrtc, sweep, tuning
-from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.bench import Cell, Measurement, Run, Verdict
+from cupy_flash import UnsupportedError
 from cupy_flash.cli import bench as command
 from cupy_flash.cli import main
 from cupy_flash.cli import sweep as output
 from cupy_flash.errors import CompileError
-from cupy_flash.nvrtc import Report
-from cupy_flash.plan import padded
-from cupy_flash.sweep import Swept, candidates, fault_of
-from cupy_flash.tuning import HOPPER_CANDIDATES, TileConfig, candidates_for, table_for
+from cupy_flash.machine import nvrtc
+from cupy_flash.machine.nvrtc import Report
+from cupy_flash.measure import sweep
+from cupy_flash.measure.bench import Cell, Measurement, Run, Verdict
+from cupy_flash.measure.sweep import Swept, candidates, fault_of
+from cupy_flash.plan import tuning
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.kernel import padded
+from cupy_flash.plan.tuning import HOPPER_CANDIDATES, TileConfig, candidates_for, table_for
 
 SM_90A = ARCHITECTURES["90a"]
 TWO = {"warps": 12, "stages_q": 4, "min_blocks": 1}
@@ -51,7 +54,7 @@ def test_candidates_are_all_tiles_that_fit(arch, kernel, dim, dtype):
     found = candidates(cell_of(dim, dtype=dtype), ARCHITECTURES[arch], kernel)
     assert len({c.name for c in found}) == len({c.plan for c in found}) == len(found)
     assert sum(c.chosen for c in found) == 1
-    assert all(c.plan.kernel == kernel and c.plan.shared_bytes <= ARCHITECTURES[arch].shared_bytes for c in found)
+    assert all(c.plan.file == kernel and c.plan.shared_bytes <= ARCHITECTURES[arch].shared_bytes for c in found)
     # Whatever serves a wider head serves a narrower one: its tile takes less memory there.
     knobs = ("tile_q", "tile_kv", "warps", "stages", "stages_v", "stages_q", "tma_store_out", "pingpong")
     knobs += ("min_blocks", "q_in_registers", "lazy_rescale")
@@ -99,8 +102,8 @@ def test_narrow_tiles_do_not_serve_wide_heads(small_table):
 
 def test_the_kernel_is_the_planners_or_the_one_asked_for():
     for kernel, found in ((None, "fwd_hopper"), ("fwd_hopper", "fwd_hopper"), ("fwd_v2", "fwd_v2")):
-        assert {c.plan.kernel for c in candidates(cell_of(), SM_90A, kernel)} == {found}
-    assert {c.plan.kernel for c in candidates(cell_of(dtype="float32"), SM_90A)} == {"fwd_v2"}
+        assert {c.plan.file for c in candidates(cell_of(), SM_90A, kernel)} == {found}
+    assert {c.plan.file for c in candidates(cell_of(dtype="float32"), SM_90A)} == {"fwd_v2"}
 
 
 @pytest.mark.parametrize(

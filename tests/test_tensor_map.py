@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash import arrays, tensor_map, toolchain
-from cupy_flash.params import MAP_BYTES, TENSOR_MAP
-from cupy_flash.tensor_map import BOX_COLUMNS, DriverMap, TensorMap, obstacle, tensor_maps
+from cupy_flash.machine import driver_map, toolchain
+from cupy_flash.machine.driver_map import DriverMap
+from cupy_flash.plan.tensor_map import BOX_COLUMNS, MAP_BYTES, TENSOR_MAP, TensorMap, obstacle, tensor_maps
+from cupy_flash.problem import arrays
 
 
 def full(x):
@@ -202,11 +203,11 @@ def use_driver(monkeypatch):
     """A function that names the library to load in the driver's place; the one loaded is forgotten before the test and after."""
 
     def use(file):
-        monkeypatch.setattr(tensor_map, "DRIVER", file)
-        tensor_map._driver.cache_clear()
+        monkeypatch.setattr(driver_map, "DRIVER", file)
+        driver_map._driver.cache_clear()
 
     yield use
-    tensor_map._driver.cache_clear()
+    driver_map._driver.cache_clear()
 
 
 @pytest.fixture

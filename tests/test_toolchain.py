@@ -7,10 +7,11 @@ import sys
 import numpy
 import pytest
 
-from cupy_flash import CompileError, attention, host, toolchain
-from cupy_flash.architecture import ARCHITECTURES
-from cupy_flash.host import HostOptions
-from cupy_flash.matrix import every_plan
+from cupy_flash import CompileError, attention
+from cupy_flash.machine import host, toolchain
+from cupy_flash.machine.host import HostOptions
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.matrix import every_plan
 
 PLAN = next(every_plan([ARCHITECTURES["80"]], ["float16"]))
 

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash import trace
 from cupy_flash.cli import main
 from cupy_flash.cli import trace as command
-from cupy_flash.trace import exact_softmax, naive_softmax, online_softmax
+from cupy_flash.measure import trace
+from cupy_flash.measure.trace import exact_softmax, naive_softmax, online_softmax
 
 SCORES = st.one_of(st.floats(-1e4, 1e4), st.just(-math.inf))
 ROWS = st.lists(st.tuples(SCORES, st.floats(-10, 10)), min_size=1, max_size=12)

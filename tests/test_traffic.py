@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 from click.testing import CliRunner
 
-from cupy_flash import plan_attention, traffic
+from cupy_flash import plan_attention
 from cupy_flash.cli import main
-from cupy_flash.compare import compare
-from cupy_flash.traffic import ALGORITHMS, NAIVE, Setting, count, count_kernel, count_naive, make_inputs
+from cupy_flash.judge.compare import compare
+from cupy_flash.measure import traffic
+from cupy_flash.measure.traffic import ALGORITHMS, NAIVE, Setting, count, count_kernel, count_naive, make_inputs
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash import trust
+from cupy_flash.machine import trust
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and modes are those of POSIX")
 as_root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can give files away")

@@ -9,16 +9,16 @@ from typing import Any
 
 import click
 
-from ..architecture import ARCHITECTURES, HOST, Architecture, architecture_named
-from ..backward import BackwardPlan
-from ..backward_plan import make_backward_plan
-from ..backward_problem import make_backward_problem
+from ..call.backward import BackwardPlan
+from ..call.forward import AttentionPlan
 from ..errors import UnsupportedError
-from ..forward_plan import make_forward_plan
-from ..launch import AttentionPlan
-from ..layout import ITEMSIZE, Layout, dense_layout
-from ..options import Options
-from ..problem import make_problem
+from ..plan.architecture import ARCHITECTURES, HOST, Architecture, architecture_named
+from ..plan.backward import make_backward_plan
+from ..plan.forward import make_forward_plan
+from ..problem.backward import make_backward_problem
+from ..problem.forward import make_problem
+from ..problem.layout import ITEMSIZE, Layout, dense_layout
+from ..problem.options import Options
 from .devices import own_architecture
 from .lists import size_of
 from .output import UserError, echo_json

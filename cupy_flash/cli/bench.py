@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from .. import __version__
-from ..bench import DIRECTIONS, SUITES, Bench, CellResult, Contender, Effort, Failure, compare_all, measure, reason
-from ..peers import ALGORITHMS, KERNELS, PEERS, contenders
-from ..sweep import sweep
+from ..measure.bench import DIRECTIONS, SUITES, Bench, CellResult, Contender, Effort, Failure, compare_all, measure, reason
+from ..measure.peers import ALGORITHMS, KERNELS, PEERS, contenders
+from ..measure.sweep import sweep
 from .devices import INSTALL_CUPY, cupy_installed, devices
 from .lists import SIZES, names
 from .output import echo_progress, table, terminal_width, tflops
@@ -125,7 +125,7 @@ def bench(
     report = replace(report, results=tuple(echo_progress(measured, len(cells), "measuring")), versions=machine.versions)
     print_report(report)
     if plot:
-        from ..plots import plot_bench
+        from ..measure.plots import plot_bench
 
         title = f"{report.device}, cupy_flash {__version__}"
         for path in plot_bench(report.results, report.ours, title, plot):
@@ -143,7 +143,7 @@ def _machine() -> Any:
         found = []
     if not found:
         raise click.ClickException("bench needs a CUDA device; the command doctor says what is missing")
-    from ..stopwatch import GpuBench
+    from ..measure.stopwatch import GpuBench
 
     return GpuBench()
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import click
 
-from .. import cache as kernel_cache
+from ..machine import cache as kernel_cache
 from .arguments import json_option
 from .output import echo_json, table, terminal_width
 

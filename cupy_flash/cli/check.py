@@ -11,13 +11,13 @@ from typing import TypeAlias
 
 import click
 
-from .. import check as checks
-from .. import toolchain
-from ..architecture import HOST, Architecture
-from ..cases import Case, case_named, full_cases
-from ..check import FORWARD_V1, CaseResult, Computation
 from ..errors import CompileError
-from ..matrix import KINDS
+from ..judge import check as checks
+from ..judge.cases import Case, case_named, full_cases
+from ..judge.check import FORWARD_V1, CaseResult, Computation
+from ..machine import toolchain
+from ..plan.architecture import HOST, Architecture
+from ..plan.matrix import KINDS
 from .arguments import ARCHITECTURE, json_option
 from .devices import INSTALL_CUPY, cupy_installed, own_architecture
 from .output import echo_json, echo_progress, table, terminal_width

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, replace
 
 import click
 
-from .. import nvrtc, snapshot
-from ..architecture import ARCHITECTURES, Architecture
-from ..check import in_parallel
 from ..errors import CompileError
-from ..matrix import KINDS, every_plan
-from ..nvrtc import Report
-from ..plan import PARAMS, Plan
-from ..snapshot import Snapshot, differences, rows_of
+from ..judge.check import in_parallel
+from ..machine import nvrtc, snapshot
+from ..machine.nvrtc import Report
+from ..machine.snapshot import Snapshot, differences, rows_of
+from ..plan.architecture import ARCHITECTURES, Architecture
+from ..plan.kernel import PARAMS, KernelPlan
+from ..plan.matrix import KINDS, every_plan
 from .arguments import ARCHITECTURE, json_option
 from .output import echo_json, echo_progress, table, terminal_width
 
@@ -24,7 +24,7 @@ from .output import echo_json, echo_progress, table, terminal_width
 class Compiled:
     """A plan and what the compiler made of it."""
 
-    plan: Plan
+    plan: KernelPlan
     seconds: float
     report: Report | None
     log: str
@@ -95,7 +95,7 @@ def compile_(
     context.exit(1 if faults else 0)
 
 
-def _compiled(plan: Plan, with_log: bool) -> Compiled:
+def _compiled(plan: KernelPlan, with_log: bool) -> Compiled:
     start = time.perf_counter()
     try:
         report = nvrtc.report(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-from ..architecture import Architecture, architecture_of
+from ..plan.architecture import Architecture, architecture_of
 
 INSTALL_CUPY = 'pip install "cupy-cuda12x[ctk]", or "cupy-cuda13x[ctk]" with a driver for CUDA 13'
 

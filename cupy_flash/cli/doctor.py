@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 import click
 import numpy
 
-from .. import __version__, cache, nvrtc, toolchain
-from ..source import files, shelf
+from .. import __version__
+from ..machine import cache, nvrtc, toolchain
+from ..machine.source import files, shelf
 from .arguments import json_option
 from .devices import INSTALL_CUPY, Device, cupy_installed, devices
 from .output import echo_json, table

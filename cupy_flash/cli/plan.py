@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import click
 
-from ..backward import BackwardPlan
-from ..launch import AttentionPlan
+from ..call.backward import BackwardPlan
+from ..call.forward import AttentionPlan
 from .arguments import json_option, takes_problem
 from .output import echo_json
 
@@ -34,7 +34,7 @@ def plan(planned: AttentionPlan | BackwardPlan, as_json: bool) -> None:
     echo_json(
         {
             "name": kernel.name,
-            "kernel": kernel.kernel,
+            "kernel": kernel.file,
             "architecture": kernel.architecture.name,
             "config": asdict(kernel.config),
             "reasons": kernel.reasons,

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ..check import THREADS
+from ..judge.check import THREADS
 from .output import shortened
 
 INTERRUPTED = 130  # 128 + SIGINT

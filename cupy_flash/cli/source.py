@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from ..backward import BackwardPlan
-from ..launch import AttentionPlan
-from ..source import source_of
+from ..call.backward import BackwardPlan
+from ..call.forward import AttentionPlan
+from ..machine.source import source_of
 from .arguments import takes_problem
 
 

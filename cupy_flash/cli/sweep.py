@@ -9,12 +9,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..architecture import Architecture
-from ..bench import Cell
-from ..check import in_parallel
 from ..errors import UnsupportedError
-from ..plan import Plan
-from ..sweep import Candidate, Swept, candidates, fault_of
+from ..judge.check import in_parallel
+from ..measure.bench import Cell
+from ..measure.sweep import Candidate, Swept, candidates, fault_of
+from ..plan.architecture import Architecture
+from ..plan.kernel import KernelPlan
 from .output import UserError, echo_progress, table, terminal_width, tflops
 
 ALONE = ("algorithms", "peers", "deterministic", "plot")  # parameters of the command that a sweep has no use for
@@ -41,7 +41,7 @@ def candidates_of(
         raise UserError(f"--sweep: {error}") from error
 
 
-def faults_of(cells: Sequence[tuple[Cell, tuple[Candidate, ...]]]) -> dict[Plan, str]:
+def faults_of(cells: Sequence[tuple[Cell, tuple[Candidate, ...]]]) -> dict[KernelPlan, str]:
     """What the compiler says of every candidate, behind a progress bar."""
     plans = list(dict.fromkeys(candidate.plan for _, there in cells for candidate in there))
     return dict(zip(plans, echo_progress(in_parallel(fault_of, plans), len(plans), "compiling")))

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ..trace import Step, exact_softmax, naive_softmax, online_softmax
+from ..measure.trace import Step, exact_softmax, naive_softmax, online_softmax
 from .arguments import json_option
 from .lists import NUMBERS
 from .output import UserError, echo_json, table, terminal_width

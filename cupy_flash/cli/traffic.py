@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
-from .. import toolchain
-from ..architecture import HOST, Architecture
 from ..errors import CompileError, UnsupportedError
-from ..traffic import ALGORITHMS, Count, Setting, count
+from ..machine import toolchain
+from ..measure.traffic import ALGORITHMS, Count, Setting, count
+from ..plan.architecture import HOST, Architecture
 from .arguments import ARCHITECTURE, json_option
 from .lists import SIZES
 from .output import UserError, echo_json, echo_progress, table, terminal_width
@@ -71,7 +71,7 @@ def traffic(
     except (UnsupportedError, ValueError) as error:
         raise UserError(str(error)) from error
     if plot:
-        from ..plots import plot_traffic
+        from ..measure.plots import plot_traffic
 
         plot_traffic(counts, plot)
         click.echo(f"figure in {plot}", err=True)

@@ -11,13 +11,13 @@ import numpy
 
 import cupy_flash
 
-from .. import reference
-from ..arrays import DTYPES
-from ..check import build_kernels
-from ..compare import compare
-from ..compare_gradients import compare_gradients
-from ..gradients import Gradients
-from ..problem import lse_dtype_of
+from ..judge.check import build_kernels
+from ..judge.compare import compare
+from ..judge.compare_gradients import compare_gradients
+from ..machine.numpy_path import forward as numpy_forward
+from ..problem.arrays import DTYPES
+from ..problem.backward import Gradients
+from ..problem.forward import lse_dtype_of
 from .draw import Draw
 from .placement import Placed
 from .problems import Problem, draw_problem
@@ -184,7 +184,7 @@ def _inputs(problem: Problem, numbers: numpy.random.Generator) -> list[numpy.nda
         return [q * (40 / scale), k, v]
     if problem.values in ("hidden", "nan_key") and q.shape[-2] and k.shape[-2]:
         bounds = problem.scores["first_key"], problem.scores["last_key"]
-        seen = reference.visible(q.shape[-2], k.shape[-2], *bounds).any(axis=0)
+        seen = numpy_forward.visible(q.shape[-2], k.shape[-2], *bounds).any(axis=0)
         hidden = numpy.flatnonzero(~seen) if problem.values == "hidden" else numbers.integers(0, k.shape[-2], 1)
         k[..., hidden, :] = numbers.choice([numpy.nan, numpy.inf, -numpy.inf] if problem.values == "hidden" else [numpy.nan])
     return [q, k, v]

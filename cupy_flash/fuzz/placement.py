@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from ..cases import GUARD
+from ..judge.cases import GUARD
 from .draw import Draw
 
 

@@ -2,8 +2,8 @@
 
 import numpy
 
-from cupy_flash.options import Options
-from cupy_flash.reference import visible
+from cupy_flash.machine.numpy_path.forward import visible
+from cupy_flash.problem.options import Options
 
 from .svg import Card
 

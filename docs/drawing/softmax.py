@@ -1,6 +1,6 @@
-"""The online softmax of one row, block by block, with the numbers that `cupy_flash.trace` computes."""
+"""The online softmax of one row, block by block, with the numbers that `cupy_flash.measure.trace` computes."""
 
-from cupy_flash.trace import exact_softmax, online_softmax
+from cupy_flash.measure.trace import exact_softmax, online_softmax
 
 from .svg import Card
 

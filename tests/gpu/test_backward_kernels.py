@@ -14,9 +14,9 @@ from cupy_flash import (
     plan_attention,
     plan_attention_backward,
 )
-from cupy_flash.cases import Case, make_inputs
-from cupy_flash.compare_gradients import compare_gradients, make_cotangents
-from cupy_flash.workspace import ALIGNMENT
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.plan.workspace import ALIGNMENT
 
 cupy = pytest.importorskip("cupy")
 

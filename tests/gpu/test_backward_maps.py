@@ -4,9 +4,9 @@ import numpy
 import pytest
 
 from cupy_flash import attention, plan_attention_backward
-from cupy_flash.backward_plan import make_grouping
-from cupy_flash.cases import Case, make_inputs
-from cupy_flash.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.plan.backward import make_grouping
 
 cupy = pytest.importorskip("cupy")
 
@@ -29,7 +29,7 @@ def planned(case, given, deterministic=True, **options):
     """A plan that has to be of a kernel with maps, by default in a fixed order."""
     options |= {name: value for name, value in case.options.items() if name != "return_lse"}
     plan = plan_attention_backward(**given, **options, deterministic=deterministic)
-    assert plan.kernel.kernel.startswith("bwd_hopper")
+    assert plan.kernel.file.startswith("bwd_hopper")
     return plan
 
 
@@ -103,7 +103,7 @@ def test_rows_that_end_within_16_bytes_are_not_written_beyond_their_end():
         given[name] = memory[name][..., :60]
     results = {name: memory[name][..., :60] for name in RESULTS}
     plan = plan_attention_backward(**given, **results)
-    assert plan.kernel.kernel == "bwd_v2" and "rows of dq have 120 bytes" in str(plan)
+    assert plan.kernel.file == "bwd_v2" and "rows of dq have 120 bytes" in str(plan)
     judge(case, given, plan(**given, **results))
     for name, x in memory.items():
         assert bool((x[..., 60:].astype("f") == 77).all()), name

@@ -4,9 +4,9 @@ import numpy
 import pytest
 
 from cupy_flash import attention, attention_vjp
-from cupy_flash.cases import Case
-from cupy_flash.compare_gradients import compare_gradients
-from cupy_flash.oracle_gradients import oracle_gradients
+from cupy_flash.judge.cases import Case
+from cupy_flash.judge.compare_gradients import compare_gradients
+from cupy_flash.judge.oracle_gradients import oracle_gradients
 
 cupy = pytest.importorskip("cupy")
 

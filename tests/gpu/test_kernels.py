@@ -8,9 +8,9 @@ import pytest
 
 import cupy_flash
 from cupy_flash import UnsupportedError, attention, merge_states, plan_attention
-from cupy_flash.architecture import architecture_of
-from cupy_flash.cases import Case, make_inputs
-from cupy_flash.compare import compare
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.judge.compare import compare
+from cupy_flash.plan.architecture import architecture_of
 
 cupy = pytest.importorskip("cupy")
 

@@ -4,7 +4,7 @@ import numpy
 import pytest
 
 from cupy_flash import attention, attention_backward, attention_vjp, plan_attention
-from cupy_flash.cases import Case, make_inputs
+from cupy_flash.judge.cases import Case, make_inputs
 
 cupy = pytest.importorskip("cupy")
 

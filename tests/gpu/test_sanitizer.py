@@ -13,7 +13,7 @@ pytest.importorskip("cupy")
 # racecheck does not see that the lanes of a warp have read before one of them arrives for all: a product in between, which they
 # start together, is no barrier to it. It gets a text in which each lane arrives for itself, and everything else is as it is.
 EACH_LANE_ARRIVES = """
-from cupy_flash import source
+from cupy_flash.machine import source
 texts = dict(source.files())
 def change(name, old, new):
     assert old in texts[name], old
@@ -27,8 +27,8 @@ from itertools import product
 import cupy
 cupy.cuda.set_allocator(None)  # a memory pool would hide a step outside
 from cupy_flash import attention, merge_states, plan_attention, plan_attention_backward
-from cupy_flash.cases import Case, make_inputs
-from cupy_flash.compare_gradients import make_cotangents
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.judge.compare_gradients import make_cotangents
 
 for case in (
     Case("float16", 70, 90, heads_q=2, causal=True),
@@ -90,7 +90,7 @@ print("done")
 
 # The barrier between dS being written by some warps and read by all of them is one of a warp.
 NO_BARRIER = """
-from cupy_flash import source
+from cupy_flash.machine import source
 texts = dict(source.files())
 before, told, after = texts["bwd_v2.cu"].partition("// without it dS is read")
 code, barrier, space = before.rpartition("sync_block();")
@@ -101,8 +101,8 @@ source.files = lambda: texts
 BACKWARD_ALONE = """
 import cupy
 from cupy_flash import plan_attention, plan_attention_backward
-from cupy_flash.cases import Case, make_inputs
-from cupy_flash.compare_gradients import make_cotangents
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.judge.compare_gradients import make_cotangents
 
 case = Case("float32", 70, 60, causal=True)
 q, k, v = make_inputs(case, cupy)

@@ -2,12 +2,13 @@
 
 import pytest
 
-from cupy_flash import attention, check, plan_attention, plan_attention_backward
-from cupy_flash.architecture import architecture_of
-from cupy_flash.cases import full_cases, make_inputs
-from cupy_flash.compare import compare
-from cupy_flash.compare_gradients import compare_gradients, make_cotangents
-from cupy_flash.packing import packing_of
+from cupy_flash import attention, plan_attention, plan_attention_backward
+from cupy_flash.judge import check
+from cupy_flash.judge.cases import full_cases, make_inputs
+from cupy_flash.judge.compare import compare
+from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.plan.architecture import architecture_of
+from cupy_flash.plan.packing import packing_of
 
 cupy = pytest.importorskip("cupy")
 
@@ -34,7 +35,7 @@ def own_architecture():
 
 
 def check_kernel(plan, name):
-    assert plan.kernel.kernel == name
+    assert plan.kernel.file == name
     assert plan.kernel.architecture == own_architecture()
 
 

@@ -7,9 +7,9 @@ import numpy
 import pytest
 
 from cupy_flash import attention, plan_attention
-from cupy_flash.cases import Case, make_inputs
-from cupy_flash.compare import compare
-from cupy_flash.tuning import HOPPER
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.judge.compare import compare
+from cupy_flash.plan.tuning import HOPPER
 
 cupy = pytest.importorskip("cupy")
 
@@ -137,7 +137,7 @@ def test_arrays_without_a_map_are_computed_without():
     case = Case("float16", 70, 90, heads_q=2, dim=36)
     inputs = make_inputs(case, cupy)
     plan = plan_attention(*inputs, **case.options)
-    assert plan.kernel.kernel == "fwd_v2" and "no TMA: rows of q start 72 bytes apart" in str(plan)
+    assert plan.kernel.file == "fwd_v2" and "no TMA: rows of q start 72 bytes apart" in str(plan)
     judge(case, inputs, attention(*inputs, **case.options))
 
 

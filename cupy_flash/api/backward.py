@@ -1,0 +1,218 @@
+"""The public functions of its gradients: two that compute, and `plan_attention_backward`, which only decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..call.backward import BackwardPlan, attention_and_vjp, operands, prepared_backward
+from ..problem.backward import Gradients
+from .absent import answers_absent
+
+
+@answers_absent
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    layout: str = "bhsd",
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    precision: str | None = None,
+    algorithm: str = "auto",
+    backend: str = "auto",
+    dlse: Any = None,
+    deterministic: bool = False,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+) -> Gradients:
+    """The gradients of `attention` with respect to q, k and v, in memory linear in the sequence length.
+
+    Parameters
+    ----------
+    dout : array, shape (..., heads, seq_q, dim_v)
+        Gradient with respect to `out`, in the dtype of q.
+    q : array, shape (..., heads, seq_q, dim)
+        Queries, as they were given to `attention`.
+    k : array, shape (..., heads_kv, seq_kv, dim)
+        Keys, likewise.
+    v : array, shape (..., heads_kv, seq_kv, dim_v)
+        Values, likewise.
+    out : array, shape (..., heads, seq_q, dim_v)
+        What `attention` returned.
+    lse : array, shape (..., heads, seq_q)
+        What `attention` returned with ``return_lse=True``: float32, or float64 for float64.
+    layout, scale, causal, window, softcap, precision, backend
+        As in `attention`, and with the values given there.
+    algorithm : {'auto', 'v2'}
+        'v2' is FlashAttention-2's backward. There is none for 'v1', whose results it takes just as well.
+    dlse : array, shape (..., heads, seq_q), optional
+        Gradient with respect to `lse`, in its dtype; None is zero.
+    deterministic : bool
+        True adds the gradient of q in a fixed order, so that repeats are bitwise equal. Costs speed on a GPU.
+    dq : array of the shape of q, optional
+        Where to write the gradient of q.
+    dk : array of the shape of k, optional
+        Where to write the gradient of k.
+    dv : array of the shape of v, optional
+        Where to write the gradient of v.
+
+    Returns
+    -------
+    Gradients
+        The tuple ``(dq, dk, dv)``. Each has shape, dtype, memory order and kind of array of its own input. Where an input was
+        broadcast along an axis, because it lacks it or has size 1 there, its gradient is summed over the axis; so it is over the
+        query heads that share a key-value head. Queries that see no key have gradient 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong; the message names it, what was expected and what came. Nothing has been written then.
+    UnsupportedError
+        If an argument has a meaning that is not implemented for this device.
+    CompileError
+        If the kernel cannot be compiled; with the compiler's log.
+
+    Notes
+    -----
+    Work is queued on CuPy's current stream and not waited for. Scores are computed again from q, k and lse. The kernels use device
+    memory beyond the results, mainly a float32 gradient of q; `plan_attention_backward` says how much, and its plan can be given
+    that memory.
+
+    References
+    ----------
+    T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 8, 100, 64), dtype=np.float32)
+    >>> out, lse = cupy_flash.attention(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv = cupy_flash.attention_backward(dout, q, k, v, out, lse, causal=True)
+    >>> dq.shape
+    (8, 100, 64)
+    """
+    given = operands(dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    options = (layout, scale, causal, window, softcap, precision, algorithm, backend)
+    return prepared_backward(given, options, deterministic, None).run(given)
+
+
+@answers_absent
+def attention_vjp(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    layout: str = "bhsd",
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    precision: str | None = None,
+    algorithm: str = "auto",
+    backend: str = "auto",
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> tuple[Any, Callable[..., Gradients]]:
+    """Attention, and the function that takes a gradient of its result to those of q, k and v.
+
+    Parameters
+    ----------
+    q, k, v, layout, scale, causal, window, softcap, precision, algorithm, backend, return_lse
+        As in `attention`.
+    deterministic : bool
+        As in `attention_backward`.
+
+    Returns
+    -------
+    result : array or (array, array)
+        What `attention` returns: `out`, or ``(out, lse)`` with ``return_lse=True``.
+    vjp : callable
+        ``vjp(dout)`` or ``vjp(dout, dlse)`` returns `Gradients`. It holds the inputs and results, which must not change before
+        its last call.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError
+        As `attention` and, when `vjp` is called, `attention_backward`.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 100, 64), dtype=np.float32)
+    >>> out, vjp = cupy_flash.attention_vjp(q, k, v, causal=True)
+    >>> dq, dk, dv = vjp(np.ones_like(out))
+    >>> bool(np.allclose(dv.sum(axis=1), 100, rtol=1e-4))  # the weights of each of the 100 queries add up to 1
+    True
+    """
+    shared = (layout, scale, causal, window, softcap, precision)
+    return attention_and_vjp(q, k, v, shared, algorithm, backend, return_lse, deterministic)
+
+
+@answers_absent
+def plan_attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    layout: str = "bhsd",
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    precision: str | None = None,
+    algorithm: str = "auto",
+    backend: str = "auto",
+    dlse: Any = None,
+    deterministic: bool = False,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    arch: str | None = None,
+    kernel: str | None = None,
+) -> BackwardPlan:
+    """Decide how `attention_backward` would compute, without computing.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse, layout, scale, causal, window, softcap, precision, algorithm, backend, dlse, deterministic, dq, dk, dv
+        As in `attention_backward`. Only the layouts of the arrays matter.
+    arch : str, optional
+        As in `plan_attention`.
+    kernel : {None, 'bwd_v2', 'bwd_hopper', 'bwd_hopper_wide'}
+        Kernel file to compute with, such as to compare two; None leaves the choice to the planner. 'bwd_v2' is for everything, the
+        others are for sm_90a, 16-bit dtypes and arrays whose strides are multiples of 16 bytes: 'bwd_hopper' for head dims of at
+        most 128, 'bwd_hopper_wide' for wider ones as well.
+
+    Returns
+    -------
+    BackwardPlan
+        Prints itself, knows its `workspace_bytes`, and computes when called as
+        ``plan(dout, q, k, v, out, lse, dlse=..., dq=..., dk=..., dv=..., workspace=...)`` with arrays of the same layouts.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As `attention_backward`; also if the kernel asked for cannot compute this.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> x, lse = np.ones((4, 256, 64), np.float16), np.ones((4, 256), np.float32)
+    >>> plan = cupy_flash.plan_attention_backward(x, x, x, x, x, lse, backend="host")
+    >>> plan.workspace.names
+    ('stats', 'dq_accum')
+    """
+    given = operands(dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    options = (layout, scale, causal, window, softcap, precision, algorithm, backend)
+    return prepared_backward(given, options, deterministic, arch, kernel)

@@ -1,0 +1,215 @@
+"""The public functions of attention: `attention` computes, `plan_attention` only decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, overload
+
+from ..call.forward import AttentionPlan, ForwardOperands, prepared
+from ..problem.backward import Gradients
+from .absent import answers_absent
+from .backward import attention_vjp
+
+A = TypeVar("A")  # results are of the kind of array that q is
+
+
+@overload
+def attention(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: Literal[False] = ..., out: Any = ..., lse: Any = ...,
+) -> A: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: Literal[True], out: Any = ..., lse: Any = ...,
+) -> tuple[A, A]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: bool, out: Any = ..., lse: Any = ...,
+) -> A | tuple[A, A]: ...  # fmt: skip
+
+
+@answers_absent
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    layout: str = "bhsd",
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    precision: str | None = None,
+    algorithm: str = "auto",
+    backend: str = "auto",
+    return_lse: bool = False,
+    out: Any = None,
+    lse: Any = None,
+) -> Any:
+    """Exact attention, ``softmax(q @ k.T * scale) @ v``, in memory linear in the sequence length.
+
+    Parameters
+    ----------
+    q : array, shape (..., heads, seq_q, dim)
+        Queries: float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64. CuPy, NumPy, or any array with DLPack or the CUDA
+        array interface. 2-D is one head, 3-D is heads without batch. Any strides are read in place.
+    k : array, shape (..., heads_kv, seq_kv, dim)
+        Keys. `heads` is a multiple of `heads_kv`: each key-value head serves that many neighbouring query heads (GQA, MQA). The
+        axes before heads broadcast as in `numpy.matmul`, without copies.
+    v : array, shape (..., heads_kv, seq_kv, dim_v)
+        Values; `dim_v` may differ from `dim`.
+    layout : {'bhsd', 'bshd'}
+        Order of the last axes of all arrays, results included: (..., heads, seq, dim), or (..., seq, heads, dim) as in JAX and
+        FlashAttention. Nothing is copied. Shapes below are those of 'bhsd'; with 'bshd', `lse` has shape (..., seq_q, heads).
+    scale : float, optional
+        Factor of the scores, by default ``1 / sqrt(dim)``. May be negative or zero.
+    causal : {False, True, 'bottom_right', 'top_left'}
+        True means 'bottom_right': the last query sees the last key, query i the keys up to ``i + seq_kv - seq_q``. With 'top_left'
+        the first query sees the first key only.
+    window : (int or None, int or None), optional
+        Query i sees at most `left` keys before and `right` keys behind its own place, both ends included, anchored like `causal`.
+        None or -1 is unbounded.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``.
+    precision : {None, 'ieee', 'tf32'}
+        For float32 on tensor cores: None and 'ieee' keep float32 accuracy by three TF32 products, 'tf32' makes do with one.
+    algorithm : {'auto', 'v1', 'v2'}
+        Of the kernels: 'v2', which 'auto' means, is FlashAttention-2's loop order. 'v1' is FlashAttention's: its outer loop is over
+        keys, so that all results pass through device memory at each step.
+    backend : {'auto', 'cuda', 'host', 'numpy'}
+        'auto' is 'cuda' for device arrays and 'numpy' for arrays in host memory. 'host' executes the CUDA source on the CPU, which
+        needs a C++ compiler.
+    return_lse : bool
+        Return the log-sum-exp of the scores as well.
+    out : array, shape (..., heads, seq_q, dim_v), optional
+        Where to write the result.
+    lse : array, shape (..., heads, seq_q), optional
+        Where to write the log-sum-exp: float32, or float64 for float64.
+
+    Returns
+    -------
+    out : array, shape (..., heads, seq_q, dim_v)
+        In q's dtype, memory order and kind of array. Rows of queries that see no key are 0.
+    lse : array, shape (..., heads, seq_q)
+        Only with ``return_lse=True``. Natural logarithm; -inf for queries that see no key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong; the message names it, what was expected and what came. Nothing has been written then.
+    UnsupportedError
+        If an argument has a meaning that is not implemented for this device.
+    CompileError
+        If the kernel cannot be compiled; with the compiler's log.
+
+    Notes
+    -----
+    Work is queued on CuPy's current stream and not waited for. Memory beyond the results is not used, but by 'v1', and on sm_90a
+    where multiprocessors share query tiles, at most 38 MB whatever the lengths. The first call with a new combination of dtype,
+    head dim and alignment compiles a kernel (about a second, kept on disk); after it, calls can be captured in a CUDA graph if
+    `out` is given, and where there is such memory, if a plan is given it as `workspace`. Results are bitwise reproducible.
+
+    A query and a key that may not see each other do not influence each other, whatever they hold. A NaN or infinity in a row of
+    `v`, however, reaches every query whose tile of keys contains that row, as ``0 * nan``.
+
+    References
+    ----------
+    T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 100, 64), dtype=np.float32)
+    >>> cupy_flash.attention(q, k, v, causal=True).shape
+    (8, 100, 64)
+    """
+    given = ForwardOperands(q, k, v, out, lse)
+    options = (None, layout, scale, causal, window, softcap, precision, algorithm, backend, return_lse)
+    return prepared(given, options).run(given)
+
+
+@overload
+def attention_vjp(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: Literal[False] = ..., deterministic: bool = ...,
+) -> tuple[A, Callable[..., Gradients]]: ...  # fmt: skip
+
+
+@overload
+def attention_vjp(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: Literal[True], deterministic: bool = ...,
+) -> tuple[tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
+
+
+@overload
+def attention_vjp(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: bool, deterministic: bool = ...,
+) -> tuple[A | tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
+
+
+@answers_absent
+def plan_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    layout: str = "bhsd",
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    precision: str | None = None,
+    algorithm: str = "auto",
+    backend: str = "auto",
+    return_lse: bool = False,
+    out: Any = None,
+    lse: Any = None,
+    arch: str | None = None,
+    kernel: str | None = None,
+) -> AttentionPlan:
+    """Decide how `attention` would compute, without computing.
+
+    Parameters
+    ----------
+    q, k, v, layout, scale, causal, window, softcap, precision, algorithm, backend, return_lse, out, lse
+        As in `attention`. Only the layouts of the arrays matter.
+    arch : str, optional
+        Architecture to plan for on backend 'host', such as '75' or '90a'; by default '80'. On a GPU it is the device's own.
+    kernel : {None, 'fwd_v1', 'fwd_v2', 'fwd_hopper'}
+        Kernel file to compute with, such as to compare two; None leaves the choice to the planner. Of 'v2' there are 'fwd_v2', for
+        everything, and 'fwd_hopper', for sm_90a, 16-bit dtypes and arrays whose strides are multiples of 16 bytes.
+
+    Returns
+    -------
+    AttentionPlan
+        Prints itself, and computes when called as ``plan(q, k, v, out=..., lse=...)`` with arrays of the same layouts.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As `attention`; also if the kernel asked for cannot compute this.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> q = np.ones((1, 4, 256, 64), np.float16)
+    >>> plan = cupy_flash.plan_attention(q, q, q, causal=True, backend="host")
+    >>> plan.kernel.config.TILE_Q
+    128
+    """
+    options = (arch, layout, scale, causal, window, softcap, precision, algorithm, backend, return_lse, kernel)
+    return prepared(ForwardOperands(q, k, v, out, lse), options)

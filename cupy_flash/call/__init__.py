@@ -1,0 +1,1 @@
+"""Computations called with arrays: from arguments to launch, one file a computation."""

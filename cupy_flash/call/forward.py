@@ -1,0 +1,231 @@
+"""Plan + arrays -> attention: results allocated, the kernel launched, and what is cached between calls."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from ..machine.execution import Execution, Prepared, architecture_for, cached
+from ..machine.numpy_path import forward as numpy_forward
+from ..plan.forward import forward_launches, forward_maps, forward_workspace, make_forward_plan
+from ..plan.kernel import KernelPlan
+from ..plan.packing import packing_of
+from ..plan.params import forward_params, hopper_forward_params
+from ..problem import arrays
+from ..problem.forward import FORWARD_ARRAYS, Problem, make_problem
+from ..problem.layout import HEADS_OF_LSE
+from ..problem.options import Options
+
+if TYPE_CHECKING:
+    from ..machine.host import Traffic
+
+
+class AttentionPlan(Prepared):
+    """A problem with everything decided: called with arrays of the same layouts it only launches. Prints itself.
+
+    Made by `plan_attention`. It holds no array, and several threads may call it.
+
+    Attributes
+    ----------
+    problem : Problem
+        What is computed.
+    kernel : KernelPlan or None
+        How. None on backend 'numpy', which has no kernel.
+    """
+
+    def __init__(self, problem: Problem, kernel: KernelPlan | None, returns_lse: bool) -> None:
+        self.problem = problem
+        self._returns_lse = returns_lse
+        execution = None
+        if kernel is not None:
+            packing = packing_of(problem)
+            packed = packing.problem
+            self._keys, self._skipped_bytes = packing.keys, packing.skipped_bytes
+            launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)
+            maps = forward_maps(kernel, packed)
+            params = hopper_forward_params(packed, maps, kernel.config.TILE_Q) if maps else forward_params(packed)
+            execution = Execution(kernel, launches, params, FORWARD_ARRAYS, workspace, problem.device, maps)
+        super().__init__(dict(zip(FORWARD_ARRAYS, problem.seen)), ("out", "lse"), problem.backend, problem.device, execution)
+        *inputs, out, _ = (x and arrays.description_of(x) for x in problem.seen)
+        self._usual = () if self._demanded else ((*inputs, out, None), (*inputs, None, None))  # with and without `out`
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the results: what a call allocates for those that are not given."""
+        p = self.problem
+        return p.out.nbytes + (p.lse.nbytes if p.lse is not None else 0)
+
+    def __str__(self) -> str:
+        lines = [
+            f"attention of {self.problem}, on backend {self._backend!r}",
+            f"  {self.problem.mask_and_scale}; {self.problem.flops:.4g} FLOPs",
+            f"  results {self.result_bytes} bytes, {self.workspace}",
+            "NumPy, online softmax over blocks of keys" if self._execution is None else str(self._execution),
+        ]
+        return "\n".join(lines)
+
+    def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None, workspace: Any = None) -> Any:
+        """Compute attention of arrays laid out like those the plan was made for.
+
+        Parameters
+        ----------
+        q, k, v : array
+            As in `attention`.
+        out, lse : array, optional
+            Where to write. By default new arrays.
+        workspace : array of uint8, optional
+            At least `workspace_bytes` in the memory of the arrays, for the kernel. By default it is allocated; a call that
+            allocates nothing can be captured in a CUDA graph.
+
+        Returns
+        -------
+        out : array
+        lse : array
+            Only if the plan was made with ``return_lse=True``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an array is not laid out as planned.
+        """
+        given = ForwardOperands(q, k, v, out, lse)
+        if given.descriptions not in self._usual:
+            self._check_layouts(given.descriptions)
+        if workspace is not None:
+            workspace = self._own_memory(workspace)
+        return self.run(given, workspace)
+
+    def counted(self, q: Any, k: Any, v: Any) -> tuple[Any, Traffic | None]:
+        """Compute on the host, and say what the kernel moved and computed.
+
+        Parameters
+        ----------
+        q, k, v : array
+            As in a call of the plan, which has to be for backend 'host'.
+
+        Returns
+        -------
+        result : array or tuple of array
+            What a call of the plan returns.
+        traffic : Traffic or None
+            Bytes read from and written to device memory, and operations of matrix products. None with a sanitizer, which does not
+            report them.
+        """
+        self._check_counts()
+        given = ForwardOperands(q, k, v, None, None)
+        self._check_layouts(given.descriptions)
+        out, lse, traffic = self._compute(given, None)
+        return (out, lse) if self._returns_lse else out, traffic
+
+    def run(self, given: ForwardOperands, workspace: arrays.Array | None = None) -> Any:
+        """Compute on arrays that are known to have the layouts planned for."""
+        if workspace is not None:
+            self._check_apart(given.addresses, workspace)
+        elif given.out is not None or given.lse is not None:
+            self._check_results_apart(given.addresses)
+        out, lse, _ = self._where_planned(self._compute, given, workspace)
+        out = arrays.give_back(out, given.q, "q") if given.out is None else given.out
+        if not self._returns_lse:
+            return out
+        return out, arrays.give_back(lse, given.q, "q") if given.lse is None else given.lse
+
+    def _compute(self, given: ForwardOperands, workspace: arrays.Array | None) -> tuple[Any, Any, Traffic | None]:
+        p = self.problem
+        *inputs, out, lse = given.views
+        addresses = given.addresses
+        if out is None:
+            out = arrays.empty(p.seen_out)
+            addresses[3] = arrays.pointer(out)
+        if lse is None and p.lse is not None:
+            lse = arrays.empty(p.seen_lse)
+            addresses[4] = arrays.pointer(lse)
+        if self._backend == "cuda":
+            at_q, at_k, at_v, *at_results = addresses
+            more_k, more_v = self._skipped_bytes
+            self._execution.on_device.launch([at_q, at_k + more_k, at_v + more_v, *at_results], workspace)
+        elif self._backend == "host" or not p.empty:
+            q, k, v, to_out = (arrays.in_order(x, p.layout) for x in (*inputs, out))
+            to_lse = arrays.in_order(lse, p.layout, HEADS_OF_LSE)
+            if self._backend == "host":
+                operands = (q, k[..., self._keys, :], v[..., self._keys, :], to_out, to_lse)
+                return out, lse, self._execution.run_on_host(operands, workspace)
+            self._compute_with_numpy(q, k, v, to_out, to_lse)
+        return out, lse, None
+
+    def _compute_with_numpy(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+        p = self.problem
+        q, k, v, out = (x if x.ndim > 2 else x[None] for x in (q, k, v, out))
+        lse = lse if lse is None or lse.ndim > 1 else lse[None]
+        numpy_forward.blocked(
+            q,
+            k,
+            v,
+            scale=p.scale,
+            first_key=p.first_key,
+            last_key=p.last_key,
+            softcap=p.softcap,
+            out=out,
+            lse=lse,
+        )
+
+    def _check_results_apart(self, addresses: list[int]) -> None:
+        """What `_check_apart` does, spelled out: as loops it would take a tenth of a call."""
+        a = addresses
+        q, k, v, out, lse = self._spans
+        results = [(a[3] + out[0], a[3] + out[1])] if a[3] else []
+        if a[4]:
+            results.append((a[4] + lse[0], a[4] + lse[1]))
+        for start, stop in results:
+            if (
+                (start < a[0] + q[1] and a[0] + q[0] < stop)
+                or (start < a[1] + k[1] and a[1] + k[0] < stop)
+                or (start < a[2] + v[1] and a[2] + v[0] < stop)
+                or (len(results) == 2 and results[0][0] < results[1][1] and results[1][0] < results[0][1])
+            ):
+                self._check_apart(addresses, None)
+
+
+class ForwardOperands:
+    """What `Operands` does for a forward, spelled out: as a loop it would take a microsecond longer, and a call takes few."""
+
+    __slots__ = ("addresses", "descriptions", "lse", "out", "q", "views")
+
+    def __init__(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+        self.q, self.out, self.lse = q, out, lse
+        view, describe = arrays.view, arrays.describe
+        q, k, v = view(q, "q"), view(k, "k"), view(v, "v")
+        (about_q, at_q), (about_k, at_k), (about_v, at_v) = describe(q), describe(k), describe(v)
+        about_out = about_lse = None
+        at_out = at_lse = 0
+        if out is not None:
+            out = view(out, "out", writable=True)
+            about_out, at_out = describe(out)
+        if lse is not None:
+            lse = view(lse, "lse", writable=True)
+            about_lse, at_lse = describe(lse)
+        self.views = (q, k, v, out, lse)
+        self.descriptions = (about_q, about_k, about_v, about_out, about_lse)
+        self.addresses = [at_q, at_k, at_v, at_out, at_lse]
+
+
+def prepared(given: ForwardOperands, options: tuple[Any, ...]) -> AttentionPlan:
+    """The plan for these arrays; a plan once made for equal layouts and options is found again.
+
+    Parameters
+    ----------
+    given : ForwardOperands
+    options : tuple
+        The architecture's name or None, then the fields of `Options` in order; those at the end may be left out.
+    """
+    return cached(_prepared, given.descriptions, options)
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: tuple[type, ...]) -> AttentionPlan:
+    layouts = [d and arrays.layout_of(d, name) for d, name in zip(descriptions, FORWARD_ARRAYS)]
+    arch, *given = options
+    asked = Options(*given)
+    problem = make_problem(*layouts[:3], asked, *layouts[3:])
+    architecture = architecture_for(problem.backend, problem.device, arch)
+    kernel = None if architecture is None else make_forward_plan(problem, architecture)
+    return AttentionPlan(problem, kernel, bool(asked.return_lse))

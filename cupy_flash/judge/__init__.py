@@ -1,0 +1,1 @@
+"""What is right: cases, the oracle, and how far a result may be from it."""

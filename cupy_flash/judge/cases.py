@@ -1,0 +1,318 @@
+"""The problems that `check`, the tests and the benchmarks share.
+
+A `Case` is one call of `attention`: shapes, dtype, options, the kind of numbers and how they lie in memory. Its name
+says all of that and is unique, so a failure can be repeated by name. `quick_cases` touches every feature and is small
+enough for kernels executed on a CPU; `full_cases` is systematic and holds the quick ones.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import ml_dtypes
+import numpy
+
+Values = Literal["normal", "offset", "large", "one_hot", "constant"]
+Layout = Literal["contiguous", "bshd", "sliced", "strided_dim", "transposed", "negative", "broadcast", "odd_offset"]
+
+GUARD = 64  # elements of NaN before and behind every buffer: a multiple of every alignment a kernel can ask for
+HEAVY_FLOPS = 30e6  # the kernels run at about 1 GFLOP/s on a CPU
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem.
+
+    Attributes
+    ----------
+    dtype
+        "float16", "bfloat16", "float32" or "float64".
+    batch
+        The leading axes; none, one or several.
+    values
+        "normal": standard normal. "offset": normal around 0.5. "large": scores spread to about +-1000, so that the
+        softmax picks single keys. "one_hot": query i matches exactly the keys j with j = i modulo dim, so that a result
+        is an average of whole V rows. "constant": one number per array, so that every P in a row is equal.
+    layout
+        "contiguous". "bshd": stored (batch, seq, heads, dim). "sliced": cut from a larger array along seq and dim.
+        "strided_dim": every second element. "transposed": seq is the innermost axis. "negative": reversed along seq.
+        "broadcast": k and v are one batch element seen with stride 0. "odd_offset": starts one element off alignment.
+    """
+
+    dtype: str
+    len_q: int
+    len_kv: int
+    dim: int = 64
+    dim_v: int | None = None
+    heads_q: int = 1
+    heads_kv: int | None = None
+    batch: tuple[int, ...] = (1,)
+    causal: bool | str = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    precision: Literal["ieee", "tf32"] = "ieee"
+    return_lse: bool = True
+    values: Values = "normal"
+    layout: Layout = "contiguous"
+
+    def __post_init__(self) -> None:
+        # What attention() itself would assume: spelt out here, two equal cases are equal and have one name.
+        for field, default in (("dim_v", self.dim), ("heads_kv", self.heads_q)):
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, default)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def name(self) -> str:
+        """A slug that differs wherever two cases differ; features at their default are left out."""
+        heads = f"{self.heads_q}x{self.heads_kv}" if self.heads_kv != self.heads_q else f"{self.heads_q}"
+        parts = [
+            "tf32" if self.precision == "tf32" else self.dtype,
+            "b" + ("x".join(map(str, self.batch)) or "none") if self.batch != (1,) else "",
+            f"h{heads}-q{self.len_q}-k{self.len_kv}-d{self.dim}",
+            f"v{self.dim_v}" if self.dim_v != self.dim else "",
+            {False: "", True: "causal"}.get(self.causal, str(self.causal)),
+            "window={}:{}".format(*self.window).replace("None", "") if self.window else "",
+            f"softcap={self.softcap}" if self.softcap is not None else "",
+            f"scale={self.scale}" if self.scale is not None else "",
+            self.values if self.values != "normal" else "",
+            self.layout if self.layout != "contiguous" else "",
+            "" if self.return_lse else "no_lse",
+        ]
+        return "-".join(filter(None, parts))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments for `attention`; those at their default are left out."""
+        defaults = {"causal": False, "window": None, "softcap": None, "scale": None, "return_lse": False}
+        given = {option: getattr(self, option) for option in defaults}
+        options = {option: value for option, value in given.items() if value != defaults[option]}
+        return options | ({"precision": "tf32"} if self.precision == "tf32" else {})
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """The keyword arguments for the functions of `oracle`: the true scale, and all masks as one band."""
+        anchor = 0 if self.causal == "top_left" else self.len_kv - self.len_q
+        left, right = self.window or (None, None)
+        if self.causal:
+            right = 0 if right is None else min(right, 0)
+        return {
+            "scale": 1 / math.sqrt(self.dim) if self.scale is None else self.scale,
+            "first_key": None if left is None else anchor - left,
+            "last_key": None if right is None else anchor + right,
+            "softcap": self.softcap,
+        }
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the pairs that take part."""
+        first, last = self.scores["first_key"], self.scores["last_key"]
+        rows = numpy.arange(self.len_q)
+        begin = numpy.maximum(0, rows + first) if first is not None else 0
+        end = numpy.minimum(self.len_kv, rows + last + 1) if last is not None else self.len_kv
+        pairs = int(numpy.broadcast_to(numpy.maximum(0, end - begin), rows.shape).sum())
+        return 2 * (self.dim + self.dim_v) * pairs * self.heads_q * math.prod(self.batch)
+
+    @property
+    def heavy(self) -> bool:
+        """Whether the case is for a GPU only."""
+        return self.flops > HEAVY_FLOPS
+
+
+def make_inputs(case: Case, xp: ModuleType = numpy, seed: int = 0) -> tuple[Any, Any, Any]:
+    """Return `(q, k, v)` of `case` as arrays of `xp`, the same for the same case and seed.
+
+    They are views into larger buffers full of NaN: what is read around or between their elements shows in the result.
+    """
+    rng = numpy.random.default_rng([seed, zlib.crc32(case.name.encode())])
+    dtype = numpy.dtype(ml_dtypes.bfloat16 if case.dtype == "bfloat16" else case.dtype)
+    q, k, v = (place(x.astype(dtype), case.layout, xp) for x in _numbers(case, rng))
+    if case.layout == "broadcast":
+        k, v = (xp.broadcast_to(x, case.batch + x.shape[-3:]) for x in (k, v))
+    return q, k, v
+
+
+def case_named(name: str) -> Case:
+    """Return the case of `full_cases` with this name."""
+    for case in full_cases():
+        if case.name == name:
+            return case
+    raise ValueError(f"no case is named {name!r}; cases.full_cases() lists them")
+
+
+def quick_cases() -> tuple[Case, ...]:
+    """Return the cases that between them touch every feature, ordered so that equal specialisations are neighbours."""
+    f16, bf16, f32 = partial(Case, "float16"), partial(Case, "bfloat16"), partial(Case, "float32")
+    return (
+        # float16, dim 64, 16-byte copies: one compiled kernel carries most features.
+        f16(128, 128, heads_q=2),  # whole tiles only
+        f16(67, 131, heads_q=6, heads_kv=2, batch=(2,), causal=True),
+        f16(61, 97, dim=40, heads_q=7, heads_kv=1, causal="top_left"),
+        f16(129, 97, causal=True),  # more queries than keys: the first 32 rows see nothing
+        f16(1, 257, heads_q=2, batch=(3,)),
+        f16(1, 137, heads_q=6, heads_kv=2, batch=(2,), window=(50, 0)),  # the heads of a group share a tile
+        f16(9, 137, heads_q=6, heads_kv=2, batch=(2,), causal=True),  # these too
+        f16(113, 113, causal=True, window=(24, None), values="one_hot"),
+        f16(90, 70, window=(16, 8), values="offset"),
+        f16(50, 77, heads_q=4, heads_kv=2, batch=(2,), layout="bshd"),
+        f16(37, 53, heads_q=2, batch=(2, 3), layout="sliced"),
+        f16(65, 130, heads_q=2, batch=(), causal=True, layout="negative"),
+        f16(40, 41, heads_q=2, batch=(3,), causal=True, layout="broadcast"),
+        # The same, but scores that do not go straight from scale to exponential.
+        f16(83, 109, softcap=30.0, values="large", causal=True),
+        f16(75, 99, softcap=1e5),  # far above the scores, which have to come through it unharmed
+        f16(47, 79, scale=-0.25, heads_q=2),
+        # The same, copied element by element.
+        f16(71, 59, dim=33, causal=True),
+        f16(59, 71, layout="strided_dim"),
+        f16(59, 71, layout="transposed"),
+        f16(59, 71, layout="odd_offset", causal=True),
+        # Other widths.
+        f16(17, 1, dim=1),
+        f16(101, 67, dim=80, heads_q=2),
+        f16(43, 89, dim=96, dim_v=80, causal=True),
+        bf16(100, 150, dim=128, heads_q=2, causal=True, return_lse=False),
+        bf16(64, 97, dim=98, values="constant"),  # rows of 196 bytes: 4-byte copies
+        bf16(73, 65, dim=192, dim_v=128, causal=True),
+        bf16(49, 63, dim=256, heads_q=2),
+        # Other precisions.
+        f32(79, 103, heads_q=2, causal=True),
+        f32(31, 47, dim=33, values="large"),
+        f32(79, 103, precision="tf32"),
+        f32(75, 1, softcap=50.0, scale=1e-3),  # the log-sum-exp is the score, which is small
+        Case("float64", 45, 61, dim=40, heads_q=3, heads_kv=1, causal=True),
+        # Nothing to launch.
+        f16(5, 0),
+        f16(0, 5),
+        f16(5, 5, batch=(0,)),
+    )
+
+
+@cache
+def full_cases() -> tuple[Case, ...]:
+    """Return the quick cases, then one feature varied at a time, then those too heavy for a CPU."""
+    return tuple(dict.fromkeys((*quick_cases(), *_systematic())))
+
+
+def _systematic() -> Iterator[Case]:
+    f16, bf16, f32, f64 = (partial(Case, dtype) for dtype in ("float16", "bfloat16", "float32", "float64"))
+    tf32 = partial(f32, precision="tf32")
+
+    edges = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 193, 255, 257)  # around every tile size
+    for i, (len_q, len_kv) in enumerate(zip(edges, reversed(edges), strict=True)):
+        yield f16(len_q, len_kv, causal=i % 2 == 0)
+
+    for kind, dim in product((f16, bf16), (1, 8, 33, 40, 72, 80, 96, 100, 128, 160, 192, 256)):
+        yield kind(61, 83, dim=dim, heads_q=2, causal=True)
+    for kind, dim in product((f32, tf32, f64), (1, 8, 33, 64, 96, 128, 256)):
+        yield kind(61, 83, dim=dim, heads_q=2, causal=True)
+    for kind, (dim, dim_v) in product((f16, f32), ((64, 128), (128, 64), (192, 128), (40, 72), (96, 1), (33, 256))):
+        yield kind(61, 83, dim=dim, dim_v=dim_v)
+
+    windows = (None, (0, 0), (16, 0), (5, 9), (None, 3), (30, None), (200, 200))
+    for causal, window, lengths in product((False, True, "top_left"), windows, ((70, 110), (110, 70))):
+        yield f16(*lengths, causal=causal, window=window)
+
+    for heads_q, heads_kv in ((6, 2), (7, 1), (21, 3), (8, 1), (5, 5)):
+        yield f16(45, 77, heads_q=heads_q, heads_kv=heads_kv, batch=(2,), causal=True)
+        yield bf16(1, 200, heads_q=heads_q, heads_kv=heads_kv, dim=128)
+    for kind, layout in product((f16, f32), ("bshd", "negative", "broadcast")):
+        yield kind(1, 171, dim=72, heads_q=24, heads_kv=3, batch=(2,), window=(99, 0), softcap=30.0, layout=layout)
+    for batch in ((), (3,), (2, 1, 3)):
+        yield f16(33, 65, heads_q=2, batch=batch)
+
+    for kind, layout in product((f16, f32), get_args(Layout)):
+        yield kind(67, 93, heads_q=4, heads_kv=2, batch=(2,), causal=True, layout=layout)
+    for kind, values in product((f16, bf16, f32, tf32), get_args(Values)):
+        yield kind(75, 99, values=values)
+    for len_q, dim in product((40, 140), (64, 128, 192, 256)):  # P of a later tile of keys is too large for the maximum so far
+        yield bf16(len_q, 300, dim=dim, values="large")
+    for kind, softcap in product((f16, f32), (1.0, 30.0)):
+        yield kind(75, 99, softcap=softcap, values="large")
+        yield kind(75, 99, softcap=softcap, scale=-0.5)
+    for kind in (f16, f32):  # softcaps far from the scores
+        yield kind(75, 1, softcap=50.0, scale=1e-3)
+        yield kind(75, 99, softcap=1e-3)
+        yield kind(75, 99, softcap=1e3, scale=1e-3)
+        yield kind(75, 99, softcap=1e5)
+    for kind, scale in product((f16, f32), (-0.25, 0.0, 1e-3, 1.5)):
+        yield kind(75, 99, scale=scale, causal=True)
+
+    for empty in ({"batch": (0,)}, {"batch": (2, 0)}, {"heads_q": 0}, {"len_q": 0}, {"len_kv": 0}):
+        yield f16(**{"len_q": 5, "len_kv": 7, "causal": True, **empty})
+
+    yield f16(1024, 1024, heads_q=2, causal=True)
+    yield f16(2003, 1999)
+    yield f16(777, 1553, heads_q=6, heads_kv=2, causal=True, window=(300, None))
+    yield f16(1, 50021, heads_q=32, heads_kv=4, dim=128)
+    yield bf16(6, 5000, heads_q=8, heads_kv=1, dim=128, causal=True)
+    yield bf16(30, 5000, heads_q=8, heads_kv=2, dim=128, window=(4100, 20))
+    yield bf16(1409, 1409, dim=128, causal=True)
+    yield bf16(500, 500, dim=128, heads_q=4, batch=(2,), layout="bshd")
+    yield bf16(900, 1000, dim=256, causal=True)
+    yield bf16(1000, 1000, dim=192, dim_v=128, causal=True)
+    yield f32(1000, 1100, dim=128, causal=True)
+    yield tf32(1000, 1100, dim=128, causal=True)
+
+
+def _numbers(case: Case, rng: numpy.random.Generator) -> list[numpy.ndarray]:
+    """Return q, k and v in float64; k and v with batch axes of 1 where the layout will broadcast them."""
+    batch_kv = (1,) * len(case.batch) if case.layout == "broadcast" else case.batch
+    shapes = (
+        (*case.batch, case.heads_q, case.len_q, case.dim),
+        (*batch_kv, case.heads_kv, case.len_kv, case.dim),
+        (*batch_kv, case.heads_kv, case.len_kv, case.dim_v),
+    )
+    if case.values == "constant":
+        return [numpy.full(shape, number) for shape, number in zip(shapes, (0.5, 0.75, 1.5), strict=True)]
+    q, k, v = (rng.standard_normal(shape) for shape in shapes)
+    scale = case.scores["scale"]
+    if case.values == "offset":
+        q, k, v = (x + 0.5 for x in (q, k, v))
+    elif case.values == "large":
+        spread = math.sqrt(300 / (abs(scale) * math.sqrt(case.dim)))  # 1000 is then a little over 3 sigma
+        q, k = q * spread, k * spread
+    elif case.values == "one_hot":
+        # A margin of 40 between a match and the rest: e^-40 is nothing beside any precision here.
+        q = numpy.broadcast_to(numpy.eye(case.dim)[numpy.arange(case.len_q) % case.dim] * (40 / scale), q.shape)
+        k = numpy.broadcast_to(numpy.eye(case.dim)[numpy.arange(case.len_kv) % case.dim], k.shape)
+    return [q, k, v]
+
+
+def place(values: numpy.ndarray, layout: Layout, xp: ModuleType) -> Any:
+    """Return an array of `xp` with these values in this layout, NaN before, between and behind them."""
+
+    def swapped(x: Any) -> Any:  # its own inverse: from logical to memory order, and back
+        axes = {"bshd": (-3, -2), "transposed": (-2, -1)}.get(layout)
+        return x.swapaxes(*axes) if axes else x
+
+    stored = swapped(values)
+    room = list(stored.shape)
+    taken = [slice(0, n) for n in stored.shape]
+    if layout == "sliced":
+        room[-2:] = room[-2] + 3, room[-1] + 8
+    elif layout == "strided_dim":
+        room[-1] *= 2
+        taken[-1] = slice(None, None, 2)
+    elif layout == "negative":
+        taken[-2] = slice(None, None, -1)
+
+    start = GUARD + (layout == "odd_offset")
+    stop = start + math.prod(room)
+
+    def view(buffer: Any) -> Any:
+        return buffer[start:stop].reshape(room)[tuple(taken)]
+
+    buffer = numpy.full(stop + GUARD, numpy.nan, values.dtype)
+    view(buffer)[...] = stored
+    return swapped(view(xp.asarray(buffer)))

@@ -1,0 +1,275 @@
+"""A kernel with everything of a problem but the arrays, and what all plans check of the arrays they are called with."""
+
+from __future__ import annotations
+
+import functools
+import html
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy
+
+from ..errors import shown
+from ..plan.architecture import HOST, Architecture, architecture_named, architecture_of
+from ..plan.kernel import KernelPlan, Launch
+from ..plan.workspace import Workspace
+from ..problem import arrays
+from ..problem.forward import check_overlap
+from ..problem.layout import Layout
+
+if TYPE_CHECKING:
+    from ..plan.tensor_map import TensorMap
+    from .device import DeviceKernel
+    from .host import Traffic
+
+Result = TypeVar("Result")
+
+
+class Execution:
+    """A kernel on one problem, to be executed with the arrays of a call.
+
+    Parameters
+    ----------
+    kernel : KernelPlan
+    launches : tuple of Launch
+    params : numpy.ndarray
+        The parameter struct without addresses.
+    names : tuple of str
+        The arrays of a call, in order.
+    workspace : Workspace
+    device : int or None
+        CUDA ordinal; None executes on the host.
+    maps : dict of str to TensorMap, optional
+        The fields of the struct that are maps, which are in the clear there.
+    """
+
+    def __init__(
+        self,
+        kernel: KernelPlan,
+        launches: tuple[Launch, ...],
+        params: numpy.ndarray,
+        names: tuple[str, ...],
+        workspace: Workspace,
+        device: int | None,
+        maps: dict[str, TensorMap] | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.launches = launches
+        self.workspace = workspace
+        self._params = params
+        self._names = names
+        self._device = device
+        self._maps = maps or {}
+
+    def __str__(self) -> str:
+        blocks = list(map(str, self.launches))
+        if len(blocks) > 1:
+            blocks = [f"{launch.entry} {number}" for launch, number in zip(self.launches, blocks)]
+        return f"{self.kernel}\n  {', '.join(blocks)}"
+
+    @functools.cached_property
+    def on_device(self) -> DeviceKernel:
+        """The kernel loaded on its device, to be launched with addresses in the order of the names."""
+        from .device import DeviceKernel
+
+        return DeviceKernel(self.kernel, self._device, self._params, self._names, self.workspace, self.launches, self._maps)
+
+    def run_on_host(self, views: Iterable[Any], workspace: numpy.ndarray | None) -> Traffic | None:
+        """Execute the kernel on this machine's processor."""
+        from . import host  # brings subprocess and its like, which a GPU does not need
+
+        operands = {name: x for name, x in zip(self._names, views) if x is not None}
+        operands |= self.workspace.on_host(workspace)
+        return host.run(self.kernel, self.launches, self._params, operands, host.HostOptions.from_environment())
+
+
+class Operands:
+    """The arrays of a call: as given, as NumPy or CuPy views, their descriptions and addresses; None and 0 for those left out.
+
+    Parameters
+    ----------
+    names : tuple of str
+        What error messages call them.
+    given : tuple of array or None
+    required : int
+        How many of them, at the beginning, cannot be left out.
+    results : int
+        How many of them, at the end, are written.
+    """
+
+    __slots__ = ("addresses", "arrays", "descriptions", "views")
+
+    def __init__(self, names: tuple[str, ...], given: tuple[Any, ...], required: int, results: int) -> None:
+        self.arrays = given
+        self.views: list[Any] = []
+        self.descriptions: list[Any] = []
+        self.addresses: list[int] = []
+        inputs = len(given) - results
+        for i, x in enumerate(given):
+            description, address = None, 0
+            if x is not None or i < required:
+                x = arrays.view(x, names[i], writable=i >= inputs)
+                description, address = arrays.describe(x)
+            self.views.append(x)
+            self.descriptions.append(description)
+            self.addresses.append(address)
+
+
+class Prepared:
+    """What every plan can do: compare arrays with the layouts it was made for, and execute on its device.
+
+    Parameters
+    ----------
+    layouts : dict of str to Layout or None
+        As users see the arguments; None for one left out.
+    results : tuple of str
+        Which of them are written.
+    backend : str
+    device : int or None
+    execution : Execution or None
+        None on backend 'numpy', which has no kernel.
+    """
+
+    def __init__(
+        self,
+        layouts: dict[str, Layout | None],
+        results: tuple[str, ...],
+        backend: str,
+        device: int | None,
+        execution: Execution | None,
+    ) -> None:
+        self._layouts = layouts
+        self._results = results
+        self._backend = backend
+        self._device = device
+        self._execution = execution
+        # A new array has no gaps; one in place of a result that is planned with them would be written beyond its end.
+        self._demanded = tuple(name for name in results if layouts[name] is not None and not layouts[name].dense)
+        self._spans = [(0, 0) if x is None else tuple(end * x.itemsize for end in x.extent) for x in layouts.values()]
+
+    @functools.cached_property
+    def _current_device(self) -> Callable[[], int]:
+        from .device import current_device  # needs CuPy, which a plan that is only printed does not
+
+        return current_device
+
+    def __repr__(self) -> str:
+        how = self._backend if self.kernel is None else self.kernel.name
+        return f"<{type(self).__name__} by {how}: {str(self).splitlines()[0]}>"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the first line, and all of it when it is opened."""
+        first, *others = html.escape(str(self)).splitlines()
+        return f"<details><summary>{first}</summary><pre>" + "\n".join(others) + "</pre></details>"
+
+    @property
+    def kernel(self) -> KernelPlan | None:
+        """The kernel and its constants; None on backend 'numpy', which has no kernel."""
+        return self._execution and self._execution.kernel
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """The grids of a call, in order; none on backend 'numpy'."""
+        return self._execution.launches if self._execution else ()
+
+    @property
+    def workspace(self) -> Workspace:
+        """Device memory beyond inputs and results, by part."""
+        return self._execution.workspace if self._execution else Workspace()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of device memory beyond inputs and results: what `workspace` has to hold if it is given."""
+        return self.workspace.nbytes
+
+    def _check_layouts(self, descriptions: tuple[Any, ...]) -> None:
+        for (name, planned), found in zip(self._layouts.items(), descriptions):
+            if found is not None:
+                _check_layout(name, arrays.layout_of(found, name), planned)
+            elif name in self._demanded:
+                raise ValueError(f"{name}: expected an array with strides {planned.strides}, as planned, got None")
+
+    def _own_memory(self, x: Any) -> arrays.Array:
+        """The caller's memory for the workspace, checked."""
+        memory = arrays.view(x, "workspace", writable=True)
+        (shape, strides, dtype, phase, where), _ = arrays.describe(memory)
+        if dtype != numpy.uint8:
+            raise TypeError(f"workspace: expected uint8, got {dtype}")
+        if len(shape) != 1 or (strides != (1,) and shape[0] > 1) or shape[0] < self.workspace_bytes:
+            raise ValueError(
+                f"workspace: expected one axis of at least {self.workspace_bytes} bytes without gaps, got shape {shape}"
+            )
+        if where != self._device:
+            places = ["in host memory" if place is None else f"on CUDA device {place}" for place in (self._device, where)]
+            raise ValueError(f"workspace: expected an array {places[0]}, got one {places[1]}")
+        if phase:
+            raise ValueError(f"workspace: expected an address divisible by 16, got remainder {phase}")
+        return memory
+
+    def _check_apart(self, addresses: list[int], workspace: arrays.Array | None) -> None:
+        """Refuse results that overlap an input or each other."""
+        spans = {
+            name: (address + low, address + high)
+            for name, address, (low, high) in zip(self._layouts, addresses, self._spans)
+            if address
+        }
+        results = self._results
+        if workspace is not None:
+            address = arrays.pointer(workspace)
+            spans["workspace"] = (address, address + self.workspace_bytes)
+            results = (*results, "workspace")
+        check_overlap(spans, results)
+
+    def _check_counts(self) -> None:
+        if self._backend != "host":
+            raise ValueError(f"backend: expected a plan for 'host', the only one that counts, got one for {self._backend!r}")
+
+    def _where_planned(self, compute: Callable[..., Result], *arguments: Any) -> Result:
+        """The result of a function that runs with the plan's device as the current one."""
+        if self._device is None or self._current_device() == self._device:
+            return compute(*arguments)
+        import cupy
+
+        with cupy.cuda.Device(self._device):
+            return compute(*arguments)
+
+
+def cached(prepare: Callable[..., Result], descriptions: tuple[Any, ...], options: tuple[Any, ...]) -> Result:
+    """What a function with an `lru_cache` makes of descriptions and options, from the cache where they can be its key."""
+    try:
+        # The types tell True from 1, which are equal as keys but not as options; inside of a pair as well.
+        types = tuple([tuple(map(type, option)) if type(option) is tuple else type(option) for option in options])
+        return prepare(descriptions, options, types)
+    except Exception:  # an option that cannot be a key, such as a list as window; or what is wrong, and is found wrong once more
+        pass
+    return prepare.__wrapped__(descriptions, options, ())
+
+
+def architecture_for(backend: str, device: int | None, arch: str | None = None) -> Architecture | None:
+    """The architecture to plan for: on the host the one asked for, on a device its own; None with NumPy, which has no kernels."""
+    if backend == "numpy":
+        if arch is not None:
+            raise ValueError(f"arch: expected None on backend 'numpy', which has no kernels, got {shown(arch)}")
+        return None
+    if backend == "host":
+        return HOST if arch is None else architecture_named(arch)
+    from .device import compute_capability
+
+    own = architecture_of(compute_capability(device))
+    if arch is not None and architecture_named(arch) != own:
+        raise ValueError(f"arch: expected None or {own.name!r}, what device {device} executes, got {arch!r}")
+    return own
+
+
+def _check_layout(name: str, found: Layout, planned: Layout | None) -> None:
+    if found == planned:
+        return
+    if planned is None:
+        raise ValueError(f"{name}: expected None, the plan was made without it, got an array")
+    for field in ("shape", "strides", "dtype", "device"):
+        if getattr(found, field) != getattr(planned, field):
+            raise ValueError(f"{name}: expected {field} {getattr(planned, field)}, as planned, got {getattr(found, field)}")
+    if found.alignment < planned.alignment:
+        raise ValueError(
+            f"{name}: expected an address divisible by {planned.alignment}, as planned, got one divisible by {found.alignment}"
+        )

@@ -1,0 +1,159 @@
+"""Attention on arrays in host memory, tile by tile: what users get on backend 'numpy'.
+
+`blocked` is online softmax over tiles of keys, O(n) memory, for NumPy arrays shaped `(*batch, heads, seq, dim)`. It takes `scale`,
+`first_key`, `last_key` and `softcap`. The order is: scale, softcap, mask, softmax. Query row i sees the keys j with
+`i + first_key <= j <= i + last_key`; `None` leaves that side open. A row that sees nothing has result 0 and log-sum-exp -inf. NaN
+and infinity are data: they travel to the rows that see them, without a warning.
+
+Keys and values may have fewer heads than queries: query head h reads key head `h // (heads_q // heads_kv)`.
+Gradients are in `backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy
+
+
+def visible(len_q: int, len_kv: int, first_key: int | None = None, last_key: int | None = None) -> numpy.ndarray:
+    """Return the boolean `(len_q, len_kv)` mask of the pairs that take part."""
+    offset = numpy.arange(len_kv) - numpy.arange(len_q)[:, None]
+    seen = numpy.ones((len_q, len_kv), dtype=bool)
+    if first_key is not None:
+        seen &= offset >= first_key
+    if last_key is not None:
+        seen &= offset <= last_key
+    return seen
+
+
+@numpy.errstate(all="ignore")
+def weighted_sum(p: numpy.ndarray, v: numpy.ndarray, seen: numpy.ndarray) -> numpy.ndarray:
+    """Return `p @ v` over the pairs in `seen` only: a zero that the mask put into `p` must not meet NaN or infinity."""
+    finite = numpy.isfinite(v).all(axis=-1)
+    out = p @ numpy.where(finite[..., None], v, 0)
+    for j in map(int, numpy.flatnonzero(~finite.all(axis=tuple(range(finite.ndim - 1))))):  # usually none
+        takes_part = seen[:, j, None] & ~finite[..., j, None, None]
+        out += numpy.where(takes_part, p[..., j, None] * v[..., j, None, :], 0)
+    return out
+
+
+@numpy.errstate(all="ignore")
+def blocked(
+    q: numpy.ndarray,
+    k: numpy.ndarray,
+    v: numpy.ndarray,
+    *,
+    scale: float,
+    first_key: int | None = None,
+    last_key: int | None = None,
+    softcap: float | None = None,
+    out: numpy.ndarray | None = None,
+    lse: numpy.ndarray | None = None,
+    block_q: int = 256,
+    block_kv: int = 512,
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Return `(out, lse)` in O(n) memory, for NumPy arrays of any strides.
+
+    Softmax and accumulation are float32, or float64 for float64 inputs. Tiles that no row sees are never read, tiles
+    that every row sees whole are not masked.
+
+    Parameters
+    ----------
+    q, k, v
+        Arrays `(*batch, heads, seq, dim)`. They are read in place, a tile at a time.
+    scale, first_key, last_key, softcap
+        As in the head of this module.
+    out, lse
+        Where to write, of any strides: `(*batch, heads_q, len_q, dim_v)` and `(*batch, heads_q, len_q)`. New arrays by
+        default, `out` in the dtype of `q`.
+    block_q, block_kv
+        Tile sizes. The defaults keep a tile of scores in a core's own cache.
+    """
+    wide = accumulator(q.dtype)
+    batch = numpy.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    q, k, v = (numpy.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
+    (heads_q, len_q), heads_kv, dim_v = q.shape[-3:-1], k.shape[-3], v.shape[-1]
+    group = heads_q // max(heads_kv, 1)
+    out = numpy.empty((*batch, heads_q, len_q, dim_v), q.dtype) if out is None else out
+    lse = numpy.empty((*batch, heads_q, len_q), wide) if lse is None else lse
+
+    for *element, head in numpy.ndindex(*batch, heads_kv):
+        for row in range(0, len_q, block_q):
+            # The query heads that share a key head are rows of one tall tile: each key is read once for all of them.
+            tile = (*element, slice(head * group, (head + 1) * group), slice(row, row + block_q))
+            q_tile = q[tile].astype(wide)
+            first = None if first_key is None else row + first_key
+            last = None if last_key is None else row + last_key
+            source = (*element, head)
+            out[tile], lse[tile] = _attend(q_tile, k[source], v[source], scale, first, last, softcap, block_kv)
+    return out, lse
+
+
+def _attend(
+    q: numpy.ndarray,  # (group, rows, dim), in the dtype to compute in
+    k: numpy.ndarray,  # (len_kv, dim)
+    v: numpy.ndarray,  # (len_kv, dim_v)
+    scale: float,
+    first_key: int | None,
+    last_key: int | None,
+    softcap: float | None,
+    block_kv: int,
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Return result and log-sum-exp of one tile of queries against all the keys it sees."""
+    group, rows, dim = q.shape
+    len_kv, dim_v = v.shape
+    q = q.reshape(group * rows, dim)
+    top = numpy.full(group * rows, -numpy.inf, q.dtype)
+    total = numpy.zeros(group * rows, q.dtype)
+    acc = numpy.zeros((group * rows, dim_v), q.dtype)
+
+    for keys, seen in tiles_in_sight(group, rows, len_kv, first_key, last_key, block_kv):
+        # BLAS wants unit strides; this copies a tile at most, and nothing where the keys already are what it wants.
+        k_tile = numpy.ascontiguousarray(k[keys], q.dtype)
+        v_tile = numpy.ascontiguousarray(v[keys], q.dtype)
+        s = q @ k_tile.T
+        s *= scale  # not q: what scores hold, q times a scale at the end of the float range may not
+        if softcap is not None:
+            s = softcap * numpy.tanh(s / softcap)
+        if seen is not None:
+            s = numpy.where(seen, s, -numpy.inf)
+
+        new_top = numpy.maximum(top, s.max(axis=1))
+        shift = numpy.where(new_top == -numpy.inf, 0, new_top)  # nothing seen yet: exp(-inf - -inf) would be NaN
+        s -= shift[:, None]
+        p = numpy.exp(s, out=s)
+        rescale = numpy.exp(top - shift)
+        top = new_top
+        total = total * rescale + p.sum(axis=1)
+        acc *= rescale[:, None]
+        acc += p @ v_tile if seen is None else weighted_sum(p, v_tile, seen)
+
+    acc /= numpy.where(total == 0, 1, total)[:, None]
+    return acc.reshape(group, rows, dim_v), (top + numpy.log(total)).reshape(group, rows)
+
+
+def tiles_in_sight(
+    group: int, rows: int, len_kv: int, first_key: int | None, last_key: int | None, block_kv: int
+) -> Iterator[tuple[slice, numpy.ndarray | None]]:
+    """Yield the tiles of keys that `rows` queries in each of `group` heads see.
+
+    With each comes the mask `(group * rows, keys)` of its pairs, or None where every row sees every key.
+    """
+    begin = 0 if first_key is None else max(0, first_key)
+    end = len_kv if last_key is None else min(len_kv, rows + last_key)
+    for col in range(begin, end, block_kv):
+        stop = min(col + block_kv, end)
+        cut_below = first_key is not None and rows - 1 + first_key > col
+        cut_above = last_key is not None and last_key < stop - 1
+        seen = None
+        if cut_below or cut_above:
+            first = None if first_key is None else first_key - col
+            last = None if last_key is None else last_key - col
+            seen = numpy.tile(visible(rows, stop - col, first, last), (group, 1))
+        yield slice(col, stop), seen
+
+
+def accumulator(dtype: numpy.dtype) -> type[numpy.floating]:
+    """Return the type to compute in: float64 for float64, float32 for all others."""
+    return numpy.float64 if dtype == numpy.float64 else numpy.float32

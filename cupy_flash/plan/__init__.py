@@ -1,0 +1,1 @@
+"""How a problem is computed: (problem, architecture) -> kernel, grids, workspace and parameters. Pure functions."""

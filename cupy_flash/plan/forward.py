@@ -1,0 +1,160 @@
+"""How attention is computed: (`Problem`, `Architecture`) -> `KernelPlan`, its grids, workspace and tensor maps; pure functions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..errors import UnsupportedError
+from ..problem.forward import FORWARD_ARRAYS, Problem
+from ..problem.layout import Layout
+from .architecture import Architecture
+from .kernel import KernelPlan, Launch, check_kind, checked, configure, copy_size, explicit_scores, padded
+from .packing import packing_of
+from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
+from .schedule_params import WARP_ROWS, combining_blocks, partial_rows
+from .tensor_map import TensorMap, obstacle, tensor_maps
+from .tuning import SHORT, row_for, table_for
+from .workspace import Workspace
+
+MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in tiles
+NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
+EVEN = 0.75  # of the longest query tile that the shortest has to have
+GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
+
+
+def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPlan:
+    """Choose the kernel for a problem.
+
+    Parameters
+    ----------
+    problem : Problem
+        With backend 'cuda' or 'host'.
+    architecture : Architecture
+
+    Returns
+    -------
+    KernelPlan
+
+    Raises
+    ------
+    UnsupportedError
+        If no kernel for this architecture computes the problem, or not the one that was asked for.
+    """
+    check_kind(architecture, "q", problem.dtype, problem.precision)
+    packing = packing_of(problem)
+    problem = packing.problem
+    kernel, why_kernel = _forward_kernel(problem, architecture)
+    width, width_v = padded(problem.dim), padded(problem.dim_v)
+    if kernel == "fwd_hopper":
+        width, width_v = max(width, NARROWEST_PANEL), max(width_v, NARROWEST_PANEL)
+    copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by TMA
+    copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in copied})
+    explicit, why_scores = explicit_scores(problem)
+    widest = max(width, width_v)
+    pack_gqa = problem.queries is not None
+    row = row_for(
+        kernel,
+        architecture,
+        problem.dtype,
+        widest,
+        # Rows for few queries leave registers to tell which query of its head a row is.
+        min(problem.len_q, SHORT) if pack_gqa and kernel == "fwd_v2" else problem.len_q,
+        copy_bytes,
+        explicit,
+        mask=problem.mask,
+        width_v=width_v,
+    )
+    if copy_bytes < 16:  # TMA would write beyond a row's end, see `obstacle`
+        row = replace(row, tma_store_out=False)
+    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else (False, "")
+    return KernelPlan(
+        file=kernel,
+        architecture=architecture,
+        config=configure(
+            row, architecture, problem.dtype, problem.precision, width, width_v, copy_bytes, explicit, split, pack_gqa
+        ),
+        reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_split, why_copy, why_scores))),
+    )
+
+
+def _forward_kernel(problem: Problem, architecture: Architecture) -> tuple[str, str]:
+    """The kernel file, and why it is not the one that the architecture is best at, or ''."""
+    asked = problem.kernel
+    if asked in ("fwd_v1", "fwd_v2"):
+        return asked, f"{asked} was asked for"
+    exists = bool(table_for("fwd_hopper", architecture, problem.dtype))
+    if asked is None and (problem.algorithm != "v2" or not exists):
+        return f"fwd_{problem.algorithm}", ""
+    if not exists:
+        raise UnsupportedError(f"kernel: expected fwd_v1 or fwd_v2 for {problem.dtype} on {architecture}, got {asked!r}")
+    why_not = obstacle(problem.batch, _layouts(problem), MOVED)
+    if not why_not:
+        return "fwd_hopper", ""
+    if asked is None:
+        return "fwd_v2", f"no TMA: {why_not}"
+    raise UnsupportedError(f"kernel: expected None, fwd_v1 or fwd_v2 for arrays that TMA cannot move, got {asked!r}: {why_not}")
+
+
+def _split_kv(problem: Problem) -> tuple[bool, str]:
+    """Whether blocks may share query tiles, which have to be long and about equally so, and why."""
+    shortest, longest = problem.len_kv, problem.len_kv
+    alike = problem.queries is not None  # every tile has rows of several heads
+    if problem.last_key is not None and not alike:
+        shortest, longest = (min(row + problem.last_key + 1, problem.len_kv) for row in (0, problem.len_q - 1))
+    window = problem.first_key is not None and not alike
+    if window or problem.len_kv < LEAST_SPLIT + COMBINING or shortest < EVEN * longest:
+        return False, ""
+    return True, "split keys: blocks share the query tiles that whole rounds leave over"
+
+
+def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
+    """The grid of a forward: so many query tiles a block, for each head and batch element.
+
+    The problem is what the kernel is told, see `packing`. In fwd_hopper it is the most that there can be: blocks stay, and
+    how many tiles they share depends on how many of them a device holds, see `schedule_params`.
+    """
+    c = plan.config
+    (entry, shared_bytes), *others = plan.entries.items()
+    tiles = _tiles(plan, problem) * problem.heads_q * math.prod(problem.batch)
+    if plan.file != "fwd_hopper":
+        blocks = -(-_tiles(plan, problem) // c.Q_TILES) * problem.heads_q * math.prod(problem.batch)
+        return (checked(Launch(entry, blocks, shared_bytes)),)
+    if not c.SPLIT_KV:
+        return (checked(Launch(entry, tiles, shared_bytes, c.MIN_BLOCKS)),)
+    splits = -(-problem.len_kv // (c.TILE_KV * least_split(c.TILE_KV)))
+    [(combine, combine_bytes)] = others
+    combining = combining_blocks(plan, min(tiles, TABLE_BLOCKS - 1), problem.len_q)
+    return checked(Launch(entry, tiles * splits, shared_bytes, c.MIN_BLOCKS)), Launch(combine, combining, combine_bytes)
+
+
+def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
+    """What a forward keeps in device memory: of v1 O, l and m of every row; of fwd_hopper out and lse of splits to be combined."""
+    c = plan.config
+    tiles = _tiles(plan, problem) * problem.heads_q * math.prod(problem.batch)
+    if plan.file == "fwd_v1":
+        return Workspace((("state", 4 * (c.TILE_Q * c.WIDTH_V + 2 * c.TILE_Q) * tiles),))
+    if not c.SPLIT_KV:
+        return Workspace()
+    # Each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
+    parts = min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
+    rows = parts * partial_rows(plan, problem.len_q)
+    return Workspace((("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows)))
+
+
+def forward_maps(plan: KernelPlan, problem: Problem) -> dict[str, TensorMap]:
+    """The tensor maps that a kernel is given in place of arrays."""
+    if plan.file != "fwd_hopper":
+        return {}
+    keys = plan.config.TILE_KV
+    boxes = {"q": GROUP_ROWS, "k": keys, "v": keys} | ({"out": WARP_ROWS} if plan.config.TMA_STORE_OUT else {})
+    return {f"{name}_map": described for name, described in tensor_maps(problem.batch, _layouts(problem), boxes).items()}
+
+
+def _tiles(plan: KernelPlan, problem: Problem) -> int:
+    return -(-problem.len_q // plan.config.TILE_Q)
+
+
+def _layouts(problem: Problem) -> dict[str, Layout]:
+    layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS}
+    return {name: layout for name, layout in layouts.items() if layout is not None}

@@ -1,0 +1,249 @@
+"""What a problem is computed by: a `KernelPlan`, its `Config` and its `Launch`es, and what all planners ask of a problem.
+
+A plan names everything that reaches a compiled kernel, so equal plans share one. Its knobs change speed, never results.
+`forward`, `backward` and `merge` choose plans: pure functions over the tables in `tuning`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+from ..errors import UnsupportedError
+from ..problem.forward import Problem
+from ..problem.layout import Layout
+from .architecture import Architecture
+from .tuning import WIDTHS, TileConfig
+
+# The kernel files, and the struct of `kernels_cu/params.cuh` that every entry of a file is launched with.
+PARAMS = {
+    "fwd_v2": "ForwardParams",
+    "fwd_v1": "ForwardParams",
+    "fwd_hopper": "HopperForwardParams",
+    "bwd_v2": "BackwardParams",
+    "bwd_hopper": "HopperBackwardParams",
+    "bwd_hopper_wide": "HopperBackwardParams",
+    "merge": "MergeParams",
+}
+MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The compile-time constants of a kernel, named as in ``kernels_cu/config.cuh`` and explained there."""
+
+    ARCH: int
+    DTYPE: str
+    TF32_PASSES: int
+    TILE_Q: int
+    TILE_KV: int
+    Q_TILES: int
+    WIDTH: int
+    WIDTH_V: int
+    WARPS: int
+    STAGES: int
+    STAGES_V: int
+    STAGES_Q: int
+    TMA_STORE_OUT: bool
+    PINGPONG: bool
+    TMA_REDUCE_DQ: bool
+    SPLIT_KV: bool
+    PACK_GQA: bool
+    MIN_BLOCKS: int
+    COPY_BYTES: int
+    Q_IN_REGISTERS: bool
+    LAZY_RESCALE: bool
+    EXPLICIT_SCORES: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One entry of a kernel file, executed by so many blocks.
+
+    Parameters
+    ----------
+    entry : str
+    blocks : int
+        As many as can have something to do.
+    shared_bytes : int
+    per_multiprocessor : int, optional
+        No more blocks than so many for each multiprocessor: those that there are take one tile after the other.
+    """
+
+    entry: str
+    blocks: int
+    shared_bytes: int
+    per_multiprocessor: int | None = None
+
+    def __str__(self) -> str:
+        if self.per_multiprocessor is None:
+            return f"{self.blocks} blocks"
+        return f"{self.blocks} blocks, at most {self.per_multiprocessor} a multiprocessor, one query tile after the other"
+
+    def on(self, multiprocessors: int) -> Launch:
+        """The launch with the number of blocks that it has on a device of so many multiprocessors."""
+        if self.per_multiprocessor is None:
+            return self
+        return replace(self, blocks=min(self.blocks, multiprocessors * self.per_multiprocessor), per_multiprocessor=None)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPlan:
+    """A kernel file, its constants, and why they were chosen. Prints itself."""
+
+    file: str
+    architecture: Architecture
+    config: Config
+    reasons: tuple[str, ...] = field(compare=False)  # two plans of one kernel are equal, however they came about
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, for every entry."""
+        return 32 * self.config.WARPS
+
+    @property
+    def entries(self) -> dict[str, int]:
+        """The entries of the file in the order of their launches, with the shared memory of a block, as each file states it."""
+        c = self.config
+        itemsize = 4 if c.DTYPE == "FLOAT32" else 2
+        if self.file == "merge":
+            return {"merge": 0}
+        if self.file == "bwd_v2":
+            keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
+            main = itemsize * (keys + queries + c.TILE_KV * c.TILE_Q) + c.STAGES * 2 * c.TILE_Q * 4
+            return {"bwd_v2_preprocess": 0, "bwd_v2": main, "bwd_v2_postprocess": itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH}
+        if self.file in ("bwd_hopper", "bwd_hopper_wide"):
+            keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
+            stats, sums = c.STAGES * 2 * c.TILE_Q * 4, c.TMA_REDUCE_DQ * c.TILE_Q * c.WIDTH * 4
+            barriers = 8 * (12 + 4 * c.STAGES + c.TMA_REDUCE_DQ)
+            main = itemsize * (keys + queries + 2 * c.TILE_Q * c.TILE_KV) + stats + sums + barriers
+            if self.file == "bwd_hopper_wide":
+                main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P
+            post = itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH
+            return {f"{self.file}_preprocess": 0, self.file: main, f"{self.file}_postprocess": post}
+        if self.file == "fwd_hopper":
+            panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
+            queries = 64 * c.STAGES_Q * panels + c.TMA_STORE_OUT * c.TILE_Q * panels_v  # and out
+            keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
+            barriers = 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q)
+            main = {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers + 48 * c.STAGES_Q}  # and work
+            return main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
+        queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
+        return {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, of the entry that has most."""
+        return max(self.entries.values())
+
+    @property
+    def name(self) -> str:
+        """Kernel, architecture and whatever tells this plan from others, on one line."""
+        c = self.config
+        words = [self.file, str(self.architecture), c.DTYPE.lower(), f"d{c.WIDTH}"]
+        words += [f"v{c.WIDTH_V}"] * (c.WIDTH_V != c.WIDTH) + ["tf32"] * (c.TF32_PASSES == 1)
+        words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}"] + [f"q{c.Q_TILES}"] * (c.Q_TILES > 1)
+        if self.file == "fwd_hopper":
+            words.append(f"q{c.STAGES_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.TMA_STORE_OUT + "p" * c.PINGPONG)
+        else:
+            words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"copy{c.COPY_BYTES or 'elements'}"]
+        return "-".join(words + ["split"] * c.SPLIT_KV + ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES)
+
+    def __str__(self) -> str:
+        constants = ", ".join(f"{knob.name}={getattr(self.config, knob.name)}" for knob in fields(self.config))
+        lines = [
+            f"{self.file} for {self.architecture}: {self.threads} threads, {self.shared_bytes} bytes of shared memory",
+            f"  {constants}",
+            *(f"  {reason}" for reason in self.reasons),
+        ]
+        return "\n".join(lines)
+
+
+def checked(launch: Launch) -> Launch:
+    """The launch, if a grid holds its blocks."""
+    if launch.blocks >= MAX_BLOCKS:
+        raise UnsupportedError(f"q: expected fewer than {MAX_BLOCKS} blocks of {launch.entry}, got {launch.blocks}")
+    return launch
+
+
+def check_kind(architecture: Architecture, name: str, dtype: str, precision: str = "ieee") -> None:
+    """Refuse what came with sm_80 only."""
+    if dtype == "bfloat16" and architecture.number < 80:
+        raise UnsupportedError(f"{name}: expected float16 or float32 on {architecture}, which has no bfloat16, got bfloat16")
+    if precision == "tf32" and architecture.number < 80:
+        raise UnsupportedError(f"precision: expected None or 'ieee' on {architecture}, which has no tf32, got 'tf32'")
+
+
+# 2^(scale * score - max) in one instruction rounds the maximum alone. Beyond 2^31 that is by more than an exponent can be, and
+# the largest score too may be lost. Up to this scale, scores are not so large unless their inputs are.
+LARGEST_SCALE = 1024
+
+
+def explicit_scores(problem: Problem) -> tuple[bool, str]:
+    """Whether each score is scaled by itself, and why."""
+    if problem.softcap is not None:
+        return True, "scores scaled one by one: softcap"
+    if problem.scale <= 0:
+        return True, "scores scaled one by one: scale <= 0"
+    if problem.scale > LARGEST_SCALE:
+        return True, f"scores scaled one by one: scale > {LARGEST_SCALE}"
+    return False, ""
+
+
+def configure(
+    row: TileConfig,
+    architecture: Architecture,
+    dtype: str,
+    precision: str,
+    width: int,
+    width_v: int,
+    copy_bytes: int = 16,
+    explicit: bool = False,
+    split_kv: bool = False,
+    pack_gqa: bool = False,
+) -> Config:
+    """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
+    given = {
+        "ARCH": architecture.number,
+        "DTYPE": dtype.upper(),
+        "TF32_PASSES": 1 if precision == "tf32" else 3,
+        "WIDTH": width,
+        "WIDTH_V": width_v,
+        "COPY_BYTES": copy_bytes,
+        "EXPLICIT_SCORES": explicit,
+        "SPLIT_KV": split_kv,
+        "PACK_GQA": pack_gqa,
+    }
+    return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
+
+
+def padded(dim: int) -> int:
+    """The compiled width that serves a head dim."""
+    return next(width for width in WIDTHS if width >= dim)
+
+
+def copy_size(layouts: dict[str, Layout]) -> tuple[int, str]:
+    """The most bytes that may move at once: 16, 8, 4, or 0 for single elements; and what keeps it below 16."""
+    why = ""
+    for size in (16, 8, 4):
+        obstacle = next(filter(None, (_obstacle(name, layout, size) for name, layout in layouts.items())), None)
+        if obstacle is None:
+            return size, why and f"copies of {size} bytes: {why}"
+        why = why or obstacle
+    return 0, f"copies of single elements: {obstacle}"
+
+
+def _obstacle(name: str, layout: Layout, size: int) -> str | None:
+    """Why an array cannot be moved `size` bytes at a time, or None."""
+    if 0 in layout.shape:
+        return None
+    *axes, (dim, step) = zip(layout.shape, layout.strides)
+    if dim > 1 and step != 1:
+        return f"elements of {name} are {step * layout.itemsize} bytes apart"
+    if layout.alignment % size:
+        return f"{name} starts at a multiple of {layout.alignment} bytes only"
+    if dim * layout.itemsize % size:
+        return f"rows of {name} have {dim * layout.itemsize} bytes"
+    for axis_size, stride in axes:
+        if axis_size > 1 and stride * layout.itemsize % size:
+            return f"an axis of {name} has a stride of {stride * layout.itemsize} bytes"
+    return None

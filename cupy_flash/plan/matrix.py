@@ -1,0 +1,61 @@
+"""Every kernel that the tuning tables can ask for: what `compile` and the tests walk through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+
+from .architecture import ARCHITECTURES, Architecture
+from .kernel import PARAMS, KernelPlan, configure
+from .merge import merge_plan
+from .tuning import TileConfig, table_for
+
+# What kernels tell apart by name: the dtype of the arrays and the precision of products.
+KINDS = {
+    "float16": ("float16", "ieee"),
+    "bfloat16": ("bfloat16", "ieee"),
+    "float32": ("float32", "ieee"),
+    "tf32": ("float32", "tf32"),
+}
+
+
+def has(architecture: Architecture, kind: str) -> bool:
+    """Whether an architecture computes this kind; bfloat16 and TF32 came with sm_80."""
+    return kind in ("float16", "float32") or architecture.number >= 80
+
+
+def every_plan(
+    architectures: Iterable[Architecture] = tuple(ARCHITECTURES.values()),
+    kinds: Iterable[str] = tuple(KINDS),
+    kernels: Iterable[str] = tuple(PARAMS),
+) -> Iterator[KernelPlan]:
+    """One plan for each tile in the tuning tables, at its row's own width and with 16-byte copies; of fwd_hopper one more each.
+
+    Parameters
+    ----------
+    architectures : iterable of Architecture
+    kinds : iterable of str
+        Keys of `KINDS`. What an architecture does not compute is left out for it.
+    kernels : iterable of str
+        Keys of `kernel.PARAMS`: names of kernel files. A tile of fwd_hopper has a second plan, by which blocks share query tiles.
+    """
+    kinds, kernels = tuple(kinds), tuple(kernels)
+    for architecture, kind, kernel in product(architectures, kinds, kernels):
+        if not has(architecture, kind):
+            continue
+        dtype, precision = KINDS[kind]
+        if kernel != "merge":
+            # Rows for few queries and for small copies may be one tile.
+            rows = table_for(kernel, architecture, dtype)
+            plans = list(dict.fromkeys(_row_plan(kernel, architecture, dtype, precision, row) for row in rows))
+            yield from plans
+            if kernel == "fwd_hopper":
+                yield from (replace(plan, config=replace(plan.config, SPLIT_KV=True)) for plan in plans)
+        elif precision == "ieee":
+            yield merge_plan(architecture, dtype)
+
+
+def _row_plan(kernel: str, architecture: Architecture, dtype: str, precision: str, row: TileConfig) -> KernelPlan:
+    config = configure(row, architecture, dtype, precision, row.width, row.width_v or row.width)
+    return KernelPlan(kernel, architecture, config, (row.reason,))

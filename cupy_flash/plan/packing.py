@@ -1,0 +1,111 @@
+"""Query heads that share a tile: with few queries each, the heads of a group become the rows of one head.
+
+A kernel computes whole tiles of query rows. Of one query a head, as in decoding, it would fill one row of a tile, and read the keys
+and values of a group once for each of its heads. These heads have keys and values in common, so what the kernel is told is another
+problem over the same memory: as many heads as there are key-value heads, and as many queries as a group has.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ..problem.forward import Problem
+from ..problem.layout import Layout
+
+FEW = 64  # queries of a head: more fill a tile of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What a kernel is told in place of a problem.
+
+    Parameters
+    ----------
+    problem : Problem
+        Over the memory of the same arrays, but that its k and v begin at a later key. Shapes that the user sees stay as they were.
+    first_key : int
+        The key of the arrays that is its key 0.
+    reason : str
+        Why it is another problem, or '' if it is the same.
+    """
+
+    problem: Problem
+    first_key: int = 0
+    reason: str = ""
+
+    @property
+    def keys(self) -> slice:
+        """The keys of the arrays that the kernel is told of."""
+        return slice(self.first_key, self.first_key + self.problem.len_kv)
+
+    @property
+    def skipped_bytes(self) -> tuple[int, int]:
+        """How far behind element 0 of k and of v the kernel's element 0 lies; below 0 where keys lie backwards in memory."""
+        return _skipped_bytes(self.problem.k, self.first_key), _skipped_bytes(self.problem.v, self.first_key)
+
+
+def packing_of(problem: Problem) -> Packing:
+    """Let the heads of a group share a tile where each has few queries, and ends where the next one begins.
+
+    So the rows of a group are equally far apart in memory. k and v are cut to what they see. A band moves on by a key with each
+    query and begins anew with each head; of one query none is left, because every row sees all that is left then. Queries of which
+    none sees anything are left as they are.
+
+    Parameters
+    ----------
+    problem : Problem
+
+    Returns
+    -------
+    Packing
+    """
+    group, queries, axis = problem.heads_per_kv, problem.len_q, len(problem.batch)
+    first = 0 if problem.first_key is None else max(problem.first_key, 0)
+    stop = problem.len_kv if problem.last_key is None else min(problem.last_key + queries, problem.len_kv)
+    rows = {name: layout for name in ("q", "out", "lse") if (layout := getattr(problem, name)) is not None}
+    even = all(queries == 1 or x.strides[axis] == queries * x.strides[axis + 1] for x in rows.values())
+    if not 1 <= queries <= FEW or group <= 1 or first >= stop or not even:
+        return Packing(problem)
+    first_key, last_key = (None if bound is None else bound - first for bound in (problem.first_key, problem.last_key))
+    if first_key is not None and first_key + queries - 1 <= 0:  # it hides no key that is left
+        first_key = None
+    if last_key is not None and last_key >= stop - first - 1:
+        last_key = None
+    band = (first_key, last_key) != (None, None)
+    if band and problem.algorithm == "v1":  # which has no register left to tell which query of its head a row is
+        return Packing(problem)
+    packed = replace(
+        problem,
+        heads_q=problem.heads_kv,
+        len_q=group * queries,
+        len_kv=stop - first,
+        k=_cut(problem.k, first, stop),
+        v=_cut(problem.v, first, stop),
+        first_key=first_key,
+        last_key=last_key,
+        queries=queries if band else None,
+        **{name: _heads_as_rows(layout, axis, group) for name, layout in rows.items()},
+    )
+    each = "one query" if queries == 1 else f"{queries} queries"
+    return Packing(packed, first, f"{group} query heads of a group share a tile: {each} each")
+
+
+def _heads_as_rows(layout: Layout, heads: int, group: int) -> Layout:
+    """A layout whose axis number `heads`, which one of rows follows, is split into groups and the rows of each."""
+    shape, strides = list(layout.shape), list(layout.strides)
+    (size, rows), (of_head, of_row) = shape[heads : heads + 2], strides[heads : heads + 2]
+    shape[heads : heads + 2] = size // group, group * rows
+    strides[heads : heads + 2] = group * of_head, of_head if rows == 1 else of_row
+    return replace(layout, shape=tuple(shape), strides=tuple(strides))
+
+
+def _cut(layout: Layout, first: int, stop: int) -> Layout:
+    """A layout of k or v from a key on, and before another."""
+    *axes, _, dim = layout.shape
+    alignment = math.gcd(layout.alignment, _skipped_bytes(layout, first))
+    return replace(layout, shape=(*axes, stop - first, dim), alignment=alignment)
+
+
+def _skipped_bytes(layout: Layout, keys: int) -> int:
+    return keys * layout.strides[-2] * layout.itemsize

@@ -1,0 +1,311 @@
+"""The parameter structs of ``kernels_cu/params.cuh`` as NumPy dtypes, and problems in that form."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+
+from ..errors import UnsupportedError
+from ..problem.backward import BackwardProblem
+from ..problem.forward import FORWARD_ARRAYS, Problem
+from ..problem.layout import BATCH_AXES, Layout, merge_batch_axes
+from ..problem.merge import MergeProblem
+from .backward import Grouping
+from .schedule import TABLE_BLOCKS, TABLE_TILES
+from .tensor_map import TENSOR_MAP, TensorMap
+
+FLOAT32 = numpy.finfo(numpy.float32)
+UNBOUNDED = 1 << 30  # lengths stay below, so that a row plus a bound fits 32 bits
+
+TENSOR = numpy.dtype(
+    [
+        ("data", "u8"),
+        ("batch_stride", "i8", (BATCH_AXES,)),
+        ("head_stride", "i8"),
+        ("row_stride", "i8"),
+        ("col_stride", "i8"),
+    ],
+    align=True,
+)
+# A field of type u8 is a pointer to workspace.
+FAST_DIVMOD = numpy.dtype([("divisor", "u4"), ("multiplier", "u4"), ("shift", "u4")], align=True)
+FORWARD = numpy.dtype(
+    [
+        ("q", TENSOR),
+        ("k", TENSOR),
+        ("v", TENSOR),
+        ("out", TENSOR),
+        ("lse", TENSOR),
+        ("state", "u8"),
+        ("band_left", "i4"),
+        ("band_right", "i4"),
+        ("batch", "i4", (BATCH_AXES,)),
+        ("heads", "i4"),
+        ("heads_per_kv", "i4"),
+        ("len_q", "i4"),
+        ("len_kv", "i4"),
+        ("dim", "i4"),
+        ("dim_v", "i4"),
+        ("scale", "f4"),
+        ("softcap", "f4"),
+        ("queries_divmod", FAST_DIVMOD),
+    ],
+    align=True,
+)
+
+
+def _of_whole_lines(fields: list[tuple]) -> numpy.dtype:
+    """A struct that begins with a tensor map, which is aligned to 64 bytes: its size is a multiple of that."""
+    packed = numpy.dtype(fields, align=True)
+    names = packed.names
+    layout = {"names": names, "formats": [packed[name] for name in names], "offsets": [packed.fields[name][1] for name in names]}
+    return numpy.dtype(layout | {"itemsize": -(-packed.itemsize // 64) * 64})
+
+
+HOPPER_FORWARD = _of_whole_lines(
+    [
+        *((f"{name}_map", TENSOR_MAP) for name in ("q", "k", "v", "out")),
+        ("lse", TENSOR),
+        ("band_left", "i4"),
+        ("band_right", "i4"),
+        ("batch", "i4", (BATCH_AXES,)),
+        ("heads", "i4"),
+        ("heads_per_kv", "i4"),
+        ("tiles", "i4"),
+        ("run", "i4"),
+        ("by_formula", "i4"),
+        ("tiles_of_head_divmod", FAST_DIVMOD),
+        ("heads_divmod", FAST_DIVMOD),
+        ("table", "u2", (TABLE_BLOCKS, TABLE_TILES)),
+        ("len_q", "i4"),
+        ("len_kv", "i4"),
+        ("dim", "i4"),
+        ("dim_v", "i4"),
+        ("scale", "f4"),
+        ("softcap", "f4"),
+        ("first_split_tile", "i4"),
+        ("split_tiles", "i4"),
+        ("key_tiles_per_block", "i4"),
+        ("key_tiles_divmod", FAST_DIVMOD),
+        ("partial_rows", "i4"),
+        ("out_partials", "u8"),
+        ("lse_partials", "u8"),
+        ("out", TENSOR),
+        ("scale_log2", "f4"),
+        ("queries_divmod", FAST_DIVMOD),
+    ]
+)
+BACKWARD = numpy.dtype(
+    [
+        ("q", TENSOR),
+        ("k", TENSOR),
+        ("v", TENSOR),
+        ("out", TENSOR),
+        ("lse", TENSOR),
+        ("dout", TENSOR),
+        ("dlse", TENSOR),
+        ("dq", TENSOR),
+        ("dk", TENSOR),
+        ("dv", TENSOR),
+        ("stats", "u8"),
+        ("dq_accum", "u8"),
+        ("dk_accum", "u8"),
+        ("dv_accum", "u8"),
+        ("dq_semaphore", "u8"),
+        ("dq_progress", "u8"),
+        ("band_left", "i4"),
+        ("band_right", "i4"),
+        ("batch", "i4", (BATCH_AXES,)),
+        ("heads", "i4"),
+        ("heads_per_kv", "i4"),
+        ("heads_per_block", "i4"),
+        ("heads_together", "i4"),
+        ("len_q", "i4"),
+        ("len_kv", "i4"),
+        ("dim", "i4"),
+        ("dim_v", "i4"),
+        ("scale", "f4"),
+        ("softcap", "f4"),
+    ],
+    align=True,
+)
+# The arrays whose tiles TMA moves are told twice, in this form and as a map.
+_BACKWARD_DIVMODS = ("heads_together_divmod", "group_divmod", "units_divmod", "heads_per_kv_divmod", "accum_heads_divmod")
+_GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards")
+_BACKWARD_MAPS = ("q", "k", "v", "dout", "dq", "dk", "dv")
+HOPPER_BACKWARD = _of_whole_lines(
+    [(f"{name}_map", TENSOR_MAP) for name in _BACKWARD_MAPS]
+    + [(name, BACKWARD[name]) for name in BACKWARD.names]
+    + [(name, FAST_DIVMOD) for name in _BACKWARD_DIVMODS]
+    + [(name, "i4") for name in _GROUPING_NUMBERS]
+)
+MERGE = numpy.dtype(
+    [
+        ("out_a", TENSOR),
+        ("out_b", TENSOR),
+        ("out", TENSOR),
+        ("lse_a", TENSOR),
+        ("lse_b", TENSOR),
+        ("lse", TENSOR),
+        ("batch", "i4", (BATCH_AXES,)),
+        ("heads", "i4"),
+        ("len_q", "i4"),
+        ("dim_v", "i4"),
+    ],
+    align=True,
+)
+
+
+def forward_params(problem: Problem) -> numpy.ndarray:
+    """A size-1 array of dtype `FORWARD` with everything but the addresses.
+
+    Raises
+    ------
+    UnsupportedError
+        If a length or the number of batch axes is beyond what the kernels count.
+    """
+    params = _with_strides(FORWARD, problem.batch, {name: getattr(problem, name) for name in FORWARD_ARRAYS})
+    _add_scores(params, problem)
+    params["queries_divmod"] = fast_divmod(problem.queries or 1)
+    return params
+
+
+def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: int) -> numpy.ndarray:
+    """A size-1 array of dtype `HOPPER_FORWARD` with everything but the addresses, its maps in the clear.
+
+    Which tiles a block takes is not in it yet, see `schedule_params`.
+
+    Raises
+    ------
+    UnsupportedError
+        As `forward_params`.
+    """
+    layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS}
+    params = _with_strides(HOPPER_FORWARD, problem.batch, layouts)
+    for name, described in maps.items():
+        params[name] = described.in_the_clear()
+    _add_scores(params, problem)
+    params["queries_divmod"] = fast_divmod(problem.queries or 1)
+    with numpy.errstate(over="ignore"):  # where scores are scaled one by one, nobody reads it
+        params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
+    tiles_of_head = -(-problem.len_q // tile_q)
+    params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
+    params["tiles_of_head_divmod"], params["heads_divmod"] = fast_divmod(tiles_of_head), fast_divmod(problem.heads_q)
+    return params
+
+
+def fast_divmod(number: int) -> tuple[int, int, int]:
+    """What a kernel needs to divide numbers below 2**31 by this one with a product and a shift.
+
+    The multiplier is above 2**(32 + shift) / number by a part in 2**31 or less, which adds less than 1 / number to a quotient
+    (Granlund and Montgomery, 1994). There is none for 1, and it is 0.
+    """
+    if number == 1:
+        return 1, 0, 0
+    shift = (number - 1).bit_length() - 1
+    return number, (1 << (32 + shift)) // number + 1, shift
+
+
+def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str, TensorMap]) -> numpy.ndarray:
+    """A size-1 array of dtype `BACKWARD`, or with maps `HOPPER_BACKWARD`, with everything but the addresses.
+
+    Raises
+    ------
+    UnsupportedError
+        As `forward_params`.
+    """
+    params = _with_strides(HOPPER_BACKWARD if maps else BACKWARD, problem.forward.batch, problem.layouts)
+    for name, described in maps.items():
+        params[name] = described.in_the_clear()
+    if maps:
+        p, g = problem.forward, grouping
+        numbers = g.heads_together, g.blocks, p.heads_q // g.heads_per_block, p.heads_per_kv, g.accum_heads
+        for name, number in zip(_BACKWARD_DIVMODS, numbers):
+            params[name] = fast_divmod(number)
+        for name in _GROUPING_NUMBERS:
+            params[name] = getattr(g, name)
+    _add_scores(params, problem.forward)
+    params["heads_per_block"], params["heads_together"] = grouping.heads_per_block, grouping.heads_together
+    return params
+
+
+def merge_params(problem: MergeProblem) -> numpy.ndarray:
+    """A size-1 array of dtype `MERGE` with everything but the addresses.
+
+    Raises
+    ------
+    UnsupportedError
+        As `forward_params`.
+    """
+    *batch, heads, len_q, dim_v = problem.layouts["out"].shape
+    _check_length("out_a", len_q)
+    params = _with_strides(MERGE, tuple(batch), problem.layouts)
+    _check_count("out_a", "heads", heads)
+    params["heads"], params["len_q"], params["dim_v"] = heads, len_q, dim_v
+    return params
+
+
+def places_of(params: numpy.ndarray, name: str) -> dict[str, int]:
+    """Which 64-bit words of a struct are the address of the array or the part of workspace called `name`, by field."""
+    fields = params.dtype.fields  # the address is the first field of a TENSOR and of a TENSOR_MAP
+    return {field: fields[field][1] // 8 for field in (name, f"{name}_map") if field in fields}
+
+
+def _with_strides(struct: numpy.dtype, batch: tuple[int, ...], layouts: dict[str, Layout | None]) -> numpy.ndarray:
+    """A struct of zeros with the sizes of the batch axes and the strides of each TENSOR; None is an array left out."""
+    layouts = {name: layout for name, layout in layouts.items() if layout is not None}
+    sizes, strides = merge_batch_axes(batch, layouts)
+    params = numpy.zeros(1, struct)
+    _check_count("q", "batch elements", max(sizes))
+    params["batch"] = sizes
+    for name, layout in layouts.items():
+        if name not in struct.names:  # told by a map alone
+            continue
+        params[name]["batch_stride"] = strides[name]
+        heads, rows, *cols = layout.strides[len(batch) :]
+        params[name]["head_stride"], params[name]["row_stride"] = heads, rows
+        params[name]["col_stride"] = cols[0] if cols else 0
+    return params
+
+
+def _add_scores(params: numpy.ndarray, problem: Problem) -> None:
+    """Sizes, mask and scale, which the forward and the backward are told alike."""
+    _check_length("q", problem.len_q)
+    _check_length("k", problem.len_kv)
+    params["band_left"] = -UNBOUNDED if problem.first_key is None else problem.first_key
+    params["band_right"] = UNBOUNDED if problem.last_key is None else problem.last_key
+    _check_count("q", "heads", problem.heads_q)
+    params["heads"] = problem.heads_q
+    params["heads_per_kv"] = problem.heads_per_kv
+    for field in ("len_q", "len_kv", "dim", "dim_v", "scale"):
+        params[field] = getattr(problem, field)
+    params["softcap"] = 0 if problem.softcap is None else _softcap(problem.scale, problem.softcap)
+
+
+def _softcap(scale: float, softcap: float) -> float:
+    """The softcap that a kernel is told.
+
+    It multiplies scores by scale / softcap, and what they become by softcap in units of log 2; the backward divides by that. All
+    have to be numbers of float32. The smallest normal one stands for a softcap below it, to which smaller scores are 0, and the
+    largest one for a softcap that is infinite in units of log 2. scale / softcap may be below the normal numbers as well, where
+    rounding moves it by far more than 2**-24 of itself: then the softcap is moved to where the quotient is exact, or to where it
+    is 2**-140, if it is less. No score is bent by so little.
+    """
+    smallest, largest = float(FLOAT32.smallest_normal), float(FLOAT32.max)
+    softcap = min(max(softcap, smallest), largest / math.log2(math.e))
+    quotient = abs(scale) / softcap
+    if not 0 < quotient < smallest:
+        return softcap
+    return abs(scale) / max(math.ceil(quotient * 2**149) / 2**149, 2**-140)
+
+
+def _check_count(name: str, things: str, count: int) -> None:
+    """Of arrays with elements the grid is refused before; an axis of this length beside one of 0 launches nothing."""
+    if count >= 2**31:
+        raise UnsupportedError(f"{name}: expected fewer than 2**31 {things}, got {count}")
+
+
+def _check_length(name: str, length: int) -> None:
+    if length >= UNBOUNDED:
+        raise UnsupportedError(f"{name}: expected fewer than 2**30 rows, got {length}")

@@ -1,0 +1,67 @@
+"""What the blocks of a device do one after the other: `schedule`, told to fwd_hopper once it is known how many blocks there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy
+
+from .kernel import KernelPlan, Launch
+from .params import fast_divmod
+from .schedule import NONE, Schedule, costs_of_tiles, make_schedule, make_splits
+
+WARP_ROWS, COMBINED_COLUMNS = 16, 32  # of a query tile: rows that a warp stores, and with so many columns merges
+
+
+def scheduled(plan: KernelPlan, params: numpy.ndarray, launches: tuple[Launch, ...]) -> tuple[numpy.ndarray, tuple[Launch, ...]]:
+    """Parameters and launches of fwd_hopper on a device; those of other kernels as they are.
+
+    Parameters
+    ----------
+    plan : KernelPlan
+    params : numpy.ndarray
+        From `hopper_forward_params`.
+    launches : tuple of Launch
+        With as many blocks as the device holds.
+
+    Returns
+    -------
+    params : numpy.ndarray
+        They say as well which query tiles, and which parts of those that are shared, each block takes.
+    launches : tuple of Launch
+        Merging as many tiles as are shared, and left out if none is.
+    """
+    if plan.file != "fwd_hopper" or not launches:
+        return params, launches
+    params = params.copy()
+    p, c = params[0], plan.config
+    computing, combining = launches if c.SPLIT_KV else (*launches, None)
+    left, right, len_q, len_kv = (int(p[name]) for name in ("band_left", "band_right", "len_q", "len_kv"))
+    schedule, splits = Schedule(), None
+    if c.SPLIT_KV:
+        splits = make_splits(int(p["tiles"]), len_kv, c.TILE_KV, computing.blocks)
+    elif not c.PACK_GQA:  # tiles of several heads are equally long
+        costs = costs_of_tiles(len_q, len_kv, left, right, c.TILE_Q, c.TILE_KV)
+        bytes_of_head = 2 * len_kv * (int(p["dim"]) + int(p["dim_v"])) / int(p["heads_per_kv"])
+        if costs.min() < costs.max():
+            schedule = make_schedule(costs, int(p["tiles"]) // len(costs), len_kv, bytes_of_head, computing.blocks)
+    p["run"], p["by_formula"], p["table"] = schedule.run, schedule.by_formula, NONE
+    for block, tiles in enumerate(schedule.table):
+        p["table"][block, : len(tiles)] = tiles
+    if splits is None:
+        return params, (computing,)
+    p["by_formula"], p["first_split_tile"], p["split_tiles"] = splits.by_formula, splits.first, splits.tiles
+    p["key_tiles_per_block"], p["partial_rows"] = splits.key_tiles, partial_rows(plan, len_q)
+    p["key_tiles_divmod"] = fast_divmod(-(-len_kv // c.TILE_KV))
+    return params, (computing, replace(combining, blocks=combining_blocks(plan, splits.tiles, len_q)))
+
+
+def partial_rows(plan: KernelPlan, len_q: int) -> int:
+    """Rows of a part of a query tile that are kept: those that exist, rounded up to what a warp owns."""
+    return min(plan.config.TILE_Q, -(-len_q // WARP_ROWS) * WARP_ROWS)
+
+
+def combining_blocks(plan: KernelPlan, tiles: int, len_q: int) -> int:
+    """Blocks that combine so many query tiles."""
+    c = plan.config
+    return -(-tiles * (partial_rows(plan, len_q) // WARP_ROWS) * (c.WIDTH_V // COMBINED_COLUMNS) // c.WARPS)

@@ -1,0 +1,155 @@
+"""Which gradients are to be computed: a frozen `BackwardProblem` made from shapes, dtypes, strides and options.
+
+As in `forward`, every error that a user can cause is raised here, before anything is allocated, compiled or written.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..errors import UnsupportedError
+from .forward import Problem, check_operand, check_result, lse_dtype_of, make_problem
+from .layout import HEADS_OF_LSE, Layout, result_layout
+from .options import Options, check_flag
+
+BACKWARD_ARRAYS = ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardProblem:
+    """The gradients of one attention computation, checked and with every default resolved.
+
+    `forward` is the attention that is differentiated; its `out` and `lse` are the arrays that it left. `dout` and `dlse` have their
+    full axes as well. `dq`, `dk` and `dv` have the axes of their inputs, in the order of kernels: a gradient is summed over the
+    batch axes along which its input was broadcast. `seen` has the arrays of a call, in order, as the user sees them.
+    """
+
+    forward: Problem
+    dout: Layout
+    dlse: Layout | None
+    dq: Layout
+    dk: Layout
+    dv: Layout
+    seen: tuple[Layout | None, ...]
+    deterministic: bool
+    kernel: str | None
+
+    @property
+    def layouts(self) -> dict[str, Layout | None]:
+        """The arrays of a call with their full axes, in order. A stride of 0 along a batch axis of a gradient means: summed."""
+        p = self.forward
+        given = (self.dout, p.q, p.k, p.v, p.out, p.lse, self.dlse)
+        results = (x.broadcast_to(like.shape) for x, like in ((self.dq, p.q), (self.dk, p.k), (self.dv, p.v)))
+        return dict(zip(BACKWARD_ARRAYS, (*given, *results)))
+
+    @property
+    def sums_keys(self) -> bool:
+        """True if the gradient of keys or of values is a sum over a batch axis."""
+        batch = math.prod(self.forward.batch)
+        return any(math.prod(x.shape[:-3]) != batch for x in (self.dk, self.dv))
+
+    @property
+    def sums_queries(self) -> bool:
+        """True if the gradient of queries is a sum over a batch axis."""
+        return math.prod(self.dq.shape[:-3]) != math.prod(self.forward.batch)
+
+    @property
+    def zero(self) -> bool:
+        """True if there is no query head of a batch element that a gradient could come from."""
+        return 0 in self.forward.batch or self.forward.heads_q == 0
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the five matrix products, masked pairs not counted."""
+        p = self.forward
+        return p.flops // (p.dim + p.dim_v) * (3 * p.dim + 2 * p.dim_v)
+
+
+def make_backward_problem(
+    dout: Layout,
+    q: Layout,
+    k: Layout,
+    v: Layout,
+    out: Layout,
+    lse: Layout,
+    options: Options,
+    *,
+    dlse: Layout | None = None,
+    dq: Layout | None = None,
+    dk: Layout | None = None,
+    dv: Layout | None = None,
+    deterministic: bool = False,
+) -> BackwardProblem:
+    """Check the arguments of `attention_backward` and resolve its defaults.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse : Layout
+        The inputs as the user gave them.
+    options : Options
+    dlse : Layout, optional
+    dq, dk, dv : Layout, optional
+        Where results go. By default each gets the memory order of its input.
+    deterministic : bool
+
+    Returns
+    -------
+    BackwardProblem
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that no implementation could accept.
+    UnsupportedError
+        For arguments that have a meaning but no implementation.
+    """
+    forward = make_problem(q, k, v, replace(options, kernel=None))
+    if forward.algorithm == "v1":
+        raise UnsupportedError("algorithm: expected 'auto' or 'v2' for a backward, got 'v1', which is a forward only")
+    lse_dtype, seen_shape = lse_dtype_of(q.dtype), forward.seen_out.shape
+    check_operand("out", out, seen_shape, q.dtype, q.device)
+    check_operand("lse", lse, seen_shape[:-1], lse_dtype, q.device)
+    check_operand("dout", dout, seen_shape, q.dtype, q.device)
+    if dlse is not None:
+        check_operand("dlse", dlse, seen_shape[:-1], lse_dtype, q.device)
+
+    gradients = {}
+    for name, source, result in (("dq", q, dq), ("dk", k, dk), ("dv", v, dv)):
+        if result is not None:
+            check_result(name, result, source.shape, q.dtype, q.device)
+        gradients[name] = result or result_layout(source, source.shape)
+
+    order, shape = forward.layout, forward.out.shape
+    full_out, full_dout = (x.in_order(order).broadcast_to(shape) for x in (out, dout))
+    full_lse, full_dlse = (x and x.in_order(order, HEADS_OF_LSE).broadcast_to(shape[:-1]) for x in (lse, dlse))
+    return BackwardProblem(
+        forward=replace(forward, out=full_out, lse=full_lse, seen=(*forward.seen[:3], out, lse)),
+        dout=full_dout,
+        dlse=full_dlse,
+        **{name: gradient.in_order(order) for name, gradient in gradients.items()},
+        seen=(dout, q, k, v, out, lse, dlse, *gradients.values()),
+        deterministic=check_flag("deterministic", deterministic),
+        kernel=options.resolve_backward_kernel(forward.backend),
+    )
+
+
+class Gradients(NamedTuple):
+    """The gradients with respect to `q`, `k` and `v`.
+
+    Each has shape, dtype and memory order of its input, and is summed over axes along which the input was broadcast.
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 4))
+    >>> out, vjp = cupy_flash.attention_vjp(q, k, v)
+    >>> grads = vjp(np.ones_like(out))
+    >>> grads._fields, grads.dk.shape
+    (('dq', 'dk', 'dv'), (2, 5, 4))
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any

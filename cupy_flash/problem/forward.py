@@ -1,0 +1,343 @@
+"""What is to be computed: a frozen `Problem` made from shapes, dtypes, strides and options.
+
+Every error that a user can cause is raised by `make_problem`, before anything is allocated, compiled or written, and
+names the argument, what was expected and what came. No array is touched: `arrays.layout` describes one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from ..errors import UnsupportedError
+from .layout import AXES, HEADS_OF_LSE, ITEMSIZE, Layout, dense_layout, in_order, result_layout
+from .options import Options
+
+# The arrays of a call, in the order in which it hands them on.
+FORWARD_ARRAYS = ("q", "k", "v", "out", "lse")
+MAX_KERNEL_DIM = 256
+MAX_NUMPY_AXES = 32  # of `numpy.broadcast`; arrays may have 64
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention computation, checked and with every default resolved.
+
+    The layouts have their full axes, `(*batch, heads, seq, dim)` (`lse` has no `dim`): a missing heads axis is put in
+    and broadcast axes have stride 0. `seen` has q, k, v, out and lse as the user sees them: with axes in the order `layout`, one of
+    `AXES`, and where nobody gave an axis of heads without one.
+
+    Row `i` sees the keys `j` with `i + first_key <= j <= i + last_key`, where None is unbounded: causality, window and
+    anchor in one. A bound that excludes no pair is None, so that it costs no mask. `kernel` is the kernel file asked for, or None.
+    `queries` is None, or in what a kernel is told (see `packing`) the rows of each head, of which every tile has several: row `i`
+    sees what row `i % queries` does. `scale` and `softcap` are numbers of the float type that scores are computed in.
+    """
+
+    dtype: str
+    batch: tuple[int, ...]
+    heads_q: int
+    heads_kv: int
+    len_q: int
+    len_kv: int
+    dim: int
+    dim_v: int
+    q: Layout
+    k: Layout
+    v: Layout
+    out: Layout
+    lse: Layout | None
+    seen: tuple[Layout | None, ...]
+    layout: str
+    scale: float
+    first_key: int | None
+    last_key: int | None
+    softcap: float | None
+    precision: str
+    algorithm: str
+    kernel: str | None
+    backend: str
+    device: int | None
+    queries: int | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.dtype}, batch {self.batch}, {self.heads_q} heads on {self.heads_kv}, "
+            f"{self.len_q} queries on {self.len_kv} keys, dim {self.dim}, dim_v {self.dim_v}"
+        )
+
+    @property
+    def mask_and_scale(self) -> str:
+        """Which keys a query sees, and the scale, for people."""
+        first = "0" if self.first_key is None else f"i{self.first_key:+d}"
+        last = str(self.len_kv - 1) if self.last_key is None else f"i{self.last_key:+d}"
+        return f"query i sees keys {first} ... {last}; scale {self.scale:.6g}"
+
+    @property
+    def seen_out(self) -> Layout:
+        """The result as the user sees it."""
+        return self.seen[3]
+
+    @property
+    def seen_lse(self) -> Layout | None:
+        """The log-sum-exp as the user sees it; None if nobody asks for it."""
+        return self.seen[4]
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.heads_q // max(self.heads_kv, 1)
+
+    @property
+    def mask(self) -> str:
+        """'full': rows see all keys; 'causal': later ones see more; 'window': the first keys are hidden from some."""
+        if self.first_key is not None:
+            return "window"
+        return "full" if self.last_key is None else "causal"
+
+    @property
+    def causal(self) -> bool:
+        """Whether later rows see more keys, and none that earlier rows see is hidden from them."""
+        return self.mask == "causal"
+
+    @property
+    def empty(self) -> bool:
+        """True if there is no element to compute, neither of the output nor of a requested lse."""
+        return 0 in self.out.shape and (self.lse is None or 0 in self.lse.shape)
+
+    @property
+    def pairs(self) -> int:
+        """Unmasked (row, key) pairs of one head."""
+        # Row i sees the keys from clamp(i + first_key) up to clamp(i + last_key + 1), clamped to [0, len_kv]. These
+        # never cross, because a window holds its own anchor, so each end can be summed over the rows by itself.
+        queries = self.len_q if self.queries is None else self.queries
+        begin = 0 if self.first_key is None else _clamped_sum(self.first_key, queries, self.len_kv)
+        end = queries * self.len_kv if self.last_key is None else _clamped_sum(self.last_key + 1, queries, self.len_kv)
+        return (end - begin) * (self.len_q // max(queries, 1))
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the two matrix products, masked pairs not counted."""
+        return 2 * (self.dim + self.dim_v) * self.pairs * self.heads_q * math.prod(self.batch)
+
+
+def make_problem(
+    q: Layout, k: Layout, v: Layout, options: Options, out: Layout | None = None, lse: Layout | None = None
+) -> Problem:
+    """Check the arguments of `attention` and resolve its defaults.
+
+    Parameters
+    ----------
+    q, k, v : Layout
+        The inputs as the user gave them.
+    options : Options
+    out, lse : Layout, optional
+        Where results go. By default `out` gets q's memory order, and `lse`, if requested, is C-contiguous.
+
+    Returns
+    -------
+    Problem
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that no implementation could accept.
+    UnsupportedError
+        For arguments that have a meaning but no implementation.
+    """
+    order = options.resolve_layout()
+    _check_inputs(q, k, v, AXES[order])
+    if len(q.shape) == len(k.shape) == len(v.shape) == 2:
+        order, seen_axes = "bhsd", 2  # nobody gave an axis of heads, and results have none
+    else:
+        seen_axes = max(3, len(q.shape), len(k.shape), len(v.shape))
+    backend = options.resolve_backend(q.device)
+    seen, (q, k, v) = (q, k, v), (x.in_order(order) for x in (q, k, v))
+    _check_sizes(q, k, v, backend, order)
+    heads_q, len_q, dim = _matrices(q)
+    heads_kv, len_kv, _ = _matrices(k)
+    dim_v = v.shape[-1]
+    batch = _batch(q, k, v)
+    if backend == "numpy" and len(batch) + 3 > MAX_NUMPY_AXES:
+        name, _ = max((("q", q), ("k", k), ("v", v)), key=lambda given: len(given[1].shape))
+        raise UnsupportedError(
+            f"{name}: expected at most {MAX_NUMPY_AXES} axes on backend 'numpy', which broadcasts no more, got {len(batch) + 3}"
+        )
+
+    out_shape = (*batch, heads_q, len_q, dim_v)
+    full_q = q.broadcast_to((*batch, heads_q, len_q, dim))
+    # As the user sees them, whose order of axes decides where memory order leaves a choice.
+    seen_out = result_layout(full_q.in_order(order), in_order(out_shape, order)).last_axes(seen_axes)
+    if out is not None:
+        check_result("out", out, seen_out.shape, q.dtype, q.device)
+        seen_out = out
+
+    return_lse = options.resolve_return_lse()
+    lse_dtype = lse_dtype_of(q.dtype)
+    if lse is not None:
+        check_result("lse", lse, seen_out.shape[:-1], lse_dtype, q.device)
+    elif return_lse:
+        full_lse = dense_layout(out_shape[:-1], reversed(range(len(out_shape) - 1)), lse_dtype, q.device)
+        lse = full_lse.in_order(order, HEADS_OF_LSE).last_axes(seen_axes - 1)
+
+    first_key, last_key = options.resolve_key_range(len_q, len_kv)
+    return Problem(
+        dtype=q.dtype,
+        batch=batch,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        len_q=len_q,
+        len_kv=len_kv,
+        dim=dim,
+        dim_v=dim_v,
+        q=full_q,
+        k=k.broadcast_to((*batch, heads_kv, len_kv, dim)),
+        v=v.broadcast_to((*batch, heads_kv, len_kv, dim_v)),
+        out=seen_out.in_order(order).broadcast_to(out_shape),
+        lse=lse and lse.in_order(order, HEADS_OF_LSE).broadcast_to(out_shape[:-1]),
+        seen=(*seen, seen_out, lse),
+        layout=order,
+        scale=options.resolve_scale(dim, q.dtype),
+        first_key=first_key,
+        last_key=last_key,
+        softcap=options.resolve_softcap(q.dtype),
+        precision=options.resolve_precision(q.dtype),
+        kernel=options.resolve_kernel(backend),
+        algorithm=options.resolve_algorithm(),
+        backend=backend,
+        device=q.device,
+    )
+
+
+def lse_dtype_of(dtype: str) -> str:
+    """The dtype of the log-sum-exp of inputs of a dtype."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def check_operand(
+    name: str, layout: Layout, shape: tuple[int, ...], dtype: str, device: int | None, like: str = "q"
+) -> None:
+    """Refuse an array that is not of this shape and dtype in this memory."""
+    if layout.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype}, got {layout.dtype}")
+    if layout.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {layout.shape}")
+    check_place(name, layout, device, like)
+
+
+def check_result(name: str, layout: Layout, shape: tuple[int, ...], dtype: str, device: int | None) -> None:
+    """The same for an array that is written: two of its indices must not reach one element."""
+    check_operand(name, layout, shape, dtype, device)
+    if layout.overlaps_itself:
+        raise ValueError(f"{name}: expected elements apart from each other, got strides {layout.strides} for {shape}")
+
+
+def check_place(name: str, layout: Layout, device: int | None, like: str = "q") -> None:
+    """Refuse an array in other memory than that of the argument `like`, or at an odd address."""
+    if layout.device != device:
+        raise ValueError(f"{name}: expected an array {_where(device)} (like {like}), got one {_where(layout.device)}")
+    if layout.alignment < layout.itemsize:
+        raise ValueError(
+            f"{name}: expected an address divisible by its item size {layout.itemsize}, "
+            f"got one divisible by {layout.alignment} only"
+        )
+
+
+def check_overlap(spans: dict[str, tuple[int, int]], results: tuple[str, ...]) -> None:
+    """Refuse results that share memory with an input or with each other.
+
+    Address intervals are compared, so arrays that interleave without sharing an element are refused as well.
+
+    Parameters
+    ----------
+    spans : dict of str to (int, int)
+        Lowest address that each argument touches, and one more than the highest, by its name.
+    results : tuple of str
+        Which of them are written.
+
+    Raises
+    ------
+    ValueError
+    """
+    spans = {name: span for name, span in spans.items() if span[0] < span[1]}
+    for name in results:
+        start, stop = spans.pop(name, (0, 0))
+        for other, (low, high) in spans.items():
+            if start < high and low < stop:
+                raise ValueError(
+                    f"{name}: expected memory apart from that of {other} ({low:#x} to {high:#x}), "
+                    f"got {start:#x} to {stop:#x}"
+                )
+
+
+def _matrices(layout: Layout) -> tuple[int, int, int]:
+    """Heads, seq and dim; a missing heads axis is one head."""
+    heads, seq, dim = (1, *layout.shape)[-3:]
+    return heads, seq, dim
+
+
+def _batch(q: Layout, k: Layout, v: Layout) -> tuple[int, ...]:
+    """The axes before heads, broadcast together."""
+    batch = q.shape[:-3]
+    for name, layout in (("k", k), ("v", v)):
+        axes = []
+        for size, other in zip_longest(reversed(batch), reversed(layout.shape[:-3]), fillvalue=1):
+            if size != other and 1 not in (size, other):
+                raise ValueError(f"{name}: expected batch axes that broadcast with {batch}, got {layout.shape[:-3]}")
+            axes.append(other if size == 1 else size)
+        batch = tuple(reversed(axes))
+    return batch
+
+
+def _check_inputs(q: Layout, k: Layout, v: Layout, axes: str) -> None:
+    for name, layout in (("q", q), ("k", k), ("v", v)):
+        if layout.dtype not in ITEMSIZE:
+            raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {layout.dtype}")
+        if layout.dtype != q.dtype:
+            raise TypeError(f"{name}: expected {q.dtype} (that of q), got {layout.dtype}")
+        if len(layout.shape) < 2:
+            raise ValueError(f"{name}: expected at least 2 axes, {axes}, got shape {layout.shape}")
+        check_place(name, layout, q.device)
+
+
+def _where(device: int | None) -> str:
+    return "in host memory" if device is None else f"on CUDA device {device}"
+
+
+def _check_sizes(q: Layout, k: Layout, v: Layout, backend: str, order: str) -> None:
+    heads_q, _, dim = _matrices(q)
+    heads_kv, len_kv, dim_k = _matrices(k)
+    heads_v, len_v, dim_v = _matrices(v)
+    if dim == 0:
+        raise ValueError("q: expected head dim of at least 1, got 0")
+    if dim_k != dim:
+        raise ValueError(f"k: expected head dim {dim} (that of q), got {dim_k}")
+    if heads_v != heads_kv:
+        raise ValueError(f"v: expected {heads_kv} heads (those of k), got {heads_v}")
+    if len_v != len_kv:
+        raise ValueError(f"v: expected {len_kv} keys (those of k), got {len_v}")
+    if heads_q and (heads_kv == 0 or heads_q % heads_kv):
+        hint = "" if order == "bshd" else "; arrays (..., seq, heads, dim) need layout='bshd'"
+        raise ValueError(f"q: expected a multiple of {heads_kv} heads (those of k), got {heads_q}{hint}")
+    if backend == "numpy":
+        return
+    if q.dtype == "float64":
+        raise UnsupportedError(
+            f"q: expected float16, bfloat16 or float32 on backend {backend!r}, got float64, "
+            "which only backend 'numpy' computes, from arrays in host memory"
+        )
+    for name, size in (("q", dim), ("v", dim_v)):
+        if not 1 <= size <= MAX_KERNEL_DIM:
+            raise UnsupportedError(
+                f"{name}: expected head dim of 1 to {MAX_KERNEL_DIM} on backend {backend!r}, got {size}"
+            )
+
+
+def _clamped_sum(start: int, count: int, top: int) -> int:
+    """Sum of min(max(x, 0), top) over the `count` integers from `start` on."""
+
+    def below(stop: int) -> int:
+        ramp = max(0, min(stop, top))
+        return ramp * (ramp - 1) // 2 + max(0, stop - top) * top
+
+    return below(start + count) - below(start)

@@ -1,0 +1,201 @@
+"""The options of `attention`: as the user gives them, and as a `Problem` needs them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from contextlib import suppress
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+import numpy
+
+from ..errors import shown
+from .layout import AXES
+
+FORWARD_KERNELS = {"fwd_v1": "v1", "fwd_v2": "v2", "fwd_hopper": "v2"}  # kernel files of the forward, and the algorithm of each
+BACKWARD_KERNELS = ("bwd_v2", "bwd_hopper", "bwd_hopper_wide")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of `attention` and of its plan as the user gave them; each is checked by the method that resolves it."""
+
+    layout: str = "bhsd"
+    scale: float | None = None
+    causal: bool | str = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    precision: str | None = None
+    algorithm: str = "auto"
+    backend: str = "auto"
+    return_lse: bool = False
+    kernel: str | None = None
+
+    def resolve_layout(self) -> str:
+        """The order of the axes of all arrays, one of `AXES`."""
+        return _choice("layout", self.layout, tuple(AXES))
+
+    def resolve_scale(self, dim: int, dtype: str) -> float:
+        """Factor of the scores, as arrays of this dtype are computed with: a float32 unless they are float64."""
+        return _stored("scale", 1 / math.sqrt(dim) if self.scale is None else _real("scale", self.scale), dtype)
+
+    def resolve_key_range(self, len_q: int, len_kv: int) -> tuple[int | None, int | None]:
+        """Causality, window and anchor as the `first_key` and `last_key` of a `Problem`."""
+        causal = self.causal
+        if not _is_bool(causal):
+            causal = _choice("causal", causal, (False, True, "bottom_right", "top_left"))
+        left, right = _window(self.window)
+        if causal:
+            right = 0
+        shift = 0 if causal == "top_left" else len_kv - len_q
+        # The last row has the highest first key, the first row the lowest last key: a bound that excludes nothing
+        # there excludes nothing at all.
+        first_key = None if left is None or len_q - 1 + shift - left <= 0 else shift - left
+        last_key = None if right is None or shift + right >= len_kv - 1 else shift + right
+        return first_key, last_key
+
+    def resolve_softcap(self, dtype: str) -> float | None:
+        """Bound of the tanh that the scores go through, as arrays of this dtype are computed with."""
+        if self.softcap is None:
+            return None
+        softcap = _real("softcap", self.softcap)
+        if softcap <= 0:
+            raise ValueError(f"softcap: expected None or a number above 0, got {softcap}")
+        stored = _stored("softcap", softcap, dtype)
+        if stored == 0:
+            raise ValueError(f"softcap: expected a number whose float32 is above 0, got {softcap}")
+        return stored
+
+    def resolve_precision(self, dtype: str) -> str:
+        """Either 'ieee' or 'tf32'."""
+        if self.precision is None:
+            return "ieee"
+        precision = _choice("precision", self.precision, (None, "ieee", "tf32"))
+        if precision == "tf32" and dtype != "float32":
+            raise ValueError(f"precision: expected None or 'ieee' for {dtype}, got 'tf32', which is for float32")
+        return precision
+
+    def resolve_algorithm(self) -> str:
+        """Either 'v1' or 'v2'; that of the kernel where one is asked for."""
+        algorithm = _choice("algorithm", self.algorithm, ("auto", "v1", "v2"))
+        if algorithm != "auto":
+            return algorithm
+        return "v2" if self.kernel is None else FORWARD_KERNELS[_choice("kernel", self.kernel, (None, *FORWARD_KERNELS))]
+
+    def resolve_kernel(self, backend: str) -> str | None:
+        """The kernel file asked for, or None, which leaves the choice to the planner."""
+        kernel = self._kernel(backend, tuple(FORWARD_KERNELS))
+        if kernel is not None and self.resolve_algorithm() != FORWARD_KERNELS[kernel]:
+            expected = f"'auto' or {FORWARD_KERNELS[kernel]!r} with kernel {kernel!r}"
+            raise ValueError(f"algorithm: expected {expected}, got {self.resolve_algorithm()!r}")
+        return kernel
+
+    def resolve_backward_kernel(self, backend: str) -> str | None:
+        """The same of a backward."""
+        return self._kernel(backend, BACKWARD_KERNELS)
+
+    def _kernel(self, backend: str, kernels: tuple[str, ...]) -> str | None:
+        if self.kernel is None:
+            return None
+        kernel = _choice("kernel", self.kernel, (None, *kernels))
+        if backend == "numpy":
+            raise ValueError(f"kernel: expected None on backend 'numpy', which has no kernels, got {kernel!r}")
+        return kernel
+
+    def resolve_backend(self, device: int | None) -> str:
+        """Either 'cuda', 'host' or 'numpy', for arrays on the given CUDA device or, if None, in host memory."""
+        backend = _choice("backend", self.backend, ("auto", "cuda", "host", "numpy"))
+        if backend == "auto":
+            return "numpy" if device is None else "cuda"
+        if backend == "cuda" and device is None:
+            raise ValueError(
+                "backend: expected 'host' or 'numpy' for arrays in host memory, got 'cuda'; "
+                "move them to a device with cupy.asarray"
+            )
+        if backend != "cuda" and device is not None:
+            raise ValueError(
+                f"backend: expected 'cuda' for arrays on a CUDA device, got {backend!r}; "
+                "move them to host memory with cupy.asnumpy"
+            )
+        return backend
+
+    def resolve_return_lse(self) -> bool:
+        """Whether the caller asks for the lse."""
+        return check_flag("return_lse", self.return_lse)
+
+
+def check_flag(name: str, value: bool) -> bool:
+    """An option that is True or False and nothing else."""
+    if not _is_bool(value):
+        raise TypeError(f"{name}: expected True or False, got {shown(value)}")
+    return bool(value)
+
+
+def _window(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"window: expected None or a pair (left, right), got {shown(window)}")
+    ends: tuple[int | None, ...] = ()
+    with suppress(Exception):  # whatever a class of the caller's raises
+        ends = tuple(window)
+    if len(ends) != 2:
+        raise ValueError(f"window: expected a pair (left, right), got {shown(window)}")
+    left, right = map(_window_end, ends)
+    return left, right
+
+
+def _window_end(end: int | None) -> int | None:
+    if end is None:
+        return None
+    number = None
+    if isinstance(end, Integral) and not _is_bool(end):
+        with suppress(Exception):  # whatever a class of the caller's raises
+            number = operator.index(end)
+    if number is None:
+        raise TypeError(f"window: expected integers or None at its ends, got {shown(end)}")
+    if number < -1:
+        raise ValueError(f"window: expected ends of at least 0, or -1 or None for unbounded, got {shown(number)}")
+    return None if number == -1 else number
+
+
+def _real(name: str, value: float) -> float:
+    # An array of one element is not a number here: reading it from a device would wait for the device.
+    number = None
+    if isinstance(value, Real) and not _is_bool(value):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        except Exception:  # whatever a class of the caller's raises
+            number = None
+    if number is None:
+        raise TypeError(f"{name}: expected None or a real number, got {shown(value)}")
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: expected a finite number that a float holds, got {shown(value)}")
+    return number
+
+
+def _stored(name: str, number: float, dtype: str) -> float:
+    if dtype == "float64":
+        return number
+    with numpy.errstate(over="ignore"):
+        stored = float(numpy.float32(number))
+    if math.isinf(stored):
+        raise ValueError(f"{name}: expected a number whose float32 is finite, got {number}")
+    return stored
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, (bool, numpy.bool_))
+
+
+def _choice(name: str, value: object, choices: tuple[object, ...]) -> str:
+    """The word among the choices that is given, as a plain string; choices that are no words have been dealt with."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected one of {choices}, got {shown(value)}")
+    for choice in choices:
+        if isinstance(choice, str) and str.__eq__(choice, value):
+            return choice
+    raise ValueError(f"{name}: expected one of {choices}, got {shown(value)}")
