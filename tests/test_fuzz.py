@@ -15,12 +15,12 @@ from click.testing import CliRunner
 
 import cupy_flash
 from cupy_flash.call import backward, forward
-from cupy_flash.fuzz import __main__ as command
-from cupy_flash.fuzz import calls, judging, objects, outcomes, problems, verdict
-from cupy_flash.fuzz.draw import Draw
-from cupy_flash.fuzz.options import UNKNOWN, Value, draw_value, values_of
-from cupy_flash.fuzz.placement import Placed, draw_placement
-from cupy_flash.fuzz.supervise import Failure, supervise
+from cupy_flash.judge.fuzz import __main__ as command
+from cupy_flash.judge.fuzz import calls, judging, objects, outcomes, problems, verdict
+from cupy_flash.judge.fuzz.draw import Draw
+from cupy_flash.judge.fuzz.options import UNKNOWN, Value, draw_value, values_of
+from cupy_flash.judge.fuzz.placement import Placed, draw_placement
+from cupy_flash.judge.fuzz.supervise import Failure, supervise
 from cupy_flash.machine.numpy_path import forward as numpy_forward
 from cupy_flash.problem import options
 
@@ -30,7 +30,8 @@ MALFORMED, PROBLEMS = 2000, 300
 
 
 def fuzz(*arguments):
-    return subprocess.run([sys.executable, "-m", "cupy_flash.fuzz", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT)
+    command = [sys.executable, "-m", "cupy_flash.judge.fuzz", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 # The package
@@ -100,7 +101,7 @@ def test_every_kind_of_object_is_drawn():
 
 def test_a_problem_and_a_call_follow_from_seed_and_number_alone():
     program = """if True:
-        from cupy_flash.fuzz import calls, judging, problems
+        from cupy_flash.judge.fuzz import calls, judging, problems
         for i in (907, 3, 44):
             problem = problems.draw_problem(5, i)
             print(problem, calls.draw_call(5, i), judging._arrays(problem)["q"].array.ravel()[:3])
@@ -311,7 +312,7 @@ def test_a_failure_is_printed_with_the_line_that_repeats_it(monkeypatch):
     done = CliRunner().invoke(command.main, ["calls", "--seed", "1", "--start", "4711", "--count", "1"])
     assert done.exit_code == 1
     lines = done.stdout.splitlines()
-    assert lines[0] == "python -m cupy_flash.fuzz calls --seed 1 --start 4711 --count 1"
+    assert lines[0] == "python -m cupy_flash.judge.fuzz calls --seed 1 --start 4711 --count 1"
     assert lines[1:3] == ["  accepted", "  attention(q=<a string>)"]
     assert lines[-1] == "     1  accepted"
 

@@ -13,8 +13,7 @@ from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.backward import FEWEST_BLOCKS, LAST_BLOCKS, heads_per_block, heads_together, make_grouping
 from cupy_flash.plan.tuning import WIDTHS, table_for
 
-SM_90A = ARCHITECTURES["90a"]
-NARROW, WIDE = "bwd_hopper", "bwd_hopper_wide"
+SM_90A, NARROW, WIDE = ARCHITECTURES["90a"], "bwd_hopper", "bwd_hopper_wide"
 MAPPED = ("q", "k", "v", "dout", "dq", "dk", "dv")
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 from ..call.backward import BackwardPlan, attention_and_vjp, operands, prepared_backward
 from ..problem.backward import Gradients
 from .absent import answers_absent
+from .forward import A
 
 
 @answers_absent
@@ -102,6 +103,30 @@ def attention_backward(
     given = operands(dout, q, k, v, out, lse, dlse, dq, dk, dv)
     options = (layout, scale, causal, window, softcap, precision, algorithm, backend)
     return prepared_backward(given, options, deterministic, None).run(given)
+
+
+@overload
+def attention_vjp(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: Literal[False] = ..., deterministic: bool = ...,
+) -> tuple[A, Callable[..., Gradients]]: ...  # fmt: skip
+
+
+@overload
+def attention_vjp(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: Literal[True], deterministic: bool = ...,
+) -> tuple[tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
+
+
+@overload
+def attention_vjp(
+    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
+    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
+    algorithm: str = ..., backend: str = ..., return_lse: bool, deterministic: bool = ...,
+) -> tuple[A | tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
 
 
 @answers_absent

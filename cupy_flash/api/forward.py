@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, TypeVar, overload
 
 from ..call.forward import AttentionPlan, ForwardOperands, prepared
-from ..problem.backward import Gradients
 from .absent import answers_absent
-from .backward import attention_vjp
 
 A = TypeVar("A")  # results are of the kind of array that q is
 
@@ -135,30 +132,6 @@ def attention(
     given = ForwardOperands(q, k, v, out, lse)
     options = (None, layout, scale, causal, window, softcap, precision, algorithm, backend, return_lse)
     return prepared(given, options).run(given)
-
-
-@overload
-def attention_vjp(
-    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
-    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
-    algorithm: str = ..., backend: str = ..., return_lse: Literal[False] = ..., deterministic: bool = ...,
-) -> tuple[A, Callable[..., Gradients]]: ...  # fmt: skip
-
-
-@overload
-def attention_vjp(
-    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
-    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
-    algorithm: str = ..., backend: str = ..., return_lse: Literal[True], deterministic: bool = ...,
-) -> tuple[tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
-
-
-@overload
-def attention_vjp(
-    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
-    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
-    algorithm: str = ..., backend: str = ..., return_lse: bool, deterministic: bool = ...,
-) -> tuple[A | tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
 
 
 @answers_absent

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from ..judge.cases import GUARD
+from ..cases import GUARD
 from .draw import Draw
 
 
@@ -70,8 +70,8 @@ def draw_placement(draw: Draw, axes: int, unit: int | None = None, *, result: bo
     for axis in range(free):
         if draw.chance(0.15):
             steps[axis] = draw.one((-1, -1, 2, -2, 3))
-    for axis in range(axes):
-        if draw.chance(0.15):
+    for axis in draw.several(range(axes), axes):
+        if draw.chance(0.15) and sum(map(bool, slack)) < 2:  # of all six axes it would make buffers of gigabytes
             slack[axis] = draw.integer(1, 5) * (unit or 1)
     if draw.chance(0.1) and not result:
         stretched = (draw.integer(0, free - 1),)

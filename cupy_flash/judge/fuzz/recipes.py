@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ..plan.tuning import WIDTHS
-from ..problem.arrays import DTYPES
+from ...plan.tuning import WIDTHS
+from ...problem.arrays import DTYPES
 from .draw import Draw
 
 # Architecture, direction, algorithm, kernel file asked for, keys: what every seed has.

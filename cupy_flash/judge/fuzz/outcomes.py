@@ -13,10 +13,10 @@ import numpy
 
 import cupy_flash
 
-from ..judge.cases import Case
-from ..judge.compare import compare
-from ..judge.compare_gradients import compare_gradients
-from ..problem.backward import Gradients
+from ...problem.backward import Gradients
+from ..cases import Case
+from ..compare import compare
+from ..compare_gradients import compare_gradients
 from . import verdict
 from .calls import RESULTS, Call, draw_call
 from .options import UNKNOWN

@@ -1,6 +1,7 @@
 """A process that runs a range and says what it is at, so that whoever started it knows what a crash or a hang belongs to.
 
-``python -m cupy_flash.fuzz.worker KIND SEED START COUNT`` prints one line of JSON before each number, and one for each failure.
+``python -m cupy_flash.judge.fuzz.worker KIND SEED START COUNT`` prints one line of JSON before each number, and one for each
+failure.
 """
 
 from __future__ import annotations

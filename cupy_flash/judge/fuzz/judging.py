@@ -11,13 +11,13 @@ import numpy
 
 import cupy_flash
 
-from ..judge.check import build_kernels
-from ..judge.compare import compare
-from ..judge.compare_gradients import compare_gradients
-from ..machine.numpy_path import forward as numpy_forward
-from ..problem.arrays import DTYPES
-from ..problem.backward import Gradients
-from ..problem.forward import lse_dtype_of
+from ...machine.numpy_path import forward as numpy_forward
+from ...problem.arrays import DTYPES
+from ...problem.backward import Gradients
+from ...problem.forward import lse_dtype_of
+from ..check import build_kernels
+from ..compare import compare
+from ..compare_gradients import compare_gradients
 from .draw import Draw
 from .placement import Placed
 from .problems import Problem, draw_problem

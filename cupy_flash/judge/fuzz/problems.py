@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..judge.cases import Case
-from ..plan.tuning import WIDTHS
-from ..problem.arrays import DTYPES
+from ...plan.tuning import WIDTHS
+from ...problem.arrays import DTYPES
+from ..cases import Case
 from .draw import Draw
 from .placement import Placement, draw_placement
 from .recipes import Recipe, recipes

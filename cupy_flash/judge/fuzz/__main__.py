@@ -1,4 +1,4 @@
-"""``python -m cupy_flash.fuzz calls|problems``: as many as one likes, each of which one line repeats."""
+"""``python -m cupy_flash.judge.fuzz calls|problems``: as many as one likes, each of which one line repeats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from .supervise import Failure, supervise
 
 
-@click.command(name="python -m cupy_flash.fuzz", context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(name="python -m cupy_flash.judge.fuzz", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("kind", type=click.Choice(("calls", "problems")))
 @click.option("--count", type=click.IntRange(1), default=1000, show_default=True, help="How many.")
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Another seed draws others, by other kernels.")
@@ -33,7 +33,8 @@ def main(kind: str, count: int, seed: int, start: int, seconds: float | None) ->
             failures.append(happened)
             if sys.stderr.isatty():
                 click.echo(err=True)
-            click.echo(f"python -m cupy_flash.fuzz {kind} --seed {seed} --start {happened.index} --count 1\n  {happened.what}")
+            click.echo(f"python -m cupy_flash.judge.fuzz {kind} --seed {seed} --start {happened.index} --count 1")
+            click.echo(f"  {happened.what}")
     took = f"{count} {kind} of seed {seed} in {time.perf_counter() - began:.0f} s"
     if not failures:
         click.echo(f"{took}: all as it should be")

@@ -11,7 +11,7 @@ import numpy
 
 import cupy_flash
 
-from ..problem.arrays import DTYPES
+from ...problem.arrays import DTYPES
 from . import verdict
 from .arrays import draw_array
 from .draw import Draw
