@@ -160,6 +160,6 @@ OP void semaphore_release(u32* semaphore) {
 #if ON_GPU
   if (lane_id() == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(semaphore) : "memory");
 #else
-  host::self->count_up<__ATOMIC_RELEASE>(*turn);
+  host::self->count_up<__ATOMIC_RELEASE>(*semaphore);
 #endif
 }
