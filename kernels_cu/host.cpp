@@ -13,7 +13,7 @@ struct Run {
   std::future<std::string> failure;
 };
 
-// Begins a run, which `ended` and `finalize` are then called with.
+// Begins a run, which `ended` and `finish` are then called with.
 extern "C" void launch(Run** run, Kernel* kernel, const void* params, i64 blocks, int shared_bytes, int deferred, int teams) {
   Run* const started = *run = new Run;
   std::memcpy(&started->params, params, sizeof started->params);
@@ -28,7 +28,7 @@ extern "C" int ended(const Run* run, int milliseconds) {
 }
 // Stops a run that has not ended; from then on no memory of the caller is touched. Adds what the kernel moved and computed to counts: bytes
 // read, bytes written, floating-point operations. Returns 0, or 1 with the reason in `message`.
-extern "C" int finalize(Run* run, u64* counts, char* message, int capacity) {
+extern "C" int finish(Run* run, u64* counts, char* message, int capacity) {
   __atomic_store_n(&run->stop, 1, __ATOMIC_RELAXED);
   const std::string failure = run->failure.get();
   counts[0] += run->counts.read_bytes;

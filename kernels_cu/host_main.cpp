@@ -47,7 +47,7 @@ int main(int, char** arguments) {
   Run* run;
   launch(&run, kernel, params.data(), blocks, int(shared_bytes), int(deferred), 1);
   run->failure.wait();
-  const int fault = finalize(run, counts, message, sizeof message);
+  const int fault = finish(run, counts, message, sizeof message);
   std::puts(message);
   for (const Array& array : arrays) {
     std::fseek(job, array.place, SEEK_SET);

@@ -254,7 +254,7 @@ def test_an_outcome_that_depends_on_earlier_calls_is_found():
 
 
 def test_a_check_left_out_of_the_package_is_found(monkeypatch):
-    monkeypatch.setattr(options.Options, "resolve_softcap", lambda self: None)
+    monkeypatch.setattr(options.Options, "resolve_softcap", lambda self, dtype: None)
     forward._prepared.cache_clear()
     assert outcomes.judge(call_of(cupy_flash.attention, "softcap", -1.0, "qkv")) == "accepted"
     forward._prepared.cache_clear()
@@ -325,7 +325,7 @@ def test_nothing_found_is_said_so(monkeypatch):
 
 def test_commands_in_the_page_for_contributors_exist():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    lines = re.findall(r"python -m cupy_flash\.fuzz ([^\n`|]+)", page)
+    lines = re.findall(r"python -m cupy_flash\.judge\.fuzz ([^\n`|]+)", page)
     assert len(lines) >= 3
     for line in lines:
         command.main.make_context("fuzz", shlex.split(line, comments=True)).close()
