@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import click
@@ -119,7 +119,8 @@ def _leave(status: int) -> NoReturn:
     deadline = time.monotonic() + PATIENCE
     compiling = [thread for thread in threading.enumerate() if thread.name.startswith(THREADS)]
     for thread in compiling:
-        thread.join(max(0, deadline - time.monotonic()))
+        with suppress(RuntimeError):  # one that an interrupt has kept from starting
+            thread.join(max(0, deadline - time.monotonic()))
     if any(thread.is_alive() for thread in compiling):
         os._exit(status)
     sys.exit(status)

@@ -18,8 +18,8 @@ texts = dict(source.files())
 def change(name, old, new):
     assert old in texts[name], old
     texts[name] = texts[name].replace(old, new)
-change("tile/pipeline.cuh", "  arrive_at<LANES>(ring.free(), at);", "  mbarrier_arrive(ring.free().address);")
-change("tile/pipeline.cuh", "init_mbarrier(ring.free(), readers, at);", "init_mbarrier(ring.free(), 32 * readers, at);")
+change("tile/pipeline.cuh", "  arrive_at<LANES>(pipeline.empty(), at);", "  mbarrier_arrive(pipeline.empty().address);")
+change("tile/pipeline.cuh", "init_mbarrier(pipeline.empty(), readers, at);", "init_mbarrier(pipeline.empty(), 32 * readers, at);")
 source.files = lambda: texts
 """
 PROGRAM = """
