@@ -98,7 +98,8 @@ def test_ctrl_c_ends_a_sanitized_program(begun, tmp_path):
     sleeper = tmp_path.parent / f"{tmp_path.name}-sleeper"
     sleeper.write_text("#!/bin/sh\nexec sleep 1000\n")
     sleeper.chmod(0o700)
-    prepare = f"os.environ['CUPY_FLASH_HOST_SANITIZE'], build = 'thread', host.build\nhost.build = lambda *_: {sleeper.read_bytes()!r}"
+    code = sleeper.read_bytes()
+    prepare = f"os.environ['CUPY_FLASH_HOST_SANITIZE'], build = 'thread', host.build\nhost.build = lambda *_: {code!r}"
     assert_interrupted(begun("fwd_v2", "80", prepare, "host.build = build; del os.environ['CUPY_FLASH_HOST_SANITIZE']"))
 
 

@@ -19,6 +19,8 @@ from .source import source_of
 OPTIONS = ("--std=c++17",)
 # Entries of a file are optimised at the same time, on all processors. Alone, nothing is gained by it.
 SEVERAL_ENTRIES = ("--split-compile=0",)
+# From here on NVRTC 12.9 makes one of two machine codes by it, whichever a process happens to get, that differ by up to 29 registers.
+FIRST_BY_CHANCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def build() -> str:
 
 def options_for(plan: KernelPlan) -> tuple[str, ...]:
     """What NVRTC is told besides the architecture."""
-    return OPTIONS + SEVERAL_ENTRIES * (len(plan.entries) > 1)
+    return OPTIONS + SEVERAL_ENTRIES * (len(plan.entries) > 1 and plan.architecture.number < FIRST_BY_CHANCE)
 
 
 def key(plan: KernelPlan) -> str:
