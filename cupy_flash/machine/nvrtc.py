@@ -19,7 +19,7 @@ from .source import source_of
 OPTIONS = ("--std=c++17",)
 # Entries of a file are optimised at the same time, on all processors. Alone, nothing is gained by it.
 SEVERAL_ENTRIES = ("--split-compile=0",)
-# From here on NVRTC 12.9 makes one of two machine codes by it, whichever a process happens to get, that differ by up to 29 registers.
+# From here on NVRTC 12.9 makes one of two machine codes by it, whichever a process happens to get, up to 29 registers apart.
 FIRST_BY_CHANCE = 100
 
 
