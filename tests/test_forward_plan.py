@@ -265,8 +265,11 @@ def test_the_host_has_few_multiprocessors(monkeypatch):
     class Library:
         fwd_hopper = host.ctypes.pythonapi.Py_IsInitialized  # anything with an address
 
-        def launch(self, kernel, params, blocks, *others):
+        def launch(self, run, kernel, params, blocks, *others):
             found.append(blocks.value)
+
+        def ended(self, run, milliseconds):
+            return True
 
     monkeypatch.setattr(host, "build", lambda plan, options: "a library")
     monkeypatch.setattr(host, "_load", lambda path: Library())

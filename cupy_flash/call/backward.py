@@ -106,7 +106,7 @@ class BackwardPlan(Prepared):
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
         if workspace is not None:
-            workspace = self._own_memory(workspace)
+            workspace = self.checked_workspace(workspace)
         return self.run(given, workspace)
 
     def counted(

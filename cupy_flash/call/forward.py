@@ -92,7 +92,7 @@ class AttentionPlan(Prepared):
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
         if workspace is not None:
-            workspace = self._own_memory(workspace)
+            workspace = self.checked_workspace(workspace)
         return self.run(given, workspace)
 
     def counted(self, q: Any, k: Any, v: Any) -> tuple[Any, Traffic | None]:

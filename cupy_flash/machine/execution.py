@@ -189,7 +189,7 @@ class Prepared:
             elif name in self._demanded:
                 raise ValueError(f"{name}: expected an array with strides {planned.strides}, as planned, got None")
 
-    def _own_memory(self, x: Any) -> arrays.Array:
+    def checked_workspace(self, x: Any) -> arrays.Array:
         """The caller's memory for the workspace, checked."""
         memory = arrays.view(x, "workspace", writable=True)
         (shape, strides, dtype, phase, where), _ = arrays.describe(memory)

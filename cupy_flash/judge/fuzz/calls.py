@@ -259,7 +259,7 @@ def _valid(draw: Draw, function: str) -> tuple[Callable[..., Any], dict[str, Any
     plan = cupy_flash.plan_attention_backward(**backward, **({"backend": "host"} if q.dtype.itemsize < 8 else {}))
     room = numpy.zeros(plan.workspace_bytes + 16, numpy.uint8)
     memory = room[-room.ctypes.data % 16 :]
-    return (lambda x: plan.workspace.given(x, None)), {"x": memory}, {}
+    return (lambda x: plan.checked_workspace(x)), {"x": memory}, {}
 
 
 def _valid_arrays(draw: Draw) -> dict[str, numpy.ndarray]:
