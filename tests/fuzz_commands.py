@@ -73,7 +73,8 @@ def line(random, folder):
         if isinstance(parameter, click.Argument):
             words += [value_of(random, parameter, folder, wild) for _ in range(random.choice((1, 1, 1, 2, 3)))]
             continue
-        if parameter.name == "rounds" or ("check" in words and parameter.name in ("backend", "dim", "quick")):
+        # A snapshot is of true machine code, and renewing it writes into the checkout.
+        if parameter.name in ("rounds", "renew", "compare") or ("check" in words and parameter.name in ("backend", "dim", "quick")):
             continue
         for _ in range(random.choice((1, 1, 1, 1, 2))):
             words.append(random.choice((*parameter.opts, *parameter.secondary_opts)))
