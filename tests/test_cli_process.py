@@ -121,13 +121,18 @@ def test_closed_streams_change_nothing_else():
         assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
+def heed_ctrl_c():
+    """Of a new process: tests that run in the background inherit that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("arguments", [("check", "--backend", "host", "--quick"), ("compile", "--arch", "80")], ids=str)
 def test_ctrl_c_while_threads_compile_ends_with_130(arguments, tmp_path):
     if arguments[0] == "compile":
         pytest.importorskip("cupy")
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     changes = environment(CUPY_FLASH_CACHE_DIR=str(tmp_path), PYTHONUNBUFFERED="1")
-    process = subprocess.Popen(command(*arguments), **streams, env=changes, cwd=ROOT)
+    process = subprocess.Popen(command(*arguments), **streams, env=changes, cwd=ROOT, preexec_fn=heed_ctrl_c)
     first = process.stderr.readline()
     assert "0 of " in first
     process.send_signal(signal.SIGINT)

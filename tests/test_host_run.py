@@ -54,6 +54,11 @@ say("as before:", small() == before)
 """
 
 
+def heed_ctrl_c():
+    """Of a new process: tests that run in the background inherit that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def begun(tmp_path):
     """A function that starts the program, and returns it with an open stdout when the large problem has begun."""
@@ -62,7 +67,8 @@ def begun(tmp_path):
     def start(kernel, arch, prepare="", restore=""):
         text = PROGRAM.replace("PREPARE", prepare).replace("RESTORE", restore)
         environment = os.environ | {"TMPDIR": str(tmp_path)}
-        program = subprocess.Popen([sys.executable, "-c", text, kernel, arch], stdout=subprocess.PIPE, text=True, env=environment)
+        streams = {"stdout": subprocess.PIPE, "text": True, "preexec_fn": heed_ctrl_c}
+        program = subprocess.Popen([sys.executable, "-c", text, kernel, arch], **streams, env=environment)
         programs.append(program)
         assert program.stdout.readline() == "begins\n"
         time.sleep(0.5)

@@ -108,7 +108,8 @@ def _draw(draw: Draw) -> Call:
         kind = draw.integer(0, 19)
         if kind == 0:
             name = draw.one(list(arguments) or ["q"])
-            if arguments.pop(name, None) is not None and broken.pop(name, None) is None:
+            was_given, was_broken = arguments.pop(name, None), broken.pop(name, None)
+            if was_given is not None and was_broken is None:
                 broken[name] = Value("left out", UNKNOWN, _left_out(function, name))
         elif kind == 1:
             name = draw.one(UNKNOWN_NAMES)
