@@ -150,7 +150,7 @@ FUNCTION = re.compile(r"\b(visible_in_row|bmsk|columns_below|mask|faults|all_fau
 def test_each_mistake_is_found(results_of):
     """Each is made in a copy of the functions that mask and count, whose names end in its number."""
     mask = source.files()["tile/mask.cuh"]
-    masking = mask[mask.index("OP ColumnRange visible_in_row") : mask.index("// raw products")]
+    masking = mask[mask.index("OP ColumnRange visible_in_row") : mask.index("// Raw products")]
     assert [right for right, _, _ in MISTAKES.values() if masking.count(right) != 1] == []
     copies = [masking.replace(right, wrong) + counting(band) for right, wrong, band in MISTAKES.values()]
     functions = "\n".join(FUNCTION.sub(rf"\1_{i}", copy) for i, copy in enumerate(copies))

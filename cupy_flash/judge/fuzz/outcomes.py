@@ -13,6 +13,7 @@ import numpy
 
 import cupy_flash
 
+from ...problem.arrays import view
 from ...problem.backward import Gradients
 from ..cases import Case
 from ..compare import compare
@@ -141,6 +142,7 @@ def _wrong_result(call: Call, result: Any) -> str | None:
     scores = case.scores | {"precision": options.get("precision") or "ieee"}
     if call.function == "attention":
         out, lse = result if options.get("return_lse") is True else (result, None)
+        out, lse = (None if x is None else view(x, "result") for x in (out, lse))
         two = max(x.ndim for x in arrays) == 2
         judged = compare(*((x[None] if two and x is not None else x) for x in (out, lse)), q, k, v, **scores)
         return None if judged.ok else f"wrong result: {judged.message}"
@@ -152,6 +154,7 @@ def _wrong_result(call: Call, result: Any) -> str | None:
     defaults = {name for name in ("scale", "causal", "window", "softcap") if name in call.arguments}
     if defaults:  # out and lse were made without
         return None
+    result = [view(x, "result") for x in result]  # an array of another kind that the caller has brought, too
     gradients = Gradients(*(x if x.ndim > 2 else x[None] for x in result))
     judged = compare_gradients(gradients, dout, q, k, v, dlse=dlse, **scores)
     return None if judged.ok else f"wrong gradients: {judged.message}"
