@@ -135,7 +135,8 @@ def _draw(draw: Draw) -> Call:
 def _break_one(draw: Draw, function: str, arguments: dict[str, Any], broken: dict[str, Value]) -> None:
     name = draw.one(list(_parameters(function)))
     if name in _arrays_of(function):
-        small = {other: x for other, x in arguments.items() if verdict.is_plain(x) and x.size < verdict.TOO_LARGE}
+        plain = {other: x for other, x in arguments.items() if verdict.is_plain(x)}
+        small = {other: x for other, x in plain.items() if x.size < verdict.TOO_LARGE and x.ndim < 32}
         like = small.get(name, next(iter(small.values()), numpy.zeros((3, 4))))
         if draw.chance(0.1):
             value = Value("None", None, None)
