@@ -103,10 +103,9 @@ def write(name: str, payload: bytes) -> None:
         try:
             _publish(home, name, payload + _digest(name, payload))
             return
-        except FileNotFoundError:
-            pass  # somebody clears the cache at this moment
         except OSError as error:
-            _warn_once(f"the kernel cache {home} cannot be written ({error}); compiled kernels last as long as this process")
+            if not isinstance(error, FileNotFoundError):  # which it is where somebody clears the cache at this moment
+                _warn_once(f"the kernel cache {home} cannot be written ({error}); compiled kernels last as long as this process")
     _kept[name] = payload
 
 
