@@ -70,7 +70,7 @@ static_assert(GROUPS == 2, "one that begins, and one that follows");
 enum NamedBarrier { CONSUMERS = 1, BEGIN = 2 };
 static_assert(BEGIN + 4 <= NAMED_BARRIERS);
 
-[[maybe_unused]] constexpr int SHARED_BYTES = BLOCK_BYTES;
+constexpr int SHARED_BYTES = BLOCK_BYTES;
 
 KERNEL(THREADS, 1) bwd_hopper_preprocess(GRID_CONSTANT HopperBackwardParams p) { preprocess(p, DELTA_AHEAD ? -1.f : 1.f, TMA_REDUCE_DQ ? GROUPS : 1, p.accum_heads_divmod.divisor); }
 
@@ -99,7 +99,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();
   const int group = warp / 4 - 1, group_row = group * 64, own_row = group_row + warp % 4 * 16;
   const int dq_row = dq_row_of(group), dq_col = dq_col_of(group);
-  const ColumnRange common = unmasked_queries(block.band, block.row0 + own_row, 16);
+  const ColumnRange common = unmasked_queries(block.mask, block.row0 + own_row, 16);
 
   Acc<16, WIDTH> dk_reg, dv_reg;
   fill(dk_reg, 0.f);
@@ -139,7 +139,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
     const bool masked = !common.contains(col0, TILE_Q);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if (masked) mask(s_reg, block.band, row0, col0);
+    if (masked) apply_mask(s_reg, block.mask, row0, col0);
     probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap);
     if (!follows && !LATE) let_begin();
     start_product(dv_reg, p_reg, do_smem);
@@ -148,7 +148,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if (early) wait_for_products<2>(dp_reg);                  // without it dP is read that does not exist yet
     else wait_for_products<1>(dp_reg);                        // the same: here no product of dQ runs
     if (!follows && LATE) let_begin();
-    if (masked) mask(dp_reg, block.band, row0, col0, 0.f);    // 0 times whatever dP was may be NaN
+    if (masked) apply_mask(dp_reg, block.mask, row0, col0, 0.f);    // 0 times whatever dP was may be NaN
     score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES ? factor_reg : p_reg, dp_reg, block.delta_smem());
     if (follows && !early) start_dq(dq_reg);
     store_transposed(block.ds_smem(block.queries.count), ds_reg, TMA_REDUCE_DQ ? not_ahead(own_row) : own_row);
@@ -190,3 +190,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
 }
 
 KERNEL(THREADS, 1) bwd_hopper_postprocess(GRID_CONSTANT HopperBackwardParams p) { postprocess<Accum>(p); }
+
+KERNEL(THREADS, 1) bwd_hopper_sinks(GRID_CONSTANT HopperBackwardParams p) {
+  if constexpr (SINKS != NO_SINKS) gradient_of_sink(p, DELTA_AHEAD ? -1.f : 1.f);
+}

@@ -28,7 +28,7 @@ constexpr int VALUES_COLS = WIDTH / 128 * 64, KEYS_COLS = WIDTH - VALUES_COLS;
 // P of two steps, on its way from a warp to the one that has the same keys.
 using Passed = PassedTile<16, TILE_Q>;
 constexpr int P_OFFSET = ceil_div(BLOCK_BYTES, 16) * 16, P_BYTES = 16 * TILE_Q * int(sizeof(Element));
-[[maybe_unused]] constexpr int SHARED_BYTES = P_OFFSET + 2 * 4 * P_BYTES;
+constexpr int SHARED_BYTES = P_OFFSET + 2 * 4 * P_BYTES;
 
 // Of all consumer warps; of P of a step, from a warp to the one that has the same keys. Of the latter each pair of warps has two: the warp that
 // computes P may be a step ahead.
@@ -82,7 +82,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   const bool for_values = warp_id() < 8;
   const int pair = warp_id() % 4, own_row = pair * 16;
   const auto cut = [&](int col0) {                            // asked anew in each step: kept, the range would take registers
-    return !unmasked_queries(block.band, not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q);
+    return !unmasked_queries(block.mask, not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q);
   };
   const auto passed = [&](u32 step) { return PASSED + int(step % 2) * 4 + pair; };
   const auto p_smem = [&](u32 step) { return Passed{block.smem + P_OFFSET + (step % 2 * 4 + pair) * P_BYTES}; };
@@ -99,7 +99,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     start_product_transposed(s_reg, k_smem, 0, q_smem);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if (cut(col0)) mask(s_reg, block.band, row0, col0);
+    if (cut(col0)) apply_mask(s_reg, block.mask, row0, col0);
     probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap);
     pass(p_smem(block.queries.count), EXPLICIT_SCORES ? factor_reg : p_reg);
     arrive_pair(passed(block.queries.count));                 // without it the other warp waits for P for ever
@@ -115,7 +115,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
     start_product_transposed(dp_reg, v_smem, 0, do_smem);
     wait_for_products<0>(dp_reg);                             // without it dP is read that does not exist yet
-    if (cut(col0)) mask(dp_reg, block.band, row0, col0, 0.f);       // 0 times whatever dP was may be NaN
+    if (cut(col0)) apply_mask(dp_reg, block.mask, row0, col0, 0.f);       // 0 times whatever dP was may be NaN
     sync_pair(passed(block.queries.count));                   // without it P is read before the other warp has written it
     receive(factor_reg, p_smem(block.queries.count));
     score_gradients<true>(ds_reg, factor_reg, dp_reg, block.delta_smem());
@@ -149,3 +149,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
 }
 
 KERNEL(THREADS, 1) bwd_hopper_wide_postprocess(GRID_CONSTANT HopperBackwardParams p) { postprocess(p); }
+
+KERNEL(THREADS, 1) bwd_hopper_wide_sinks(GRID_CONSTANT HopperBackwardParams p) {
+  if constexpr (SINKS != NO_SINKS) gradient_of_sink(p, 1.f);
+}

@@ -38,6 +38,7 @@ constexpr int V_OFFSET = KeyTile::bytes;
 constexpr int DS_OFFSET = V_OFFSET + KeyTile::bytes;
 constexpr int STAGE_OFFSET = DS_OFFSET + GradientTile::bytes;
 constexpr int STAGE_BYTES = 2 * QueryTile::bytes + STATS_BYTES;
+constexpr int SHARED_BYTES = STAGE_OFFSET + STAGES * STAGE_BYTES;
 
 // dQ = dS K is dealt out to the warps in parts of DQ_ROWS x DQ_COLS: of 32 rows if that leaves whole steps of 16 columns.
 constexpr bool DQ_BY_32 = TILE_Q % 32 == 0 && WARPS % (TILE_Q / 32) == 0 && WIDTH % (16 * (WARPS / (TILE_Q / 32))) == 0;
@@ -69,9 +70,9 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   const auto do_smem = [=](int stage) { return QueryTile{q_smem(stage).base + QueryTile::bytes}; };
   const auto stats_smem = [=](int stage) { return do_smem(stage).base + QueryTile::bytes; };
 
-  const TransposedBand band = transposed(p.band_left, p.band_right, p.len_q, p.len_kv);
-  const ColumnRange queries = visible_queries(band, row0, TILE_KV);
-  const ColumnRange common_queries = unmasked_queries(band, row0 + pair_row, PAIR_KEYS);
+  const TransposedMask mask = transposed(p.mask, p.len_q, p.len_kv);
+  const ColumnRange queries = visible_queries(mask, row0, TILE_KV);
+  const ColumnRange common_queries = unmasked_queries(mask, row0 + pair_row, PAIR_KEYS);
   const int first_tile = queries.first / TILE_Q, last_tile = queries.last / TILE_Q;
   const int steps = queries.last < queries.first ? 0 : (last_tile + 1 - first_tile) * p.heads_per_block;
 
@@ -120,7 +121,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     multiply_transposed(product_reg, RowsInShared<PAIR_KEYS, WIDTH>(own_smem), for_values ? q_smem(stage) : do_smem(stage));
     load(stat_reg, stats_smem(stage) + (for_values ? 0 : TILE_Q * 4));
     if (EXPLICIT_SCORES && for_values) scale_scores(product_reg, p.scale, p.softcap);
-    if (masked) mask(product_reg, band, row0 + pair_row, col0, for_values ? -infinity() : 0.f);    // 0 (0 - delta) is 0, whatever dP was
+    if (masked) apply_mask(product_reg, mask, row0 + pair_row, col0, for_values ? -infinity() : 0.f);    // 0 (0 - delta) is 0, whatever dP was
     if (for_values) {
       auto &s_reg = product_reg, &p_reg = product_reg;        // S^T becomes P^T
       const auto& lse_reg = stat_reg;
@@ -139,7 +140,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
 
     number = query_tile_number(p, here.batch_number, now.head, now.tile);
     if (p.dq_semaphore && warp == 0) {
-      const int first_visible = visible_keys({p.band_left, p.band_right, p.len_kv}, col0, 1).first;
+      const int first_visible = visible_keys(Mask{p.mask, p.len_kv}, col0, 1).first;
       semaphore_wait(p.dq_semaphore + number, here.tile - first_visible / TILE_KV);
     }
     sync_block();                                             // without it dS is read before its warps have written it, and dQ is
@@ -171,3 +172,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
 }
 
 KERNEL(THREADS, 1) bwd_v2_postprocess(GRID_CONSTANT BackwardParams p) { postprocess(p); }
+
+KERNEL(THREADS, 1) bwd_v2_sinks(GRID_CONSTANT BackwardParams p) {
+  if constexpr (SINKS != NO_SINKS) gradient_of_sink(p, 1.f);
+}

@@ -3,10 +3,15 @@
 #pragma once
 
 enum Dtype { FLOAT16, BFLOAT16, FLOAT32 };
+enum MaskKind { BAND, PREFIX };           // see tile/mask.cuh
+enum SinkKind { NO_SINKS, SINKS_OF_DTYPE, SINKS_FLOAT32 };
 
 constexpr int   ARCH = 80;                // 10 * compute capability: from 80 on m16n8k16, tf32, cp.async and packed conversions exist
 constexpr Dtype DTYPE = FLOAT16;          // of q, k, v and out
 constexpr int   TF32_PASSES = 3;          // float32 products from ARCH 80 on: 3 keeps float32 accuracy (3xTF32), 1 rounds the operands to tf32
+
+constexpr MaskKind MASK = BAND;           // which keys a query sees
+constexpr SinkKind SINKS = NO_SINKS;      // logits of each row besides those of its keys, see tile/sinks.cuh: none, in the dtype of q, or in float32
 
 constexpr int   TILE_Q = 128;             // query rows a block owns; in the backward, query rows per step
 constexpr int   TILE_KV = 64;             // key rows per step of the KV loop; in the backward, key rows a block owns

@@ -26,6 +26,7 @@
 #include "tile/mask.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/scheduler.cuh"
+#include "tile/sinks.cuh"
 #include "tile/softmax.cuh"
 #include "tile/wgmma.cuh"
 
@@ -64,14 +65,14 @@ struct alignas(16) WorkDescriptor {
   u32 split;                                                  // number of the split of a query tile, or WHOLE
 };
 // The work of a consumer in a query tile that it begins beneath the end of one of whose key tiles it leaves so many unread (`left`).
-OP WorkDescriptor describe_work(const HopperForwardParams& p, const Band& band, u32 index, const WorkTile& here, const NBlockRange& tiles, int group, int left, bool follows) {
+OP WorkDescriptor describe_work(const HopperForwardParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, int group, int left, bool follows) {
   WorkDescriptor work;
   #pragma unroll
   for (int i = 0; i < 2; ++i) work.batch[i] = here.batch[BATCH_AXES - 2 + i];
   work.head = here.head;
   work.row = here.row;
   const int row = here.row + group * ROWS;
-  const NBlockRange seen = n_block_range(band, row, min_of(ROWS, p.len_q - row), TILE_KV, tiles), own = SPLIT_KV ? clip_range(tiles, seen) : seen;
+  const NBlockRange seen = n_block_range(mask, row, min_of(ROWS, p.len_q - row), TILE_KV, tiles), own = SPLIT_KV ? clip_range(tiles, seen) : seen;
   // Tiles are split only where all rows see the first keys. With more tiles before, the producer would wait for stages of V that a consumer
   // has not come to, and the consumer for keys; or, with ping-pong, for other consumers, which wait for the producer.
   work.before = SPLIT_KV ? 0 : min_of(own.begin - tiles.begin, max_of(STAGES_V - 1 - left, 0));
@@ -98,7 +99,7 @@ constexpr int K_BARRIERS = V_OFFSET + STAGES_V * ValueTile::bytes;
 constexpr int V_BARRIERS = K_BARRIERS + STAGES * STAGE_BARRIERS;
 constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * STAGE_BARRIERS;
 constexpr int WORK_OFFSET = Q_BARRIERS + STAGES_Q * STAGE_BARRIERS;
-[[maybe_unused]] constexpr int SHARED_BYTES = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
+constexpr int SHARED_BYTES = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
 
 // The kinds of step. A step computes S and P of a key tile above the second product of the key tile before:
 //   within   both are of one query tile
@@ -126,7 +127,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   Pipeline<KeyTile, STAGES, ELECT_ONE> keys{smem + K_OFFSET, smem + K_BARRIERS};
   Pipeline<ValueTile, STAGES_V, ELECT_ONE> values{smem + V_OFFSET, smem + V_BARRIERS};
   Queries queries{smem, smem + Q_BARRIERS};                   // those of the consumers, one after the other
-  const Band band{p.band_left, p.band_right, p.len_kv, p.queries_divmod};
+  const Mask mask{p.mask, p.len_kv};
 
   if (warp == 0) {
     init_pipeline(keys, 4 * GROUPS);                          // warps that hand a tile back
@@ -145,7 +146,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     const auto begin_tile = [&] {
       here = work_tile_coord(p, index, TILE_Q);
       head_kv = here.head / p.heads_per_kv;
-      tiles = n_block_range(band, here.row, min_of(TILE_Q, p.len_q - here.row), TILE_KV, {0, 1});
+      tiles = n_block_range(mask, here.row, min_of(TILE_Q, p.len_q - here.row), TILE_KV, {0, 1});
       if (is_split(p, index)) tiles = clip_range(here.split.keys, tiles);
     };
     u32 left = 0;                                             // key tiles that a consumer leaves unread, where it goes on directly: four bits for each
@@ -155,7 +156,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       const bool follows = has_work_tile(p, index + 1);
       #pragma unroll 1
       for (int of = first; of < end; ++of) {
-        const WorkDescriptor work = describe_work(p, band, index, here, tiles, of, int(left >> 4 * of & 15), follows);
+        const WorkDescriptor work = describe_work(p, mask, index, here, tiles, of, int(left >> 4 * of & 15), follows);
         left = (left & ~(15u << 4 * of)) | u32(work.next == DIRECTLY ? work.beyond : 0) << 4 * of;
         producer_acquire(queries);                            // without it queries are overwritten that are still read
         store_once(smem + WORK_OFFSET + queries.stage() * int(sizeof(WorkDescriptor)), work);
@@ -236,9 +237,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
   const auto row_of = [&](const BlockCoord& here) { return here.row + row_of_tile(); };
   const auto end_softmax = [&](const BlockCoord& here, u32 split, RowVec<16>& weight) {
-    RowVec<16> lse;
+    RowVec<16> lse, correction;
+    if (SINKS != NO_SINKS && split == WHOLE) join_sinks(softmax, correction, p, mask, here.head, row_of(here));  // of splits, when they are combined
     finalize(softmax, lse);
     weight = softmax.sum;
+    if (SINKS != NO_SINKS && split == WHOLE) multiply(weight, correction);
     if (split != WHOLE) store(p.lse_partials + split * p.partial_rows + row_of_tile(), 1, p.partial_rows - row_of_tile(), lse);
     else if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, row_of(here)), p.lse.row_stride, p.len_q - row_of(here), lse);
     softmax = OnlineSoftmax<16>(LOWEST);
@@ -262,7 +265,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   const auto scores_of_tile = [&] {
     const int col0 = tile * TILE_KV;
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if (!unmasked_keys(band, warp_row, 16).contains(col0, TILE_KV)) mask(s_reg, band, warp_row, col0);
+    if (!unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
   };
 
   // A warp whose rows have not all seen something yet looks for the maximum in the next tile as well.

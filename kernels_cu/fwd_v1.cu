@@ -8,7 +8,7 @@
 //       load K_j, V_j
 //       for each query tile i that sees one of these keys:
 //         load Q_i, O_i, l_i, m_i
-//         S = Q_i K_j^T                         masked where the band or the end of the keys cuts the tile
+//         S = Q_i K_j^T                         masked where the mask or the end of the keys cuts the tile
 //         m' = max(m_i, rowmax S)
 //         P = 2^(S - m')                        scores in units of log 2, softmax scale included
 //         l' = 2^(m_i - m') l_i + rowsum P
@@ -23,6 +23,7 @@
 #include "tile/mask.cuh"
 #include "tile/mma.cuh"
 #include "tile/scheduler.cuh"
+#include "tile/sinks.cuh"
 #include "tile/softmax.cuh"
 #include "tile/accum.cuh"
 
@@ -40,6 +41,7 @@ using OutAccum = AccumTile<TILE_Q, WIDTH_V>;
 constexpr int WARP_BYTES = max_of(QueryTile::bytes, OutTile::bytes);
 constexpr int K_OFFSET = WARPS * WARP_BYTES;
 constexpr int V_OFFSET = K_OFFSET + KeyTile::bytes;
+constexpr int SHARED_BYTES = V_OFFSET + ValueTile::bytes;
 
 // In device memory, for each query tile: O, then m and l of its rows. A warp reads and writes its own rows only.
 constexpr int M_OFFSET = OutAccum::size;
@@ -79,14 +81,15 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
   const KeyTile k_smem{smem + K_OFFSET};
   const ValueTile v_smem{smem + V_OFFSET};
 
-  const Band band{p.band_left, p.band_right, p.len_kv, p.queries_divmod};
-  const ColumnRange block_keys = visible_keys(band, here.row, rows);
+  const Mask mask{p.mask, p.len_kv};
+  const ColumnRange block_keys = visible_keys(mask, here.row, rows);
 
   #pragma unroll 1
   for (int i = 0; i < query_tiles; ++i) {
     Softmax softmax;
     Out o_reg;
     fill(o_reg, 0.f);
+    if constexpr (SINKS != NO_SINKS) start_with_sinks(softmax, p, mask, here.head, here.row + i * TILE_Q + warp_id() * WARP_ROWS);
     store_state(state + i * STATE_SIZE, softmax, o_reg);
   }
 
@@ -103,7 +106,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
     #pragma unroll 1
     for (int i = 0; i < query_tiles; ++i) {
       const int warp_row = here.row + i * TILE_Q + warp_id() * WARP_ROWS;
-      if (!visible_keys(band, warp_row, WARP_ROWS).overlaps(col0, TILE_KV)) continue;
+      if (!visible_keys(mask, warp_row, WARP_ROWS).overlaps(col0, TILE_KV)) continue;
       Softmax softmax;
       Out o_reg;
       load_state(softmax, o_reg, state + i * STATE_SIZE);
@@ -115,7 +118,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
       Acc<WARP_ROWS, TILE_KV> s_reg;
       multiply_transposed(s_reg, Queries(q_smem), k_smem);
       if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-      if (!unmasked_keys(band, warp_row, WARP_ROWS).contains(col0, TILE_KV)) mask(s_reg, band, warp_row, col0);
+      if (!unmasked_keys(mask, warp_row, WARP_ROWS).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
       update(softmax, s_reg, o_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E);
       multiply_add(o_reg, s_reg, v_smem);
       store_state(state + i * STATE_SIZE, softmax, o_reg);

@@ -1,9 +1,9 @@
 // fwd_v2.cu -- FlashAttention-2, forward (Dao, 2023, Algorithm 1): outer loop over query tiles, inner loop over key-value tiles.
 //
 //   one block per query tile Q_i, one warp per TILE_Q / WARPS of its rows:
-//     O = 0,  m = -inf,  l = 0
+//     O = 0,  m = -inf,  l = 0                  SINKS: m and l of the sinks, which have no values
 //     for each key-value tile j that a row of the block may see:
-//       S = Q_i K_j^T                           masked where the band or the end of the keys cuts the tile
+//       S = Q_i K_j^T                           masked where the mask or the end of the keys cuts the tile
 //       m' = max(m, rowmax S)
 //       P = 2^(S - m')                          scores in units of log 2, softmax scale included
 //       l = 2^(m - m') l + rowsum P
@@ -18,6 +18,7 @@
 #include "tile/mask.cuh"
 #include "tile/mma.cuh"
 #include "tile/scheduler.cuh"
+#include "tile/sinks.cuh"
 #include "tile/softmax.cuh"
 
 constexpr int THREADS = 32 * WARPS;
@@ -33,7 +34,7 @@ using Queries = Choose<Q_IN_REGISTERS, RowsInRegisters<WARP_ROWS, WIDTH>, RowsIn
 constexpr int WARP_BYTES = max_of(QueryTile::bytes, OutTile::bytes);
 constexpr int K_OFFSET = WARPS * WARP_BYTES;
 constexpr int V_OFFSET = K_OFFSET + STAGES * KeyTile::bytes;
-[[maybe_unused]] constexpr int SHARED_BYTES = V_OFFSET + STAGES * ValueTile::bytes;
+constexpr int SHARED_BYTES = V_OFFSET + STAGES * ValueTile::bytes;
 
 KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   const BlockCoord here = block_coord(p.batch, p.heads, p.len_q, TILE_Q);
@@ -44,10 +45,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   const QueryTile q_smem{smem + warp_id() * WARP_BYTES};
   const OutTile out_smem{smem + warp_id() * WARP_BYTES};
 
-  const Band band{p.band_left, p.band_right, p.len_kv, p.queries_divmod};
-  const ColumnRange block_keys = visible_keys(band, here.row, min_of(TILE_Q, p.len_q - here.row));
-  const ColumnRange warp_keys = visible_keys(band, warp_row, WARP_ROWS);
-  const ColumnRange common_keys = unmasked_keys(band, warp_row, WARP_ROWS);
+  const Mask mask{p.mask, p.len_kv};
+  const ColumnRange block_keys = visible_keys(mask, here.row, min_of(TILE_Q, p.len_q - here.row));
+  const ColumnRange warp_keys = visible_keys(mask, warp_row, WARP_ROWS);
+  const ColumnRange common_keys = unmasked_keys(mask, warp_row, WARP_ROWS);
   const int first_tile = block_keys.first / TILE_KV;
   const int tiles = block_keys.last < block_keys.first ? 0 : block_keys.last / TILE_KV + 1 - first_tile;
 
@@ -76,6 +77,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   Acc<WARP_ROWS, WIDTH_V> o_reg;
   fill(o_reg, 0.f);
   OnlineSoftmax<WARP_ROWS> softmax;
+  if constexpr (SINKS != NO_SINKS) start_with_sinks(softmax, p, mask, here.head, warp_row);
 
   #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
@@ -96,7 +98,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
     Acc<WARP_ROWS, TILE_KV> s_reg;
     multiply_transposed(s_reg, q, k_smem);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if (!common_keys.contains(col0, TILE_KV)) mask(s_reg, band, warp_row, col0);
+    if (!common_keys.contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
     update(softmax, s_reg, o_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E);
     multiply_add(o_reg, s_reg, v_smem);
   }

@@ -26,6 +26,15 @@ struct Tensor {
   i64 col_stride;
 };
 
+// Which keys a query sees, see tile/mask.cuh. Lengths and bounds stay below 2^30. With 8 bytes beyond a multiple of 16, the fields behind it
+// are loaded in the same pairs whatever masks are added.
+struct alignas(8) MaskParams {
+  int left;                               // query i sees the keys i + left ...
+  int right;                              // ... to i + right, both included
+  FastDivmod queries_divmod;              // PACK_GQA: queries of each head
+  int prefix;                             // PREFIX: and the keys before this one
+};
+
 struct ForwardParams {
   Tensor q;                               // (*batch, heads,    len_q,  dim)
   Tensor k;                               // (*batch, heads_kv, len_kv, dim)
@@ -33,8 +42,7 @@ struct ForwardParams {
   Tensor out;                             // (*batch, heads,    len_q,  dim_v)
   Tensor lse;                             // (*batch, heads,    len_q)  float32, or data = null when nobody asked for it
   float* state;                           // fwd_v1: O, l and m of all rows between two steps, in the order of fragments
-  int band_left;                          // row i sees the keys i + band_left ...
-  int band_right;                         // ... to i + band_right, both included; lengths and bounds stay below 2^30
+  MaskParams mask;
   int batch[BATCH_AXES];
   int heads;
   int heads_per_kv;                       // query heads that share one key-value head
@@ -44,7 +52,8 @@ struct ForwardParams {
   int dim_v;
   float scale;
   float softcap;                          // scores become softcap * tanh(score / softcap); 0 = no cap
-  FastDivmod queries_divmod;              // PACK_GQA: queries of each head
+  Tensor sinks;                           // (heads, sinks_of_head)  SINKS: of query heads, also where heads share tiles
+  i64 sinks_of_head;
 };
 
 // How TMA finds boxes of an array: on the GPU what the driver encodes (cuTensorMapEncodeTiled). Sizes from the fastest
@@ -62,8 +71,7 @@ struct HopperForwardParams {
   TensorMap v_map;                        // (*batch, heads_kv, len_kv, dim_v)  the same
   TensorMap out_map;                      // TMA_STORE_OUT: out in boxes of 16 x 64
   Tensor lse;                             // (*batch, heads,    len_q)  float32, or data = null when nobody asked for it
-  int band_left;                          // as in ForwardParams
-  int band_right;
+  MaskParams mask;
   int batch[BATCH_AXES];
   int heads;
   int heads_per_kv;                       // query heads that share one key-value head
@@ -88,7 +96,8 @@ struct HopperForwardParams {
   float* lse_partials;                    // (splits, partial_rows)  and its lse
   Tensor out;                             // (*batch, heads,    len_q,  dim_v)
   float scale_log2;                       // scale * log2 e
-  FastDivmod queries_divmod;              // PACK_GQA: queries of each head
+  Tensor sinks;                           // (heads, sinks_of_head)  SINKS: of query heads, also where heads share tiles
+  i64 sinks_of_head;
 };
 
 struct BackwardParams {
@@ -108,8 +117,7 @@ struct BackwardParams {
   float* dv_accum;                        // the same for dv
   u32* dq_semaphore;                      // (batch, heads, query tiles)  key tiles that have been added to dq_accum, or null: in any order
   u32* dq_progress;                       // (batch, heads)  what has been done for dq, see DqCounts; null: the postprocess kernel makes dq
-  int band_left;                          // as in ForwardParams
-  int band_right;
+  MaskParams mask;
   int batch[BATCH_AXES];
   int heads;
   int heads_per_kv;                       // query heads that share one key-value head
@@ -121,6 +129,9 @@ struct BackwardParams {
   int dim_v;
   float scale;
   float softcap;
+  Tensor sinks;                           // (heads, sinks_of_head)  SINKS
+  void* dsinks;                           // (sinks_of_head, heads)  their gradient
+  i64 sinks_of_head;
 };
 
 struct BackwardMaps {

@@ -55,10 +55,12 @@ def change_kernel(monkeypatch):
     return change
 
 
-@pytest.fixture
-def fast_build(monkeypatch):
-    """Kernels for the host are built in half the time, and run more slowly."""
-    monkeypatch.setattr(host, "OPTIONS", (*host.OPTIONS, "-Og"))
+@pytest.fixture(scope="session", autouse=True)
+def quick_builds():
+    """Kernels for the host are built in half the time, and run more slowly: most of a test is the compiler's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "OPTIONS", (*host.OPTIONS, "-Og"))
+        yield
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinned import thinned
 
 from cupy_flash import Gradients, attention, attention_backward, attention_vjp, plan_attention, plan_attention_backward
 from cupy_flash.call.backward import _prepared
@@ -65,23 +66,23 @@ def test_heads_that_take_turns_leave_none_out(together, monkeypatch):
 def judge(case, inputs, cotangents, gradients):
     dout, dlse = cotangents
     assert [x.shape for x in gradients] == [x.shape for x in inputs]
-    judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores)
+    judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores, **case.arrays())
     assert judged.ok, judged.message
 
 
 @pytest.mark.parametrize("case", quick_cases(), ids=str)
 def test_case_on_numpy(case):
     inputs, cotangents = make_inputs(case), make_cotangents(case)
-    _, vjp = attention_vjp(*inputs, **case.options)
+    _, vjp = attention_vjp(*inputs, **case.options, **case.arrays())
     judge(case, inputs, cotangents, vjp(*cotangents))
 
 
 @pytest.mark.parametrize("schedule, deterministic", [("eager", False), ("deferred", True)], ids=["eager", "deferred in order"])
-@pytest.mark.parametrize("case", [case for case in quick_cases() if case.dtype != "float64"], ids=str)
+@pytest.mark.parametrize("case", thinned(case for case in quick_cases() if case.dtype != "float64"), ids=str)
 def test_case_on_the_host(case, schedule, deterministic, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     inputs, cotangents = make_inputs(case), make_cotangents(case)
-    _, vjp = attention_vjp(*inputs, backend="host", deterministic=deterministic, **case.options)
+    _, vjp = attention_vjp(*inputs, backend="host", deterministic=deterministic, **case.options, **case.arrays())
     judge(case, inputs, cotangents, vjp(*cotangents))
 
 
@@ -269,7 +270,7 @@ def test_counts_of_a_forward():
         plan_attention(q, k, v).counted(q, k, v)
 
 
-def test_sanitized_runs_count_nothing(fast_build, monkeypatch):
+def test_sanitized_runs_count_nothing(monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")
     given = arguments((1, 40, 32))
     gradients, traffic = plan_attention_backward(*given, backend="host").counted(*given)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cupy_flash import attention, attention_backward
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan.backward import Grouping
-from cupy_flash.plan.params import BACKWARD, backward_params
+from cupy_flash.plan.params import backward_params, fast_divmod
 from cupy_flash.problem.backward import BACKWARD_ARRAYS, make_backward_problem
 from cupy_flash.problem.layout import dense_layout
 from cupy_flash.problem.options import Options
@@ -75,7 +75,7 @@ def test_a_view_with_stride_0_is_an_input_of_its_full_shape():
 
 def test_two_axes_are_one_head():
     problem = problem_of(laid(10, 64), laid(20, 64), dlse=laid(10, dtype="float32"))
-    assert [layout.shape for layout in problem.layouts.values()] == [
+    assert [layout.shape for layout in problem.layouts.values() if layout] == [
         (1, 10, 64), (1, 10, 64), (1, 20, 64), (1, 20, 64), (1, 10, 64), (1, 10), (1, 10), (1, 10, 64), (1, 20, 64), (1, 20, 64)
     ]  # fmt: skip
     assert (problem.dq, problem.dk) == (laid(10, 64), laid(20, 64))
@@ -117,7 +117,8 @@ def test_a_problem_becomes_numbers():
     given = {"dout": laid(2, 6, 10, 48), "dlse": laid(2, 6, 10, dtype="float32", strides=(1, 20, 2))}
     problem = problem_of(q, k, v, out, scale=0.3, softcap=5.0, window=(4, 2), backend="host", **given)
     params = backward_params(problem, Grouping(heads_per_block=1, heads_together=7, blocks=7, owners=42, accum_heads=6), maps={})[0]
-    strides = {name: tuple(params[name][f"{axis}_stride"] for axis in ("head", "row", "col")) for name in BACKWARD_ARRAYS}
+    tensors = [name for name in BACKWARD_ARRAYS if name != "dsinks"]
+    strides = {name: tuple(params[name][f"{axis}_stride"] for axis in ("head", "row", "col")) for name in tensors}
     assert strides == {
         "dout": (480, 48, 1),
         "q": (64, 384, 1),
@@ -126,15 +127,15 @@ def test_a_problem_becomes_numbers():
         "out": (48, 288, 1),
         "lse": (10, 1, 0),
         "dlse": (20, 2, 0),
+        "sinks": (0, 0, 0),
         "dq": (64, 384, 1),
         "dk": (1280, 64, 1),
         "dv": (960, 48, 1),
     }
-    assert [params[name]["batch_stride"][-1] for name in BACKWARD_ARRAYS] == [2880, 3840, 0, 0, 2880, 60, 1, 3840, 0, 0]
-    assert {name: params[name].tolist() for name in BACKWARD.names if name not in strides} == {
-        **dict.fromkeys(("stats", "dq_accum", "dk_accum", "dv_accum", "dq_semaphore", "dq_progress"), 0),
-        "band_left": 6,
-        "band_right": 12,
+    assert [params[name]["batch_stride"][-1] for name in tensors] == [2880, 3840, 0, 0, 2880, 60, 1, 0, 3840, 0, 0]
+    assert {name: params[name].tolist() for name in params.dtype.names if name not in strides} == {
+        **dict.fromkeys(("stats", "dq_accum", "dk_accum", "dv_accum", "dq_semaphore", "dq_progress", "dsinks", "sinks_of_head"), 0),
+        "mask": (6, 12, fast_divmod(1), 0),
         "batch": [1, 1, 1, 2],
         "heads": 6,
         "heads_per_kv": 2,
@@ -221,6 +222,7 @@ def test_gradients_share_no_memory(name, other):
     out, lse = attention(q, k, v, return_lse=True)
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": lse.copy()}
     arrays |= {gradient: numpy.zeros_like(q) for gradient in ("dq", "dk", "dv")}
+    arrays |= {"sinks": numpy.zeros(2, "f4"), "dsinks": numpy.zeros(2, "f4")}
     memory = numpy.concatenate([arrays[name].ravel(), arrays[other].ravel()])
     arrays[name] = memory[: q.size].reshape(q.shape)
     arrays[other] = memory[q.size :].reshape(arrays[other].shape)

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+from itertools import product
 from typing import get_args
 
 import numpy
 import pytest
 
 from cupy_flash.judge import oracle
-from cupy_flash.judge.cases import GUARD, Case, Layout, Values, case_named, full_cases, make_inputs, quick_cases
+from cupy_flash.judge.cases import GUARD, Case, Layout, Values, case_named, full_cases, make_inputs, make_sinks, quick_cases
 from cupy_flash.problem import arrays
 from cupy_flash.problem.forward import make_problem
 from cupy_flash.problem.options import Options
@@ -39,9 +40,9 @@ def test_names_tell_cases_apart_and_find_them():
     for case in cases:
         assert case_named(str(case)) is case
         assert not set(case.name) & set(" '\"()[]{}$*?")  # survives a shell and a pytest id
-    plain = Case("float32", 3, 5, dim=8, heads_q=4, return_lse=False)
+    plain = Case("float32", 3, 5, dim=8, heads_q=4, sinks=1, return_lse=False)
     words = {"dtype": "float16", "values": "large", "layout": "bshd", "precision": "tf32", "causal": "top_left"}
-    changes = words | {"batch": (), "window": (1, None), "return_lse": True}
+    changes = words | {"sinks_dtype": "float16", "batch": (), "window": (1, None), "return_lse": True}
     for field in dataclasses.fields(Case):
         changed = dataclasses.replace(plain, **{field.name: changes.get(field.name, 2)})
         assert changed.name != plain.name, field.name
@@ -60,6 +61,13 @@ def test_full_starts_with_quick():
 def test_quick_needs_few_compilations():
     launched = [c for c in quick_cases() if c.len_q and c.len_kv and 0 not in c.batch and c.dtype != "float64"]
     assert len({specialisation(case) for case in launched}) <= 14
+
+
+
+
+def seen_keys(case):
+    """How many keys each row sees."""
+    return oracle.sees(case.len_q, case.len_kv, *(case.scores[name] for name in ("first_key", "last_key", "prefix"))).sum(axis=1)
 
 
 FEATURES = {
@@ -92,6 +100,11 @@ FEATURES = {
     "lse asked": lambda c: c.return_lse,
     "lse not asked": lambda c: not c.return_lse,
     "dim_v below dim": lambda c: c.dim_v < c.dim,
+    "sinks": lambda c: c.sinks == 1,
+    "several sinks": lambda c: c.sinks > 1,
+    "sinks in half precision": lambda c: c.sinks and c.sinks_dtype == c.dtype != "float32",
+    "sinks, GQA": lambda c: c.sinks and c.heads_q > c.heads_kv > 1,
+    "sinks of rows that see nothing": lambda c: c.sinks and 0 in seen_keys(c),
     "no batch axis": lambda c: c.batch == (),
     "several batch axes": lambda c: len(c.batch) > 1,
     "empty batch": lambda c: 0 in c.batch,
@@ -151,6 +164,33 @@ def test_inputs_follow_name_and_seed_only():
     assert not numpy.array_equal(first[1], first[2])
 
 
+def test_sinks_follow_name_and_seed_and_lie_as_the_case_says():
+    plain = Case("bfloat16", 6, 5, dim=8, heads_q=4)
+    assert make_sinks(plain) is None and plain.arrays() == {}
+    for n, dtype, layout in product((1, 2, 3), ("float32", "bfloat16"), ("contiguous", "strided_dim", "odd_offset", "negative")):
+        case = dataclasses.replace(plain, sinks=n, sinks_dtype=dtype, layout=layout)
+        sinks = make_sinks(case)
+        assert sinks.shape == ((4,) if n == 1 else (n, 4)) and sinks.dtype == dtype
+        assert numpy.array_equal(sinks, case.arrays()["sinks"]) and not numpy.array_equal(sinks, make_sinks(case, seed=1))
+        assert sinks.strides[-1] == sinks.itemsize * (2 if layout == "strided_dim" else 1)
+        assert sinks.ctypes.data % 16 == (sinks.itemsize if layout == "odd_offset" else 0)
+        assert (numpy.isneginf(sinks).sum(axis=0) == (n == 3)).all() and not numpy.isnan(sinks).any()
+        buffer = buffer_of(sinks)
+        assert numpy.isnan(buffer).sum() == buffer.size - sinks.size >= 2 * GUARD
+    assert make_sinks(Case("float64", 6, 5, sinks=1)).dtype == "float64"
+
+
+def test_sinks_decide_in_some_rows_and_not_in_others():
+    parts = []
+    for case in (case for case in full_cases() if case.sinks and not case.heavy and 0 not in (*case.batch, case.heads_q)):
+        q, k, _ = (x.astype(float) for x in make_inputs(case))
+        k = oracle.repeat_heads(k, q)
+        parts.append(oracle.probabilities(q, k, **case.scores, **case.arrays())[0].sum(axis=-1).ravel())
+    parts = numpy.concatenate(parts)
+    assert parts.min() == 0 and (parts < 0.01).sum() > 100 < (parts > 0.99).sum()
+    assert ((parts > 0.1) & (parts < 0.9)).sum() > 1000
+
+
 def scores_of(case):
     q, k, _ = (x.astype(float) for x in make_inputs(case))
     return q @ k.swapaxes(-1, -2) * case.scores["scale"]
@@ -207,7 +247,6 @@ def test_attention_reads_every_case_the_same_way():
         computed_in = numpy.float64 if case.dtype == "float64" else numpy.float32
         asked = [number and float(computed_in(number)) for number in (scores["scale"], case.softcap)]
         assert [problem.scale, problem.softcap, problem.precision] == [*asked, case.precision]
-        band = (problem.first_key, problem.last_key), (scores["first_key"], scores["last_key"])
-        seen, stated = (oracle.sees(case.len_q, case.len_kv, *bounds) for bounds in band)
-        assert numpy.array_equal(seen, stated), case
+        stated = oracle.sees(case.len_q, case.len_kv, scores["first_key"], scores["last_key"], scores["prefix"])
+        assert numpy.array_equal(problem.mask.visible(0, case.len_q, 0, case.len_kv), stated), case
         assert problem.flops == case.flops

@@ -86,7 +86,7 @@ def test_plan_for_every_architecture(architecture, dtype):
     plan, code = run_json("plan", "2x16x1024x96", "--causal", "--arch", architecture.name, "--dtype", dtype)
     assert code == 0
     assert plan["architecture"] == architecture.name and plan["config"]["ARCH"] == architecture.number
-    assert plan["config"]["WIDTH"] == 96 and plan["problem"]["last_key"] == 0
+    assert plan["config"]["WIDTH"] == 96 and plan["problem"]["mask"]["right"] == 0
     assert plan["shared_bytes"] <= architecture.shared_bytes
     assert plan["workspace_bytes"] == 0 and plan["result_bytes"] == 2 * 16 * 1024 * 96 * (2 if dtype == "float16" else 4)
 
@@ -98,7 +98,7 @@ def test_plan_reads_shapes_and_options():
     problem = plan["problem"]
     assert code == 0
     assert (problem["heads_q"], problem["heads_kv"], problem["len_q"], problem["len_kv"], problem["dim_v"]) == (6, 2, 50, 70, 40)
-    assert (problem["first_key"], problem["last_key"], problem["scale"], problem["softcap"]) == (-8, 0, -0.5, 30.0)
+    assert (problem["mask"]["left"], problem["mask"]["right"], problem["scale"], problem["softcap"]) == (-8, 0, -0.5, 30.0)
     assert plan["config"]["TF32_PASSES"] == 1 and plan["config"]["EXPLICIT_SCORES"]
     assert any("softcap" in reason for reason in plan["reasons"])
     text = run("plan", *shapes, *options, "--arch", "80").stdout

@@ -5,11 +5,11 @@ import math
 import ml_dtypes
 import numpy
 import pytest
+from banded import blocked
 
 from cupy_flash.judge.cases import Case, full_cases, make_inputs, quick_cases
 from cupy_flash.judge.compare import ARITHMETIC, SPLIT_TF32, compare
 from cupy_flash.judge.oracle import naive, sees
-from cupy_flash.machine.numpy_path.forward import blocked
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -24,21 +24,33 @@ victims = pytest.mark.parametrize("case", VICTIMS, ids=str)
 
 
 def judge(case, out, lse, inputs=None):
-    return compare(out, lse, *(inputs or make_inputs(case)), precision=case.precision, **case.scores)
+    return compare(out, lse, *(inputs or make_inputs(case)), precision=case.precision, **case.scores, **case.arrays())
 
 
 def right(case, **changes):
     """A correct result, or a correct result of another question."""
-    return blocked(*make_inputs(case), **(case.scores | changes))
+    return blocked(*make_inputs(case), **(case.scores | case.arrays() | changes))
 
 
-def kernel(q, k, v, *, scale, first_key, last_key, softcap, factor, tile=32, tanh=numpy.tanh):
-    """Online softmax as a kernel does it: in base 2, tile after tile of keys, P rounded before it is divided."""
+def kernel(q, k, v, *, scale, first_key, last_key, prefix, softcap, factor, sinks=None, first=False, tile=32, tanh=numpy.tanh):
+    """Online softmax as a kernel does it: in base 2, tile after tile of keys, P rounded before it is divided.
+
+    Sinks join before the first tile or, unless `first`, behind the last one.
+    """
     group = q.shape[-3] // max(k.shape[-3], 1)
     q, k, v = q.astype("f4"), *(numpy.repeat(x, group, axis=-3).astype("f4") for x in (k, v))
-    seen = sees(q.shape[-2], k.shape[-2], first_key, last_key)
+    seen = sees(q.shape[-2], k.shape[-2], first_key, last_key, prefix)
     top = numpy.full((*numpy.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2]), -numpy.inf, "f4")
     total, out = numpy.zeros_like(top), numpy.zeros((*top.shape, v.shape[-1]), "f4")
+
+    def with_sinks(top, total, out):
+        logits = sinks.astype("f4").reshape(-1, sinks.shape[-1]).T[:, None] * numpy.float32(math.log2(math.e))
+        new_top = numpy.maximum(top, logits.max(axis=-1))
+        rescale = numpy.exp2(top - new_top)
+        return new_top, total * rescale + numpy.exp2(logits - new_top[..., None]).sum(axis=-1), out * rescale[..., None]
+
+    if sinks is not None and first:
+        top, total, out = with_sinks(top, total, out)
     for j in range(0, k.shape[-2], tile):
         s = q @ k[..., j : j + tile, :].swapaxes(-1, -2) * numpy.float32(scale)
         s = s if softcap is None else softcap * tanh(s / softcap)
@@ -49,6 +61,8 @@ def kernel(q, k, v, *, scale, first_key, last_key, softcap, factor, tile=32, tan
         total = total * rescale + p.sum(axis=-1)
         out = out * rescale[..., None] + factor(p) @ factor(v[..., j : j + tile, :])
         top = new_top
+    if sinks is not None and not first:
+        top, total, out = with_sinks(top, total, out)
     with numpy.errstate(divide="ignore"):
         lse = top * numpy.float32(math.log(2)) + numpy.log(total)
     return out / numpy.where(total == 0, 1, total)[..., None], lse
@@ -65,7 +79,7 @@ def rounded_to(dtype):
 def test_naive_is_accepted(case):
     for seed in range(3):
         q, k, v = make_inputs(case, seed=seed)
-        verdict = judge(case, *naive(q, k, v, precision=case.precision, **case.scores), (q, k, v))
+        verdict = judge(case, *naive(q, k, v, precision=case.precision, **case.scores, **case.arrays()), (q, k, v))
         assert verdict.ok, verdict.message
 
 
@@ -75,11 +89,74 @@ HALF = [c for c in full_cases() if c.dtype in ("float16", "bfloat16") and not c.
 @pytest.mark.parametrize("case", HALF[::3], ids=str)
 def test_a_kernel_of_half_precision_is_accepted_with_room(case):
     q, k, v = make_inputs(case)
-    out, lse = kernel(q, k, v, **case.scores, factor=rounded_to(q.dtype))
-    verdict = judge(case, out.astype(q.dtype), lse, (q, k, v))
-    assert verdict.ok, verdict.message
-    assert 2 * verdict.error <= verdict.allowed and 2 * verdict.lse_error <= verdict.lse_allowed
+    for first in (False, True) if case.sinks else (False,):
+        out, lse = kernel(q, k, v, **case.scores, **case.arrays(), factor=rounded_to(q.dtype), first=first)
+        verdict = judge(case, out.astype(q.dtype), lse, (q, k, v))
+        assert verdict.ok, verdict.message
+        assert 2 * verdict.error <= verdict.allowed and 2 * verdict.lse_error <= verdict.lse_allowed
 
+
+WITH_SINKS = [
+    Case("float16", 150, 300, heads_q=4, heads_kv=2, causal=True, sinks=1),
+    Case("bfloat16", 130, 200, dim=128, heads_q=2, sinks=3, sinks_dtype="bfloat16"),
+    Case("float32", 150, 100, heads_q=2, causal=True, sinks=2),
+]
+with_sinks = pytest.mark.parametrize("case", WITH_SINKS, ids=str)
+
+
+def by_kernel(case, sinks, **others):
+    q, k, v = make_inputs(case)
+    out, lse = kernel(q, k, v, **case.scores, sinks=sinks, factor=rounded_to(q.dtype), **others)
+    return out.astype(q.dtype), lse
+
+
+@with_sinks
+@pytest.mark.parametrize("first", [False, True], ids=["joined last", "joined first"])
+@pytest.mark.parametrize("added", [-1000, -20, 4, 10, 30, 80, 95, 120, 1000])
+def test_sinks_far_from_the_scores(case, added, first):
+    """Sinks decide over P up to where it is lost, and lse stays near them."""
+    sinks = case.arrays()["sinks"].astype("f4") + numpy.float32(added)
+    out, lse = by_kernel(case, sinks, first=first)
+    # Where the device flushes what is below the normal numbers of float32, so do results.
+    flushed = numpy.where(abs(out.astype("f4")) < numpy.float32(2.0**-126), 0, out.astype("f4")).astype(out.dtype)
+    for found in (out, flushed):
+        verdict = compare(found, lse, *make_inputs(case), **case.scores, sinks=sinks)
+        assert verdict.ok, verdict.message
+    if added >= 120:  # all P are below the normal numbers of float32
+        assert compare(numpy.zeros_like(out), lse, *make_inputs(case), **case.scores, sinks=sinks).ok
+    if added in (4, 10):  # where results are not yet at the end of any format
+        assert not compare((out * 1.05).astype(out.dtype), None, *make_inputs(case), **case.scores, sinks=sinks).ok
+        assert not compare(numpy.zeros_like(out), None, *make_inputs(case), **case.scores, sinks=sinks).ok
+
+
+def test_a_result_beside_a_large_sink_has_to_be_right_relative_to_itself():
+    for case, slip in ((WITH_SINKS[1], 1.1), (WITH_SINKS[2], 1 + 1e-3)):
+        sinks = numpy.full(case.heads_q, 60, "f4")
+        out, lse = by_kernel(case, sinks)
+        assert abs(out.astype("f4")).max() < 1e-20
+        assert compare(out, lse, *make_inputs(case), **case.scores, sinks=sinks).ok
+        assert not compare((out * slip).astype(out.dtype), lse, *make_inputs(case), **case.scores, sinks=sinks).ok
+
+
+def test_a_row_of_sinks_alone():
+    case = Case("float16", 10, 5, heads_q=2, causal=True, sinks=2)  # the first five rows see nothing
+    out, lse = by_kernel(case, case.arrays()["sinks"])
+    assert judge(case, out, lse).ok
+    assert (out[..., :5, :] == 0).all() and numpy.allclose(lse[0, :, 0], numpy.logaddexp(*case.arrays()["sinks"]))
+    for wrong in (6e-8, numpy.nan):
+        out[..., 1, 4, 0] = wrong
+        assert not judge(case, out, lse).ok
+    out, lse = by_kernel(case, case.arrays()["sinks"])
+    lse[..., :5] = -numpy.inf
+    assert not judge(case, out, lse).ok
+
+
+def test_sinks_of_minus_infinity_are_none():
+    case = Case("float32", 30, 20, heads_q=2, causal=True, sinks=1)
+    q, k, v = make_inputs(case)
+    none = numpy.full((1, 2), -numpy.inf, "f4")
+    assert compare(*naive(q, k, v, **case.scores), q, k, v, **case.scores, sinks=none).ok
+    assert not judge(case, *naive(q, k, v, **case.scores)).ok
 
 def tanh_right_absolutely(x):
     return 1 - 2 / (numpy.exp2(x * numpy.float32(2 * math.log2(math.e))) + 1)
@@ -247,6 +324,44 @@ def test_tf32_where_float32_was_asked_for():
 @pytest.mark.parametrize("change", [{"scale": 0.13}, {"softcap": 20.0}, {"first_key": 3}])
 def test_another_question(case, change):
     assert not judge(case, *right(case, **change)).ok
+
+
+@with_sinks
+def test_sinks_left_out(case):
+    out, lse = by_kernel(case, case.arrays()["sinks"])
+    assert judge(case, out, lse).ok
+    without, without_lse = by_kernel(case, None)
+    assert not judge(case, without, None).ok
+    assert not judge(case, out, without_lse).ok
+
+
+@with_sinks
+def test_sinks_counted_twice(case):
+    sinks = case.arrays()["sinks"]
+    twice, twice_lse = by_kernel(case, numpy.concatenate([numpy.atleast_2d(sinks)] * 2))
+    out, _ = by_kernel(case, sinks)
+    assert not judge(case, twice, None).ok and not judge(case, out, twice_lse).ok
+
+
+@with_sinks
+def test_sinks_of_another_head(case):
+    sinks = case.arrays()["sinks"]
+    wrong, wrong_lse = by_kernel(case, numpy.roll(sinks, 1, axis=-1))
+    assert not judge(case, wrong, None).ok and not judge(case, by_kernel(case, sinks)[0], wrong_lse).ok
+
+
+@with_sinks
+def test_sinks_in_base_two_or_scaled(case):
+    sinks = case.arrays()["sinks"]
+    for factor in (math.log(2), case.scores["scale"]):
+        assert not judge(case, *by_kernel(case, sinks * numpy.array(factor, sinks.dtype))).ok
+
+
+@pytest.mark.parametrize("case", WITH_SINKS[1::2], ids=str)
+def test_one_of_several_sinks_left_out(case):
+    sinks = case.arrays()["sinks"].copy()
+    sinks[numpy.where(numpy.isfinite(sinks[0]), 0, 1), numpy.arange(case.heads_q)] = -numpy.inf
+    assert not judge(case, *by_kernel(case, sinks)).ok
 
 
 def test_every_dtype_has_its_arithmetic():

@@ -19,9 +19,12 @@ from cupy_flash.plan.tuning import HOPPER, SHORT, WIDTHS, row_for, table_for
 SM_75, SM_80, SM_90A, SM_120 = (ARCHITECTURES[name] for name in ("75", "80", "90a", "120"))
 
 
-def plans(*sets):
-    """Parametrises a test with plans, each known by its name."""
-    return pytest.mark.parametrize("plan", [plan for some in sets for plan in some], ids=lambda plan: plan.name)
+def plans(*always, release=()):
+    """Parametrises a test with plans, each known by its name; others are compiled before a release."""
+    plans = [(plan, ()) for some in always for plan in some]
+    plans += [(plan, pytest.mark.release) for some in release for plan in some]
+    named = {plan.name: pytest.param(plan, marks=marks, id=plan.name) for plan, marks in reversed(plans)}
+    return pytest.mark.parametrize("plan", list(reversed(named.values())))
 
 
 # The tuning tables
@@ -43,13 +46,17 @@ def each_table(kinds):
 
 # float16 takes the instructions of bfloat16 with another suffix, and tf32 one product in three of float32's: of these, one
 # architecture stands for all, and one for products of warpgroups. Where registers are short, tf32 has spilled and float32 not.
-# (`cupy-flash compile` compiles everything.)
+# (`cupy-flash compile` compiles everything, and `--check-snapshot` compares it.)
 @plans(
-    each_table(["bfloat16", "float32"]),
-    every_plan([SM_75, SM_80], ["float16"]),
-    every_plan([SM_90A], ["float16"], ["bwd_hopper", "bwd_hopper_wide"]),
-    every_plan([SM_80], ["tf32"]),
-    (plan for plan in every_plan([SM_120], ["tf32"]) if plan.config.WIDTH == 256),
+    every_plan([SM_90A], ["bfloat16"]),
+    release=(
+        every_plan([SM_80], ["float16", "float32"]),
+        each_table(["bfloat16", "float32"]),
+        every_plan([SM_75], ["float16"]),
+        every_plan([SM_90A], ["float16"], ["bwd_hopper", "bwd_hopper_wide"]),
+        every_plan([SM_80], ["tf32"]),
+        (plan for plan in every_plan([SM_120], ["tf32"]) if plan.config.WIDTH == 256),
+    ),
 )
 def test_row_compiles_without_spill_or_warning_to_the_code_of_the_snapshot(plan):
     report = nvrtc.report(plan)
@@ -93,6 +100,23 @@ def heads_together():
         yield replace(plan, config=replace(plan.config, PACK_GQA=True))
 
 
+def prefixes(architecture, kinds):
+    """Plans for masks with a prefix."""
+    for plan in every_plan([architecture], kinds):
+        if plan.file != "merge":
+            yield replace(plan, config=replace(plan.config, MASK="PREFIX"))
+
+
+def sinks(architecture, dtypes):
+    """Plans for softmaxes with sinks: a tile of each row of each table."""
+    for kernel, dtype in product(PARAMS, dtypes):
+        for row in table_for(kernel, architecture, dtype):
+            if not row.without_sinks:
+                widths = row.width, row.width_v or row.width
+                config = configure(row, architecture, dtype, "ieee", *widths, sinks="SINKS_OF_DTYPE")
+                yield KernelPlan(kernel, architecture, config, ())
+
+
 def softcaps_where_registers_are_short():
     """Plans of fwd_v2 for scores that are scaled one by one, where the row for plain ones would spill, and of bwd_v2 in order."""
     for architecture, width in product((SM_80, ARCHITECTURES["86"], SM_120), (32, 64, 96)):
@@ -103,11 +127,17 @@ def softcaps_where_registers_are_short():
 
 
 @plans(
-    other_uses(SM_90A, ["bfloat16", "float32"]),
-    other_uses_of_hopper(),
-    other_uses_of_hopper_backward(),
-    heads_together(),
     softcaps_where_registers_are_short(),
+    release=(
+        other_uses_of_hopper(),
+        other_uses(SM_90A, ["bfloat16", "float32"]),
+        other_uses_of_hopper_backward(),
+        heads_together(),
+        prefixes(SM_90A, ["bfloat16", "float32"]),
+        prefixes(SM_80, ["bfloat16"]),
+        sinks(SM_90A, ["bfloat16", "float32"]),
+        sinks(SM_80, ["bfloat16"]),
+    ),
 )
 def test_other_use_compiles_without_spill(plan):
     report = nvrtc.report(plan)
@@ -125,17 +155,6 @@ HOPPER_BACKWARD_CHANGES = ({}, STAGED, {"TILE_Q": 64}, {"WIDTH": 128, "WIDTH_V":
 OUT_STAYS = {"TMA_STORE_OUT": False}
 HOPPER_WIDTHS = ({"WIDTH_V": 64}, {"WIDTH": 64, "WIDTH_V": 128} | OUT_STAYS)
 HOPPER_CHANGES = ({}, {"STAGES_Q": 5} | OUT_STAYS, {"STAGES": 4, "STAGES_V": 1}, *HOPPER_WIDTHS)
-SUMMED = "max_of(SharedTile<TILE_Q, WIDTH>::bytes, SharedTile<TILE_KV, WIDTH>::bytes)"
-# The end of what an entry keeps in shared memory, in the names of its file.
-ENDS = {
-    "fwd_v2": "SHARED_BYTES",
-    "fwd_v1": "V_OFFSET + ValueTile::bytes",
-    "fwd_hopper": "SHARED_BYTES",
-    "bwd_v2": "STAGE_OFFSET + STAGES * STAGE_BYTES",
-    "bwd_hopper": "SHARED_BYTES",
-    "bwd_hopper_wide": "SHARED_BYTES",
-}
-ENDS |= {f"{kernel}_postprocess": SUMMED for kernel in ("bwd_v2", "bwd_hopper", "bwd_hopper_wide")}
 
 
 @pytest.mark.parametrize(
@@ -156,16 +175,18 @@ def test_plan_and_kernel_agree_on_shared_memory(kernel, change, tmp_path):
     for name, text in source.source_of(plan).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    checks = [f"static_assert({ENDS[entry]} == {size});" for entry, size in plan.entries.items() if entry in ENDS]
-    check = "\n".join([f'#include "{plan.file}.cu"', *checks, ""])
-    command = [*toolchain.compiler(), "-std=c++17", "-w", "-fsyntax-only", f"-I{tmp_path}", "-x", "c++", "-"]
-    assert subprocess.run(command, input=check, capture_output=True, text=True).stderr == ""
+    assert source.assertions(plan).count("static_assert") == 1 + sum(size > 0 for size in plan.entries.values())
+    flags = ("-std=c++17", "-w", "-fsyntax-only", f"-I{tmp_path}", "-x", "c++")
+    command = [*toolchain.compiler(), *flags, tmp_path / f"{plan.file}.cu"]
+    assert subprocess.run(command, capture_output=True, text=True).stderr == ""
 
 
 def test_every_entry_is_a_kernel_of_its_file():
     for plan in every_plan([SM_80, SM_90A], ["float16"]):
         if plan.file == "fwd_hopper":  # where keys are not split there is nothing to merge
             plan = replace(plan, config=replace(plan.config, SPLIT_KV=True))
+        if plan.file.startswith("bwd"):  # nor where there are no sinks
+            plan = replace(plan, config=replace(plan.config, SINKS="SINKS_FLOAT32"))
         found = re.findall(r"^KERNEL\(.*?\) (\w+)\(GRID_CONSTANT (\w+) p\)", source.files()[f"{plan.file}.cu"], re.MULTILINE)
         assert found == [(entry, PARAMS[plan.file]) for entry in plan.entries]
 

@@ -8,7 +8,8 @@ import numpy
 import pytest
 
 from cupy_flash import plan_attention, plan_attention_backward
-from cupy_flash.plan.params import FORWARD, HOPPER_BACKWARD, HOPPER_FORWARD
+from cupy_flash.plan.kernel import PARAMS
+from cupy_flash.plan.structs import struct
 from cupy_flash.plan.tensor_map import TENSOR_MAP
 from cupy_flash.problem.backward import BACKWARD_ARRAYS
 from cupy_flash.problem.forward import FORWARD_ARRAYS
@@ -41,8 +42,8 @@ def launched(monkeypatch):
         return 0
 
     def module(kernel, ordinal):  # what points to a function is here the size of the struct that it takes
-        struct = {"fwd_hopper": HOPPER_FORWARD, "bwd_hopper": HOPPER_BACKWARD}.get(kernel.file, FORWARD)
-        return SimpleNamespace(get_function=lambda entry: SimpleNamespace(ptr=struct.itemsize))
+        size = struct(PARAMS[kernel.file]).itemsize
+        return SimpleNamespace(get_function=lambda entry: SimpleNamespace(ptr=size))
 
     cuda = SimpleNamespace(
         runtime=SimpleNamespace(free=lambda address: None),
@@ -62,36 +63,36 @@ def execution(queries=1000, **options):
     return plan_attention(q, q, q, backend="host", arch="90a", causal=True, return_lse=True, **options)._execution
 
 
-def struct(launch, dtype):
-    return numpy.frombuffer(launch.words, dtype)[0]
+def told(launch, name):
+    return numpy.frombuffer(launch.words, struct(name))[0]
 
 
 def test_a_launch_hands_over_the_struct_with_its_addresses(launched):
     on_device = execution(kernel="fwd_v2").on_device
-    for addresses in ([1, 2, 3, 4, 5], [11, 12, 13, 14, 0]):
+    for addresses in ([1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 0, 0]):
         on_device.launch(addresses)
-        params = struct(launched[-1], FORWARD)
+        params = told(launched[-1], "ForwardParams")
         assert [int(params[name]["data"]) for name in FORWARD_ARRAYS] == addresses
-        assert (params["len_q"], params["band_right"], params["q"]["head_stride"]) == (1000, 0, 64_000)
+        assert (params["len_q"], params["mask"]["right"], params["q"]["head_stride"]) == (1000, 0, 64_000)
     assert launched[-1].grid == [8 * 3 * 2, 1, 1, 128, 1, 1]
 
 
 def test_the_workspace_has_its_addresses_as_well(launched):
     prepared = execution(kernel="fwd_v1")
-    prepared.on_device.launch([1, 2, 3, 4, 5])
-    assert prepared.workspace.names == ("state",) and struct(launched[-1], FORWARD)["state"] == 1 << 30
+    prepared.on_device.launch([1, 2, 3, 4, 5, 0])
+    assert prepared.workspace.names == ("state",) and told(launched[-1], "ForwardParams")["state"] == 1 << 30
 
 
 def test_maps_are_in_the_form_of_the_driver_and_the_rest_is_as_it_was(launched):
     on_device = execution().on_device
-    for addresses in ([1 << 20, 2 << 20, 3 << 20, 4 << 20, 5], [1 << 20, 6 << 20, 3 << 20, 7 << 20, 0]):
+    for addresses in ([1 << 20, 2 << 20, 3 << 20, 4 << 20, 5, 0], [1 << 20, 6 << 20, 3 << 20, 7 << 20, 0, 0]):
         on_device.launch(addresses)
-        params = struct(launched[-1], HOPPER_FORWARD)
+        params = told(launched[-1], "HopperForwardParams")
         for name, address in zip(("q", "k", "v", "out"), addresses):
             assert params[f"{name}_map"].tobytes() == address.to_bytes(8, "little") + bytes([ENCODED] * 120)
         assert params["out"]["data"] == addresses[3] and params["out"]["head_stride"] == 64_000
-        assert params["lse"]["data"] == addresses[-1] and params["lse"]["head_stride"] == 1000
-        assert (params["len_q"], params["band_right"], params["run"]) == (1000, 0, 2)
+        assert params["lse"]["data"] == addresses[4] and params["lse"]["head_stride"] == 1000
+        assert (params["len_q"], params["mask"]["right"], params["run"]) == (1000, 0, 2)
         assert launched[-1].argument % 64 == 0
 
 
@@ -107,18 +108,20 @@ def test_a_backward_is_told_of_an_array_by_its_address_and_by_its_map(launched):
         entries = [launch for launch in plan.launches if launch.blocks]
         assert [launch.grid[0] for launch in launched] == [launch.blocks for launch in entries]
         assert len(entries) == 2 and launched[0].words == launched[1].words and launched[0].argument % 64 == 0
-        params = struct(launched[0], HOPPER_BACKWARD)
-        assert [int(params[name]["data"]) for name in BACKWARD_ARRAYS] == addresses
+        params = told(launched[0], "HopperBackwardParams")
+        *of_tensors, of_dsinks = addresses
+        assert [int(params[name]["data"]) for name in BACKWARD_ARRAYS[:-1]] == of_tensors and params["dsinks"] == of_dsinks
         for name, address in zip(BACKWARD_ARRAYS, addresses):
             if name in mapped:
                 assert params[f"{name}_map"].tobytes() == address.to_bytes(8, "little") + bytes([ENCODED] * 120)
         parts = dict(zip(plan.workspace.names, plan.workspace.offsets))
         assert {name: int(params[name]) for name in parts} == {name: (1 << 30) + offset for name, offset in parts.items()}
-        assert (params["dq_semaphore"], params["len_q"], params["band_right"], params["q"]["head_stride"]) == (0, 1000, 0, 64_000)
+        assert (params["dq_semaphore"], params["len_q"], params["q"]["head_stride"]) == (0, 1000, 64_000)
+        assert params["mask"]["right"] == 0
 
 
-@pytest.mark.parametrize("kernel, dtype", [("fwd_v2", FORWARD), ("fwd_hopper", HOPPER_FORWARD)])
-def test_keys_that_no_query_sees_are_left_out_by_the_address(launched, monkeypatch, kernel, dtype):
+@pytest.mark.parametrize("kernel, name", [("fwd_v2", "ForwardParams"), ("fwd_hopper", "HopperForwardParams")])
+def test_keys_that_no_query_sees_are_left_out_by_the_address(launched, monkeypatch, kernel, name):
     """A window of one query to a head, for heads that share a tile: k and v begin at key 69."""
     q, k = numpy.zeros((2, 6, 1, 64), numpy.float16), numpy.zeros((2, 3, 100, 64), numpy.float16)
     v, out = numpy.zeros((2, 100, 3, 72), numpy.float16).swapaxes(1, 2), numpy.zeros((2, 6, 1, 72), numpy.float16)
@@ -126,9 +129,9 @@ def test_keys_that_no_query_sees_are_left_out_by_the_address(launched, monkeypat
     monkeypatch.setattr(plan, "_backend", "cuda")
     for _ in range(2):
         plan(q, k, v, out=out)
-        params = struct(launched[-1], dtype)
+        params = told(launched[-1], name)
         expected = {"q": q, "k": k[:, :, 69:], "v": v[:, :, 69:], "out": out}
-        fields = {name: name if name in dtype.names else f"{name}_map" for name in expected}
+        fields = {name: name if name in params.dtype.names else f"{name}_map" for name in expected}
         addresses = {name: int(params[field]["data"]) for name, field in fields.items()}
         assert addresses == {name: x.ctypes.data for name, x in expected.items()}
         assert [params[name] for name in ("heads", "heads_per_kv", "len_q", "len_kv")] == [3, 1, 2, 31]
@@ -136,8 +139,8 @@ def test_keys_that_no_query_sees_are_left_out_by_the_address(launched, monkeypat
 
 def test_blocks_that_take_turns_are_as_many_as_the_device_holds(launched):
     of_many, of_one = execution(), execution(queries=1)
-    of_many.on_device.launch([1 << 20] * 5)
-    of_one.on_device.launch([1 << 20] * 5)
+    of_many.on_device.launch([1 << 20] * 6)
+    of_one.on_device.launch([1 << 20] * 6)
     one_for_each_head = 2 * 3
     threads = [of_many.kernel.threads, of_one.kernel.threads]
     assert [launch.grid for launch in launched] == [[MULTIPROCESSORS, 1, 1, each, 1, 1] for each in threads]
@@ -146,10 +149,10 @@ def test_blocks_that_take_turns_are_as_many_as_the_device_holds(launched):
 
 def test_each_thread_has_words_of_its_own(launched):
     on_device = execution().on_device
-    on_device.launch([1 << 20] * 5)
-    thread = threading.Thread(target=on_device.launch, args=([2 << 20] * 5,))
+    on_device.launch([1 << 20] * 6)
+    thread = threading.Thread(target=on_device.launch, args=([2 << 20] * 6,))
     thread.start()
     thread.join()
-    on_device.launch([1 << 20] * 5)
+    on_device.launch([1 << 20] * 6)
     here, there, again = launched
     assert here.argument == again.argument != there.argument and here.words == again.words != there.words

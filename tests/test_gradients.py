@@ -4,13 +4,12 @@ import tracemalloc
 
 import numpy
 import pytest
+from banded import blocked, blocked_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_flash.judge.oracle import oracle, sees
 from cupy_flash.judge.oracle_gradients import naive_gradients, oracle_gradients
-from cupy_flash.machine.numpy_path.backward import blocked_gradients
-from cupy_flash.machine.numpy_path.forward import blocked
 from cupy_flash.problem.backward import Gradients
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -4,6 +4,7 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinned import thinned
 
 from cupy_flash import attention, plan_attention_backward
 from cupy_flash.call.backward import _prepared
@@ -19,10 +20,6 @@ both = pytest.mark.parametrize(
     "schedule, deterministic", [("eager", False), ("deferred", True)], ids=["eager", "deferred in order"]
 )
 
-
-@pytest.fixture(autouse=True)
-def fast_build(monkeypatch):
-    monkeypatch.setattr(host, "OPTIONS", (*host.OPTIONS, "-O0"))  # takes longer than what these cases compute
 
 
 @pytest.fixture
@@ -107,7 +104,7 @@ NARROW = [case for case in CASES if max(case.dim, case.dim_v) <= 128 and not cas
 
 
 @both
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", thinned(CASES), ids=str)
 def test_case(case, schedule, deterministic, schedule_as):
     schedule_as(schedule)
     given = operands(case)
@@ -138,7 +135,7 @@ def test_groups_of_heads_in_one_block(group, schedule, deterministic, schedule_a
 
 @in_both_modes
 @pytest.mark.parametrize("last_blocks", [0, 1])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", thinned([64, 128, 256]))
 def test_heads_in_groups(dim, last_blocks, deterministic, planning, request):
     """Three groups: the last one has the sums of the first, which the second clears, and its dq is finished by others, or not."""
     if dim == 128:
@@ -338,7 +335,7 @@ def test_the_last_heads_in_order_begin_with_the_first_keys(kernel, planning, mon
     ],
     ids=str,
 )
-def test_address_sanitizer_finds_nothing(kernel, case, fast_build, monkeypatch):
+def test_address_sanitizer_finds_nothing(kernel, case, monkeypatch):
     """In order, which needs more memory. Each array has memory of exactly its size. For ThreadSanitizer see test_mutation.py."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")
     given = operands(case)
@@ -347,7 +344,7 @@ def test_address_sanitizer_finds_nothing(kernel, case, fast_build, monkeypatch):
     judge(case, given, computed(plan, given))
 
 
-def test_address_sanitizer_finds_nothing_in_the_tile_of_long_sequences(staged, fast_build, monkeypatch):
+def test_address_sanitizer_finds_nothing_in_the_tile_of_long_sequences(staged, monkeypatch):
     """In order, where each warpgroup has a turn of its own."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")
     case = Case("float16", 90, 150, dim=40, heads_q=2, heads_kv=1, causal=True)

@@ -4,13 +4,15 @@ import pytest
 
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.backward import Grouping, backward_maps, make_backward_plan, make_grouping
-from cupy_flash.plan.params import BACKWARD, HOPPER_BACKWARD, TENSOR, backward_params, fast_divmod
+from cupy_flash.plan.params import backward_params, fast_divmod
+from cupy_flash.plan.structs import struct
 from cupy_flash.problem.backward import make_backward_problem
 from cupy_flash.problem.layout import dense_layout
 from cupy_flash.problem.options import Options
 
 SM_90A = ARCHITECTURES["90a"]
 NARROW, WIDE = "bwd_hopper", "bwd_hopper_wide"
+BACKWARD, HOPPER_BACKWARD = struct("BackwardParams"), struct("HopperBackwardParams")
 MAPPED = ("q", "k", "v", "dout", "dq", "dk", "dv")
 
 
@@ -64,7 +66,7 @@ def test_a_problem_becomes_numbers(kernel):
         tensor = params[name]
         return (*(int(tensor[f"{axis}_stride"]) for axis in ("head", "row", "col")), int(tensor["batch_stride"][-1]))
 
-    tensors = [name for name in BACKWARD.names if BACKWARD[name] == TENSOR]
+    tensors = [name for name in BACKWARD.names if BACKWARD[name] == struct("Tensor")]
     assert {name: steps(name) for name in tensors} == {
         "q": (64, 384, 1, 3840),
         "k": (1280, 64, 1, 3840),
@@ -76,6 +78,7 @@ def test_a_problem_becomes_numbers(kernel):
         "dq": (640, 64, 1, 3840),
         "dk": (64, 192, 1, 3840),
         "dv": (48, 144, 1, 2880),
+        "sinks": (0, 0, 0, 0),
     }
     assert {int(params[name]["data"]) for name in tensors} | {int(clear["data"]) for clear in maps.values()} == {0}
     divisors = {
@@ -90,9 +93,8 @@ def test_a_problem_becomes_numbers(kernel):
     assert {name: params[name].tolist() for name in heads} == heads
     assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *heads, *(f"{name}_map" for name in MAPPED)} == set()
     assert {name: params[name].tolist() for name in BACKWARD.names if name not in tensors} == {
-        **dict.fromkeys(("stats", "dq_accum", "dk_accum", "dv_accum", "dq_semaphore", "dq_progress"), 0),
-        "band_left": 6,
-        "band_right": 12,
+        **dict.fromkeys(("stats", "dq_accum", "dk_accum", "dv_accum", "dq_semaphore", "dq_progress", "dsinks", "sinks_of_head"), 0),
+        "mask": (6, 12, fast_divmod(1), 0),
         "batch": [1, 1, 1, 2],
         "heads": 6,
         "heads_per_kv": 2,

@@ -7,7 +7,7 @@ import pytest
 
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.forward import forward_maps, make_forward_plan
-from cupy_flash.plan.params import HOPPER_FORWARD, fast_divmod, hopper_forward_params
+from cupy_flash.plan.params import fast_divmod, hopper_forward_params
 from cupy_flash.plan.schedule import TABLE_BLOCKS, TABLE_TILES
 from cupy_flash.problem.forward import make_problem
 from cupy_flash.problem.layout import dense_layout
@@ -45,13 +45,12 @@ def test_a_problem_becomes_numbers():
     }
     assert [params[name]["box_rows"] for name in in_maps] == [64, plan.config.TILE_KV, plan.config.TILE_KV, 16]
     assert {int(params[name]["box_cols"]) for name in in_maps} == {64}
-    assert {int(params[name]["data"]) for name in (*in_maps, "lse", "out")} == {0}
+    assert {int(params[name]["data"]) for name in (*in_maps, "lse", "out", "sinks")} == {0}
     out, lse = params["out"], params["lse"]
     assert [out["batch_stride"].tolist(), out["head_stride"], out["row_stride"], out["col_stride"]] == [[0, 0, 0, 2880], 48, 288, 1]
     assert [lse["batch_stride"].tolist(), lse["head_stride"], lse["row_stride"], lse["col_stride"]] == [[0, 0, 0, 60], 10, 1, 0]
-    assert {name: params[name].tolist() for name in HOPPER_FORWARD.names if name not in (*in_maps, "lse", "out")} == {
-        "band_left": 6,
-        "band_right": 12,
+    assert {name: params[name].tolist() for name in params.dtype.names if name not in (*in_maps, "lse", "out", "sinks")} == {
+        "mask": (6, 12, fast_divmod(1), 0),
         "batch": [1, 1, 1, 2],
         "heads": 6,
         "heads_per_kv": 2,
@@ -68,7 +67,6 @@ def test_a_problem_becomes_numbers():
         "scale": pytest.approx(0.3),
         "scale_log2": pytest.approx(0.3 / math.log(2)),
         "softcap": 5.0,
-        "queries_divmod": fast_divmod(1),
         "first_split_tile": 0,  # nor which are shared
         "split_tiles": 0,
         "key_tiles_per_block": 0,
@@ -76,6 +74,7 @@ def test_a_problem_becomes_numbers():
         "partial_rows": 0,
         "out_partials": 0,
         "lse_partials": 0,
+        "sinks_of_head": 0,
     }
 
 

@@ -26,7 +26,7 @@ def schedule_as(monkeypatch):
 
 def judge(case, inputs, result):
     out, lse = result if case.return_lse else (result, None)
-    comparison = compare(out, lse, *inputs, precision=case.precision, **case.scores)
+    comparison = compare(out, lse, *inputs, precision=case.precision, **case.scores, **case.arrays())
     assert comparison.ok, comparison.message
 
 
@@ -38,7 +38,7 @@ def judge(case, inputs, result):
 def test_quick_case(case, schedule, schedule_as):
     schedule_as(schedule)
     inputs = make_inputs(case)
-    judge(case, inputs, attention(*inputs, backend="host", **case.options))
+    judge(case, inputs, attention(*inputs, backend="host", **case.options, **case.arrays()))
 
 
 ELSEWHERE = (
@@ -276,7 +276,7 @@ def test_strides_do_not_change_a_bit(moved, strides):
 
 @pytest.mark.parametrize("kernel", ["fwd_v2", "fwd_hopper"])
 @pytest.mark.parametrize("tool", host.SANITIZERS)
-def test_sanitizers_find_nothing(tool, kernel, fast_build, monkeypatch):
+def test_sanitizers_find_nothing(tool, kernel, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", tool)
     case = Case("float16", 50, 90, dim=32, heads_q=3, causal=True)
     inputs = make_inputs(case)

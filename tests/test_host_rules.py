@@ -15,8 +15,6 @@ from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.machine import host
 from cupy_flash.machine.host import SCHEDULES
 
-pytestmark = pytest.mark.usefixtures("fast_build")
-
 # A small kernel in the place of a large one, with a few things at hand.
 SMALL_KERNEL = """\
 #include "tile/pipeline.cuh"
@@ -45,7 +43,7 @@ def run(request, monkeypatch, change_kernel):
         change_kernel("fwd_hopper.cu", SMALL_KERNEL.replace("BODY", body))
         inputs = make_inputs(Case("float16", 65, 64))  # of 64 queries out would leave from registers, without a map
         plan = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", return_lse=True)
-        monkeypatch.setattr(host, "scheduled", lambda plan, params, launches: (params, (replace(launches[0], blocks=blocks),)))
+        monkeypatch.setattr(host, "scheduled", lambda _, params, launches, mask: (params, (replace(launches[0], blocks=blocks),)))
         monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(at_a_time * plan.kernel.config.WARPS))
         _, lse = plan(*inputs, lse=numpy.zeros((1, 1, 65), "f4"))  # where counters start
         return lse[0, 0, 0]

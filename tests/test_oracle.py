@@ -2,24 +2,26 @@
 
 import ast
 import doctest
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import pytest
+from banded import blocked, blocked_gradients, visible
 
 from cupy_flash.judge import oracle, oracle_gradients
 from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.judge.compare import compare
 from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
-from cupy_flash.machine.numpy_path import forward as numpy_forward
-from cupy_flash.machine.numpy_path.backward import blocked_gradients
+from cupy_flash.machine.numpy_path import backward
 from cupy_flash.machine.numpy_path.merge import merged
+from cupy_flash.problem.mask import Mask
 
 BANDS = [(None, None), (None, 2), (None, -3), (-2, 1), (0, 0), (4, None), (-100, 100), (50, 60), (2, 1)]
 CASE = Case("float32", 40, 60, heads_q=2, causal=True)
 
 
-@pytest.mark.parametrize("mask", [oracle.sees, numpy_forward.visible], ids=lambda mask: mask.__name__)
+@pytest.mark.parametrize("mask", [oracle.sees, visible], ids=lambda mask: mask.__name__)
 @pytest.mark.parametrize("lengths", [(5, 7), (7, 5), (1, 1), (0, 3), (3, 0)])
 @pytest.mark.parametrize("band", BANDS)
 def test_a_mask_is_the_definition(mask, lengths, band):
@@ -45,17 +47,13 @@ def test_the_oracle_imports_nothing_that_it_judges(module, shared):
 def off_by_one(monkeypatch):
     """Backend 'numpy' hides one key fewer from every row."""
 
-    right = numpy_forward.visible
-
-    def wrong(len_q, len_kv, first_key, last_key):
-        return right(len_q, len_kv, first_key, last_key + 1)
-
-    monkeypatch.setattr(numpy_forward, "visible", wrong)
+    right = Mask.visible
+    monkeypatch.setattr(Mask, "visible", lambda mask, *tile: right(replace(mask, right=mask.right + 1), *tile))
 
 
 def test_a_wrong_mask_does_not_judge_itself(off_by_one):
     q, k, v = make_inputs(CASE)
-    out, lse = numpy_forward.blocked(q, k, v, **CASE.scores)
+    out, lse = blocked(q, k, v, **CASE.scores)
     assert not compare(out, None, q, k, v, **CASE.scores).ok
     assert not compare(oracle.naive(q, k, v, **CASE.scores)[0], lse, q, k, v, **CASE.scores).ok
 
@@ -71,7 +69,7 @@ def test_a_wrong_mask_does_not_judge_its_gradients(request):
     assert not compare_gradients(wrong, *rows, **CASE.scores).ok
 
 
-@pytest.mark.parametrize("function", [blocked_gradients, merged], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", [backward.blocked_gradients, merged], ids=lambda function: function.__name__)
 def test_examples_of_backend_numpy_run(function):
     [example] = doctest.DocTestFinder(recurse=False).find(function, function.__name__)
     result = doctest.DocTestRunner().run(example)

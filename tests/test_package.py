@@ -9,6 +9,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash.machine import source
+from cupy_flash.plan.sources import shelf
 
 PACKAGE = Path(cupy_flash.__file__).parent
 
@@ -72,7 +73,7 @@ def test_algorithm_explains_each_barrier(file):
     assert [lines[i] for i in barriers if "//" not in lines[i]] == []
 
 
-LINES = {path: path.read_text(encoding="utf-8").count("\n") for path in (*PACKAGE.rglob("*.py"), *source.shelf().rglob("*.c*"))}
+LINES = {path: path.read_text(encoding="utf-8").count("\n") for path in (*PACKAGE.rglob("*.py"), *shelf().rglob("*.c*"))}
 
 
 @pytest.mark.parametrize("path", LINES, ids=lambda path: path.name)
@@ -82,7 +83,7 @@ def test_no_file_is_longer_than_400_lines(path):
 
 @pytest.mark.parametrize("file", [file for file in ALGORITHMS if file.startswith(("fwd", "bwd"))])
 def test_algorithm_is_long_enough_to_be_read_alone(file):
-    assert LINES[source.shelf() / file] >= 80
+    assert LINES[shelf() / file] >= 80
 
 
 def test_the_package_is_a_house_of_few_floors():

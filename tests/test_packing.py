@@ -37,7 +37,7 @@ def judged(plan, q, k, v, **results):
     """The results of a plan, once they have been compared with attention in float64."""
     p = plan.problem
     out, lse = plan(q, k, v, **results)
-    comparison = compare(out, lse, q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key, softcap=p.softcap)
+    comparison = compare(out, lse, q, k, v, scale=p.scale, first_key=p.mask.left, last_key=p.mask.right, softcap=p.softcap)
     assert comparison.ok, comparison.message
     return out, lse
 
@@ -86,7 +86,7 @@ def test_the_kernel_sees_the_same_elements(drawn):
     problem = make_problem(*layouts, Options(backend="host", return_lse=True, **options), arrays.layout(out), arrays.layout(lse))
     packing = packing_of(problem)
     packed, group, queries = packing.problem, problem.heads_per_kv, problem.len_q
-    seen = sees(queries, problem.len_kv, problem.first_key, problem.last_key)
+    seen = sees(queries, problem.len_kv, problem.mask.left, problem.mask.right)
     even = queries == 1 or all(x.strides[1] == queries * x.strides[2] for x in (q, out, lse))
     if group == 1 or not even or not seen.any():
         assert packed is problem and not packing.reason
@@ -99,7 +99,7 @@ def test_the_kernel_sees_the_same_elements(drawn):
         1,
         group * queries,
     )
-    assert packed.pairs * problem.heads_kv == problem.pairs * problem.heads_q
+    assert packed.mask.pairs * problem.heads_kv == problem.mask.pairs * problem.heads_q
     for array, layout in ((q, packed.q), (out, packed.out), (lse, packed.lse)):
         rows = array.reshape(len(array), packed.heads_q, group * queries, *array.shape[3:])  # head after head
         assert numpy.array_equal(view(array, layout), rows)
@@ -108,8 +108,8 @@ def test_the_kernel_sees_the_same_elements(drawn):
         assert numpy.array_equal(view(array, layout, skipped), array[:, :, keys])
         assert numpy.array_equal(array[:, :, packing.keys], array[:, :, keys])
         assert (array.ctypes.data + skipped) % layout.alignment == 0
-    assert numpy.array_equal(sees(queries, packed.len_kv, packed.first_key, packed.last_key), seen[:, keys])
-    assert packed.queries == (None if seen[:, keys].all() else queries)
+    assert numpy.array_equal(sees(queries, packed.len_kv, packed.mask.left, packed.mask.right), seen[:, keys])
+    assert packed.mask.queries == (None if seen[:, keys].all() else queries)
     assert packing_of(packed).problem is packed
 
 
@@ -223,7 +223,7 @@ def test_few_queries_are_attention(kernel, order):
         plan = planned(*inputs, kernel=kernel, **case.options)
         packed = packing_of(plan.problem).problem
         c = plan.kernel.config
-        assert packed.len_q == group * queries and c.PACK_GQA is (packed.queries is not None)
+        assert packed.len_q == group * queries and c.PACK_GQA is (packed.mask.queries is not None)
         assert kernel != "fwd_v2" or not c.PACK_GQA or c.TILE_Q == SHORT  # other rows of the table would spill
         assert blocks_of(plan) == 4 * -(-packed.len_q // c.TILE_Q)
         judged(plan, *inputs)

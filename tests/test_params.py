@@ -1,6 +1,7 @@
 """What a kernel is told at launch: the NumPy dtypes are the C structs, and batch axes merge without losing an element."""
 
 import dataclasses
+import re
 import subprocess
 
 import numpy
@@ -10,23 +11,17 @@ from hypothesis import strategies as st
 
 from cupy_flash import UnsupportedError
 from cupy_flash.machine import source, toolchain
-from cupy_flash.plan.params import (
-    BACKWARD,
-    FORWARD,
-    HOPPER_BACKWARD,
-    HOPPER_FORWARD,
-    MERGE,
-    TENSOR,
-    UNBOUNDED,
-    fast_divmod,
-    forward_params,
-    places_of,
-)
+from cupy_flash.plan.params import fast_divmod, forward_params, places_of
+from cupy_flash.plan.sources import shelf
+from cupy_flash.plan.structs import struct
 from cupy_flash.plan.tensor_map import TENSOR_MAP
 from cupy_flash.problem import arrays
 from cupy_flash.problem.forward import make_problem
 from cupy_flash.problem.layout import BATCH_AXES, dense_layout, merge_batch_axes
+from cupy_flash.problem.mask import UNBOUNDED
 from cupy_flash.problem.options import Options
+
+FORWARD = struct("ForwardParams")
 
 # The structs
 
@@ -39,7 +34,7 @@ template <typename T> char kind() {
   typedef std::remove_all_extents_t<T> Scalar;
   if (std::is_class_v<Scalar>) return 'V';
   if (std::is_floating_point_v<Scalar>) return 'f';
-  return std::is_pointer_v<Scalar> || std::is_same_v<Scalar, u16> ? 'u' : 'i';
+  return std::is_pointer_v<Scalar> || std::is_unsigned_v<Scalar> ? 'u' : 'i';
 }
 #define SHOW(S, F) std::printf(#S "." #F " %zu %zu %c\\n", offsetof(S, F), sizeof(S::F), kind<decltype(S::F)>());
 #define WHOLE(S) std::printf(#S " %zu %zu\\n", sizeof(S), alignof(S));
@@ -49,17 +44,19 @@ template <typename T> char kind() {
 def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
     """Name, offset, size and kind of each field; of a tensor map, whose content is the driver's, the size alone."""
     calls, expected = ["WHOLE(TensorMap)"], [f"TensorMap {TENSOR_MAP.itemsize} 64"]
-    structs = {"Tensor": TENSOR, "ForwardParams": FORWARD, "BackwardParams": BACKWARD, "MergeParams": MERGE}
-    with_maps = {"HopperForwardParams": HOPPER_FORWARD, "HopperBackwardParams": HOPPER_BACKWARD}
-    for struct, dtype in (structs | with_maps).items():
-        for name in dtype.names:
-            field, offset = dtype.fields[name][:2]
-            calls.append(f"SHOW({struct}, {name})")
-            expected.append(f"{struct}.{name} {offset} {field.itemsize} {field.base.kind}")
-        calls.append(f"WHOLE({struct})")
-        expected.append(f"{struct} {dtype.itemsize} {64 if struct in with_maps else 8}")
+    alignments = {"FastDivmod": 4}
+    alignments |= dict.fromkeys(("Tensor", "MaskParams", "ForwardParams", "BackwardParams", "MergeParams"), 8)
+    alignments |= {"HopperForwardParams": 64, "BackwardMaps": 64, "HopperBackwardParams": 64}
+    written = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+)", source.files()["params.cuh"], re.MULTILINE)
+    assert set(written) == {*alignments, "TensorMap"}
+    for name, alignment in alignments.items():
+        for field, (dtype, offset) in struct(name).fields.items():
+            calls.append(f"SHOW({name}, {field})")
+            expected.append(f"{name}.{field} {offset} {dtype.itemsize} {dtype.base.kind}")
+        calls.append(f"WHOLE({name})")
+        expected.append(f"{name} {struct(name).itemsize} {alignment}")
     (tmp_path / "structs.cpp").write_text(f"{PROGRAM}int main() {{ {' '.join(calls)} }}\n")
-    command = [*toolchain.compiler(), "-std=c++17", "-pthread", "-w", f"-I{source.shelf()}", "structs.cpp", "-o", "structs"]
+    command = [*toolchain.compiler(), "-std=c++17", "-pthread", "-w", f"-I{shelf()}", "structs.cpp", "-o", "structs"]
     subprocess.run(command, check=True, cwd=tmp_path)
     found = subprocess.run([tmp_path / "structs"], check=True, capture_output=True, text=True).stdout
     assert found.splitlines() == expected
@@ -67,7 +64,7 @@ def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
 
 def test_an_address_has_a_place_in_each_form_that_an_array_is_told_in():
     """Counted in words, as fields; a workspace part is a pointer, and lse has no map."""
-    params = numpy.zeros(1, HOPPER_BACKWARD)
+    params = numpy.zeros(1, struct("HopperBackwardParams"))
     words = params.view(numpy.uint64)
     for name, fields in {"q": ["q", "q_map"], "lse": ["lse"], "dq_accum": ["dq_accum"], "dv": ["dv", "dv_map"]}.items():
         places = places_of(params, name)
@@ -97,16 +94,16 @@ def test_a_problem_becomes_numbers():
     q, out = (dense_layout((2, 6, 10, dim), (3, 1, 2, 0), "float16", None) for dim in (64, 48))
     k, v = (dense_layout((2, 3, 20, dim), (3, 2, 1, 0), "float16", None) for dim in (64, 48))
     asked = Options(scale=0.3, softcap=5.0, window=(4, 2), return_lse=True, backend="host")
-    params = forward_params(make_problem(q, k, v, asked, out))[0]
-    strides = {
-        name: tuple(params[name][f"{axis}_stride"] for axis in ("head", "row", "col")) for name in ("q", "k", "v", "out", "lse")
-    }
-    assert strides == {"q": (64, 384, 1), "k": (1280, 64, 1), "v": (960, 48, 1), "out": (48, 288, 1), "lse": (10, 1, 0)}
-    assert [params[name]["batch_stride"][-1] for name in strides] == [3840, 3840, 2880, 2880, 60]
+    sinks = dense_layout((5, 6), (1, 0), "float32", None)
+    params = forward_params(make_problem(q, k, v, asked, out, sinks=sinks))[0]
+    arrays = ("q", "k", "v", "out", "lse", "sinks")
+    strides = {name: tuple(params[name][f"{axis}_stride"] for axis in ("head", "row", "col")) for name in arrays}
+    of_inputs = {"q": (64, 384, 1), "k": (1280, 64, 1), "v": (960, 48, 1), "sinks": (1, 6, 0)}
+    assert strides == of_inputs | {"out": (48, 288, 1), "lse": (10, 1, 0)}
+    assert [params[name]["batch_stride"][-1] for name in strides] == [3840, 3840, 2880, 2880, 60, 0]
     assert {name: params[name].tolist() for name in FORWARD.names if name not in strides} == {
         "state": 0,
-        "band_left": 6,
-        "band_right": 12,
+        "mask": (6, 12, fast_divmod(1), 0),
         "batch": [1, 1, 1, 2],
         "heads": 6,
         "heads_per_kv": 2,
@@ -116,13 +113,13 @@ def test_a_problem_becomes_numbers():
         "dim_v": 48,
         "scale": pytest.approx(0.3),
         "softcap": 5.0,
-        "queries_divmod": fast_divmod(1),
+        "sinks_of_head": 5,
     }
 
 
 def test_no_mask_is_a_band_wider_than_any_length():
     params = forward_params(problem_of(3, 5, 8))[0]
-    assert (params["band_left"], params["band_right"]) == (-UNBOUNDED, UNBOUNDED)
+    assert (params["mask"]["left"], params["mask"]["right"]) == (-UNBOUNDED, UNBOUNDED)
     assert 2 * UNBOUNDED < 2**31 + 1  # a row plus a bound stays below 2^31
 
 

@@ -63,11 +63,11 @@ def test_defaults_of_a_plain_problem():
     assert (problem.batch, problem.heads_q, problem.heads_kv) == ((2,), 6, 3)
     assert (problem.len_q, problem.len_kv, problem.dim, problem.dim_v) == (10, 20, 64, 48)
     assert (problem.dtype, problem.device, problem.backend) == ("float16", None, "numpy")
-    assert (problem.scale, problem.first_key, problem.last_key, problem.softcap) == (1 / 8, None, None, None)
+    assert (problem.scale, problem.mask.left, problem.mask.right, problem.softcap) == (1 / 8, None, None, None)
     assert (problem.precision, problem.algorithm) == ("ieee", "v2")
     assert problem.lse is None
-    assert problem.seen == (q, k, v, laid(2, 6, 10, 48), None)
-    assert problem.pairs == 200
+    assert problem.seen == (q, k, v, laid(2, 6, 10, 48), None, None)
+    assert problem.mask.pairs == 200
     assert problem.flops == 2 * (64 + 48) * 200 * 6 * 2
     assert hash(problem) == hash(problem_of(q, k, v))
 
@@ -131,9 +131,9 @@ def test_numpy_scalars_are_numbers():
         window=(numpy.int32(2), numpy.int64(1)),
         causal=numpy.False_,
     )
-    assert (problem.scale, problem.softcap, problem.first_key, problem.last_key) == (0.5, 30.0, -2, 1)
+    assert (problem.scale, problem.softcap, problem.mask.left, problem.mask.right) == (0.5, 30.0, -2, 1)
     assert {type(problem.scale), type(problem.softcap)} == {float}
-    assert {type(problem.first_key), type(problem.last_key)} == {int}
+    assert {type(problem.mask.left), type(problem.mask.right)} == {int}
 
 
 def test_scale_may_be_zero_or_negative():
@@ -188,10 +188,10 @@ def test_key_range_and_pairs(len_q, len_kv, causal, window):
         seen &= distance <= right
     if causal:
         seen &= distance <= 0
-    above = True if problem.first_key is None else key >= row + problem.first_key
-    below = True if problem.last_key is None else key <= row + problem.last_key
+    above = True if problem.mask.left is None else key >= row + problem.mask.left
+    below = True if problem.mask.right is None else key <= row + problem.mask.right
     assert numpy.array_equal(seen, numpy.broadcast_to(above & below, seen.shape))
-    assert problem.pairs == seen.sum()
+    assert problem.mask.pairs == seen.sum()
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_key_range_and_pairs(len_q, len_kv, causal, window):
 )
 def test_bounds_that_exclude_nothing_are_dropped(len_q, len_kv, options, expected):
     problem = problem_of(laid(len_q, 8), laid(len_kv, 8), **options)
-    assert (problem.first_key, problem.last_key) == expected
+    assert (problem.mask.left, problem.mask.right) == expected
 
 
 # Refusals: (arguments, exception, what the message must hold: argument, expected, got)

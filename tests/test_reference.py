@@ -9,6 +9,7 @@ import types
 
 import numpy
 import pytest
+from banded import blocked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +17,8 @@ from cupy_flash.judge.cases import Case, full_cases, make_inputs
 from cupy_flash.judge.compare import compare
 from cupy_flash.judge.oracle import naive, namespace, oracle, sees
 from cupy_flash.machine.numpy_path import forward as numpy_forward
-from cupy_flash.machine.numpy_path.forward import blocked, visible
 from cupy_flash.machine.numpy_path.merge import merged
+from cupy_flash.problem.mask import Mask
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -70,8 +71,9 @@ def test_oracle_is_the_definition(band, batches, heads, softcap):
 @pytest.mark.parametrize("case", ON_CPU, ids=str)
 def test_blocked_is_within_the_bound(case):
     q, k, v = make_inputs(case)
-    out, lse = blocked(q, k, v, **case.scores, block_q=48, block_kv=40)
-    verdict = compare(out, lse, q, k, v, precision=case.precision, **case.scores)
+    scores = case.scores | case.arrays()
+    out, lse = blocked(q, k, v, **scores, block_q=48, block_kv=40)
+    verdict = compare(out, lse, q, k, v, precision=case.precision, **scores)
     assert verdict.ok, verdict.message
 
 
@@ -341,8 +343,10 @@ def test_blocked_reads_each_key_in_sight_once_and_masks_only_the_edge(monkeypatc
             read.append(len(x))
             return numpy.ascontiguousarray(x, dtype)
 
+    right = Mask.visible
+
     def counting_visible(*args):
-        masked.append(visible(*args))
+        masked.append(right(*args))
         return masked[-1]
 
     bounds = [None, *range(-8, 9)]
@@ -352,7 +356,7 @@ def test_blocked_reads_each_key_in_sight_once_and_masks_only_the_edge(monkeypatc
         masked.clear(), read.clear()
         with monkeypatch.context() as patch:
             patch.setattr(numpy_forward, "numpy", Counting("numpy"))
-            patch.setattr(numpy_forward, "visible", counting_visible)
+            patch.setattr(Mask, "visible", counting_visible)
             out, _ = blocked(q, kv, kv, **scores, block_q=block_q, block_kv=5)
         numpy.testing.assert_allclose(out, expected, atol=1e-13)
         seen = sees(len_q, len_kv, *band)

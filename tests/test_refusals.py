@@ -85,7 +85,7 @@ def test_all_integers_are_ends_of_a_window(end):
 @pytest.mark.parametrize("end", [10**30, 10**5000], ids=["long", "longer"])
 def test_a_window_wider_than_all_keys_hides_nothing(end):
     plan = plan_attention(X, X, X, window=(end, end))
-    assert (plan.problem.first_key, plan.problem.last_key) == (None, None)
+    assert (plan.problem.mask.left, plan.problem.mask.right) == (None, None)
 
 
 @pytest.mark.parametrize("dtype", ["V0", "V4", "int32", "complex64", "O", "U3", "S1", "M8[s]", "?", ">f4", "g", "f4,f4"])

@@ -9,7 +9,7 @@ from cupy_flash.plan.architecture import architecture_named
 from cupy_flash.plan.forward import forward_launches, forward_maps, make_forward_plan
 from cupy_flash.plan.kernel import Launch
 from cupy_flash.plan.packing import packing_of
-from cupy_flash.plan.params import HOPPER_FORWARD, UNBOUNDED, forward_params, hopper_forward_params
+from cupy_flash.plan.params import forward_params, hopper_forward_params
 from cupy_flash.plan.schedule import (
     BUSY,
     COMBINING,
@@ -26,6 +26,8 @@ from cupy_flash.plan.schedule import (
     make_splits,
 )
 from cupy_flash.plan.schedule_params import combining_blocks, scheduled
+from cupy_flash.plan.structs import struct as struct_named
+from cupy_flash.problem.mask import UNBOUNDED, Mask
 
 FITS = 1.0  # bytes of a head: so few that all heads stay in the cache
 
@@ -77,7 +79,7 @@ def test_blocks_end_together(tiles_of_head, heads):
 @pytest.mark.parametrize("length, tile_q, tile_kv", [(2048, 256, 64), (8192, 192, 64), (8192, 128, 64), (16384, 192, 128)])
 def test_the_ends_of_windows_leave_no_block_with_much_more(length, tile_q, tile_kv, left, right):
     """The first rows of a head see the fewest keys, or the last: by number alone, those come to the same blocks again and again."""
-    costs = costs_of_tiles(length, length, -left, right, tile_q, tile_kv)
+    costs = costs_of_tiles(Mask(length, length, -left, right), tile_q, tile_kv)
     heads = 32 * 8192 // length
     mean = costs.sum() * heads / 132
     made = make_schedule(costs, heads, MANY_KEYS, FITS, 132)
@@ -112,7 +114,7 @@ ANY = -UNBOUNDED
 @pytest.mark.parametrize("length, heads, tile_q, rounds", [(8192, 64, 256, 1), (8192, 32, 192, 2), (16384, 16, 192, 3)])
 def test_the_table_holds_as_many_rounds_as_make_blocks_even(length, heads, tile_q, rounds):
     """Causal; with one round, 0.993, 0.983 and 0.973 of the time would be used."""
-    costs = costs_of_tiles(length, length, ANY, 0, tile_q, 64)
+    costs = costs_of_tiles(Mask(length, length, ANY, 0), tile_q, 64)
     made = make_schedule(costs, heads, length, FITS, 132)
     loads = [sum(cost_of(tile, costs) for tile in block) for block in work_tiles(made, 132, heads * len(costs))]
     assert heads * len(costs) // 264 - made.by_formula // 2 == rounds and BUSY * 132 * max(loads) <= sum(loads)
@@ -121,7 +123,7 @@ def test_the_table_holds_as_many_rounds_as_make_blocks_even(length, heads, tile_
 @pytest.mark.parametrize("left, right", [(1023, 0), (512, 511), (255, 0)])
 @pytest.mark.parametrize("length, tile_q", [(1024, 256), (8192, 192), (8192, 128)])
 def test_where_blocks_do_not_become_even_the_best_of_all_rounds_is_taken(length, tile_q, left, right, monkeypatch):
-    costs, heads = costs_of_tiles(length, length, -left, right, tile_q, 64), 32 * 8192 // length
+    costs, heads = costs_of_tiles(Mask(length, length, -left, right), tile_q, 64), 32 * 8192 // length
 
     def longest():
         made = make_schedule(costs, heads, length, FITS, 132)
@@ -139,7 +141,7 @@ def test_costs_count_key_tiles():
     causal = {(ANY, 50): [3, 5, 7], (ANY, 0): [2, 4, 6], (ANY, 1): [3, 5, 7], (ANY, -150): [1, 1, 3], (ANY, 200): [6, 7, 7]}
     windows = {(-50, 0): [2, 3, 3], (-51, 1): [3, 5, 5], (0, 0): [2, 2, 2], (200, UNBOUNDED): [3, 1, 1], (-900, -800): [1, 1, 1]}
     for (first_key, last_key), steps in (causal | windows | {(ANY, UNBOUNDED): [7, 7, 7]}).items():
-        assert (costs_of_tiles(300, 350, first_key, last_key, 100, 50) - STEPS_BESIDES).tolist() == steps
+        assert (costs_of_tiles(Mask(300, 350, first_key, last_key), 100, 50) - STEPS_BESIDES).tolist() == steps
 
 
 def told(blocks, len_kv=1000, **options):
@@ -149,7 +151,7 @@ def told(blocks, len_kv=1000, **options):
     plan = make_forward_plan(problem, architecture_named("90a"))
     params = hopper_forward_params(problem, forward_maps(plan, problem), plan.config.TILE_Q)
     launches = tuple(launch.on(blocks) for launch in forward_launches(plan, problem))
-    return plan, *scheduled(plan, params, launches)
+    return plan, *scheduled(plan, params, launches, problem.mask)
 
 
 def struct(blocks, **options):
@@ -171,7 +173,7 @@ def test_tiles_of_several_heads_are_taken_by_number():
     plan = make_forward_plan(problem, architecture_named("90a"))
     params = hopper_forward_params(problem, forward_maps(plan, problem), plan.config.TILE_Q)
     launches = tuple(launch.on(5) for launch in forward_launches(plan, problem))
-    params, _ = scheduled(plan, params, launches)
+    params, _ = scheduled(plan, params, launches, problem.mask)
     assert plan.config.PACK_GQA and not plan.config.SPLIT_KV and params[0]["tiles"] > 5
     assert (params[0]["run"], params[0]["by_formula"]) == (1, schedule.ALL_TILES)
 
@@ -193,7 +195,8 @@ def test_other_kernels_have_no_schedule():
     plan = plan_attention(q, q, q, backend="host", arch="90a", kernel="fwd_v2", causal=True)
     params = forward_params(plan.problem)
     launches = (Launch("fwd_v2", 5, 0),)
-    assert params.dtype != HOPPER_FORWARD and scheduled(plan.kernel, params, launches) == (params, launches)
+    assert params.dtype == struct_named("ForwardParams")
+    assert scheduled(plan.kernel, params, launches, plan.problem.mask) == (params, launches)
 
 
 # Tiles that blocks share

@@ -108,7 +108,7 @@ def test_scores_are_scaled_one_by_one_where_the_scale_is_large():
 
 @kinds
 @pytest.mark.parametrize("softcap", [1e-3, 0.1, 50.0, 1e3, 1e5, 1e8, 1e20, 1e30])
-def test_softcap_is_right_relatively(arch, dtype, softcap, fast_build):
+def test_softcap_is_right_relatively(arch, dtype, softcap):
     q, k, v, dout = inputs(dtype)
     for options in ({"softcap": softcap}, {"softcap": softcap, "scale": 1e-3}):
         scores = scores_of(options)
@@ -140,7 +140,7 @@ EDGES = [
 
 @pytest.mark.parametrize("schedule", ["eager", "deferred"])
 @pytest.mark.parametrize(("arch", "dtype"), [("numpy", "float32"), *KINDS])
-def test_edges_of_float32_are_right(arch, dtype, schedule, fast_build, monkeypatch):
+def test_edges_of_float32_are_right(arch, dtype, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     q, k, v, dout = inputs(dtype)
     for options in EDGES:
@@ -154,7 +154,7 @@ def test_edges_of_float32_are_right(arch, dtype, schedule, fast_build, monkeypat
 
 @pytest.mark.parametrize(("arch", "dtype"), [("numpy", "float32"), *KINDS])
 @pytest.mark.parametrize("scale", [1e10, 1e38, MAX, -MAX])
-def test_a_score_of_any_size_is_not_lost(arch, dtype, scale, fast_build):
+def test_a_score_of_any_size_is_not_lost(arch, dtype, scale):
     """A row that picks one key: its scores are so far apart that nothing else is left, and the value of that key is the result."""
     q, k, v, dout = inputs(dtype, size=0.05)
     scores = scores_of({"scale": scale})

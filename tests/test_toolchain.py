@@ -132,7 +132,7 @@ def test_compiler_whose_code_is_wrong(monkeypatch, script):
     refused(monkeypatch, script(wrong, "wrong"), "and its code says 5 where 17 is right")
 
 
-def test_mended_cxx_is_used_in_the_same_process(monkeypatch, fast_build):
+def test_mended_cxx_is_used_in_the_same_process(monkeypatch):
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(CompileError):
         on_host()

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..call.backward import BackwardPlan, attention_and_vjp, operands, prepared_backward
 from ..problem.backward import Gradients
 from .absent import answers_absent
 from .forward import A
+from .signature import takes_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..problem.options import CommonOptions
 
 
 @answers_absent
+@takes_options
 def attention_backward(
     dout: Any,
     q: Any,
@@ -20,19 +27,14 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
-    layout: str = "bhsd",
-    scale: float | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    precision: str | None = None,
-    algorithm: str = "auto",
-    backend: str = "auto",
     dlse: Any = None,
+    sinks: Any = None,
     deterministic: bool = False,
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
+    dsinks: Any = None,
+    **options: Unpack[CommonOptions],
 ) -> Gradients:
     """The gradients of `attention` with respect to q, k and v, in memory linear in the sequence length.
 
@@ -50,12 +52,10 @@ def attention_backward(
         What `attention` returned.
     lse : array, shape (..., heads, seq_q)
         What `attention` returned with ``return_lse=True``: float32, or float64 for float64.
-    layout, scale, causal, window, softcap, precision, backend
-        As in `attention`, and with the values given there.
-    algorithm : {'auto', 'v2'}
-        'v2' is FlashAttention-2's backward. There is none for 'v1', whose results it takes just as well.
     dlse : array, shape (..., heads, seq_q), optional
         Gradient with respect to `lse`, in its dtype; None is zero.
+    sinks : array, shape (heads,) or (n, heads), optional
+        As it was given to `attention`.
     deterministic : bool
         True adds the gradient of q in a fixed order, so that repeats are bitwise equal. Costs speed on a GPU.
     dq : array of the shape of q, optional
@@ -64,11 +64,17 @@ def attention_backward(
         Where to write the gradient of k.
     dv : array of the shape of v, optional
         Where to write the gradient of v.
+    dsinks : array of the shape of sinks, optional
+        Where to write the gradient of sinks, C-contiguous.
+    **options
+        As in `attention`, and with the values given there. But `algorithm` is 'auto' or 'v2', FlashAttention-2's backward; there is
+        none for 'v1', whose results it takes just as well.
 
     Returns
     -------
     Gradients
-        The tuple ``(dq, dk, dv)``. Each has shape, dtype, memory order and kind of array of its own input. Where an input was
+        The tuple ``(dq, dk, dv)``, with `dsinks` as an attribute, which is None without sinks. Each has shape, dtype, memory order
+        and kind of array of its own input. Where an input was
         broadcast along an axis, because it lacks it or has size 1 there, its gradient is summed over the axis; so it is over the
         query heads that share a key-value head. Queries that see no key have gradient 0.
 
@@ -100,57 +106,48 @@ def attention_backward(
     >>> dq.shape
     (8, 100, 64)
     """
-    given = operands(dout, q, k, v, out, lse, dlse, dq, dk, dv)
-    options = (layout, scale, causal, window, softcap, precision, algorithm, backend)
-    return prepared_backward(given, options, deterministic, None).run(given)
+    given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks)
+    return prepared_backward(given, {**options, "deterministic": deterministic}).run(given)
 
 
 @overload
 def attention_vjp(
-    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
-    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
-    algorithm: str = ..., backend: str = ..., return_lse: Literal[False] = ..., deterministic: bool = ...,
+    q: A, k: Any, v: Any, *, sinks: Any = ..., return_lse: Literal[False] = ..., deterministic: bool = ...,
+    **options: Unpack[CommonOptions],
 ) -> tuple[A, Callable[..., Gradients]]: ...  # fmt: skip
 
 
 @overload
 def attention_vjp(
-    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
-    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
-    algorithm: str = ..., backend: str = ..., return_lse: Literal[True], deterministic: bool = ...,
+    q: A, k: Any, v: Any, *, sinks: Any = ..., return_lse: Literal[True], deterministic: bool = ...,
+    **options: Unpack[CommonOptions],
 ) -> tuple[tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
 
 
 @overload
 def attention_vjp(
-    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
-    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
-    algorithm: str = ..., backend: str = ..., return_lse: bool, deterministic: bool = ...,
+    q: A, k: Any, v: Any, *, sinks: Any = ..., return_lse: bool, deterministic: bool = ...,
+    **options: Unpack[CommonOptions],
 ) -> tuple[A | tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
 
 
 @answers_absent
+@takes_options
 def attention_vjp(
     q: Any,
     k: Any,
     v: Any,
     *,
-    layout: str = "bhsd",
-    scale: float | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    precision: str | None = None,
-    algorithm: str = "auto",
-    backend: str = "auto",
+    sinks: Any = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    **options: Unpack[CommonOptions],
 ) -> tuple[Any, Callable[..., Gradients]]:
     """Attention, and the function that takes a gradient of its result to those of q, k and v.
 
     Parameters
     ----------
-    q, k, v, layout, scale, causal, window, softcap, precision, algorithm, backend, return_lse
+    q, k, v, sinks, return_lse, **options
         As in `attention`.
     deterministic : bool
         As in `attention_backward`.
@@ -177,11 +174,11 @@ def attention_vjp(
     >>> bool(np.allclose(dv.sum(axis=1), 100, rtol=1e-4))  # the weights of each of the 100 queries add up to 1
     True
     """
-    shared = (layout, scale, causal, window, softcap, precision)
-    return attention_and_vjp(q, k, v, shared, algorithm, backend, return_lse, deterministic)
+    return attention_and_vjp(q, k, v, sinks, options, return_lse, deterministic)
 
 
 @answers_absent
+@takes_options
 def plan_attention_backward(
     dout: Any,
     q: Any,
@@ -190,27 +187,22 @@ def plan_attention_backward(
     out: Any,
     lse: Any,
     *,
-    layout: str = "bhsd",
-    scale: float | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    precision: str | None = None,
-    algorithm: str = "auto",
-    backend: str = "auto",
     dlse: Any = None,
+    sinks: Any = None,
     deterministic: bool = False,
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
+    dsinks: Any = None,
     arch: str | None = None,
     kernel: str | None = None,
+    **options: Unpack[CommonOptions],
 ) -> BackwardPlan:
     """Decide how `attention_backward` would compute, without computing.
 
     Parameters
     ----------
-    dout, q, k, v, out, lse, layout, scale, causal, window, softcap, precision, algorithm, backend, dlse, deterministic, dq, dk, dv
+    dout, q, k, v, out, lse, dlse, sinks, deterministic, dq, dk, dv, dsinks, **options
         As in `attention_backward`. Only the layouts of the arrays matter.
     arch : str, optional
         As in `plan_attention`.
@@ -223,7 +215,8 @@ def plan_attention_backward(
     -------
     BackwardPlan
         Prints itself, knows its `workspace_bytes`, and computes when called as
-        ``plan(dout, q, k, v, out, lse, dlse=..., dq=..., dk=..., dv=..., workspace=...)`` with arrays of the same layouts.
+        ``plan(dout, q, k, v, out, lse, dlse=..., sinks=..., dq=..., dk=..., dv=..., workspace=...)`` with arrays of the same
+        layouts.
 
     Raises
     ------
@@ -238,6 +231,5 @@ def plan_attention_backward(
     >>> plan.workspace.names
     ('stats', 'dq_accum')
     """
-    given = operands(dout, q, k, v, out, lse, dlse, dq, dk, dv)
-    options = (layout, scale, causal, window, softcap, precision, algorithm, backend)
-    return prepared_backward(given, options, deterministic, arch, kernel)
+    given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks)
+    return prepared_backward(given, {**options, "deterministic": deterministic, "arch": arch, "kernel": kernel})

@@ -2,55 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ..call.forward import AttentionPlan, ForwardOperands, prepared
 from .absent import answers_absent
+from .signature import takes_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..problem.options import CommonOptions
 
 A = TypeVar("A")  # results are of the kind of array that q is
 
 
 @overload
 def attention(
-    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
-    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
-    algorithm: str = ..., backend: str = ..., return_lse: Literal[False] = ..., out: Any = ..., lse: Any = ...,
+    q: A, k: Any, v: Any, *, sinks: Any = ..., return_lse: Literal[False] = ..., out: Any = ..., lse: Any = ...,
+    **options: Unpack[CommonOptions],
 ) -> A: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
-    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
-    algorithm: str = ..., backend: str = ..., return_lse: Literal[True], out: Any = ..., lse: Any = ...,
+    q: A, k: Any, v: Any, *, sinks: Any = ..., return_lse: Literal[True], out: Any = ..., lse: Any = ...,
+    **options: Unpack[CommonOptions],
 ) -> tuple[A, A]: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: A, k: Any, v: Any, *, layout: str = ..., scale: float | None = ..., causal: bool | str = ...,
-    window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., precision: str | None = ...,
-    algorithm: str = ..., backend: str = ..., return_lse: bool, out: Any = ..., lse: Any = ...,
+    q: A, k: Any, v: Any, *, sinks: Any = ..., return_lse: bool, out: Any = ..., lse: Any = ...,
+    **options: Unpack[CommonOptions],
 ) -> A | tuple[A, A]: ...  # fmt: skip
 
 
 @answers_absent
+@takes_options
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
-    layout: str = "bhsd",
-    scale: float | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    precision: str | None = None,
-    algorithm: str = "auto",
-    backend: str = "auto",
+    sinks: Any = None,
     return_lse: bool = False,
     out: Any = None,
     lse: Any = None,
+    **options: Unpack[CommonOptions],
 ) -> Any:
     """Exact attention, ``softmax(q @ k.T * scale) @ v``, in memory linear in the sequence length.
 
@@ -75,6 +73,9 @@ def attention(
     window : (int or None, int or None), optional
         Query i sees at most `left` keys before and `right` keys behind its own place, both ends included, anchored like `causal`.
         None or -1 is unbounded.
+    prefix : int
+        Every query sees the first `prefix` keys, whatever `causal` or the right end of `window` hides: a prefix of both directions,
+        as language models have it. With a left end of `window` there is none yet.
     softcap : float, optional
         Scores become ``softcap * tanh(score / softcap)``.
     precision : {None, 'ieee', 'tf32'}
@@ -85,6 +86,9 @@ def attention(
     backend : {'auto', 'cuda', 'host', 'numpy'}
         'auto' is 'cuda' for device arrays and 'numpy' for arrays in host memory. 'host' executes the CUDA source on the CPU, which
         needs a C++ compiler.
+    sinks : array, shape (heads,) or (n, heads), optional
+        Logits of each query of a head besides those of its keys, which belong to no value: the softmax is over keys and sinks. In
+        the dtype of q, or in float32.
     return_lse : bool
         Return the log-sum-exp of the scores as well.
     out : array, shape (..., heads, seq_q, dim_v), optional
@@ -118,6 +122,9 @@ def attention(
     A query and a key that may not see each other do not influence each other, whatever they hold. A NaN or infinity in a row of
     `v`, however, reaches every query whose tile of keys contains that row, as ``0 * nan``.
 
+    With sinks, `lse` includes them, and so they count once when results over different keys are merged by `merge_states`: give them
+    to one of the calls only.
+
     References
     ----------
     T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, arXiv:2307.08691.
@@ -129,36 +136,30 @@ def attention(
     >>> cupy_flash.attention(q, k, v, causal=True).shape
     (8, 100, 64)
     """
-    given = ForwardOperands(q, k, v, out, lse)
-    options = (None, layout, scale, causal, window, softcap, precision, algorithm, backend, return_lse)
-    return prepared(given, options).run(given)
+    given = ForwardOperands(q, k, v, out, lse, sinks)
+    return prepared(given, {**options, "return_lse": return_lse}).run(given)
 
 
 @answers_absent
+@takes_options
 def plan_attention(
     q: Any,
     k: Any,
     v: Any,
     *,
-    layout: str = "bhsd",
-    scale: float | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    precision: str | None = None,
-    algorithm: str = "auto",
-    backend: str = "auto",
+    sinks: Any = None,
     return_lse: bool = False,
     out: Any = None,
     lse: Any = None,
     arch: str | None = None,
     kernel: str | None = None,
+    **options: Unpack[CommonOptions],
 ) -> AttentionPlan:
     """Decide how `attention` would compute, without computing.
 
     Parameters
     ----------
-    q, k, v, layout, scale, causal, window, softcap, precision, algorithm, backend, return_lse, out, lse
+    q, k, v, sinks, return_lse, out, lse, **options
         As in `attention`. Only the layouts of the arrays matter.
     arch : str, optional
         Architecture to plan for on backend 'host', such as '75' or '90a'; by default '80'. On a GPU it is the device's own.
@@ -184,5 +185,5 @@ def plan_attention(
     >>> plan.kernel.config.TILE_Q
     128
     """
-    options = (arch, layout, scale, causal, window, softcap, precision, algorithm, backend, return_lse, kernel)
-    return prepared(ForwardOperands(q, k, v, out, lse), options)
+    given = ForwardOperands(q, k, v, out, lse, sinks)
+    return prepared(given, {**options, "return_lse": return_lse, "arch": arch, "kernel": kernel})

@@ -20,7 +20,7 @@ from .forward import ForwardOperands, prepared
 if TYPE_CHECKING:
     from ..machine.host import Traffic
 
-RESULTS = ("dq", "dk", "dv")
+RESULTS = ("dq", "dk", "dv", "dsinks")
 FIRST_RESULT = BACKWARD_ARRAYS.index("dq")
 
 
@@ -48,19 +48,20 @@ class BackwardPlan(Prepared):
             execution = Execution(kernel, launches, params, BACKWARD_ARRAYS, workspace, p.device, maps)
         super().__init__(dict(zip(BACKWARD_ARRAYS, problem.seen)), RESULTS, p.backend, p.device, execution)
         described = [x and arrays.description_of(x) for x in problem.seen]
-        self._usual = () if self._demanded else (described, [*described[:-3], None, None, None])  # with and without results
+        without_results = [*described[:FIRST_RESULT], *[None] * len(RESULTS)]
+        self._usual = () if self._demanded else (described, without_results)
 
     @property
     def result_bytes(self) -> int:
         """Bytes of the gradients: what a call allocates for those that are not given."""
-        return sum(self._layouts[name].nbytes for name in RESULTS)
+        return sum(layout.nbytes for name in RESULTS if (layout := self._layouts[name]) is not None)
 
     def __str__(self) -> str:
         p = self.problem.forward
         ordered = ", bitwise reproducible" if self.problem.deterministic else ""
         lines = [
             f"gradients of attention of {p}, on backend {self._backend!r}{ordered}",
-            f"  {p.mask_and_scale}; {self.problem.flops:.4g} FLOPs",
+            f"  {p.mask}; scale {p.scale:.6g}; {self.problem.flops:.4g} FLOPs",
             f"  results {self.result_bytes} bytes, {self.workspace}",
             "NumPy, tile by tile" if self._execution is None else str(self._execution),
         ]
@@ -76,18 +77,20 @@ class BackwardPlan(Prepared):
         lse: Any,
         *,
         dlse: Any = None,
+        sinks: Any = None,
         dq: Any = None,
         dk: Any = None,
         dv: Any = None,
+        dsinks: Any = None,
         workspace: Any = None,
     ) -> Gradients:
         """Compute the gradients for arrays laid out like those the plan was made for.
 
         Parameters
         ----------
-        dout, q, k, v, out, lse, dlse : array
+        dout, q, k, v, out, lse, dlse, sinks : array
             As in `attention_backward`.
-        dq, dk, dv : array, optional
+        dq, dk, dv, dsinks : array, optional
             Where to write. By default new arrays.
         workspace : array of uint8, optional
             At least `workspace_bytes` in the memory of the arrays, for the kernels. By default it is allocated; a call that
@@ -102,7 +105,7 @@ class BackwardPlan(Prepared):
         TypeError, ValueError
             If an array is not laid out as planned.
         """
-        given = operands(dout, q, k, v, out, lse, dlse, dq, dk, dv)
+        given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks)
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
         if workspace is not None:
@@ -110,13 +113,13 @@ class BackwardPlan(Prepared):
         return self.run(given, workspace)
 
     def counted(
-        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None
+        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, sinks: Any = None
     ) -> tuple[Gradients, Traffic | None]:
         """Compute on the host, and say what the kernels moved and computed.
 
         Parameters
         ----------
-        dout, q, k, v, out, lse, dlse : array
+        dout, q, k, v, out, lse, dlse, sinks : array
             As in a call of the plan, which has to be for backend 'host'.
 
         Returns
@@ -127,7 +130,7 @@ class BackwardPlan(Prepared):
             sanitizer, which does not report them.
         """
         self._check_counts()
-        given = operands(dout, q, k, v, out, lse, dlse, None, None, None)
+        given = operands(dout, q, k, v, out, lse, dlse, sinks, None, None, None, None)
         self._check_layouts(given.descriptions)
         return self._compute(given, None)
 
@@ -136,20 +139,24 @@ class BackwardPlan(Prepared):
         if workspace is not None or any(given.addresses[FIRST_RESULT:]):
             self._check_apart(given.addresses, workspace)
         gradients, _ = self._where_planned(self._compute, given, workspace)
-        inputs, asked = given.arrays[1:4], given.arrays[FIRST_RESULT:]
-        given_back = zip(gradients, inputs, asked, ("q", "k", "v"))
-        return Gradients(*[arrays.give_back(x, like, name) if to is None else to for x, like, to, name in given_back])
+        inputs, asked = (*given.arrays[1:4], given.arrays[FIRST_RESULT - 1]), given.arrays[FIRST_RESULT:]
+        given_back = zip((*gradients, gradients.dsinks), inputs, asked, ("q", "k", "v", "sinks"))
+        *of_inputs, dsinks = [
+            arrays.give_back(x, like, name) if to is None and x is not None else to for x, like, to, name in given_back
+        ]
+        return Gradients(*of_inputs, dsinks=dsinks)
 
     def _compute(self, given: Operands, workspace: arrays.Array | None) -> tuple[Gradients, Traffic | None]:
         p = self.problem
         for i, layout in enumerate(p.seen):
-            if given.views[i] is None and i >= FIRST_RESULT:
+            if given.views[i] is None and i >= FIRST_RESULT and layout is not None:
                 given.views[i] = arrays.empty(layout)
                 given.addresses[i] = arrays.pointer(given.views[i])
-        gradients = Gradients(*given.views[FIRST_RESULT:])
+        *of_inputs, dsinks = given.views[FIRST_RESULT:]
+        gradients = Gradients(*of_inputs, dsinks=dsinks)
         traffic = None
         if p.zero:
-            for gradient in gradients:
+            for gradient in (*gradients, *([] if dsinks is None else [dsinks])):
                 gradient.fill(0)
         if self._backend == "cuda":
             self._execution.on_device.launch(given.addresses, workspace)
@@ -161,12 +168,18 @@ class BackwardPlan(Prepared):
 
     def _in_order(self, views: list[Any]) -> list[Any]:
         """The arrays of a call with their axes in the order of kernels."""
-        heads = [HEADS_OF_LSE if name in ("lse", "dlse") else HEADS for name in BACKWARD_ARRAYS]
-        return [arrays.in_order(x, self.problem.forward.layout, axis) for x, axis in zip(views, heads)]
+        order = self.problem.forward.layout
+        heads = {"lse": HEADS_OF_LSE, "dlse": HEADS_OF_LSE}
+        return [
+            x if name in ("sinks", "dsinks") else arrays.in_order(x, order, heads.get(name, HEADS))
+            for x, name in zip(views, BACKWARD_ARRAYS)
+        ]
 
-    def _compute_with_numpy(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *results: Any) -> None:
+    def _compute_with_numpy(self, *arrays_in_order: Any) -> None:
         p = self.problem.forward
+        dout, q, k, v, out, lse, dlse, sinks, *results, dsinks = arrays_in_order
         dout, q, k, v, out, *results = (x if x.ndim > 2 else x[None] for x in (dout, q, k, v, out, *results))
+        sinks, dsinks = (x if x is None or x.ndim == 2 else x[None] for x in (sinks, dsinks))
         lse, dlse = (x if x is None or x.ndim > 1 else x[None] for x in (lse, dlse))
         blocked_gradients(
             dout,
@@ -177,56 +190,53 @@ class BackwardPlan(Prepared):
             lse,
             dlse=dlse,
             scale=p.scale,
-            first_key=p.first_key,
-            last_key=p.last_key,
+            mask=p.mask,
             softcap=p.softcap,
-            **dict(zip(RESULTS, results)),
+            sinks=sinks,
+            **dict(zip(RESULTS, (*results, dsinks))),
         )
 
 
 def operands(*given: Any) -> Operands:
     """The arrays of a call in the order of `BACKWARD_ARRAYS`."""
-    return Operands(BACKWARD_ARRAYS, given, required=6, results=3)
+    return Operands(BACKWARD_ARRAYS, given, required=6, results=4)
 
 
-def prepared_backward(
-    given: Operands, options: tuple[Any, ...], deterministic: bool, arch: str | None, kernel: str | None = None
-) -> BackwardPlan:
+def prepared_backward(given: Operands, options: dict[str, Any]) -> BackwardPlan:
     """The plan for these arrays; a plan once made for equal layouts and options is found again.
 
     Parameters
     ----------
     given : Operands
-    options : tuple
-        The fields of `Options` but the last, in order.
-    deterministic : bool
-    arch : str or None
-    kernel : str or None
+    options : dict
+        Fields of `Options`, `deterministic`, and `arch`, the architecture's name; those left out have their defaults.
     """
-    return cached(_prepared, tuple(given.descriptions), (*options, deterministic, arch, kernel))
+    return cached(_prepared, tuple(given.descriptions), options)
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: tuple[type, ...]) -> BackwardPlan:
+def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...], _types: tuple[type, ...]) -> BackwardPlan:
     layouts = {name: d and arrays.layout_of(d, name) for name, d in zip(BACKWARD_ARRAYS, descriptions)}
-    *asked, deterministic, arch, kernel = options
-    problem = make_backward_problem(**layouts, options=Options(*asked, kernel=kernel), deterministic=deterministic)
+    options = dict(named)
+    arch, deterministic = options.pop("arch", None), options.pop("deterministic", False)
+    problem = make_backward_problem(**layouts, options=Options(**options), deterministic=deterministic)
     architecture = architecture_for(problem.forward.backend, problem.forward.device, arch)
     return BackwardPlan(problem, None if architecture is None else make_backward_plan(problem, architecture))
 
 
 def attention_and_vjp(
-    q: Any, k: Any, v: Any, shared: tuple[Any, ...], algorithm: str, backend: str, return_lse: bool, deterministic: bool
+    q: Any, k: Any, v: Any, sinks: Any, options: dict[str, Any], return_lse: bool, deterministic: bool
 ) -> tuple[Any, Callable[..., Gradients]]:
-    """What `attention_vjp` returns; `shared` are the options from `layout` to `precision`."""
+    """What `attention_vjp` returns."""
     return_lse = check_flag("return_lse", return_lse)
     deterministic = check_flag("deterministic", deterministic)
-    given = ForwardOperands(q, k, v, None, None)
-    out, lse = prepared(given, (None, *shared, algorithm, backend, True)).run(given)
+    given = ForwardOperands(q, k, v, None, None, sinks)
+    out, lse = prepared(given, {**options, "return_lse": True}).run(given)
+    backward_options = {**options, "algorithm": "auto", "deterministic": deterministic}
 
     def vjp(dout: Any, dlse: Any = None) -> Gradients:
         """The gradients with respect to q, k and v from those with respect to the results."""
-        given = operands(dout, q, k, v, out, lse, dlse, None, None, None)
-        return prepared_backward(given, (*shared, "auto", backend), deterministic, None).run(given)
+        given = operands(dout, q, k, v, out, lse, dlse, sinks, None, None, None, None)
+        return prepared_backward(given, backward_options).run(given)
 
     return ((out, lse) if return_lse else out), vjp

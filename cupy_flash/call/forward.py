@@ -44,10 +44,11 @@ class AttentionPlan(Prepared):
             launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)
             maps = forward_maps(kernel, packed)
             params = hopper_forward_params(packed, maps, kernel.config.TILE_Q) if maps else forward_params(packed)
-            execution = Execution(kernel, launches, params, FORWARD_ARRAYS, workspace, problem.device, maps)
+            execution = Execution(kernel, launches, params, FORWARD_ARRAYS, workspace, problem.device, maps, packed.mask)
         super().__init__(dict(zip(FORWARD_ARRAYS, problem.seen)), ("out", "lse"), problem.backend, problem.device, execution)
-        *inputs, out, _ = (x and arrays.description_of(x) for x in problem.seen)
-        self._usual = () if self._demanded else ((*inputs, out, None), (*inputs, None, None))  # with and without `out`
+        *inputs, out, _, sinks = (x and arrays.description_of(x) for x in problem.seen)
+        # With and without `out`.
+        self._usual = () if self._demanded else ((*inputs, out, None, sinks), (*inputs, None, None, sinks))
 
     @property
     def result_bytes(self) -> int:
@@ -58,19 +59,21 @@ class AttentionPlan(Prepared):
     def __str__(self) -> str:
         lines = [
             f"attention of {self.problem}, on backend {self._backend!r}",
-            f"  {self.problem.mask_and_scale}; {self.problem.flops:.4g} FLOPs",
+            f"  {self.problem.mask}; scale {self.problem.scale:.6g}; {self.problem.flops:.4g} FLOPs",
             f"  results {self.result_bytes} bytes, {self.workspace}",
             "NumPy, online softmax over blocks of keys" if self._execution is None else str(self._execution),
         ]
         return "\n".join(lines)
 
-    def __call__(self, q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None, workspace: Any = None) -> Any:
+    def __call__(
+        self, q: Any, k: Any, v: Any, *, sinks: Any = None, out: Any = None, lse: Any = None, workspace: Any = None
+    ) -> Any:
         """Compute attention of arrays laid out like those the plan was made for.
 
         Parameters
         ----------
-        q, k, v : array
-            As in `attention`.
+        q, k, v, sinks : array
+            As in `attention`, and `sinks` if the plan was made with it.
         out, lse : array, optional
             Where to write. By default new arrays.
         workspace : array of uint8, optional
@@ -88,19 +91,19 @@ class AttentionPlan(Prepared):
         TypeError, ValueError
             If an array is not laid out as planned.
         """
-        given = ForwardOperands(q, k, v, out, lse)
+        given = ForwardOperands(q, k, v, out, lse, sinks)
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
         if workspace is not None:
             workspace = self.checked_workspace(workspace)
         return self.run(given, workspace)
 
-    def counted(self, q: Any, k: Any, v: Any) -> tuple[Any, Traffic | None]:
+    def counted(self, q: Any, k: Any, v: Any, *, sinks: Any = None) -> tuple[Any, Traffic | None]:
         """Compute on the host, and say what the kernel moved and computed.
 
         Parameters
         ----------
-        q, k, v : array
+        q, k, v, sinks : array
             As in a call of the plan, which has to be for backend 'host'.
 
         Returns
@@ -112,7 +115,7 @@ class AttentionPlan(Prepared):
             report them.
         """
         self._check_counts()
-        given = ForwardOperands(q, k, v, None, None)
+        given = ForwardOperands(q, k, v, None, None, sinks)
         self._check_layouts(given.descriptions)
         out, lse, traffic = self._compute(given, None)
         return (out, lse) if self._returns_lse else out, traffic
@@ -122,7 +125,10 @@ class AttentionPlan(Prepared):
         if workspace is not None:
             self._check_apart(given.addresses, workspace)
         elif given.out is not None or given.lse is not None:
-            self._check_results_apart(given.addresses)
+            if self.problem.sinks is None:
+                self._check_results_apart(given.addresses)
+            else:
+                self._check_apart(given.addresses, None)
         out, lse, _ = self._where_planned(self._compute, given, workspace)
         out = arrays.give_back(out, given.q, "q") if given.out is None else given.out
         if not self._returns_lse:
@@ -131,7 +137,7 @@ class AttentionPlan(Prepared):
 
     def _compute(self, given: ForwardOperands, workspace: arrays.Array | None) -> tuple[Any, Any, Traffic | None]:
         p = self.problem
-        *inputs, out, lse = given.views
+        *inputs, out, lse, sinks = given.views
         addresses = given.addresses
         if out is None:
             out = arrays.empty(p.seen_out)
@@ -147,12 +153,12 @@ class AttentionPlan(Prepared):
             q, k, v, to_out = (arrays.in_order(x, p.layout) for x in (*inputs, out))
             to_lse = arrays.in_order(lse, p.layout, HEADS_OF_LSE)
             if self._backend == "host":
-                operands = (q, k[..., self._keys, :], v[..., self._keys, :], to_out, to_lse)
+                operands = (q, k[..., self._keys, :], v[..., self._keys, :], to_out, to_lse, sinks)
                 return out, lse, self._execution.run_on_host(operands, workspace)
-            self._compute_with_numpy(q, k, v, to_out, to_lse)
+            self._compute_with_numpy(q, k, v, to_out, to_lse, sinks)
         return out, lse, None
 
-    def _compute_with_numpy(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+    def _compute_with_numpy(self, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any) -> None:
         p = self.problem
         q, k, v, out = (x if x.ndim > 2 else x[None] for x in (q, k, v, out))
         lse = lse if lse is None or lse.ndim > 1 else lse[None]
@@ -161,9 +167,9 @@ class AttentionPlan(Prepared):
             k,
             v,
             scale=p.scale,
-            first_key=p.first_key,
-            last_key=p.last_key,
+            mask=p.mask,
             softcap=p.softcap,
+            sinks=sinks if sinks is None or sinks.ndim == 2 else sinks[None],
             out=out,
             lse=lse,
         )
@@ -171,7 +177,7 @@ class AttentionPlan(Prepared):
     def _check_results_apart(self, addresses: list[int]) -> None:
         """What `_check_apart` does, spelled out: as loops it would take a tenth of a call."""
         a = addresses
-        q, k, v, out, lse = self._spans
+        q, k, v, out, lse, _ = self._spans
         results = [(a[3] + out[0], a[3] + out[1])] if a[3] else []
         if a[4]:
             results.append((a[4] + lse[0], a[4] + lse[1]))
@@ -190,41 +196,45 @@ class ForwardOperands:
 
     __slots__ = ("addresses", "descriptions", "lse", "out", "q", "views")
 
-    def __init__(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+    def __init__(self, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any = None) -> None:
         self.q, self.out, self.lse = q, out, lse
         view, describe = arrays.view, arrays.describe
         q, k, v = view(q, "q"), view(k, "k"), view(v, "v")
         (about_q, at_q), (about_k, at_k), (about_v, at_v) = describe(q), describe(k), describe(v)
-        about_out = about_lse = None
-        at_out = at_lse = 0
+        about_out = about_lse = about_sinks = None
+        at_out = at_lse = at_sinks = 0
         if out is not None:
             out = view(out, "out", writable=True)
             about_out, at_out = describe(out)
         if lse is not None:
             lse = view(lse, "lse", writable=True)
             about_lse, at_lse = describe(lse)
-        self.views = (q, k, v, out, lse)
-        self.descriptions = (about_q, about_k, about_v, about_out, about_lse)
-        self.addresses = [at_q, at_k, at_v, at_out, at_lse]
+        if sinks is not None:
+            sinks = view(sinks, "sinks")
+            about_sinks, at_sinks = describe(sinks)
+        self.views = (q, k, v, out, lse, sinks)
+        self.descriptions = (about_q, about_k, about_v, about_out, about_lse, about_sinks)
+        self.addresses = [at_q, at_k, at_v, at_out, at_lse, at_sinks]
 
 
-def prepared(given: ForwardOperands, options: tuple[Any, ...]) -> AttentionPlan:
+def prepared(given: ForwardOperands, options: dict[str, Any]) -> AttentionPlan:
     """The plan for these arrays; a plan once made for equal layouts and options is found again.
 
     Parameters
     ----------
     given : ForwardOperands
-    options : tuple
-        The architecture's name or None, then the fields of `Options` in order; those at the end may be left out.
+    options : dict
+        Fields of `Options`, and `arch`, the architecture's name; those left out have their defaults.
     """
     return cached(_prepared, given.descriptions, options)
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: tuple[type, ...]) -> AttentionPlan:
+def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...], _types: tuple[type, ...]) -> AttentionPlan:
     layouts = [d and arrays.layout_of(d, name) for d, name in zip(descriptions, FORWARD_ARRAYS)]
-    arch, *given = options
-    asked = Options(*given)
+    options = dict(named)
+    arch = options.pop("arch", None)
+    asked = Options(**options)
     problem = make_problem(*layouts[:3], asked, *layouts[3:])
     architecture = architecture_for(problem.backend, problem.device, arch)
     kernel = None if architecture is None else make_forward_plan(problem, architecture)

@@ -58,12 +58,12 @@ class MergePlan(Prepared):
 def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, layout: str, backend: str) -> tuple[Any, Any]:
     """What `merge_states` returns; a plan once made for equal layouts is found again."""
     given = Operands(MERGE_ARRAYS, (out_a, lse_a, out_b, lse_b), required=4, results=0)
-    return cached(_prepared, tuple(given.descriptions), (layout, backend)).run(given)
+    return cached(_prepared, tuple(given.descriptions), {"layout": layout, "backend": backend}).run(given)
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(descriptions: tuple[Any, ...], options: tuple[Any, ...], _types: tuple[type, ...]) -> MergePlan:
+def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...], _types: tuple[type, ...]) -> MergePlan:
     layouts = [arrays.layout_of(d, name) for d, name in zip(descriptions, MERGE_ARRAYS)]
-    problem = make_merge_problem(*layouts, *options)
+    problem = make_merge_problem(*layouts, **dict(named))
     architecture = architecture_for(problem.backend, problem.out.device)
     return MergePlan(problem, None if architecture is None else merge_plan(architecture, problem.out.dtype))

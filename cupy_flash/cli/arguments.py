@@ -99,6 +99,7 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
     @click.option("--causal", "causal", flag_value="bottom_right", help="The last query sees the last key.")
     @click.option("--top-left", "causal", flag_value="top_left", help="Causal, and the first query sees the first key only.")
     @click.option("--window", type=WINDOW, help="Keys seen before and behind a query's own place, such as 128:0 or 128:.")
+    @click.option("--prefix", type=int, default=0, help="So many keys at the beginning are seen by all queries.")
     @click.option("--softcap", type=float, help="Scores go through softcap * tanh(score / softcap).")
     @click.option("--scale", type=float, help="By default 1 / sqrt(dim).")
     @click.option("--precision", type=click.Choice(("ieee", "tf32")), help="Of float32 products on tensor cores.")
@@ -118,7 +119,7 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         if deterministic and not backward:
             raise click.UsageError("--deterministic is an option of --backward; attention itself always is")
-        given = {name: others.pop(name) for name in ("window", "softcap", "scale", "precision", "algorithm")}
+        given = {name: others.pop(name) for name in ("window", "prefix", "softcap", "scale", "precision", "algorithm")}
         options = Options(causal=causal or False, backend="cuda", **given)
         if len(shapes) not in (1, 3):
             raise click.UsageError(f"expected one shape for all of q, k, v, or three, got {len(shapes)}")

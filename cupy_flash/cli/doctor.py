@@ -16,7 +16,7 @@ import numpy
 
 from .. import __version__
 from ..machine import cache, nvrtc, toolchain
-from ..machine.source import files, shelf
+from ..plan.sources import files, shelf
 from .arguments import json_option
 from .devices import INSTALL_CUPY, Device, cupy_installed, devices
 from .output import echo_json, table

@@ -44,6 +44,10 @@ class Case:
         "contiguous". "bshd": stored (batch, seq, heads, dim). "sliced": cut from a larger array along seq and dim.
         "strided_dim": every second element. "transposed": seq is the innermost axis. "negative": reversed along seq.
         "broadcast": k and v are one batch element seen with stride 0. "odd_offset": starts one element off alignment.
+    sinks
+        How many logits a head has besides those of its keys.
+    sinks_dtype
+        Of the array of these: "float32" unless given, "float64" for float64.
     """
 
     dtype: str
@@ -56,16 +60,20 @@ class Case:
     batch: tuple[int, ...] = (1,)
     causal: bool | str = False
     window: tuple[int | None, int | None] | None = None
+    prefix: int = 0
     softcap: float | None = None
     scale: float | None = None
     precision: Literal["ieee", "tf32"] = "ieee"
     return_lse: bool = True
     values: Values = "normal"
     layout: Layout = "contiguous"
+    sinks: int = 0
+    sinks_dtype: str | None = None
 
     def __post_init__(self) -> None:
         # What attention() itself would assume: spelt out here, two equal cases are equal and have one name.
-        for field, default in (("dim_v", self.dim), ("heads_kv", self.heads_q)):
+        of_sinks = "float64" if self.dtype == "float64" else "float32"
+        for field, default in (("dim_v", self.dim), ("heads_kv", self.heads_q), ("sinks_dtype", of_sinks)):
             if getattr(self, field) is None:
                 object.__setattr__(self, field, default)
 
@@ -75,6 +83,7 @@ class Case:
     @property
     def name(self) -> str:
         """A slug that differs wherever two cases differ; features at their default are left out."""
+        wide = "float64" if self.dtype == "float64" else "float32"
         heads = f"{self.heads_q}x{self.heads_kv}" if self.heads_kv != self.heads_q else f"{self.heads_q}"
         parts = [
             "tf32" if self.precision == "tf32" else self.dtype,
@@ -83,25 +92,27 @@ class Case:
             f"v{self.dim_v}" if self.dim_v != self.dim else "",
             {False: "", True: "causal"}.get(self.causal, str(self.causal)),
             "window={}:{}".format(*self.window).replace("None", "") if self.window else "",
+            f"prefix={self.prefix}" if self.prefix else "",
             f"softcap={self.softcap}" if self.softcap is not None else "",
             f"scale={self.scale}" if self.scale is not None else "",
             self.values if self.values != "normal" else "",
             self.layout if self.layout != "contiguous" else "",
+            f"sinks={self.sinks}" + (f":{self.sinks_dtype}" if self.sinks_dtype != wide else "") if self.sinks else "",
             "" if self.return_lse else "no_lse",
         ]
         return "-".join(filter(None, parts))
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments for `attention`; those at their default are left out."""
-        defaults = {"causal": False, "window": None, "softcap": None, "scale": None, "return_lse": False}
+        """The keyword arguments for `attention`, those at their default left out; `arrays` has those that are arrays."""
+        defaults = {"causal": False, "window": None, "prefix": 0, "softcap": None, "scale": None, "return_lse": False}
         given = {option: getattr(self, option) for option in defaults}
         options = {option: value for option, value in given.items() if value != defaults[option]}
         return options | ({"precision": "tf32"} if self.precision == "tf32" else {})
 
     @property
     def scores(self) -> dict[str, Any]:
-        """The keyword arguments for the functions of `oracle`: the true scale, and all masks as one band."""
+        """The keyword arguments for the functions of `oracle` that are no arrays: the true scale, and the mask as one band."""
         anchor = 0 if self.causal == "top_left" else self.len_kv - self.len_q
         left, right = self.window or (None, None)
         if self.causal:
@@ -110,16 +121,22 @@ class Case:
             "scale": 1 / math.sqrt(self.dim) if self.scale is None else self.scale,
             "first_key": None if left is None else anchor - left,
             "last_key": None if right is None else anchor + right,
+            "prefix": self.prefix,
             "softcap": self.softcap,
         }
+
+    def arrays(self, xp: ModuleType = numpy, seed: int = 0) -> dict[str, Any]:
+        """The keyword arguments that are arrays, of `xp`: for `attention` beside `options`, for `oracle` beside `scores`."""
+        sinks = make_sinks(self, xp, seed)
+        return {} if sinks is None else {"sinks": sinks}
 
     @property
     def flops(self) -> int:
         """Multiplications and additions of the pairs that take part."""
-        first, last = self.scores["first_key"], self.scores["last_key"]
+        first, last, prefix = (self.scores[name] for name in ("first_key", "last_key", "prefix"))
         rows = numpy.arange(self.len_q)
         begin = numpy.maximum(0, rows + first) if first is not None else 0
-        end = numpy.minimum(self.len_kv, rows + last + 1) if last is not None else self.len_kv
+        end = numpy.minimum(self.len_kv, numpy.maximum(rows + last + 1, prefix)) if last is not None else self.len_kv
         pairs = int(numpy.broadcast_to(numpy.maximum(0, end - begin), rows.shape).sum())
         return 2 * (self.dim + self.dim_v) * pairs * self.heads_q * math.prod(self.batch)
 
@@ -135,11 +152,41 @@ def make_inputs(case: Case, xp: ModuleType = numpy, seed: int = 0) -> tuple[Any,
     They are views into larger buffers full of NaN: what is read around or between their elements shows in the result.
     """
     rng = numpy.random.default_rng([seed, zlib.crc32(case.name.encode())])
-    dtype = numpy.dtype(ml_dtypes.bfloat16 if case.dtype == "bfloat16" else case.dtype)
+    dtype = _dtype(case.dtype)
     q, k, v = (place(x.astype(dtype), case.layout, xp) for x in _numbers(case, rng))
     if case.layout == "broadcast":
         k, v = (xp.broadcast_to(x, case.batch + x.shape[-3:]) for x in (k, v))
     return q, k, v
+
+
+def make_sinks(case: Case, xp: ModuleType = numpy, seed: int = 0) -> Any:
+    """Return the sinks of `case`, `(heads_q,)` for one and `(n, heads_q)` for several, or None.
+
+    They are the same for the same case and seed, and normal with standard deviation 2. Of three or more each head has one of -inf,
+    which has no share in anything. NaN lies around them, in layout "strided_dim" between them as well; in layout "odd_offset" they
+    start off alignment.
+
+    Examples
+    --------
+    >>> from cupy_flash.judge.cases import Case, make_sinks
+    >>> make_sinks(Case("float16", 5, 7, heads_q=4, sinks=3, sinks_dtype="float16")).shape
+    (3, 4)
+    >>> make_sinks(Case("float16", 5, 7, heads_q=4)) is None
+    True
+    """
+    if not case.sinks:
+        return None
+    rng = numpy.random.default_rng([seed, zlib.crc32(case.name.encode()), 2])  # 2: other numbers than inputs and cotangents
+    sinks = 2 * rng.standard_normal((case.sinks, case.heads_q))
+    if case.sinks >= 3:
+        heads = numpy.arange(case.heads_q)
+        sinks[heads % case.sinks, heads] = -numpy.inf
+    sinks = (sinks if case.sinks > 1 else sinks[0]).astype(_dtype(case.sinks_dtype))
+    return place(sinks, case.layout if case.layout in ("strided_dim", "odd_offset") else "contiguous", xp)
+
+
+def _dtype(name: str) -> numpy.dtype:
+    return numpy.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def case_named(name: str) -> Case:
@@ -164,6 +211,8 @@ def quick_cases() -> tuple[Case, ...]:
         f16(9, 137, heads_q=6, heads_kv=2, batch=(2,), causal=True),  # these too
         f16(113, 113, causal=True, window=(24, None), values="one_hot"),
         f16(90, 70, window=(16, 8), values="offset"),
+        f16(131, 150, heads_q=2, causal=True, prefix=70),
+        f16(140, 90, causal=True, prefix=33),  # the first rows see the prefix only
         f16(50, 77, heads_q=4, heads_kv=2, batch=(2,), layout="bshd"),
         f16(37, 53, heads_q=2, batch=(2, 3), layout="sliced"),
         f16(65, 130, heads_q=2, batch=(), causal=True, layout="negative"),
@@ -191,6 +240,10 @@ def quick_cases() -> tuple[Case, ...]:
         f32(79, 103, precision="tf32"),
         f32(75, 1, softcap=50.0, scale=1e-3),  # the log-sum-exp is the score, which is small
         Case("float64", 45, 61, dim=40, heads_q=3, heads_kv=1, causal=True),
+        # Sinks.
+        f16(67, 131, heads_q=6, heads_kv=2, batch=(2,), causal=True, sinks=1),
+        bf16(9, 137, dim=128, heads_q=6, heads_kv=2, causal=True, sinks=2, sinks_dtype="bfloat16"),  # heads share a tile
+        f32(79, 60, heads_q=2, window=(8, 4), sinks=1),  # the first rows see nothing else
         # Nothing to launch.
         f16(5, 0),
         f16(0, 5),
@@ -222,6 +275,13 @@ def _systematic() -> Iterator[Case]:
     windows = (None, (0, 0), (16, 0), (5, 9), (None, 3), (30, None), (200, 200))
     for causal, window, lengths in product((False, True, "top_left"), windows, ((70, 110), (110, 70))):
         yield f16(*lengths, causal=causal, window=window)
+    for prefix, lengths in product((1, 16, 63, 64, 65, 100, 109, 110, 300), ((70, 110), (110, 70), (200, 300))):
+        yield f16(*lengths, causal=True, prefix=prefix)
+    for kind, dim in product((f16, bf16, f32), (64, 128, 192, 256)):
+        yield kind(150, 200, dim=dim, heads_q=4, heads_kv=2, batch=(2,), causal=True, prefix=77)
+    yield f16(70, 110, window=(None, 3), prefix=50)
+    yield f16(20, 110, heads_q=6, heads_kv=2, causal=True, prefix=99)  # the heads of a group share a tile
+    yield f16(20, 110, heads_q=6, heads_kv=2, causal="top_left", prefix=40, softcap=5.0)
 
     for heads_q, heads_kv in ((6, 2), (7, 1), (21, 3), (8, 1), (5, 5)):
         yield f16(45, 77, heads_q=heads_q, heads_kv=heads_kv, batch=(2,), causal=True)
@@ -247,6 +307,26 @@ def _systematic() -> Iterator[Case]:
         yield kind(75, 99, softcap=1e5)
     for kind, scale in product((f16, f32), (-0.25, 0.0, 1e-3, 1.5)):
         yield kind(75, 99, scale=scale, causal=True)
+
+    for kind, dim in product((f16, bf16, f32, tf32, f64), (64, 128, 192, 256)):
+        yield kind(61, 83, dim=dim, heads_q=4, heads_kv=2, causal=True, sinks=1)
+    for kind, dtype in ((f16, "float16"), (bf16, "bfloat16"), (f32, "float32"), (f64, "float64")):
+        yield kind(75, 99, heads_q=3, batch=(2,), sinks=3, sinks_dtype=dtype)
+        yield kind(40, 30, heads_q=2, causal=True, sinks=2, sinks_dtype=dtype)  # ten rows see nothing
+        yield kind(140, 150, heads_q=2, sinks=1, sinks_dtype=dtype, values="large", window=(1, 0))  # far above half the rows
+        yield kind(5, 0, heads_q=2, sinks=2, sinks_dtype=dtype)
+    for kind in (f16, f32):
+        yield kind(75, 99, heads_q=2, softcap=5.0, causal=True, sinks=1)
+        yield kind(75, 99, heads_q=2, scale=-0.25, sinks=2)
+        yield kind(110, 90, heads_q=2, causal=True, prefix=33, sinks=1)
+        yield kind(67, 93, heads_q=4, heads_kv=2, batch=(3,), sinks=2, layout="broadcast")
+        yield kind(67, 93, heads_q=4, batch=(2,), causal=True, sinks=2, layout="strided_dim")
+        yield kind(67, 93, heads_q=4, batch=(2,), causal=True, sinks=1, layout="odd_offset")
+    for kind, n in product((f16, bf16), (1, 3)):  # few queries and many keys: blocks share a tile
+        yield kind(1, 5000, dim=128, heads_q=4, heads_kv=2, sinks=n)
+        yield kind(5, 5000, heads_q=4, heads_kv=1, causal=True, sinks=n)
+    for empty in ({"batch": (0,)}, {"heads_q": 0}, {"len_q": 0}):
+        yield f16(**{"len_q": 5, "len_kv": 7, "sinks": 1, **empty})
 
     for empty in ({"batch": (0,)}, {"batch": (2, 0)}, {"heads_q": 0}, {"len_q": 0}, {"len_kv": 0}):
         yield f16(**{"len_q": 5, "len_kv": 7, "causal": True, **empty})

@@ -118,7 +118,7 @@ class CaseResult:
         """Error and what was allowed: of gradients, for the one that comes closest to failing. None if nothing was judged."""
         judged = self.comparison
         if isinstance(judged, GradientComparison):
-            gradients = filter(None, (judged.dq, judged.dk, judged.dv))
+            gradients = filter(None, (judged.dq, judged.dk, judged.dv, judged.dsinks))
             judged = max(gradients, default=None, key=lambda x: x.error / max(x.allowed, sys.float_info.min))
         return judged and (judged.error, judged.allowed)
 
@@ -244,20 +244,20 @@ def _run(given: _Given, computation: Computation) -> CaseResult:
     start = time.perf_counter()
     name, comparison, error = "", None, ""
     case = given.case
-    judge = {"precision": case.precision, **case.scores}
     try:
+        judge = {"precision": case.precision, **case.scores, **given.arrays}
         forward = given.forward(computation)
         if computation.direction == "forward":
             name = _name(forward)
-            result = forward(*given.inputs)
+            result = forward(*given.inputs, **given.arrays)
             out, lse = result if case.return_lse else (result, None)
             comparison = compare(out, lse, *given.inputs, **judge)
         else:
-            state = forward(*given.inputs)
+            state = forward(*given.inputs, **given.arrays)
             backward = given.backward(computation, *state)
             name = _name(backward)
             dout, dlse = given.cotangents
-            gradients = backward(dout, *given.inputs, *state, dlse=dlse)
+            gradients = backward(dout, *given.inputs, *state, dlse=dlse, **given.arrays)
             comparison = compare_gradients(gradients, dout, *given.inputs, dlse=dlse, **judge)
     except Exception as raised:  # whatever it is, it is what became of this case, and the others are still to run
         error = f"{type(raised).__name__}: {raised}"
@@ -278,17 +278,21 @@ class _Given:
         return make_inputs(self.case, _namespace(self._backend), self._seed)
 
     @functools.cached_property
+    def arrays(self) -> dict[str, Any]:
+        return self.case.arrays(_namespace(self._backend), self._seed)
+
+    @functools.cached_property
     def cotangents(self) -> tuple[Any, Any]:
         return make_cotangents(self.case, _namespace(self._backend), self._seed)
 
     def forward(self, computation: Computation) -> AttentionPlan:
         own = {"kernel": computation.kernel} if computation.direction == "forward" else {"return_lse": True}
-        return plan_attention(*self.inputs, **self._options | own, algorithm=computation.algorithm)
+        return plan_attention(*self.inputs, **self._options | self.arrays | own, algorithm=computation.algorithm)
 
     def backward(self, computation: Computation, out: Any, lse: Any) -> BackwardPlan:
         options = {name: value for name, value in self._options.items() if name != "return_lse"}
         dout, dlse = self.cotangents
-        options |= {"dlse": dlse, "deterministic": computation.deterministic, "kernel": computation.kernel}
+        options |= self.arrays | {"dlse": dlse, "deterministic": computation.deterministic, "kernel": computation.kernel}
         return plan_attention_backward(dout, *self.inputs, out, lse, **options)
 
     def kernels(self, computation: Computation) -> list[KernelPlan]:

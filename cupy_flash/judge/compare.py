@@ -45,6 +45,25 @@ logarithm, change of base, addition of the maximum and rounding add u each:
 
     floor = TAIL * random + steady + sqrt(len_kv) u + 4 u (1 + |lse|)
 
+Sinks. A sink t is a number given exactly. With n of them in a row, `steady` has besides, for a result and for lse,
+
+    of_sinks = 3 u * (|lse| + log(len_kv + n)) + (n + 4) u.
+
+The change of base multiplies t by a rounded constant, which is 2 u |t| of its exponential, and the denominator moves by the part
+that the sink has in it, share = exp(t - lse). Because |t| <= |lse| + |log share| and all share |log share| of a row add up to no
+more than log n + 1/e, this amounts to 2 u (|lse| + log n) and less than u. Where a sink is the maximum, all scores are subtracted
+from it, or at last rescaled by the difference, which rounds by u of its size. That of a score is counted in `steady`, and a maximum
+of len_kv + n logits is no further from lse than the logarithm of their number. n additions, and u each for an exponential, for
+what it is subtracted from, and for the rescaling of out and of the denominator, are the rest. All of it is a relative error of P,
+and so one of the result, however small a sink far above all scores has made it.
+
+Then the formats end. P is kept relative to the maximum, sinks included: as P / top, where top is the largest P or share of the row.
+Where that is below the normal numbers of its format, it is off by itself or by `tiny`, whichever is less. `tiny` is half the
+smallest subnormal number or, where sums are kept, the smallest normal one, because kernels may flush what is smaller to zero.
+Flushed is always in one direction, so all of it counts. The result rounds to its format likewise, unless its row sees nothing:
+
+    floor has besides: lost |V| + tiny,  lost = min(P, tiny * top) where P / top is below the normal numbers, else 0.
+
 None of these numbers was fitted to a result.
 """
 
@@ -54,6 +73,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy
 
 from . import oracle
@@ -121,7 +141,7 @@ def compare(
     precision
         "ieee" or "tf32".
     **scores
-        `scale`, `first_key`, `last_key` and `softcap`, as in `oracle`; `Case.scores` has them.
+        Scale, softcap, mask and sinks, as in `oracle`; `Case.scores` and `Case.arrays` have them.
     """
     batch = numpy.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     rows = (*batch, *q.shape[-3:-1])
@@ -138,7 +158,7 @@ def compare(
         at = (*element, slice(head, head + 1))  # slices, so that one head still has its axis
         source = (*element, slice(head // group, head // group + 1))
         inputs = q[at], k[source], v[source]
-        truth, true_lse, allowed, lse_allowed = _bound(*inputs, precision, scores)
+        truth, true_lse, allowed, lse_allowed = _bound(*inputs, precision, of_heads(scores, at[-1]))
         worst = max(worst, closest(distance(out[at], truth).max(axis=-1), allowed, (*element, head)))
         if lse is not None:
             worst_lse = max(worst_lse, closest(distance(lse[at], true_lse), lse_allowed, (*element, head)))
@@ -150,20 +170,27 @@ def compare(
 @numpy.errstate(all="ignore")
 def _bound(q: Array, k: Array, v: Array, precision: str, scores: dict[str, Any]) -> tuple[Array, Array, Array, Array]:
     """Return, for one head, the true result and log-sum-exp, and for each row what either may be off by."""
-    xp = namespace(q)
     plain, plain_lse = oracle.naive(q, k, v, precision=precision, **scores)
     arithmetic = arithmetic_of(q.dtype, precision)
-    len_kv = k.shape[-2]
+    dtype, len_kv = q.dtype, k.shape[-2]
     q, k, v = (x.astype(numpy.float64) for x in (q, k, v))
     p, lse = oracle.probabilities(q, k, **scores)
-    seen = oracle.sees(*p.shape[-2:], scores.get("first_key"), scores.get("last_key"), xp)
+    seen = oracle.seen_pairs(p, scores)
     out = oracle.weighted_sum(p, v, seen)
 
     random, steady, lse_steady = score_errors(q, k, lse, arithmetic, scores)
     size = finite(out).max(axis=-1) + TAIL * finite(p**2 @ finite(v) ** 2).max(axis=-1) ** 0.5
     floor = (random + steady + arithmetic.factor + arithmetic.summation(len_kv) + arithmetic.output) * size
+    if scores.get("sinks") is not None:
+        floor = floor + (lost(p, lse, dtype, scores) @ finite(v)).max(axis=-1) + smallest(dtype) * seen.any(axis=-1)
     allowed = 2 * finite(plain - out).max(axis=-1) + floor
     return out, lse, allowed, 2 * finite(plain_lse - lse) + TAIL * random + lse_steady
+
+
+def of_heads(scores: dict[str, Any], heads: slice) -> dict[str, Any]:
+    """Return the options of the scores for some query heads: each has sinks of its own."""
+    sinks = scores.get("sinks")
+    return scores if sinks is None else scores | {"sinks": sinks[..., heads]}
 
 
 def arithmetic_of(dtype: numpy.dtype, precision: str) -> Arithmetic:
@@ -180,7 +207,33 @@ def score_errors(q: Array, k: Array, lse: Array, arithmetic: Arithmetic, scores:
     steady = (arithmetic.summation(dim) + 4 * u) * largest
     if scores.get("softcap") is not None:
         steady = steady + BENT * u * namespace(q).minimum(largest, scores["softcap"])
+    sinks = scores.get("sinks")
+    if sinks is not None:
+        n = math.prod(sinks.shape[:-1])
+        steady = steady + (3 * (finite(lse) + math.log(max(len_kv + n, 1))) + n + 4) * u
     return random, steady, steady + (math.sqrt(len_kv) + 4 * (1 + finite(lse))) * u
+
+
+@numpy.errstate(all="ignore")
+def lost(p: Array, lse: Array, dtype: numpy.dtype, scores: dict[str, Any]) -> Array:
+    """Return what each P, `(..., len_q, len_kv)`, may lose beside sinks because its format ends."""
+    xp, p = namespace(p), finite(p)
+    shares = finite(shares_of(scores["sinks"], lse))
+    top = shares.max(axis=-1, keepdims=True) if shares.shape[-1] else 0
+    top = xp.maximum(top, p.max(axis=-1, keepdims=True)) if p.shape[-1] else top
+    end = float(ml_dtypes.finfo(dtype).smallest_normal)
+    return xp.where(p < end * top, xp.minimum(p, smallest(dtype) * top), 0)
+
+
+def shares_of(sinks: Array, lse: Array) -> Array:
+    """Return the part that each sink has in the softmax of each row, `(*lse.shape, n)`; 0 in a row without any logit."""
+    xp = namespace(lse)
+    return xp.exp(oracle.sink_logits(sinks, lse) - xp.where(lse == -xp.inf, xp.inf, lse)[..., None])
+
+
+def smallest(dtype: numpy.dtype) -> float:
+    """Return `tiny`: below it a number, or half of it, may be lost."""
+    return max(float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2, float(numpy.finfo(oracle.accumulator(dtype)).smallest_normal))
 
 
 def norms(order: int, rows: Array, keys: Array) -> Array:

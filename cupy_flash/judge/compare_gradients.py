@@ -2,7 +2,6 @@
 
 The truth is `oracle_gradients.oracle_gradients`, in float64. NaN and infinity have to be where it has them. Besides, in every row
 of dq, dk and dv,
-
     max |gradient - oracle|  <=  3 * max |naive - oracle|  +  floor.
 
 The factor is 3, where results have 2: the kernel is handed `out` and `lse` with the errors of its own forward, computes the
@@ -45,10 +44,37 @@ heads that share a key head and batch elements that share an input. At last the 
     dq, dk:  |scale| * moved + output * |dq or dk| + tiny,  X = k or q,  E(t) the sum of
              (relative(t) + output + 2 (random + steady) / softcap + sum(n)) * dS,
              slope * (P * (dp_error + delta_error(t)) + tiny * |dP - delta|) + tiny,  slope = 1 - tanh^2 or 1,
-             ((2 BENT + 5) (1 - slope) + slope) u * P o (dP - delta), with a softcap only.
+             of_slope * P o (dP - delta), of_slope = ((2 BENT + 5) (1 - slope) + slope) u, with a softcap only,
+             of_slope * (P * (dp_error + delta_error(t)) + tiny * |dP - delta|), with a softcap only: where a slope is all but 0
+             and a row sees one key, there is no difference, and all that is left is one error times the other.
+
+Sinks. `steady` has `of_sinks` and the forward may have lost P and digits of out where its formats end, all as in `compare`. So
+
+    delta_error(t) has besides: lost o |dP| 1 + t * tiny * |dout|_2
+
+P = exp(S - lse) still is off by no more than relative(t): `of_sinks` is in it twice, once of the forward and once for the change of
+base of lse and the difference, in which lse may now be far from S. The slope of a softcap knows nothing of sinks: there `of_sinks`
+is room that nothing takes. The gradient of a sink is a sum over rows and batch elements:
+
+    dsinks = -share . delta,  share = exp(sink - lse)
+
+share errs by lse's error, two roundings of the sink's change of base and two of that of lse, the difference, whose size is
+|sink| + |lse| at most, and 4 u for the exponential, the difference dout . out - dlse and the product. The sum has no tensor cores:
+
+    share_error(t) = t * random + lse_steady + 3 u (|sink| + |lse|) + 4 u
+
+Rows err apart from each other, so by TAIL times their 2-norm, but for what is the same share of all of them: of a share, or of
+out, and so of dout . out. A share below the range of sums is lost whichever way delta has it, and the sum rounds to the format of
+the sinks, whose `output` and `tiny` these are:
+
+    |(share_error(TAIL) share) . delta| + |share . (forward dout . out)| + smallest normal number * |delta|_1
+        + TAIL * |share o (share_error(1) |delta| + delta_error(1) + 2 u |dlse|)|_2
+        + sqrt(batch * len_q) u * (|dsinks| + TAIL * |share o delta|_2) + output * |dsinks| + tiny
+    forward = random + steady + factor + sum(len_kv) + output, of the inputs' dtype
+
+A sink of -inf, which has no share, must have a gradient of exactly 0.
 
 Masked pairs have none of this: a row that sees nothing, and a key that nobody sees, must have gradients of exactly 0.
-
 None of these numbers was fitted to a result.
 """
 
@@ -66,8 +92,22 @@ import numpy
 
 from ..problem.backward import Gradients
 from . import cases
-from .compare import BENT, TAIL, Arithmetic, arithmetic_of, closest, describe, distance, finite, norms, score_errors
-from .oracle import Array, accumulator, namespace, sees
+from .compare import (
+    BENT,
+    TAIL,
+    arithmetic_of,
+    closest,
+    describe,
+    distance,
+    finite,
+    lost,
+    norms,
+    of_heads,
+    score_errors,
+    shares_of,
+    smallest,
+)
+from .oracle import Array, accumulator, namespace, seen_pairs, sink_logits
 from .oracle_gradients import Pairs, gradients_of, naive_gradients, pairs_of, summed_to
 
 
@@ -90,13 +130,14 @@ class Judgement:
 
 @dataclass(frozen=True)
 class GradientComparison:
-    """The judgement on three gradients; without one, where shapes or dtypes are wrong, `message` says so."""
+    """The judgement on three gradients and, if any, that of sinks; where shapes or dtypes are wrong, `message` says so."""
 
     ok: bool
     message: str
     dq: Judgement | None = None
     dk: Judgement | None = None
     dv: Judgement | None = None
+    dsinks: Judgement | None = None
 
 
 def compare_gradients(
@@ -115,7 +156,7 @@ def compare_gradients(
     Parameters
     ----------
     grads
-        The gradients, in the shapes of `q`, `k` and `v` and in their dtype.
+        The gradients, in the shapes of `q`, `k` and `v` and in their dtype; `dsinks` in shape and dtype of the sinks.
     dout, dlse
         The gradients with respect to the result and its log-sum-exp, `(*batch, heads_q, len_q, dim_v)` and
         `(*batch, heads_q, len_q)`; None for no gradient with respect to the latter.
@@ -124,7 +165,7 @@ def compare_gradients(
     precision
         "ieee" or "tf32".
     **scores
-        `scale`, `first_key`, `last_key` and `softcap`, as in `oracle`; `Case.scores` has them.
+        Scale, softcap, mask and sinks, as in `oracle`; `Case.scores` and `Case.arrays` have them.
 
     Examples
     --------
@@ -144,19 +185,29 @@ def compare_gradients(
     for name, gradient, x in zip(Gradients._fields, grads, (q, k, v)):
         if gradient.shape != x.shape or gradient.dtype != x.dtype:
             return GradientComparison(False, f"{name} is {gradient.dtype} {gradient.shape}, expected {x.dtype} {x.shape}")
+    sinks, dsinks = scores.get("sinks"), getattr(grads, "dsinks", None)
+    if _kind(dsinks) != _kind(sinks):
+        return GradientComparison(False, f"dsinks is {_kind(dsinks)}, expected {_kind(sinks)}")
 
     batch, heads_kv = dout.shape[:-3], k.shape[-3]
     group = q.shape[-3] // max(heads_kv, 1)
     q, k, v, *grads = (x[(None,) * (dout.ndim - x.ndim)] for x in (q, k, v, *grads))
     apart = [n if all(x.shape[i] == n for x in (q, k, v)) else 1 for i, n in enumerate(batch)]
     found: dict[str, list[_Worst]] = {name: [_Worst()] for name in Gradients._fields}
+    sums = None if sinks is None else _SinkSums(*(namespace(sinks).zeros(sinks.shape) for _ in _SinkSums._fields))
     for *element, head in numpy.ndindex(*apart, heads_kv):
         index = [slice(i, i + 1) if n > 1 else slice(None) for i, n in zip(element, apart)]
         of_q, of_kv = (*index, slice(head * group, (head + 1) * group)), (*index, slice(head, head + 1))
         inputs = dout[of_q], q[of_q], k[of_kv], v[of_kv], None if dlse is None else dlse[of_q]
-        for name, gradient, at, *bound in zip(found, grads, (of_q, of_kv, of_kv), *_bounds(*inputs, precision, scores)):
+        *bounds, part = _bounds(*inputs, precision, of_heads(scores, of_q[-1]))
+        for name, gradient, at, *bound in zip(found, grads, (of_q, of_kv, of_kv), *bounds):
             if gradient[at].size:
                 found[name].append(_worst(gradient[at], *bound, (*element, at[-1].start, 0)))
+        for whole, added in zip(sums or (), part or ()):
+            whole[..., of_q[-1]] += added
+    if sums is not None:
+        bound = _sink_bounds(sums, sinks, math.prod(dout.shape[:-3]) * dout.shape[-2], q.dtype)
+        found["dsinks"] = [_Worst(), *([_worst(dsinks[..., None], *bound, (0,) * sinks.ndim)] if sinks.size else [])]
 
     ok, messages, judgements = True, [], []
     for name, worsts in found.items():
@@ -167,6 +218,10 @@ def compare_gradients(
         messages.append(describe(name, worst.share, worst.error, worst.allowed, worst.row))
         judgements.append(Judgement(worst.error, worst.allowed, ratio))
     return GradientComparison(ok, "; ".join(messages), *judgements)
+
+
+def _kind(array: Array | None) -> str:
+    return "None" if array is None else f"{array.dtype} {array.shape}"
 
 
 class _Worst(NamedTuple):
@@ -190,37 +245,37 @@ def _worst(gradient: Array, truth: Array, plain: Array, floor: Array, start: tup
 @numpy.errstate(all="ignore")
 def _bounds(
     dout: Array, q: Array, k: Array, v: Array, dlse: Array | None, precision: str, scores: dict[str, Any]
-) -> tuple[Gradients, Gradients, Gradients]:
-    """Return the true gradients, those of naive, and for each row the floor."""
-    plain = naive_gradients(dout, q, k, v, dlse=dlse, precision=precision, **scores)
-    arithmetic, tiny = arithmetic_of(q.dtype, precision), _smallest(q.dtype)
+) -> tuple[Gradients, Gradients, Gradients, _SinkSums | None]:
+    """Return the true gradients, those of naive, for each row the floor, and what the gradient of sinks is made of."""
+    dtype, sinks = q.dtype, scores.get("sinks")
+    # In the format of sums, in which they are exact, so that each part of a sum is not rounded to their own.
+    wide = scores if sinks is None else scores | {"sinks": sinks.astype(accumulator(dtype))}
+    plain = naive_gradients(dout, q, k, v, dlse=dlse, precision=precision, **wide)
     dout, q, k, v = (x.astype(numpy.float64) for x in (dout, q, k, v))
     pairs = pairs_of(dout, q, k, v, dlse, scores)
     truth = gradients_of(pairs, dout, q, k, v, scores)
-    return truth, plain, _floors(truth, pairs, dout, q, k, v, dlse, arithmetic, tiny, scores)
-
-
-def _smallest(dtype: numpy.dtype) -> float:
-    """Return `tiny`: below it a number, or half of it, may be lost."""
-    return max(float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2, float(numpy.finfo(accumulator(dtype)).smallest_normal))
+    floors, of_sinks = _floors(truth, plain, pairs, dout, q, k, v, dlse, dtype, precision, scores)
+    return truth, plain, floors, of_sinks
 
 
 def _floors(
     truth: Gradients,
+    plain: Gradients,
     pairs: Pairs,
     dout: Array,
     q: Array,
     k: Array,
     v: Array,
     dlse: Array | None,
-    arithmetic: Arithmetic,
-    tiny: float,
+    dtype: numpy.dtype,
+    precision: str,
     scores: dict[str, Any],
-) -> Gradients:
-    """Return the floor for each row of each gradient, `(*batch, heads, rows)`, from float64 arrays."""
+) -> tuple[Gradients, _SinkSums | None]:
+    """Return the floor for each row of each gradient, `(*batch, heads, rows)`, and a part of that of sinks, from float64 arrays."""
+    arithmetic, tiny, sinks = arithmetic_of(dtype, precision), smallest(dtype), scores.get("sinks")
     xp, u, softcap, scale = namespace(q), arithmetic.sum, scores.get("softcap"), abs(scores["scale"])
     len_kv, dim_v = v.shape[-2:]
-    seen = sees(*pairs.p.shape[-2:], scores.get("first_key"), scores.get("last_key"), xp)
+    seen = seen_pairs(pairs.p, scores)
     random, steady, lse_steady = score_errors(q, k, pairs.lse, arithmetic, scores)
     dout, q, k, v, p, out, dp, delta, ds = (
         xp.where(xp.isfinite(x), x, 0) for x in (dout, q, k, v, pairs.p, pairs.out, pairs.dp, pairs.delta, pairs.ds)
@@ -230,7 +285,9 @@ def _floors(
     def size(x: Array) -> Array:
         return (x**2).sum(axis=-1) ** 0.5
 
-    total, terms_size, p_dp_size = abs((dout * out).sum(axis=-1)), size(dout * out), size(p * dp)
+    signed, terms_size, p_dp_size = (dout * out).sum(axis=-1), size(dout * out), size(p * dp)
+    total, of_forward = abs(signed), random + steady + arithmetic.factor + arithmetic.summation(len_kv)
+    lost_p = 0 if sinks is None else lost(p, pairs.lse, dtype, scores)
     dp_error = arithmetic.product * norms(4, dout, v) + (arithmetic.summation(dim_v) + 4 * u) * norms(2, dout, v)
     dp_error = dp_error + (0 if dlse is None else 2 * u * finite(dlse))
 
@@ -238,8 +295,9 @@ def _floors(
         return random + steady + t * random + lse_steady + 4 * u + arithmetic.factor
 
     def delta_error(t: float) -> Array:
-        of_p = (random + steady + arithmetic.factor + arithmetic.summation(len_kv)) * (total + t * p_dp_size)
-        return of_p + arithmetic.output * (total + t * terms_size) + (math.sqrt(dim_v) + 2) * u * size(dout) * size(out)
+        of_p = of_forward * (total + t * p_dp_size)
+        error = of_p + arithmetic.output * (total + t * terms_size) + (math.sqrt(dim_v) + 2) * u * size(dout) * size(out)
+        return error if sinks is None else error + (lost_p * abs(dp)).sum(axis=-1) + t * tiny * size(dout)
 
     def errors_of_p(n: int, t: float) -> list[Array]:
         return [(relative(t) + arithmetic.summation(n))[..., None] * p, seen * tiny]
@@ -248,11 +306,13 @@ def _floors(
         share = relative(t) + arithmetic.output + arithmetic.summation(n)
         if softcap is not None:
             share = share + 2 * (random + steady) / softcap
-        errors = [
-            share[..., None] * ds,
-            slope * (p * (dp_error + delta_error(t))[..., None] + tiny * abs(difference)) + seen * tiny,
-        ]
-        return errors if softcap is None else [*errors, ((2 * BENT + 5) * (1 - slope) + slope) * u * p * difference]
+        of_difference = p * (dp_error + delta_error(t))[..., None] + tiny * abs(difference)
+        errors = [share[..., None] * ds, slope * of_difference + seen * tiny]
+        if softcap is None:
+            return errors
+        of_slope = ((2 * BENT + 5) * (1 - slope) + slope) * u
+        # Where a slope is all but 0 and a row sees one key, there is no difference: what is left is an error times the other.
+        return [*errors, of_slope * p * difference, of_slope * of_difference]
 
     def floor(dx: Array, factor: float, errors: Callable[[int, float], list[Array]], x: Array, by_key: bool) -> Array:
         n = x.shape[-2] * math.prod(dout.shape[:-2]) // max(1, math.prod(dx.shape[:-2]))
@@ -262,11 +322,61 @@ def _floors(
         moved = factor * (together + TAIL * squares**0.5) + arithmetic.output * finite(dx)
         return moved.max(axis=-1) + tiny * seen.any(axis=0 if by_key else 1)
 
-    return Gradients(
+    floors = Gradients(
         floor(truth.dq, scale, errors_of_ds, k, by_key=False),
         floor(truth.dk, scale, errors_of_ds, q, by_key=True),
         floor(truth.dv, 1.0, errors_of_p, dout, by_key=True),
     )
+    if sinks is None:
+        return floors, None
+
+    # All of these are (*batch, heads, len_q, n) or become so.
+    share, others = shares_of(sinks, pairs.lse), finite(sink_logits(sinks, pairs.lse))
+    share = xp.where(xp.isfinite(share), share, 0)
+    delta, signed, own_error = delta[..., None], signed[..., None], delta_error(1.0)[..., None]
+    own_error = own_error + (0 if dlse is None else 2 * u * finite(dlse)[..., None])
+
+    def share_error(t: float) -> Array:
+        return (t * random + lse_steady + 3 * u * finite(pairs.lse) + 4 * u)[..., None] + 3 * u * others
+
+    def summed(x: Array) -> Array:
+        """Over batch and rows, in the shape of the sinks."""
+        x = xp.broadcast_to(x, (*dout.shape[:-1], share.shape[-1]))
+        return x.sum(axis=(*range(x.ndim - 3), -2)).T.reshape(sinks.shape)
+
+    return floors, _SinkSums(
+        truth.dsinks,
+        plain.dsinks.astype(numpy.float64),
+        of_shares=summed(share_error(TAIL) * share * delta),
+        of_out=summed(share * (of_forward + arithmetic.output)[..., None] * signed),
+        squares=summed((share * (share_error(1.0) * abs(delta) + own_error)) ** 2),
+        terms=summed((share * delta) ** 2),
+        size=summed(abs(delta)),
+    )
+
+
+class _SinkSums(NamedTuple):
+    """Sums over rows and batch elements, each in float64 and in the shape of the sinks."""
+
+    truth: Array
+    plain: Array  # that of naive
+    of_shares: Array  # what an error that all shares have in common makes of the sum
+    of_out: Array  # likewise of all results
+    squares: Array  # of the errors that each row has for itself
+    terms: Array  # squares of what is summed
+    size: Array  # of delta
+
+
+@numpy.errstate(all="ignore")
+def _sink_bounds(sums: _SinkSums, sinks: Array, rows: int, dtype: numpy.dtype) -> tuple[Array, Array, Array]:
+    """Return the true gradient and that of naive, with a last axis of 1, and for each sink the floor."""
+    u, exact = arithmetic_of(dtype, "ieee").sum, sinks.astype(numpy.float64)
+    output, range_ends = float(ml_dtypes.finfo(sinks.dtype).eps) / 2, float(numpy.finfo(accumulator(dtype)).smallest_normal)
+    floor = finite(sums.of_shares) + finite(sums.of_out) + TAIL * finite(sums.squares) ** 0.5 + output * finite(sums.truth)
+    floor = floor + math.sqrt(rows) * u * (finite(sums.truth) + TAIL * finite(sums.terms) ** 0.5)
+    floor = floor + (exact > -math.inf) * (range_ends * finite(sums.size) + smallest(sinks.dtype))
+    plain = sums.plain.astype(sinks.dtype).astype(numpy.float64)
+    return sums.truth[..., None], plain[..., None], floor
 
 
 def make_cotangents(case: cases.Case, xp: ModuleType = numpy, seed: int = 0) -> tuple[Any, Any]:

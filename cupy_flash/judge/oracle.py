@@ -3,10 +3,12 @@
 - `oracle`: float64 throughout;
 - `naive`: the textbook formula in the caller's own precision, the error a result is allowed to be compared with.
 
-Both are for NumPy and CuPy arrays shaped `(*batch, heads, seq, dim)` and take `scale`, `first_key`, `last_key` and `softcap`. The
-order is: scale, softcap, mask, softmax. Query row i sees the keys j with `i + first_key <= j <= i + last_key`; `None` leaves that
-side open. Causal masks and sliding windows are both such bands. A row that sees nothing has result 0 and log-sum-exp -inf. NaN and
-infinity are data: they travel to the rows that see them, without a warning.
+Both are for NumPy and CuPy arrays shaped `(*batch, heads, seq, dim)` and take `scale`, `softcap`, `sinks`, and a mask: `first_key`,
+`last_key` and `prefix`. The order is: scale, softcap, mask, softmax. Query row i sees the keys j with
+`i + first_key <= j <= i + last_key`, where `None` leaves that side open, and the first `prefix` keys. Causal masks and sliding
+windows are such bands. `sinks`, `(heads,)` or `(n, heads)`, are logits of each row besides those of its keys, without a value. A
+row that sees nothing has result 0 and log-sum-exp -inf, or that of its sinks. NaN and infinity are data: they travel to the rows
+that see them, without a warning.
 
 Keys and values may have fewer heads than queries: query head h reads key head `h // (heads_q // heads_kv)`. Gradients are in
 `oracle_gradients`. Nothing here is shared with code that is judged, lest a fault judge itself.
@@ -33,14 +35,25 @@ def namespace(array: Array) -> ModuleType:
 
 
 def sees(
-    len_q: int, len_kv: int, first_key: int | None = None, last_key: int | None = None, xp: ModuleType = numpy
+    len_q: int, len_kv: int, first_key: int | None = None, last_key: int | None = None, prefix: int = 0, xp: ModuleType = numpy
 ) -> Array:
     """Return which query sees which key, as booleans `(len_q, len_kv)`, from the definition."""
     i, j = xp.arange(len_q)[:, None], xp.arange(len_kv)
     before_all, behind_all = -len_q, len_kv  # bounds that hide no key
     begin = i + (before_all if first_key is None else first_key)
     end = i + (behind_all if last_key is None else last_key)
-    return (begin <= j) & (j <= end)
+    return (begin <= j) & (j <= end) | (j < prefix)
+
+
+def sink_logits(sinks: Array, like: Array) -> Array:
+    """Return sinks, `(heads,)` or `(n, heads)`, as further logits of each row, `(heads, 1, n)`, in the dtype of others."""
+    return (sinks if sinks.ndim == 2 else sinks[None]).T[:, None, :].astype(like.dtype)
+
+
+def seen_pairs(p: Array, scores: dict[str, Any]) -> Array:
+    """Return which pairs of `p`, `(..., len_q, len_kv)`, take part, by the mask among the options of the scores."""
+    mask = {name: bound for name, bound in scores.items() if name not in ("scale", "softcap", "sinks")}
+    return sees(*p.shape[-2:], **mask, xp=namespace(p))
 
 
 @numpy.errstate(all="ignore")
@@ -49,22 +62,26 @@ def probabilities(
     k: Array,
     *,
     scale: float,
-    first_key: int | None = None,
-    last_key: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
+    **mask: int | None,
 ) -> tuple[Array, Array]:
     """Return the softmax `(*batch, heads_q, len_q, len_kv)` and its log-sum-exp, in the dtype of `q` and `k`."""
     xp = namespace(q)
     s = q @ repeat_heads(k, q).swapaxes(-1, -2) * scale
     if softcap is not None:
         s = softcap * xp.tanh(s / softcap)
-    s = xp.where(sees(*s.shape[-2:], first_key, last_key, xp), s, -xp.inf)
-    if s.shape[-1] == 0:  # an empty axis has no maximum
+    s = xp.where(sees(*s.shape[-2:], **mask, xp=xp), s, -xp.inf)
+    logits = s
+    if sinks is not None:
+        others = sink_logits(sinks, s)
+        logits = xp.concatenate([s, xp.broadcast_to(others, (*s.shape[:-1], others.shape[-1]))], axis=-1)
+    if logits.shape[-1] == 0:  # an empty axis has no maximum
         return s, xp.full(s.shape[:-1], -xp.inf, dtype=s.dtype)
-    top = s.max(axis=-1, keepdims=True)
+    top = logits.max(axis=-1, keepdims=True)
     top = xp.where(top == -xp.inf, 0, top)  # for a row that sees nothing, exp(-inf - -inf) would be NaN
     p = xp.exp(s - top)
-    total = p.sum(axis=-1, keepdims=True)
+    total = xp.exp(logits - top).sum(axis=-1, keepdims=True)
     lse = (top + xp.log(total))[..., 0]
     return p / xp.where(total == 0, 1, total), lse
 
@@ -113,7 +130,7 @@ def _attention(
 ) -> tuple[Array, Array]:
     """Return `(out, lse)` in the dtype of the arguments; `factor` rounds P before it meets V."""
     p, lse = probabilities(q, k, **scores)
-    seen = sees(*p.shape[-2:], scores.get("first_key"), scores.get("last_key"), namespace(q))
+    seen = seen_pairs(p, scores)
     return weighted_sum(factor(p), repeat_heads(v, q), seen), lse
 
 

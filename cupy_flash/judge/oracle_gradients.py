@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from ..problem.backward import Gradients
-from .oracle import Array, accumulator, namespace, probabilities, repeat_heads, round_to_tf32, sees, weighted_sum
+from .oracle import Array, accumulator, namespace, probabilities, repeat_heads, round_to_tf32, seen_pairs, sink_logits, weighted_sum
 
 
 class Pairs(NamedTuple):
@@ -48,7 +48,7 @@ def oracle_gradients(dout: Array, q: Array, k: Array, v: Array, *, dlse: Array |
     dlse
         The gradient with respect to the log-sum-exp, `(*batch, heads_q, len_q)`; None for zero.
     **scores
-        `scale`, `first_key`, `last_key` and `softcap`, as in `oracle`.
+        Scale, softcap, mask and sinks, as in `oracle`.
     """
     exact = [x.astype(numpy.float64) for x in (dout, q, k, v)]
     return gradients_of(pairs_of(*exact, dlse, scores), *exact, scores)
@@ -73,7 +73,9 @@ def naive_gradients(
         return round_to_tf32(x) if precision == "tf32" else stored(x)
 
     pairs = pairs_of(dout, q, k, v, dlse, scores, stored, factor)
-    return Gradients(*(x.astype(dtype) for x in gradients_of(pairs, dout, q, k, v, scores, factor)))
+    exact = gradients_of(pairs, dout, q, k, v, scores, factor)
+    dsinks = None if exact.dsinks is None else exact.dsinks.astype(scores["sinks"].dtype)
+    return Gradients(*(x.astype(dtype) for x in exact), dsinks=dsinks)
 
 
 @numpy.errstate(all="ignore")
@@ -91,7 +93,7 @@ def pairs_of(
     xp = namespace(q)
     q, k, v = factor(q), factor(repeat_heads(k, q)), factor(repeat_heads(v, q))
     p, lse = probabilities(q, k, **scores)
-    seen = sees(*p.shape[-2:], scores.get("first_key"), scores.get("last_key"), xp)
+    seen = seen_pairs(p, scores)
     p = xp.where(seen, p, 0)  # in a row of NaN, the masked pairs too are NaN
     out = stored(weighted_sum(factor(p), v, seen))
     p = stored(p)
@@ -119,11 +121,23 @@ def gradients_of(
 ) -> Gradients:
     """Return the gradients in the dtype of `pairs`. `factor` rounds what enters a product."""
     p, ds, scale = factor(pairs.p), factor(pairs.ds), scores["scale"]
-    seen = sees(*p.shape[-2:], scores.get("first_key"), scores.get("last_key"), namespace(q))
+    seen = seen_pairs(p, scores)
     dq = scale * weighted_sum(ds, factor(repeat_heads(k, q)), seen)
     dk = scale * weighted_sum(ds.swapaxes(-1, -2), factor(q), seen.T)
     dv = weighted_sum(p.swapaxes(-1, -2), factor(dout), seen.T)
-    return Gradients(*(summed_to(x.shape, dx) for x, dx in ((q, dq), (k, dk), (v, dv))))
+    gradients = (summed_to(x.shape, dx) for x, dx in ((q, dq), (k, dk), (v, dv)))
+    return Gradients(*gradients, dsinks=_of_sinks(pairs, scores.get("sinks")))
+
+
+def _of_sinks(pairs: Pairs, sinks: Array | None) -> Array | None:
+    """Return the gradient of sinks in their shape: each has a share of every row's softmax and no value, so a dP of 0."""
+    if sinks is None:
+        return None
+    xp = namespace(pairs.lse)
+    lse = xp.where(pairs.lse == -xp.inf, xp.inf, pairs.lse)
+    share = xp.exp(sink_logits(sinks, pairs.lse) - lse[..., None])
+    of_rows = -share * pairs.delta[..., None]
+    return of_rows.sum(axis=(*range(of_rows.ndim - 3), -2)).T.reshape(sinks.shape)
 
 
 def summed_to(shape: tuple[int, ...], x: Array) -> Array:

@@ -15,6 +15,7 @@ from ..plan.params import places_of
 from ..plan.schedule_params import scheduled
 from ..plan.tensor_map import TensorMap
 from ..plan.workspace import Workspace
+from ..problem.mask import Mask
 from . import nvrtc
 from .driver_map import DriverMap
 
@@ -46,6 +47,8 @@ class DeviceKernel(threading.local):
         Queued one after the other; those without a block are left out.
     maps : dict of str to TensorMap
         The fields of the struct that are maps, in the clear.
+    mask : Mask or None
+        Of fwd_hopper, whose blocks share the tiles out by it.
     """
 
     def __init__(
@@ -57,10 +60,11 @@ class DeviceKernel(threading.local):
         workspace: Workspace,
         launches: tuple[Launch, ...],
         maps: dict[str, TensorMap],
+        mask: Mask | None,
     ) -> None:
         cupy.cuda.runtime.free(0)  # makes the device's context current, which in a new thread it is not
         launches = tuple(launch.on(_multiprocessors(device)) for launch in launches if launch.blocks)
-        params, launches = scheduled(kernel, params, launches)
+        params, launches = scheduled(kernel, params, launches, mask)
         self._functions = [_module(kernel, device).get_function(launch.entry) for launch in launches]  # keeps them loaded
         for function, launch in zip(self._functions, launches):
             driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes)

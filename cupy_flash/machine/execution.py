@@ -16,6 +16,7 @@ from ..plan.workspace import Workspace
 from ..problem import arrays
 from ..problem.forward import check_overlap
 from ..problem.layout import Layout
+from ..problem.mask import Mask
 
 if TYPE_CHECKING:
     from ..plan.tensor_map import TensorMap
@@ -41,6 +42,8 @@ class Execution:
         CUDA ordinal; None executes on the host.
     maps : dict of str to TensorMap, optional
         The fields of the struct that are maps, which are in the clear there.
+    mask : Mask, optional
+        Of a forward.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Execution:
         workspace: Workspace,
         device: int | None,
         maps: dict[str, TensorMap] | None = None,
+        mask: Mask | None = None,
     ) -> None:
         self.kernel = kernel
         self.launches = launches
@@ -60,6 +64,7 @@ class Execution:
         self._names = names
         self._device = device
         self._maps = maps or {}
+        self._mask = mask
 
     def __str__(self) -> str:
         blocks = list(map(str, self.launches))
@@ -72,7 +77,8 @@ class Execution:
         """The kernel loaded on its device, to be launched with addresses in the order of the names."""
         from .device import DeviceKernel
 
-        return DeviceKernel(self.kernel, self._device, self._params, self._names, self.workspace, self.launches, self._maps)
+        of_problem = self._params, self._names, self.workspace, self.launches, self._maps, self._mask
+        return DeviceKernel(self.kernel, self._device, *of_problem)
 
     def run_on_host(self, views: Iterable[Any], workspace: numpy.ndarray | None) -> Traffic | None:
         """Execute the kernel on this machine's processor."""
@@ -80,7 +86,7 @@ class Execution:
 
         operands = {name: x for name, x in zip(self._names, views) if x is not None}
         operands |= self.workspace.on_host(workspace)
-        return host.run(self.kernel, self.launches, self._params, operands, host.HostOptions.from_environment())
+        return host.run(self.kernel, self.launches, self._params, operands, host.HostOptions.from_environment(), self._mask)
 
 
 class Operands:
@@ -188,6 +194,8 @@ class Prepared:
                 _check_layout(name, arrays.layout_of(found, name), planned)
             elif name in self._demanded:
                 raise ValueError(f"{name}: expected an array with strides {planned.strides}, as planned, got None")
+            elif planned is not None and name not in (*self._results, "dlse"):  # None of which is zero
+                raise ValueError(f"{name}: expected an array of shape {planned.shape}, as planned, got None")
 
     def checked_workspace(self, x: Any) -> arrays.Array:
         """The caller's memory for the workspace, checked."""
@@ -234,15 +242,16 @@ class Prepared:
             return compute(*arguments)
 
 
-def cached(prepare: Callable[..., Result], descriptions: tuple[Any, ...], options: tuple[Any, ...]) -> Result:
-    """What a function with an `lru_cache` makes of descriptions and options, from the cache where they can be its key."""
+def cached(prepare: Callable[..., Result], descriptions: tuple[Any, ...], options: dict[str, Any]) -> Result:
+    """What a function with an `lru_cache` makes of descriptions and options by name, from the cache where they can be its key."""
+    named = tuple(options.items())
     try:
         # The types tell True from 1, which are equal as keys but not as options; inside of a pair as well.
-        types = tuple([tuple(map(type, option)) if type(option) is tuple else type(option) for option in options])
-        return prepare(descriptions, options, types)
+        types = tuple([tuple(map(type, option)) if type(option) is tuple else type(option) for option in options.values()])
+        return prepare(descriptions, named, types)
     except Exception:  # an option that cannot be a key, such as a list as window; or what is wrong, and is found wrong once more
         pass
-    return prepare.__wrapped__(descriptions, options, ())
+    return prepare.__wrapped__(descriptions, named, ())
 
 
 def architecture_for(backend: str, device: int | None, arch: str | None = None) -> Architecture | None:

@@ -24,9 +24,11 @@ from ..errors import DeadlockError, FaultError, SanitizerError
 from ..plan.kernel import PARAMS, KernelPlan, Launch
 from ..plan.params import places_of
 from ..plan.schedule_params import scheduled
+from ..plan.sources import files
+from ..problem.mask import Mask
 from . import cache
 from .scratch import with_copy
-from .source import files, source_of
+from .source import source_of
 from .toolchain import compiled, identity, prove
 
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
@@ -114,6 +116,7 @@ def run(
     params: numpy.ndarray,
     arrays: dict[str, numpy.ndarray],
     options: HostOptions,
+    mask: Mask | None = None,
 ) -> Traffic | None:
     """Execute a kernel file's entries, one after the other.
 
@@ -126,6 +129,8 @@ def run(
     arrays : dict of str to numpy.ndarray
         The arrays and parts of workspace, by the field that points to them or maps them.
     options : HostOptions
+    mask : Mask, optional
+        Of fwd_hopper, whose blocks share the tiles out by it.
 
     Returns
     -------
@@ -147,7 +152,7 @@ def run(
     if not launches:
         return Traffic()
     code = build(plan, options)
-    params, launches = scheduled(plan, params, launches)
+    params, launches = scheduled(plan, params, launches, mask)
     params = params.copy()
     words = params.view(numpy.uint64)
     for name, array in arrays.items():

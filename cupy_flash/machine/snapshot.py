@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ..errors import CompileError
 from ..plan.kernel import KernelPlan
-from . import nvrtc, source
+from ..plan.sources import shelf
+from . import nvrtc
 from .machine_code import MachineCode, read
 
 FILE = "tests/data/machine_code.csv"
@@ -53,7 +54,7 @@ class Snapshot:
 
 def path() -> Path:
     """Where the snapshot is kept; it exists in a checkout only."""
-    return source.shelf().parent / FILE
+    return shelf().parent / FILE
 
 
 def committed() -> Snapshot:

@@ -1,35 +1,37 @@
-"""The kernel sources, and exactly the text that is compiled for a plan."""
+"""Exactly the text that is compiled for a plan."""
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import asdict
-from pathlib import Path
 
-from ..plan.kernel import Config, KernelPlan
+from ..plan.kernel import PARAMS, Config, KernelPlan
+from ..plan.sources import files
+from ..plan.structs import struct
+from ..problem.options import BACKWARD_KERNELS, FORWARD_KERNELS
 
-
-@functools.cache
-def shelf() -> Path:
-    """The folder ``kernels_cu``: inside the installed package, beside it in a checkout."""
-    here = Path(__file__).resolve().parents[1]
-    installed = here / "kernels_cu"
-    return installed if installed.is_dir() else here.parent / "kernels_cu"
-
-
-@functools.cache
-def files() -> dict[str, str]:
-    """Every source file by its path on the shelf, as included."""
-    paths = sorted(path for path in shelf().rglob("*") if path.suffix in (".cu", ".cuh", ".cpp"))
-    return {path.relative_to(shelf()).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+# What the kernel files call the shared memory of a block, by entry.
+STATED = {kernel: "SHARED_BYTES" for kernel in (*FORWARD_KERNELS, *BACKWARD_KERNELS)}
+STATED |= {f"{kernel}_postprocess": "POSTPROCESS_BYTES" for kernel in BACKWARD_KERNELS}
+STATED |= {f"{kernel}_sinks": "SINKS_BYTES" for kernel in BACKWARD_KERNELS}
 
 
 def source_of(plan: KernelPlan) -> dict[str, str]:
-    """The files that a plan compiles: its kernel first, then every header, `config.cuh` with the plan's own values."""
+    """The files that a plan compiles: its kernel first, then every header, `config.cuh` with the plan's own values.
+
+    Behind the kernel stands what the plan takes for granted, so that a kernel is not compiled of which it is not true.
+    """
     main = f"{plan.file}.cu"
     headers = {name: text for name, text in files().items() if name.endswith(".cuh")}
-    return {main: files()[main], **headers, "config.cuh": config_text(plan.config)}
+    return {main: files()[main] + assertions(plan), **headers, "config.cuh": config_text(plan.config)}
+
+
+def assertions(plan: KernelPlan) -> str:
+    """The sizes that a plan counts on, to be compiled with the kernel."""
+    name = PARAMS[plan.file]
+    sizes = {f"sizeof({name})": struct(name).itemsize}
+    sizes |= {STATED[entry]: size for entry, size in plan.entries.items() if entry in STATED}
+    return "".join(f'static_assert({stated} == {size}, "the plan counts on {size} bytes");\n' for stated, size in sizes.items())
 
 
 def config_text(config: Config) -> str:

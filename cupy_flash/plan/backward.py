@@ -9,7 +9,7 @@ from ..errors import UnsupportedError
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from .architecture import Architecture
-from .kernel import KernelPlan, Launch, check_kind, checked, configure, copy_size, explicit_scores, padded
+from .kernel import KernelPlan, Launch, check_kind, checked, configure, copy_size, explicit_scores, kind_of_sinks, padded
 from .schedule import L2_BYTES
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig, row_for, table_for
@@ -60,7 +60,18 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     return KernelPlan(
         file=kernel,
         architecture=architecture,
-        config=configure(row, architecture, p.dtype, p.precision, width, width, copy_bytes, explicit),
+        config=configure(
+            row,
+            architecture,
+            p.dtype,
+            p.precision,
+            width,
+            width,
+            copy_bytes=copy_bytes,
+            explicit=explicit,
+            mask=p.mask.kind,
+            sinks=kind_of_sinks(p),
+        ),
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores))),
     )
 
@@ -71,7 +82,7 @@ def _width(problem: Problem) -> int:
 
 def _row_for(kernel: str, problem: BackwardProblem, architecture: Architecture, copy_bytes: int, explicit: bool) -> TileConfig:
     p = problem.forward
-    return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, explicit, problem.deterministic, p.mask)
+    return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, explicit, problem.deterministic, p.mask.shape)
 
 
 def _backward_kernel(problem: BackwardProblem, architecture: Architecture, explicit: bool) -> tuple[str, str]:
@@ -150,15 +161,15 @@ def _backwards(problem: BackwardProblem, heads: int, group: int) -> int:
     longest blocks for the end. That group takes the longest first: what its blocks wait for is less than what the end would cost.
     """
     p = problem.forward
-    if not problem.deterministic or p.last_key is None or p.last_key >= p.len_kv:
+    if not problem.deterministic or not p.mask.hides_last:
         return 0
-    if p.first_key is not None or heads <= group:
+    if p.mask.hides_first or heads <= group:
         return heads
     return (heads - 1) // group * group
 
 
 def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launch, ...]:
-    """The three grids: before, over keys, and after. None has a block if there is no query head."""
+    """The grids: before, over keys, and after, and one for gradients of sinks. None has a block if there is no query head."""
     p, grouping = problem.forward, make_grouping(plan, problem)
     query_blocks = _query_tiles(plan, problem) * p.heads_q * math.prod(p.batch)
     key_blocks = _key_tiles(plan, problem) * p.heads_kv * math.prod(p.batch)
@@ -166,6 +177,7 @@ def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launc
         query_blocks,
         grouping.owners + grouping.finishing,
         query_blocks * (not _finishes_queries(plan, problem)) + 2 * key_blocks * _stores_parts(plan, problem),
+        *(() if p.sinks is None else (math.prod(p.sinks.shape[-2:]),)),
     )
     entries = plan.entries.items()
     if problem.zero:
@@ -230,9 +242,10 @@ def heads_together(plan: KernelPlan, problem: BackwardProblem) -> int:
     if plan.file not in HOPPER_KERNELS:
         return max(1, BLOCKS_TOGETHER // tiles)
     least = 4
-    if problem.deterministic and problem.forward.causal:
+    causal = problem.forward.mask.shape == "causal"
+    if problem.deterministic and causal:
         least = 2 if plan.file == "bwd_hopper" else 1
-    most = 16 if problem.deterministic and not problem.forward.causal and plan.file == "bwd_hopper" and tiles <= FEW_TILES else 8
+    most = 16 if problem.deterministic and not causal and plan.file == "bwd_hopper" and tiles <= FEW_TILES else 8
     together = min(max(HOPPER_BLOCKS_TOGETHER // tiles, least), most)
     if problem.deterministic:
         return together

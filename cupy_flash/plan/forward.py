@@ -9,7 +9,7 @@ from ..errors import UnsupportedError
 from ..problem.forward import FORWARD_ARRAYS, Problem
 from ..problem.layout import Layout
 from .architecture import Architecture
-from .kernel import KernelPlan, Launch, check_kind, checked, configure, copy_size, explicit_scores, padded
+from .kernel import KernelPlan, Launch, check_kind, checked, configure, copy_size, explicit_scores, kind_of_sinks, padded
 from .packing import packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
 from .schedule_params import WARP_ROWS, combining_blocks, partial_rows
@@ -52,7 +52,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in copied})
     explicit, why_scores = explicit_scores(problem)
     widest = max(width, width_v)
-    pack_gqa = problem.queries is not None
+    pack_gqa = problem.mask.queries is not None
     row = row_for(
         kernel,
         architecture,
@@ -62,8 +62,9 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         min(problem.len_q, SHORT) if pack_gqa and kernel == "fwd_v2" else problem.len_q,
         copy_bytes,
         explicit,
-        mask=problem.mask,
+        mask=problem.mask.shape,
         width_v=width_v,
+        sinks=problem.sinks is not None,
     )
     if copy_bytes < 16:  # TMA would write beyond a row's end, see `obstacle`
         row = replace(row, tma_store_out=False)
@@ -72,7 +73,18 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         file=kernel,
         architecture=architecture,
         config=configure(
-            row, architecture, problem.dtype, problem.precision, width, width_v, copy_bytes, explicit, split, pack_gqa
+            row,
+            architecture,
+            problem.dtype,
+            problem.precision,
+            width,
+            width_v,
+            copy_bytes=copy_bytes,
+            explicit=explicit,
+            split_kv=split,
+            pack_gqa=pack_gqa,
+            mask=problem.mask.kind,
+            sinks=kind_of_sinks(problem),
         ),
         reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_split, why_copy, why_scores))),
     )
@@ -98,11 +110,10 @@ def _forward_kernel(problem: Problem, architecture: Architecture) -> tuple[str, 
 
 def _split_kv(problem: Problem) -> tuple[bool, str]:
     """Whether blocks may share query tiles, which have to be long and about equally so, and why."""
-    shortest, longest = problem.len_kv, problem.len_kv
-    alike = problem.queries is not None  # every tile has rows of several heads
-    if problem.last_key is not None and not alike:
-        shortest, longest = (min(row + problem.last_key + 1, problem.len_kv) for row in (0, problem.len_q - 1))
-    window = problem.first_key is not None and not alike
+    mask, shortest, longest = problem.mask, problem.len_kv, problem.len_kv
+    if mask.queries is None:  # or else every tile has rows of several heads, and all are alike
+        shortest, longest = (mask.some(row, 1)[1] for row in (0, problem.len_q - 1))
+    window = mask.queries is None and mask.hides_first
     if window or problem.len_kv < LEAST_SPLIT + COMBINING or shortest < EVEN * longest:
         return False, ""
     return True, "split keys: blocks share the query tiles that whole rounds leave over"
@@ -156,5 +167,5 @@ def _tiles(plan: KernelPlan, problem: Problem) -> int:
 
 
 def _layouts(problem: Problem) -> dict[str, Layout]:
-    layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS}
+    layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS if name != "sinks"}  # which no kernel moves in tiles
     return {name: layout for name, layout in layouts.items() if layout is not None}

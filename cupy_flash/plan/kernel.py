@@ -34,6 +34,8 @@ class Config:
     ARCH: int
     DTYPE: str
     TF32_PASSES: int
+    MASK: str
+    SINKS: str
     TILE_Q: int
     TILE_KV: int
     Q_TILES: int
@@ -110,7 +112,8 @@ class KernelPlan:
         if self.file == "bwd_v2":
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
             main = itemsize * (keys + queries + c.TILE_KV * c.TILE_Q) + c.STAGES * 2 * c.TILE_Q * 4
-            return {"bwd_v2_preprocess": 0, "bwd_v2": main, "bwd_v2_postprocess": itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH}
+            post = itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH
+            return {"bwd_v2_preprocess": 0, "bwd_v2": main, "bwd_v2_postprocess": post} | self._of_sinks
         if self.file in ("bwd_hopper", "bwd_hopper_wide"):
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
             stats, sums = c.STAGES * 2 * c.TILE_Q * 4, c.TMA_REDUCE_DQ * c.TILE_Q * c.WIDTH * 4
@@ -119,7 +122,7 @@ class KernelPlan:
             if self.file == "bwd_hopper_wide":
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P
             post = itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH
-            return {f"{self.file}_preprocess": 0, self.file: main, f"{self.file}_postprocess": post}
+            return {f"{self.file}_preprocess": 0, self.file: main, f"{self.file}_postprocess": post} | self._of_sinks
         if self.file == "fwd_hopper":
             panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
             queries = 64 * c.STAGES_Q * panels + c.TMA_STORE_OUT * c.TILE_Q * panels_v  # and out
@@ -129,6 +132,11 @@ class KernelPlan:
             return main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         return {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
+
+    @property
+    def _of_sinks(self) -> dict[str, int]:
+        """The entry of a backward that makes gradients of sinks, if there are any."""
+        return {} if self.config.SINKS == "NO_SINKS" else {f"{self.file}_sinks": 4 * self.config.WARPS}
 
     @property
     def shared_bytes(self) -> int:
@@ -145,8 +153,11 @@ class KernelPlan:
         if self.file == "fwd_hopper":
             words.append(f"q{c.STAGES_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.TMA_STORE_OUT + "p" * c.PINGPONG)
         else:
-            words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"copy{c.COPY_BYTES or 'elements'}"]
-        return "-".join(words + ["split"] * c.SPLIT_KV + ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES)
+            words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"s{c.STAGES}"] * (self.file == "fwd_v2" and c.STAGES != 2)
+            words.append(f"copy{c.COPY_BYTES or 'elements'}")
+        words += ["split"] * c.SPLIT_KV + ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
+        words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
+        return "-".join(words)
 
     def __str__(self) -> str:
         constants = ", ".join(f"{knob.name}={getattr(self.config, knob.name)}" for knob in fields(self.config))
@@ -178,6 +189,13 @@ def check_kind(architecture: Architecture, name: str, dtype: str, precision: str
 LARGEST_SCALE = 1024
 
 
+def kind_of_sinks(problem: Problem) -> str:
+    """What a kernel is compiled for: one of `SinkKind` in ``kernels_cu/config.cuh``."""
+    if problem.sinks is None:
+        return "NO_SINKS"
+    return "SINKS_OF_DTYPE" if problem.sinks.dtype == problem.dtype else "SINKS_FLOAT32"
+
+
 def explicit_scores(problem: Problem) -> tuple[bool, str]:
     """Whether each score is scaled by itself, and why."""
     if problem.softcap is not None:
@@ -200,6 +218,8 @@ def configure(
     explicit: bool = False,
     split_kv: bool = False,
     pack_gqa: bool = False,
+    mask: str = "BAND",
+    sinks: str = "NO_SINKS",
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     given = {
@@ -212,6 +232,8 @@ def configure(
         "EXPLICIT_SCORES": explicit,
         "SPLIT_KV": split_kv,
         "PACK_GQA": pack_gqa,
+        "MASK": mask,
+        "SINKS": sinks,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 

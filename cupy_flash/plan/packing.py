@@ -61,19 +61,15 @@ def packing_of(problem: Problem) -> Packing:
     Packing
     """
     group, queries, axis = problem.heads_per_kv, problem.len_q, len(problem.batch)
-    first = 0 if problem.first_key is None else max(problem.first_key, 0)
-    stop = problem.len_kv if problem.last_key is None else min(problem.last_key + queries, problem.len_kv)
+    first, stop = problem.mask.some(0, queries)
     rows = {name: layout for name in ("q", "out", "lse") if (layout := getattr(problem, name)) is not None}
     even = all(queries == 1 or x.strides[axis] == queries * x.strides[axis + 1] for x in rows.values())
     if not 1 <= queries <= FEW or group <= 1 or first >= stop or not even:
         return Packing(problem)
-    first_key, last_key = (None if bound is None else bound - first for bound in (problem.first_key, problem.last_key))
-    if first_key is not None and first_key + queries - 1 <= 0:  # it hides no key that is left
-        first_key = None
-    if last_key is not None and last_key >= stop - first - 1:
-        last_key = None
-    band = (first_key, last_key) != (None, None)
-    if band and problem.algorithm == "v1":  # which has no register left to tell which query of its head a row is
+    mask = problem.mask.cut(first, stop)
+    masked = mask.shape != "full"
+    tells_rows = masked or problem.sinks is not None
+    if masked and problem.algorithm == "v1":  # which has no register left to tell which query of its head a row is
         return Packing(problem)
     packed = replace(
         problem,
@@ -82,9 +78,7 @@ def packing_of(problem: Problem) -> Packing:
         len_kv=stop - first,
         k=_cut(problem.k, first, stop),
         v=_cut(problem.v, first, stop),
-        first_key=first_key,
-        last_key=last_key,
-        queries=queries if band else None,
+        mask=replace(mask, len_q=group * queries, queries=queries if tells_rows else None),
         **{name: _heads_as_rows(layout, axis, group) for name, layout in rows.items()},
     )
     each = "one query" if queries == 1 else f"{queries} queries"

@@ -1,4 +1,4 @@
-"""The parameter structs of ``kernels_cu/params.cuh`` as NumPy dtypes, and problems in that form."""
+"""Problems in the form in which kernels are told them: the structs of ``kernels_cu/params.cuh``."""
 
 from __future__ import annotations
 
@@ -9,170 +9,34 @@ import numpy
 from ..errors import UnsupportedError
 from ..problem.backward import BackwardProblem
 from ..problem.forward import FORWARD_ARRAYS, Problem
-from ..problem.layout import BATCH_AXES, Layout, merge_batch_axes
+from ..problem.layout import Layout, merge_batch_axes
+from ..problem.mask import UNBOUNDED
 from ..problem.merge import MergeProblem
 from .backward import Grouping
-from .schedule import TABLE_BLOCKS, TABLE_TILES
-from .tensor_map import TENSOR_MAP, TensorMap
+from .structs import struct
+from .tensor_map import TensorMap
 
 FLOAT32 = numpy.finfo(numpy.float32)
-UNBOUNDED = 1 << 30  # lengths stay below, so that a row plus a bound fits 32 bits
-
-TENSOR = numpy.dtype(
-    [
-        ("data", "u8"),
-        ("batch_stride", "i8", (BATCH_AXES,)),
-        ("head_stride", "i8"),
-        ("row_stride", "i8"),
-        ("col_stride", "i8"),
-    ],
-    align=True,
-)
-# A field of type u8 is a pointer to workspace.
-FAST_DIVMOD = numpy.dtype([("divisor", "u4"), ("multiplier", "u4"), ("shift", "u4")], align=True)
-FORWARD = numpy.dtype(
-    [
-        ("q", TENSOR),
-        ("k", TENSOR),
-        ("v", TENSOR),
-        ("out", TENSOR),
-        ("lse", TENSOR),
-        ("state", "u8"),
-        ("band_left", "i4"),
-        ("band_right", "i4"),
-        ("batch", "i4", (BATCH_AXES,)),
-        ("heads", "i4"),
-        ("heads_per_kv", "i4"),
-        ("len_q", "i4"),
-        ("len_kv", "i4"),
-        ("dim", "i4"),
-        ("dim_v", "i4"),
-        ("scale", "f4"),
-        ("softcap", "f4"),
-        ("queries_divmod", FAST_DIVMOD),
-    ],
-    align=True,
-)
-
-
-def _of_whole_lines(fields: list[tuple]) -> numpy.dtype:
-    """A struct that begins with a tensor map, which is aligned to 64 bytes: its size is a multiple of that."""
-    packed = numpy.dtype(fields, align=True)
-    names = packed.names
-    layout = {"names": names, "formats": [packed[name] for name in names], "offsets": [packed.fields[name][1] for name in names]}
-    return numpy.dtype(layout | {"itemsize": -(-packed.itemsize // 64) * 64})
-
-
-HOPPER_FORWARD = _of_whole_lines(
-    [
-        *((f"{name}_map", TENSOR_MAP) for name in ("q", "k", "v", "out")),
-        ("lse", TENSOR),
-        ("band_left", "i4"),
-        ("band_right", "i4"),
-        ("batch", "i4", (BATCH_AXES,)),
-        ("heads", "i4"),
-        ("heads_per_kv", "i4"),
-        ("tiles", "i4"),
-        ("run", "i4"),
-        ("by_formula", "i4"),
-        ("tiles_of_head_divmod", FAST_DIVMOD),
-        ("heads_divmod", FAST_DIVMOD),
-        ("table", "u2", (TABLE_BLOCKS, TABLE_TILES)),
-        ("len_q", "i4"),
-        ("len_kv", "i4"),
-        ("dim", "i4"),
-        ("dim_v", "i4"),
-        ("scale", "f4"),
-        ("softcap", "f4"),
-        ("first_split_tile", "i4"),
-        ("split_tiles", "i4"),
-        ("key_tiles_per_block", "i4"),
-        ("key_tiles_divmod", FAST_DIVMOD),
-        ("partial_rows", "i4"),
-        ("out_partials", "u8"),
-        ("lse_partials", "u8"),
-        ("out", TENSOR),
-        ("scale_log2", "f4"),
-        ("queries_divmod", FAST_DIVMOD),
-    ]
-)
-BACKWARD = numpy.dtype(
-    [
-        ("q", TENSOR),
-        ("k", TENSOR),
-        ("v", TENSOR),
-        ("out", TENSOR),
-        ("lse", TENSOR),
-        ("dout", TENSOR),
-        ("dlse", TENSOR),
-        ("dq", TENSOR),
-        ("dk", TENSOR),
-        ("dv", TENSOR),
-        ("stats", "u8"),
-        ("dq_accum", "u8"),
-        ("dk_accum", "u8"),
-        ("dv_accum", "u8"),
-        ("dq_semaphore", "u8"),
-        ("dq_progress", "u8"),
-        ("band_left", "i4"),
-        ("band_right", "i4"),
-        ("batch", "i4", (BATCH_AXES,)),
-        ("heads", "i4"),
-        ("heads_per_kv", "i4"),
-        ("heads_per_block", "i4"),
-        ("heads_together", "i4"),
-        ("len_q", "i4"),
-        ("len_kv", "i4"),
-        ("dim", "i4"),
-        ("dim_v", "i4"),
-        ("scale", "f4"),
-        ("softcap", "f4"),
-    ],
-    align=True,
-)
-# The arrays whose tiles TMA moves are told twice, in this form and as a map.
 _BACKWARD_DIVMODS = ("heads_together_divmod", "group_divmod", "units_divmod", "heads_per_kv_divmod", "accum_heads_divmod")
 _GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards")
-_BACKWARD_MAPS = ("q", "k", "v", "dout", "dq", "dk", "dv")
-HOPPER_BACKWARD = _of_whole_lines(
-    [(f"{name}_map", TENSOR_MAP) for name in _BACKWARD_MAPS]
-    + [(name, BACKWARD[name]) for name in BACKWARD.names]
-    + [(name, FAST_DIVMOD) for name in _BACKWARD_DIVMODS]
-    + [(name, "i4") for name in _GROUPING_NUMBERS]
-)
-MERGE = numpy.dtype(
-    [
-        ("out_a", TENSOR),
-        ("out_b", TENSOR),
-        ("out", TENSOR),
-        ("lse_a", TENSOR),
-        ("lse_b", TENSOR),
-        ("lse", TENSOR),
-        ("batch", "i4", (BATCH_AXES,)),
-        ("heads", "i4"),
-        ("len_q", "i4"),
-        ("dim_v", "i4"),
-    ],
-    align=True,
-)
 
 
 def forward_params(problem: Problem) -> numpy.ndarray:
-    """A size-1 array of dtype `FORWARD` with everything but the addresses.
+    """A size-1 array of `ForwardParams` with everything but the addresses.
 
     Raises
     ------
     UnsupportedError
         If a length or the number of batch axes is beyond what the kernels count.
     """
-    params = _with_strides(FORWARD, problem.batch, {name: getattr(problem, name) for name in FORWARD_ARRAYS})
+    params = _with_strides("ForwardParams", problem.batch, {name: getattr(problem, name) for name in FORWARD_ARRAYS})
     _add_scores(params, problem)
-    params["queries_divmod"] = fast_divmod(problem.queries or 1)
+    _add_sinks(params, problem)
     return params
 
 
 def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: int) -> numpy.ndarray:
-    """A size-1 array of dtype `HOPPER_FORWARD` with everything but the addresses, its maps in the clear.
+    """A size-1 array of `HopperForwardParams` with everything but the addresses, its maps in the clear.
 
     Which tiles a block takes is not in it yet, see `schedule_params`.
 
@@ -182,11 +46,11 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
         As `forward_params`.
     """
     layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS}
-    params = _with_strides(HOPPER_FORWARD, problem.batch, layouts)
+    params = _with_strides("HopperForwardParams", problem.batch, layouts)
     for name, described in maps.items():
         params[name] = described.in_the_clear()
     _add_scores(params, problem)
-    params["queries_divmod"] = fast_divmod(problem.queries or 1)
+    _add_sinks(params, problem)
     with numpy.errstate(over="ignore"):  # where scores are scaled one by one, nobody reads it
         params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
     tiles_of_head = -(-problem.len_q // tile_q)
@@ -208,14 +72,14 @@ def fast_divmod(number: int) -> tuple[int, int, int]:
 
 
 def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str, TensorMap]) -> numpy.ndarray:
-    """A size-1 array of dtype `BACKWARD`, or with maps `HOPPER_BACKWARD`, with everything but the addresses.
+    """A size-1 array of `BackwardParams`, or with maps `HopperBackwardParams`, with everything but the addresses.
 
     Raises
     ------
     UnsupportedError
         As `forward_params`.
     """
-    params = _with_strides(HOPPER_BACKWARD if maps else BACKWARD, problem.forward.batch, problem.layouts)
+    params = _with_strides("HopperBackwardParams" if maps else "BackwardParams", problem.forward.batch, problem.layouts)
     for name, described in maps.items():
         params[name] = described.in_the_clear()
     if maps:
@@ -226,12 +90,13 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
         for name in _GROUPING_NUMBERS:
             params[name] = getattr(g, name)
     _add_scores(params, problem.forward)
+    _add_sinks(params, problem.forward)
     params["heads_per_block"], params["heads_together"] = grouping.heads_per_block, grouping.heads_together
     return params
 
 
 def merge_params(problem: MergeProblem) -> numpy.ndarray:
-    """A size-1 array of dtype `MERGE` with everything but the addresses.
+    """A size-1 array of `MergeParams` with everything but the addresses.
 
     Raises
     ------
@@ -240,7 +105,7 @@ def merge_params(problem: MergeProblem) -> numpy.ndarray:
     """
     *batch, heads, len_q, dim_v = problem.layouts["out"].shape
     _check_length("out_a", len_q)
-    params = _with_strides(MERGE, tuple(batch), problem.layouts)
+    params = _with_strides("MergeParams", tuple(batch), problem.layouts)
     _check_count("out_a", "heads", heads)
     params["heads"], params["len_q"], params["dim_v"] = heads, len_q, dim_v
     return params
@@ -252,15 +117,20 @@ def places_of(params: numpy.ndarray, name: str) -> dict[str, int]:
     return {field: fields[field][1] // 8 for field in (name, f"{name}_map") if field in fields}
 
 
-def _with_strides(struct: numpy.dtype, batch: tuple[int, ...], layouts: dict[str, Layout | None]) -> numpy.ndarray:
-    """A struct of zeros with the sizes of the batch axes and the strides of each TENSOR; None is an array left out."""
+def _add_sinks(params: numpy.ndarray, problem: Problem) -> None:
+    if problem.sinks is not None:
+        params["sinks_of_head"] = problem.sinks.shape[-1]
+
+
+def _with_strides(name: str, batch: tuple[int, ...], layouts: dict[str, Layout | None]) -> numpy.ndarray:
+    """A struct of zeros but the sizes of the batch axes and the strides of each `Tensor`; None is an array left out."""
     layouts = {name: layout for name, layout in layouts.items() if layout is not None}
     sizes, strides = merge_batch_axes(batch, layouts)
-    params = numpy.zeros(1, struct)
+    params = numpy.zeros(1, struct(name))
     _check_count("q", "batch elements", max(sizes))
     params["batch"] = sizes
     for name, layout in layouts.items():
-        if name not in struct.names:  # told by a map alone
+        if name not in params.dtype.names:  # told by a map alone
             continue
         params[name]["batch_stride"] = strides[name]
         heads, rows, *cols = layout.strides[len(batch) :]
@@ -273,8 +143,9 @@ def _add_scores(params: numpy.ndarray, problem: Problem) -> None:
     """Sizes, mask and scale, which the forward and the backward are told alike."""
     _check_length("q", problem.len_q)
     _check_length("k", problem.len_kv)
-    params["band_left"] = -UNBOUNDED if problem.first_key is None else problem.first_key
-    params["band_right"] = UNBOUNDED if problem.last_key is None else problem.last_key
+    for field, number in problem.mask.told.items():
+        params["mask"][field] = number
+    params["mask"]["queries_divmod"] = fast_divmod(problem.mask.queries or 1)
     _check_count("q", "heads", problem.heads_q)
     params["heads"] = problem.heads_q
     params["heads_per_kv"] = problem.heads_per_kv

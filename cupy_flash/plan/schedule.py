@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import numpy
 
+from ..problem.mask import Mask
+
 TABLE_BLOCKS = 144  # as many as an sm_90 can have multiprocessors, each of which holds one block
 TABLE_TILES = 9  # of a block; the last one is empty, so that every block finds its end
 NONE = 0xFFFF  # an entry without a tile
@@ -97,12 +99,9 @@ def make_splits(tiles: int, len_kv: int, tile_kv: int, blocks: int) -> Splits | 
     return Splits(rounds, rounds * blocks, left, split)
 
 
-def costs_of_tiles(len_q: int, len_kv: int, first_key: int, last_key: int, tile_q: int, tile_kv: int) -> numpy.ndarray:
-    """How long each query tile of a head takes, in steps of one key tile, where row i sees keys i + first_key ... i + last_key."""
-    rows = numpy.arange(0, len_q, tile_q)
-    first = (rows + first_key).clip(0, len_kv - 1) // tile_kv
-    last = (numpy.minimum(rows + tile_q, len_q) - 1 + last_key).clip(0, len_kv - 1) // tile_kv
-    return last - first + 1 + STEPS_BESIDES
+def costs_of_tiles(mask: Mask, tile_q: int, tile_kv: int) -> numpy.ndarray:
+    """How long each query tile of a head takes, in steps of one key tile."""
+    return mask.tiles_of_keys(tile_q, tile_kv) + STEPS_BESIDES
 
 
 def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: float, blocks: int) -> Schedule:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy
 
+from ..problem.mask import Mask
 from .kernel import KernelPlan, Launch
 from .params import fast_divmod
 from .schedule import NONE, Schedule, costs_of_tiles, make_schedule, make_splits
@@ -13,7 +14,9 @@ from .schedule import NONE, Schedule, costs_of_tiles, make_schedule, make_splits
 WARP_ROWS, COMBINED_COLUMNS = 16, 32  # of a query tile: rows that a warp stores, and with so many columns merges
 
 
-def scheduled(plan: KernelPlan, params: numpy.ndarray, launches: tuple[Launch, ...]) -> tuple[numpy.ndarray, tuple[Launch, ...]]:
+def scheduled(
+    plan: KernelPlan, params: numpy.ndarray, launches: tuple[Launch, ...], mask: Mask | None
+) -> tuple[numpy.ndarray, tuple[Launch, ...]]:
     """Parameters and launches of fwd_hopper on a device; those of other kernels as they are.
 
     Parameters
@@ -23,6 +26,8 @@ def scheduled(plan: KernelPlan, params: numpy.ndarray, launches: tuple[Launch, .
         From `hopper_forward_params`.
     launches : tuple of Launch
         With as many blocks as the device holds.
+    mask : Mask or None
+        None only of a kernel that is not fwd_hopper.
 
     Returns
     -------
@@ -31,17 +36,17 @@ def scheduled(plan: KernelPlan, params: numpy.ndarray, launches: tuple[Launch, .
     launches : tuple of Launch
         Merging as many tiles as are shared, and left out if none is.
     """
-    if plan.file != "fwd_hopper" or not launches:
+    if plan.file != "fwd_hopper" or mask is None or not launches:
         return params, launches
     params = params.copy()
     p, c = params[0], plan.config
     computing, combining = launches if c.SPLIT_KV else (*launches, None)
-    left, right, len_q, len_kv = (int(p[name]) for name in ("band_left", "band_right", "len_q", "len_kv"))
+    len_q, len_kv = mask.len_q, mask.len_kv
     schedule, splits = Schedule(), None
     if c.SPLIT_KV:
         splits = make_splits(int(p["tiles"]), len_kv, c.TILE_KV, computing.blocks)
     elif not c.PACK_GQA:  # tiles of several heads are equally long
-        costs = costs_of_tiles(len_q, len_kv, left, right, c.TILE_Q, c.TILE_KV)
+        costs = costs_of_tiles(mask, c.TILE_Q, c.TILE_KV)
         bytes_of_head = 2 * len_kv * (int(p["dim"]) + int(p["dim_v"])) / int(p["heads_per_kv"])
         if costs.min() < costs.max():
             schedule = make_schedule(costs, int(p["tiles"]) // len(costs), len_kv, bytes_of_head, computing.blocks)

@@ -8,7 +8,7 @@ host only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import UnsupportedError
 from .architecture import Architecture
@@ -40,6 +40,7 @@ class TileConfig:
     max_len_q: int | None = None  # for at most so many queries
     min_copy: int = 0  # for copies of at least so many bytes: smaller ones need registers for more addresses
     plain_scores: bool = False  # not where scores are scaled one by one, which needs registers as well
+    without_sinks: bool = False  # these need registers, too
     in_order_from: int | None = None  # only where dq is summed in order, and for at least so many queries
     masks: tuple[str, ...] = MASKS  # only for problems with one of these
     width_v: int | None = None  # only for head dims of v up to this
@@ -122,15 +123,18 @@ FLOAT32_80 = (
         min_blocks=1,
     ),
     TileConfig(192, 64, 16, ONE_BLOCK, min_blocks=1),
-    TileConfig(256, 64, 16, ONE_BLOCK, min_blocks=1),
+    TileConfig(256, 64, 16, ONE_BLOCK, min_blocks=1, without_sinks=True),
+    TileConfig(256, 64, 16, "one stage: with sinks, two would spill", stages=1, min_blocks=1),
 )
-FLOAT32_100 = (FLOAT32_80[0], *FLOAT32_80[2:])
+FLOAT32_100 = (FLOAT32_80[0], *FLOAT32_80[2:5], replace(FLOAT32_80[5], without_sinks=False))
 FLOAT32_86 = (
     TileConfig(32, 128, 32, "32 rows a warp: each K and V fragment, once split, serves six products"),
     TileConfig(64, 64, 32, "32 rows a warp would spill on sm_120"),
     TileConfig(192, 64, 16, "99 KB of shared memory: narrow key tiles", min_blocks=1),
-    TileConfig(256, 32, 16, "99 KB of shared memory: half the queries of sm_80", warps=2, min_blocks=1),
+    TileConfig(256, 32, 16, "99 KB of shared memory: half the queries of sm_80", warps=2, min_blocks=1, without_sinks=True),
+    TileConfig(256, 32, 16, "one stage: with sinks, two would spill", warps=2, stages=1, min_blocks=1),
 )
+FLOAT32_120 = (*FLOAT32_86[:3], replace(FLOAT32_86[3], without_sinks=False))
 FLOAT32_75 = (
     TileConfig(32, 64, 32, "every lane holds the operands its own sums need: registers decide", min_blocks=1),
     TileConfig(64, 64, 16, "every lane holds the operands its own sums need: registers decide", min_blocks=1),
@@ -145,7 +149,7 @@ TABLES: dict[str, dict[str, tuple[TileConfig, ...]]] = {
     "89": {"half": HALVES_86, "float32": FLOAT32_86},
     "90a": {"half": HALVES_90, "float32": FLOAT32_80},
     "100": {"half": HALVES_100, "float32": FLOAT32_100},
-    "120": {"half": HALVES_86, "float32": FLOAT32_86},
+    "120": {"half": HALVES_86, "float32": FLOAT32_120},
 }
 
 
@@ -359,6 +363,7 @@ def row_for(
     in_order: bool = False,
     mask: str = "full",
     width_v: int | None = None,
+    sinks: bool = False,
 ) -> TileConfig:
     """The first row that is wide enough and meant for so many queries, such copies, scores and masks, and such an order of sums.
 
@@ -375,6 +380,7 @@ def row_for(
             (row.max_len_q is None or len_q <= row.max_len_q)
             and copy_bytes >= row.min_copy
             and not (explicit and row.plain_scores)
+            and not (sinks and row.without_sinks)
             and (row.in_order_from is None or (in_order and len_q >= row.in_order_from))
             and mask in row.masks
             and row.serves(width, width_v or width)

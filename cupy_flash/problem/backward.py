@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
 from .forward import Problem, check_operand, check_result, lse_dtype_of, make_problem
-from .layout import HEADS_OF_LSE, Layout, result_layout
+from .layout import HEADS_OF_LSE, Layout, dense_layout, result_layout
 from .options import Options, check_flag
 
-BACKWARD_ARRAYS = ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv")
+BACKWARD_ARRAYS = ("dout", "q", "k", "v", "out", "lse", "dlse", "sinks", "dq", "dk", "dv", "dsinks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class BackwardProblem:
     dq: Layout
     dk: Layout
     dv: Layout
+    dsinks: Layout | None
     seen: tuple[Layout | None, ...]
     deterministic: bool
     kernel: str | None
@@ -40,9 +41,9 @@ class BackwardProblem:
     def layouts(self) -> dict[str, Layout | None]:
         """The arrays of a call with their full axes, in order. A stride of 0 along a batch axis of a gradient means: summed."""
         p = self.forward
-        given = (self.dout, p.q, p.k, p.v, p.out, p.lse, self.dlse)
+        given = (self.dout, p.q, p.k, p.v, p.out, p.lse, self.dlse, p.sinks)
         results = (x.broadcast_to(like.shape) for x, like in ((self.dq, p.q), (self.dk, p.k), (self.dv, p.v)))
-        return dict(zip(BACKWARD_ARRAYS, (*given, *results)))
+        return dict(zip(BACKWARD_ARRAYS, (*given, *results)))  # but `dsinks`, which has no axes of a batch
 
     @property
     def sums_keys(self) -> bool:
@@ -77,9 +78,11 @@ def make_backward_problem(
     options: Options,
     *,
     dlse: Layout | None = None,
+    sinks: Layout | None = None,
     dq: Layout | None = None,
     dk: Layout | None = None,
     dv: Layout | None = None,
+    dsinks: Layout | None = None,
     deterministic: bool = False,
 ) -> BackwardProblem:
     """Check the arguments of `attention_backward` and resolve its defaults.
@@ -89,9 +92,9 @@ def make_backward_problem(
     dout, q, k, v, out, lse : Layout
         The inputs as the user gave them.
     options : Options
-    dlse : Layout, optional
-    dq, dk, dv : Layout, optional
-        Where results go. By default each gets the memory order of its input.
+    dlse, sinks : Layout, optional
+    dq, dk, dv, dsinks : Layout, optional
+        Where results go. By default each gets the memory order of its input, and `dsinks` is C-contiguous, as it has to be.
     deterministic : bool
 
     Returns
@@ -105,7 +108,7 @@ def make_backward_problem(
     UnsupportedError
         For arguments that have a meaning but no implementation.
     """
-    forward = make_problem(q, k, v, replace(options, kernel=None))
+    forward = make_problem(q, k, v, replace(options, kernel=None), sinks=sinks)
     if forward.algorithm == "v1":
         raise UnsupportedError("algorithm: expected 'auto' or 'v2' for a backward, got 'v1', which is a forward only")
     lse_dtype, seen_shape = lse_dtype_of(q.dtype), forward.seen_out.shape
@@ -121,24 +124,47 @@ def make_backward_problem(
             check_result(name, result, source.shape, q.dtype, q.device)
         gradients[name] = result or result_layout(source, source.shape)
 
+    if sinks is not None:
+        dense = dense_layout(sinks.shape, reversed(range(len(sinks.shape))), sinks.dtype, sinks.device)
+        if dsinks is not None:
+            check_result("dsinks", dsinks, sinks.shape, sinks.dtype, q.device)
+            if dsinks.strides != dense.strides and 0 not in dsinks.shape:
+                raise ValueError(f"dsinks: expected strides {dense.strides}, got {dsinks.strides}")
+        gradients["dsinks"] = dsinks or dense
+    elif dsinks is not None:
+        raise ValueError("dsinks: expected None without sinks, got an array")
     order, shape = forward.layout, forward.out.shape
     full_out, full_dout = (x.in_order(order).broadcast_to(shape) for x in (out, dout))
     full_lse, full_dlse = (x and x.in_order(order, HEADS_OF_LSE).broadcast_to(shape[:-1]) for x in (lse, dlse))
     return BackwardProblem(
-        forward=replace(forward, out=full_out, lse=full_lse, seen=(*forward.seen[:3], out, lse)),
+        forward=replace(forward, out=full_out, lse=full_lse, seen=(*forward.seen[:3], out, lse, sinks)),
         dout=full_dout,
         dlse=full_dlse,
-        **{name: gradient.in_order(order) for name, gradient in gradients.items()},
-        seen=(dout, q, k, v, out, lse, dlse, *gradients.values()),
+        **{name: gradients[name].in_order(order) for name in ("dq", "dk", "dv")},
+        dsinks=gradients.get("dsinks"),
+        seen=(dout, q, k, v, out, lse, dlse, sinks, *(gradients.get(name) for name in BACKWARD_ARRAYS[-4:])),
         deterministic=check_flag("deterministic", deterministic),
         kernel=options.resolve_backward_kernel(forward.backend),
     )
 
 
-class Gradients(NamedTuple):
-    """The gradients with respect to `q`, `k` and `v`.
+class _OfInputs(NamedTuple):
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class Gradients(_OfInputs):
+    """The gradients with respect to `q`, `k` and `v`, and as attributes those of what else there was.
 
     Each has shape, dtype and memory order of its input, and is summed over axes along which the input was broadcast.
+
+    Attributes
+    ----------
+    dq, dk, dv : array
+        Which are the elements of the tuple.
+    dsinks : array or None
+        None without `sinks`.
 
     Examples
     --------
@@ -150,6 +176,9 @@ class Gradients(NamedTuple):
     (('dq', 'dk', 'dv'), (2, 5, 4))
     """
 
-    dq: Any
-    dk: Any
-    dv: Any
+    dsinks: Any = None
+
+    def __new__(cls, dq: Any, dk: Any, dv: Any, *, dsinks: Any = None) -> Gradients:
+        self = super().__new__(cls, dq, dk, dv)
+        self.dsinks = dsinks
+        return self

@@ -7,15 +7,16 @@ names the argument, what was expected and what came. No array is touched: `array
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from ..errors import UnsupportedError
 from .layout import AXES, HEADS_OF_LSE, ITEMSIZE, Layout, dense_layout, in_order, result_layout
+from .mask import Mask
 from .options import Options
 
 # The arrays of a call, in the order in which it hands them on.
-FORWARD_ARRAYS = ("q", "k", "v", "out", "lse")
+FORWARD_ARRAYS = ("q", "k", "v", "out", "lse", "sinks")
 MAX_KERNEL_DIM = 256
 MAX_NUMPY_AXES = 32  # of `numpy.broadcast`; arrays may have 64
 
@@ -24,14 +25,11 @@ MAX_NUMPY_AXES = 32  # of `numpy.broadcast`; arrays may have 64
 class Problem:
     """One attention computation, checked and with every default resolved.
 
-    The layouts have their full axes, `(*batch, heads, seq, dim)` (`lse` has no `dim`): a missing heads axis is put in
-    and broadcast axes have stride 0. `seen` has q, k, v, out and lse as the user sees them: with axes in the order `layout`, one of
-    `AXES`, and where nobody gave an axis of heads without one.
+    The layouts have their full axes, `(*batch, heads, seq, dim)`; `lse` has no `dim`, and `sinks` is `(*batch, heads, n)`. A
+    missing heads axis is put in, and broadcast axes have stride 0. `seen` has the arrays of a call as the user sees them: with
+    axes in the order `layout`, one of `AXES`, and where nobody gave an axis of heads without one.
 
-    Row `i` sees the keys `j` with `i + first_key <= j <= i + last_key`, where None is unbounded: causality, window and
-    anchor in one. A bound that excludes no pair is None, so that it costs no mask. `kernel` is the kernel file asked for, or None.
-    `queries` is None, or in what a kernel is told (see `packing`) the rows of each head, of which every tile has several: row `i`
-    sees what row `i % queries` does. `scale` and `softcap` are numbers of the float type that scores are computed in.
+    `kernel` is the kernel file asked for, or None. `scale` and `softcap` are numbers of the float type that scores are computed in.
     """
 
     dtype: str
@@ -47,31 +45,23 @@ class Problem:
     v: Layout
     out: Layout
     lse: Layout | None
+    sinks: Layout | None
     seen: tuple[Layout | None, ...]
     layout: str
     scale: float
-    first_key: int | None
-    last_key: int | None
+    mask: Mask
     softcap: float | None
     precision: str
     algorithm: str
     kernel: str | None
     backend: str
     device: int | None
-    queries: int | None = None
 
     def __str__(self) -> str:
         return (
             f"{self.dtype}, batch {self.batch}, {self.heads_q} heads on {self.heads_kv}, "
             f"{self.len_q} queries on {self.len_kv} keys, dim {self.dim}, dim_v {self.dim_v}"
         )
-
-    @property
-    def mask_and_scale(self) -> str:
-        """Which keys a query sees, and the scale, for people."""
-        first = "0" if self.first_key is None else f"i{self.first_key:+d}"
-        last = str(self.len_kv - 1) if self.last_key is None else f"i{self.last_key:+d}"
-        return f"query i sees keys {first} ... {last}; scale {self.scale:.6g}"
 
     @property
     def seen_out(self) -> Layout:
@@ -89,40 +79,24 @@ class Problem:
         return self.heads_q // max(self.heads_kv, 1)
 
     @property
-    def mask(self) -> str:
-        """'full': rows see all keys; 'causal': later ones see more; 'window': the first keys are hidden from some."""
-        if self.first_key is not None:
-            return "window"
-        return "full" if self.last_key is None else "causal"
-
-    @property
-    def causal(self) -> bool:
-        """Whether later rows see more keys, and none that earlier rows see is hidden from them."""
-        return self.mask == "causal"
-
-    @property
     def empty(self) -> bool:
         """True if there is no element to compute, neither of the output nor of a requested lse."""
         return 0 in self.out.shape and (self.lse is None or 0 in self.lse.shape)
 
     @property
-    def pairs(self) -> int:
-        """Unmasked (row, key) pairs of one head."""
-        # Row i sees the keys from clamp(i + first_key) up to clamp(i + last_key + 1), clamped to [0, len_kv]. These
-        # never cross, because a window holds its own anchor, so each end can be summed over the rows by itself.
-        queries = self.len_q if self.queries is None else self.queries
-        begin = 0 if self.first_key is None else _clamped_sum(self.first_key, queries, self.len_kv)
-        end = queries * self.len_kv if self.last_key is None else _clamped_sum(self.last_key + 1, queries, self.len_kv)
-        return (end - begin) * (self.len_q // max(queries, 1))
-
-    @property
     def flops(self) -> int:
         """Floating-point operations of the two matrix products, masked pairs not counted."""
-        return 2 * (self.dim + self.dim_v) * self.pairs * self.heads_q * math.prod(self.batch)
+        return 2 * (self.dim + self.dim_v) * self.mask.pairs * self.heads_q * math.prod(self.batch)
 
 
 def make_problem(
-    q: Layout, k: Layout, v: Layout, options: Options, out: Layout | None = None, lse: Layout | None = None
+    q: Layout,
+    k: Layout,
+    v: Layout,
+    options: Options,
+    out: Layout | None = None,
+    lse: Layout | None = None,
+    sinks: Layout | None = None,
 ) -> Problem:
     """Check the arguments of `attention` and resolve its defaults.
 
@@ -133,6 +107,8 @@ def make_problem(
     options : Options
     out, lse : Layout, optional
         Where results go. By default `out` gets q's memory order, and `lse`, if requested, is C-contiguous.
+    sinks : Layout, optional
+        Logits of each row besides those of its keys, (heads,) or (n, heads).
 
     Returns
     -------
@@ -180,7 +156,7 @@ def make_problem(
         full_lse = dense_layout(out_shape[:-1], reversed(range(len(out_shape) - 1)), lse_dtype, q.device)
         lse = full_lse.in_order(order, HEADS_OF_LSE).last_axes(seen_axes - 1)
 
-    first_key, last_key = options.resolve_key_range(len_q, len_kv)
+    full_sinks = None if sinks is None else _of_heads(sinks, heads_q, q)
     return Problem(
         dtype=q.dtype,
         batch=batch,
@@ -195,11 +171,11 @@ def make_problem(
         v=v.broadcast_to((*batch, heads_kv, len_kv, dim_v)),
         out=seen_out.in_order(order).broadcast_to(out_shape),
         lse=lse and lse.in_order(order, HEADS_OF_LSE).broadcast_to(out_shape[:-1]),
-        seen=(*seen, seen_out, lse),
+        sinks=full_sinks and full_sinks.broadcast_to((*batch, *full_sinks.shape)),
+        seen=(*seen, seen_out, lse, sinks),
         layout=order,
         scale=options.resolve_scale(dim, q.dtype),
-        first_key=first_key,
-        last_key=last_key,
+        mask=options.resolve_mask(len_q, len_kv),
         softcap=options.resolve_softcap(q.dtype),
         precision=options.resolve_precision(q.dtype),
         kernel=options.resolve_kernel(backend),
@@ -207,6 +183,18 @@ def make_problem(
         backend=backend,
         device=q.device,
     )
+
+
+def _of_heads(sinks: Layout, heads: int, q: Layout) -> Layout:
+    """Sinks as (heads, n), checked."""
+    if sinks.dtype not in (q.dtype, lse_dtype_of(q.dtype)):
+        expected = " or ".join(dict.fromkeys((q.dtype, lse_dtype_of(q.dtype))))
+        raise TypeError(f"sinks: expected {expected}, got {sinks.dtype}")
+    if len(sinks.shape) not in (1, 2) or sinks.shape[-1] != heads:
+        raise ValueError(f"sinks: expected shape ({heads},) or (n, {heads}), one for each head of q, got {sinks.shape}")
+    check_place("sinks", sinks, q.device)
+    numbers, steps = (1, *sinks.shape)[-2:], (0, *sinks.strides)[-2:]
+    return replace(sinks, shape=numbers[::-1], strides=steps[::-1])
 
 
 def lse_dtype_of(dtype: str) -> str:
@@ -331,13 +319,3 @@ def _check_sizes(q: Layout, k: Layout, v: Layout, backend: str, order: str) -> N
             raise UnsupportedError(
                 f"{name}: expected head dim of 1 to {MAX_KERNEL_DIM} on backend {backend!r}, got {size}"
             )
-
-
-def _clamped_sum(start: int, count: int, top: int) -> int:
-    """Sum of min(max(x, 0), top) over the `count` integers from `start` on."""
-
-    def below(stop: int) -> int:
-        ramp = max(0, min(stop, top))
-        return ramp * (ramp - 1) // 2 + max(0, stop - top) * top
-
-    return below(start + count) - below(start)

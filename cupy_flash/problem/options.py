@@ -7,14 +7,30 @@ import operator
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import TypedDict
 
 import numpy
 
-from ..errors import shown
+from ..errors import UnsupportedError, shown
 from .layout import AXES
+from .mask import Mask, band
 
 FORWARD_KERNELS = {"fwd_v1": "v1", "fwd_v2": "v2", "fwd_hopper": "v2"}  # kernel files of the forward, and the algorithm of each
 BACKWARD_KERNELS = ("bwd_v2", "bwd_hopper", "bwd_hopper_wide")
+
+
+class CommonOptions(TypedDict, total=False):
+    """What all functions of attention take, those of its gradients included; described at `attention`."""
+
+    layout: str
+    scale: float | None
+    causal: bool | str
+    window: tuple[int | None, int | None] | None
+    prefix: int
+    softcap: float | None
+    precision: str | None
+    algorithm: str
+    backend: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +41,7 @@ class Options:
     scale: float | None = None
     causal: bool | str = False
     window: tuple[int | None, int | None] | None = None
+    prefix: int = 0
     softcap: float | None = None
     precision: str | None = None
     algorithm: str = "auto"
@@ -40,20 +57,18 @@ class Options:
         """Factor of the scores, as arrays of this dtype are computed with: a float32 unless they are float64."""
         return _stored("scale", 1 / math.sqrt(dim) if self.scale is None else _real("scale", self.scale), dtype)
 
-    def resolve_key_range(self, len_q: int, len_kv: int) -> tuple[int | None, int | None]:
-        """Causality, window and anchor as the `first_key` and `last_key` of a `Problem`."""
+    def resolve_mask(self, len_q: int, len_kv: int) -> Mask:
+        """Which keys each query sees."""
         causal = self.causal
         if not _is_bool(causal):
             causal = _choice("causal", causal, (False, True, "bottom_right", "top_left"))
-        left, right = _window(self.window)
-        if causal:
-            right = 0
-        shift = 0 if causal == "top_left" else len_kv - len_q
-        # The last row has the highest first key, the first row the lowest last key: a bound that excludes nothing
-        # there excludes nothing at all.
-        first_key = None if left is None or len_q - 1 + shift - left <= 0 else shift - left
-        last_key = None if right is None or shift + right >= len_kv - 1 else shift + right
-        return first_key, last_key
+        window, prefix = _window(self.window), _integer("prefix", self.prefix, "an integer")
+        if prefix < 0:
+            raise ValueError(f"prefix: expected at least 0, got {shown(prefix)}")
+        if prefix and window[0] is not None:
+            expected = "prefix: expected 0 with a window that has a left end, since a query would see two intervals of keys"
+            raise UnsupportedError(f"{expected}, got {shown(prefix)}")
+        return band(len_q, len_kv, causal, window, prefix)
 
     def resolve_softcap(self, dtype: str) -> float | None:
         """Bound of the tanh that the scores go through, as arrays of this dtype are computed with."""
@@ -149,15 +164,20 @@ def _window(window: tuple[int | None, int | None] | None) -> tuple[int | None, i
 def _window_end(end: int | None) -> int | None:
     if end is None:
         return None
-    number = None
-    if isinstance(end, Integral) and not _is_bool(end):
-        with suppress(Exception):  # whatever a class of the caller's raises
-            number = operator.index(end)
-    if number is None:
-        raise TypeError(f"window: expected integers or None at its ends, got {shown(end)}")
+    number = _integer("window", end, "integers or None at its ends")
     if number < -1:
         raise ValueError(f"window: expected ends of at least 0, or -1 or None for unbounded, got {shown(number)}")
     return None if number == -1 else number
+
+
+def _integer(name: str, value: int, expected: str) -> int:
+    number = None
+    if isinstance(value, Integral) and not _is_bool(value):
+        with suppress(Exception):  # whatever a class of the caller's raises
+            number = operator.index(value)
+    if number is None:
+        raise TypeError(f"{name}: expected {expected}, got {shown(value)}")
+    return number
 
 
 def _real(name: str, value: float) -> float:

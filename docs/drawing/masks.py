@@ -2,7 +2,6 @@
 
 import numpy
 
-from cupy_flash.machine.numpy_path.forward import visible
 from cupy_flash.problem.options import Options
 
 from .svg import Card
@@ -15,14 +14,14 @@ KINDS = (
     ("window=(3, 0)", {"window": (3, 0)}, 8, 8),
     ("window=(2, 2)", {"window": (2, 2)}, 8, 8),
     ("window=(None, 2)", {"window": (None, 2)}, 8, 8),
-    ("window=(3, 0)", {"window": (3, 0)}, 5, 8),
+    ("causal, prefix=4", {"causal": True, "prefix": 4}, 8, 8),
 )
 CELL, WIDE, TALL = 18, 214, 216
 
 
 def seen_by(len_q: int, len_kv: int, options: dict) -> numpy.ndarray:
     """Whether each query sees each key."""
-    return visible(len_q, len_kv, *Options(**options).resolve_key_range(len_q, len_kv))
+    return Options(**options).resolve_mask(len_q, len_kv).visible(0, len_q, 0, len_kv)
 
 
 def kinds() -> str:

@@ -4,6 +4,7 @@
 #include "tile/accum.cuh"
 #include "tile/copy.cuh"
 #include "tile/scheduler.cuh"
+#include "tile/sinks.cuh"
 #include "tile/softmax.cuh"
 
 using PartialTile = AccumTile<TILE_Q, WIDTH_V>;               // out of a split of a query tile, in device memory
@@ -40,6 +41,12 @@ template <int AT_ONCE> OP void combine_splits(const HopperForwardParams& p) {
     }
   }
   RowVec<16> lse;
+  if constexpr (SINKS != NO_SINKS) {                          // once for all splits
+    const BlockCoord of_tile = tile_coord(p, p.first_split_tile + tile, TILE_Q);
+    RowVec<16> correction;
+    join_sinks(softmax, correction, p, Mask{p.mask, p.len_kv}, of_tile.head, of_tile.row + row);
+    rescale(o_reg, correction);
+  }
   finalize(softmax, lse);
   rescale(o_reg, softmax.sum);
 

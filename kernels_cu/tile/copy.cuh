@@ -238,7 +238,7 @@ template <int M> OP void load(RowVec<M>& rows, const float* src) {
 }
 
 OP float read(const float* from) { count_read(sizeof(float)); return *from; }
-OP void write(float* to, float value) { count_written(sizeof(float)); *to = value; }
+template <typename T> OP void write(T* to, float value) { count_written(sizeof(T)); *to = from_float<T>(value); }
 
 template <int BYTES> OP float element_of(const Vector<BYTES>& granule, int i) {
   if constexpr (BYTES == 0) return to_float(granule.element);

@@ -64,7 +64,7 @@ OP void clear_sums(const HopperBackwardParams& p, const KeyBlock& block) {
 // last heads keep the order of keys.
 OP u32 semaphore_value(const HopperBackwardParams& p, const KeyBlock& block) {
   const int row = block.now.tile * TILE_Q;
-  const ColumnRange keys = visible_keys({p.band_left, p.band_right, p.len_kv}, row, min_of(TILE_Q, p.len_q - row));
+  const ColumnRange keys = visible_keys(Mask{p.mask, p.len_kv}, row, min_of(TILE_Q, p.len_q - row));
   return block.backwards ? keys.last / TILE_KV - block.here.tile : block.here.tile - keys.first / TILE_KV;
 }
 OP void acquire_dq_order(const HopperBackwardParams& p, KeyBlock& block) {

@@ -57,7 +57,7 @@ struct KeyBlock {
   Mbarrier counted{smem + END_BARRIERS + Mbarrier::bytes};    // the block has been counted
   Mbarrier cleared{counted.address + Mbarrier::bytes};        // the sums are zero, and the block may add
   KeyBlockCoord here;
-  TransposedBand band;
+  TransposedMask mask;
   u32 head;                                                   // the first query head, counted over all batch elements
   int row0;                                                   // the first key
   int from, to;                                               // the first tile of queries and the last one to come
@@ -68,11 +68,11 @@ struct KeyBlock {
 
   OP KeyBlock(const HopperBackwardParams& p)
       : here(key_block_coord(p, TILE_KV)),
-        band(transposed(p.band_left, p.band_right, p.len_q, p.len_kv)), head(here.batch_number * p.heads + here.first_head) {
+        mask(transposed(p.mask, p.len_q, p.len_kv)), head(here.batch_number * p.heads + here.first_head) {
     backwards = head < p.backwards;
     if (backwards) here.tile = ceil_div(p.len_kv, TILE_KV) - 1 - here.tile;
     row0 = here.tile * TILE_KV;
-    const ColumnRange seeing = visible_queries(band, row0, TILE_KV);
+    const ColumnRange seeing = visible_queries(mask, row0, TILE_KV);
     const int first = seeing.first / TILE_Q, last = seeing.last / TILE_Q;
     steps = seeing.last < seeing.first ? 0 : (last + 1 - first) * p.heads_per_block;
     from = backwards ? first : last;

@@ -3,6 +3,7 @@
 #include "tile/copy.cuh"
 #include "tile/gradient.cuh"
 #include "tile/scheduler.cuh"
+#include "tile/sinks.cuh"
 #include "tile/accum.cuh"
 
 static_assert(WIDTH == WIDTH_V, "one shape of tile serves q, k, v and dout");
@@ -91,6 +92,8 @@ OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float*
   store<Block>(slice(gradient, here.batch, here.head, here.row, len, cols), tile_smem);
 }
 
+constexpr int POSTPROCESS_BYTES = max_of(SharedTile<TILE_Q, WIDTH>::bytes, SharedTile<TILE_KV, WIDTH>::bytes);
+
 // After: the tile of a gradient that a block is for.
 template <typename Accum = DqAccum> OP void postprocess(const BackwardParams& p) {
   u32 batch = 1;
@@ -103,4 +106,40 @@ template <typename Accum = DqAccum> OP void postprocess(const BackwardParams& p)
   if (block < query_blocks) postprocess_tile<Accum, TILE_Q>(p, p.dq, p.dq_accum, p.heads, 1, p.len_q, p.dim, block, p.scale);
   else if (key_block < key_blocks) postprocess_tile<DkvAccum, TILE_KV>(p, p.dk, p.dk_accum, heads_kv, splits, p.len_kv, p.dim, key_block, 1.f);
   else postprocess_tile<DkvAccum, TILE_KV>(p, p.dv, p.dv_accum, heads_kv, splits, p.len_kv, p.dim_v, key_block - key_blocks, 1.f);
+}
+
+// After, with SINKS: the gradient of one sink, -sum of 2^(sink - lse) delta over all rows of its head and all batch elements, by one block and in
+// one order. A sink has a share of each row's softmax, and since it belongs to no value, a dP of 0. `sign` is that of delta in the statistics.
+constexpr int SINKS_BYTES = WARPS * int(sizeof(float));       // sums of the warps
+OP void gradient_of_sink(const BackwardParams& p, float sign) {
+  const int own = warp_id();                                  // asked by all lanes: it is a shuffle
+  const int i = int(block_id()) / p.heads, head = int(block_id()) - i * p.heads, tiles = ceil_div(p.len_q, TILE_Q);
+  const SharedAddress smem = shared_memory();
+  const float sink = read_sink(p, head, i) * LOG2E;
+  int batch = 1;
+  #pragma unroll
+  for (int axis = 0; axis < BATCH_AXES; ++axis) batch *= p.batch[axis];
+  Regs<float, 1> sum;
+  for_lane(l) sum.at(l, 0) = 0.f;
+  #pragma unroll 1
+  for (int element = 0; element < batch; ++element) {
+    const float* const stats = p.stats + i64(query_tile_number(p, element, head, 0)) * 2 * TILE_Q;
+    #pragma unroll 4
+    for (int row0 = own * 32; row0 < tiles * TILE_Q; row0 += 32 * WARPS) {
+      for_lane(l) {
+        const int row = row0 + l;
+        const float* const of_row = stats + i64(row / TILE_Q) * 2 * TILE_Q + row % TILE_Q;   // of one that does not exist, lse is infinite
+        if (row < tiles * TILE_Q) sum.at(l, 0) = fmaf(exp2_approx(sink - read(of_row)), read(of_row + TILE_Q), sum.at(l, 0));
+      }
+    }
+  }
+  reduce_lanes<32>(sum, [](float a, float b) { return a + b; });
+  for_lane(l) if (l == 0) store_shared(smem + own * int(sizeof(float)), sum.at(l, 0));
+  sync_block();                                               // without it sums are read that have not been written
+  if (own > 0) return;
+  float total = 0.f;
+  for (int warp = 0; warp < WARPS; ++warp) total += load_shared<float>(smem + warp * int(sizeof(float)));
+  for_lane(l) {
+    if (l == 0) write(static_cast<Sink*>(p.dsinks) + i * p.heads + head, -sign * total);
+  }
 }

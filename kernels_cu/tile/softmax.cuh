@@ -121,6 +121,12 @@ template <int M> OP void add(OnlineSoftmax<M>& state, const RowVec<M>& sum) {
     for (int i = 0; i < sum.slots; ++i) state.sum.at(l, i) += sum.at(l, i);
   }
 }
+template <int M> OP void multiply(RowVec<M>& rows, const RowVec<M>& by) {
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < rows.slots; ++i) rows.at(l, i) *= by.at(l, i);
+  }
+}
 template <int M, int D> OP void rescale(Acc<M, D>& o, const RowVec<M>& correction) {
   for_lane(l) {
     #pragma unroll

@@ -26,8 +26,9 @@ def kernels():
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def given(request):
-    """A case, its inputs, and dout and dlse: made once for all tests of the case, which come one after another."""
-    return request.param, make_inputs(request.param, cupy), make_cotangents(request.param, cupy)
+    """A case, its inputs, dout and dlse, and other arrays by name: made once for all tests of it, which come one after another."""
+    case = request.param
+    return case, make_inputs(case, cupy), make_cotangents(case, cupy), case.arrays(cupy)
 
 
 def own_architecture():
@@ -45,34 +46,35 @@ def tma_can_move(x):
     return x.size > 0 and step in (0, x.itemsize) and all(n >= 0 and n % 16 == 0 for n in (*steps, x.data.ptr))
 
 
-def best_kernel(case, inputs):
+def best_kernel(case, inputs, others):
     """What the planner should choose for v2."""
-    moved = (*inputs, attention(*inputs, algorithm="v1"))
+    moved = (*inputs, attention(*inputs, algorithm="v1", **others))
     served = own_architecture().name == "90a" and case.dtype != "float32" and all(map(tma_can_move, moved))
     return "fwd_hopper" if served else "fwd_v2"
 
 
 @pytest.mark.parametrize("kernel", [None, "fwd_v2", "fwd_v1"])
 def test_forward(given, kernel):
-    case, inputs, _ = given
-    plan = plan_attention(*inputs, kernel=kernel, **case.options)
-    check_kernel(plan, kernel or best_kernel(case, inputs))
-    result = plan(*inputs)
+    case, inputs, _, others = given
+    plan = plan_attention(*inputs, kernel=kernel, **case.options, **others)
+    check_kernel(plan, kernel or best_kernel(case, inputs, others))
+    result = plan(*inputs, **others)
     out, lse = result if case.return_lse else (result, None)
-    judged = compare(out, lse, *inputs, precision=case.precision, **case.scores)
+    judged = compare(out, lse, *inputs, precision=case.precision, **case.scores, **others)
     assert judged.ok, judged.message
 
 
 def test_forward_whose_blocks_share_tiles(given, shared):
-    case, inputs, _ = given
-    plan = plan_attention(*inputs, **case.options)
-    best = best_kernel(case, inputs)
+    case, inputs, _, others = given
+    plan = plan_attention(*inputs, **case.options, **others)
+    best = best_kernel(case, inputs, others)
     check_kernel(plan, best)
     p = packing_of(plan.problem).problem
-    assert plan.kernel.config.SPLIT_KV is (best == "fwd_hopper" and (p.first_key is None or p.queries is not None) and p.len_kv > 0)
-    result = plan(*inputs)
+    alike = p.mask.left is None or p.mask.queries is not None
+    assert plan.kernel.config.SPLIT_KV is (best == "fwd_hopper" and alike and p.len_kv > 0)
+    result = plan(*inputs, **others)
     out, lse = result if case.return_lse else (result, None)
-    judged = compare(out, lse, *inputs, precision=case.precision, **case.scores)
+    judged = compare(out, lse, *inputs, precision=case.precision, **case.scores, **others)
     assert judged.ok, judged.message
 
 
@@ -91,28 +93,28 @@ def best_backward(case, moved):
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 @pytest.mark.parametrize("kernel", [None, "bwd_v2"])
 def test_backward(given, kernel, deterministic):
-    case, inputs, (dout, dlse) = given
-    state = attention(*inputs, **case.options | {"return_lse": True})
-    options = {name: value for name, value in case.options.items() if name != "return_lse"}
+    case, inputs, (dout, dlse), others = given
+    state = attention(*inputs, **case.options | others | {"return_lse": True})
+    options = {name: value for name, value in (case.options | others).items() if name != "return_lse"}
     options |= {"deterministic": deterministic, "kernel": kernel}
     plan = plan_attention_backward(dout, *inputs, *state, dlse=dlse, **options)
-    gradients = plan(dout, *inputs, *state, dlse=dlse)
+    gradients = plan(dout, *inputs, *state, dlse=dlse, **others)
     check_kernel(plan, kernel or best_backward(case, (dout, *inputs, *gradients)))
-    judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores)
+    judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores, **others)
     assert judged.ok, judged.message
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
 def test_backward_with_the_tile_of_long_sequences(given, deterministic, staged):
     """In place of the other tiles of `bwd_hopper`, which most cases would get; what it cannot serve, the next kernel does."""
-    case, inputs, (dout, dlse) = given
-    state = attention(*inputs, **case.options | {"return_lse": True})
-    options = {name: value for name, value in case.options.items() if name != "return_lse"}
+    case, inputs, (dout, dlse), others = given
+    state = attention(*inputs, **case.options | others | {"return_lse": True})
+    options = {name: value for name, value in (case.options | others).items() if name != "return_lse"}
     plan = plan_attention_backward(dout, *inputs, *state, dlse=dlse, deterministic=deterministic, **options)
-    gradients = plan(dout, *inputs, *state, dlse=dlse)
+    gradients = plan(dout, *inputs, *state, dlse=dlse, **others)
     best = best_backward(case, (dout, *inputs, *gradients))
     served = best == "bwd_hopper" and not explicit_scores(case)
     check_kernel(plan, "bwd_hopper_wide" if best == "bwd_hopper" and not served else best)
     assert plan.kernel.config.TMA_REDUCE_DQ is served
-    judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores)
+    judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores, **others)
     assert judged.ok, judged.message

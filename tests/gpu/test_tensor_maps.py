@@ -163,6 +163,6 @@ def test_every_tile_of_the_table(row, pad, only_row):
         assert all(getattr(c, knob.upper()) == getattr(row, knob) for knob in knobs)
         copied, staged = {0: 16, 2: 4, 4: 8, 7: 0, 8: 16}[pad], row.tma_store_out and pad % 8 == 0
         assert copied == c.COPY_BYTES and staged == c.TMA_STORE_OUT
-        comparison = compare(plan(q, k, v, out=out), None, q, k, v, scale=p.scale, first_key=p.first_key, last_key=p.last_key)
+        comparison = compare(plan(q, k, v, out=out), None, q, k, v, scale=p.scale, first_key=p.mask.left, last_key=p.mask.right)
         assert comparison.ok, f"{name}: {comparison.message}"
         assert cupy.isnan(room[..., width - pad :]).all()

@@ -27,7 +27,7 @@ UNKNOWN_NAMES = (
     "self", "args", "dtype", "stream", "_prepared",
 )  # fmt: skip
 BACKWARD_ARRAYS = ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv")
-RESULTS = ("out", "lse", "dq", "dk", "dv", "workspace")
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks", "workspace")
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,7 @@ def _judge(function: str, arguments: dict[str, Any], broken: dict[str, Value], m
     else:
         workspace = arrays.pop("workspace", None)
         verdicts.append(None if workspace is None else verdict.is_plain(workspace) and workspace.dtype == numpy.uint8 and None)
-        results = ("out", "lse") if function == "a plan" else ("dq", "dk", "dv")
+        results = ("out", "lse") if function == "a plan" else ("dq", "dk", "dv", "dsinks")
         verdicts.append(verdict.planned(arrays, made_with, results))
     return verdict.merged(*verdicts)
 
@@ -211,7 +211,7 @@ def _workspace_like(x: Any) -> None: ...
 def _arrays_of(function: str) -> tuple[str, ...]:
     if function == "merge_states":
         return ("out_a", "lse_a", "out_b", "lse_b")
-    return (*BACKWARD_ARRAYS, "workspace", "x")
+    return (*BACKWARD_ARRAYS, "sinks", "dsinks", "workspace", "x")
 
 
 def _apply(target: Callable[..., Any], arguments: dict[str, Any], positional: tuple[Any, ...]) -> Any:
@@ -229,21 +229,22 @@ def _valid(draw: Draw, function: str) -> tuple[Callable[..., Any], dict[str, Any
     """A function, valid arguments, and the arrays that it was made with if it is a plan or a vjp."""
     arrays = _valid_arrays(draw)
     q, k, v, out, lse = (arrays[name] for name in ("q", "k", "v", "out", "lse"))
-    options = _valid_options(draw, q)
+    options, sinks = _valid_options(draw, q), _valid_sinks(draw, q)
     host = {"backend": "host"} if q.dtype.itemsize == 2 and draw.chance(0.5) else {}
     if function in ("attention", "plan_attention"):
-        given = {name: numpy.full_like(arrays[name], 7) for name in ("out", "lse") if draw.chance(0.3)}
+        given = sinks | {name: numpy.full_like(arrays[name], 7) for name in ("out", "lse") if draw.chance(0.3)}
         options |= {"return_lse": True} if draw.chance(0.3) else {}
         options |= host if function == "plan_attention" else {}
         return getattr(cupy_flash, function), {"q": q, "k": k, "v": v, **options, **given}, {}
     if function == "attention_vjp":
-        return cupy_flash.attention_vjp, {"q": q, "k": k, "v": v, **options}, {}
+        return cupy_flash.attention_vjp, {"q": q, "k": k, "v": v, **options, **sinks}, {}
     if function == "merge_states":
         return cupy_flash.merge_states, {"out_a": out, "lse_a": lse, "out_b": out[...] * 1, "lse_b": lse + 1}, {}
     backward = {name: arrays[name] for name in BACKWARD_ARRAYS[:6]}
     if function in ("attention_backward", "plan_attention_backward"):
         given = {f"d{name}": numpy.full_like(arrays[name], 7) for name in "qkv" if draw.chance(0.3)}
-        given |= {"dlse": numpy.ones_like(lse)} if draw.chance(0.3) else {}
+        given |= sinks | ({"dlse": numpy.ones_like(lse)} if draw.chance(0.3) else {})
+        given |= {f"d{name}": numpy.full_like(x, 7) for name, x in sinks.items() if draw.chance(0.3)}
         options |= host if function == "plan_attention_backward" else {}
         return getattr(cupy_flash, function), backward | options | given, {}
     if function == "vjp":
@@ -251,11 +252,13 @@ def _valid(draw: Draw, function: str) -> tuple[Callable[..., Any], dict[str, Any
     if function == "a plan":
         room = numpy.zeros((*out.shape[:-1], 2 * out.shape[-1]), out.dtype)[..., ::2]
         given = draw.one(({}, {}, {"out": numpy.zeros_like(out)}, {"out": room}, {"out": room, "lse": numpy.zeros_like(lse)}))
+        given |= sinks
         plan = cupy_flash.plan_attention(q, k, v, **given, **host)
         return plan, {"q": q, "k": k, "v": v, **given}, {"q": q, "k": k, "v": v, **given}
     if function == "a backward plan":
         room = numpy.zeros((*q.shape[:-1], 2 * q.shape[-1]), q.dtype)[..., ::2]
         given = draw.one(({}, {}, {"dlse": numpy.ones_like(lse)}, {"dq": room}))
+        given |= sinks
         plan = cupy_flash.plan_attention_backward(**backward, **given, **host)
         return plan, backward | given, backward | given
     plan = cupy_flash.plan_attention_backward(**backward, **({"backend": "host"} if q.dtype.itemsize < 8 else {}))
@@ -289,6 +292,14 @@ def _valid_options(draw: Draw, q: numpy.ndarray) -> dict[str, Any]:
         if draw.chance(0.25):
             options[name] = value
     return options
+
+
+def _valid_sinks(draw: Draw, q: numpy.ndarray) -> dict[str, numpy.ndarray]:
+    if not draw.chance(0.3):
+        return {}
+    heads = q.shape[-3] if q.ndim > 2 else 1
+    shape = draw.one(((heads,), (1, heads), (2, heads)))
+    return {"sinks": draw.numbers().standard_normal(shape).astype(draw.one((q.dtype, verdict.lse_dtype(q.dtype))))}
 
 
 def _shown(value: Any) -> str:

@@ -11,13 +11,13 @@ import numpy
 
 import cupy_flash
 
-from ...machine.numpy_path import forward as numpy_forward
 from ...problem.arrays import DTYPES
 from ...problem.backward import Gradients
 from ...problem.forward import lse_dtype_of
 from ..check import build_kernels
 from ..compare import compare
 from ..compare_gradients import compare_gradients
+from ..oracle import sees
 from .draw import Draw
 from .placement import Placed
 from .problems import Problem, draw_problem
@@ -74,17 +74,18 @@ def judge(problem: Problem) -> str | None:
     if problem.direction == "forward" and "lse" in given:
         named["lse"] = arrays["lse"].array  # written even where it is not returned
     inputs = [_with_heads(arrays[name].array) for name in "qkv"]
-    precision = problem.options.get("precision", "ieee")
+    scores = {"precision": problem.options.get("precision", "ieee")} | problem.scores
+    scores |= {"sinks": arrays["sinks"].array} if problem.sinks else {}
     if problem.direction == "forward":
         out, lse = named["out"], named["lse"]
         two = len(problem.shapes["out"]) == 2
         out, lse = (x[None] if two and x is not None else x for x in (out, lse))
-        judged = compare(out, lse, *inputs, precision=precision, **problem.scores)
+        judged = compare(out, lse, *inputs, **scores)
     else:
         dout = _with_heads(arrays["dout"].array)
         dlse = arrays["dlse"].array.reshape(dout.shape[:-1]) if problem.with_dlse else None
-        gradients = Gradients(*map(_with_heads, named.values()))
-        judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=precision, **problem.scores)
+        gradients = Gradients(*map(_with_heads, named.values()), dsinks=results.dsinks)
+        judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, **scores)
     return None if judged.ok else judged.message
 
 
@@ -103,6 +104,7 @@ def _exchanged(problem: Problem, name: str, x: numpy.ndarray | None) -> numpy.nd
 
 def _compute(problem: Problem, views: dict[str, numpy.ndarray]) -> tuple[Any, ...]:
     """The results: out and lse or None, or the gradients."""
+    sinks = _sinks(problem, views)
     inputs = [views[name] for name in "qkv"]
     given = {name: views[name] for name in problem.given}
     options = problem.options | {"backend": problem.backend, "algorithm": problem.algorithm}
@@ -111,19 +113,19 @@ def _compute(problem: Problem, views: dict[str, numpy.ndarray]) -> tuple[Any, ..
         workspace = _Workspace(plan.workspace_bytes) if problem.own_workspace else None
         given |= {"workspace": workspace.array} if workspace else {}
         if problem.direction == "forward":
-            result = plan(*inputs, **given)
+            result = plan(*inputs, **sinks, **given)
         else:
-            result = plan(*_operands(views), **_dlse(problem, views), **given)
+            result = plan(*_operands(views), **_dlse(problem, views), **sinks, **given)
         if workspace and not workspace.unchanged_around():
             raise AssertionError("workspace: written beside it")
     elif problem.direction == "forward":
-        result = cupy_flash.attention(*inputs, **options, **given)
+        result = cupy_flash.attention(*inputs, **options, **sinks, **given)
     elif problem.entry == "vjp":
-        _, vjp = cupy_flash.attention_vjp(*inputs, **options, deterministic=problem.deterministic)
+        _, vjp = cupy_flash.attention_vjp(*inputs, **options, **sinks, deterministic=problem.deterministic)
         return vjp(views["dout"], *_dlse(problem, views).values())
     else:
-        deterministic = {"deterministic": problem.deterministic}
-        result = cupy_flash.attention_backward(*_operands(views), **_dlse(problem, views), **options, **deterministic, **given)
+        options |= _dlse(problem, views) | sinks | {"deterministic": problem.deterministic}
+        result = cupy_flash.attention_backward(*_operands(views), **options, **given)
     if problem.direction == "backward":
         return result
     return result if problem.options.get("return_lse") else (result, None)
@@ -132,6 +134,7 @@ def _compute(problem: Problem, views: dict[str, numpy.ndarray]) -> tuple[Any, ..
 def _plan(problem: Problem, views: dict[str, numpy.ndarray]) -> Any:
     options = problem.options | {"backend": problem.backend, "algorithm": problem.algorithm}
     options |= {"arch": problem.arch, "kernel": problem.kernel} | {name: views[name] for name in problem.given}
+    options |= _sinks(problem, views)
     if problem.direction == "forward":
         return cupy_flash.plan_attention(*(views[name] for name in "qkv"), **options)
     options |= _dlse(problem, views) | {"deterministic": problem.deterministic}
@@ -146,6 +149,10 @@ def _dlse(problem: Problem, views: dict[str, numpy.ndarray]) -> dict[str, numpy.
     return {"dlse": views["dlse"]} if problem.with_dlse else {}
 
 
+def _sinks(problem: Problem, views: dict[str, numpy.ndarray]) -> dict[str, numpy.ndarray]:
+    return {"sinks": views["sinks"]} if problem.sinks else {}
+
+
 def _arrays(problem: Problem) -> dict[str, Placed]:
     """All arrays of a call, each in guarded memory. A backward gets the results of NumPy's forward."""
     numbers = Draw("values", problem.seed, problem.index).numbers()
@@ -153,9 +160,12 @@ def _arrays(problem: Problem) -> dict[str, Placed]:
     arrays = {}
     for name, values in zip("qkv", _inputs(problem, numbers)):
         arrays[name] = Placed(values.astype(dtype), problem.places[name])
+    if problem.sinks:
+        arrays["sinks"] = Placed(_sink_values(problem).astype(DTYPES[problem.sinks_dtype]), problem.places["sinks"])
     if problem.direction == "backward":
-        state = dict.fromkeys(("precision", "causal", "window", "softcap", "scale"))
+        state = dict.fromkeys(("precision", "causal", "window", "prefix", "softcap", "scale"))
         state = {name: problem.options[name] for name in state if name in problem.options}
+        state |= {"sinks": arrays["sinks"].array} if problem.sinks else {}
         out, lse = cupy_flash.attention(*(arrays[name].array for name in "qkv"), **state, return_lse=True, backend="numpy")
         shape = problem.shapes["out"]
         values = {"dout": numbers.standard_normal(shape).astype(dtype), "out": out, "lse": lse}
@@ -183,11 +193,22 @@ def _inputs(problem: Problem, numbers: numpy.random.Generator) -> list[numpy.nda
         q, k = (numpy.broadcast_to(numpy.eye(dim)[numpy.arange(x.shape[-2]) % dim], x.shape) for x in (q, k))
         return [q * (40 / scale), k, v]
     if problem.values in ("hidden", "nan_key") and q.shape[-2] and k.shape[-2]:
-        bounds = problem.scores["first_key"], problem.scores["last_key"]
-        seen = numpy_forward.visible(q.shape[-2], k.shape[-2], *bounds).any(axis=0)
+        bounds = [problem.scores[name] for name in ("first_key", "last_key", "prefix")]
+        seen = sees(q.shape[-2], k.shape[-2], *bounds).any(axis=0)
         hidden = numpy.flatnonzero(~seen) if problem.values == "hidden" else numbers.integers(0, k.shape[-2], 1)
         k[..., hidden, :] = numbers.choice([numpy.nan, numpy.inf, -numpy.inf] if problem.values == "hidden" else [numpy.nan])
     return [q, k, v]
+
+
+def _sink_values(problem: Problem) -> numpy.ndarray:
+    """The sinks in float64. Scores of ordinary inputs lie within +-20, so that some are far from these and others not."""
+    numbers = Draw("sinks", problem.seed, problem.index).numbers()
+    sinks = 2 * numbers.standard_normal(problem.shapes["sinks"])
+    if problem.sinks in ("above", "below"):
+        return sinks + numbers.choice([5, 20, 60, 100, 1000]) * (1 if problem.sinks == "above" else -1)
+    if problem.sinks == "one of -inf" and sinks.size:
+        sinks.reshape(-1)[numbers.integers(sinks.size)] = -numpy.inf
+    return sinks
 
 
 def _with_heads(x: numpy.ndarray) -> numpy.ndarray:

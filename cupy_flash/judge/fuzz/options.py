@@ -243,6 +243,22 @@ def _window() -> list[Value]:
     ]
 
 
+def _prefix() -> list[Value]:
+    return [
+        Value("an integer", 2, None, 2),  # but not with a left end of a window
+        Value("0", 0, True, 0),
+        Value("an integer of NumPy", numpy.int64(2), None, 2),
+        Value("more than all keys", 10**400, None, 1000),
+        Value("a negative number", -1),
+        Value("True", True, twin=1),
+        Value("2.0", 2.0, twin=2),
+        Value("a pair", (1, 2)),
+        Value("an array", numpy.array(2), twin=2),
+        Value("a hostile integer", HostileInt(2), None, 2),
+        Value("a hostile object", Hostile()),
+    ]
+
+
 def values_of(option: str, backward: bool) -> list[Value]:
     """What an option may be called with: right and wrong values that are meant for it."""
     if option in ("scale", "softcap"):
@@ -255,6 +271,7 @@ def values_of(option: str, backward: bool) -> list[Value]:
         "layout": _choices("bhsd"),
         "causal": [*_choices("bottom_right", "top_left"), *_flag()],
         "window": _window(),
+        "prefix": _prefix(),
         "precision": _choices("ieee", "tf32", none=True),
         "algorithm": _choices("auto", "v2", "v1"),
         "backend": [*_choices("auto", "numpy"), Value("'cuda' for host memory", "cuda")],

@@ -129,7 +129,7 @@ def _wrong_result(call: Call, result: Any) -> str | None:
     arrays = [call.arguments.get(name) for name in "qkv"]
     if call.function not in ("attention", "attention_backward") or not all(map(verdict.is_plain, arrays)):
         return None
-    if any(options.get(name) is UNKNOWN for name in ("causal", "window", "scale", "softcap", "precision")):
+    if any(options.get(name) is UNKNOWN for name in ("causal", "window", "prefix", "scale", "softcap", "precision")):
         return None
     q, k, v = (x if x.ndim > 2 else x[None] for x in arrays)
     if 0 in q.shape + k.shape + v.shape or max(q.ndim, k.ndim, v.ndim) > 16:
@@ -137,22 +137,27 @@ def _wrong_result(call: Call, result: Any) -> str | None:
     case = Case(
         q.dtype.name, q.shape[-2], k.shape[-2], q.shape[-1], causal=options.get("causal", False),
         window=options.get("window") and tuple(None if end == -1 else end for end in options["window"]),
-        softcap=options.get("softcap"), scale=options.get("scale"),
+        prefix=options.get("prefix", 0), softcap=options.get("softcap"), scale=options.get("scale"),
     )  # fmt: skip
     scores = case.scores | {"precision": options.get("precision") or "ieee"}
+    sinks = call.arguments.get("sinks")
+    if sinks is not None and not verdict.is_plain(sinks):
+        return None
+    scores |= {} if sinks is None else {"sinks": sinks}
     if call.function == "attention":
         out, lse = result if options.get("return_lse") is True else (result, None)
         out, lse = (None if x is None else view(x, "result") for x in (out, lse))
         two = max(x.ndim for x in arrays) == 2
         judged = compare(*((x[None] if two and x is not None else x) for x in (out, lse)), q, k, v, **scores)
         return None if judged.ok else f"wrong result: {judged.message}"
-    if {"scale", "causal", "window", "softcap", "precision", "dout", "out", "lse", "dlse", "q", "k", "v"} & call.broken.keys():
+    of_results = {"scale", "causal", "window", "prefix", "softcap", "precision", "q", "k", "v"}
+    if (of_results | {"dout", "out", "lse", "dlse"}) & call.broken.keys():
         return None  # out and lse are those of another problem then
     dout, dlse = call.arguments["dout"], call.arguments.get("dlse")
     dout, dlse = dout if dout.ndim > 2 else dout[None], dlse
     dlse = dlse if dlse is None else dlse.reshape(dout.shape[:-1])
-    defaults = {name for name in ("scale", "causal", "window", "softcap") if name in call.arguments}
-    if defaults:  # out and lse were made without
+    defaults = {name for name in ("scale", "causal", "window", "prefix", "softcap") if name in call.arguments}
+    if defaults or sinks is not None:  # out and lse were made without
         return None
     result = [view(x, "result") for x in result]  # an array of another kind that the caller has brought, too
     gradients = Gradients(*(x if x.ndim > 2 else x[None] for x in result))

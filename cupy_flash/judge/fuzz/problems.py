@@ -18,6 +18,7 @@ LARGEST_SCALE = 1e20  # of a forward
 MOST_FLOPS = 6e6  # a CPU executes kernels at about 1 GFLOP/s
 LENGTHS = (1, 1, 2, 3, 5, 15, 16, 17, 31, 33, 47, 63, 64, 65, 79, 100, 127, 129, 191, 193, 257, 300)
 VALUES = ("normal", "normal", "normal", "offset", "large", "one_hot", "constant", "hidden", "nan_key")
+SINKS = ("normal", "normal", "above", "below", "one of -inf")  # above all scores, or below
 LIKE = {"dout": "out", "dlse": "lse", "dq": "q", "dk": "k", "dv": "v"}
 Shape = tuple[int, ...]
 
@@ -29,7 +30,7 @@ class Problem:
     Shapes and places are those of arrays (..., heads, seq, dim), whatever `layout` the options ask for.
 
     `options` are those of `attention` that say what is computed. `entry` is 'call', 'plan', or 'vjp'. `given` names the results
-    that the caller brings, each laid out as `places` says.
+    that the caller brings, each laid out as `places` says. Where there are sinks, shapes and places have those as well.
     """
 
     seed: int
@@ -50,6 +51,8 @@ class Problem:
     own_workspace: bool = False
     given: tuple[str, ...] = ()
     places: dict[str, Placement] = field(default_factory=dict)
+    sinks: str | None = None
+    sinks_dtype: str | None = None
 
     def shape_of(self, name: str) -> Shape:
         """The shape of any array of the call, as the caller sees it."""
@@ -57,15 +60,12 @@ class Problem:
 
     @property
     def scores(self) -> dict[str, Any]:
-        """The keyword arguments for the functions of `reference`."""
+        """The keyword arguments for the functions of `oracle` that are no arrays."""
         o = self.options
         window = o.get("window") and tuple(None if end == -1 else end for end in o["window"])
         (len_q, dim), (len_kv, _) = self.shapes["q"][-2:], self.shapes["k"][-2:]
-        case = Case(
-            self.dtype, len_q, len_kv, dim, causal=o.get("causal", False), window=window, softcap=o.get("softcap"),
-            scale=o.get("scale"),
-        )  # fmt: skip
-        return case.scores
+        same = {name: o[name] for name in ("causal", "prefix", "softcap", "scale") if name in o}
+        return Case(self.dtype, len_q, len_kv, dim, window=window, **same).scores
 
     @property
     def kinds(self) -> set[str]:
@@ -101,6 +101,10 @@ class Problem:
             found.add("softcap small" if softcap < 1 else "softcap large" if softcap > 1e3 else "softcap")
         found |= {"window"} if o.get("window") else set()
         found.add(f"layout {o.get('layout')}")
+        if self.sinks:
+            found |= {f"sinks {self.sinks}", f"sinks of {len(self.shapes['sinks'])} axes", f"sinks {self.direction}"}
+            found |= {"sinks in the dtype"} if self.sinks_dtype == self.dtype else set()
+            found |= {"sinks on the host"} if self.backend == "host" else set()
         return found
 
     def __str__(self) -> str:
@@ -108,7 +112,7 @@ class Problem:
         how = [self.backend] + [f"sm_{self.arch} {self.algorithm} {self.kernel or ''} {self.schedule}"] * (self.backend == "host")
         places = [f"{name} {kind}" for name, place in self.places.items() for kind in sorted(place.kinds)]
         words = [self.direction, *how, self.dtype, shapes, str(self.options), self.values, self.entry, *places]
-        words += [f"given {name}" for name in self.given]
+        words += [f"given {name}" for name in self.given] + [f"sinks {self.sinks} {self.sinks_dtype}"] * (self.sinks is not None)
         words += [name for name in ("deterministic", "with_dlse", "own_workspace") if getattr(self, name)]
         return ", ".join(words)
 
@@ -137,7 +141,7 @@ def _draw(draw: Draw, seed: int, index: int, recipe: Recipe | None) -> Problem:
     entry = "plan" if asks else draw.one(("call", "plan", "vjp") if direction == "backward" and not recipe else ("call", "plan"))
     given = tuple(name for name in results if entry != "vjp" and draw.chance(0.3))
     inputs = ("q", "k", "v") + (("dout", "out", "lse", "dlse") if direction == "backward" else ())
-    return Problem(
+    problem = Problem(
         seed,
         index,
         direction,
@@ -156,6 +160,20 @@ def _draw(draw: Draw, seed: int, index: int, recipe: Recipe | None) -> Problem:
         own_workspace=entry == "plan" and draw.chance(0.3),
         given=given,
         places={name: _place(draw, name, len(shapes[LIKE.get(name, name)]), recipe) for name in (*inputs, *given)},
+    )
+    return _with_sinks(draw, problem) if (recipe.sinks if recipe else draw.chance(0.3)) else problem
+
+
+def _with_sinks(draw: Draw, problem: Problem) -> Problem:
+    heads = (1, *problem.shapes["q"])[-3]
+    shape = draw.one(((heads,), (heads,), (1, heads), (2, heads), (3, heads), (7, heads)))
+    dtypes = ("float64",) if problem.dtype == "float64" else ("float32", problem.dtype)
+    return replace(
+        problem,
+        shapes=problem.shapes | {"sinks": shape},
+        places=problem.places | {"sinks": draw_placement(draw, len(shape))},
+        sinks=draw.one(SINKS),
+        sinks_dtype=draw.one(dtypes),
     )
 
 
@@ -239,6 +257,8 @@ def _options(draw: Draw, shapes: dict[str, Shape], direction: str, recipe: Recip
     if draw.chance(0.3):
         longest = max(len_q, len_kv, 1)
         options["window"] = tuple(draw.one((None, -1, 0, draw.integer(0, longest), draw.integer(0, 40))) for _ in range(2))
+    if draw.chance(0.2) and options.get("window", (None, None))[0] in (None, -1):
+        options["prefix"] = draw.one((0, 1, draw.integer(0, len_kv + 2)))
     explicit = recipe.explicit if recipe else draw.chance(0.4)
     if explicit and draw.chance(0.6):
         options["softcap"] = draw.log_uniform(1e-3, 1e30)

@@ -49,6 +49,8 @@ class Recipe:
         Whether query heads share key-value heads.
     few : bool
         Whether there are at most 64 queries.
+    sinks : bool
+        Whether there are sinks.
     """
 
     arch: str
@@ -64,6 +66,7 @@ class Recipe:
     explicit: bool
     grouped: bool
     few: bool
+    sinks: bool
 
     @property
     def unit(self) -> int:
@@ -94,5 +97,5 @@ def _recipe(draw: Draw, arch: str, direction: str, algorithm: str, kernel: str |
     few = keys == "many" or draw.chance(0.4)
     return Recipe(
         arch, direction, algorithm, kernel, keys, dtype, precision, width, width_v, copy_bytes,
-        explicit=draw.chance(0.4), grouped=draw.chance(0.5), few=few,
+        explicit=draw.chance(0.4), grouped=draw.chance(0.5), few=few, sinks=draw.chance(0.4),
     )  # fmt: skip

@@ -32,11 +32,11 @@ def attention(arrays: dict[str, Any], options: dict[str, Any], computes: bool = 
         return False
     shape = result_shape(q, k, v)
     expected = {"out": (shape, q.dtype), "lse": (shape[:-1], lse_dtype(q.dtype))}
-    return merged(_results_fit(arrays, expected, computes), _options_fit(q, k, v, options))
+    return merged(_results_fit(arrays, expected, computes), _sinks_fit(q, arrays.get("sinks")), _options_fit(q, k, v, options))
 
 
 def attention_backward(arrays: dict[str, Any], options: dict[str, Any], computes: bool = True) -> bool | None:
-    """The verdict on the operands of a backward and, where they are given, dlse, dq, dk and dv."""
+    """The verdict on the operands of a backward and, where they are given, dlse, sinks, dq, dk, dv and dsinks."""
     q, k, v = (arrays[name] for name in "qkv")
     if not all(map(is_plain, (q, k, v))) or not _inputs_fit(q, k, v) or options.get("algorithm") == "v1":
         return False
@@ -48,7 +48,12 @@ def attention_backward(arrays: dict[str, Any], options: dict[str, Any], computes
             return False
     expected = {f"d{name}": (arrays[name].shape, q.dtype) for name in "qkv"}
     verdict = None if v.shape[-1] == 0 else True  # an empty dim_v has no gradients to speak of
-    return merged(verdict, _results_fit(arrays, expected, computes), _options_fit(q, k, v, options))
+    sinks, dsinks = arrays.get("sinks"), arrays.get("dsinks")
+    if dsinks is not None and (sinks is None or not is_plain(sinks) or not is_plain(dsinks) or not dsinks.flags.c_contiguous):
+        return False
+    expected |= {} if dsinks is None else {"dsinks": (sinks.shape, sinks.dtype)}
+    fit = _results_fit(arrays, expected, computes), _sinks_fit(q, arrays.get("sinks")), _options_fit(q, k, v, options)
+    return merged(verdict, *fit)
 
 
 def merge_states(arrays: dict[str, Any], options: dict[str, Any]) -> bool | None:
@@ -66,6 +71,8 @@ def merge_states(arrays: dict[str, Any], options: dict[str, Any]) -> bool | None
 
 def planned(arrays: dict[str, Any], made_with: dict[str, Any], results: tuple[str, ...]) -> bool | None:
     """The verdict on the arrays of a call of a plan, which was made with others."""
+    if arrays.get("dsinks") is not None and made_with.get("sinks") is None:
+        return False
     for name, x in arrays.items():
         like = made_with.get(name)
         if x is None:
@@ -142,6 +149,17 @@ def _aligned(x: numpy.ndarray) -> bool:
 
 def _fits(x: numpy.ndarray, shape: tuple[int, ...], dtype: numpy.dtype) -> bool:
     return x.shape == shape and x.dtype == dtype and _aligned(x)
+
+
+def _sinks_fit(q: numpy.ndarray, sinks: Any) -> bool | None:
+    """(heads,) or (n, heads), in the dtype of q or of lse. Undecided: another dtype of inputs, and n of 0 or of many."""
+    if sinks is None:
+        return True
+    if not is_plain(sinks) or sinks.ndim not in (1, 2) or sinks.shape[-1] != _matrices(q)[0] or not _aligned(sinks):
+        return False
+    if sinks.dtype not in (q.dtype, lse_dtype(q.dtype)):
+        return None if sinks.dtype in DTYPES else False
+    return True if 0 < len(sinks) <= 8 else None
 
 
 def _results_fit(arrays: dict[str, Any], expected: dict[str, tuple[Any, Any]], computes: bool) -> bool | None:

@@ -14,6 +14,7 @@ import math
 import numpy
 
 from ...problem.backward import Gradients
+from ...problem.mask import Mask
 from .forward import accumulator, tiles_in_sight, weighted_sum
 
 
@@ -28,12 +29,13 @@ def blocked_gradients(
     *,
     dlse: numpy.ndarray | None = None,
     scale: float,
-    first_key: int | None = None,
-    last_key: int | None = None,
+    mask: Mask | None = None,
     softcap: float | None = None,
+    sinks: numpy.ndarray | None = None,
     dq: numpy.ndarray | None = None,
     dk: numpy.ndarray | None = None,
     dv: numpy.ndarray | None = None,
+    dsinks: numpy.ndarray | None = None,
     block_q: int = 256,
     block_kv: int = 512,
 ) -> Gradients:
@@ -52,11 +54,11 @@ def blocked_gradients(
         The results of the forward, `(*batch, heads_q, len_q, dim_v)` and `(*batch, heads_q, len_q)`.
     dlse
         The gradient with respect to `lse`, of its shape; None for zero.
-    scale, first_key, last_key, softcap
+    scale, mask, softcap, sinks
         As in `forward`.
-    dq, dk, dv
-        Where to write, in the shapes of `q`, `k` and `v`, of any strides. New arrays in the dtype and the memory order of the
-        inputs by default.
+    dq, dk, dv, dsinks
+        Where to write, in the shapes of `q`, `k`, `v` and `sinks`, of any strides. New arrays in the dtype and the memory order of
+        the inputs by default.
     block_q, block_kv
         Tile sizes. The defaults keep a tile of scores in a core's own cache.
 
@@ -72,9 +74,11 @@ def blocked_gradients(
     True
     """
     wide = accumulator(q.dtype)
-    (heads_q, len_q), (heads_kv, len_kv) = q.shape[-3:-1], k.shape[-3:-1]
+    mask = mask or Mask(q.shape[-2], k.shape[-2])
+    (heads_q, len_q), heads_kv = q.shape[-3:-1], k.shape[-3]
     group = heads_q // max(heads_kv, 1)
     sums = Gradients(*(numpy.zeros_like(x, wide) for x in (q, k, v)))
+    of_sinks = None if sinks is None else numpy.zeros(sinks.shape, wide)
 
     for *element, head in numpy.ndindex(*dout.shape[:-3], heads_kv):
         source_k, source_v = _index(element, k, head), _index(element, v, head)
@@ -83,17 +87,19 @@ def blocked_gradients(
             tile = slice(head * group, (head + 1) * group), slice(row, row + block_q)
             at, source_q = (*element, *tile), _index(element, q, *tile)
             q_tile = q[source_q].astype(wide)
-            shape = q_tile.shape
+            shape, in_sight = q_tile.shape, tiles_in_sight(mask, row, q_tile, block_kv)
             q_tile, dout_tile, out_tile = (_tall(x, wide) for x in (q_tile, dout[at], out[at]))
             lse_tile = lse[at].reshape(-1).astype(wide)
             delta = (dout_tile * out_tile).sum(axis=1)
             if dlse is not None:
                 delta -= dlse[at].reshape(-1)
             dq_tile = numpy.zeros_like(q_tile)
+            if sinks is not None:  # a sink has a share of each row's softmax, and since it belongs to no value, a dP of 0
+                logits = numpy.repeat(sinks[:, tile[0]].astype(wide), shape[1], axis=1)
+                share = numpy.exp(logits - numpy.where(lse_tile == -numpy.inf, numpy.inf, lse_tile))
+                of_sinks[:, tile[0]] -= (share * delta).reshape(len(sinks), *shape[:2]).sum(axis=-1)
 
-            first = None if first_key is None else row + first_key
-            last = None if last_key is None else row + last_key
-            for keys, seen in tiles_in_sight(*shape[:2], len_kv, first, last, block_kv):
+            for keys, seen in in_sight:
                 k_tile = numpy.ascontiguousarray(k[source_k][keys], wide)
                 v_tile = numpy.ascontiguousarray(v[source_v][keys], wide)
                 p, ds = _pairs_of_tile(dout_tile, q_tile, k_tile, v_tile, lse_tile, delta, scale, softcap, seen)
@@ -109,7 +115,8 @@ def blocked_gradients(
 
     for of_scores in (sums.dq, sums.dk):
         of_scores *= scale
-    return Gradients(*(_stored(x, q.dtype, given) for x, given in zip(sums, (dq, dk, dv))))
+    stored = (_stored(x, q.dtype, given) for x, given in zip(sums, (dq, dk, dv)))
+    return Gradients(*stored, dsinks=None if sinks is None else _stored(of_sinks, sinks.dtype, dsinks))
 
 
 def _pairs_of_tile(

@@ -1,8 +1,7 @@
 """Attention on arrays in host memory, tile by tile: what users get on backend 'numpy'.
 
 `blocked` is online softmax over tiles of keys, O(n) memory, for NumPy arrays shaped `(*batch, heads, seq, dim)`. It takes `scale`,
-`first_key`, `last_key` and `softcap`. The order is: scale, softcap, mask, softmax. Query row i sees the keys j with
-`i + first_key <= j <= i + last_key`; `None` leaves that side open. A row that sees nothing has result 0 and log-sum-exp -inf. NaN
+`softcap` and a `Mask`. The order is: scale, softcap, mask, softmax. A row that sees nothing has result 0 and log-sum-exp -inf. NaN
 and infinity are data: they travel to the rows that see them, without a warning.
 
 Keys and values may have fewer heads than queries: query head h reads key head `h // (heads_q // heads_kv)`.
@@ -11,20 +10,11 @@ Gradients are in `backward`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy
 
-
-def visible(len_q: int, len_kv: int, first_key: int | None = None, last_key: int | None = None) -> numpy.ndarray:
-    """Return the boolean `(len_q, len_kv)` mask of the pairs that take part."""
-    offset = numpy.arange(len_kv) - numpy.arange(len_q)[:, None]
-    seen = numpy.ones((len_q, len_kv), dtype=bool)
-    if first_key is not None:
-        seen &= offset >= first_key
-    if last_key is not None:
-        seen &= offset <= last_key
-    return seen
+from ...problem.mask import Mask
 
 
 @numpy.errstate(all="ignore")
@@ -45,9 +35,9 @@ def blocked(
     v: numpy.ndarray,
     *,
     scale: float,
-    first_key: int | None = None,
-    last_key: int | None = None,
+    mask: Mask | None = None,
     softcap: float | None = None,
+    sinks: numpy.ndarray | None = None,
     out: numpy.ndarray | None = None,
     lse: numpy.ndarray | None = None,
     block_q: int = 256,
@@ -62,8 +52,12 @@ def blocked(
     ----------
     q, k, v
         Arrays `(*batch, heads, seq, dim)`. They are read in place, a tile at a time.
-    scale, first_key, last_key, softcap
+    scale, softcap
         As in the head of this module.
+    mask
+        Which keys a query sees; all by default.
+    sinks
+        Logits of each row besides those of its keys, `(n, heads_q)`, which belong to no value.
     out, lse
         Where to write, of any strides: `(*batch, heads_q, len_q, dim_v)` and `(*batch, heads_q, len_q)`. New arrays by
         default, `out` in the dtype of `q`.
@@ -71,6 +65,7 @@ def blocked(
         Tile sizes. The defaults keep a tile of scores in a core's own cache.
     """
     wide = accumulator(q.dtype)
+    mask = mask or Mask(q.shape[-2], k.shape[-2])
     batch = numpy.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     q, k, v = (numpy.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
     (heads_q, len_q), heads_kv, dim_v = q.shape[-3:-1], k.shape[-3], v.shape[-1]
@@ -83,10 +78,9 @@ def blocked(
             # The query heads that share a key head are rows of one tall tile: each key is read once for all of them.
             tile = (*element, slice(head * group, (head + 1) * group), slice(row, row + block_q))
             q_tile = q[tile].astype(wide)
-            first = None if first_key is None else row + first_key
-            last = None if last_key is None else row + last_key
-            source = (*element, head)
-            out[tile], lse[tile] = _attend(q_tile, k[source], v[source], scale, first, last, softcap, block_kv)
+            source, in_sight = (*element, head), tiles_in_sight(mask, row, q_tile, block_kv)
+            of_heads = None if sinks is None else sinks[:, tile[-2]].T.astype(wide)
+            out[tile], lse[tile] = _attend(q_tile, k[source], v[source], scale, softcap, of_heads, in_sight)
     return out, lse
 
 
@@ -95,20 +89,19 @@ def _attend(
     k: numpy.ndarray,  # (len_kv, dim)
     v: numpy.ndarray,  # (len_kv, dim_v)
     scale: float,
-    first_key: int | None,
-    last_key: int | None,
     softcap: float | None,
-    block_kv: int,
+    sinks: numpy.ndarray | None,  # (group, n)
+    in_sight: Iterable[tuple[slice, numpy.ndarray | None]],
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Return result and log-sum-exp of one tile of queries against all the keys it sees."""
     group, rows, dim = q.shape
-    len_kv, dim_v = v.shape
+    dim_v = v.shape[-1]
     q = q.reshape(group * rows, dim)
     top = numpy.full(group * rows, -numpy.inf, q.dtype)
     total = numpy.zeros(group * rows, q.dtype)
     acc = numpy.zeros((group * rows, dim_v), q.dtype)
 
-    for keys, seen in tiles_in_sight(group, rows, len_kv, first_key, last_key, block_kv):
+    for keys, seen in in_sight:
         # BLAS wants unit strides; this copies a tile at most, and nothing where the keys already are what it wants.
         k_tile = numpy.ascontiguousarray(k[keys], q.dtype)
         v_tile = numpy.ascontiguousarray(v[keys], q.dtype)
@@ -129,29 +122,33 @@ def _attend(
         acc *= rescale[:, None]
         acc += p @ v_tile if seen is None else weighted_sum(p, v_tile, seen)
 
+    if sinks is not None:
+        sinks = numpy.repeat(sinks, rows, axis=0)
+        new_top = numpy.maximum(top, sinks.max(axis=1, initial=-numpy.inf))
+        shift = numpy.where(new_top == -numpy.inf, 0, new_top)
+        rescale = numpy.exp(top - shift)
+        top = new_top
+        total = total * rescale + numpy.exp(sinks - shift[:, None]).sum(axis=1)
+        acc *= rescale[:, None]
+
     acc /= numpy.where(total == 0, 1, total)[:, None]
     return acc.reshape(group, rows, dim_v), (top + numpy.log(total)).reshape(group, rows)
 
 
 def tiles_in_sight(
-    group: int, rows: int, len_kv: int, first_key: int | None, last_key: int | None, block_kv: int
+    mask: Mask, row: int, q: numpy.ndarray, block_kv: int
 ) -> Iterator[tuple[slice, numpy.ndarray | None]]:
-    """Yield the tiles of keys that `rows` queries in each of `group` heads see.
+    """Yield the tiles of keys that the rows of a tile of queries `(group, rows, dim)` see, the first of which is `row`.
 
     With each comes the mask `(group * rows, keys)` of its pairs, or None where every row sees every key.
     """
-    begin = 0 if first_key is None else max(0, first_key)
-    end = len_kv if last_key is None else min(len_kv, rows + last_key)
+    group, rows = q.shape[:2]
+    begin, end = mask.some(row, rows)
+    seen_by_all = mask.all(row, rows)
     for col in range(begin, end, block_kv):
         stop = min(col + block_kv, end)
-        cut_below = first_key is not None and rows - 1 + first_key > col
-        cut_above = last_key is not None and last_key < stop - 1
-        seen = None
-        if cut_below or cut_above:
-            first = None if first_key is None else first_key - col
-            last = None if last_key is None else last_key - col
-            seen = numpy.tile(visible(rows, stop - col, first, last), (group, 1))
-        yield slice(col, stop), seen
+        whole = seen_by_all[0] <= col and stop <= seen_by_all[1]
+        yield slice(col, stop), None if whole else numpy.tile(mask.visible(row, rows, col, stop - col), (group, 1))
 
 
 def accumulator(dtype: numpy.dtype) -> type[numpy.floating]:
