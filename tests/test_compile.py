@@ -169,6 +169,7 @@ HOPPER_CHANGES = ({}, {"STAGES_Q": 5} | OUT_STAYS, {"STAGES": 4, "STAGES_V": 1},
     ],
     ids=str,
 )
+@pytest.mark.release  # whatever is compiled asserts it as well
 def test_plan_and_kernel_agree_on_shared_memory(kernel, change, tmp_path):
     plan = next(every_plan([SM_80, SM_90A], ["float16"], [kernel]))
     plan = replace(plan, config=replace(plan.config, **change))

@@ -27,8 +27,8 @@ from cupy_flash.problem import options
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 12  # whose kernels are compiled sooner than those of most
-MALFORMED, PROBLEMS = 500, 100  # at a time
-four_times = pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.release) for turn in (1, 2, 3))])
+MALFORMED, PROBLEMS = 400, 60  # at a time
+several_times = pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.release) for turn in range(1, 7))])
 
 
 def fuzz(*arguments):
@@ -39,13 +39,13 @@ def fuzz(*arguments):
 # The package
 
 
-@four_times
+@several_times
 def test_malformed_calls_are_refused(turn):
     done = fuzz("calls", "--count", MALFORMED, "--seed", SEED, "--start", turn * MALFORMED)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr
 
 
-@four_times
+@several_times
 def test_random_problems_are_computed_right(turn):
     done = fuzz("problems", "--count", PROBLEMS, "--seed", SEED, "--start", turn * PROBLEMS)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr

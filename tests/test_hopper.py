@@ -115,7 +115,7 @@ def judged_with(knobs, q, k, v, **options):
 @pytest.mark.parametrize("order", host.SCHEDULES)
 @pytest.mark.parametrize("pingpong", ORDERS, ids=ORDERS.get)
 @pytest.mark.parametrize("depth", thinned(DEPTHS))
-@pytest.mark.parametrize("keys", [16, 64])
+@pytest.mark.parametrize("keys", thinned([16, 64]))
 def test_windows_of_narrow_key_tiles(keys, depth, pingpong, order, monkeypatch):
     """A warpgroup sees nothing of up to four tiles at either end of what its block sees, more than there are stages for."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
@@ -134,7 +134,7 @@ SEEN = st.none() | st.just(0) | st.integers(0, 100) | st.integers(100, 700)
 
 
 @pytest.mark.parametrize("order", host.SCHEDULES)
-@pytest.mark.parametrize("way", thinned(WAYS), ids=lambda way: "{}w-{}q-{}v".format(*way) + "-pingpong" * way[-1])
+@pytest.mark.parametrize("way", thinned(WAYS, keep=4), ids=lambda way: "{}w-{}q-{}v".format(*way) + "-pingpong" * way[-1])
 def test_any_lengths_and_any_window(way, order):
     """In whichever way warpgroups wait for each other, none waits for ever. Dims are small, or it would take long."""
     row = WAYS[way]
