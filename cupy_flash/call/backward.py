@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy
 
 from ..machine.execution import Execution, Operands, Prepared, architecture_for, cached
 from ..machine.numpy_path.backward import blocked_gradients
+from ..machine.numpy_path.forward import accumulator
 from ..plan.backward import backward_launches, backward_maps, backward_workspace, make_backward_plan, make_grouping
 from ..plan.kernel import KernelPlan
 from ..plan.params import backward_params
@@ -15,13 +18,16 @@ from ..problem import arrays
 from ..problem.backward import BACKWARD_ARRAYS, BackwardProblem, Gradients, make_backward_problem
 from ..problem.layout import HEADS, HEADS_OF_LSE
 from ..problem.options import Options, check_flag
-from .forward import ForwardOperands, prepared
+from ..problem.scores import label
+from .captured import NOTHING, Captured, captured, layouts_of
+from .forward import ForwardOperands, bound_scores, prepared
 
 if TYPE_CHECKING:
     from ..machine.host import Traffic
 
 RESULTS = ("dq", "dk", "dv", "dsinks")
 FIRST_RESULT = BACKWARD_ARRAYS.index("dq")
+END_OF_RESULTS = len(BACKWARD_ARRAYS)
 
 
 class BackwardPlan(Prepared):
@@ -37,8 +43,10 @@ class BackwardPlan(Prepared):
         How. None on backend 'numpy', which has no kernel.
     """
 
-    def __init__(self, problem: BackwardProblem, kernel: KernelPlan | None) -> None:
+    def __init__(self, problem: BackwardProblem, kernel: KernelPlan | None, asked: Options) -> None:
         self.problem = problem
+        self._asked = asked
+        self._captured = (*asked.operands, *map(label, asked.arrays))
         p = problem.forward
         execution = None
         if kernel is not None:
@@ -46,9 +54,10 @@ class BackwardPlan(Prepared):
             maps = backward_maps(kernel, problem)
             params = backward_params(problem, make_grouping(kernel, problem), maps)
             execution = Execution(kernel, launches, params, BACKWARD_ARRAYS, workspace, p.device, maps)
-        super().__init__(dict(zip(BACKWARD_ARRAYS, problem.seen)), RESULTS, p.backend, p.device, execution)
+        names = (*BACKWARD_ARRAYS, *self._captured)
+        super().__init__(dict(zip(names, problem.seen)), RESULTS, p.backend, p.device, execution)
         described = [x and arrays.description_of(x) for x in problem.seen]
-        without_results = [*described[:FIRST_RESULT], *[None] * len(RESULTS)]
+        without_results = [*described[:FIRST_RESULT], *[None] * len(RESULTS), *described[END_OF_RESULTS:]]
         self._usual = () if self._demanded else (described, without_results)
 
     @property
@@ -62,6 +71,7 @@ class BackwardPlan(Prepared):
         lines = [
             f"gradients of attention of {p}, on backend {self._backend!r}{ordered}",
             f"  {p.mask}; scale {p.scale:.6g}; {self.problem.flops:.4g} FLOPs",
+            *(f"  {line}" for line in str(p.scores).splitlines()),
             f"  results {self.result_bytes} bytes, {self.workspace}",
             "NumPy, tile by tile" if self._execution is None else str(self._execution),
         ]
@@ -78,6 +88,11 @@ class BackwardPlan(Prepared):
         *,
         dlse: Any = None,
         sinks: Any = None,
+        mask: Any = None,
+        arrays: Any = None,
+        bias: Any = None,
+        alibi_slopes: Any = None,
+        seed: Any = None,
         dq: Any = None,
         dk: Any = None,
         dv: Any = None,
@@ -88,8 +103,10 @@ class BackwardPlan(Prepared):
 
         Parameters
         ----------
-        dout, q, k, v, out, lse, dlse, sinks : array
-            As in `attention_backward`.
+        dout, q, k, v, out, lse, dlse, sinks, arrays, bias, alibi_slopes, seed : array
+            As in `attention_backward`, those that the plan was made with.
+        mask : array
+            Likewise; an expression is the plan's own, and not given again.
         dq, dk, dv, dsinks : array, optional
             Where to write. By default new arrays.
         workspace : array of uint8, optional
@@ -105,7 +122,9 @@ class BackwardPlan(Prepared):
         TypeError, ValueError
             If an array is not laid out as planned.
         """
-        given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks)
+        others = captured(mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
+        self._check_captured(others.names, self._captured)
+        given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks, others=others)
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
         if workspace is not None:
@@ -113,13 +132,13 @@ class BackwardPlan(Prepared):
         return self.run(given, workspace)
 
     def counted(
-        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, sinks: Any = None
+        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, sinks: Any = None, **others: Any
     ) -> tuple[Gradients, Traffic | None]:
         """Compute on the host, and say what the kernels moved and computed.
 
         Parameters
         ----------
-        dout, q, k, v, out, lse, dlse, sinks : array
+        dout, q, k, v, out, lse, dlse, sinks, **others : array
             As in a call of the plan, which has to be for backend 'host'.
 
         Returns
@@ -130,30 +149,42 @@ class BackwardPlan(Prepared):
             sanitizer, which does not report them.
         """
         self._check_counts()
-        given = operands(dout, q, k, v, out, lse, dlse, sinks, None, None, None, None)
+        given = operands(dout, q, k, v, out, lse, dlse, sinks, None, None, None, None, others=captured(**others))
+        self._check_captured(given.captured.names, self._captured)
         self._check_layouts(given.descriptions)
         return self._compute(given, None)
 
     def run(self, given: Operands, workspace: arrays.Array | None = None) -> Gradients:
         """Compute on arrays that are known to have the layouts planned for."""
-        if workspace is not None or any(given.addresses[FIRST_RESULT:]):
+        if workspace is not None or any(given.addresses[FIRST_RESULT:END_OF_RESULTS]):
             self._check_apart(given.addresses, workspace)
         gradients, _ = self._where_planned(self._compute, given, workspace)
-        inputs, asked = (*given.arrays[1:4], given.arrays[FIRST_RESULT - 1]), given.arrays[FIRST_RESULT:]
+        inputs, asked = (*given.arrays[1:4], given.arrays[FIRST_RESULT - 1]), given.arrays[FIRST_RESULT:END_OF_RESULTS]
         given_back = zip((*gradients, gradients.dsinks), inputs, asked, ("q", "k", "v", "sinks"))
         *of_inputs, dsinks = [
             arrays.give_back(x, like, name) if to is None and x is not None else to for x, like, to, name in given_back
         ]
-        return Gradients(*of_inputs, dsinks=dsinks)
+        of_scores = {name: self._given_back(name, x, given.captured) for name, x in self._of_scores(gradients).items()}
+        return _gradients(of_inputs, dsinks, of_scores, self._asked.arrays)
+
+    def _of_scores(self, gradients: Gradients) -> dict[str, Any]:
+        """The gradients of what scores read, by its names."""
+        own = {"bias": gradients.dbias, "alibi_slopes": gradients.dalibi_slopes}
+        return {name: x for name, x in own.items() if x is not None} | gradients.darrays
+
+    def _given_back(self, name: str, x: Any, given: Captured) -> Any:
+        like = dict(zip(given.names, given.given))[label(name) if name in self._asked.arrays else name]
+        return arrays.give_back(x, like, name)
 
     def _compute(self, given: Operands, workspace: arrays.Array | None) -> tuple[Gradients, Traffic | None]:
         p = self.problem
         for i, layout in enumerate(p.seen):
-            if given.views[i] is None and i >= FIRST_RESULT and layout is not None:
+            if given.views[i] is None and FIRST_RESULT <= i < END_OF_RESULTS and layout is not None:
                 given.views[i] = arrays.empty(layout)
                 given.addresses[i] = arrays.pointer(given.views[i])
-        *of_inputs, dsinks = given.views[FIRST_RESULT:]
-        gradients = Gradients(*of_inputs, dsinks=dsinks)
+        *of_inputs, dsinks = given.views[FIRST_RESULT:END_OF_RESULTS]
+        of_scores = self._zeros(given.captured)
+        gradients = _gradients(of_inputs, dsinks, of_scores, self._asked.arrays)
         traffic = None
         if p.zero:
             for gradient in (*gradients, *([] if dsinks is None else [dsinks])):
@@ -163,8 +194,16 @@ class BackwardPlan(Prepared):
         elif self._backend == "host":
             traffic = self._execution.run_on_host(self._in_order(given.views), workspace)
         elif not p.zero:
-            self._compute_with_numpy(*self._in_order(given.views))
+            self._compute_with_numpy(given.views[END_OF_RESULTS:], of_scores, *self._in_order(given.views[:END_OF_RESULTS]))
         return gradients, traffic
+
+    def _zeros(self, given: Captured) -> dict[str, Any]:
+        """Where the gradients that were asked for beside those of the inputs go, by the names of what they are of."""
+        views = dict(zip(given.names, given.views))
+        return {
+            name: numpy.zeros_like(views[label(name) if name in self._asked.arrays else name], order="C")
+            for name in self.problem.wrt
+        }
 
     def _in_order(self, views: list[Any]) -> list[Any]:
         """The arrays of a call with their axes in the order of kernels."""
@@ -175,9 +214,11 @@ class BackwardPlan(Prepared):
             for x, name in zip(views, BACKWARD_ARRAYS)
         ]
 
-    def _compute_with_numpy(self, *arrays_in_order: Any) -> None:
+    def _compute_with_numpy(self, others: list[Any], of_scores: dict[str, Any], *arrays_in_order: Any) -> None:
         p = self.problem.forward
         dout, q, k, v, out, lse, dlse, sinks, *results, dsinks = arrays_in_order
+        scores = bound_scores(p, self._asked, others)
+        sums = scores.sums(tuple(of_scores), accumulator(dout.dtype)) if scores else {}
         dout, q, k, v, out, *results = (x if x.ndim > 2 else x[None] for x in (dout, q, k, v, out, *results))
         sinks, dsinks = (x if x is None or x.ndim == 2 else x[None] for x in (sinks, dsinks))
         lse, dlse = (x if x is None or x.ndim > 1 else x[None] for x in (lse, dlse))
@@ -193,13 +234,37 @@ class BackwardPlan(Prepared):
             mask=p.mask,
             softcap=p.softcap,
             sinks=sinks,
+            scores=scores,
+            sums_of_scores=sums,
             **dict(zip(RESULTS, (*results, dsinks))),
         )
+        for name, x in sums.items():
+            of_scores[name][...] = x
 
 
-def operands(*given: Any) -> Operands:
-    """The arrays of a call in the order of `BACKWARD_ARRAYS`."""
-    return Operands(BACKWARD_ARRAYS, given, required=6, results=4)
+class BackwardOperands(Operands):
+    """The arrays of a call in the order of `BACKWARD_ARRAYS`, and those that scores read."""
+
+    __slots__ = ("captured",)
+
+    def __init__(self, given: tuple[Any, ...], others: Captured) -> None:
+        super().__init__(BACKWARD_ARRAYS, given, required=6, results=len(RESULTS))
+        self.captured = others
+        self.views += others.views
+        self.descriptions += others.descriptions
+        self.addresses += others.addresses
+
+
+def operands(*given: Any, others: Captured = NOTHING) -> BackwardOperands:
+    """The arrays of a call in the order of `BACKWARD_ARRAYS`, and those that scores read."""
+    return BackwardOperands(given, others)
+
+
+def _gradients(of_inputs: Sequence[Any], dsinks: Any, of_scores: dict[str, Any], captured_names: tuple[str, ...]) -> Gradients:
+    """All gradients, of which those of what scores read have the names of that."""
+    own = {name: of_scores.get(name) for name in ("bias", "alibi_slopes") if name not in captured_names}
+    darrays = {name: x for name, x in of_scores.items() if name in captured_names}
+    return Gradients(*of_inputs, dsinks=dsinks, dbias=own.get("bias"), dalibi_slopes=own.get("alibi_slopes"), darrays=darrays)
 
 
 def prepared_backward(given: Operands, options: dict[str, Any]) -> BackwardPlan:
@@ -211,6 +276,8 @@ def prepared_backward(given: Operands, options: dict[str, Any]) -> BackwardPlan:
     options : dict
         Fields of `Options`, `deterministic`, and `arch`, the architecture's name; those left out have their defaults.
     """
+    if given.captured is not NOTHING:
+        options = {**options, **given.captured.options}
     return cached(_prepared, tuple(given.descriptions), options)
 
 
@@ -218,10 +285,14 @@ def prepared_backward(given: Operands, options: dict[str, Any]) -> BackwardPlan:
 def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...], _types: tuple[type, ...]) -> BackwardPlan:
     layouts = {name: d and arrays.layout_of(d, name) for name, d in zip(BACKWARD_ARRAYS, descriptions)}
     options = dict(named)
-    arch, deterministic = options.pop("arch", None), options.pop("deterministic", False)
-    problem = make_backward_problem(**layouts, options=Options(**options), deterministic=deterministic)
+    arch, deterministic, wrt = options.pop("arch", None), options.pop("deterministic", False), options.pop("wrt", ())
+    asked = Options(**options)
+    others = layouts_of(descriptions[END_OF_RESULTS:], asked.operands, asked.arrays)
+    problem = make_backward_problem(
+        **layouts, options=asked, deterministic=deterministic, operands=others[0], arrays=others[1], wrt=wrt
+    )
     architecture = architecture_for(problem.forward.backend, problem.forward.device, arch)
-    return BackwardPlan(problem, None if architecture is None else make_backward_plan(problem, architecture))
+    return BackwardPlan(problem, None if architecture is None else make_backward_plan(problem, architecture), asked)
 
 
 def attention_and_vjp(

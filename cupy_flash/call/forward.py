@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..machine.execution import Execution, Prepared, architecture_for, cached
 from ..machine.numpy_path import forward as numpy_forward
+from ..machine.numpy_path.scores import BoundScores
 from ..plan.forward import forward_launches, forward_maps, forward_workspace, make_forward_plan
 from ..plan.kernel import KernelPlan
 from ..plan.packing import packing_of
@@ -15,6 +16,8 @@ from ..problem import arrays
 from ..problem.forward import FORWARD_ARRAYS, Problem, make_problem
 from ..problem.layout import HEADS_OF_LSE
 from ..problem.options import Options
+from ..problem.scores import label
+from .captured import NOTHING, Captured, captured, layouts_of
 
 if TYPE_CHECKING:
     from ..machine.host import Traffic
@@ -33,8 +36,9 @@ class AttentionPlan(Prepared):
         How. None on backend 'numpy', which has no kernel.
     """
 
-    def __init__(self, problem: Problem, kernel: KernelPlan | None, returns_lse: bool) -> None:
+    def __init__(self, problem: Problem, kernel: KernelPlan | None, returns_lse: bool, asked: Options) -> None:
         self.problem = problem
+        self._asked = asked
         self._returns_lse = returns_lse
         execution = None
         if kernel is not None:
@@ -45,10 +49,12 @@ class AttentionPlan(Prepared):
             maps = forward_maps(kernel, packed)
             params = hopper_forward_params(packed, maps, kernel.config.TILE_Q) if maps else forward_params(packed)
             execution = Execution(kernel, launches, params, FORWARD_ARRAYS, workspace, problem.device, maps, packed.mask)
-        super().__init__(dict(zip(FORWARD_ARRAYS, problem.seen)), ("out", "lse"), problem.backend, problem.device, execution)
-        *inputs, out, _, sinks = (x and arrays.description_of(x) for x in problem.seen)
+        self._captured = (*asked.operands, *map(label, asked.arrays))
+        names = (*FORWARD_ARRAYS, *self._captured)
+        super().__init__(dict(zip(names, problem.seen)), ("out", "lse"), problem.backend, problem.device, execution)
+        q, k, v, out, _, *others = (x and arrays.description_of(x) for x in problem.seen)
         # With and without `out`.
-        self._usual = () if self._demanded else ((*inputs, out, None, sinks), (*inputs, None, None, sinks))
+        self._usual = () if self._demanded else ((q, k, v, out, None, *others), (q, k, v, None, None, *others))
 
     @property
     def result_bytes(self) -> int:
@@ -60,20 +66,36 @@ class AttentionPlan(Prepared):
         lines = [
             f"attention of {self.problem}, on backend {self._backend!r}",
             f"  {self.problem.mask}; scale {self.problem.scale:.6g}; {self.problem.flops:.4g} FLOPs",
+            *(f"  {line}" for line in str(self.problem.scores).splitlines()),
             f"  results {self.result_bytes} bytes, {self.workspace}",
             "NumPy, online softmax over blocks of keys" if self._execution is None else str(self._execution),
         ]
         return "\n".join(lines)
 
     def __call__(
-        self, q: Any, k: Any, v: Any, *, sinks: Any = None, out: Any = None, lse: Any = None, workspace: Any = None
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        sinks: Any = None,
+        mask: Any = None,
+        arrays: Any = None,
+        bias: Any = None,
+        alibi_slopes: Any = None,
+        seed: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        workspace: Any = None,
     ) -> Any:
         """Compute attention of arrays laid out like those the plan was made for.
 
         Parameters
         ----------
-        q, k, v, sinks : array
-            As in `attention`, and `sinks` if the plan was made with it.
+        q, k, v, sinks, arrays, bias, alibi_slopes, seed : array
+            As in `attention`, those that the plan was made with.
+        mask : array
+            Likewise; an expression is the plan's own, and not given again.
         out, lse : array, optional
             Where to write. By default new arrays.
         workspace : array of uint8, optional
@@ -91,19 +113,21 @@ class AttentionPlan(Prepared):
         TypeError, ValueError
             If an array is not laid out as planned.
         """
-        given = ForwardOperands(q, k, v, out, lse, sinks)
+        others = captured(mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
+        self._check_captured(others.names, self._captured)
+        given = ForwardOperands(q, k, v, out, lse, sinks, others)
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
         if workspace is not None:
             workspace = self.checked_workspace(workspace)
         return self.run(given, workspace)
 
-    def counted(self, q: Any, k: Any, v: Any, *, sinks: Any = None) -> tuple[Any, Traffic | None]:
+    def counted(self, q: Any, k: Any, v: Any, *, sinks: Any = None, **others: Any) -> tuple[Any, Traffic | None]:
         """Compute on the host, and say what the kernel moved and computed.
 
         Parameters
         ----------
-        q, k, v, sinks : array
+        q, k, v, sinks, **others : array
             As in a call of the plan, which has to be for backend 'host'.
 
         Returns
@@ -115,7 +139,8 @@ class AttentionPlan(Prepared):
             report them.
         """
         self._check_counts()
-        given = ForwardOperands(q, k, v, None, None, sinks)
+        given = ForwardOperands(q, k, v, None, None, sinks, captured(**others))
+        self._check_captured(given.captured.names, self._captured)
         self._check_layouts(given.descriptions)
         out, lse, traffic = self._compute(given, None)
         return (out, lse) if self._returns_lse else out, traffic
@@ -125,7 +150,7 @@ class AttentionPlan(Prepared):
         if workspace is not None:
             self._check_apart(given.addresses, workspace)
         elif given.out is not None or given.lse is not None:
-            if self.problem.sinks is None:
+            if len(given.addresses) == len(FORWARD_ARRAYS) and self.problem.sinks is None:
                 self._check_results_apart(given.addresses)
             else:
                 self._check_apart(given.addresses, None)
@@ -137,7 +162,7 @@ class AttentionPlan(Prepared):
 
     def _compute(self, given: ForwardOperands, workspace: arrays.Array | None) -> tuple[Any, Any, Traffic | None]:
         p = self.problem
-        *inputs, out, lse, sinks = given.views
+        q, k, v, out, lse, sinks, *others = given.views
         addresses = given.addresses
         if out is None:
             out = arrays.empty(p.seen_out)
@@ -150,15 +175,15 @@ class AttentionPlan(Prepared):
             more_k, more_v = self._skipped_bytes
             self._execution.on_device.launch([at_q, at_k + more_k, at_v + more_v, *at_results], workspace)
         elif self._backend == "host" or not p.empty:
-            q, k, v, to_out = (arrays.in_order(x, p.layout) for x in (*inputs, out))
+            q, k, v, to_out = (arrays.in_order(x, p.layout) for x in (q, k, v, out))
             to_lse = arrays.in_order(lse, p.layout, HEADS_OF_LSE)
             if self._backend == "host":
                 operands = (q, k[..., self._keys, :], v[..., self._keys, :], to_out, to_lse, sinks)
                 return out, lse, self._execution.run_on_host(operands, workspace)
-            self._compute_with_numpy(q, k, v, to_out, to_lse, sinks)
+            self._compute_with_numpy(q, k, v, to_out, to_lse, sinks, others)
         return out, lse, None
 
-    def _compute_with_numpy(self, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any) -> None:
+    def _compute_with_numpy(self, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, others: list[Any]) -> None:
         p = self.problem
         q, k, v, out = (x if x.ndim > 2 else x[None] for x in (q, k, v, out))
         lse = lse if lse is None or lse.ndim > 1 else lse[None]
@@ -170,6 +195,7 @@ class AttentionPlan(Prepared):
             mask=p.mask,
             softcap=p.softcap,
             sinks=sinks if sinks is None or sinks.ndim == 2 else sinks[None],
+            scores=bound_scores(p, self._asked, others),
             out=out,
             lse=lse,
         )
@@ -194,10 +220,10 @@ class AttentionPlan(Prepared):
 class ForwardOperands:
     """What `Operands` does for a forward, spelled out: as a loop it would take a microsecond longer, and a call takes few."""
 
-    __slots__ = ("addresses", "descriptions", "lse", "out", "q", "views")
+    __slots__ = ("addresses", "captured", "descriptions", "lse", "out", "q", "views")
 
-    def __init__(self, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any = None) -> None:
-        self.q, self.out, self.lse = q, out, lse
+    def __init__(self, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any = None, others: Captured = NOTHING) -> None:
+        self.q, self.out, self.lse, self.captured = q, out, lse, others
         view, describe = arrays.view, arrays.describe
         q, k, v = view(q, "q"), view(k, "k"), view(v, "v")
         (about_q, at_q), (about_k, at_k), (about_v, at_v) = describe(q), describe(k), describe(v)
@@ -215,6 +241,10 @@ class ForwardOperands:
         self.views = (q, k, v, out, lse, sinks)
         self.descriptions = (about_q, about_k, about_v, about_out, about_lse, about_sinks)
         self.addresses = [at_q, at_k, at_v, at_out, at_lse, at_sinks]
+        if others is not NOTHING:
+            self.views += others.views
+            self.descriptions += others.descriptions
+            self.addresses += others.addresses
 
 
 def prepared(given: ForwardOperands, options: dict[str, Any]) -> AttentionPlan:
@@ -226,7 +256,29 @@ def prepared(given: ForwardOperands, options: dict[str, Any]) -> AttentionPlan:
     options : dict
         Fields of `Options`, and `arch`, the architecture's name; those left out have their defaults.
     """
+    if given.captured is not NOTHING:
+        options = {**options, **given.captured.options}
     return cached(_prepared, given.descriptions, options)
+
+
+def bound_scores(problem: Problem, asked: Options, views: list[Any]) -> BoundScores | None:
+    """What becomes of scores, with the arrays of a call, in array code."""
+    if not problem.scores:
+        return None
+    operands, captured_arrays = views[: len(asked.operands)], views[len(asked.operands) :]
+    by_name = dict(zip(asked.operands, operands))
+    seed, offset = (int(number) for number in by_name.get("seed", (0, 0)))
+    return BoundScores(
+        problem.scores,
+        by_name,
+        dict(zip(asked.arrays, captured_arrays)),
+        (seed, offset),
+        problem.batch,
+        problem.heads_per_kv,
+        problem.heads_q,
+        problem.len_q,
+        problem.len_kv,
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -235,7 +287,8 @@ def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...],
     options = dict(named)
     arch = options.pop("arch", None)
     asked = Options(**options)
-    problem = make_problem(*layouts[:3], asked, *layouts[3:])
+    others = layouts_of(descriptions[len(FORWARD_ARRAYS) :], asked.operands, asked.arrays)
+    problem = make_problem(*layouts[:3], asked, *layouts[3:], *others)
     architecture = architecture_for(problem.backend, problem.device, arch)
     kernel = None if architecture is None else make_forward_plan(problem, architecture)
-    return AttentionPlan(problem, kernel, bool(asked.return_lse))
+    return AttentionPlan(problem, kernel, bool(asked.return_lse), asked)

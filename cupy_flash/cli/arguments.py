@@ -17,7 +17,7 @@ from ..plan.backward import make_backward_plan
 from ..plan.forward import make_forward_plan
 from ..problem.backward import make_backward_problem
 from ..problem.forward import make_problem
-from ..problem.layout import ITEMSIZE, Layout, dense_layout
+from ..problem.layout import FLOATS, Layout, dense_layout
 from ..problem.options import Options
 from .devices import own_architecture
 from .lists import size_of
@@ -95,7 +95,7 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the arguments that describe a problem; it is called with the plan that they lead to."""
 
     @click.argument("shapes", type=SHAPE, nargs=-1, required=True, metavar="SHAPE...")
-    @click.option("--dtype", type=click.Choice(tuple(ITEMSIZE)), default="float16", show_default=True, help="Of the arrays.")
+    @click.option("--dtype", type=click.Choice(FLOATS), default="float16", show_default=True, help="Of the arrays.")
     @click.option("--causal", "causal", flag_value="bottom_right", help="The last query sees the last key.")
     @click.option("--top-left", "causal", flag_value="top_left", help="Causal, and the first query sees the first key only.")
     @click.option("--window", type=WINDOW, help="Keys seen before and behind a query's own place, such as 128:0 or 128:.")

@@ -197,6 +197,16 @@ class Prepared:
             elif planned is not None and name not in (*self._results, "dlse"):  # None of which is zero
                 raise ValueError(f"{name}: expected an array of shape {planned.shape}, as planned, got None")
 
+    @staticmethod
+    def _check_captured(names: tuple[str, ...], planned: tuple[str, ...]) -> None:
+        """Refuse arrays of scores by other names than those planned."""
+        for name in planned:
+            if name not in names:
+                raise ValueError(f"{name}: expected an array, as planned, got None")
+        for name in names:
+            if name not in planned:
+                raise ValueError(f"{name}: expected None, the plan was made without it, got an array")
+
     def checked_workspace(self, x: Any) -> arrays.Array:
         """The caller's memory for the workspace, checked."""
         memory = arrays.view(x, "workspace", writable=True)

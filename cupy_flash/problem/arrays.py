@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_dtypes
 import numpy
 
-from .layout import HEADS, Layout
+from .layout import HEADS, ITEMSIZE, Layout
 
 if TYPE_CHECKING:
     import cupy
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Array: TypeAlias = numpy.ndarray | cupy.ndarray
 
 BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
-DTYPES = {"bfloat16": BFLOAT16} | {name: numpy.dtype(name) for name in ("float16", "float32", "float64")}
+DTYPES = {name: BFLOAT16 if name == "bfloat16" else numpy.dtype(name) for name in ITEMSIZE}
 
 # Device types of DLPack: host memory pageable and pinned, device memory plain and managed.
 HOST_MEMORY = (1, 3)

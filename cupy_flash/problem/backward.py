@@ -13,6 +13,7 @@ from ..errors import UnsupportedError
 from .forward import Problem, check_operand, check_result, lse_dtype_of, make_problem
 from .layout import HEADS_OF_LSE, Layout, dense_layout, result_layout
 from .options import Options, check_flag
+from .scores import check_wrt
 
 BACKWARD_ARRAYS = ("dout", "q", "k", "v", "out", "lse", "dlse", "sinks", "dq", "dk", "dv", "dsinks")
 
@@ -23,7 +24,8 @@ class BackwardProblem:
 
     `forward` is the attention that is differentiated; its `out` and `lse` are the arrays that it left. `dout` and `dlse` have their
     full axes as well. `dq`, `dk` and `dv` have the axes of their inputs, in the order of kernels: a gradient is summed over the
-    batch axes along which its input was broadcast. `seen` has the arrays of a call, in order, as the user sees them.
+    batch axes along which its input was broadcast. `seen` has the arrays of a call, in order, as the user sees them. `wrt` are the
+    names of what else gradients are asked for.
     """
 
     forward: Problem
@@ -36,6 +38,7 @@ class BackwardProblem:
     seen: tuple[Layout | None, ...]
     deterministic: bool
     kernel: str | None
+    wrt: tuple[str, ...] = ()
 
     @property
     def layouts(self) -> dict[str, Layout | None]:
@@ -84,6 +87,9 @@ def make_backward_problem(
     dv: Layout | None = None,
     dsinks: Layout | None = None,
     deterministic: bool = False,
+    operands: dict[str, Layout] | None = None,
+    arrays: dict[str, Layout] | None = None,
+    wrt: str | tuple[str, ...] = (),
 ) -> BackwardProblem:
     """Check the arguments of `attention_backward` and resolve its defaults.
 
@@ -96,6 +102,10 @@ def make_backward_problem(
     dq, dk, dv, dsinks : Layout, optional
         Where results go. By default each gets the memory order of its input, and `dsinks` is C-contiguous, as it has to be.
     deterministic : bool
+    operands, arrays : dict of str to Layout, optional
+        What scores and masks read, see `scores.make_scores`.
+    wrt : str or tuple of str
+        Names among them of what gradients are asked for.
 
     Returns
     -------
@@ -108,7 +118,7 @@ def make_backward_problem(
     UnsupportedError
         For arguments that have a meaning but no implementation.
     """
-    forward = make_problem(q, k, v, replace(options, kernel=None), sinks=sinks)
+    forward = make_problem(q, k, v, replace(options, kernel=None), sinks=sinks, operands=operands, arrays=arrays)
     if forward.algorithm == "v1":
         raise UnsupportedError("algorithm: expected 'auto' or 'v2' for a backward, got 'v1', which is a forward only")
     lse_dtype, seen_shape = lse_dtype_of(q.dtype), forward.seen_out.shape
@@ -142,9 +152,15 @@ def make_backward_problem(
         dlse=full_dlse,
         **{name: gradients[name].in_order(order) for name in ("dq", "dk", "dv")},
         dsinks=gradients.get("dsinks"),
-        seen=(dout, q, k, v, out, lse, dlse, sinks, *(gradients.get(name) for name in BACKWARD_ARRAYS[-4:])),
+        seen=(
+            *(dout, q, k, v, out, lse, dlse, sinks),
+            *(gradients.get(name) for name in BACKWARD_ARRAYS[-4:]),
+            *(operands or {}).values(),
+            *(arrays or {}).values(),
+        ),
         deterministic=check_flag("deterministic", deterministic),
         kernel=options.resolve_backward_kernel(forward.backend),
+        wrt=check_wrt(wrt, forward.scores),
     )
 
 

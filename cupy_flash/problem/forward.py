@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from ..errors import UnsupportedError
-from .layout import AXES, HEADS_OF_LSE, ITEMSIZE, Layout, dense_layout, in_order, result_layout
+from .layout import AXES, FLOATS, HEADS_OF_LSE, Layout, dense_layout, in_order, result_layout
 from .mask import Mask
 from .options import Options
+from .scores import Scores, make_scores
 
 # The arrays of a call, in the order in which it hands them on.
 FORWARD_ARRAYS = ("q", "k", "v", "out", "lse", "sinks")
@@ -51,6 +52,7 @@ class Problem:
     scale: float
     mask: Mask
     softcap: float | None
+    scores: Scores
     precision: str
     algorithm: str
     kernel: str | None
@@ -97,6 +99,8 @@ def make_problem(
     out: Layout | None = None,
     lse: Layout | None = None,
     sinks: Layout | None = None,
+    operands: dict[str, Layout] | None = None,
+    arrays: dict[str, Layout] | None = None,
 ) -> Problem:
     """Check the arguments of `attention` and resolve its defaults.
 
@@ -109,6 +113,8 @@ def make_problem(
         Where results go. By default `out` gets q's memory order, and `lse`, if requested, is C-contiguous.
     sinks : Layout, optional
         Logits of each row besides those of its keys, (heads,) or (n, heads).
+    operands, arrays : dict of str to Layout, optional
+        What scores and masks read, see `scores.make_scores`.
 
     Returns
     -------
@@ -156,6 +162,24 @@ def make_problem(
         full_lse = dense_layout(out_shape[:-1], reversed(range(len(out_shape) - 1)), lse_dtype, q.device)
         lse = full_lse.in_order(order, HEADS_OF_LSE).last_axes(seen_axes - 1)
 
+    operands, arrays = operands or {}, arrays or {}
+    dropout = options.resolve_dropout()
+    if dropout and "seed" not in operands:
+        raise ValueError("seed: expected an integer, or a pair of seed and offset, with dropout, got None")
+    scores = make_scores(
+        score=options.score,
+        mask=options.mask,
+        operands=operands,
+        arrays=arrays,
+        dropout=dropout,
+        dtype=q.dtype,
+        batch=batch,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        len_q=len_q,
+        len_kv=len_kv,
+        device=q.device,
+    )
     full_sinks = None if sinks is None else _of_heads(sinks, heads_q, q)
     return Problem(
         dtype=q.dtype,
@@ -172,11 +196,12 @@ def make_problem(
         out=seen_out.in_order(order).broadcast_to(out_shape),
         lse=lse and lse.in_order(order, HEADS_OF_LSE).broadcast_to(out_shape[:-1]),
         sinks=full_sinks and full_sinks.broadcast_to((*batch, *full_sinks.shape)),
-        seen=(*seen, seen_out, lse, sinks),
+        seen=(*seen, seen_out, lse, sinks, *operands.values(), *arrays.values()),
         layout=order,
         scale=options.resolve_scale(dim, q.dtype),
         mask=options.resolve_mask(len_q, len_kv),
         softcap=options.resolve_softcap(q.dtype),
+        scores=scores,
         precision=options.resolve_precision(q.dtype),
         kernel=options.resolve_kernel(backend),
         algorithm=options.resolve_algorithm(),
@@ -279,7 +304,7 @@ def _batch(q: Layout, k: Layout, v: Layout) -> tuple[int, ...]:
 
 def _check_inputs(q: Layout, k: Layout, v: Layout, axes: str) -> None:
     for name, layout in (("q", q), ("k", k), ("v", v)):
-        if layout.dtype not in ITEMSIZE:
+        if layout.dtype not in FLOATS:
             raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {layout.dtype}")
         if layout.dtype != q.dtype:
             raise TypeError(f"{name}: expected {q.dtype} (that of q), got {layout.dtype}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import UnsupportedError
 from .forward import check_operand, check_place, lse_dtype_of
-from .layout import AXES, HEADS_OF_LSE, ITEMSIZE, Layout, dense_layout, in_order, result_layout
+from .layout import AXES, FLOATS, HEADS_OF_LSE, Layout, dense_layout, in_order, result_layout
 from .options import Options
 
 MERGE_ARRAYS = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")
@@ -41,7 +41,7 @@ def make_merge_problem(out_a: Layout, lse_a: Layout, out_b: Layout, lse_b: Layou
     UnsupportedError
         For float64 where kernels compute.
     """
-    if out_a.dtype not in ITEMSIZE:
+    if out_a.dtype not in FLOATS:
         raise TypeError(f"out_a: expected float16, bfloat16, float32 or float64, got {out_a.dtype}")
     options = Options(layout=layout, backend=backend)
     order = options.resolve_layout()

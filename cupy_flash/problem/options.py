@@ -12,6 +12,8 @@ from typing import TypedDict
 import numpy
 
 from ..errors import UnsupportedError, shown
+from .dropout import Dropout
+from .expression.entry import Expression
 from .layout import AXES
 from .mask import Mask, band
 
@@ -28,6 +30,7 @@ class CommonOptions(TypedDict, total=False):
     window: tuple[int | None, int | None] | None
     prefix: int
     softcap: float | None
+    dropout: float
     precision: str | None
     algorithm: str
     backend: str
@@ -43,11 +46,16 @@ class Options:
     window: tuple[int | None, int | None] | None = None
     prefix: int = 0
     softcap: float | None = None
+    dropout: float = 0.0
     precision: str | None = None
     algorithm: str = "auto"
     backend: str = "auto"
     return_lse: bool = False
     kernel: str | None = None
+    score: str | Expression | None = None
+    mask: str | Expression | None = None
+    operands: tuple[str, ...] = ()  # which arrays there are for scores, see `scores`
+    arrays: tuple[str, ...] = ()
 
     def resolve_layout(self) -> str:
         """The order of the axes of all arrays, one of `AXES`."""
@@ -81,6 +89,10 @@ class Options:
         if stored == 0:
             raise ValueError(f"softcap: expected a number whose float32 is above 0, got {softcap}")
         return stored
+
+    def resolve_dropout(self) -> Dropout | None:
+        """How probabilities are dropped, if they are."""
+        return Dropout.of(_real("dropout", self.dropout))
 
     def resolve_precision(self, dtype: str) -> str:
         """Either 'ieee' or 'tf32'."""

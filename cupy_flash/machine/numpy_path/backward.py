@@ -16,6 +16,7 @@ import numpy
 from ...problem.backward import Gradients
 from ...problem.mask import Mask
 from .forward import accumulator, tiles_in_sight, weighted_sum
+from .scores import BoundScores, TileOfScores
 
 
 @numpy.errstate(all="ignore")
@@ -32,6 +33,8 @@ def blocked_gradients(
     mask: Mask | None = None,
     softcap: float | None = None,
     sinks: numpy.ndarray | None = None,
+    scores: BoundScores | None = None,
+    sums_of_scores: dict[str, numpy.ndarray] | None = None,
     dq: numpy.ndarray | None = None,
     dk: numpy.ndarray | None = None,
     dv: numpy.ndarray | None = None,
@@ -54,8 +57,10 @@ def blocked_gradients(
         The results of the forward, `(*batch, heads_q, len_q, dim_v)` and `(*batch, heads_q, len_q)`.
     dlse
         The gradient with respect to `lse`, of its shape; None for zero.
-    scale, mask, softcap, sinks
+    scale, mask, softcap, sinks, scores
         As in `forward`.
+    sums_of_scores
+        What gradients of arrays that `scores` reads are added to, by name.
     dq, dk, dv, dsinks
         Where to write, in the shapes of `q`, `k`, `v` and `sinks`, of any strides. New arrays in the dtype and the memory order of
         the inputs by default.
@@ -102,7 +107,11 @@ def blocked_gradients(
             for keys, seen in in_sight:
                 k_tile = numpy.ascontiguousarray(k[source_k][keys], wide)
                 v_tile = numpy.ascontiguousarray(v[source_v][keys], wide)
-                p, ds = _pairs_of_tile(dout_tile, q_tile, k_tile, v_tile, lse_tile, delta, scale, softcap, seen)
+                of_keys = scores and scores.tile(tuple(element), tile[0], row, shape[1], keys, wide)
+                seen = seen if of_keys is None else of_keys.seen(seen)
+                p, ds = _pairs_of_tile(
+                    dout_tile, q_tile, k_tile, v_tile, lse_tile, delta, scale, softcap, seen, of_keys, sums_of_scores or {}
+                )
                 if seen is None:
                     dq_tile += ds @ k_tile
                     sums.dk[source_k][keys] += ds.T @ q_tile
@@ -129,20 +138,34 @@ def _pairs_of_tile(
     scale: float,
     softcap: float | None,
     seen: numpy.ndarray | None,  # (rows, keys), or None if all are seen
+    of_keys: TileOfScores | None,
+    sums: dict[str, numpy.ndarray],
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Return P and dS of one tile, 0 where a pair is not seen."""
-    s = q @ k.T
-    s *= scale
+    """Return P as it meets V, and dS, of one tile, 0 where a pair is not seen."""
+    scores = q @ k.T
+    scores *= scale
     if softcap is not None:
-        bent = numpy.tanh(s / softcap)
-        s = softcap * bent
-    s -= numpy.where(lse == -numpy.inf, 0, lse)[:, None]  # a row whose scores are all -inf: exp(-inf - -inf) would be NaN
-    p = numpy.exp(s, out=s)
+        bent = numpy.tanh(scores / softcap)
+        scores = softcap * bent
+    kept, s = None, scores
+    if of_keys is not None:
+        kept, s = of_keys.kept(), of_keys.value(scores)
+    # Of a row whose scores are all -inf, exp(-inf - -inf) would be NaN.
+    p = numpy.exp(s - numpy.where(lse == -numpy.inf, 0, lse)[:, None])
     ds = dout @ v.T
+    if kept is not None:
+        ds *= kept
     ds -= delta[:, None]
     ds *= p
+    if seen is not None:
+        ds = numpy.where(seen, ds, 0)
+    if of_keys is not None:
+        of_keys.add_to(sums, scores, ds)
+        ds = of_keys.to_scores(scores, ds)
     if softcap is not None:
         ds *= 1 - bent**2
+    if kept is not None:
+        p *= kept
     if seen is None:
         return p, ds
     return numpy.where(seen, p, 0), numpy.where(seen, ds, 0)

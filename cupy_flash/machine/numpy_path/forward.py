@@ -1,7 +1,7 @@
 """Attention on arrays in host memory, tile by tile: what users get on backend 'numpy'.
 
 `blocked` is online softmax over tiles of keys, O(n) memory, for NumPy arrays shaped `(*batch, heads, seq, dim)`. It takes `scale`,
-`softcap` and a `Mask`. The order is: scale, softcap, mask, softmax. A row that sees nothing has result 0 and log-sum-exp -inf. NaN
+`softcap`, a `Mask`, and by `scores` what else becomes of scores. The order is that of `problem.scores`. A row that sees nothing has result 0 and log-sum-exp -inf. NaN
 and infinity are data: they travel to the rows that see them, without a warning.
 
 Keys and values may have fewer heads than queries: query head h reads key head `h // (heads_q // heads_kv)`.
@@ -10,11 +10,12 @@ Gradients are in `backward`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy
 
 from ...problem.mask import Mask
+from .scores import BoundScores, TileOfScores
 
 
 @numpy.errstate(all="ignore")
@@ -38,6 +39,7 @@ def blocked(
     mask: Mask | None = None,
     softcap: float | None = None,
     sinks: numpy.ndarray | None = None,
+    scores: BoundScores | None = None,
     out: numpy.ndarray | None = None,
     lse: numpy.ndarray | None = None,
     block_q: int = 256,
@@ -58,6 +60,8 @@ def blocked(
         Which keys a query sees; all by default.
     sinks
         Logits of each row besides those of its keys, `(n, heads_q)`, which belong to no value.
+    scores
+        What else becomes of scores.
     out, lse
         Where to write, of any strides: `(*batch, heads_q, len_q, dim_v)` and `(*batch, heads_q, len_q)`. New arrays by
         default, `out` in the dtype of `q`.
@@ -80,7 +84,8 @@ def blocked(
             q_tile = q[tile].astype(wide)
             source, in_sight = (*element, head), tiles_in_sight(mask, row, q_tile, block_kv)
             of_heads = None if sinks is None else sinks[:, tile[-2]].T.astype(wide)
-            out[tile], lse[tile] = _attend(q_tile, k[source], v[source], scale, softcap, of_heads, in_sight)
+            of_keys = _tiles_of_scores(scores, tile, len_q, wide)
+            out[tile], lse[tile] = _attend(q_tile, k[source], v[source], scale, softcap, of_heads, in_sight, of_keys)
     return out, lse
 
 
@@ -92,6 +97,7 @@ def _attend(
     softcap: float | None,
     sinks: numpy.ndarray | None,  # (group, n)
     in_sight: Iterable[tuple[slice, numpy.ndarray | None]],
+    of_keys: Callable[[slice], TileOfScores | None],
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Return result and log-sum-exp of one tile of queries against all the keys it sees."""
     group, rows, dim = q.shape
@@ -109,6 +115,9 @@ def _attend(
         s *= scale  # not q: what scores hold, q times a scale at the end of the float range may not
         if softcap is not None:
             s = softcap * numpy.tanh(s / softcap)
+        kept, tile = None, of_keys(keys)
+        if tile is not None:
+            s, seen, kept = tile.value(s), tile.seen(seen), tile.kept()
         if seen is not None:
             s = numpy.where(seen, s, -numpy.inf)
 
@@ -119,6 +128,8 @@ def _attend(
         rescale = numpy.exp(top - shift)
         top = new_top
         total = total * rescale + p.sum(axis=1)
+        if kept is not None:
+            p *= kept
         acc *= rescale[:, None]
         acc += p @ v_tile if seen is None else weighted_sum(p, v_tile, seen)
 
@@ -149,6 +160,17 @@ def tiles_in_sight(
         stop = min(col + block_kv, end)
         whole = seen_by_all[0] <= col and stop <= seen_by_all[1]
         yield slice(col, stop), None if whole else numpy.tile(mask.visible(row, rows, col, stop - col), (group, 1))
+
+
+def _tiles_of_scores(
+    scores: BoundScores | None, tile: tuple[int | slice, ...], len_q: int, wide: type[numpy.floating]
+) -> Callable[[slice], TileOfScores | None]:
+    """What becomes of the scores of a tile of queries, by the keys."""
+    if scores is None:
+        return lambda keys: None
+    *element, heads, queries = tile
+    row, stop, _ = queries.indices(len_q)
+    return lambda keys: scores.tile(tuple(element), heads, row, stop - row, keys, wide)
 
 
 def accumulator(dtype: numpy.dtype) -> type[numpy.floating]:

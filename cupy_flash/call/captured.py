@@ -1,0 +1,107 @@
+"""The arrays of a call that its scores and masks read, beside those that every attention has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from numbers import Number
+from typing import Any
+
+import numpy
+
+from ..errors import shown
+from ..problem import arrays as array_views
+from ..problem.dropout import check_seed
+from ..problem.expression.entry import Expression, mask_expression, score_expression
+from ..problem.layout import Layout
+from ..problem.scores import OPERANDS, declared, label
+
+BITS_OF_SEED = 64
+
+
+class Captured:
+    """What a call gives to scores and masks, in order: first those of `OPERANDS` that there are, then what expressions read.
+
+    Attributes
+    ----------
+    names : tuple of str
+        What messages call them.
+    given : tuple of array
+        As the user gave them.
+    views : tuple of numpy.ndarray or cupy.ndarray
+    descriptions : tuple
+    addresses : list of int
+        0 of what is told by its value: a scalar, and the seed, in host memory.
+    options : dict
+        What the plan of a call depends on: its expressions, and which of the views is what.
+    """
+
+    __slots__ = ("addresses", "descriptions", "given", "names", "options", "views")
+
+    def __init__(self, operands: dict[str, Any], arrays: dict[str, Any], score: Any, mask: Any) -> None:
+        self.names = (*operands, *map(label, arrays))
+        self.given = (*operands.values(), *arrays.values())
+        self.views = tuple([_view(x, name) for x, name in zip(self.given, self.names)])
+        described = [array_views.describe(view) for view in self.views]
+        self.descriptions = tuple([description for description, _ in described])
+        self.addresses = [0 if _is_value(name, view) else at for name, view, (_, at) in zip(self.names, self.views, described)]
+        self.options = {"operands": tuple(operands), "arrays": tuple(arrays)}
+        if callable(score) or callable(mask):  # traced anew in each call: what a function reads may have changed
+            layouts = {name: array_views.layout_of(d, label(name)) for name, d in zip(arrays, self.descriptions[len(operands) :])}
+            score, mask = _traced(score_expression, score, layouts), _traced(mask_expression, mask, layouts)
+        self.options |= {"score": score, "mask": mask}
+
+
+NOTHING = Captured({}, {}, None, None)
+
+
+def captured(
+    *, score: Any = None, mask: Any = None, arrays: Any = None, bias: Any = None, alibi_slopes: Any = None, seed: Any = None
+) -> Captured:
+    """What a call gives to scores and masks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not of the kind that it has to be, or a function is no expression.
+    """
+    if score is None and mask is None and arrays is None and bias is None and alibi_slopes is None and seed is None:
+        return NOTHING
+    is_expression = mask is None or isinstance(mask, (str, Expression)) or callable(mask)
+    given = dict(zip(OPERANDS, (bias, None if is_expression else mask, alibi_slopes, seed)))
+    if arrays is not None and not isinstance(arrays, Mapping):
+        raise TypeError(f"arrays: expected None or a dict of arrays by their names, got {shown(arrays)}")
+    named = sorted((arrays or {}).items(), key=lambda item: str(item[0]))  # in one order, however a dict was made
+    return Captured({name: x for name, x in given.items() if x is not None}, dict(named), score, mask if is_expression else None)
+
+
+def layouts_of(descriptions: tuple[Any, ...], operands: tuple[str, ...], arrays: tuple[str, ...]) -> tuple[dict[str, Layout], ...]:
+    """The layouts of operands and of arrays, by their names, from the descriptions of both."""
+    layouts = [array_views.layout_of(d, name) for d, name in zip(descriptions, (*operands, *map(label, arrays)))]
+    return dict(zip(operands, layouts)), dict(zip(arrays, layouts[len(operands) :]))
+
+
+def _traced(make: Callable[..., Expression], given: Any, layouts: dict[str, Layout]) -> Any:
+    return make(given, declared(layouts)) if callable(given) else given
+
+
+def _view(x: Any, name: str) -> array_views.Array:
+    if name == "seed":
+        return _seed(x)
+    # A number is a scalar, and so is one of NumPy's.
+    return numpy.asarray(x) if isinstance(x, (Number, numpy.generic)) else array_views.view(x, name)
+
+
+def _seed(x: Any) -> array_views.Array:
+    """Seed and offset as two numbers of 64 bits."""
+    if isinstance(x, (numpy.ndarray, tuple, list)) or isinstance(x, Number):
+        if isinstance(x, numpy.ndarray) and x.dtype == numpy.uint64 and x.shape == (2,):
+            return x
+        return numpy.array(check_seed(x), numpy.uint64)
+    view = array_views.view(x, "seed")
+    if view.dtype != numpy.uint64 or view.shape != (2,):
+        raise TypeError(f"seed: expected an array of uint64 of shape (2,), seed and offset, got {view.dtype} of shape {view.shape}")
+    return view
+
+
+def _is_value(name: str, view: array_views.Array) -> bool:
+    return isinstance(view, numpy.ndarray) and (name == "seed" or view.shape == ())

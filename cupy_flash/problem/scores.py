@@ -1,0 +1,224 @@
+"""What becomes of scores besides scale, softcap, the mask of one interval and sinks: a frozen `Scores`.
+
+The order is: scale, softcap, score expression, bias, ALiBi, masks, softmax with sinks, dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import shown
+from .dropout import Dropout
+from .expression.derivative import derivative
+from .expression.entry import Expression, mask_expression, score_expression
+from .expression.reads import axes_of, reads
+from .expression.tree import SCORE, Read
+from .expression.vocabulary import Declaration
+from .layout import FLOATS, INTEGERS, Layout
+
+OPERANDS = ("bias", "mask", "alibi_slopes", "seed")  # arrays that have an option of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What becomes of scores. Nothing, by default.
+
+    Parameters
+    ----------
+    score, mask : Expression or None
+        Of the pairs of a query and a key.
+    bias : Layout or None
+        What is added, seen as `(*batch, heads, len_q, len_kv)`.
+    mask_array : Layout or None
+        Which pairs take part, seen so.
+    alibi_slopes : Layout or None
+        Seen as `(*batch, heads)`.
+    arrays : tuple of (str, Layout)
+        What the expressions read. A scalar has no axes; one in host memory is told by its value.
+    dropout : Dropout or None
+    """
+
+    score: Expression | None = None
+    mask: Expression | None = None
+    bias: Layout | None = None
+    mask_array: Layout | None = None
+    alibi_slopes: Layout | None = None
+    arrays: tuple[tuple[str, Layout], ...] = ()
+    dropout: Dropout | None = None
+
+    def __bool__(self) -> bool:
+        return any(x is not None for x in (self.score, self.mask, self.bias, self.mask_array, self.alibi_slopes, self.dropout))
+
+    def __str__(self) -> str:
+        lines = [f"score: {self.score}", f"  its derivative: {derivative(self.score.tree, SCORE)}"] if self.score else []
+        lines += [f"  with respect to {read}: {derivative(self.score.tree, read)}" for read in self.differentiable]
+        lines += [f"mask: {self.mask}"] if self.mask else []
+        named = ("bias", self.bias), ("mask", self.mask_array), ("alibi_slopes", self.alibi_slopes)
+        lines += [f"{name}: {layout.dtype}, shape {layout.shape}, strides {layout.strides}" for name, layout in named if layout]
+        lines += [str(self.dropout)] if self.dropout else []
+        return "\n".join(lines)
+
+    @property
+    def differentiable(self) -> tuple[Read, ...]:
+        """The reads of the score that have a gradient: those of floats."""
+        return tuple(read for read in reads(self.score.tree) if read.kind == "float") if self.score else ()
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """What has a gradient, by the names that options and arrays have."""
+        names = dict.fromkeys(read.name for read in self.differentiable)
+        own = ("bias", self.bias), ("alibi_slopes", self.alibi_slopes)
+        return (*names, *(name for name, layout in own if layout is not None and name not in names))
+
+
+def kind_of(name: str, dtype: str) -> str:
+    """The kind of the elements of an array that expressions read."""
+    if dtype == "bool":
+        return "bool"
+    if dtype in INTEGERS:
+        return "int"
+    if dtype in FLOATS:
+        return "float"
+    raise TypeError(f"{label(name)}: expected floats, integers or bools, got {dtype}")
+
+
+def label(name: str) -> str:
+    """What messages call an array of expressions."""
+    return f"arrays[{name!r}]"
+
+
+def make_scores(
+    *,
+    score: str | Expression | None,
+    mask: str | Expression | None,
+    operands: dict[str, Layout],
+    arrays: dict[str, Layout],
+    dropout: Dropout | None,
+    dtype: str,
+    batch: tuple[int, ...],
+    heads_q: int,
+    heads_kv: int,
+    len_q: int,
+    len_kv: int,
+    device: int | None,
+) -> Scores:
+    """Check what was given for scores.
+
+    Parameters
+    ----------
+    score, mask : str or Expression or None
+        As given, or traced.
+    operands : dict of str to Layout
+        Those of `OPERANDS` that are arrays.
+    arrays : dict of str to Layout
+        What expressions read.
+    dropout : Dropout or None
+    dtype : str
+        Of q.
+    batch, heads_q, heads_kv, len_q, len_kv
+        Of the problem.
+    device : int or None
+        Where its arrays are.
+
+    Returns
+    -------
+    Scores
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    declarations = declared(arrays)
+    score = as_expression(score_expression, score, declarations)
+    mask = as_expression(mask_expression, mask, declarations)
+    expressions = [expression for expression in (score, mask) if expression is not None]
+    used = {declaration.name for expression in expressions for declaration in expression.declarations}
+    for name in arrays:
+        if name not in used:
+            where = "the score or the mask, which do not" if expressions else "a score or a mask, of which there is none"
+            raise ValueError(f"{label(name)}: expected an array that is read by {where}")
+    for name, layout in arrays.items():
+        _check_device(label(name), layout, device)
+    sizes = {"b": _product(batch), "h": heads_q, "h_kv": heads_kv, "q_idx": len_q, "kv_idx": len_kv}
+    for expression in expressions:
+        _check_axes(expression, arrays, sizes)
+    pairs, of_heads = (*batch, heads_q, len_q, len_kv), (*batch, heads_q)
+    wide = "float64" if dtype == "float64" else "float32"
+    floats = tuple(dict.fromkeys((dtype, wide)))
+    return Scores(
+        score=score,
+        mask=mask,
+        bias=_broadcast("bias", operands.get("bias"), floats, pairs, device, least=2),
+        mask_array=_broadcast("mask", operands.get("mask"), ("bool",), pairs, device, least=2),
+        alibi_slopes=_broadcast("alibi_slopes", operands.get("alibi_slopes"), floats, of_heads, device, least=1),
+        arrays=tuple(arrays.items()),
+        dropout=dropout,
+    )
+
+
+def declared(arrays: dict[str, Layout]) -> list[Declaration]:
+    """What the expressions are told of arrays."""
+    return [Declaration(name, kind_of(name, layout.dtype), len(layout.shape)) for name, layout in arrays.items()]
+
+
+def as_expression(make: Callable[..., Expression], given: Any, declarations: list[Declaration]) -> Expression | None:
+    """An expression as given, or read by one of the functions that read it."""
+    return given if given is None or isinstance(given, Expression) else make(given, declarations)
+
+
+def _check_axes(expression: Expression, arrays: dict[str, Layout], sizes: dict[str, int]) -> None:
+    """An axis that is indexed by a coordinate alone has an element for each of its values."""
+    for read in reads(expression.tree):
+        for axis, coordinate in enumerate(axes_of(read)):
+            found = arrays[read.name].shape[axis]
+            if coordinate is not None and found != sizes[coordinate]:
+                raise ValueError(
+                    f"{label(read.name)}: expected {sizes[coordinate]} elements along axis {axis}, which is indexed by "
+                    f"'{coordinate}', got shape {arrays[read.name].shape}"
+                )
+
+
+def _broadcast(
+    name: str, layout: Layout | None, dtypes: tuple[str, ...], shape: tuple[int, ...], device: int | None, least: int
+) -> Layout | None:
+    if layout is None:
+        return None
+    if layout.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {' or '.join(dtypes)}, got {layout.dtype}")
+    own, full = layout.shape, shape[len(shape) - len(layout.shape) :]
+    fits = least <= len(own) <= len(shape) and all(size in (1, wanted) for size, wanted in zip(own, full))
+    if not fits:
+        raise ValueError(f"{name}: expected a shape of at least {least} axes that broadcasts to {shape}, got {own}")
+    _check_device(name, layout, device)
+    return layout.broadcast_to(shape)
+
+
+def _check_device(name: str, layout: Layout, device: int | None) -> None:
+    if layout.device != device and not (layout.device is None and layout.shape == ()):
+        places = ["in host memory" if place is None else f"on CUDA device {place}" for place in (device, layout.device)]
+        raise ValueError(f"{name}: expected an array {places[0]} (like q), got one {places[1]}")
+    if layout.alignment < layout.itemsize:
+        raise ValueError(
+            f"{name}: expected an address divisible by its item size {layout.itemsize}, got one divisible by {layout.alignment} only"
+        )
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
+
+
+def check_wrt(wrt: Any, scores: Scores) -> tuple[str, ...]:
+    """Names of what gradients are asked for, beside q, k, v and sinks."""
+    names = (wrt,) if isinstance(wrt, str) else wrt
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"wrt: expected a name or a tuple of names, got {shown(wrt)}")
+    for name in names:
+        if name not in scores.gradients:
+            expected = f"names of {', '.join(scores.gradients)}" if scores.gradients else "() where no score reads a float"
+            raise ValueError(f"wrt: expected {expected}, got {shown(name)}")
+    return tuple(dict.fromkeys(names))
