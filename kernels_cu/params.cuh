@@ -35,6 +35,13 @@ struct alignas(8) MaskParams {
   int prefix;                             // PREFIX: and the keys before this one
 };
 
+// Which pairs are dropped, see tile/dropout.cuh.
+struct DropoutParams {
+  u32 threshold;                          // a pair whose word of random bits is below it, of 2^32 that there are
+  float scale;                            // of those kept: 2^32 / (2^32 - threshold)
+  u32 seed_low, seed_high, offset;
+};
+
 struct ForwardParams {
   Tensor q;                               // (*batch, heads,    len_q,  dim)
   Tensor k;                               // (*batch, heads_kv, len_kv, dim)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import operator
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import TypedDict
 
 import numpy
@@ -16,6 +14,7 @@ from .dropout import Dropout
 from .expression.entry import Expression
 from .layout import AXES
 from .mask import Mask, band
+from .scalars import integer, is_bool, real
 
 FORWARD_KERNELS = {"fwd_v1": "v1", "fwd_v2": "v2", "fwd_hopper": "v2"}  # kernel files of the forward, and the algorithm of each
 BACKWARD_KERNELS = ("bwd_v2", "bwd_hopper", "bwd_hopper_wide")
@@ -68,9 +67,9 @@ class Options:
     def resolve_mask(self, len_q: int, len_kv: int) -> Mask:
         """Which keys each query sees."""
         causal = self.causal
-        if not _is_bool(causal):
+        if not is_bool(causal):
             causal = _choice("causal", causal, (False, True, "bottom_right", "top_left"))
-        window, prefix = _window(self.window), _integer("prefix", self.prefix, "an integer")
+        window, prefix = _window(self.window), integer("prefix", self.prefix, "an integer")
         if prefix < 0:
             raise ValueError(f"prefix: expected at least 0, got {shown(prefix)}")
         if prefix and window[0] is not None:
@@ -154,7 +153,7 @@ class Options:
 
 def check_flag(name: str, value: bool) -> bool:
     """An option that is True or False and nothing else."""
-    if not _is_bool(value):
+    if not is_bool(value):
         raise TypeError(f"{name}: expected True or False, got {shown(value)}")
     return bool(value)
 
@@ -176,34 +175,14 @@ def _window(window: tuple[int | None, int | None] | None) -> tuple[int | None, i
 def _window_end(end: int | None) -> int | None:
     if end is None:
         return None
-    number = _integer("window", end, "integers or None at its ends")
+    number = integer("window", end, "integers or None at its ends")
     if number < -1:
         raise ValueError(f"window: expected ends of at least 0, or -1 or None for unbounded, got {shown(number)}")
     return None if number == -1 else number
 
 
-def _integer(name: str, value: int, expected: str) -> int:
-    number = None
-    if isinstance(value, Integral) and not _is_bool(value):
-        with suppress(Exception):  # whatever a class of the caller's raises
-            number = operator.index(value)
-    if number is None:
-        raise TypeError(f"{name}: expected {expected}, got {shown(value)}")
-    return number
-
-
 def _real(name: str, value: float) -> float:
-    # An array of one element is not a number here: reading it from a device would wait for the device.
-    number = None
-    if isinstance(value, Real) and not _is_bool(value):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        except Exception:  # whatever a class of the caller's raises
-            number = None
-    if number is None:
-        raise TypeError(f"{name}: expected None or a real number, got {shown(value)}")
+    number = real(name, value, "None or a real number")
     if not math.isfinite(number):
         raise ValueError(f"{name}: expected a finite number that a float holds, got {shown(value)}")
     return number
@@ -217,10 +196,6 @@ def _stored(name: str, number: float, dtype: str) -> float:
     if math.isinf(stored):
         raise ValueError(f"{name}: expected a number whose float32 is finite, got {number}")
     return stored
-
-
-def _is_bool(value: object) -> bool:
-    return isinstance(value, (bool, numpy.bool_))
 
 
 def _choice(name: str, value: object, choices: tuple[object, ...]) -> str:

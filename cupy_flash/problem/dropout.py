@@ -1,0 +1,96 @@
+"""Dropout as a kernel needs it: which words of random bits drop a pair, and what keeps the mean of the others."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..errors import shown
+from .scalars import integer, real
+
+WORDS = 1 << 32  # values that a word of random bits takes, each as often as the others
+SEEDS = 1 << 64
+OFFSETS = 1 << 32
+AXES = "(..., heads, seq_q, seq_kv)"
+EITHER = "an integer or a pair (seed, offset)"
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """Which pairs of a query and a key are dropped: those whose word of random bits is below the threshold.
+
+    Parameters
+    ----------
+    threshold : int
+        At least 1 and below 2**32.
+    """
+
+    threshold: int
+
+    @property
+    def scale(self) -> float:
+        """Factor of the pairs that are kept: 1 over the share of all words that keep one, which is not quite 1 - p."""
+        return WORDS / (WORDS - self.threshold)
+
+
+def make_dropout(probability: float) -> Dropout | None:
+    """The `Dropout` of the probability that a pair is dropped; None where that rounds to 0 in units of 2**-32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For anything but a number of at least 0 and below 1.
+    """
+    expected = "a number of at least 0 and below 1"
+    number = real("dropout", probability, expected)
+    if not 0 <= number < 1:
+        raise ValueError(f"dropout: expected {expected}, got {shown(probability)}")
+    threshold = min(round(number * WORDS), WORDS - 1)
+    return Dropout(threshold) if threshold else None
+
+
+def make_seed(seed: int | tuple[int, int]) -> tuple[int, int]:
+    """Seed and offset, from both of them or from a seed alone, whose offset is 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For anything but integers of at least 0, below 2**64 and 2**32.
+    """
+    if isinstance(seed, (tuple, list)):
+        parts = _parts(seed)
+        if len(parts) != 2:
+            raise ValueError(f"seed: expected {EITHER}, got {shown(seed)}")
+        number, offset = (integer("seed", part, "integers in the pair (seed, offset)") for part in parts)
+    else:
+        number, offset = integer("seed", seed, EITHER), 0
+    if not 0 <= number < SEEDS:
+        raise ValueError(f"seed: expected a seed of at least 0 and below 2**64, got {shown(number)}")
+    if not 0 <= offset < OFFSETS:
+        raise ValueError(f"seed: expected an offset of at least 0 and below 2**32, got {shown(offset)}")
+    return number, offset
+
+
+def make_mask_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a mask of dropout, checked: heads, queries and keys behind any number of batch axes, or one head without them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For anything but two or more integers of at least 0.
+    """
+    if not isinstance(shape, (tuple, list)):
+        raise TypeError(f"shape: expected a tuple of integers, {AXES}, got {shown(shape)}")
+    sizes = tuple([integer("shape", size, "a tuple of integers") for size in _parts(shape)])
+    if len(sizes) < 2:
+        raise ValueError(f"shape: expected at least 2 axes, {AXES}, got {shown(shape)}")
+    if min(sizes) < 0:
+        raise ValueError(f"shape: expected sizes of at least 0, got {shown(sizes)}")
+    return sizes
+
+
+def _parts(values: tuple[int, ...] | list[int]) -> tuple[int, ...]:
+    """What a tuple or a list holds; nothing if it does not say."""
+    with suppress(Exception):  # whatever a class of the caller's raises
+        return tuple(values)
+    return ()

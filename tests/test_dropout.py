@@ -1,0 +1,273 @@
+"""Dropout: the random numbers are Philox's, a pair's depend on where it is alone, and kernels draw what NumPy draws."""
+
+import math
+import subprocess
+from fractions import Fraction
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupy_flash.api.dropout import dropout_mask
+from cupy_flash.machine import machine_code, nvrtc, source, toolchain
+from cupy_flash.machine.numpy_path.dropout import keeps, philox4x32_10
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.matrix import every_plan
+from cupy_flash.plan.sources import shelf
+from cupy_flash.problem.dropout import Dropout, make_dropout, make_seed
+
+SEED, OFFSET = 0x0123456789ABCDEF, 0xFEDCBA98
+HALF = 1 << 31
+
+
+def words(text):
+    return tuple(int(word, 16) for word in text.split())
+
+
+# The definition, in Python's integers
+
+
+def reference_philox(counter, key):
+    x0, x1, x2, x3 = counter
+    key0, key1 = key
+    for _ in range(10):
+        product0, product1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
+        x0, x1, x2, x3 = product1 >> 32 ^ x1 ^ key0, product1 % 2**32, product0 >> 32 ^ x3 ^ key1, product0 % 2**32
+        key0, key1 = (key0 + 0x9E3779B9) % 2**32, (key1 + 0xBB67AE85) % 2**32
+    return x0, x1, x2, x3
+
+
+def reference_keeps(threshold, seed, offset, batch_head, query, key):
+    counter = (key // 16 * 8 + key % 8, query // 16 * 8 + query % 8, batch_head, offset)
+    return reference_philox(counter, (seed % 2**32, seed >> 32))[query // 8 % 2 * 2 + key // 8 % 2] >= threshold
+
+
+# Philox
+
+# kat_vectors of Random123, the authors' own implementation.
+KNOWN = {
+    "zeros": ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    "ones": ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    "pi": ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+}
+
+
+@pytest.mark.parametrize("counter, key, expected", [tuple(map(words, answer)) for answer in KNOWN.values()], ids=KNOWN)
+def test_known_answers(counter, key, expected):
+    assert reference_philox(counter, key) == expected
+    assert tuple(map(int, philox4x32_10(tuple(map(numpy.uint32, counter)), key))) == expected
+    several = tuple(numpy.full((2, 3), word, numpy.uint32) for word in counter)
+    for found, word in zip(philox4x32_10(several, key), expected):
+        assert found.dtype == numpy.uint32 and (found == word).all()
+
+
+# Which pairs are kept
+
+positions = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**30)), max_size=8)
+
+
+@given(
+    st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), positions, positions
+)
+def test_pairs_anywhere_follow_the_definition(seed, offset, batch_head, threshold, queries, keys):
+    kept = keeps(threshold, seed, offset, batch_head, numpy.array(queries, int), numpy.array(keys, int))
+    assert kept.dtype == bool and kept.shape == (len(queries), len(keys))
+    expected = [[reference_keeps(threshold, seed, offset, batch_head, query, key) for key in keys] for query in queries]
+    assert kept.tolist() == expected
+
+
+@given(st.data())
+def test_a_part_of_a_mask_is_the_mask_of_that_part(data):
+    starts, ends = zip(*[sorted(data.draw(st.tuples(st.integers(0, 100), st.integers(0, 100)))) for _ in range(2)])
+    part = keeps(HALF, SEED, OFFSET, 3, *map(numpy.arange, starts, ends))
+    numpy.testing.assert_array_equal(part, WHOLE[starts[0] : ends[0], starts[1] : ends[1]])
+
+
+WHOLE = keeps(HALF, SEED, OFFSET, 3, numpy.arange(100), numpy.arange(100))
+
+
+def test_a_mask_computed_in_parts_is_the_mask():
+    """More than is evaluated at a time, in one direction and in the other."""
+    wide = keeps(HALF, SEED, OFFSET, 3, numpy.arange(100), numpy.arange(70_000))
+    tall = keeps(HALF, SEED, OFFSET, 3, numpy.arange(70_000), numpy.arange(100))
+    for found in (wide[:, :100], tall[:100]):
+        numpy.testing.assert_array_equal(found, WHOLE)
+    late = numpy.arange(69_900, 70_000)
+    numpy.testing.assert_array_equal(wide[:, -100:], keeps(HALF, SEED, OFFSET, 3, numpy.arange(100), late))
+    numpy.testing.assert_array_equal(tall[-100:], keeps(HALF, SEED, OFFSET, 3, late, numpy.arange(100)))
+
+
+def test_mask_is_that_of_each_head():
+    mask = dropout_mask((2, 3, 5, 20, 40), 0.5, (SEED, OFFSET))
+    assert type(mask) is numpy.ndarray and mask.dtype == bool
+    for number, of_head in enumerate(mask.reshape(30, 20, 40)):
+        numpy.testing.assert_array_equal(of_head, keeps(HALF, SEED, OFFSET, number, numpy.arange(20), numpy.arange(40)))
+    numpy.testing.assert_array_equal(dropout_mask((20, 40), 0.5, (SEED, OFFSET)), mask[0, 0, 0])
+    assert len({of_head.tobytes() for of_head in mask.reshape(30, -1)}) == 30
+
+
+def test_mask_changes_with_each_part_of_the_seed():
+    seeds = [0, 1, 1 << 32, (0, 1), (1, 1), (0, 1 << 31), 2**64 - 1]
+    assert len({dropout_mask((16, 16), 0.5, seed).tobytes() for seed in seeds}) == len(seeds)
+    numpy.testing.assert_array_equal(dropout_mask((16, 16), 0.5, 7), dropout_mask((16, 16), 0.5, [numpy.uint64(7), 0]))
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_share_of_pairs_kept(p):
+    """Binomial, of all pairs and of each eighth row and column: within six standard deviations, but once in 500 million."""
+    mask = dropout_mask((4, 512, 1024), p, SEED)
+    parts = [mask, *(mask[:, i::8] for i in range(8)), *(mask[:, :, i::8] for i in range(8)), *mask]
+    for part in parts:
+        assert abs(part.sum() - part.size * (1 - p)) <= 6 * math.sqrt(part.size * p * (1 - p))
+
+
+def test_pairs_are_dropped_independently():
+    """Both of two pairs next to each other, or that share what is drawn, are kept with probability 1/4, not more often or less."""
+    mask = dropout_mask((4, 512, 1024), 0.5, SEED)
+    heads, queries, keys = mask.shape
+    for head, query, key in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 8, 0), (0, 0, 8), (0, 8, 8), (0, 16, 16)):
+        both = mask[head:, query:, key:] & mask[: heads - head, : queries - query, : keys - key]
+        # Two sums over disjoint pairs of independent events each have half of them: their deviations add at most.
+        assert abs(both.sum() - both.size / 4) <= 2 * 6 * math.sqrt(both.size / 2 * 3 / 16)
+
+
+def test_nothing_to_drop():
+    assert dropout_mask((3, 20, 40), 0.0, 7).all() and dropout_mask((3, 20, 40), 1e-12, 7).all()
+    assert dropout_mask((0, 20, 40), 0.5, 7).shape == (0, 20, 40) and dropout_mask((2, 0, 40), 0.5, 7).shape == (2, 0, 40)
+
+
+def test_like_says_which_kind_of_array():
+    for like in (None, numpy.zeros(3), numpy.zeros((), "f2")):
+        assert type(dropout_mask((4, 4), 0.5, 7, like=like)) is numpy.ndarray
+    torch = pytest.importorskip("torch")
+    assert dropout_mask((4, 4), 0.5, 7, like=torch.zeros(2)).dtype == torch.bool
+
+
+# Probability and seed
+
+
+@pytest.mark.parametrize(
+    "p, threshold",
+    [
+        (0.5, 1 << 31),
+        (numpy.float32(0.25), 1 << 30),
+        (Fraction(1, 3), 1431655765),
+        (2.0**-32, 1),
+        (2.0**-32 * 0.75, 1),
+        (1 - 2.0**-32, 2**32 - 1),
+        (math.nextafter(1, 0), 2**32 - 1),
+    ],
+)
+def test_threshold_and_scale_agree(p, threshold):
+    dropout = make_dropout(p)
+    assert dropout == Dropout(threshold)
+    assert dropout.scale == float(Fraction(2**32, 2**32 - threshold))
+
+
+@pytest.mark.parametrize("p", [0, 0.0, -0.0, 2.0**-34, numpy.float64(0)])
+def test_no_dropout(p):
+    assert make_dropout(p) is None
+
+
+RANGE = "expected a number of at least 0 and below 1, got"
+EITHER = r"expected an integer or a pair \(seed, offset\), got"
+WRONG = [
+    (ValueError, {"dropout": -0.1}, f"dropout: {RANGE} -0.1"),
+    (ValueError, {"dropout": 1}, f"dropout: {RANGE} 1"),
+    (ValueError, {"dropout": 10**400}, f"dropout: {RANGE} 1000"),
+    (ValueError, {"dropout": math.nan}, f"dropout: {RANGE} nan"),
+    (TypeError, {"dropout": True}, f"dropout: {RANGE} True"),
+    (TypeError, {"dropout": "0.1"}, f"dropout: {RANGE} '0.1'"),
+    (TypeError, {"dropout": None}, f"dropout: {RANGE} None"),
+    (TypeError, {"dropout": numpy.array(0.5)}, f"dropout: {RANGE} array"),
+    (TypeError, {"seed": None}, f"seed: {EITHER} None"),
+    (TypeError, {"seed": 1.0}, f"seed: {EITHER} 1.0"),
+    (TypeError, {"seed": numpy.True_}, f"seed: {EITHER} "),
+    (TypeError, {"seed": (1, 2.0)}, r"seed: expected integers in the pair \(seed, offset\), got 2.0"),
+    (TypeError, {"seed": (False, 2)}, r"seed: expected integers in the pair \(seed, offset\), got False"),
+    (ValueError, {"seed": (1, 2, 3)}, rf"seed: {EITHER} \(1, 2, 3\)"),
+    (ValueError, {"seed": -1}, r"seed: expected a seed of at least 0 and below 2\*\*64, got -1"),
+    (ValueError, {"seed": (2**64, 0)}, r"seed: expected a seed of at least 0 and below 2\*\*64, got 18446744073709551616"),
+    (ValueError, {"seed": (0, 2**32)}, r"seed: expected an offset of at least 0 and below 2\*\*32, got 4294967296"),
+    (ValueError, {"seed": (0, -1)}, r"seed: expected an offset of at least 0 and below 2\*\*32, got -1"),
+    (TypeError, {"shape": 16}, r"shape: expected a tuple of integers, \(\.\.\., heads, seq_q, seq_kv\), got 16"),
+    (TypeError, {"shape": (4, 4.0)}, "shape: expected a tuple of integers, got 4.0"),
+    (ValueError, {"shape": (4,)}, r"shape: expected at least 2 axes, \(\.\.\., heads, seq_q, seq_kv\), got \(4,\)"),
+    (ValueError, {"shape": (4, -4)}, r"shape: expected sizes of at least 0, got \(4, -4\)"),
+    (TypeError, {"like": "cupy"}, "like: expected a NumPy or CuPy array"),
+]
+
+
+@pytest.mark.parametrize("error, change, message", WRONG, ids=str)
+def test_what_is_wrong_is_named(error, change, message):
+    with pytest.raises(error, match=message):
+        dropout_mask(**{"shape": (4, 4), "dropout": 0.5, "seed": 7} | change)
+
+
+def test_seed_and_offset():
+    assert make_seed(2**64 - 1) == (2**64 - 1, 0) and make_seed((numpy.int32(3), 2**32 - 1)) == (3, 2**32 - 1)
+
+
+# The kernels' own
+
+PLACES = [(0, 0, 0), (7, 16, 48), (2**32 - 1, 2**30 - 48, 2**20)]  # batch_head, row0, col0
+TILES = [(16, 16), (16, 64), (32, 48)]
+THRESHOLD = make_dropout(0.4).threshold
+
+PROGRAM = """
+#include "tile/dropout.cuh"
+#include <cstdio>
+template <bool TRANSPOSED, int M, int N> void show(const DropoutParams& dropout, u32 batch_head, int row0, int col0) {
+  Acc<M, N> x;
+  for_lane(l) for (int r = 0; r < x.regs; ++r) {
+    const int row = x.row(l, r), col = x.col(l, r);
+    x.at(l, r) = (row + col) % 5 ? float(1 + row * N + col) : infinity();
+  }
+  drop<TRANSPOSED>(x, dropout, batch_head, row0, col0);
+  float whole[M][N];
+  for_lane(l) for (int r = 0; r < x.regs; ++r) whole[x.row(l, r)][x.col(l, r)] = x.at(l, r);
+  std::fwrite(whole, sizeof whole, 1, stdout);
+}
+"""
+
+
+def test_host_kernels_drop_the_same_pairs(tmp_path):
+    scale = numpy.float32(Dropout(THRESHOLD).scale)
+    calls, expected = [], []
+    for transposed in (False, True):
+        for rows, cols in TILES:
+            for batch_head, row0, col0 in PLACES:
+                call = f"show<{str(transposed).lower()}, {rows}, {cols}>"
+                calls.append(f"{call}({{{THRESHOLD}u, {float(scale)!r}f, {SEED % 2**32}u, {SEED >> 32}u, {OFFSET}u}}, ")
+                calls[-1] += f"{batch_head}u, {row0}, {col0});"
+                places = numpy.arange(row0, row0 + rows), numpy.arange(col0, col0 + cols)
+                kept = keeps(THRESHOLD, SEED, OFFSET, batch_head, *(places[::-1] if transposed else places))
+                row, col = numpy.indices((rows, cols))
+                x = numpy.where((row + col) % 5, 1 + row * cols + col, numpy.inf).astype("f4")
+                expected.append(numpy.where(kept.T if transposed else kept, x * scale, numpy.float32(0)).tobytes())
+    (tmp_path / "dropout.cpp").write_text(PROGRAM + f"int main() {{ {' '.join(calls)} }}\n")
+    command = [*toolchain.compiler(), "-std=c++17", "-pthread", "-Wall", "-Werror", "-Wno-unknown-pragmas", f"-I{shelf()}"]
+    subprocess.run([*command, "dropout.cpp", "-o", "dropout"], check=True, cwd=tmp_path)
+    assert subprocess.run([tmp_path / "dropout"], check=True, capture_output=True).stdout == b"".join(expected)
+
+
+KERNEL = """
+#include "tile/dropout.cuh"
+KERNEL(128, 1) kernel(DropoutParams dropout, float* memory, u32 batch_head, int row0, int col0) {
+  Acc<16, 64> x;
+  for_lane(l) for (int r = 0; r < x.regs; ++r) x.at(l, r) = memory[32 * r + l];
+  drop<%s>(x, dropout, batch_head, row0, col0);
+  for_lane(l) for (int r = 0; r < x.regs; ++r) memory[32 * r + l] = x.at(l, r);
+}
+"""
+
+
+@pytest.mark.parametrize("architecture", ["75", "80", "90a"])
+@pytest.mark.parametrize("transposed", ["false", "true"])
+def test_gpu_kernels_keep_fragments_in_registers(monkeypatch, architecture, transposed):
+    headers = {name: text for name, text in source.files().items() if name.endswith(".cuh")}
+    monkeypatch.setattr(nvrtc, "source_of", lambda plan: {"dropout.cu": KERNEL % transposed, **headers})
+    plan = next(every_plan([ARCHITECTURES[architecture]], ["float16"]))
+    code, _ = nvrtc.compile_plan(plan)
+    assert machine_code.read(code)["kernel"].stack_bytes == 0
