@@ -1,6 +1,7 @@
 """Exact attention for CuPy, NumPy and everything else that is not PyTorch."""
 
 from .api.backward import attention_backward, attention_vjp, plan_attention_backward
+from .api.dropout import dropout_mask
 from .api.forward import attention, plan_attention
 from .api.merge import merge_states
 from .call.backward import BackwardPlan
@@ -21,6 +22,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_vjp",
+    "dropout_mask",
     "merge_states",
     "plan_attention",
     "plan_attention_backward",

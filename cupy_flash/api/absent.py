@@ -28,22 +28,26 @@ ELSEWHERE = {
     "enable_gqa": "nothing: k and v may always have fewer heads than q",
     "learnable_sink": "sinks",
     "s_aux": "sinks",
+    "dropout_p": "dropout, with a seed",
+    "dropout_rate": "dropout, with a seed",
+    "attn_mask": "mask for booleans, and bias for what is added",
+    "attn_bias": "bias",
+    "mask_mod": "mask",
+    "score_mod": "score",
     "implementation": "backend and algorithm",
     "input_layout": "layout",
     "qkv_format": "layout",
 }
 # fmt: off
 MISSING = {
-    "dropout", "dropout_p", "dropout_rate", "seed", "mask", "attn_mask", "key_padding_mask", "block_mask", "mask_mod",
-    "bias", "attn_bias", "score", "score_mod", "alibi_slopes", "seqlens_q", "seqlens_kv",
-    "seqused_q", "seqused_k", "query_seq_lengths", "key_value_seq_lengths", "cu_seqlens", "cu_seqlens_q",
-    "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k", "cache_seqlens", "cache_batch_idx", "block_table",
-    "page_table", "pages", "k_cache", "v_cache",
+    "key_padding_mask", "block_mask", "seqlens_q", "seqlens_kv", "seqused_q", "seqused_k", "query_seq_lengths",
+    "key_value_seq_lengths", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k",
+    "cache_seqlens", "cache_batch_idx", "block_table", "page_table", "pages", "k_cache", "v_cache",
 }
 # fmt: on
 THERE_IS = (
-    "masks are causal and window; scores go through scale and softcap; sequences of one batch have one length, and merge_states "
-    "joins results over different keys"
+    "masks are causal, window, prefix and mask; scores go through scale, softcap, score, bias and alibi_slopes; sequences of one "
+    "batch have one length, and merge_states joins results over different keys"
 )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..call.backward import BackwardPlan, attention_and_vjp, operands, prepared_backward
+from ..call.captured import captured
 from ..problem.backward import Gradients
 from .absent import answers_absent
 from .forward import A
@@ -28,7 +29,14 @@ def attention_backward(
     lse: Any,
     *,
     dlse: Any = None,
+    score: Any = None,
+    mask: Any = None,
+    arrays: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
     sinks: Any = None,
+    seed: Any = None,
+    wrt: str | tuple[str, ...] = (),
     deterministic: bool = False,
     dq: Any = None,
     dk: Any = None,
@@ -54,8 +62,10 @@ def attention_backward(
         What `attention` returned with ``return_lse=True``: float32, or float64 for float64.
     dlse : array, shape (..., heads, seq_q), optional
         Gradient with respect to `lse`, in its dtype; None is zero.
-    sinks : array, shape (heads,) or (n, heads), optional
-        As it was given to `attention`.
+    score, mask, arrays, bias, alibi_slopes, sinks, seed
+        As they were given to `attention`.
+    wrt : str or tuple of str
+        Names of what else gradients are asked for: 'bias', 'alibi_slopes', or arrays of floats that `score` reads.
     deterministic : bool
         True adds the gradient of q in a fixed order, so that repeats are bitwise equal. Costs speed on a GPU.
     dq : array of the shape of q, optional
@@ -73,10 +83,10 @@ def attention_backward(
     Returns
     -------
     Gradients
-        The tuple ``(dq, dk, dv)``, with `dsinks` as an attribute, which is None without sinks. Each has shape, dtype, memory order
-        and kind of array of its own input. Where an input was
-        broadcast along an axis, because it lacks it or has size 1 there, its gradient is summed over the axis; so it is over the
-        query heads that share a key-value head. Queries that see no key have gradient 0.
+        The tuple ``(dq, dk, dv)``, with others as attributes: `dsinks`, and what `wrt` names, as `dbias`, `dalibi_slopes` and
+        ``darrays[name]``. Each has shape, dtype and kind of array of its own input, those of the tuple its memory order as well.
+        Where an input was broadcast along an axis, because it lacks it or has size 1 there, its gradient is summed over it; so it
+        is over the query heads that share a key-value head. Queries that see no key have gradient 0.
 
     Raises
     ------
@@ -106,27 +116,31 @@ def attention_backward(
     >>> dq.shape
     (8, 100, 64)
     """
-    given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks)
-    return prepared_backward(given, {**options, "deterministic": deterministic}).run(given)
+    others = captured(score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
+    given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks, others=others)
+    return prepared_backward(given, {**options, "wrt": wrt, "deterministic": deterministic}).run(given)
 
 
 @overload
 def attention_vjp(
-    q: A, k: Any, v: Any, *, sinks: Any = ..., return_lse: Literal[False] = ..., deterministic: bool = ...,
+    q: A, k: Any, v: Any, *, score: Any = ..., mask: Any = ..., arrays: Any = ..., bias: Any = ..., alibi_slopes: Any = ...,
+    sinks: Any = ..., seed: Any = ..., wrt: Any = ..., return_lse: Literal[False] = ..., deterministic: bool = ...,
     **options: Unpack[CommonOptions],
 ) -> tuple[A, Callable[..., Gradients]]: ...  # fmt: skip
 
 
 @overload
 def attention_vjp(
-    q: A, k: Any, v: Any, *, sinks: Any = ..., return_lse: Literal[True], deterministic: bool = ...,
+    q: A, k: Any, v: Any, *, score: Any = ..., mask: Any = ..., arrays: Any = ..., bias: Any = ..., alibi_slopes: Any = ...,
+    sinks: Any = ..., seed: Any = ..., wrt: Any = ..., return_lse: Literal[True], deterministic: bool = ...,
     **options: Unpack[CommonOptions],
 ) -> tuple[tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
 
 
 @overload
 def attention_vjp(
-    q: A, k: Any, v: Any, *, sinks: Any = ..., return_lse: bool, deterministic: bool = ...,
+    q: A, k: Any, v: Any, *, score: Any = ..., mask: Any = ..., arrays: Any = ..., bias: Any = ..., alibi_slopes: Any = ...,
+    sinks: Any = ..., seed: Any = ..., wrt: Any = ..., return_lse: bool, deterministic: bool = ...,
     **options: Unpack[CommonOptions],
 ) -> tuple[A | tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
 
@@ -138,7 +152,14 @@ def attention_vjp(
     k: Any,
     v: Any,
     *,
+    score: Any = None,
+    mask: Any = None,
+    arrays: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
     sinks: Any = None,
+    seed: Any = None,
+    wrt: str | tuple[str, ...] = (),
     return_lse: bool = False,
     deterministic: bool = False,
     **options: Unpack[CommonOptions],
@@ -147,9 +168,9 @@ def attention_vjp(
 
     Parameters
     ----------
-    q, k, v, sinks, return_lse, **options
+    q, k, v, score, mask, arrays, bias, alibi_slopes, sinks, seed, return_lse, **options
         As in `attention`.
-    deterministic : bool
+    wrt, deterministic
         As in `attention_backward`.
 
     Returns
@@ -174,7 +195,8 @@ def attention_vjp(
     >>> bool(np.allclose(dv.sum(axis=1), 100, rtol=1e-4))  # the weights of each of the 100 queries add up to 1
     True
     """
-    return attention_and_vjp(q, k, v, sinks, options, return_lse, deterministic)
+    others = captured(score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
+    return attention_and_vjp(q, k, v, sinks, others, options, return_lse, {"deterministic": deterministic, "wrt": wrt})
 
 
 @answers_absent
@@ -188,7 +210,14 @@ def plan_attention_backward(
     lse: Any,
     *,
     dlse: Any = None,
+    score: Any = None,
+    mask: Any = None,
+    arrays: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
     sinks: Any = None,
+    seed: Any = None,
+    wrt: str | tuple[str, ...] = (),
     deterministic: bool = False,
     dq: Any = None,
     dk: Any = None,
@@ -202,7 +231,8 @@ def plan_attention_backward(
 
     Parameters
     ----------
-    dout, q, k, v, out, lse, dlse, sinks, deterministic, dq, dk, dv, dsinks, **options
+    dout, q, k, v, out, lse, dlse, score, mask, arrays, bias, alibi_slopes, sinks, seed, wrt, deterministic, dq, dk, dv, dsinks,
+    **options
         As in `attention_backward`. Only the layouts of the arrays matter.
     arch : str, optional
         As in `plan_attention`.
@@ -231,5 +261,6 @@ def plan_attention_backward(
     >>> plan.workspace.names
     ('stats', 'dq_accum')
     """
-    given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks)
-    return prepared_backward(given, {**options, "deterministic": deterministic, "arch": arch, "kernel": kernel})
+    others = captured(score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
+    given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks, others=others)
+    return prepared_backward(given, {**options, "wrt": wrt, "deterministic": deterministic, "arch": arch, "kernel": kernel})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from ..call.captured import captured
 from ..call.forward import AttentionPlan, ForwardOperands, prepared
 from .absent import answers_absent
 from .signature import takes_options
@@ -18,21 +19,24 @@ A = TypeVar("A")  # results are of the kind of array that q is
 
 @overload
 def attention(
-    q: A, k: Any, v: Any, *, sinks: Any = ..., return_lse: Literal[False] = ..., out: Any = ..., lse: Any = ...,
+    q: A, k: Any, v: Any, *, score: Any = ..., mask: Any = ..., arrays: Any = ..., bias: Any = ..., alibi_slopes: Any = ...,
+    sinks: Any = ..., seed: Any = ..., return_lse: Literal[False] = ..., out: Any = ..., lse: Any = ...,
     **options: Unpack[CommonOptions],
 ) -> A: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: A, k: Any, v: Any, *, sinks: Any = ..., return_lse: Literal[True], out: Any = ..., lse: Any = ...,
+    q: A, k: Any, v: Any, *, score: Any = ..., mask: Any = ..., arrays: Any = ..., bias: Any = ..., alibi_slopes: Any = ...,
+    sinks: Any = ..., seed: Any = ..., return_lse: Literal[True], out: Any = ..., lse: Any = ...,
     **options: Unpack[CommonOptions],
 ) -> tuple[A, A]: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: A, k: Any, v: Any, *, sinks: Any = ..., return_lse: bool, out: Any = ..., lse: Any = ...,
+    q: A, k: Any, v: Any, *, score: Any = ..., mask: Any = ..., arrays: Any = ..., bias: Any = ..., alibi_slopes: Any = ...,
+    sinks: Any = ..., seed: Any = ..., return_lse: bool, out: Any = ..., lse: Any = ...,
     **options: Unpack[CommonOptions],
 ) -> A | tuple[A, A]: ...  # fmt: skip
 
@@ -44,7 +48,13 @@ def attention(
     k: Any,
     v: Any,
     *,
+    score: Any = None,
+    mask: Any = None,
+    arrays: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
     sinks: Any = None,
+    seed: Any = None,
     return_lse: bool = False,
     out: Any = None,
     lse: Any = None,
@@ -86,9 +96,29 @@ def attention(
     backend : {'auto', 'cuda', 'host', 'numpy'}
         'auto' is 'cuda' for device arrays and 'numpy' for arrays in host memory. 'host' executes the CUDA source on the CPU, which
         needs a C++ compiler.
+    dropout : float
+        Probability that a pair of a query and a key is left out after the softmax; at least 0 and below 1. The others are
+        multiplied by what keeps their mean. `dropout_mask` says which are kept.
+    score : str or callable, optional
+        What scores become, an expression in ``score`` (after scale and softcap), ``b, h, h_kv, q_idx, kv_idx, q_len, kv_len`` and
+        the names of `arrays`, such as ``"score + slope[h] * (kv_idx - q_idx)"``; or a function of some of these names, as
+        ``lambda score, h, slope: score * slope[h]``. See the guide.
+    mask : array of bool, str or callable, optional
+        Which pairs take part, beside `causal`, `window` and `prefix`: an array that broadcasts to (..., heads, seq_q, seq_kv), True
+        where a query sees a key; or an expression of type bool, such as ``"doc[q_idx] == doc[kv_idx]"``.
+    arrays : dict of str to array or number, optional
+        What the expressions read. Their contents do not matter to what is compiled. An index beyond an axis is taken for the
+        nearest one.
+    bias : array, optional
+        What is added to scores: broadcasts to (..., heads, seq_q, seq_kv), in the dtype of q or in float32. May be -inf.
+    alibi_slopes : array, shape (heads,) or (..., heads), optional
+        ``slope * abs(i + seq_kv - seq_q - j)`` is subtracted from the score of query i and key j (ALiBi). In the dtype of q, or in
+        float32.
     sinks : array, shape (heads,) or (n, heads), optional
         Logits of each query of a head besides those of its keys, which belong to no value: the softmax is over keys and sinks. In
         the dtype of q, or in float32.
+    seed : int, (int, int), or array of uint64 and shape (2,)
+        For `dropout`: a seed below 2**64, and an offset below 2**32, which is 0 if it is not given.
     return_lse : bool
         Return the log-sum-exp of the scores as well.
     out : array, shape (..., heads, seq_q, dim_v), optional
@@ -136,7 +166,8 @@ def attention(
     >>> cupy_flash.attention(q, k, v, causal=True).shape
     (8, 100, 64)
     """
-    given = ForwardOperands(q, k, v, out, lse, sinks)
+    others = captured(score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
+    given = ForwardOperands(q, k, v, out, lse, sinks, others)
     return prepared(given, {**options, "return_lse": return_lse}).run(given)
 
 
@@ -147,7 +178,13 @@ def plan_attention(
     k: Any,
     v: Any,
     *,
+    score: Any = None,
+    mask: Any = None,
+    arrays: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
     sinks: Any = None,
+    seed: Any = None,
     return_lse: bool = False,
     out: Any = None,
     lse: Any = None,
@@ -159,7 +196,7 @@ def plan_attention(
 
     Parameters
     ----------
-    q, k, v, sinks, return_lse, out, lse, **options
+    q, k, v, score, mask, arrays, bias, alibi_slopes, sinks, seed, return_lse, out, lse, **options
         As in `attention`. Only the layouts of the arrays matter.
     arch : str, optional
         Architecture to plan for on backend 'host', such as '75' or '90a'; by default '80'. On a GPU it is the device's own.
@@ -185,5 +222,6 @@ def plan_attention(
     >>> plan.kernel.config.TILE_Q
     128
     """
-    given = ForwardOperands(q, k, v, out, lse, sinks)
+    others = captured(score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
+    given = ForwardOperands(q, k, v, out, lse, sinks, others)
     return prepared(given, {**options, "return_lse": return_lse, "arch": arch, "kernel": kernel})

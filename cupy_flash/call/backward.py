@@ -18,7 +18,7 @@ from ..problem import arrays
 from ..problem.backward import BACKWARD_ARRAYS, BackwardProblem, Gradients, make_backward_problem
 from ..problem.layout import HEADS, HEADS_OF_LSE
 from ..problem.options import Options, check_flag
-from ..problem.scores import label
+from ..problem.scores import check_wrt, label
 from .captured import NOTHING, Captured, captured, layouts_of
 from .forward import ForwardOperands, bound_scores, prepared
 
@@ -296,18 +296,20 @@ def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...],
 
 
 def attention_and_vjp(
-    q: Any, k: Any, v: Any, sinks: Any, options: dict[str, Any], return_lse: bool, deterministic: bool
+    q: Any, k: Any, v: Any, sinks: Any, others: Captured, options: dict[str, Any], return_lse: bool, of_backward: dict[str, Any]
 ) -> tuple[Any, Callable[..., Gradients]]:
     """What `attention_vjp` returns."""
     return_lse = check_flag("return_lse", return_lse)
-    deterministic = check_flag("deterministic", deterministic)
-    given = ForwardOperands(q, k, v, None, None, sinks)
-    out, lse = prepared(given, {**options, "return_lse": True}).run(given)
-    backward_options = {**options, "algorithm": "auto", "deterministic": deterministic}
+    check_flag("deterministic", of_backward["deterministic"])
+    given = ForwardOperands(q, k, v, None, None, sinks, others)
+    plan = prepared(given, {**options, "return_lse": True})
+    check_wrt(of_backward["wrt"], plan.problem.scores)
+    out, lse = plan.run(given)
+    backward_options = {**options, "algorithm": "auto", **of_backward}
 
     def vjp(dout: Any, dlse: Any = None) -> Gradients:
         """The gradients with respect to q, k and v from those with respect to the results."""
-        given = operands(dout, q, k, v, out, lse, dlse, sinks, None, None, None, None)
+        given = operands(dout, q, k, v, out, lse, dlse, sinks, None, None, None, None, others=others)
         return prepared_backward(given, backward_options).run(given)
 
     return ((out, lse) if return_lse else out), vjp

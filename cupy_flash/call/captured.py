@@ -10,7 +10,7 @@ import numpy
 
 from ..errors import shown
 from ..problem import arrays as array_views
-from ..problem.dropout import check_seed
+from ..problem.dropout import make_seed
 from ..problem.expression.entry import Expression, mask_expression, score_expression
 from ..problem.layout import Layout
 from ..problem.scores import OPERANDS, declared, label
@@ -93,10 +93,10 @@ def _view(x: Any, name: str) -> array_views.Array:
 
 def _seed(x: Any) -> array_views.Array:
     """Seed and offset as two numbers of 64 bits."""
-    if isinstance(x, (numpy.ndarray, tuple, list)) or isinstance(x, Number):
+    if isinstance(x, (numpy.ndarray, tuple, list, Number)):
         if isinstance(x, numpy.ndarray) and x.dtype == numpy.uint64 and x.shape == (2,):
             return x
-        return numpy.array(check_seed(x), numpy.uint64)
+        return numpy.array(make_seed(x), numpy.uint64)
     view = array_views.view(x, "seed")
     if view.dtype != numpy.uint64 or view.shape != (2,):
         raise TypeError(f"seed: expected an array of uint64 of shape (2,), seed and offset, got {view.dtype} of shape {view.shape}")

@@ -11,7 +11,8 @@ from ..errors import UnsupportedError
 BATCH_AXES = 4
 FLOATS = ("float16", "bfloat16", "float32", "float64")  # of q, k and v, and of results
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))  # of arrays that scores and masks read
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1} | {name: int(name.strip("uint")) // 8 for name in INTEGERS}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
+ITEMSIZE |= {name: int(name.strip("uint")) // 8 for name in INTEGERS}
 # The orders of the last axes that callers may have, by the value of their option `layout`.
 AXES = {"bhsd": "(..., heads, seq, dim)", "bshd": "(..., seq, heads, dim)"}
 HEADS, HEADS_OF_LSE = -3, -2  # the axis of heads in the first of them, and without `dim`

@@ -10,7 +10,7 @@ from typing import TypedDict
 import numpy
 
 from ..errors import UnsupportedError, shown
-from .dropout import Dropout
+from .dropout import Dropout, make_dropout
 from .expression.entry import Expression
 from .layout import AXES
 from .mask import Mask, band
@@ -91,7 +91,7 @@ class Options:
 
     def resolve_dropout(self) -> Dropout | None:
         """How probabilities are dropped, if they are."""
-        return Dropout.of(_real("dropout", self.dropout))
+        return make_dropout(self.dropout)
 
     def resolve_precision(self, dtype: str) -> str:
         """Either 'ieee' or 'tf32'."""

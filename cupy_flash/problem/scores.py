@@ -200,9 +200,8 @@ def _check_device(name: str, layout: Layout, device: int | None) -> None:
         places = ["in host memory" if place is None else f"on CUDA device {place}" for place in (device, layout.device)]
         raise ValueError(f"{name}: expected an array {places[0]} (like q), got one {places[1]}")
     if layout.alignment < layout.itemsize:
-        raise ValueError(
-            f"{name}: expected an address divisible by its item size {layout.itemsize}, got one divisible by {layout.alignment} only"
-        )
+        expected = f"an address divisible by its item size {layout.itemsize}"
+        raise ValueError(f"{name}: expected {expected}, got one divisible by {layout.alignment} only")
 
 
 def _product(sizes: tuple[int, ...]) -> int:

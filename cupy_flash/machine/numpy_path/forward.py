@@ -1,8 +1,8 @@
 """Attention on arrays in host memory, tile by tile: what users get on backend 'numpy'.
 
 `blocked` is online softmax over tiles of keys, O(n) memory, for NumPy arrays shaped `(*batch, heads, seq, dim)`. It takes `scale`,
-`softcap`, a `Mask`, and by `scores` what else becomes of scores. The order is that of `problem.scores`. A row that sees nothing has result 0 and log-sum-exp -inf. NaN
-and infinity are data: they travel to the rows that see them, without a warning.
+`softcap`, a `Mask`, and by `scores` what else becomes of scores, in the order that `problem.scores` states. A row that sees nothing
+has result 0 and log-sum-exp -inf. NaN and infinity are data: they travel to the rows that see them, without a warning.
 
 Keys and values may have fewer heads than queries: query head h reads key head `h // (heads_q // heads_kv)`.
 Gradients are in `backward`.

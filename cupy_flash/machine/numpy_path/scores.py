@@ -157,6 +157,9 @@ class TileOfScores:
         """Add the gradient of each element that was read to its place."""
         if sums.size == 0:
             return
+        if not read.args:  # a scalar
+            sums[...] += numpy.broadcast_to(gradient, self.shape).sum()
+            return
         indices = [evaluate(index, self._names, self._of.captured, self._wide) for index in read.args]
         indices = [numpy.clip(index, 0, size - 1) for index, size in zip(indices, sums.shape)]  # as it was read
         # Along what no index moves, the sum is one element's.
