@@ -213,7 +213,8 @@ def test_seed_and_offset():
 
 PLACES = [(0, 0, 0), (7, 16, 48), (2**32 - 1, 2**30 - 48, 2**20)]  # batch_head, row0, col0
 TILES = [(16, 16), (16, 64), (32, 48)]
-THRESHOLD = make_dropout(0.4).threshold
+# The word of the first pair at the first place, which is just kept.
+THRESHOLD = reference_philox((0, 0, 0, OFFSET), (SEED % 2**32, SEED >> 32))[0]
 
 PROGRAM = """
 #include "tile/dropout.cuh"
@@ -230,6 +231,11 @@ template <bool TRANSPOSED, int M, int N> void show(const DropoutParams& dropout,
   std::fwrite(whole, sizeof whole, 1, stdout);
 }
 """
+
+
+def test_a_pair_whose_word_is_the_threshold_is_kept():
+    first = numpy.arange(1)
+    assert keeps(THRESHOLD, SEED, OFFSET, 0, first, first) and not keeps(THRESHOLD + 1, SEED, OFFSET, 0, first, first)
 
 
 def test_host_kernels_drop_the_same_pairs(tmp_path):
