@@ -124,7 +124,8 @@ def attention_backward(
 @overload
 def attention_vjp(
     q: A, k: Any, v: Any, *, score: Any = ..., mask: Any = ..., arrays: Any = ..., bias: Any = ..., alibi_slopes: Any = ...,
-    sinks: Any = ..., seed: Any = ..., wrt: Any = ..., return_lse: Literal[False] = ..., deterministic: bool = ...,
+    sinks: Any = ..., seed: Any = ..., wrt: str | tuple[str, ...] = ...,
+    return_lse: Literal[False] = ..., deterministic: bool = ...,
     **options: Unpack[CommonOptions],
 ) -> tuple[A, Callable[..., Gradients]]: ...  # fmt: skip
 
@@ -132,7 +133,8 @@ def attention_vjp(
 @overload
 def attention_vjp(
     q: A, k: Any, v: Any, *, score: Any = ..., mask: Any = ..., arrays: Any = ..., bias: Any = ..., alibi_slopes: Any = ...,
-    sinks: Any = ..., seed: Any = ..., wrt: Any = ..., return_lse: Literal[True], deterministic: bool = ...,
+    sinks: Any = ..., seed: Any = ..., wrt: str | tuple[str, ...] = ...,
+    return_lse: Literal[True], deterministic: bool = ...,
     **options: Unpack[CommonOptions],
 ) -> tuple[tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
 
@@ -140,7 +142,8 @@ def attention_vjp(
 @overload
 def attention_vjp(
     q: A, k: Any, v: Any, *, score: Any = ..., mask: Any = ..., arrays: Any = ..., bias: Any = ..., alibi_slopes: Any = ...,
-    sinks: Any = ..., seed: Any = ..., wrt: Any = ..., return_lse: bool, deterministic: bool = ...,
+    sinks: Any = ..., seed: Any = ..., wrt: str | tuple[str, ...] = ...,
+    return_lse: bool, deterministic: bool = ...,
     **options: Unpack[CommonOptions],
 ) -> tuple[A | tuple[A, A], Callable[..., Gradients]]: ...  # fmt: skip
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..call import dropout as call
+from .absent import answers_absent
 
 
+@answers_absent
 def dropout_mask(shape: tuple[int, ...], dropout: float, seed: int | tuple[int, int], *, like: Any = None) -> Any:
     """Which pairs of a query and a key dropout keeps, as every kernel and backend draws them.
 
@@ -45,12 +47,11 @@ def dropout_mask(shape: tuple[int, ...], dropout: float, seed: int | tuple[int, 
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from cupy_flash.api.dropout import dropout_mask
-    >>> mask = dropout_mask((2, 8, 100, 120), 0.25, seed=7)
+    >>> import numpy as np, cupy_flash
+    >>> mask = cupy_flash.dropout_mask((2, 8, 100, 120), 0.25, seed=7)
     >>> mask.shape, bool(abs(mask.mean() - 0.75) < 0.01)
     ((2, 8, 100, 120), True)
-    >>> bool(np.array_equal(mask[:, :, :50], dropout_mask((2, 8, 50, 120), 0.25, seed=7)))
+    >>> bool(np.array_equal(mask[:, :, :50], cupy_flash.dropout_mask((2, 8, 50, 120), 0.25, seed=7)))
     True
     """
     return call.dropout_mask(shape, dropout, seed, like)

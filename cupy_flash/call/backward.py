@@ -43,10 +43,8 @@ class BackwardPlan(Prepared):
         How. None on backend 'numpy', which has no kernel.
     """
 
-    def __init__(self, problem: BackwardProblem, kernel: KernelPlan | None, asked: Options) -> None:
+    def __init__(self, problem: BackwardProblem, kernel: KernelPlan | None) -> None:
         self.problem = problem
-        self._asked = asked
-        self._captured = (*asked.operands, *map(label, asked.arrays))
         p = problem.forward
         execution = None
         if kernel is not None:
@@ -54,7 +52,7 @@ class BackwardPlan(Prepared):
             maps = backward_maps(kernel, problem)
             params = backward_params(problem, make_grouping(kernel, problem), maps)
             execution = Execution(kernel, launches, params, BACKWARD_ARRAYS, workspace, p.device, maps)
-        names = (*BACKWARD_ARRAYS, *self._captured)
+        names = (*BACKWARD_ARRAYS, *p.scores.names)
         super().__init__(dict(zip(names, problem.seen)), RESULTS, p.backend, p.device, execution)
         described = [x and arrays.description_of(x) for x in problem.seen]
         without_results = [*described[:FIRST_RESULT], *[None] * len(RESULTS), *described[END_OF_RESULTS:]]
@@ -123,7 +121,7 @@ class BackwardPlan(Prepared):
             If an array is not laid out as planned.
         """
         others = captured(mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
-        self._check_captured(others.names, self._captured)
+        self._check_captured(others.names, self.problem.forward.scores.names)
         given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks, others=others)
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
@@ -150,7 +148,7 @@ class BackwardPlan(Prepared):
         """
         self._check_counts()
         given = operands(dout, q, k, v, out, lse, dlse, sinks, None, None, None, None, others=captured(**others))
-        self._check_captured(given.captured.names, self._captured)
+        self._check_captured(given.captured.names, self.problem.forward.scores.names)
         self._check_layouts(given.descriptions)
         return self._compute(given, None)
 
@@ -165,7 +163,7 @@ class BackwardPlan(Prepared):
             arrays.give_back(x, like, name) if to is None and x is not None else to for x, like, to, name in given_back
         ]
         of_scores = {name: self._given_back(name, x, given.captured) for name, x in self._of_scores(gradients).items()}
-        return _gradients(of_inputs, dsinks, of_scores, self._asked.arrays)
+        return _gradients(of_inputs, dsinks, of_scores, self.problem.forward.scores.captured)
 
     def _of_scores(self, gradients: Gradients) -> dict[str, Any]:
         """The gradients of what scores read, by its names."""
@@ -173,7 +171,7 @@ class BackwardPlan(Prepared):
         return {name: x for name, x in own.items() if x is not None} | gradients.darrays
 
     def _given_back(self, name: str, x: Any, given: Captured) -> Any:
-        like = dict(zip(given.names, given.given))[label(name) if name in self._asked.arrays else name]
+        like = dict(zip(given.names, given.given))[label(name) if name in self.problem.forward.scores.captured else name]
         return arrays.give_back(x, like, name)
 
     def _compute(self, given: Operands, workspace: arrays.Array | None) -> tuple[Gradients, Traffic | None]:
@@ -184,7 +182,7 @@ class BackwardPlan(Prepared):
                 given.addresses[i] = arrays.pointer(given.views[i])
         *of_inputs, dsinks = given.views[FIRST_RESULT:END_OF_RESULTS]
         of_scores = self._zeros(given.captured)
-        gradients = _gradients(of_inputs, dsinks, of_scores, self._asked.arrays)
+        gradients = _gradients(of_inputs, dsinks, of_scores, self.problem.forward.scores.captured)
         traffic = None
         if p.zero:
             for gradient in (*gradients, *([] if dsinks is None else [dsinks])):
@@ -201,7 +199,7 @@ class BackwardPlan(Prepared):
         """Where the gradients that were asked for beside those of the inputs go, by the names of what they are of."""
         views = dict(zip(given.names, given.views))
         return {
-            name: numpy.zeros_like(views[label(name) if name in self._asked.arrays else name], order="C")
+            name: numpy.zeros_like(views[label(name) if name in self.problem.forward.scores.captured else name], order="C")
             for name in self.problem.wrt
         }
 
@@ -217,7 +215,7 @@ class BackwardPlan(Prepared):
     def _compute_with_numpy(self, others: list[Any], of_scores: dict[str, Any], *arrays_in_order: Any) -> None:
         p = self.problem.forward
         dout, q, k, v, out, lse, dlse, sinks, *results, dsinks = arrays_in_order
-        scores = bound_scores(p, self._asked, others)
+        scores = bound_scores(p, others)
         sums = scores.sums(tuple(of_scores), accumulator(dout.dtype)) if scores else {}
         dout, q, k, v, out, *results = (x if x.ndim > 2 else x[None] for x in (dout, q, k, v, out, *results))
         sinks, dsinks = (x if x is None or x.ndim == 2 else x[None] for x in (sinks, dsinks))
@@ -292,7 +290,7 @@ def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...],
         **layouts, options=asked, deterministic=deterministic, operands=others[0], arrays=others[1], wrt=wrt
     )
     architecture = architecture_for(problem.forward.backend, problem.forward.device, arch)
-    return BackwardPlan(problem, None if architecture is None else make_backward_plan(problem, architecture), asked)
+    return BackwardPlan(problem, None if architecture is None else make_backward_plan(problem, architecture))
 
 
 def attention_and_vjp(

@@ -16,7 +16,6 @@ from ..problem import arrays
 from ..problem.forward import FORWARD_ARRAYS, Problem, make_problem
 from ..problem.layout import HEADS_OF_LSE
 from ..problem.options import Options
-from ..problem.scores import label
 from .captured import NOTHING, Captured, captured, layouts_of
 
 if TYPE_CHECKING:
@@ -36,9 +35,8 @@ class AttentionPlan(Prepared):
         How. None on backend 'numpy', which has no kernel.
     """
 
-    def __init__(self, problem: Problem, kernel: KernelPlan | None, returns_lse: bool, asked: Options) -> None:
+    def __init__(self, problem: Problem, kernel: KernelPlan | None, returns_lse: bool) -> None:
         self.problem = problem
-        self._asked = asked
         self._returns_lse = returns_lse
         execution = None
         if kernel is not None:
@@ -49,8 +47,7 @@ class AttentionPlan(Prepared):
             maps = forward_maps(kernel, packed)
             params = hopper_forward_params(packed, maps, kernel.config.TILE_Q) if maps else forward_params(packed)
             execution = Execution(kernel, launches, params, FORWARD_ARRAYS, workspace, problem.device, maps, packed.mask)
-        self._captured = (*asked.operands, *map(label, asked.arrays))
-        names = (*FORWARD_ARRAYS, *self._captured)
+        names = (*FORWARD_ARRAYS, *problem.scores.names)
         super().__init__(dict(zip(names, problem.seen)), ("out", "lse"), problem.backend, problem.device, execution)
         q, k, v, out, _, *others = (x and arrays.description_of(x) for x in problem.seen)
         # With and without `out`.
@@ -114,7 +111,7 @@ class AttentionPlan(Prepared):
             If an array is not laid out as planned.
         """
         others = captured(mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
-        self._check_captured(others.names, self._captured)
+        self._check_captured(others.names, self.problem.scores.names)
         given = ForwardOperands(q, k, v, out, lse, sinks, others)
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
@@ -140,7 +137,7 @@ class AttentionPlan(Prepared):
         """
         self._check_counts()
         given = ForwardOperands(q, k, v, None, None, sinks, captured(**others))
-        self._check_captured(given.captured.names, self._captured)
+        self._check_captured(given.captured.names, self.problem.scores.names)
         self._check_layouts(given.descriptions)
         out, lse, traffic = self._compute(given, None)
         return (out, lse) if self._returns_lse else out, traffic
@@ -195,7 +192,7 @@ class AttentionPlan(Prepared):
             mask=p.mask,
             softcap=p.softcap,
             sinks=sinks if sinks is None or sinks.ndim == 2 else sinks[None],
-            scores=bound_scores(p, self._asked, others),
+            scores=bound_scores(p, others),
             out=out,
             lse=lse,
         )
@@ -261,17 +258,17 @@ def prepared(given: ForwardOperands, options: dict[str, Any]) -> AttentionPlan:
     return cached(_prepared, given.descriptions, options)
 
 
-def bound_scores(problem: Problem, asked: Options, views: list[Any]) -> BoundScores | None:
+def bound_scores(problem: Problem, views: list[Any]) -> BoundScores | None:
     """What becomes of scores, with the arrays of a call, in array code."""
     if not problem.scores:
         return None
-    operands, captured_arrays = views[: len(asked.operands)], views[len(asked.operands) :]
-    by_name = dict(zip(asked.operands, operands))
+    operands = problem.scores.operands
+    by_name = dict(zip(operands, views))
     seed, offset = (int(number) for number in by_name.get("seed", (0, 0)))
     return BoundScores(
         problem.scores,
         by_name,
-        dict(zip(asked.arrays, captured_arrays)),
+        dict(zip(problem.scores.captured, views[len(operands) :])),
         (seed, offset),
         problem.batch,
         problem.heads_per_kv,
@@ -291,4 +288,4 @@ def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...],
     problem = make_problem(*layouts[:3], asked, *layouts[3:], *others)
     architecture = architecture_for(problem.backend, problem.device, arch)
     kernel = None if architecture is None else make_forward_plan(problem, architecture)
-    return AttentionPlan(problem, kernel, bool(asked.return_lse), asked)
+    return AttentionPlan(problem, kernel, bool(asked.return_lse))

@@ -38,6 +38,8 @@ class Scores:
     arrays : tuple of (str, Layout)
         What the expressions read. A scalar has no axes; one in host memory is told by its value.
     dropout : Dropout or None
+    operands : tuple of str
+        Those of `OPERANDS` that a call has.
     """
 
     score: Expression | None = None
@@ -47,6 +49,7 @@ class Scores:
     alibi_slopes: Layout | None = None
     arrays: tuple[tuple[str, Layout], ...] = ()
     dropout: Dropout | None = None
+    operands: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return any(x is not None for x in (self.score, self.mask, self.bias, self.mask_array, self.alibi_slopes, self.dropout))
@@ -59,6 +62,16 @@ class Scores:
         lines += [f"{name}: {layout.dtype}, shape {layout.shape}, strides {layout.strides}" for name, layout in named if layout]
         lines += [str(self.dropout)] if self.dropout else []
         return "\n".join(lines)
+
+    @property
+    def captured(self) -> tuple[str, ...]:
+        """The names of what expressions read."""
+        return tuple(name for name, _ in self.arrays)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What messages call the arrays of a call that scores read, in order."""
+        return (*self.operands, *map(label, self.captured))
 
     @property
     def differentiable(self) -> tuple[Read, ...]:
@@ -155,6 +168,7 @@ def make_scores(
         alibi_slopes=_broadcast("alibi_slopes", operands.get("alibi_slopes"), floats, of_heads, device, least=1),
         arrays=tuple(arrays.items()),
         dropout=dropout,
+        operands=tuple(operands),
     )
 
 
