@@ -6,6 +6,7 @@ As in `forward`, every error that a user can cause is raised here, before anythi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -163,8 +164,10 @@ class Gradients(_OfInputs):
     ----------
     dq, dk, dv : array
         Which are the elements of the tuple.
-    dsinks : array or None
-        None without `sinks`.
+    dsinks, dbias, dalibi_slopes : array or None
+        None without `sinks`, `bias` and `alibi_slopes`.
+    darrays : dict
+        Those of the floating-point arrays that the score reads, by name.
 
     Examples
     --------
@@ -176,9 +179,32 @@ class Gradients(_OfInputs):
     (('dq', 'dk', 'dv'), (2, 5, 4))
     """
 
-    dsinks: Any = None
+    dsinks: Any
+    dbias: Any
+    dalibi_slopes: Any
+    darrays: dict[str, Any]
 
-    def __new__(cls, dq: Any, dk: Any, dv: Any, *, dsinks: Any = None) -> Gradients:
+    def __new__(
+        cls,
+        dq: Any,
+        dk: Any,
+        dv: Any,
+        *,
+        dsinks: Any = None,
+        dbias: Any = None,
+        dalibi_slopes: Any = None,
+        darrays: dict[str, Any] | None = None,
+    ) -> Gradients:
         self = super().__new__(cls, dq, dk, dv)
-        self.dsinks = dsinks
+        self.dsinks, self.dbias, self.dalibi_slopes = dsinks, dbias, dalibi_slopes
+        self.darrays = {} if darrays is None else darrays
         return self
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Gradients:
+        return cls(*iterable)
+
+    def _replace(self, **changed: Any) -> Gradients:
+        # That of a tuple knows its elements only, and would leave the attributes behind.
+        attributes = {name: changed.pop(name, value) for name, value in vars(self).items()}
+        return type(self)(*super()._replace(**changed), **attributes)
