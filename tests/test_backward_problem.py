@@ -1,6 +1,8 @@
 """The problem of a backward: what is accepted, the layouts of the gradients, and what each refusal says."""
 
+import copy
 import dataclasses
+import pickle
 from itertools import pairwise
 
 import numpy
@@ -12,7 +14,7 @@ from cupy_flash import attention, attention_backward
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan.backward import Grouping
 from cupy_flash.plan.params import backward_params, fast_divmod
-from cupy_flash.problem.backward import BACKWARD_ARRAYS, make_backward_problem
+from cupy_flash.problem.backward import BACKWARD_ARRAYS, Gradients, make_backward_problem
 from cupy_flash.problem.layout import dense_layout
 from cupy_flash.problem.options import Options
 
@@ -232,3 +234,16 @@ def test_gradients_share_no_memory(name, other):
     with pytest.raises(ValueError, match=r"d[qkv]: expected memory apart from that of"):
         attention_backward(**arrays)
     assert all(numpy.array_equal(before[key], x) for key, x in arrays.items())
+
+
+def test_gradients_keep_their_attributes():
+    grads = Gradients(1, 2, 3, dsinks=4, dbias=5, dalibi_slopes=6, darrays={"t": 7})
+    other = grads._replace(dk=8)
+    assert tuple(other) == (1, 8, 3) and type(other) is Gradients and vars(other) == vars(grads)
+    assert vars(grads._replace(dsinks=9)) == vars(grads) | {"dsinks": 9}
+    assert vars(copy.deepcopy(grads)) == vars(pickle.loads(pickle.dumps(grads))) == vars(grads)
+    with pytest.raises(ValueError, match="dx"):
+        grads._replace(dx=1)
+    for plain in (Gradients(1, 2, 3), Gradients._make([1, 2, 3])):
+        assert vars(plain) == {"dsinks": None, "dbias": None, "dalibi_slopes": None, "darrays": {}}
+    assert Gradients(1, 2, 3).darrays is not Gradients(1, 2, 3).darrays

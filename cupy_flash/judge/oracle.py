@@ -3,12 +3,21 @@
 - `oracle`: float64 throughout;
 - `naive`: the textbook formula in the caller's own precision, the error a result is allowed to be compared with.
 
-Both are for NumPy and CuPy arrays shaped `(*batch, heads, seq, dim)` and take `scale`, `softcap`, `sinks`, and a mask: `first_key`,
-`last_key` and `prefix`. The order is: scale, softcap, mask, softmax. Query row i sees the keys j with
-`i + first_key <= j <= i + last_key`, where `None` leaves that side open, and the first `prefix` keys. Causal masks and sliding
-windows are such bands. `sinks`, `(heads,)` or `(n, heads)`, are logits of each row besides those of its keys, without a value. A
-row that sees nothing has result 0 and log-sum-exp -inf, or that of its sinks. NaN and infinity are data: they travel to the rows
-that see them, without a warning.
+Both are for NumPy and CuPy arrays shaped `(*batch, heads, seq, dim)`. This is what a score goes through, in this order. All but
+`scale` may be absent:
+
+- `scale`, then `softcap`;
+- `score`, a `HandScore`;
+- `bias` is added, and `-|i + len_kv - len_q - j|` times `alibi_slopes`, `(heads,)` or `(*batch, heads)`;
+- a pair is masked unless all masks show it. One is `first_key`, `last_key` and `prefix`: query row i sees the keys j with
+  `i + first_key <= j <= i + last_key`, where `None` leaves that side open, and the first `prefix` keys. Causal masks and sliding
+  windows are such bands. The other is `seen`, booleans;
+- the softmax. `sinks`, `(heads,)` or `(n, heads)`, are logits of each row besides those of its keys, without a value;
+- dropout: P is multiplied by `keep_scale` where `keep`, booleans, is true, and 0 elsewhere. The log-sum-exp knows nothing of it.
+
+`bias`, `seen` and `keep` broadcast to `(*batch, heads, len_q, len_kv)`. A row that sees nothing has result 0 and log-sum-exp -inf,
+or that of its sinks. NaN and infinity are data: they travel to the rows that see them, without a warning. A pair is seen even if
+its bias is -inf or it was dropped: its P is 0, and 0 times NaN is NaN.
 
 Keys and values may have fewer heads than queries: query head h reads key head `h // (heads_q // heads_kv)`. Gradients are in
 `oracle_gradients`. Nothing here is shared with code that is judged, lest a fault judge itself.
@@ -16,13 +25,38 @@ Keys and values may have fewer heads than queries: query head h reads key head `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray; CuPy may be absent, so it cannot be named here
+BAND = ("first_key", "last_key", "prefix")
+
+
+@dataclass(frozen=True)
+class HandScore:
+    """What a score becomes, and its derivatives, written by hand: what an expression is judged against.
+
+    It holds its own coordinates. `s` are the scores after scale and softcap, `(*batch, heads, len_q, len_kv)`, and what is made of
+    them broadcasts to their shape. Masked pairs are among them: whatever becomes of these is selected away later.
+
+    Attributes
+    ----------
+    value
+        `value(s)`, the scores that bias and masks meet.
+    slope
+        `slope(s)`, the derivative of that by `s`.
+    arrays
+        Of each array that has a gradient `(partial, summed)`. `partial(s)` is the derivative of the value by the element that it
+        reads, and `summed(x)` adds `x`, a number for each pair, to the elements that the pairs read.
+    """
+
+    value: Callable[[Array], Array]
+    slope: Callable[[Array], Array]
+    arrays: Mapping[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = field(default_factory=dict)
 
 
 def namespace(array: Array) -> ModuleType:
@@ -50,10 +84,26 @@ def sink_logits(sinks: Array, like: Array) -> Array:
     return (sinks if sinks.ndim == 2 else sinks[None]).T[:, None, :].astype(like.dtype)
 
 
+def distances(len_q: int, len_kv: int, xp: ModuleType = numpy) -> Array:
+    """Return how far each key is from each query, `(len_q, len_kv)`, if the last of both are at one position."""
+    return abs(xp.arange(len_q)[:, None] + (len_kv - len_q) - xp.arange(len_kv))
+
+
 def seen_pairs(p: Array, scores: dict[str, Any]) -> Array:
-    """Return which pairs of `p`, `(..., len_q, len_kv)`, take part, by the mask among the options of the scores."""
-    mask = {name: bound for name, bound in scores.items() if name not in ("scale", "softcap", "sinks")}
-    return sees(*p.shape[-2:], **mask, xp=namespace(p))
+    """Return which pairs of `p`, `(..., len_q, len_kv)`, take part, by the masks among the options of the scores.
+
+    The result is `(len_q, len_kv)`, or has the leading axes of `seen` as well.
+    """
+    band = {name: scores[name] for name in BAND if name in scores}
+    shown, seen = sees(*p.shape[-2:], **band, xp=namespace(p)), scores.get("seen")
+    return shown if seen is None else shown & seen
+
+
+@numpy.errstate(all="ignore")
+def capped_scores(q: Array, k: Array, scale: float, softcap: float | None = None) -> Array:
+    """Return the scores after scale and softcap, in the dtype of `q` and `k`."""
+    s = q @ repeat_heads(k, q).swapaxes(-1, -2) * scale
+    return s if softcap is None else softcap * namespace(q).tanh(s / softcap)
 
 
 @numpy.errstate(all="ignore")
@@ -63,15 +113,28 @@ def probabilities(
     *,
     scale: float,
     softcap: float | None = None,
+    score: HandScore | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
     sinks: Array | None = None,
-    **mask: int | None,
+    keep: Array | None = None,
+    keep_scale: float = 1.0,
+    **masks: Any,
 ) -> tuple[Array, Array]:
-    """Return the softmax `(*batch, heads_q, len_q, len_kv)` and its log-sum-exp, in the dtype of `q` and `k`."""
+    """Return the softmax `(*batch, heads_q, len_q, len_kv)` and its log-sum-exp, in the dtype of `q` and `k`.
+
+    Dropout comes later, in `dropped`: `keep` and `keep_scale` change nothing here.
+    """
     xp = namespace(q)
-    s = q @ repeat_heads(k, q).swapaxes(-1, -2) * scale
-    if softcap is not None:
-        s = softcap * xp.tanh(s / softcap)
-    s = xp.where(sees(*s.shape[-2:], **mask, xp=xp), s, -xp.inf)
+    s = capped_scores(q, k, scale, softcap)
+    dtype = s.dtype
+    if score is not None:
+        s = xp.broadcast_to(score.value(s).astype(dtype), s.shape)
+    if bias is not None:
+        s = s + bias.astype(dtype)
+    if alibi_slopes is not None:
+        s = s - alibi_slopes[..., None, None].astype(dtype) * distances(*s.shape[-2:], xp).astype(dtype)
+    s = xp.where(seen_pairs(s, masks), s, -xp.inf)
     logits = s
     if sinks is not None:
         others = sink_logits(sinks, s)
@@ -87,13 +150,23 @@ def probabilities(
 
 
 @numpy.errstate(all="ignore")
+def dropped(x: Array, scores: dict[str, Any]) -> Array:
+    """Return what dropout makes of P or of its gradient: 0 where a pair is dropped, whatever was there."""
+    keep = scores.get("keep")
+    return x if keep is None else namespace(x).where(keep, x * scores.get("keep_scale", 1.0), 0)
+
+
+@numpy.errstate(all="ignore")
 def weighted_sum(p: Array, v: Array, seen: Array) -> Array:
-    """Return `p @ v` over the pairs in `seen` only: a zero that the mask put into `p` must not meet NaN or infinity."""
+    """Return `p @ v` over the pairs in `seen` only: a zero that the mask put into `p` must not meet NaN or infinity.
+
+    `seen` is `(len_q, len_kv)`, or has leading axes that broadcast to those of `p`.
+    """
     xp = namespace(v)
     finite = xp.isfinite(v).all(axis=-1)
     out = p @ xp.where(finite[..., None], v, 0)
     for j in map(int, xp.flatnonzero(~finite.all(axis=tuple(range(finite.ndim - 1))))):  # usually none
-        takes_part = seen[:, j, None] & ~finite[..., j, None, None]
+        takes_part = seen[..., j, None] & ~finite[..., j, None, None]
         out += xp.where(takes_part, p[..., j, None] * v[..., j, None, :], 0)
     return out
 
@@ -131,7 +204,7 @@ def _attention(
     """Return `(out, lse)` in the dtype of the arguments; `factor` rounds P before it meets V."""
     p, lse = probabilities(q, k, **scores)
     seen = seen_pairs(p, scores)
-    return weighted_sum(factor(p), repeat_heads(v, q), seen), lse
+    return weighted_sum(factor(dropped(p, scores)), repeat_heads(v, q), seen), lse
 
 
 def repeat_heads(kv: Array, q: Array) -> Array:

@@ -1,10 +1,14 @@
 """The gradients of attention as they are defined, as `oracle` has attention itself.
 
-With S the scores after scale and softcap, and `o` the elementwise product,
+With S the scores, L the logits that bias and masks make of them, and `o` the elementwise product,
 
-    P  = exp(S - lse)              delta_i = sum_c dout_ic out_ic - dlse_i
-    dP = dout V^T                  dS = P o (dP - delta), with a softcap also o (1 - (S / softcap)^2)
+    P  = exp(L - lse)              delta_i = sum_c dout_ic out_ic - dlse_i
+    dP = dout V^T                  dL = P o (dP - delta)              dS = dL o slope
     dV = P^T dout                  dQ = scale * dS K                  dK = scale * dS^T Q
+
+The slope is 1. With a softcap it has 1 - (S / softcap)^2 as a factor, and with `score` the slope of that. `bias` has dL as its
+gradient, `alibi_slopes` minus the distances times dL, and an array of `score` the derivative by its elements times dL, summed over
+the pairs that read them. With dropout, dP and the P of dV are multiplied by `keep_scale` where `keep` is true, and 0 elsewhere.
 
 - `oracle_gradients`: float64 throughout;
 - `naive_gradients`: the textbook formulas in the caller's own precision.
@@ -21,19 +25,35 @@ from typing import Any, NamedTuple
 import numpy
 
 from ..problem.backward import Gradients
-from .oracle import Array, accumulator, namespace, probabilities, repeat_heads, round_to_tf32, seen_pairs, sink_logits, weighted_sum
+from .oracle import (
+    Array,
+    HandScore,
+    accumulator,
+    capped_scores,
+    distances,
+    dropped,
+    namespace,
+    probabilities,
+    repeat_heads,
+    round_to_tf32,
+    seen_pairs,
+    sink_logits,
+    weighted_sum,
+)
 
 
 class Pairs(NamedTuple):
     """What the gradients are made of: for each pair of a query and a key, 0 where it is masked, and for each query."""
 
-    p: Array  # (*batch, heads_q, len_q, len_kv)
+    p: Array  # (*batch, heads_q, len_q, len_kv), before dropout
     lse: Array  # (*batch, heads_q, len_q)
     out: Array  # (*batch, heads_q, len_q, dim_v)
-    dp: Array  # of the shape of p
+    dp: Array  # of the shape of p, after dropout
     delta: Array  # of the shape of lse
-    slope: Array | None  # of the shape of p: the derivative of the softcap, of masked pairs as well; None without one
+    slope: Array | None  # of the shape of p: the derivative of softcap and `score`, of masked pairs as well; None without either
     ds: Array  # of the shape of p
+    dlogits: Array  # of the shape of p
+    s: Array | None  # of the shape of p: what `score` is given, of masked pairs as well; None without one
 
 
 def oracle_gradients(dout: Array, q: Array, k: Array, v: Array, *, dlse: Array | None = None, **scores: Any) -> Gradients:
@@ -48,7 +68,7 @@ def oracle_gradients(dout: Array, q: Array, k: Array, v: Array, *, dlse: Array |
     dlse
         The gradient with respect to the log-sum-exp, `(*batch, heads_q, len_q)`; None for zero.
     **scores
-        Scale, softcap, mask and sinks, as in `oracle`.
+        What a score becomes, the masks, sinks and dropout, as in `oracle`.
     """
     exact = [x.astype(numpy.float64) for x in (dout, q, k, v)]
     return gradients_of(pairs_of(*exact, dlse, scores), *exact, scores)
@@ -62,6 +82,7 @@ def naive_gradients(
 
     Products accumulate in float32 and the softmax is float32. Rounded to the inputs' dtype are `out` before delta, P, dS
     and the gradients. With `precision="tf32"` both factors of every product are rounded to TF32. float64 stays float64.
+    Gradients of the arrays of `score` are not rounded: it alone knows their dtypes.
     """
     dtype = q.dtype
     wide = accumulator(dtype)
@@ -74,8 +95,10 @@ def naive_gradients(
 
     pairs = pairs_of(dout, q, k, v, dlse, scores, stored, factor)
     exact = gradients_of(pairs, dout, q, k, v, scores, factor)
-    dsinks = None if exact.dsinks is None else exact.dsinks.astype(scores["sinks"].dtype)
-    return Gradients(*(x.astype(dtype) for x in exact), dsinks=dsinks)
+    others = {"dsinks": "sinks", "dbias": "bias", "dalibi_slopes": "alibi_slopes"}
+    given = {name: scores[of] for name, of in others.items() if scores.get(of) is not None}
+    rounded = {name: getattr(exact, name).astype(x.dtype) for name, x in given.items()}
+    return Gradients(*(x.astype(dtype) for x in exact), **rounded, darrays=exact.darrays)
 
 
 @numpy.errstate(all="ignore")
@@ -95,18 +118,24 @@ def pairs_of(
     p, lse = probabilities(q, k, **scores)
     seen = seen_pairs(p, scores)
     p = xp.where(seen, p, 0)  # in a row of NaN, the masked pairs too are NaN
-    out = stored(weighted_sum(factor(p), v, seen))
+    out = stored(weighted_sum(factor(dropped(p, scores)), v, seen))
     p = stored(p)
-    dp = xp.where(seen, factor(dout) @ v.swapaxes(-1, -2), 0)
+    dp = xp.where(seen, dropped(factor(dout) @ v.swapaxes(-1, -2), scores), 0)
     delta = (stored(dout) * out).sum(axis=-1)
     if dlse is not None:
         delta = delta - dlse
-    ds = p * (dp - delta[..., None])
-    slope, softcap = None, scores.get("softcap")
-    if softcap is not None:
-        slope = 1 - xp.tanh(q @ k.swapaxes(-1, -2) * scores["scale"] / softcap) ** 2
+    dlogits = ds = p * (dp - delta[..., None])
+    s, slope, softcap, score = None, None, scores.get("softcap"), scores.get("score")
+    if score is not None:
+        s = capped_scores(q, k, scores["scale"], softcap)
+        slope = score.slope(s).astype(s.dtype)
         ds = ds * slope
-    return Pairs(p, lse, out, dp, delta, slope, xp.where(seen, ds, 0))
+    if softcap is not None:
+        of_cap = 1 - xp.tanh(q @ k.swapaxes(-1, -2) * scores["scale"] / softcap) ** 2
+        slope = of_cap if slope is None else slope * of_cap
+        ds = ds * of_cap
+    dlogits = xp.where(seen, dlogits, 0)
+    return Pairs(p, lse, out, dp, delta, slope, dlogits if slope is None else xp.where(seen, ds, 0), dlogits, s)
 
 
 @numpy.errstate(all="ignore")
@@ -120,13 +149,35 @@ def gradients_of(
     factor: Callable[[Array], Array] = lambda x: x,
 ) -> Gradients:
     """Return the gradients in the dtype of `pairs`. `factor` rounds what enters a product."""
-    p, ds, scale = factor(pairs.p), factor(pairs.ds), scores["scale"]
-    seen = seen_pairs(p, scores)
+    ds, scale = factor(pairs.ds), scores["scale"]
+    seen = seen_pairs(pairs.p, scores)
+    by_key = seen.swapaxes(-1, -2)
     dq = scale * weighted_sum(ds, factor(repeat_heads(k, q)), seen)
-    dk = scale * weighted_sum(ds.swapaxes(-1, -2), factor(q), seen.T)
-    dv = weighted_sum(p.swapaxes(-1, -2), factor(dout), seen.T)
+    dk = scale * weighted_sum(ds.swapaxes(-1, -2), factor(q), by_key)
+    dv = weighted_sum(factor(dropped(pairs.p, scores)).swapaxes(-1, -2), factor(dout), by_key)
     gradients = (summed_to(x.shape, dx) for x, dx in ((q, dq), (k, dk), (v, dv)))
-    return Gradients(*gradients, dsinks=_of_sinks(pairs, scores.get("sinks")))
+    bias, slopes, score = (scores.get(name) for name in ("bias", "alibi_slopes", "score"))
+    return Gradients(
+        *gradients,
+        dsinks=_of_sinks(pairs, scores.get("sinks")),
+        dbias=None if bias is None else unbroadcast(bias.shape, pairs.dlogits),
+        dalibi_slopes=None if slopes is None else _of_alibi(pairs, slopes),
+        darrays=None if score is None else _of_arrays(pairs, score, seen),
+    )
+
+
+def _of_alibi(pairs: Pairs, slopes: Array) -> Array:
+    """Return the gradient of slopes in their shape."""
+    dlogits = pairs.dlogits
+    far = distances(*dlogits.shape[-2:], namespace(dlogits)).astype(dlogits.dtype)
+    return unbroadcast(slopes.shape, -(dlogits * far).sum(axis=(-2, -1)))
+
+
+def _of_arrays(pairs: Pairs, score: HandScore, seen: Array) -> dict[str, Array]:
+    """Return the gradients of the arrays of a score: what it says of masked pairs is selected away."""
+    xp, dlogits = namespace(pairs.dlogits), pairs.dlogits
+    by_element = {name: partial(pairs.s).astype(dlogits.dtype) for name, (partial, _) in score.arrays.items()}
+    return {name: score.arrays[name][1](xp.where(seen, dlogits * x, 0)) for name, x in by_element.items()}
 
 
 def _of_sinks(pairs: Pairs, sinks: Array | None) -> Array | None:
@@ -143,7 +194,11 @@ def _of_sinks(pairs: Pairs, sinks: Array | None) -> Array | None:
 def summed_to(shape: tuple[int, ...], x: Array) -> Array:
     """Return `x`, which is per query head and batch element, summed to the shape of the input it belongs to."""
     heads = shape[-3]
-    x = x.reshape(*x.shape[:-3], heads, x.shape[-3] // max(heads, 1), *x.shape[-2:]).sum(axis=-3)
+    return unbroadcast(shape, x.reshape(*x.shape[:-3], heads, x.shape[-3] // max(heads, 1), *x.shape[-2:]).sum(axis=-3))
+
+
+def unbroadcast(shape: tuple[int, ...], x: Array) -> Array:
+    """Return `x` summed over the axes along which something of this shape was broadcast to that of `x`."""
     extra = x.ndim - len(shape)
     broadcast = [extra + i for i, n in enumerate(shape) if n == 1 != x.shape[extra + i]]
     axes = (*range(extra), *broadcast)
