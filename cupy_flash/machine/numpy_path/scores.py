@@ -89,7 +89,8 @@ class TileOfScores:
             made = made + self._pairs("bias").astype(self._wide)
         if scores.alibi_slopes is not None:
             made = made - self._slopes() * self._distances()
-        return numpy.broadcast_to(made, self.shape).reshape(s.shape)
+        made = made if made.shape == self.shape else numpy.broadcast_to(made, self.shape).copy()  # which is written to
+        return made.reshape(s.shape)
 
     def seen(self, band: numpy.ndarray | None) -> numpy.ndarray | None:
         """Which pairs take part, of those in `band`, `(group * rows, keys)`; None is all, here and there."""
