@@ -107,7 +107,8 @@ template <typename Params, typename Coord> OP ScoreContext score_context(const P
 
 // Raw scores become what the expressions say, and those of pairs that take no part become -inf. Rows are queries, and columns are keys.
 // Places beyond the ends are those of the last query and the last key, so that nothing is read that does not exist.
-template <int M, int N> OP void modify_scores(Acc<M, N>& s, const ScoreContext& x, int row0, int col0) {
+template <int M, int N> OP void modify_scores(Acc<M, N>& s, const ScoreContext& x, int first_row, int col0) {
+  const int row0 = not_ahead(first_row);                      // where rows of arrays begin would take registers beneath all products
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < s.regs; ++r) {
@@ -131,8 +132,9 @@ OP DropoutParams seeded(const ScoreParams& s) {
 // The same in the backward, where rows are keys and columns are queries: raw scores become p = 2^(score - lse), and the other warp is passed p
 // times the derivatives of the expression and of the softcap. Selected, not multiplied: whatever is at a masked pair, p is 0 there.
 template <int M, int N>
-OP void probabilities(Acc<M, N>& s, const ColVec<N>& lse, const ScoreContext& x, const TransposedMask& mask, bool masked, int row0, int col0,
-                      float softcap, PassedTile<M, N> passed) {
+OP void probabilities(Acc<M, N>& s, const ColVec<N>& lse, const ScoreContext& x, const TransposedMask& mask, bool masked, int first_row,
+                      int col0, float softcap, PassedTile<M, N> passed) {
+  const int row0 = not_ahead(first_row);
   const float inverse = softcap > 0.f ? 1.f / softcap : 0.f;
   for_lane(l) {
     ColumnRange queries[M / 8];
