@@ -81,7 +81,7 @@ class TileOfScores:
         }
 
     def value(self, s: numpy.ndarray) -> numpy.ndarray:
-        """What scores become, masks apart: an array that may be written to."""
+        """What scores become, masks apart."""
         scores, made = self._of.scores, s.reshape(self.shape)
         if scores.score is not None:
             made = self._evaluated(scores.score.tree, made)
@@ -89,8 +89,7 @@ class TileOfScores:
             made = made + self._pairs("bias").astype(self._wide)
         if scores.alibi_slopes is not None:
             made = made - self._slopes() * self._distances()
-        if made.shape != self.shape:  # it did not read the score: what is broadcast could not be written to
-            made = numpy.broadcast_to(made, self.shape).copy()
+        made = made if made.shape == self.shape else numpy.broadcast_to(made, self.shape).copy()  # which is written to
         return made.reshape(s.shape)
 
     def seen(self, band: numpy.ndarray | None) -> numpy.ndarray | None:
