@@ -81,7 +81,7 @@ class TileOfScores:
         }
 
     def value(self, s: numpy.ndarray) -> numpy.ndarray:
-        """What scores become, masks apart."""
+        """What scores become, masks apart: an array of the tile's own, which may be written to."""
         scores, made = self._of.scores, s.reshape(self.shape)
         if scores.score is not None:
             made = self._evaluated(scores.score.tree, made)
@@ -89,7 +89,9 @@ class TileOfScores:
             made = made + self._pairs("bias").astype(self._wide)
         if scores.alibi_slopes is not None:
             made = made - self._slopes() * self._distances()
-        return numpy.broadcast_to(made, self.shape).reshape(s.shape)
+        if made.shape != self.shape:
+            made = numpy.array(numpy.broadcast_to(made, self.shape))
+        return made.reshape(s.shape)
 
     def seen(self, band: numpy.ndarray | None) -> numpy.ndarray | None:
         """Which pairs take part, of those in `band`, `(group * rows, keys)`; None is all, here and there."""
