@@ -98,10 +98,10 @@ class Scores:
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """What has a gradient, by the names that options and arrays have."""
+        """What has a gradient, by the names that options and arrays have. A name that both have is that of the array."""
         names = dict.fromkeys(read.name for read in self.differentiable)
         own = ("bias", self.bias), ("alibi_slopes", self.alibi_slopes)
-        return (*names, *(name for name, layout in own if layout is not None and name not in names))
+        return (*names, *(name for name, layout in own if layout is not None and name not in self.captured))
 
 
 def kind_of(name: str, dtype: str) -> str:

@@ -81,7 +81,7 @@ class TileOfScores:
         }
 
     def value(self, s: numpy.ndarray) -> numpy.ndarray:
-        """What scores become, masks apart."""
+        """What scores become, masks apart: an array of the tile's own, which may be written to."""
         scores, made = self._of.scores, s.reshape(self.shape)
         if scores.score is not None:
             made = self._evaluated(scores.score.tree, made)
