@@ -26,6 +26,7 @@
 #include "tile/mask.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/scheduler.cuh"
+#include "tile/score.cuh"
 #include "tile/sinks.cuh"
 #include "tile/softmax.cuh"
 #include "tile/wgmma.cuh"
@@ -210,7 +211,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   OperandA<16> p_reg[TILE_KV / 16];
   Acc<16, WIDTH_V> o_reg;
   OnlineSoftmax<16> softmax(LOWEST);
-  const float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
+  const float scale_log2 = MODIFIED ? LOG2E : EXPLICIT_SCORES ? 1.f : p.scale_log2;
+  DropoutParams dropout{};
+  if constexpr (DROPOUT) dropout = seeded(p.scores);
 
   int tile, last, before, beyond, next = has_work_tile(p, 0) ? LATER : NOTHING, warp_row;
   u32 split = WHOLE;
@@ -225,6 +228,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     const WorkDescriptor work = load_shared<WorkDescriptor>(smem + WORK_OFFSET + queries.stage() * int(sizeof(WorkDescriptor)));
     ended = now;
     now = {{0, 0, uniform(work.batch[0]), uniform(work.batch[1])}, uniform(work.head), uniform(work.row), 0};
+    if (MODIFIED || DROPOUT) now.batch_number = now.batch[BATCH_AXES - 2] * p.batch[BATCH_AXES - 1] + now.batch[BATCH_AXES - 1];
     if (SPLIT_KV) split = uniform(work.split);
     tile = uniform(work.first);                               // and what follows is kept once for a warp
     last = uniform(work.last);
@@ -265,6 +269,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   const auto scores_of_tile = [&] {
     const int col0 = tile * TILE_KV;
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    if constexpr (MODIFIED) modify_scores(s_reg, score_context(p, now, now.head), warp_row, col0);
     if (!unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
   };
 
@@ -328,6 +333,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     exponentiate(softmax, s_reg, sum, scale_log2);
     const bool again = !first && warpgroup_any(VOTE + group, too_large(sum));
     if (again) redo(k_smem, correction, sum);
+    if constexpr (DROPOUT) drop<false>(s_reg, dropout, now.batch_number * p.heads + now.head, warp_row, tile * TILE_KV);
     consumer_release(keys);                                   // without it the producer waits for ever
     add(softmax, sum);
     if (follows) {

@@ -125,7 +125,9 @@ struct HopperForwardParams {
   float scale_log2;                       // scale * log2 e
   Tensor sinks;                           // (heads, sinks_of_head)  SINKS: of query heads, also where heads share tiles
   i64 sinks_of_head;
+  ScoreParams scores;
 };
+static_assert(sizeof(HopperForwardParams) <= 4096, "what a kernel can be passed by every driver");
 
 struct BackwardParams {
   Tensor q;                               // (*batch, heads,    len_q,  dim)

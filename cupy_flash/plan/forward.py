@@ -96,8 +96,9 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
 def _forward_kernel(problem: Problem, architecture: Architecture) -> tuple[str, str]:
     """The kernel file, and why it is not the one that the architecture is best at, or ''."""
     asked = problem.kernel
-    if problem.scores:
-        return _kernel_of_scores(problem)
+    if problem.scores and problem.algorithm == "v1":
+        expected = "'auto' or 'v2' with score, mask, bias, alibi_slopes or dropout"
+        raise UnsupportedError(f"algorithm: expected {expected}, got 'v1'")
     if asked in ("fwd_v1", "fwd_v2"):
         return asked, f"{asked} was asked for"
     exists = bool(table_for("fwd_hopper", architecture, problem.dtype))
@@ -111,15 +112,6 @@ def _forward_kernel(problem: Problem, architecture: Architecture) -> tuple[str, 
     if asked is None:
         return "fwd_v2", f"no TMA: {why_not}"
     raise UnsupportedError(f"kernel: expected None, fwd_v1 or fwd_v2 for arrays that TMA cannot move, got {asked!r}: {why_not}")
-
-
-def _kernel_of_scores(problem: Problem) -> tuple[str, str]:
-    """The kernel file where anything becomes of scores, or of probabilities."""
-    if problem.kernel not in (None, "fwd_v2") or problem.algorithm == "v1":
-        what = ("kernel", problem.kernel) if problem.kernel else ("algorithm", problem.algorithm)
-        expected = "None or 'fwd_v2'" if problem.kernel else "'auto' or 'v2'"
-        raise UnsupportedError(f"{what[0]}: expected {expected} with score, mask, bias, alibi_slopes or dropout, got {what[1]!r}")
-    return "fwd_v2", "what becomes of scores is in fwd_v2"
 
 
 def _split_kv(problem: Problem) -> tuple[bool, str]:
@@ -182,4 +174,5 @@ def _tiles(plan: KernelPlan, problem: Problem) -> int:
 
 def _layouts(problem: Problem) -> dict[str, Layout]:
     layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS if name != "sinks"}  # which no kernel moves in tiles
-    return {name: layout for name, layout in layouts.items() if layout is not None}
+    # Batch axes are merged where all arrays step through them as through one.
+    return {name: layout for name, layout in layouts.items() if layout is not None} | problem.scores.layouts

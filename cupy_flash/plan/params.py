@@ -50,11 +50,12 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
         As `forward_params`.
     """
     layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS}
-    params = _with_strides("HopperForwardParams", problem.batch, layouts)
+    params = _with_strides("HopperForwardParams", problem.batch, layouts, problem.scores)
     for name, described in maps.items():
         params[name] = described.in_the_clear()
     _add_scores(params, problem)
     _add_sinks(params, problem)
+    _add_pairs(params, problem)
     with numpy.errstate(over="ignore"):  # where scores are scaled one by one, nobody reads it
         params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
     tiles_of_head = -(-problem.len_q // tile_q)
@@ -167,8 +168,7 @@ def _with_strides(
 ) -> numpy.ndarray:
     """A struct of zeros but the sizes of the batch axes and the strides of each `Tensor`; None is an array left out."""
     if scores:
-        pairs = {"bias": scores.bias, "pair_mask": scores.mask_array, "alibi_slopes": scores.alibi_slopes}
-        layouts = layouts | {SCORES + name: layout for name, layout in pairs.items()}
+        layouts = layouts | {SCORES + name: layout for name, layout in scores.layouts.items()}
     layouts = {name: layout for name, layout in layouts.items() if layout is not None}
     sizes, strides = merge_batch_axes(batch, layouts)
     params = numpy.zeros(1, struct(name))

@@ -67,6 +67,12 @@ class Scores:
         return "\n".join(lines)
 
     @property
+    def layouts(self) -> dict[str, Layout]:
+        """The arrays that have the batch axes of the problem, by the names that kernels have for them."""
+        found = {"bias": self.bias, "pair_mask": self.mask_array, "alibi_slopes": self.alibi_slopes}
+        return {name: layout for name, layout in found.items() if layout is not None}
+
+    @property
     def changes_scores(self) -> bool:
         """Whether there is anything but masks and dropout."""
         return any(x is not None for x in (self.score, self.bias, self.alibi_slopes))
