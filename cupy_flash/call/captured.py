@@ -41,9 +41,9 @@ class Captured:
         self.names = (*operands, *map(label, arrays))
         self.given = (*operands.values(), *arrays.values())
         self.views = tuple([_view(x, name) for x, name in zip(self.given, self.names)])
-        described = [array_views.describe(view) for view in self.views]
+        described = [_described(name, view) for name, view in zip(self.names, self.views)]
         self.descriptions = tuple([description for description, _ in described])
-        self.addresses = [0 if _is_value(name, view) else at for name, view, (_, at) in zip(self.names, self.views, described)]
+        self.addresses = [at for _, at in described]
         self.options = {"operands": tuple(operands), "arrays": tuple(arrays)}
         if callable(score) or callable(mask):  # traced anew in each call: what a function reads may have changed
             layouts = {name: array_views.layout_of(d, label(name)) for name, d in zip(arrays, self.descriptions[len(operands) :])}
@@ -70,7 +70,10 @@ def captured(
     given = dict(zip(OPERANDS, (bias, None if is_expression else mask, alibi_slopes, seed)))
     if arrays is not None and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays: expected None or a dict of arrays by their names, got {shown(arrays)}")
-    named = sorted((arrays or {}).items(), key=lambda item: str(item[0]))  # in one order, however a dict was made
+    for name in arrays or ():
+        if not isinstance(name, str):
+            raise TypeError(f"arrays: expected names that are strings, got {shown(name)}")
+    named = sorted((arrays or {}).items(), key=lambda item: item[0])  # in one order, however a dict was made
     return Captured({name: x for name, x in given.items() if x is not None}, dict(named), score, mask if is_expression else None)
 
 
@@ -92,9 +95,10 @@ def _view(x: Any, name: str) -> array_views.Array:
 
 
 def _seed(x: Any) -> array_views.Array:
-    """Seed and offset as two numbers of 64 bits."""
+    """Seed and offset as two numbers of 64 bits. Those on a device cannot be checked without waiting for them."""
     if isinstance(x, (numpy.ndarray, tuple, list, Number)):
-        if isinstance(x, numpy.ndarray) and x.dtype == numpy.uint64 and x.shape == (2,):
+        if type(x) is numpy.ndarray and x.dtype == numpy.uint64 and x.shape == (2,):
+            make_seed(x.tolist())
             return x
         return numpy.array(make_seed(x), numpy.uint64)
     view = array_views.view(x, "seed")
@@ -103,5 +107,8 @@ def _seed(x: Any) -> array_views.Array:
     return view
 
 
-def _is_value(name: str, view: array_views.Array) -> bool:
-    return isinstance(view, numpy.ndarray) and (name == "seed" or view.shape == ())
+def _described(name: str, view: array_views.Array) -> tuple[tuple[Any, ...], int]:
+    """What `describe` says of an array. Where one lies that is told by its value is nothing that a plan depends on."""
+    if isinstance(view, numpy.ndarray) and (name == "seed" or view.shape == ()):
+        return (view.shape, (view.itemsize,) * view.ndim, view.dtype, 0, None), 0
+    return array_views.describe(view)
