@@ -14,6 +14,7 @@ DRAWINGS = {
     "benchmark-forward": lambda: bars.rates("forward", "Forward"),
     "benchmark-backward": lambda: bars.rates("backward", "Backward"),
     "masks": masks.kinds,
+    "mask-expressions": masks.expressions,
     "tiles": masks.tiles,
     "tiling": kernels.tiling,
     "ping-pong": kernels.ping_pong,

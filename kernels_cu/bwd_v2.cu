@@ -20,6 +20,7 @@
 #include "tile/mask.cuh"
 #include "tile/mma.cuh"
 #include "tile/passes.cuh"
+#include "tile/score.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int PAIRS = WARPS / 2;
@@ -99,6 +100,8 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   Acc<PAIR_KEYS, WIDTH> sum_reg;                              // dV or dK
   fill(sum_reg, 0.f);
   u32 number = 0;                                             // of the query tile
+  DropoutParams dropout{};
+  if constexpr (DROPOUT) dropout = seeded(p.scores);
 
   #pragma unroll 1
   for (int step = 0; step < steps; ++step, now.advance(last_tile, first_tile)) {
@@ -121,16 +124,21 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     multiply_transposed(product_reg, RowsInShared<PAIR_KEYS, WIDTH>(own_smem), for_values ? q_smem(stage) : do_smem(stage));
     load(stat_reg, stats_smem(stage) + (for_values ? 0 : TILE_Q * 4));
     if (EXPLICIT_SCORES && for_values) scale_scores(product_reg, p.scale, p.softcap);
-    if (masked) apply_mask(product_reg, mask, row0 + pair_row, col0, for_values ? -infinity() : 0.f);    // 0 (0 - delta) is 0, whatever dP was
+    if (masked && !(MODIFIED && for_values))
+      apply_mask(product_reg, mask, row0 + pair_row, col0, for_values ? -infinity() : 0.f);    // 0 (0 - delta) is 0, whatever dP was
+    const u32 head_of_all = here.batch_number * p.heads + now.head;
     if (for_values) {
       auto &s_reg = product_reg, &p_reg = product_reg;        // S^T becomes P^T
       const auto& lse_reg = stat_reg;
-      probabilities(s_reg, lse_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, p_smem);
+      if constexpr (MODIFIED) probabilities(s_reg, lse_reg, score_context(p, here, now.head), mask, masked, row0 + pair_row, col0, p.softcap, p_smem);
+      else probabilities(s_reg, lse_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, p_smem);
+      if constexpr (DROPOUT) drop<true>(p_reg, dropout, head_of_all, row0 + pair_row, col0);
       to_operands(operand_reg, p_reg);
       arrive_pair(PASSED + pair);                             // without it the other warp waits for P forever
     } else {
       auto &dp_reg = product_reg, &ds_reg = product_reg;      // dP^T becomes dS^T
       const auto& delta_reg = stat_reg;
+      if constexpr (DROPOUT) drop<true>(dp_reg, dropout, head_of_all, row0 + pair_row, col0);
       sync_pair(PASSED + pair);                               // without it P is read before the other warp has written it
       score_gradients(dp_reg, delta_reg, p_smem);
       store(pair_ds_smem, ds_reg);                            // over P, which only this warp reads

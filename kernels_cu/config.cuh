@@ -13,6 +13,10 @@ constexpr int   TF32_PASSES = 3;          // float32 products from ARCH 80 on: 3
 constexpr MaskKind MASK = BAND;           // which keys a query sees
 constexpr SinkKind SINKS = NO_SINKS;      // logits of each row besides those of its keys, see tile/sinks.cuh: none, in the dtype of q, or in float32
 
+constexpr bool  SCORES = false;           // scores become what tile/score.cuh says: an expression, a bias, ALiBi; needs EXPLICIT_SCORES
+constexpr bool  MASKED_PAIRS = false;     // pairs are masked by an expression or an array as well
+constexpr bool  DROPOUT = false;          // probabilities are dropped, see tile/dropout.cuh
+
 constexpr int   TILE_Q = 128;             // query rows a block owns; in the backward, query rows per step
 constexpr int   TILE_KV = 64;             // key rows per step of the KV loop; in the backward, key rows a block owns
 constexpr int   Q_TILES = 4;              // fwd_v1: query tiles a block owns

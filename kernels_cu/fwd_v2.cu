@@ -3,11 +3,11 @@
 //   one block per query tile Q_i, one warp per TILE_Q / WARPS of its rows:
 //     O = 0,  m = -inf,  l = 0                  SINKS: m and l of the sinks, which have no values
 //     for each key-value tile j that a row of the block may see:
-//       S = Q_i K_j^T                           masked where the mask or the end of the keys cuts the tile
+//       S = Q_i K_j^T                           masked where the mask or the end of the keys cuts the tile; SCORES: and what they say
 //       m' = max(m, rowmax S)
 //       P = 2^(S - m')                          scores in units of log 2, softmax scale included
 //       l = 2^(m - m') l + rowsum P
-//       O = 2^(m - m') O + P V_j
+//       O = 2^(m - m') O + P V_j                DROPOUT: of P what is not dropped, times what keeps the mean
 //       m = m'
 //     out_i = O / l,  lse_i = m + log l         each written once; S and P exist in registers only
 //
@@ -18,6 +18,7 @@
 #include "tile/mask.cuh"
 #include "tile/mma.cuh"
 #include "tile/scheduler.cuh"
+#include "tile/score.cuh"
 #include "tile/sinks.cuh"
 #include "tile/softmax.cuh"
 
@@ -78,6 +79,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   fill(o_reg, 0.f);
   OnlineSoftmax<WARP_ROWS> softmax;
   if constexpr (SINKS != NO_SINKS) start_with_sinks(softmax, p, mask, here.head, warp_row);
+  DropoutParams dropout{};
+  if constexpr (DROPOUT) dropout = seeded(p.scores);
 
   #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
@@ -98,8 +101,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
     Acc<WARP_ROWS, TILE_KV> s_reg;
     multiply_transposed(s_reg, q, k_smem);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    if constexpr (MODIFIED) modify_scores(s_reg, score_context(p, here, here.head), warp_row, col0);
     if (!common_keys.contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
-    update(softmax, s_reg, o_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E);
+    update(softmax, s_reg, o_reg, MODIFIED ? LOG2E : EXPLICIT_SCORES ? 1.f : p.scale * LOG2E);
+    if constexpr (DROPOUT) drop<false>(s_reg, dropout, here.batch_number * p.heads + here.head, warp_row, col0);  // of P, when it is in the sums
     multiply_add(o_reg, s_reg, v_smem);
   }
 

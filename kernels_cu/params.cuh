@@ -36,10 +36,29 @@ struct alignas(8) MaskParams {
 };
 
 // Which pairs are dropped, see tile/dropout.cuh.
-struct DropoutParams {
+struct alignas(8) DropoutParams {
   u32 threshold;                          // a pair whose word of random bits is below it, of 2^32 that there are
   float scale;                            // of those kept: 2^32 / (2^32 - threshold)
   u32 seed_low, seed_high, offset;
+};
+
+// An array that an expression reads, see tile/score.cuh.
+constexpr int CAPTURED_AXES = 4;
+constexpr int CAPTURED = 6;
+struct CapturedArray {
+  u64 data;                               // its address, or the bits of a scalar
+  i64 stride[CAPTURED_AXES];              // in elements
+  int extent[CAPTURED_AXES];
+};
+
+// What becomes of scores besides scale, softcap, MaskParams and sinks. Read by kernels with SCORES, MASKED_PAIRS or DROPOUT.
+struct ScoreParams {
+  Tensor bias;                            // (*batch, heads, len_q, len_kv)
+  Tensor pair_mask;                       // (*batch, heads, len_q, len_kv)  bool
+  Tensor alibi_slopes;                    // (*batch, heads)
+  CapturedArray captured[CAPTURED];       // what expressions read, in order
+  const u64* seed;                        // (2)  seed and offset in device memory, or null: those of `dropout`
+  DropoutParams dropout;
 };
 
 struct ForwardParams {
@@ -61,6 +80,7 @@ struct ForwardParams {
   float softcap;                          // scores become softcap * tanh(score / softcap); 0 = no cap
   Tensor sinks;                           // (heads, sinks_of_head)  SINKS: of query heads, also where heads share tiles
   i64 sinks_of_head;
+  ScoreParams scores;
 };
 
 // How TMA finds boxes of an array: on the GPU what the driver encodes (cuTensorMapEncodeTiled). Sizes from the fastest
@@ -139,6 +159,7 @@ struct BackwardParams {
   Tensor sinks;                           // (heads, sinks_of_head)  SINKS
   void* dsinks;                           // (sinks_of_head, heads)  their gradient
   i64 sinks_of_head;
+  ScoreParams scores;
 };
 
 struct BackwardMaps {

@@ -1,6 +1,7 @@
 """What the documentation says is so: its code runs, its commands and paths exist, its output is what is printed."""
 
 import doctest
+import html
 import importlib.util
 import inspect
 import os
@@ -52,20 +53,25 @@ def rows(text):
 # Code
 
 
+PYTHON = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+
+
 def programs():
-    """The Python of the pages for users, each block with what its first line says that it needs."""
+    """The Python of the pages for users: each block with what its first line says that it needs, and with the text behind it."""
     for page in GUIDES:
-        for i, code in enumerate(blocks("python", page.read_text(encoding="utf-8"))):
+        for i, (code, printed) in enumerate(PYTHON.findall(page.read_text(encoding="utf-8"))):
             needs = re.match("# needs (.*)", code)
             marks = [pytest.mark.gpu] if needs and needs[1] == "a GPU" else []
-            yield pytest.param(code, needs and not marks and needs[1], id=f"{page.relative_to(ROOT)}-{i}", marks=marks)
+            yield pytest.param(code, needs and not marks and needs[1], printed, id=f"{page.relative_to(ROOT)}-{i}", marks=marks)
 
 
-@pytest.mark.parametrize("code, library", list(programs()))
-def test_python_in_the_pages_runs(code, library):
+@pytest.mark.parametrize("code, library, printed", list(programs()))
+def test_python_in_the_pages_runs_and_prints_what_they_say(code, library, printed, capsys):
     if library:
         pytest.importorskip(library)
     exec(compile(code, "a page", "exec"), {})
+    if printed:
+        assert capsys.readouterr().out == printed
 
 
 PUBLIC = [getattr(cupy_flash, name) for name in cupy_flash.__all__]
@@ -247,6 +253,13 @@ def test_every_figure_is_on_the_page():
 def test_every_picture_is_shown():
     shown = set(re.findall(r"!\[[^]]+\]\((?:\S*/)?pictures/([\w-]+\.svg)\)", GUIDE))
     assert shown == {path.name for path in (ROOT / "docs/pictures").iterdir()}
+
+
+def test_drawn_expressions_are_those_of_the_recipes():
+    """Each line of code in the picture, some of which are parts of an expression."""
+    drawn = re.findall(r' mono"[^>]*>([^<]*)<', (ROOT / "docs/pictures/mask-expressions.svg").read_text(encoding="utf-8"))
+    page = (ROOT / "docs/guide/scores.md").read_text(encoding="utf-8")
+    assert len(drawn) == 6 and [line for line in map(html.unescape, drawn) if line not in page] == []
 
 
 # What other programs read

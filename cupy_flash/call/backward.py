@@ -13,7 +13,7 @@ from ..machine.numpy_path.backward import blocked_gradients
 from ..machine.numpy_path.forward import accumulator
 from ..plan.backward import backward_launches, backward_maps, backward_workspace, make_backward_plan, make_grouping
 from ..plan.kernel import KernelPlan
-from ..plan.params import backward_params
+from ..plan.params import backward_params, names_of_scores
 from ..problem import arrays
 from ..problem.backward import BACKWARD_ARRAYS, BackwardProblem, Gradients, make_backward_problem
 from ..problem.layout import HEADS, HEADS_OF_LSE
@@ -51,7 +51,8 @@ class BackwardPlan(Prepared):
             launches, workspace = backward_launches(kernel, problem), backward_workspace(kernel, problem)
             maps = backward_maps(kernel, problem)
             params = backward_params(problem, make_grouping(kernel, problem), maps)
-            execution = Execution(kernel, launches, params, BACKWARD_ARRAYS, workspace, p.device, maps)
+            names = (*BACKWARD_ARRAYS, *names_of_scores(p.scores))
+            execution = Execution(kernel, launches, params, names, workspace, p.device, maps)
         names = (*BACKWARD_ARRAYS, *p.scores.names)
         super().__init__(dict(zip(names, problem.seen)), RESULTS, p.backend, p.device, execution)
         described = [x and arrays.description_of(x) for x in problem.seen]
@@ -188,9 +189,10 @@ class BackwardPlan(Prepared):
             for gradient in (*gradients, *([] if dsinks is None else [dsinks])):
                 gradient.fill(0)
         if self._backend == "cuda":
-            self._execution.on_device.launch(given.addresses, workspace)
+            self._execution.on_device.launch(given.addresses[:END_OF_RESULTS] + given.captured.words, workspace)
         elif self._backend == "host":
-            traffic = self._execution.run_on_host(self._in_order(given.views), workspace)
+            views = (*self._in_order(given.views[:END_OF_RESULTS]), *given.captured.on_host)
+            traffic = self._execution.run_on_host(views, workspace)
         elif not p.zero:
             self._compute_with_numpy(given.views[END_OF_RESULTS:], of_scores, *self._in_order(given.views[:END_OF_RESULTS]))
         return gradients, traffic

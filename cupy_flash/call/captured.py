@@ -31,11 +31,13 @@ class Captured:
     descriptions : tuple
     addresses : list of int
         0 of what is told by its value: a scalar, and the seed, in host memory.
+    words : list of int
+        What kernels are told, by the names of `plan.params.names_of_scores`: addresses and values.
     options : dict
         What the plan of a call depends on: its expressions, and which of the views is what.
     """
 
-    __slots__ = ("addresses", "descriptions", "given", "names", "options", "views")
+    __slots__ = ("addresses", "descriptions", "given", "names", "options", "views", "words")
 
     def __init__(self, operands: dict[str, Any], arrays: dict[str, Any], score: Any, mask: Any) -> None:
         self.names = (*operands, *map(label, arrays))
@@ -44,11 +46,18 @@ class Captured:
         described = [_described(name, view) for name, view in zip(self.names, self.views)]
         self.descriptions = tuple([description for description, _ in described])
         self.addresses = [at for _, at in described]
+        self.words = [word for name, view, at in zip(self.names, self.views, self.addresses) for word in _words(name, view, at)]
         self.options = {"operands": tuple(operands), "arrays": tuple(arrays)}
         if callable(score) or callable(mask):  # traced anew in each call: what a function reads may have changed
             layouts = {name: array_views.layout_of(d, label(name)) for name, d in zip(arrays, self.descriptions[len(operands) :])}
             score, mask = _traced(score_expression, score, layouts), _traced(mask_expression, mask, layouts)
         self.options |= {"score": score, "mask": mask}
+
+    @property
+    def on_host(self) -> list[numpy.ndarray | int]:
+        """The same where kernels are executed on the host: arrays, and of values what kernels are told."""
+        operands = zip(self.names, self.views)
+        return [x for name, view in operands for x in (_words(name, view, 0) if _is_value(name, view) else [view])]
 
 
 NOTHING = Captured({}, {}, None, None)
@@ -109,6 +118,21 @@ def _seed(x: Any) -> array_views.Array:
 
 def _described(name: str, view: array_views.Array) -> tuple[tuple[Any, ...], int]:
     """What `describe` says of an array. Where one lies that is told by its value is nothing that a plan depends on."""
-    if isinstance(view, numpy.ndarray) and (name == "seed" or view.shape == ()):
+    if _is_value(name, view):
         return (view.shape, (view.itemsize,) * view.ndim, view.dtype, 0, None), 0
     return array_views.describe(view)
+
+
+def _words(name: str, view: array_views.Array, address: int) -> list[int]:
+    """What a kernel is told of an operand: its address, or its value, a number of 32 bits."""
+    if not _is_value(name, view):
+        return [address]
+    if name == "seed":
+        return [int(number) for number in view]
+    if view.dtype.kind in "biu":
+        return [int(view) & 0xFFFFFFFF]
+    return [int(view.astype(numpy.float32).view(numpy.uint32))]
+
+
+def _is_value(name: str, view: array_views.Array) -> bool:
+    return isinstance(view, numpy.ndarray) and (name == "seed" or view.shape == ())

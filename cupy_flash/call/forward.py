@@ -11,7 +11,7 @@ from ..machine.numpy_path.scores import BoundScores
 from ..plan.forward import forward_launches, forward_maps, forward_workspace, make_forward_plan
 from ..plan.kernel import KernelPlan
 from ..plan.packing import packing_of
-from ..plan.params import forward_params, hopper_forward_params
+from ..plan.params import forward_params, hopper_forward_params, names_of_scores
 from ..problem import arrays
 from ..problem.forward import FORWARD_ARRAYS, Problem, make_problem
 from ..problem.layout import HEADS_OF_LSE
@@ -46,7 +46,8 @@ class AttentionPlan(Prepared):
             launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)
             maps = forward_maps(kernel, packed)
             params = hopper_forward_params(packed, maps, kernel.config.TILE_Q) if maps else forward_params(packed)
-            execution = Execution(kernel, launches, params, FORWARD_ARRAYS, workspace, problem.device, maps, packed.mask)
+            names = (*FORWARD_ARRAYS, *names_of_scores(problem.scores))
+            execution = Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask)
         names = (*FORWARD_ARRAYS, *problem.scores.names)
         super().__init__(dict(zip(names, problem.seen)), ("out", "lse"), problem.backend, problem.device, execution)
         q, k, v, out, _, *others = (x and arrays.description_of(x) for x in problem.seen)
@@ -168,14 +169,15 @@ class AttentionPlan(Prepared):
             lse = arrays.empty(p.seen_lse)
             addresses[4] = arrays.pointer(lse)
         if self._backend == "cuda":
-            at_q, at_k, at_v, *at_results = addresses
+            at_q, at_k, at_v, *at_results = addresses[: len(FORWARD_ARRAYS)]
             more_k, more_v = self._skipped_bytes
-            self._execution.on_device.launch([at_q, at_k + more_k, at_v + more_v, *at_results], workspace)
+            words = [at_q, at_k + more_k, at_v + more_v, *at_results, *given.captured.words]
+            self._execution.on_device.launch(words, workspace)
         elif self._backend == "host" or not p.empty:
             q, k, v, to_out = (arrays.in_order(x, p.layout) for x in (q, k, v, out))
             to_lse = arrays.in_order(lse, p.layout, HEADS_OF_LSE)
             if self._backend == "host":
-                operands = (q, k[..., self._keys, :], v[..., self._keys, :], to_out, to_lse, sinks)
+                operands = (q, k[..., self._keys, :], v[..., self._keys, :], to_out, to_lse, sinks, *given.captured.on_host)
                 return out, lse, self._execution.run_on_host(operands, workspace)
             self._compute_with_numpy(q, k, v, to_out, to_lse, sinks, others)
         return out, lse, None

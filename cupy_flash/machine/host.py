@@ -114,7 +114,7 @@ def run(
     plan: KernelPlan,
     launches: tuple[Launch, ...],
     params: numpy.ndarray,
-    arrays: dict[str, numpy.ndarray],
+    arrays: dict[str, numpy.ndarray | int],
     options: HostOptions,
     mask: Mask | None = None,
 ) -> Traffic | None:
@@ -127,7 +127,7 @@ def run(
     params : numpy.ndarray
         Size-1 parameter struct; addresses are filled in here.
     arrays : dict of str to numpy.ndarray
-        The arrays and parts of workspace, by the field that points to them or maps them.
+        The arrays and parts of workspace, by the field that points to them or maps them; numbers by the word that they are.
     options : HostOptions
     mask : Mask, optional
         Of fwd_hopper, whose blocks share the tiles out by it.
@@ -157,7 +157,8 @@ def run(
     words = params.view(numpy.uint64)
     for name, array in arrays.items():
         for place in places_of(params, name).values():
-            words[place] = array.ctypes.data
+            words[place] = array if isinstance(array, int) else array.ctypes.data
+    arrays = {name: array for name, array in arrays.items() if not isinstance(array, int)}
     deferred = SCHEDULES.index(options.schedule)
     fields = {8 * place: name for name in arrays for place in places_of(params, name).values()}
     library = None if options.sanitize else _load(code)

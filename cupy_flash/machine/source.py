@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 
+from ..plan.expressions import ExpressionText
 from ..plan.kernel import PARAMS, Config, KernelPlan
 from ..plan.sources import files
 from ..plan.structs import struct
@@ -23,7 +24,8 @@ def source_of(plan: KernelPlan) -> dict[str, str]:
     """
     main = f"{plan.file}.cu"
     headers = {name: text for name, text in files().items() if name.endswith(".cuh")}
-    return {main: files()[main] + assertions(plan), **headers, "config.cuh": config_text(plan.config)}
+    own = {"config.cuh": config_text(plan.config), "expression.cuh": expressions_text(plan.expressions)}
+    return {main: files()[main] + assertions(plan), **headers, **own}
 
 
 def assertions(plan: KernelPlan) -> str:
@@ -32,6 +34,19 @@ def assertions(plan: KernelPlan) -> str:
     sizes = {f"sizeof({name})": struct(name).itemsize}
     sizes |= {STATED[entry]: size for entry, size in plan.entries.items() if entry in STATED}
     return "".join(f'static_assert({stated} == {size}, "the plan counts on {size} bytes");\n' for stated, size in sizes.items())
+
+
+def expressions_text(expressions: ExpressionText) -> str:
+    """The text of ``expression.cuh`` with the expressions of a problem in place of what returns what came."""
+    text = files()["expression.cuh"]
+    functions = {"score_of": expressions.score, "slope_of": expressions.slope, "takes_part": expressions.takes_part}
+    for name, returned in functions.items():
+        if returned:
+            text = re.sub(rf"(\b{name}\([^)]*\) {{\n  return ).*;", lambda found, returned=returned: f"{found[1]}{returned};", text)
+    for name, value in expressions.constants:
+        text = re.sub(rf"(constexpr bool {name} = )\w+;", rf"\g<1>{value};", text)
+        text = re.sub(rf"typedef \w+ {name};", f"typedef {value} {name};", text)
+    return text
 
 
 def config_text(config: Config) -> str:

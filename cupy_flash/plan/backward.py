@@ -9,6 +9,7 @@ from ..errors import UnsupportedError
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from .architecture import Architecture
+from .expressions import expression_text
 from .kernel import KernelPlan, Launch, check_kind, checked, configure, copy_size, explicit_scores, kind_of_sinks, padded
 from .schedule import L2_BYTES
 from .tensor_map import TensorMap, obstacle, tensor_maps
@@ -71,7 +72,9 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
             explicit=explicit,
             mask=p.mask.kind,
             sinks=kind_of_sinks(p),
+            scores=p.scores,
         ),
+        expressions=expression_text(p.scores),
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores))),
     )
 
@@ -89,6 +92,14 @@ def _backward_kernel(problem: BackwardProblem, architecture: Architecture, expli
     """The kernel file, and why it is not the one that the architecture is best at, or ''."""
     p = problem.forward
     asked = problem.kernel
+    if p.scores:
+        if problem.wrt:
+            names = ", ".join(problem.wrt)
+            raise UnsupportedError(f"wrt: expected () on backend {p.backend!r}, where kernels sum up no gradients of {names} yet")
+        if asked not in (None, "bwd_v2"):
+            expected = "None or 'bwd_v2' with score, mask, bias, alibi_slopes or dropout"
+            raise UnsupportedError(f"kernel: expected {expected}, got {asked!r}")
+        return "bwd_v2", "what becomes of scores is in bwd_v2"
     if asked == "bwd_v2":
         return asked, f"{asked} was asked for"
     tables = [table_for(kernel, architecture, p.dtype) for kernel in (HOPPER_KERNELS if asked is None else (asked,))]

@@ -9,6 +9,7 @@ from ..errors import UnsupportedError
 from ..problem.forward import FORWARD_ARRAYS, Problem
 from ..problem.layout import Layout
 from .architecture import Architecture
+from .expressions import expression_text
 from .kernel import KernelPlan, Launch, check_kind, checked, configure, copy_size, explicit_scores, kind_of_sinks, padded
 from .packing import packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
@@ -85,7 +86,9 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             pack_gqa=pack_gqa,
             mask=problem.mask.kind,
             sinks=kind_of_sinks(problem),
+            scores=problem.scores,
         ),
+        expressions=expression_text(problem.scores),
         reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_split, why_copy, why_scores))),
     )
 
@@ -93,6 +96,8 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
 def _forward_kernel(problem: Problem, architecture: Architecture) -> tuple[str, str]:
     """The kernel file, and why it is not the one that the architecture is best at, or ''."""
     asked = problem.kernel
+    if problem.scores:
+        return _kernel_of_scores(problem)
     if asked in ("fwd_v1", "fwd_v2"):
         return asked, f"{asked} was asked for"
     exists = bool(table_for("fwd_hopper", architecture, problem.dtype))
@@ -106,6 +111,15 @@ def _forward_kernel(problem: Problem, architecture: Architecture) -> tuple[str, 
     if asked is None:
         return "fwd_v2", f"no TMA: {why_not}"
     raise UnsupportedError(f"kernel: expected None, fwd_v1 or fwd_v2 for arrays that TMA cannot move, got {asked!r}: {why_not}")
+
+
+def _kernel_of_scores(problem: Problem) -> tuple[str, str]:
+    """The kernel file where anything becomes of scores, or of probabilities."""
+    if problem.kernel not in (None, "fwd_v2") or problem.algorithm == "v1":
+        what = ("kernel", problem.kernel) if problem.kernel else ("algorithm", problem.algorithm)
+        expected = "None or 'fwd_v2'" if problem.kernel else "'auto' or 'v2'"
+        raise UnsupportedError(f"{what[0]}: expected {expected} with score, mask, bias, alibi_slopes or dropout, got {what[1]!r}")
+    return "fwd_v2", "what becomes of scores is in fwd_v2"
 
 
 def _split_kv(problem: Problem) -> tuple[bool, str]:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, fields, replace
 from ..errors import UnsupportedError
 from ..problem.forward import Problem
 from ..problem.layout import Layout
+from ..problem.scores import Scores
 from .architecture import Architecture
+from .expressions import ExpressionText
 from .tuning import WIDTHS, TileConfig
 
 # The kernel files, and the struct of `kernels_cu/params.cuh` that every entry of a file is launched with.
@@ -24,6 +26,7 @@ PARAMS = {
     "bwd_hopper_wide": "HopperBackwardParams",
     "merge": "MergeParams",
 }
+NOTHING = ExpressionText()
 MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
 
 
@@ -36,6 +39,9 @@ class Config:
     TF32_PASSES: int
     MASK: str
     SINKS: str
+    SCORES: bool
+    MASKED_PAIRS: bool
+    DROPOUT: bool
     TILE_Q: int
     TILE_KV: int
     Q_TILES: int
@@ -96,6 +102,7 @@ class KernelPlan:
     architecture: Architecture
     config: Config
     reasons: tuple[str, ...] = field(compare=False)  # two plans of one kernel are equal, however they came about
+    expressions: ExpressionText = NOTHING
 
     @property
     def threads(self) -> int:
@@ -156,6 +163,7 @@ class KernelPlan:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"s{c.STAGES}"] * (self.file == "fwd_v2" and c.STAGES != 2)
             words.append(f"copy{c.COPY_BYTES or 'elements'}")
         words += ["split"] * c.SPLIT_KV + ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
+        words += ["scores"] * c.SCORES + ["maskedpairs"] * c.MASKED_PAIRS + ["dropout"] * c.DROPOUT
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
         return "-".join(words)
 
@@ -200,6 +208,8 @@ def explicit_scores(problem: Problem) -> tuple[bool, str]:
     """Whether each score is scaled by itself, and why."""
     if problem.softcap is not None:
         return True, "scores scaled one by one: softcap"
+    if problem.scores.of_pairs:
+        return True, "scores scaled one by one: what becomes of them is asked for each pair"
     if problem.scale <= 0:
         return True, "scores scaled one by one: scale <= 0"
     if problem.scale > LARGEST_SCALE:
@@ -220,6 +230,7 @@ def configure(
     pack_gqa: bool = False,
     mask: str = "BAND",
     sinks: str = "NO_SINKS",
+    scores: Scores | None = None,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     given = {
@@ -234,6 +245,9 @@ def configure(
         "PACK_GQA": pack_gqa,
         "MASK": mask,
         "SINKS": sinks,
+        "SCORES": scores is not None and scores.changes_scores,
+        "MASKED_PAIRS": scores is not None and scores.masks_pairs,
+        "DROPOUT": scores is not None and scores.dropout is not None,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 

@@ -60,6 +60,8 @@ def packing_of(problem: Problem) -> Packing:
     -------
     Packing
     """
+    if problem.scores:  # which are told one head a tile
+        return Packing(problem)
     group, queries, axis = problem.heads_per_kv, problem.len_q, len(problem.batch)
     first, stop = problem.mask.some(0, queries)
     rows = {name: layout for name in ("q", "out", "lse") if (layout := getattr(problem, name)) is not None}

@@ -12,10 +12,12 @@ from ..problem.forward import FORWARD_ARRAYS, Problem
 from ..problem.layout import Layout, merge_batch_axes
 from ..problem.mask import UNBOUNDED
 from ..problem.merge import MergeProblem
+from ..problem.scores import Scores
 from .backward import Grouping
 from .structs import struct
 from .tensor_map import TensorMap
 
+SCORES = "scores."  # what the names of words in `ScoreParams` begin with
 FLOAT32 = numpy.finfo(numpy.float32)
 _BACKWARD_DIVMODS = ("heads_together_divmod", "group_divmod", "units_divmod", "heads_per_kv_divmod", "accum_heads_divmod")
 _GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards")
@@ -29,9 +31,11 @@ def forward_params(problem: Problem) -> numpy.ndarray:
     UnsupportedError
         If a length or the number of batch axes is beyond what the kernels count.
     """
-    params = _with_strides("ForwardParams", problem.batch, {name: getattr(problem, name) for name in FORWARD_ARRAYS})
+    layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS}
+    params = _with_strides("ForwardParams", problem.batch, layouts, problem.scores)
     _add_scores(params, problem)
     _add_sinks(params, problem)
+    _add_pairs(params, problem)
     return params
 
 
@@ -79,7 +83,8 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
     UnsupportedError
         As `forward_params`.
     """
-    params = _with_strides("HopperBackwardParams" if maps else "BackwardParams", problem.forward.batch, problem.layouts)
+    name, scores = "HopperBackwardParams" if maps else "BackwardParams", problem.forward.scores
+    params = _with_strides(name, problem.forward.batch, problem.layouts, scores)
     for name, described in maps.items():
         params[name] = described.in_the_clear()
     if maps:
@@ -91,6 +96,7 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
             params[name] = getattr(g, name)
     _add_scores(params, problem.forward)
     _add_sinks(params, problem.forward)
+    _add_pairs(params, problem.forward)
     params["heads_per_block"], params["heads_together"] = grouping.heads_per_block, grouping.heads_together
     return params
 
@@ -114,7 +120,41 @@ def merge_params(problem: MergeProblem) -> numpy.ndarray:
 def places_of(params: numpy.ndarray, name: str) -> dict[str, int]:
     """Which 64-bit words of a struct are the address of the array or the part of workspace called `name`, by field."""
     fields = params.dtype.fields  # the address is the first field of a TENSOR and of a TENSOR_MAP
+    if "scores" in fields and name.startswith(SCORES):
+        return {name: (fields["scores"][1] + _place_in_scores(name.removeprefix(SCORES))) // 8}
     return {field: fields[field][1] // 8 for field in (name, f"{name}_map") if field in fields}
+
+
+def names_of_scores(scores: Scores) -> tuple[str, ...]:
+    """What `places_of` calls what a call gives to scores, in order; a seed that is no device array is two words."""
+    own = {"bias": ("bias",), "mask": ("pair_mask",), "alibi_slopes": ("alibi_slopes",)}
+    own["seed"] = ("seed",) if scores.seed_on_device else ("seed_low", "offset")
+    names = [word for name in scores.operands for word in own[name]]
+    names += [f"captured {number}" for number in range(len(scores.arrays))]
+    return tuple(SCORES + name for name in names)
+
+
+def _place_in_scores(name: str) -> int:
+    """How many bytes into `ScoreParams` a word lies."""
+    fields = struct("ScoreParams").fields
+    if name in ("seed_low", "offset"):
+        return fields["dropout"][1] + struct("DropoutParams").fields[name][1]
+    if name.startswith("captured "):
+        return fields["captured"][1] + int(name.split()[1]) * struct("CapturedArray").itemsize
+    return fields[name][1]
+
+
+def _add_pairs(params: numpy.ndarray, problem: Problem) -> None:
+    """What kernels are told of arrays that scores read, but where they are."""
+    scores, into = problem.scores, params["scores"]
+    if not scores:
+        return
+    for number, (_, layout) in enumerate(scores.arrays):
+        axes = len(layout.shape)
+        into["captured"]["stride"][:, number, :axes] = layout.strides
+        into["captured"]["extent"][:, number, :axes] = layout.shape
+    if scores.dropout is not None:
+        into["dropout"]["threshold"], into["dropout"]["scale"] = scores.dropout.threshold, scores.dropout.scale
 
 
 def _add_sinks(params: numpy.ndarray, problem: Problem) -> None:
@@ -122,20 +162,26 @@ def _add_sinks(params: numpy.ndarray, problem: Problem) -> None:
         params["sinks_of_head"] = problem.sinks.shape[-1]
 
 
-def _with_strides(name: str, batch: tuple[int, ...], layouts: dict[str, Layout | None]) -> numpy.ndarray:
+def _with_strides(
+    name: str, batch: tuple[int, ...], layouts: dict[str, Layout | None], scores: Scores | None = None
+) -> numpy.ndarray:
     """A struct of zeros but the sizes of the batch axes and the strides of each `Tensor`; None is an array left out."""
+    if scores:
+        pairs = {"bias": scores.bias, "pair_mask": scores.mask_array, "alibi_slopes": scores.alibi_slopes}
+        layouts = layouts | {SCORES + name: layout for name, layout in pairs.items()}
     layouts = {name: layout for name, layout in layouts.items() if layout is not None}
     sizes, strides = merge_batch_axes(batch, layouts)
     params = numpy.zeros(1, struct(name))
     _check_count("q", "batch elements", max(sizes))
     params["batch"] = sizes
     for name, layout in layouts.items():
-        if name not in params.dtype.names:  # told by a map alone
+        of_scores = name.startswith(SCORES)
+        struct_of, field = (params["scores"], name.removeprefix(SCORES)) if of_scores else (params, name)
+        if field not in struct_of.dtype.names:  # told by a map alone
             continue
-        params[name]["batch_stride"] = strides[name]
-        heads, rows, *cols = layout.strides[len(batch) :]
-        params[name]["head_stride"], params[name]["row_stride"] = heads, rows
-        params[name]["col_stride"] = cols[0] if cols else 0
+        tensor = struct_of[field]
+        tensor["batch_stride"] = strides[name]
+        tensor["head_stride"], tensor["row_stride"], tensor["col_stride"] = (*layout.strides[len(batch) :], 0, 0)[:3]
     return params
 
 

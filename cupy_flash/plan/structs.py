@@ -18,7 +18,7 @@ SCALARS = {"int": "i4", "u16": "u2", "u32": "u4", "i64": "i8", "u64": "u8", "flo
 POINTER = numpy.dtype("u8")
 CONSTANT = re.compile(r"^constexpr \w+ (\w+) = (\w+);", re.MULTILINE)
 STRUCT = re.compile(r"^struct (?:alignas\((\d+)\) )?(\w+)(?: : ([\w, ]+))? \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
-FIELDS = re.compile(r"^  (\w+)(\*?) (\w[\w, ]*)((?:\[\w+\])*);", re.MULTILINE)
+FIELDS = re.compile(r"^  (?:const )?(\w+)(\*?) (\w[\w, ]*)((?:\[\w+\])*);", re.MULTILINE)
 
 
 def struct(name: str) -> numpy.dtype:
@@ -27,13 +27,19 @@ def struct(name: str) -> numpy.dtype:
 
 
 @functools.cache
+def constants() -> dict[str, int]:
+    """The constants of ``params.cuh``, which sizes of arrays are."""
+    text = (shelf() / "params.cuh").read_text(encoding="utf-8")
+    return {name: int(value, 0) for name, value in CONSTANT.findall(text)}
+
+
+@functools.cache
 def _structs() -> dict[str, tuple[numpy.dtype, int]]:
     """Each struct and its alignment."""
     text = (shelf() / "params.cuh").read_text(encoding="utf-8")
-    constants = {name: int(value, 0) for name, value in CONSTANT.findall(text)}
     known = {name: (numpy.dtype(code), numpy.dtype(code).alignment) for name, code in SCALARS.items()}
     for aligned, name, bases, body in STRUCT.findall(text):
-        known[name] = _laid_out(int(aligned or 1), bases.split(", ") if bases else [], body, constants, known)
+        known[name] = _laid_out(int(aligned or 1), bases.split(", ") if bases else [], body, constants(), known)
         if name == "TensorMap":  # words to a GPU; to the host, and here, the map in the clear
             known[name] = TENSOR_MAP, known[name][1]
     return known

@@ -40,6 +40,8 @@ class Scores:
     dropout : Dropout or None
     operands : tuple of str
         Those of `OPERANDS` that a call has.
+    seed_on_device : bool
+        Whether the seed is read where it is when a kernel runs, and not told by its value.
     """
 
     score: Expression | None = None
@@ -50,6 +52,7 @@ class Scores:
     arrays: tuple[tuple[str, Layout], ...] = ()
     dropout: Dropout | None = None
     operands: tuple[str, ...] = ()
+    seed_on_device: bool = False
 
     def __bool__(self) -> bool:
         return any(x is not None for x in (self.score, self.mask, self.bias, self.mask_array, self.alibi_slopes, self.dropout))
@@ -62,6 +65,21 @@ class Scores:
         lines += [f"{name}: {layout.dtype}, shape {layout.shape}, strides {layout.strides}" for name, layout in named if layout]
         lines += [str(self.dropout)] if self.dropout else []
         return "\n".join(lines)
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether there is anything but masks and dropout."""
+        return any(x is not None for x in (self.score, self.bias, self.alibi_slopes))
+
+    @property
+    def masks_pairs(self) -> bool:
+        """Whether pairs are masked one by one."""
+        return self.mask is not None or self.mask_array is not None
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether anything is asked for each pair before the softmax."""
+        return self.changes_scores or self.masks_pairs
 
     @property
     def captured(self) -> tuple[str, ...]:
@@ -169,6 +187,7 @@ def make_scores(
         arrays=tuple(arrays.items()),
         dropout=dropout,
         operands=tuple(operands),
+        seed_on_device="seed" in operands and operands["seed"].device is not None,
     )
 
 

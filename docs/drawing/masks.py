@@ -2,6 +2,7 @@
 
 import numpy
 
+import cupy_flash
 from cupy_flash.problem.options import Options
 
 from .svg import Card
@@ -17,6 +18,25 @@ KINDS = (
     ("causal, prefix=4", {"causal": True, "prefix": 4}, 8, 8),
 )
 CELL, WIDE, TALL = 18, 214, 216
+
+PARENTS = (-1, 0, 0, 1, 1, 2)  # of the drafts behind four tokens of text
+EXPRESSIONS = (  # each is a line of a recipe in guide/scores.md: what it is called there, the options, queries and keys
+    ("causal", {"mask": "kv_idx <= q_idx"}, 10, 10),
+    ("prefix LM", {"mask": "kv_idx <= q_idx or kv_idx < prefix[b]", "arrays": {"prefix": numpy.array([4])}}, 10, 10),
+    (
+        "documents, causal",
+        {"causal": True, "mask": "doc[q_idx] == doc[kv_idx]", "arrays": {"doc": numpy.repeat([0, 1, 2], [3, 5, 2])}},
+        10,
+        10,
+    ),
+    (
+        "window and sink tokens, causal",
+        {"causal": True, "mask": "kv_idx < first or q_idx - kv_idx < width", "arrays": {"first": 2, "width": 3}},
+        10,
+        10,
+    ),
+    ("tree of drafts", {"mask": "kv_idx < text or ancestors[q_idx] >> max(kv_idx - text, 0) & 1 == 1"}, 6, 10),
+)
 
 
 def seen_by(len_q: int, len_kv: int, options: dict) -> numpy.ndarray:
@@ -43,6 +63,56 @@ def kinds() -> str:
 def _cells(card: Card, seen: numpy.ndarray, x: float, y: float, cell: float) -> None:
     for colour, chosen in (("empty", ~seen), ("blue", seen)):
         card.squares([(x + column * cell, y + row * cell) for row, column in numpy.argwhere(chosen)], cell - 1.5, colour)
+
+
+def expressions() -> str:
+    """Draw the masks of some expressions, and the tree that one of them has the ancestors of."""
+    ancestors: list[int] = []
+    for i, parent in enumerate(PARENTS):
+        ancestors.append((ancestors[parent] if parent >= 0 else 0) | 1 << i)
+    of_tree = {"arrays": {"ancestors": numpy.array(ancestors), "text": 4}}
+    wide, tall = 282, 254
+    card = Card(3 * wide + 20, 2 * tall + 30, "Which keys each query sees, by expression")
+    card.rect(24, 16, 13, 13, "blue")
+    card.text(43, 27, "seen", 13)
+    card.text(3 * wide + 10, 27, "a row is a query, a column a key", 13, "faint", "end")
+    for i, (name, options, len_q, len_kv) in enumerate(EXPRESSIONS):
+        x, y = 24 + i % 3 * wide, 86 + i // 3 * tall
+        card.text(x, y - 28, name, 13, also="bold")
+        lines = [options["mask"]]
+        if len(lines[0]) > 42:  # breaks in front of an operator
+            cut = lines[0].index(" or ") + 1
+            lines = [lines[0][:cut].strip(), lines[0][cut:]]
+        for line, text in enumerate(lines):
+            card.text(x, y - 11 + 15 * line, text, 11, also="mono")
+        y += 15 * (len(lines) - 1)
+        _cells(card, weighted_by(len_q, len_kv, {**options, **(of_tree if name.startswith("tree") else {})}), x, y, CELL)
+    x, y = 24 + 2 * wide, 86 + tall
+    card.text(x, y - 28, "its drafts, behind 4 tokens of text", 13, also="bold")
+    _tree(card, x + 40, y)
+    return str(card)
+
+
+def weighted_by(len_q: int, len_kv: int, options: dict) -> numpy.ndarray:
+    """Whether each query gives weight to each key: what attention makes of values that tell the keys apart."""
+    q, k = numpy.zeros((len_q, 1), numpy.float32), numpy.zeros((len_kv, 1), numpy.float32)
+    return cupy_flash.attention(q, k, numpy.eye(len_kv, dtype=numpy.float32), **options) > 0
+
+
+def _tree(card: Card, x: float, y: float) -> None:
+    """Draw the drafts, each to the right of its parent."""
+    rows = (1.5, 0.75, 2.5, 0, 1.5, 2.5)
+    depths: list[int] = []
+    for parent in PARENTS:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    places = [(x + 80 * depth, y + 20 + 44 * row) for depth, row in zip(depths, rows)]
+    card.line(places[0][0] - 40, places[0][1], *places[0], "grey", 1.5)
+    for parent, place in zip(PARENTS, places):
+        if parent >= 0:
+            card.line(*places[parent], *place, "grey", 1.5)
+    for i, (left, top) in enumerate(places):
+        card.rect(left - 13, top - 13, 26, 26, "sky", "blue", radius=13)
+        card.text(left, top + 4.5, str(i), 13, anchor="middle")
 
 
 def tiles() -> str:

@@ -31,7 +31,8 @@ OP RandomWords philox4x32_10(u32 x0, u32 x1, u32 x2, u32 x3, u32 key0, u32 key1)
 
 // Elements of pairs that are kept are multiplied by the scale, those of pairs that are dropped become 0: by selection, whatever they were.
 // The fragment starts at row0 and col0, multiples of 16. Rows are queries and columns keys, or TRANSPOSED the other way round.
-template <bool TRANSPOSED, int M, int N> OP void drop(Acc<M, N>& x, const DropoutParams& dropout, u32 batch_head, int row0, int col0) {
+template <bool TRANSPOSED, int M, int N> OP void drop(Acc<M, N>& x, const DropoutParams& dropout, u32 batch_head, int first_row, int col0) {
+  const int row0 = not_ahead(first_row);                      // or rounds of Philox that a row decides would be kept for all key tiles
   static_assert(M % 16 == 0 && N % 16 == 0, "four pairs that share what is drawn are in one fragment");
   for_lane(l) {
     #pragma unroll

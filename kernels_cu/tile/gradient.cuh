@@ -44,8 +44,10 @@ template <int M, int N> OP void score_gradients(Acc<M, N>& dp, const ColVec<N>& 
     for (int r = 0; r < dp.regs; r += passed.per_move) {
       const Moved p = load_shared<Moved>(passed.at(l, r));
       #pragma unroll
-      for (int i = 0; i < passed.per_move; ++i)
-        dp.at(l, r + i) = unpack_moved(p, i) * (dp.at(l, r + i) - delta.at(l, dp.col_slot(r + i)));
+      for (int i = 0; i < passed.per_move; ++i) {
+        const float factor = unpack_moved(p, i), ds = factor * (dp.at(l, r + i) - delta.at(l, dp.col_slot(r + i)));
+        dp.at(l, r + i) = MASKED_PAIRS && factor == 0.f ? 0.f : ds;         // of a pair that is masked alone, dP may be anything
+      }
     }
   }
 }

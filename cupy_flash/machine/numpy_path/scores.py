@@ -89,8 +89,7 @@ class TileOfScores:
             made = made + self._pairs("bias").astype(self._wide)
         if scores.alibi_slopes is not None:
             made = made - self._slopes() * self._distances()
-        if made.shape != self.shape:
-            made = numpy.array(numpy.broadcast_to(made, self.shape))
+        made = made if made.shape == self.shape else numpy.broadcast_to(made, self.shape).copy()  # which is written to
         return made.reshape(s.shape)
 
     def seen(self, band: numpy.ndarray | None) -> numpy.ndarray | None:
