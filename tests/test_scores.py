@@ -189,6 +189,15 @@ def test_scalars(scalar):
         numpy.testing.assert_allclose(gradient, by_scores, rtol=2e-3 if gradient.dtype == "f2" else 1e-6)
 
 
+def test_a_scalar_beyond_float32_is_itself_in_float64_and_infinite_in_float32():
+    q, k, v = Call(GRID).inputs()
+    for factor in (1e300, 1e-300):
+        text = "score + c * 1e-300" if factor > 1 else "score + c * 1e300"
+        same_bits(attention(q, k, v, score=text, arrays={"c": factor}), attention(q, k, v, score="score + 1"))
+    q, k, v = Call(GRID, "float32").inputs()
+    same_bits(attention(q, k, v, score="where(c < inf, score, 0)", arrays={"c": 1e300}), attention(q, k, v, score="0"))
+
+
 def test_an_index_beyond_the_ends_is_that_of_the_end():
     q, k, v = Call(GRID).inputs()
     w = normal(4)

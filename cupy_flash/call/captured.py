@@ -12,7 +12,7 @@ from ..errors import shown
 from ..problem import arrays as array_views
 from ..problem.dropout import make_seed
 from ..problem.expression.entry import Expression, mask_expression, score_expression
-from ..problem.layout import Layout
+from ..problem.layout import ITEMSIZE, Layout
 from ..problem.scores import OPERANDS, declared, label
 
 BITS_OF_SEED = 64
@@ -129,9 +129,12 @@ def _words(name: str, view: array_views.Array, address: int) -> list[int]:
         return [address]
     if name == "seed":
         return [int(number) for number in view]
+    if view.dtype.name not in ITEMSIZE:
+        return [0]  # which is refused when it is planned
     if view.dtype.kind in "biu":
         return [int(view) & 0xFFFFFFFF]
-    return [int(view.astype(numpy.float32).view(numpy.uint32))]
+    with numpy.errstate(over="ignore"):  # infinity is what float32 has for it
+        return [int(view.astype(numpy.float32).view(numpy.uint32))]
 
 
 def _is_value(name: str, view: array_views.Array) -> bool:
