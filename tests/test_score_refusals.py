@@ -46,6 +46,16 @@ def broken(score):
     raise KeyError("mine")
 
 
+SCALARS = [
+    1j,
+    Fraction(1, 3),
+    Decimal(1),
+    2**70,
+    numpy.array("x"),
+    numpy.array((1, 2), "i4,i4"),
+    numpy.array(None),
+    numpy.longdouble(1),
+]
 PAIRS = r"a shape of at least 2 axes that broadcasts to \(2, 3, 8, 6\), got "
 NUMBER = "dropout: expected a number of at least 0 and below 1, got "
 SEED, OFFSET = (
@@ -111,6 +121,11 @@ WRONG = [
     ({"alibi_slopes": True}, TypeError, "alibi_slopes: expected float32, got bool$"),
     ({"alibi_slopes": ones(3, dtype=int)}, TypeError, "alibi_slopes: expected float32, got int64$"),
     ({"alibi_slopes": [1.0, 2.0, 3.0]}, TypeError, f"alibi_slopes: {ARRAY}list$"),
+    *[
+        ({name: x}, TypeError, f"{name}: expected float32, got ")
+        for name in ("bias", "alibi_slopes")
+        for x in (1j, numpy.array("x"), 1e300)
+    ],
     # Arrays
     *[({"arrays": x}, TypeError, "arrays: expected None or a dict of arrays by their names, got ") for x in ([], 1, "t", ones(3))],
     ({"arrays": {"t": ones(3)}}, ValueError, rf"{T} an array that is read by a score or a mask, of "),
@@ -135,7 +150,7 @@ WRONG = [
         (reading(x), TypeError, rf"{T} floats, integers or bools, got ")
         for x in (*(ones(3).astype(kind) for kind in ("c8", ">f4", ">i4", "O", "U3", "S1", "g")), numpy.zeros(3, "M8[s]"))
     ],
-    *[(reading(x, "t"), TypeError, rf"{T} floats, integers or bools") for x in (1j, Fraction(1, 3), Decimal(1), 2**70)],
+    *[(reading(x, "t"), TypeError, rf"{T} floats, integers or bools") for x in SCALARS],
     *[(reading(x), TypeError, rf"{T} a NumPy or CuPy array or one") for x in ([1.0] * 3, None, "x", (1,), Nameless())],
     (reading(ones(3).view(Subclass)), TypeError, rf"{T} a numpy.ndarray, got its subclass Subclass"),
     (reading(numpy.zeros(3, [("a", "f4"), ("b", "i1")])["a"]), ValueError, rf"{T} strides that are multiples of 4"),

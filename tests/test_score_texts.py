@@ -191,7 +191,7 @@ def random_text(draw: random.Random, grammar: Grammar, option: str) -> str:
 
 
 def of_scores(text: str) -> numpy.ndarray:
-    """What the score becomes at key i for query i, which is all that it sees: the log-sum-exp. It has gradients, whatever they are."""
+    """What the score becomes at key i for query i, which is all that it sees: the log-sum-exp. There are gradients as well."""
     options = {"scale": 1.0, "window": (0, 0), "score": text, "arrays": read_by(text)}
     out, lse = attention(Q, K, K, return_lse=True, **options)
     wrt = plan_attention(Q, K, K, **options).problem.scores.gradients
@@ -263,16 +263,7 @@ def check_texts(start: int, count: int) -> None:
         text = random_text(draw, Grammar(number), option)
         try:
             fates[check(text, option)] += 1
-        except (
-            TypeError,
-            ValueError,
-            RecursionError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            OverflowError,
-            ZeroDivisionError,
-        ) as error:
+        except Exception as error:
             raise AssertionError(f"text {number}, as {option}: {text!r}") from error
     assert min(fates["refused"], fates["equal"]) > count / 5, fates
 

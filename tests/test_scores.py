@@ -119,6 +119,20 @@ def test_arrays_may_be_read_at_several_places():
         assert abs((loss(wide + step) - loss(wide - step)) / 2e-6 - exact[i]) < 1e-7
 
 
+def test_an_index_may_depend_on_the_score():
+    """Its own derivative is 0; the element that is read has one."""
+    call, w = Call(GRID), normal(4)
+    (q, k, v), (dout, _) = call.inputs(), call.cotangents()
+    s = numpy.einsum("bhqd,bhkd->bhqk", q, k.repeat(3, axis=1)) / 5**0.5
+    index = numpy.minimum(abs(3 * s).astype(int), 3).reshape(12, 13, 21)
+    assert set(index.ravel()) == set(range(4))
+    _, vjp = attention_vjp(q, k, v, score="score * w[int(abs(score) * 3)]", arrays={"w": w}, wrt="w")
+    # The same with the index given.
+    _, apart = attention_vjp(q, k, v, score="score * w[i[b * 6 + h, q_idx, kv_idx]]", arrays={"w": w, "i": index}, wrt="w")
+    for a, b in zip((*vjp(dout), vjp(dout).darrays["w"]), (*apart(dout), apart(dout).darrays["w"])):
+        same_bits(a, b)
+
+
 @pytest.mark.parametrize("kind", ["float16", BFLOAT16, "float32", "float64"], ids=lambda x: numpy.dtype(x).name)
 @DTYPES
 def test_arrays_of_floats_of_any_dtype(dtype, kind):
@@ -173,6 +187,15 @@ def test_scalars(scalar):
         by_scores = (vjp(dout, dlse).dq * q).sum() / factor  # q . dq is the sum of all scores times their gradients
         assert gradient.shape == () and gradient.dtype == numpy.asarray(scalar).dtype
         numpy.testing.assert_allclose(gradient, by_scores, rtol=2e-3 if gradient.dtype == "f2" else 1e-6)
+
+
+def test_a_scalar_beyond_float32_is_itself_in_float64_and_infinite_in_float32():
+    q, k, v = Call(GRID).inputs()
+    for factor in (1e300, 1e-300):
+        text = "score + c * 1e-300" if factor > 1 else "score + c * 1e300"
+        same_bits(attention(q, k, v, score=text, arrays={"c": factor}), attention(q, k, v, score="score + 1"))
+    q, k, v = Call(GRID, "float32").inputs()
+    same_bits(attention(q, k, v, score="where(c < inf, score, 0)", arrays={"c": 1e300}), attention(q, k, v, score="0"))
 
 
 def test_an_index_beyond_the_ends_is_that_of_the_end():

@@ -12,7 +12,7 @@ from ..errors import shown
 from ..problem import arrays as array_views
 from ..problem.dropout import make_seed
 from ..problem.expression.entry import Expression, mask_expression, score_expression
-from ..problem.layout import Layout
+from ..problem.layout import ITEMSIZE, Layout
 from ..problem.scores import OPERANDS, declared, label
 
 BITS_OF_SEED = 64
@@ -43,16 +43,15 @@ class Captured:
         self.names = (*operands, *map(label, arrays))
         self.given = (*operands.values(), *arrays.values())
         self.views = tuple([_view(x, name) for x, name in zip(self.given, self.names)])
-        described = [array_views.describe(view) for view in self.views]
+        described = [_described(name, view) for name, view in zip(self.names, self.views)]
         self.descriptions = tuple([description for description, _ in described])
-        self.addresses = [0 if _is_value(name, view) else at for name, view, (_, at) in zip(self.names, self.views, described)]
+        self.addresses = [at for _, at in described]
         self.words = [word for name, view, at in zip(self.names, self.views, self.addresses) for word in _words(name, view, at)]
         self.options = {"operands": tuple(operands), "arrays": tuple(arrays)}
         if callable(score) or callable(mask):  # traced anew in each call: what a function reads may have changed
             layouts = {name: array_views.layout_of(d, label(name)) for name, d in zip(arrays, self.descriptions[len(operands) :])}
             score, mask = _traced(score_expression, score, layouts), _traced(mask_expression, mask, layouts)
         self.options |= {"score": score, "mask": mask}
-
 
     @property
     def on_host(self) -> list[numpy.ndarray | int]:
@@ -80,7 +79,10 @@ def captured(
     given = dict(zip(OPERANDS, (bias, None if is_expression else mask, alibi_slopes, seed)))
     if arrays is not None and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays: expected None or a dict of arrays by their names, got {shown(arrays)}")
-    named = sorted((arrays or {}).items(), key=lambda item: str(item[0]))  # in one order, however a dict was made
+    for name in arrays or ():
+        if not isinstance(name, str):
+            raise TypeError(f"arrays: expected names that are strings, got {shown(name)}")
+    named = sorted((arrays or {}).items(), key=lambda item: item[0])  # in one order, however a dict was made
     return Captured({name: x for name, x in given.items() if x is not None}, dict(named), score, mask if is_expression else None)
 
 
@@ -102,9 +104,10 @@ def _view(x: Any, name: str) -> array_views.Array:
 
 
 def _seed(x: Any) -> array_views.Array:
-    """Seed and offset as two numbers of 64 bits."""
+    """Seed and offset as two numbers of 64 bits. Those on a device cannot be checked without waiting for them."""
     if isinstance(x, (numpy.ndarray, tuple, list, Number)):
-        if isinstance(x, numpy.ndarray) and x.dtype == numpy.uint64 and x.shape == (2,):
+        if type(x) is numpy.ndarray and x.dtype == numpy.uint64 and x.shape == (2,):
+            make_seed(x.tolist())
             return x
         return numpy.array(make_seed(x), numpy.uint64)
     view = array_views.view(x, "seed")
@@ -113,15 +116,25 @@ def _seed(x: Any) -> array_views.Array:
     return view
 
 
+def _described(name: str, view: array_views.Array) -> tuple[tuple[Any, ...], int]:
+    """What `describe` says of an array. Where one lies that is told by its value is nothing that a plan depends on."""
+    if _is_value(name, view):
+        return (view.shape, (view.itemsize,) * view.ndim, view.dtype, 0, None), 0
+    return array_views.describe(view)
+
+
 def _words(name: str, view: array_views.Array, address: int) -> list[int]:
     """What a kernel is told of an operand: its address, or its value, a number of 32 bits."""
     if not _is_value(name, view):
         return [address]
     if name == "seed":
         return [int(number) for number in view]
+    if view.dtype.name not in ITEMSIZE:
+        return [0]  # which is refused when it is planned
     if view.dtype.kind in "biu":
         return [int(view) & 0xFFFFFFFF]
-    return [int(view.astype(numpy.float32).view(numpy.uint32))]
+    with numpy.errstate(over="ignore"):  # infinity is what float32 has for it
+        return [int(view.astype(numpy.float32).view(numpy.uint32))]
 
 
 def _is_value(name: str, view: array_views.Array) -> bool:

@@ -126,12 +126,12 @@ class TileOfScores:
 
     def add_to(self, sums: dict[str, numpy.ndarray], s: numpy.ndarray, ds: numpy.ndarray) -> None:
         """Add what the tile gives to gradients: `ds` is that with respect to what scores became, 0 of pairs that are not seen."""
-        ds = ds.reshape(self.shape)
+        ds, s = ds.reshape(self.shape), s.reshape(self.shape)
         captured = self._of.captured
         for read in self._of.scores.differentiable:
             if read.name in sums and read.name in captured:
-                partial = self._evaluated(derivative(self._of.scores.score.tree, read), s.reshape(self.shape))
-                self._scatter(sums[read.name], read, numpy.where(ds == 0, 0, ds * partial))
+                partial = self._evaluated(derivative(self._of.scores.score.tree, read), s)
+                self._scatter(sums[read.name], read, s, numpy.where(ds == 0, 0, ds * partial))
         if "bias" in sums and "bias" not in captured:
             _add_reduced(sums["bias"], self._at, ds)
         if "alibi_slopes" in sums and "alibi_slopes" not in captured:
@@ -154,14 +154,14 @@ class TileOfScores:
         shift = self._of.len_kv - self._of.len_q
         return abs(self._names["q_idx"] + shift - self._names["kv_idx"]).astype(self._wide)
 
-    def _scatter(self, sums: numpy.ndarray, read: Read, gradient: numpy.ndarray) -> None:
+    def _scatter(self, sums: numpy.ndarray, read: Read, s: numpy.ndarray, gradient: numpy.ndarray) -> None:
         """Add the gradient of each element that was read to its place."""
         if sums.size == 0:
             return
         if not read.args:  # a scalar
             sums[...] += numpy.broadcast_to(gradient, self.shape).sum()
             return
-        indices = [evaluate(index, self._names, self._of.captured, self._wide) for index in read.args]
+        indices = [self._evaluated(index, s) for index in read.args]
         indices = [numpy.clip(index, 0, size - 1) for index, size in zip(indices, sums.shape)]  # as it was read
         # Along what no index moves, the sum is one element's.
         indices = [numpy.broadcast_to(index, (1,) * (3 - index.ndim) + index.shape) for index in indices]
