@@ -18,6 +18,7 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/dq_protocol.cuh"
+#include "tile/score.cuh"
 
 static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
 static_assert(!TMA_REDUCE_DQ, "shared memory has no room for dQ");
@@ -99,9 +100,18 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     start_product_transposed(s_reg, k_smem, 0, q_smem);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if (cut(col0)) apply_mask(s_reg, block.mask, row0, col0);
-    probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap);
-    pass(p_smem(block.queries.count), EXPLICIT_SCORES ? factor_reg : p_reg);
+    const float unit = MODIFIED ? LOG2E : EXPLICIT_SCORES ? 1.f : p.scale * LOG2E;
+    if constexpr (MODIFIED || DROPOUT) {
+      const int head = block.now.head;
+      probabilities(s_reg, factor_reg, block.lse_smem(), score_context(p, block.here, head), block.mask, cut(col0), row0, col0, unit, p.softcap);
+      if constexpr (DROPOUT) drop<true>(s_reg, seeded(p.scores), block.here.batch_number * p.heads + head, row0, col0);
+      to_operands(p_reg, s_reg);
+      pass(p_smem(block.queries.count), factor_reg);
+    } else {
+      if (cut(col0)) apply_mask(s_reg, block.mask, row0, col0);
+      probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), unit, p.softcap);
+      pass(p_smem(block.queries.count), EXPLICIT_SCORES ? factor_reg : p_reg);
+    }
     arrive_pair(passed(block.queries.count));                 // without it the other warp waits for P for ever
     consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
     start_product(sum_reg, p_reg, do_smem);
@@ -116,6 +126,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     start_product_transposed(dp_reg, v_smem, 0, do_smem);
     wait_for_products<0>(dp_reg);                             // without it dP is read that does not exist yet
     if (cut(col0)) apply_mask(dp_reg, block.mask, row0, col0, 0.f);       // 0 times whatever dP was may be NaN
+    if constexpr (DROPOUT) drop<true>(dp_reg, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
     sync_pair(passed(block.queries.count));                   // without it P is read before the other warp has written it
     receive(factor_reg, p_smem(block.queries.count));
     score_gradients<true>(ds_reg, factor_reg, dp_reg, block.delta_smem());

@@ -10,7 +10,18 @@ from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from .architecture import Architecture
 from .expressions import expression_text
-from .kernel import KernelPlan, Launch, check_kind, checked, configure, copy_size, explicit_scores, kind_of_sinks, padded
+from .kernel import (
+    KernelPlan,
+    Launch,
+    check_kind,
+    checked,
+    configure,
+    copy_size,
+    explicit_scores,
+    kind_of_sinks,
+    padded,
+    rows_of_pairs,
+)
 from .schedule import L2_BYTES
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig, row_for, table_for
@@ -85,7 +96,9 @@ def _width(problem: Problem) -> int:
 
 def _row_for(kernel: str, problem: BackwardProblem, architecture: Architecture, copy_bytes: int, explicit: bool) -> TileConfig:
     p = problem.forward
-    return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, explicit, problem.deterministic, p.mask.shape)
+    rows = rows_of_pairs(kernel, architecture, p)
+    kinds = (explicit, problem.deterministic, p.mask.shape)
+    return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, *kinds, rows=rows)
 
 
 def _backward_kernel(problem: BackwardProblem, architecture: Architecture, explicit: bool) -> tuple[str, str]:

@@ -10,7 +10,18 @@ from ..problem.forward import FORWARD_ARRAYS, Problem
 from ..problem.layout import Layout
 from .architecture import Architecture
 from .expressions import expression_text
-from .kernel import KernelPlan, Launch, check_kind, checked, configure, copy_size, explicit_scores, kind_of_sinks, padded
+from .kernel import (
+    KernelPlan,
+    Launch,
+    check_kind,
+    checked,
+    configure,
+    copy_size,
+    explicit_scores,
+    kind_of_sinks,
+    padded,
+    rows_of_pairs,
+)
 from .packing import packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
 from .schedule_params import WARP_ROWS, combining_blocks, partial_rows
@@ -66,6 +77,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         mask=problem.mask.shape,
         width_v=width_v,
         sinks=problem.sinks is not None,
+        rows=rows_of_pairs(kernel, architecture, problem),
     )
     if copy_bytes < 16:  # TMA would write beyond a row's end, see `obstacle`
         row = replace(row, tma_store_out=False)
@@ -106,12 +118,26 @@ def _forward_kernel(problem: Problem, architecture: Architecture) -> tuple[str, 
         return f"fwd_{problem.algorithm}", ""
     if not exists:
         raise UnsupportedError(f"kernel: expected fwd_v1 or fwd_v2 for {problem.dtype} on {architecture}, got {asked!r}")
-    why_not = obstacle(problem.batch, _layouts(problem), MOVED)
+    why_not = _crowded(problem) or obstacle(problem.batch, _layouts(problem), MOVED)
     if not why_not:
         return "fwd_hopper", ""
     if asked is None:
-        return "fwd_v2", f"no TMA: {why_not}"
-    raise UnsupportedError(f"kernel: expected None, fwd_v1 or fwd_v2 for arrays that TMA cannot move, got {asked!r}: {why_not}")
+        return "fwd_v2", why_not if _crowded(problem) else f"no TMA: {why_not}"
+    expected = "None, fwd_v1 or fwd_v2 for " + ("these scores" if _crowded(problem) else "arrays that TMA cannot move")
+    raise UnsupportedError(f"kernel: expected {expected}, got {asked!r}: {why_not}")
+
+
+def _crowded(problem: Problem) -> str:
+    """Why registers of fwd_hopper do not hold what is asked for each pair, or ''."""
+    scores = problem.scores
+    if not scores:
+        return ""
+    asked = (scores.score, scores.mask, scores.mask_array, scores.bias, scores.alibi_slopes, scores.dropout, problem.sinks)
+    if sum(x is not None for x in asked) > 2:
+        return "more than two things are asked for each pair, for which fwd_hopper has no registers"
+    if scores.bias is not None and scores.masks_pairs:
+        return "a bias and a mask of pairs, for which fwd_hopper has no registers"
+    return ""
 
 
 def _split_kv(problem: Problem) -> tuple[bool, str]:

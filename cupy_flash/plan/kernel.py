@@ -14,6 +14,7 @@ from ..problem.layout import Layout
 from ..problem.scores import Scores
 from .architecture import Architecture
 from .expressions import ExpressionText
+from .pair_tuning import PAIR_TABLES
 from .tuning import WIDTHS, TileConfig
 
 # The kernel files, and the struct of `kernels_cu/params.cuh` that every entry of a file is launched with.
@@ -215,6 +216,13 @@ def explicit_scores(problem: Problem) -> tuple[bool, str]:
     if problem.scale > LARGEST_SCALE:
         return True, f"scores scaled one by one: scale > {LARGEST_SCALE}"
     return False, ""
+
+
+def rows_of_pairs(kernel: str, architecture: Architecture, problem: Problem) -> tuple[TileConfig, ...] | None:
+    """The rows for problems in which something is asked for each pair; None for others, which have the kernel's table."""
+    if not problem.scores:
+        return None
+    return PAIR_TABLES[kernel][architecture.name]["float32" if problem.dtype == "float32" else "half"]
 
 
 def configure(

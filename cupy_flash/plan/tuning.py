@@ -364,17 +364,19 @@ def row_for(
     mask: str = "full",
     width_v: int | None = None,
     sinks: bool = False,
+    rows: tuple[TileConfig, ...] | None = None,
 ) -> TileConfig:
     """The first row that is wide enough and meant for so many queries, such copies, scores and masks, and such an order of sums.
 
-    `width` is that of q, k and v, or of the wider ones; `width_v`, if given, that of v.
+    `width` is that of q, k and v, or of the wider ones; `width_v`, if given, that of v. `rows` are those to choose from, in place
+    of the kernel's table.
 
     Raises
     ------
     UnsupportedError
         If none is wide enough.
     """
-    rows = table_for(kernel, architecture, dtype)
+    rows = table_for(kernel, architecture, dtype) if rows is None else rows
     for row in rows:
         if (
             (row.max_len_q is None or len_q <= row.max_len_q)

@@ -109,7 +109,11 @@ OP void score_gradients(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&fac
         const u32 factor = factor_reg[r / 8].at(l, r / 4 % 2 * 2 + row);
         float ds[2];
         #pragma unroll
-        for (int i = 0; i < 2; ++i) ds[i] = unpack<Element>(factor, i) * (SUBTRACT ? dp.at(l, r + 2 * row + i) - stat.x[i] : dp.at(l, r + 2 * row + i));
+        for (int i = 0; i < 2; ++i) {
+          const float of_pair = unpack<Element>(factor, i);
+          ds[i] = of_pair * (SUBTRACT ? dp.at(l, r + 2 * row + i) - stat.x[i] : dp.at(l, r + 2 * row + i));
+          if (MASKED_PAIRS && of_pair == 0.f) ds[i] = 0.f;
+        }
         ds_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(ds[0], ds[1]);
       }
     }

@@ -158,3 +158,35 @@ OP void probabilities(Acc<M, N>& s, const ColVec<N>& lse, const ScoreContext& x,
     }
   }
 }
+
+// The same where one warp has 16 keys: s becomes p, and factor_reg what the other warp is passed, as an A operand. `unit` is what a score is
+// multiplied by for log 2; the log-sum-exp of the columns is read from shared memory when it is needed.
+template <int N>
+OP void probabilities(Acc<16, N>& s, OperandA<16> (&factor_reg)[N / 16], SharedAddress lse, const ScoreContext& x, const TransposedMask& mask,
+                      bool masked, int first_row, int col0, float unit, float softcap) {
+  const int row0 = not_ahead(first_row);
+  const float inverse = softcap > 0.f ? (MODIFIED ? 1.f : LN2) / softcap : 0.f;
+  for_lane(l) {
+    ColumnRange queries[2];
+    #pragma unroll
+    for (int i = 0; i < 2; ++i) queries[i] = masked ? visible_in_row(mask, row0 + RowVec<16>::row(l, i)) : ColumnRange{0, x.q_len - 1};
+    #pragma unroll
+    for (int r = 0; r < s.regs; r += 4) {                     // two rows of two columns
+      const Pair stat = load_shared<Pair>(lse + s.col(l, r) * 4);
+      #pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        float factor[2];
+        #pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int col = col0 + s.col(l, r) + i, q_idx = min_of(col, x.q_len - 1), kv_idx = min_of(row0 + l / 4 + 8 * row, x.kv_len - 1);
+          const float score = s.at(l, r + 2 * row + i), bent = score * inverse;
+          const bool seen = queries[row].first <= col && col <= queries[row].last && (!MASKED_PAIRS || takes_part(q_idx, kv_idx, x));
+          const float p = seen ? exp2_approx(fmaf(score_of(score, q_idx, kv_idx, x), unit, -stat.x[i])) : 0.f;
+          s.at(l, r + 2 * row + i) = p;
+          factor[i] = p == 0.f ? 0.f : p * (1.f - bent * bent) * slope_of(score, q_idx, kv_idx, x);
+        }
+        factor_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(factor[0], factor[1]);
+      }
+    }
+  }
+}

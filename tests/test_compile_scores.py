@@ -1,0 +1,74 @@
+"""What is asked for each pair of a query and a key compiles for every architecture without spills, and its product is never serialised."""
+
+import numpy
+import pytest
+
+pytest.importorskip("cupy")
+
+from cupy_flash import UnsupportedError, plan_attention, plan_attention_backward
+from cupy_flash.machine import nvrtc
+from cupy_flash.machine.machine_code import read
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.tuning import WIDTHS
+from cupy_flash.problem.arrays import DTYPES
+
+LENGTH = 256
+SLOPES = numpy.ones(2, numpy.float32)
+SEEN = numpy.ones((LENGTH, LENGTH), bool)
+DOCUMENTS = {"mask": "doc[q_idx] == doc[kv_idx]", "arrays": {"doc": numpy.ones(LENGTH, numpy.int32)}}
+CLIP = {"score": "c * tanh(score / c)", "arrays": {"c": 5.0}}
+TABLE = {"score": "score + table[kv_idx - q_idx + 256]", "arrays": {"table": numpy.ones(600, numpy.float32)}}
+
+
+def bias(dtype):
+    return {"bias": numpy.zeros((2, LENGTH, LENGTH), DTYPES[dtype])}
+
+
+ASKED = {
+    "alibi": lambda dtype: {"alibi_slopes": SLOPES},
+    "clip": lambda dtype: CLIP,
+    "table": lambda dtype: TABLE,
+    "bias": bias,
+    "documents": lambda dtype: DOCUMENTS,
+    "mask": lambda dtype: {"mask": SEEN},
+    "dropout": lambda dtype: {"dropout": 0.1, "seed": 1},
+    "bias, dropout": lambda dtype: bias(dtype) | {"dropout": 0.1, "seed": 1},
+    "documents, alibi": lambda dtype: DOCUMENTS | {"alibi_slopes": SLOPES},
+    "clip, mask": lambda dtype: CLIP | {"mask": SEEN},
+    "all": lambda dtype: CLIP | bias(dtype) | {"alibi_slopes": SLOPES, "mask": SEEN, "dropout": 0.1, "seed": 1},
+}
+# 16 bytes of a row of float32 with everything at once, for which no tile has the registers.
+SPILLS = {("fwd_v2", architecture, "float32", 256, "all") for architecture in ("80", "90a", "86", "89")}
+
+
+def settings():
+    for architecture in ARCHITECTURES:
+        for dtype in ("float16", "bfloat16", "float32"):
+            for dim in WIDTHS:
+                for asked in ASKED:
+                    for way in ("forward", "backward"):
+                        if dtype == "bfloat16" and architecture == "75":
+                            continue
+                        quick = architecture == "90a" and dtype == "float16" and dim == 128 and asked in ("bias", "clip, mask")
+                        quick |= architecture == "80" and dtype == "float16" and dim == 64 and asked == "all"
+                        yield pytest.param(architecture, dtype, dim, asked, way, marks=() if quick else pytest.mark.release)
+
+
+@pytest.mark.parametrize("architecture, dtype, dim, asked, way", settings())
+def test_no_spill(architecture, dtype, dim, asked, way):
+    q = numpy.zeros((2, LENGTH, dim), DTYPES[dtype])
+    options = {"backend": "host", "arch": architecture, **ASKED[asked](dtype)}
+    try:
+        if way == "forward":
+            plan = plan_attention(q, q, q, **options)
+        else:
+            plan = plan_attention_backward(q, q, q, q, q, numpy.zeros((2, LENGTH), numpy.float32), **options)
+    except UnsupportedError as error:
+        assert "shared memory" in str(error)
+        return
+    kernel = plan.kernel
+    assert kernel.config.SCORES or kernel.config.MASKED_PAIRS or kernel.config.DROPOUT
+    code, log = nvrtc.compile_plan(kernel)
+    spilt = read(code)[kernel.file].stack_bytes
+    assert "C75" not in log
+    assert spilt == 0 or (spilt <= 16 and (kernel.file, architecture, dtype, dim, asked) in SPILLS)
