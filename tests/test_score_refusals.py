@@ -243,17 +243,25 @@ def test_results_lie_apart_from_what_scores_read():
 
 # Gradients
 
-BOTH = {"score": "score * t[h] + c + n[h]", "mask": "m[h] > 0", "bias": ones(8, 6)}
-BOTH["arrays"] = {"t": ones(3), "c": 0.5, "n": ones(3, dtype=int), "m": ones(3)}
-NOT_THERE = ("", "x", "q", "score", "mask", "seed", "sinks", "alibi_slopes", "n", "m", ("t", "m"), ["t", "x"], ("bias", "BIAS"))
+BOTH = {"score": "score * t[h] + c + n[h]", "mask": "m[h] > 0 or on", "bias": ones(8, 6)}
+BOTH["arrays"] = {"t": ones(3), "c": 0.5, "n": ones(3, dtype=int), "m": ones(3), "on": True}
+MASKED, UNASKED = "which only the mask reads; a mask has no gradient", "whose gradient is there without being asked for"
+NONE_OF_IT = "which has no gradient"
+NOT_THERE = [
+    *((wrt, "") for wrt in ("", "x", ["t", "x"], ("bias", "BIAS"))),
+    *(("q", UNASKED), ("sinks", UNASKED), ("score", NONE_OF_IT), ("mask", NONE_OF_IT), ("seed", NONE_OF_IT)),
+    *(("m", MASKED), (("t", "m"), MASKED), ("alibi_slopes", "which was not given")),
+    *(("n", "which is of int64; only floats have a gradient"), ("on", "which is of bool; only floats have a gradient")),
+]
 
 
-@pytest.mark.parametrize("wrt", NOT_THERE, ids=str)
-def test_gradients_of_what_is_not_there(wrt):
+@pytest.mark.parametrize("wrt, why", NOT_THERE, ids=str)
+def test_gradients_of_what_is_not_there(wrt, why):
     for function, arguments in ((attention_vjp, (X, K, K)), (attention_backward, (X, X, K, K, X, ones(2, 3, 8)))):
         with pytest.raises(ValueError, match=r"^wrt: expected names of t, c, bias, got '") as caught:
             function(*arguments, **BOTH, wrt=wrt)
-        assert str(caught.value).endswith(repr(wrt if isinstance(wrt, str) else wrt[-1]))
+        name = repr(wrt if isinstance(wrt, str) else wrt[-1])
+        assert str(caught.value).endswith(f", got {name} ({why})" if why else f", got {name}")
 
 
 @pytest.mark.parametrize("wrt", [None, 1, {"t"}, b"t", ("t", 1), ones(1), Nameless(), {"t": 1}])
@@ -265,7 +273,7 @@ def test_names_of_gradients_are_words(wrt):
 
 def test_gradients_of_nothing():
     for options in ({}, {"mask": "h > 0"}, {"dropout": 0.5, "seed": 1}, {"score": "score + h"}):
-        with pytest.raises(ValueError, match=r"^wrt: expected \(\) where no score reads a float, got 'bias'$"):
+        with pytest.raises(ValueError, match=r"^wrt: expected \(\) where no score .* got 'bias' \(which was not given\)$"):
             attention_vjp(X, K, K, wrt="bias", **options)
         assert attention_vjp(X, K, K, wrt=[], **options)
     with pytest.raises(TypeError, match=r"^wrt: expected an option of attention; there are q, "):
