@@ -50,8 +50,11 @@ def squares(score):
 @pytest.mark.parametrize(
     "function, error, said",
     [
-        (lambda score: 1 if score > 0 else 2, TypeError, "expected where.c, a, b. for 'if' and & | ~ for .*, got bool"),
-        (lambda h: 0 < h < 2, TypeError, "got bool"),
+        (lambda score: 1 if score > 0 else 2, TypeError, "expected numpy.where.c, a, b. for 'if', & | ~ for .*, got bool"),
+        (lambda h: 0 < h < 2, TypeError, "a <= b. & .b < c. for a <= b < c, got bool"),
+        (lambda score, h: min(score, h), TypeError, "numpy.minimum and numpy.maximum for min.. and max.., .* got bool"),
+        (lambda h, b: h < 1 and b < 1, TypeError, "& | ~ for 'and', 'or', 'not', .* got bool"),
+        (lambda h, b: not h < 1, TypeError, "& | ~ for 'and', 'or', 'not', .* got bool"),
         (lambda score: None, TypeError, "expected a function that returns an expression, got one that returns None"),
         (lambda slope: slope, TypeError, "got one that returns slope"),
         (lambda score: score + "1", TypeError, "expected numbers, parameters and what is made of them, got '1'"),

@@ -62,9 +62,14 @@ SEED, OFFSET = (
     r"seed: expected an integer or a pair \(seed, offset\), got ",
     r"seed: expected an offset of at least 0 and below 2\*\*32, got ",
 )
+OPTION = r"\(an expression reads what is in arrays, not the option"
 WRONG = [
     # Texts and functions
     ({"score": "score + t[h]"}, ValueError, f"score: expected one of {KNOWN}, score, inf, got 't' at column 9"),
+    ({"score": "score + bias[q_idx, kv_idx]", "bias": ones(8, 6)}, ValueError, rf".* got 'bias' at column 9 {OPTION} bias=\)\n"),
+    ({"score": "sinks[h]"}, ValueError, rf"score: .* got 'sinks' at column 1 {OPTION} sinks=\)\n"),
+    ({"score": lambda h, alibi_slopes: alibi_slopes[h]}, ValueError, rf"score: .* got 'alibi_slopes' {OPTION} alibi_slopes=\)$"),
+    ({"score": "masks + mask", "arrays": {"masks": 1}}, ValueError, r"score: .* got 'mask' at column 9 \(did you mean 'masks'\?\)"),
     ({"score": "scor"}, ValueError, r"score: expected one of .*did you mean 'score'\?"),
     ({"score": ""}, ValueError, "score: expected an expression in Python's syntax"),
     ({"score": "h < 1 and 2"}, ValueError, "score: expected a bool for 'and', got an int at column 11"),
@@ -75,7 +80,7 @@ WRONG = [
     ({"score": Nameless()}, TypeError, "score: expected an expression or a function, got a value of type Nameless that cannot be "),
     ({"score": lambda score: None}, TypeError, "score: expected a function that returns an expression, got one that returns None"),
     ({"score": lambda scor: 1}, ValueError, f"score: expected one of {KNOWN}, score, inf, got 'scor'"),
-    ({"score": lambda score: score if score > 0 else 0}, TypeError, r"score: expected where\(c, a, b\) for 'if'"),
+    ({"score": lambda score: score if score > 0 else 0}, TypeError, r"score: expected numpy.where\(c, a, b\) for 'if'"),
     ({"score": lambda score: score + "a"}, TypeError, "score: expected numbers, parameters and what is made of them, got 'a'"),
     ({"score": Nameless}, TypeError, "score: expected a function that returns an expression, got one that returns a value "),
     ({"score": len}, ValueError, f"score: expected one of {KNOWN}, score, inf, got 'obj'"),
