@@ -69,6 +69,8 @@ def squares(score):
         (lambda slope, h: slope[h, 1], ValueError, "expected 1 index of 'slope', got 2"),
         (lambda slope, score: slope[score], ValueError, "expected an int as an index of 'slope', got a float"),
         (lambda score: score & 1, ValueError, "expected an int for '&', got a float"),
+        (lambda h: h >> 32, ValueError, "expected 0 to 31 bits for '>>', got 32"),
+        (lambda h: h << -1, ValueError, "31 bits for '<<', got -1"),
         (lambda score: score + 2**40, ValueError, "expected an int of 32 bits"),
         (lambda score: score * float("nan"), ValueError, "expected a number, got NaN"),
         (squares, ValueError, "expected at most 1000 nodes, got 1023"),
