@@ -12,6 +12,7 @@ from cupy_flash import attention, attention_backward, attention_vjp, plan_attent
 
 X, K = numpy.ones((2, 3, 8, 16), numpy.float32), numpy.ones((2, 3, 6, 16), numpy.float32)
 ARRAY = "expected a NumPy or CuPy array or one with DLPack or the CUDA array interface, got "
+LIST = "list; numpy.asarray makes an array of one$"
 KNOWN = "b, h, h_kv, q_idx, kv_idx, q_len, kv_len"
 NONE = (TypeError, ValueError)
 T, U = r"arrays\['t'\]: expected", r"arrays\['u'\]: expected"
@@ -99,7 +100,7 @@ WRONG = [
     ({"mask": ones(8, 0, dtype=bool)}, ValueError, f"mask: expected {PAIRS}\\(8, 0\\)$"),
     ({"mask": ones(6, 8, dtype=bool).T[:, :3]}, ValueError, f"mask: expected {PAIRS}\\(8, 3\\)$"),
     ({"mask": ones(1, 2, 3, 8, 6, dtype=bool)}, ValueError, f"mask: expected {PAIRS}\\(1, 2, 3, 8, 6\\)$"),
-    ({"mask": [[True]]}, TypeError, f"mask: {ARRAY}list$"),
+    ({"mask": [[True]]}, TypeError, f"mask: {ARRAY}{LIST}"),
     ({"mask": Nameless()}, TypeError, f"mask: {ARRAY}Nameless$"),
     ({"mask": ones(8, 6, dtype=bool).view(Subclass)}, TypeError, "mask: expected a numpy.ndarray, got its subclass Subclass"),
     # Biases and slopes
@@ -113,7 +114,7 @@ WRONG = [
     ({"bias": ones(8, 5)}, ValueError, f"bias: expected {PAIRS}\\(8, 5\\)$"),
     ({"bias": ones(2, 8, 6)}, ValueError, f"bias: expected {PAIRS}\\(2, 8, 6\\)$"),
     ({"bias": ones(1, 1, 1, 8, 6)}, ValueError, f"bias: expected {PAIRS}\\(1, 1, 1, 8, 6\\)$"),
-    ({"bias": [[0.0]]}, TypeError, f"bias: {ARRAY}list$"),
+    ({"bias": [[0.0]]}, TypeError, f"bias: {ARRAY}{LIST}"),
     ({"bias": "score"}, TypeError, f"bias: {ARRAY}str$"),
     ({"bias": lambda h: h}, TypeError, f"bias: {ARRAY}function$"),
     ({"bias": ones(8, 6).view(Subclass)}, TypeError, "bias: expected a numpy.ndarray, got its subclass Subclass"),
@@ -125,7 +126,7 @@ WRONG = [
     ({"alibi_slopes": 0.5}, TypeError, "alibi_slopes: expected float32, got float64$"),
     ({"alibi_slopes": True}, TypeError, "alibi_slopes: expected float32, got bool$"),
     ({"alibi_slopes": ones(3, dtype=int)}, TypeError, "alibi_slopes: expected float32, got int64$"),
-    ({"alibi_slopes": [1.0, 2.0, 3.0]}, TypeError, f"alibi_slopes: {ARRAY}list$"),
+    ({"alibi_slopes": [1.0, 2.0, 3.0]}, TypeError, f"alibi_slopes: {ARRAY}{LIST}"),
     *[
         ({name: x}, TypeError, f"{name}: expected float32, got ")
         for name in ("bias", "alibi_slopes")
@@ -157,6 +158,7 @@ WRONG = [
     ],
     *[(reading(x, "t"), TypeError, rf"{T} floats, integers or bools") for x in SCALARS],
     *[(reading(x), TypeError, rf"{T} a NumPy or CuPy array or one") for x in ([1.0] * 3, None, "x", (1,), Nameless())],
+    (reading([1.0] * 3), TypeError, rf"arrays\['t'\]: {ARRAY}{LIST}"),
     (reading(ones(3).view(Subclass)), TypeError, rf"{T} a numpy.ndarray, got its subclass Subclass"),
     (reading(numpy.zeros(3, [("a", "f4"), ("b", "i1")])["a"]), ValueError, rf"{T} strides that are multiples of 4"),
     *[
