@@ -20,7 +20,7 @@ from ..problem.layout import HEADS, HEADS_OF_LSE
 from ..problem.options import Options, check_flag
 from ..problem.scores import check_wrt, label
 from .captured import NOTHING, Captured, captured, layouts_of
-from .forward import ForwardOperands, bound_scores, prepared
+from .forward import ForwardOperands, bound_scores, prepared, seen_and_flops
 
 if TYPE_CHECKING:
     from ..machine.host import Traffic
@@ -69,7 +69,7 @@ class BackwardPlan(Prepared):
         ordered = ", bitwise reproducible" if self.problem.deterministic else ""
         lines = [
             f"gradients of attention of {p}, on backend {self._backend!r}{ordered}",
-            f"  {p.mask}; scale {p.scale:.6g}; {self.problem.flops:.4g} FLOPs",
+            f"  {seen_and_flops(p, self.problem.flops)}",
             *(f"  {line}" for line in str(p.scores).splitlines()),
             f"  results {self.result_bytes} bytes, {self.workspace}",
             "NumPy, tile by tile" if self._execution is None else str(self._execution),
