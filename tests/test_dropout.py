@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash.api.dropout import dropout_mask
+from cupy_flash import dropout_mask, plan_attention
 from cupy_flash.machine import machine_code, nvrtc, source, toolchain
 from cupy_flash.machine.numpy_path.dropout import keeps, philox4x32_10
 from cupy_flash.plan.architecture import ARCHITECTURES
@@ -163,6 +163,12 @@ def test_threshold_and_scale_agree(p, threshold):
     dropout = make_dropout(p)
     assert dropout == Dropout(threshold)
     assert dropout.scale == float(Fraction(2**32, 2**32 - threshold))
+
+
+def test_a_plan_says_what_is_dropped_in_words():
+    assert str(make_dropout(0.1)) == "dropout: leaves out 0.1 of the pairs, multiplies the others by 1.11111"
+    x = numpy.ones((1, 3, 4), numpy.float32)
+    assert f"\n  {make_dropout(0.25)}\n" in str(plan_attention(x, x, x, dropout=0.25, seed=1))
 
 
 @pytest.mark.parametrize("p", [0, 0.0, -0.0, 2.0**-34, numpy.float64(0)])

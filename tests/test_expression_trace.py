@@ -50,8 +50,11 @@ def squares(score):
 @pytest.mark.parametrize(
     "function, error, said",
     [
-        (lambda score: 1 if score > 0 else 2, TypeError, "expected where.c, a, b. for 'if' and & | ~ for .*, got bool"),
-        (lambda h: 0 < h < 2, TypeError, "got bool"),
+        (lambda score: 1 if score > 0 else 2, TypeError, "expected numpy.where.c, a, b. for 'if', & | ~ for .*, got bool"),
+        (lambda h: 0 < h < 2, TypeError, "a <= b. & .b < c. for a <= b < c, got bool"),
+        (lambda score, h: min(score, h), TypeError, "numpy.minimum and numpy.maximum for min.. and max.., .* got bool"),
+        (lambda h, b: h < 1 and b < 1, TypeError, "& | ~ for 'and', 'or', 'not', .* got bool"),
+        (lambda h, b: not h < 1, TypeError, "& | ~ for 'and', 'or', 'not', .* got bool"),
         (lambda score: None, TypeError, "expected a function that returns an expression, got one that returns None"),
         (lambda slope: slope, TypeError, "got one that returns slope"),
         (lambda score: score + "1", TypeError, "expected numbers, parameters and what is made of them, got '1'"),
@@ -66,6 +69,8 @@ def squares(score):
         (lambda slope, h: slope[h, 1], ValueError, "expected 1 index of 'slope', got 2"),
         (lambda slope, score: slope[score], ValueError, "expected an int as an index of 'slope', got a float"),
         (lambda score: score & 1, ValueError, "expected an int for '&', got a float"),
+        (lambda h: h >> 32, ValueError, "expected 0 to 31 bits for '>>', got 32"),
+        (lambda h: h << -1, ValueError, "31 bits for '<<', got -1"),
         (lambda score: score + 2**40, ValueError, "expected an int of 32 bits"),
         (lambda score: score * float("nan"), ValueError, "expected a number, got NaN"),
         (squares, ValueError, "expected at most 1000 nodes, got 1023"),

@@ -12,6 +12,7 @@ from cupy_flash import attention, attention_backward, attention_vjp, plan_attent
 
 X, K = numpy.ones((2, 3, 8, 16), numpy.float32), numpy.ones((2, 3, 6, 16), numpy.float32)
 ARRAY = "expected a NumPy or CuPy array or one with DLPack or the CUDA array interface, got "
+LIST = "list; numpy.asarray makes an array of one$"
 KNOWN = "b, h, h_kv, q_idx, kv_idx, q_len, kv_len"
 NONE = (TypeError, ValueError)
 T, U = r"arrays\['t'\]: expected", r"arrays\['u'\]: expected"
@@ -62,9 +63,14 @@ SEED, OFFSET = (
     r"seed: expected an integer or a pair \(seed, offset\), got ",
     r"seed: expected an offset of at least 0 and below 2\*\*32, got ",
 )
+OPTION = r"\(an expression reads what is in arrays, not the option"
 WRONG = [
     # Texts and functions
     ({"score": "score + t[h]"}, ValueError, f"score: expected one of {KNOWN}, score, inf, got 't' at column 9"),
+    ({"score": "score + bias[q_idx, kv_idx]", "bias": ones(8, 6)}, ValueError, rf".* got 'bias' at column 9 {OPTION} bias=\)\n"),
+    ({"score": "sinks[h]"}, ValueError, rf"score: .* got 'sinks' at column 1 {OPTION} sinks=\)\n"),
+    ({"score": lambda h, alibi_slopes: alibi_slopes[h]}, ValueError, rf"score: .* got 'alibi_slopes' {OPTION} alibi_slopes=\)$"),
+    ({"score": "masks + mask", "arrays": {"masks": 1}}, ValueError, r"score: .* got 'mask' at column 9 \(did you mean 'masks'\?\)"),
     ({"score": "scor"}, ValueError, r"score: expected one of .*did you mean 'score'\?"),
     ({"score": ""}, ValueError, "score: expected an expression in Python's syntax"),
     ({"score": "h < 1 and 2"}, ValueError, "score: expected a bool for 'and', got an int at column 11"),
@@ -75,7 +81,7 @@ WRONG = [
     ({"score": Nameless()}, TypeError, "score: expected an expression or a function, got a value of type Nameless that cannot be "),
     ({"score": lambda score: None}, TypeError, "score: expected a function that returns an expression, got one that returns None"),
     ({"score": lambda scor: 1}, ValueError, f"score: expected one of {KNOWN}, score, inf, got 'scor'"),
-    ({"score": lambda score: score if score > 0 else 0}, TypeError, r"score: expected where\(c, a, b\) for 'if'"),
+    ({"score": lambda score: score if score > 0 else 0}, TypeError, r"score: expected numpy.where\(c, a, b\) for 'if'"),
     ({"score": lambda score: score + "a"}, TypeError, "score: expected numbers, parameters and what is made of them, got 'a'"),
     ({"score": Nameless}, TypeError, "score: expected a function that returns an expression, got one that returns a value "),
     ({"score": len}, ValueError, f"score: expected one of {KNOWN}, score, inf, got 'obj'"),
@@ -94,7 +100,7 @@ WRONG = [
     ({"mask": ones(8, 0, dtype=bool)}, ValueError, f"mask: expected {PAIRS}\\(8, 0\\)$"),
     ({"mask": ones(6, 8, dtype=bool).T[:, :3]}, ValueError, f"mask: expected {PAIRS}\\(8, 3\\)$"),
     ({"mask": ones(1, 2, 3, 8, 6, dtype=bool)}, ValueError, f"mask: expected {PAIRS}\\(1, 2, 3, 8, 6\\)$"),
-    ({"mask": [[True]]}, TypeError, f"mask: {ARRAY}list$"),
+    ({"mask": [[True]]}, TypeError, f"mask: {ARRAY}{LIST}"),
     ({"mask": Nameless()}, TypeError, f"mask: {ARRAY}Nameless$"),
     ({"mask": ones(8, 6, dtype=bool).view(Subclass)}, TypeError, "mask: expected a numpy.ndarray, got its subclass Subclass"),
     # Biases and slopes
@@ -108,7 +114,7 @@ WRONG = [
     ({"bias": ones(8, 5)}, ValueError, f"bias: expected {PAIRS}\\(8, 5\\)$"),
     ({"bias": ones(2, 8, 6)}, ValueError, f"bias: expected {PAIRS}\\(2, 8, 6\\)$"),
     ({"bias": ones(1, 1, 1, 8, 6)}, ValueError, f"bias: expected {PAIRS}\\(1, 1, 1, 8, 6\\)$"),
-    ({"bias": [[0.0]]}, TypeError, f"bias: {ARRAY}list$"),
+    ({"bias": [[0.0]]}, TypeError, f"bias: {ARRAY}{LIST}"),
     ({"bias": "score"}, TypeError, f"bias: {ARRAY}str$"),
     ({"bias": lambda h: h}, TypeError, f"bias: {ARRAY}function$"),
     ({"bias": ones(8, 6).view(Subclass)}, TypeError, "bias: expected a numpy.ndarray, got its subclass Subclass"),
@@ -120,7 +126,7 @@ WRONG = [
     ({"alibi_slopes": 0.5}, TypeError, "alibi_slopes: expected float32, got float64$"),
     ({"alibi_slopes": True}, TypeError, "alibi_slopes: expected float32, got bool$"),
     ({"alibi_slopes": ones(3, dtype=int)}, TypeError, "alibi_slopes: expected float32, got int64$"),
-    ({"alibi_slopes": [1.0, 2.0, 3.0]}, TypeError, f"alibi_slopes: {ARRAY}list$"),
+    ({"alibi_slopes": [1.0, 2.0, 3.0]}, TypeError, f"alibi_slopes: {ARRAY}{LIST}"),
     *[
         ({name: x}, TypeError, f"{name}: expected float32, got ")
         for name in ("bias", "alibi_slopes")
@@ -152,6 +158,7 @@ WRONG = [
     ],
     *[(reading(x, "t"), TypeError, rf"{T} floats, integers or bools") for x in SCALARS],
     *[(reading(x), TypeError, rf"{T} a NumPy or CuPy array or one") for x in ([1.0] * 3, None, "x", (1,), Nameless())],
+    (reading([1.0] * 3), TypeError, rf"arrays\['t'\]: {ARRAY}{LIST}"),
     (reading(ones(3).view(Subclass)), TypeError, rf"{T} a numpy.ndarray, got its subclass Subclass"),
     (reading(numpy.zeros(3, [("a", "f4"), ("b", "i1")])["a"]), ValueError, rf"{T} strides that are multiples of 4"),
     *[
@@ -243,17 +250,25 @@ def test_results_lie_apart_from_what_scores_read():
 
 # Gradients
 
-BOTH = {"score": "score * t[h] + c + n[h]", "mask": "m[h] > 0", "bias": ones(8, 6)}
-BOTH["arrays"] = {"t": ones(3), "c": 0.5, "n": ones(3, dtype=int), "m": ones(3)}
-NOT_THERE = ("", "x", "q", "score", "mask", "seed", "sinks", "alibi_slopes", "n", "m", ("t", "m"), ["t", "x"], ("bias", "BIAS"))
+BOTH = {"score": "score * t[h] + c + n[h]", "mask": "m[h] > 0 or on", "bias": ones(8, 6)}
+BOTH["arrays"] = {"t": ones(3), "c": 0.5, "n": ones(3, dtype=int), "m": ones(3), "on": True}
+MASKED, UNASKED = "which only the mask reads; a mask has no gradient", "whose gradient is there without being asked for"
+NONE_OF_IT = "which has no gradient"
+NOT_THERE = [
+    *((wrt, "") for wrt in ("", "x", ["t", "x"], ("bias", "BIAS"))),
+    *(("q", UNASKED), ("sinks", UNASKED), ("score", NONE_OF_IT), ("mask", NONE_OF_IT), ("seed", NONE_OF_IT)),
+    *(("m", MASKED), (("t", "m"), MASKED), ("alibi_slopes", "which was not given")),
+    *(("n", "which is of int64; only floats have a gradient"), ("on", "which is of bool; only floats have a gradient")),
+]
 
 
-@pytest.mark.parametrize("wrt", NOT_THERE, ids=str)
-def test_gradients_of_what_is_not_there(wrt):
+@pytest.mark.parametrize("wrt, why", NOT_THERE, ids=str)
+def test_gradients_of_what_is_not_there(wrt, why):
     for function, arguments in ((attention_vjp, (X, K, K)), (attention_backward, (X, X, K, K, X, ones(2, 3, 8)))):
         with pytest.raises(ValueError, match=r"^wrt: expected names of t, c, bias, got '") as caught:
             function(*arguments, **BOTH, wrt=wrt)
-        assert str(caught.value).endswith(repr(wrt if isinstance(wrt, str) else wrt[-1]))
+        name = repr(wrt if isinstance(wrt, str) else wrt[-1])
+        assert str(caught.value).endswith(f", got {name} ({why})" if why else f", got {name}")
 
 
 @pytest.mark.parametrize("wrt", [None, 1, {"t"}, b"t", ("t", 1), ones(1), Nameless(), {"t": 1}])
@@ -265,7 +280,7 @@ def test_names_of_gradients_are_words(wrt):
 
 def test_gradients_of_nothing():
     for options in ({}, {"mask": "h > 0"}, {"dropout": 0.5, "seed": 1}, {"score": "score + h"}):
-        with pytest.raises(ValueError, match=r"^wrt: expected \(\) where no score reads a float, got 'bias'$"):
+        with pytest.raises(ValueError, match=r"^wrt: expected \(\) where no score .* got 'bias' \(which was not given\)$"):
             attention_vjp(X, K, K, wrt="bias", **options)
         assert attention_vjp(X, K, K, wrt=[], **options)
     with pytest.raises(TypeError, match=r"^wrt: expected an option of attention; there are q, "):

@@ -619,7 +619,16 @@ def test_plans_print_what_becomes_of_scores():
     text = str(plan_attention(q, k, v, **options_of_a_plan(None, 1)))
     for part in ("score: score * t[h] + c", "its derivative: t[h]", "with respect to t[h]: score", "mask: doc[kv_idx] == doc["):
         assert part in text
-    assert "bias: float64, shape (2, 6, 13, 21), strides (0, 0, 21, 1)" in text and "dropout" in text.lower()
+    assert "bias: float64, shape (2, 6, 13, 21), strides (0, 0, 21, 1)" in text and "dropout: leaves out 0." in text
+
+
+def test_plans_say_that_a_mask_hides_more():
+    q, k, v = (numpy.ones((2, 5, 4)) for _ in range(3))
+    out, lse = attention(q, k, v, return_lse=True)
+    for mask in ("q_idx >= kv_idx", numpy.tri(5, dtype=bool)):
+        for plan in (plan_attention(q, k, v, mask=mask), plan_attention_backward(q, q, k, v, out, lse, mask=mask)):
+            assert ", unless mask hides them; scale 0.5; " in str(plan) and " FLOPs without mask\n" in str(plan)
+    assert "query i sees keys 0 ... 4; scale 0.5; " in str(plan_attention(q, k, v)) and " FLOPs\n" in str(plan_attention(q, k, v))
 
 
 # Random combinations

@@ -8,7 +8,7 @@ import pytest
 from hand_scores import MASKS, SCORES, Grid
 from thinned import thinned
 
-from cupy_flash import UnsupportedError, dropout_mask, plan_attention, plan_attention_backward
+from cupy_flash import UnsupportedError, attention_vjp, dropout_mask, plan_attention, plan_attention_backward
 from cupy_flash.judge.oracle import naive, oracle
 from cupy_flash.judge.oracle_gradients import naive_gradients, oracle_gradients
 from cupy_flash.machine import host
@@ -192,6 +192,8 @@ def test_what_kernels_do_not_take_is_said():
     with pytest.raises(UnsupportedError, match=r"^wrt: expected \(\) on backend 'host', .* no gradients of bias yet"):
         bias = numpy.zeros(PAIRS, numpy.float16)
         plan_attention_backward(dout, q, k, v, q, lse, backend="host", bias=bias, wrt="bias")
+    with pytest.raises(UnsupportedError, match=r"^wrt: expected \(\) on backend 'host', .* no gradients of bias yet"):
+        attention_vjp(q, k, v, backend="host", bias=bias, wrt="bias")  # and not when its function is called
     with pytest.raises(UnsupportedError, match=r"^arrays: expected at most 6 of them for kernels, got 7"):
         names = [f"a{i}" for i in range(7)]
         arrays = {name: numpy.ones(HEADS, numpy.float32) for name in names}

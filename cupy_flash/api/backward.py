@@ -65,7 +65,8 @@ def attention_backward(
     score, mask, arrays, bias, alibi_slopes, sinks, seed
         As they were given to `attention`.
     wrt : str or tuple of str
-        Names of what else gradients are asked for: 'bias', 'alibi_slopes', or arrays of floats that `score` reads.
+        Names of what else gradients are asked for: 'bias', 'alibi_slopes', or arrays of floats that `score` reads. That of a Python
+        float is a float64 array of shape ().
     deterministic : bool
         True adds the gradient of q in a fixed order, so that repeats are bitwise equal. Costs speed on a GPU.
     dq : array of the shape of q, optional

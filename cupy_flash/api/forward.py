@@ -108,7 +108,7 @@ def attention(
         where a query sees a key; or an expression of type bool, such as ``"doc[q_idx] == doc[kv_idx]"``.
     arrays : dict of str to array or number, optional
         What the expressions read. Their contents do not matter to what is compiled. An index beyond an axis is taken for the
-        nearest one.
+        nearest one. In kernels integers have 32 bits, of wider ones the low 32, and floats are float32.
     bias : array, optional
         What is added to scores: broadcasts to (..., heads, seq_q, seq_kv), in the dtype of q or in float32. May be -inf.
     alibi_slopes : array, shape (heads,) or (..., heads), optional

@@ -11,7 +11,7 @@ import numpy
 from ..machine.execution import Execution, Operands, Prepared, architecture_for, cached
 from ..machine.numpy_path.backward import blocked_gradients
 from ..machine.numpy_path.forward import accumulator
-from ..plan.backward import backward_launches, backward_maps, backward_workspace, make_backward_plan, make_grouping
+from ..plan.backward import backward_launches, backward_maps, backward_workspace, check_sums, make_backward_plan, make_grouping
 from ..plan.kernel import KernelPlan
 from ..plan.params import backward_params, names_of_scores
 from ..problem import arrays
@@ -20,7 +20,7 @@ from ..problem.layout import HEADS, HEADS_OF_LSE
 from ..problem.options import Options, check_flag
 from ..problem.scores import check_wrt, label
 from .captured import NOTHING, Captured, captured, layouts_of
-from .forward import ForwardOperands, bound_scores, prepared
+from .forward import ForwardOperands, bound_scores, prepared, seen_and_flops
 
 if TYPE_CHECKING:
     from ..machine.host import Traffic
@@ -69,7 +69,7 @@ class BackwardPlan(Prepared):
         ordered = ", bitwise reproducible" if self.problem.deterministic else ""
         lines = [
             f"gradients of attention of {p}, on backend {self._backend!r}{ordered}",
-            f"  {p.mask}; scale {p.scale:.6g}; {self.problem.flops:.4g} FLOPs",
+            f"  {seen_and_flops(p, self.problem.flops)}",
             *(f"  {line}" for line in str(p.scores).splitlines()),
             f"  results {self.result_bytes} bytes, {self.workspace}",
             "NumPy, tile by tile" if self._execution is None else str(self._execution),
@@ -303,7 +303,9 @@ def attention_and_vjp(
     check_flag("deterministic", of_backward["deterministic"])
     given = ForwardOperands(q, k, v, None, None, sinks, others)
     plan = prepared(given, {**options, "return_lse": True})
-    check_wrt(of_backward["wrt"], plan.problem.scores)
+    wrt = check_wrt(of_backward["wrt"], plan.problem.scores)
+    if plan.kernel is not None:  # before the forward, of which nothing would be left
+        check_sums(wrt, plan.problem.backend)
     out, lse = plan.run(given)
     backward_options = {**options, "algorithm": "auto", **of_backward}
 

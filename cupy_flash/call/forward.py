@@ -63,7 +63,7 @@ class AttentionPlan(Prepared):
     def __str__(self) -> str:
         lines = [
             f"attention of {self.problem}, on backend {self._backend!r}",
-            f"  {self.problem.mask}; scale {self.problem.scale:.6g}; {self.problem.flops:.4g} FLOPs",
+            f"  {seen_and_flops(self.problem, self.problem.flops)}",
             *(f"  {line}" for line in str(self.problem.scores).splitlines()),
             f"  results {self.result_bytes} bytes, {self.workspace}",
             "NumPy, online softmax over blocks of keys" if self._execution is None else str(self._execution),
@@ -258,6 +258,12 @@ def prepared(given: ForwardOperands, options: dict[str, Any]) -> AttentionPlan:
     if given.captured is not NOTHING:
         options = {**options, **given.captured.options}
     return cached(_prepared, given.descriptions, options)
+
+
+def seen_and_flops(problem: Problem, flops: int) -> str:
+    """What a plan prints of the keys that queries see, and of the work, both of which know nothing of pairs masked one by one."""
+    hidden, without = (", unless mask hides them", " without mask") if problem.scores.masks_pairs else ("", "")
+    return f"{problem.mask}{hidden}; scale {problem.scale:.6g}; {flops:.4g} FLOPs{without}"
 
 
 def bound_scores(problem: Problem, views: list[Any]) -> BoundScores | None:

@@ -101,14 +101,24 @@ def _row_for(kernel: str, problem: BackwardProblem, architecture: Architecture, 
     return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, *kinds, rows=rows)
 
 
+def check_sums(wrt: tuple[str, ...], backend: str) -> None:
+    """Refuse gradients beside those of the inputs, which no kernel sums up.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    if wrt:
+        names = ", ".join(wrt)
+        raise UnsupportedError(f"wrt: expected () on backend {backend!r}, where kernels sum up no gradients of {names} yet")
+
+
 def _backward_kernel(problem: BackwardProblem, architecture: Architecture, explicit: bool) -> tuple[str, str]:
     """The kernel file, and why it is not the one that the architecture is best at, or ''."""
     p = problem.forward
     asked = problem.kernel
     if p.scores:
-        if problem.wrt:
-            names = ", ".join(problem.wrt)
-            raise UnsupportedError(f"wrt: expected () on backend {p.backend!r}, where kernels sum up no gradients of {names} yet")
+        check_sums(problem.wrt, p.backend)
         if asked not in (None, "bwd_v2"):
             expected = "None or 'bwd_v2' with score, mask, bias, alibi_slopes or dropout"
             raise UnsupportedError(f"kernel: expected {expected}, got {asked!r}")

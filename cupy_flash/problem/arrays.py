@@ -237,8 +237,9 @@ def _foreign_view(x: Any, name: str) -> Array:
     if why is not None:
         raise TypeError(f"{name}: expected an array whose memory can be shared, got {kind}: {why}")
     if array is None:
+        hint = "; numpy.asarray makes an array of one" if isinstance(x, (list, tuple)) else ""
         raise TypeError(
-            f"{name}: expected a NumPy or CuPy array or one with DLPack or the CUDA array interface, got {kind}"
+            f"{name}: expected a NumPy or CuPy array or one with DLPack or the CUDA array interface, got {kind}{hint}"
         )
     return array
 

@@ -27,6 +27,9 @@ class Dropout:
 
     threshold: int
 
+    def __str__(self) -> str:
+        return f"dropout: leaves out {self.threshold / WORDS:.6g} of the pairs, multiplies the others by {self.scale:.6g}"
+
     @property
     def scale(self) -> float:
         """Factor of the pairs that are kept: 1 over the share of all words that keep one, which is not quite 1 - p."""

@@ -258,5 +258,20 @@ def check_wrt(wrt: Any, scores: Scores) -> tuple[str, ...]:
     for name in names:
         if name not in scores.gradients:
             expected = f"names of {', '.join(scores.gradients)}" if scores.gradients else "() where no score reads a float"
-            raise ValueError(f"wrt: expected {expected}, got {shown(name)}")
+            reason = _without_gradient(name, scores)
+            raise ValueError(f"wrt: expected {expected}, got {shown(name)}{reason and f' ({reason})'}")
     return tuple(dict.fromkeys(names))
+
+
+def _without_gradient(name: str, scores: Scores) -> str:
+    """Why `wrt` cannot name this, or '' if it is nothing of the call's."""
+    layout = dict(scores.arrays).get(name)
+    if layout is not None and kind_of(name, layout.dtype) != "float":
+        return f"which is of {layout.dtype}; only floats have a gradient"
+    if layout is not None:
+        return "which only the mask reads; a mask has no gradient"
+    if name in ("q", "k", "v", "sinks"):
+        return "whose gradient is there without being asked for"
+    if name in ("bias", "alibi_slopes"):
+        return "which was not given"
+    return "which has no gradient" if name in ("score", "mask", "seed", "dropout") else ""

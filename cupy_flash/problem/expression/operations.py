@@ -8,13 +8,16 @@ three is one of two twice, and ``& | ^ ~`` of bools are ``and``, ``or``, ``!=`` 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import reduce
 
 from .tree import KINDS, Apply, Literal, Node, extent
 
 MOST_NODES, DEEPEST = 1000, 100
-LARGEST = 2**31 - 1  # an int is one of 32 bits where it is compiled
+BITS = 32  # of an int where it is compiled
+LARGEST = 2 ** (BITS - 1) - 1
 HIGHEST_POWER = 8  # that is made of multiplications
+SHIFTS = ("<<", ">>")
 
 ARTICLE = {"bool": "a bool", "int": "an int", "float": "a float"}
 
@@ -110,11 +113,18 @@ def _typed(op: str, *args: Node) -> Node:
             raise Mistake(f"{ARTICLE[high]} for '{op}'", ARTICLE[arg.kind], hint, place)
     kind = _joined(low, *args)
     args = tuple(convert(arg, kind) for arg in args)
+    if shifts_too_far(op, args):
+        raise Mistake(f"0 to {BITS - 1} bits for '{op}'", str(args[1]), arg=1)
     if op == "pos":
         return args[0]
     if op == "neg" and isinstance(args[0], Literal) and args[0].value != -LARGEST - 1:
         return Literal(-args[0].value)
     return Apply(op, args, value or kind)
+
+
+def shifts_too_far(op: str, args: Sequence[Node]) -> bool:
+    """Whether an operation shifts by a literal that C++ leaves undefined."""
+    return op in SHIFTS and isinstance(args[1], Literal) and not 0 <= args[1].value < BITS
 
 
 def _where(condition: Node, then: Node, otherwise: Node) -> Node:

@@ -7,7 +7,7 @@ import math
 import numpy
 
 from .evaluate import evaluate
-from .operations import LARGEST, apply
+from .operations import LARGEST, apply, shifts_too_far
 from .tree import Apply, Literal, Node, fold
 
 ZEROS = {"float": Literal(0.0), "int": Literal(0)}  # a zero has no sign
@@ -28,6 +28,8 @@ def simplified(op: str, *args: Node) -> Node:
 
 
 def _less(op: str, *args: Node) -> Node:
+    if shifts_too_far(op, args):  # as the user could not write it, but make it of literals
+        return Apply(op, args, "int")
     node = apply(op, *args)
     if not isinstance(node, Apply):
         return node
@@ -64,8 +66,6 @@ def _less(op: str, *args: Node) -> Node:
 def _folded(node: Apply) -> Node:
     """What an operation of literals makes, where that is the same in all floats and ints that it may be computed in."""
     if node.op in ("//", "%") and node.args[1].value == 0:
-        return node
-    if node.op in ("<<", ">>") and not 0 <= node.args[1].value < 32:
         return node
     low, high = (evaluate(node, {}, {}, dtype).item() for dtype in (numpy.float32, numpy.float64))
     fits = math.isfinite(high) if node.kind == "float" else -LARGEST - 1 <= high <= LARGEST

@@ -155,7 +155,10 @@ class Traced:
     __neg__, __pos__, __abs__, __invert__ = _unary("neg"), _unary("pos"), _unary("abs"), _unary("~")
 
     def __bool__(self) -> bool:
-        raise WrongType("expected where(c, a, b) for 'if' and & | ~ for 'and', 'or', 'not', got bool() of an expression")
+        raise WrongType(
+            "expected numpy.where(c, a, b) for 'if', & | ~ for 'and', 'or', 'not', numpy.minimum and numpy.maximum for min() and "
+            "max(), and (a <= b) & (b < c) for a <= b < c, got bool() of an expression"
+        )
 
     def __repr__(self) -> str:
         return f"<{self.tree}>"

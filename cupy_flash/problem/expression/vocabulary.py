@@ -14,6 +14,7 @@ from .operations import ARTICLE, FUNCTIONS, Mistake, convert, limited
 from .tree import NAMES, Literal, Name, Node, Read
 
 CONSTANTS = {"inf": math.inf}
+OPTIONS = ("bias", "mask", "alibi_slopes", "sinks")  # arrays of attention that a user may expect to be names
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,4 +99,5 @@ def unknown(name: str, names: Iterable[str]) -> Mistake:
     """What to raise for a name that is none of these."""
     names = list(names)
     close = get_close_matches(name, names, n=1)
-    return Mistake(f"one of {', '.join(names)}", shown(name), f"did you mean '{close[0]}'?" if close else "")
+    hint = f"an expression reads what is in arrays, not the option {name}=" if name in OPTIONS else ""
+    return Mistake(f"one of {', '.join(names)}", shown(name), f"did you mean '{close[0]}'?" if close else hint)
