@@ -1,4 +1,4 @@
-"""What is asked for each pair of a query and a key compiles for every architecture without spills, and its product is never serialised."""
+"""What is asked for each pair of a query and a key compiles for every architecture without spills."""
 
 import numpy
 import pytest

@@ -338,7 +338,6 @@ def test_plans_take_no_options(option):
 
 
 @pytest.mark.parametrize("mask", ["q_idx >= 1", "zzz", lambda h: h > 0], ids=["other", "none", "function"])
-@pytest.mark.xfail(strict=True, reason="plans take an expression as mask and compute with their own")
 def test_plans_take_no_other_expression(mask):
     with pytest.raises(NONE, match=r"^mask: "):
         plan_attention(X, K, K, **PLANNED)(X, K, K, **GIVEN, mask=mask)

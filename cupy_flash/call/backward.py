@@ -122,7 +122,7 @@ class BackwardPlan(Prepared):
             If an array is not laid out as planned.
         """
         others = captured(mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
-        self._check_captured(others.names, self.problem.forward.scores.names)
+        self._check_captured(others.names, self.problem.forward.scores.names, others.options["mask"])
         given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks, others=others)
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
@@ -149,7 +149,7 @@ class BackwardPlan(Prepared):
         """
         self._check_counts()
         given = operands(dout, q, k, v, out, lse, dlse, sinks, None, None, None, None, others=captured(**others))
-        self._check_captured(given.captured.names, self.problem.forward.scores.names)
+        self._check_captured(given.captured.names, self.problem.forward.scores.names, given.captured.options["mask"])
         self._check_layouts(given.descriptions)
         return self._compute(given, None)
 

@@ -112,7 +112,7 @@ class AttentionPlan(Prepared):
             If an array is not laid out as planned.
         """
         others = captured(mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
-        self._check_captured(others.names, self.problem.scores.names)
+        self._check_captured(others.names, self.problem.scores.names, others.options["mask"])
         given = ForwardOperands(q, k, v, out, lse, sinks, others)
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
@@ -138,7 +138,7 @@ class AttentionPlan(Prepared):
         """
         self._check_counts()
         given = ForwardOperands(q, k, v, None, None, sinks, captured(**others))
-        self._check_captured(given.captured.names, self.problem.scores.names)
+        self._check_captured(given.captured.names, self.problem.scores.names, given.captured.options["mask"])
         self._check_layouts(given.descriptions)
         out, lse, traffic = self._compute(given, None)
         return (out, lse) if self._returns_lse else out, traffic

@@ -198,8 +198,10 @@ class Prepared:
                 raise ValueError(f"{name}: expected an array of shape {planned.shape}, as planned, got None")
 
     @staticmethod
-    def _check_captured(names: tuple[str, ...], planned: tuple[str, ...]) -> None:
-        """Refuse arrays of scores by other names than those planned."""
+    def _check_captured(names: tuple[str, ...], planned: tuple[str, ...], mask: object) -> None:
+        """Refuse arrays of scores by other names than those planned, and an expression as mask, which is the plan's own."""
+        if mask is not None:
+            raise ValueError(f"mask: expected None or an array, since a plan keeps its expression, got {shown(mask)}")
         for name in planned:
             if name not in names:
                 raise ValueError(f"{name}: expected an array, as planned, got None")

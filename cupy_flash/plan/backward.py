@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..errors import UnsupportedError
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
+from ..problem.layout import Layout
 from .architecture import Architecture
 from .expressions import expression_text
 from .kernel import (
@@ -20,11 +21,11 @@ from .kernel import (
     explicit_scores,
     kind_of_sinks,
     padded,
-    rows_of_pairs,
+    rows_of,
 )
 from .schedule import L2_BYTES
 from .tensor_map import TensorMap, obstacle, tensor_maps
-from .tuning import TileConfig, row_for, table_for
+from .tuning import TileConfig, row_for
 from .workspace import Workspace
 
 HOPPER_KERNELS = ("bwd_hopper", "bwd_hopper_wide")
@@ -96,7 +97,7 @@ def _width(problem: Problem) -> int:
 
 def _row_for(kernel: str, problem: BackwardProblem, architecture: Architecture, copy_bytes: int, explicit: bool) -> TileConfig:
     p = problem.forward
-    rows = rows_of_pairs(kernel, architecture, p)
+    rows = rows_of(kernel, architecture, p)
     kinds = (explicit, problem.deterministic, p.mask.shape)
     return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, *kinds, rows=rows)
 
@@ -113,25 +114,30 @@ def check_sums(wrt: tuple[str, ...], backend: str) -> None:
         raise UnsupportedError(f"wrt: expected () on backend {backend!r}, where kernels sum up no gradients of {names} yet")
 
 
+def _layouts(problem: BackwardProblem) -> dict[str, Layout]:
+    """All arrays that have the batch axes: these are merged where all step through them as through one."""
+    return {name: layout for name, layout in problem.layouts.items() if layout is not None} | problem.forward.scores.layouts
+
+
 def _backward_kernel(problem: BackwardProblem, architecture: Architecture, explicit: bool) -> tuple[str, str]:
     """The kernel file, and why it is not the one that the architecture is best at, or ''."""
     p = problem.forward
     asked = problem.kernel
     if p.scores:
         check_sums(problem.wrt, p.backend)
-        if asked not in (None, "bwd_v2"):
-            expected = "None or 'bwd_v2' with score, mask, bias, alibi_slopes or dropout"
-            raise UnsupportedError(f"kernel: expected {expected}, got {asked!r}")
-        return "bwd_v2", "what becomes of scores is in bwd_v2"
+    if p.scores and asked == "bwd_hopper":
+        expected = "None, 'bwd_v2' or 'bwd_hopper_wide' with score, mask, bias, alibi_slopes or dropout"
+        raise UnsupportedError(f"kernel: expected {expected}, got {asked!r}: its registers hold both gradients")
     if asked == "bwd_v2":
         return asked, f"{asked} was asked for"
-    tables = [table_for(kernel, architecture, p.dtype) for kernel in (HOPPER_KERNELS if asked is None else (asked,))]
+    kernels = (HOPPER_KERNELS[1:] if p.scores else HOPPER_KERNELS) if asked is None else (asked,)
+    tables = [rows_of(kernel, architecture, p) for kernel in kernels]
     if not any(tables):
         why_not = f"there is no other one for {p.dtype} on {architecture}"
     else:
-        why_not = obstacle(p.batch, {name: x for name, x in problem.layouts.items() if x is not None}, IN_MAPS, GRADIENTS)
+        why_not = obstacle(p.batch, _layouts(problem), IN_MAPS, GRADIENTS)
         why_not = why_not and f"no TMA: {why_not}"
-    for kernel, rows in zip(HOPPER_KERNELS if asked is None else (asked,), tables):
+    for kernel, rows in zip(kernels, tables):
         if not why_not and any(row.width >= _width(p) and not (explicit and row.plain_scores) for row in rows):
             return kernel, ""
     if asked is not None:
@@ -241,7 +247,7 @@ def backward_maps(plan: KernelPlan, problem: BackwardProblem) -> dict[str, Tenso
         return {}
     keys, queries = plan.config.TILE_KV, plan.config.TILE_Q
     boxes = dict(zip(IN_MAPS, (queries, keys, keys, queries, WARP_ROWS, WARP_ROWS, WARP_ROWS)))
-    layouts = {name: layout for name, layout in problem.layouts.items() if layout is not None}
+    layouts = _layouts(problem)
     return {f"{name}_map": described for name, described in tensor_maps(problem.forward.batch, layouts, boxes).items()}
 
 

@@ -20,7 +20,7 @@ from .kernel import (
     explicit_scores,
     kind_of_sinks,
     padded,
-    rows_of_pairs,
+    rows_of,
 )
 from .packing import packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
@@ -77,7 +77,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         mask=problem.mask.shape,
         width_v=width_v,
         sinks=problem.sinks is not None,
-        rows=rows_of_pairs(kernel, architecture, problem),
+        rows=rows_of(kernel, architecture, problem),
     )
     if copy_bytes < 16:  # TMA would write beyond a row's end, see `obstacle`
         row = replace(row, tma_store_out=False)

@@ -15,7 +15,7 @@ from ..problem.scores import Scores
 from .architecture import Architecture
 from .expressions import ExpressionText
 from .pair_tuning import PAIR_TABLES
-from .tuning import WIDTHS, TileConfig
+from .tuning import WIDTHS, TileConfig, table_for
 
 # The kernel files, and the struct of `kernels_cu/params.cuh` that every entry of a file is launched with.
 PARAMS = {
@@ -218,11 +218,11 @@ def explicit_scores(problem: Problem) -> tuple[bool, str]:
     return False, ""
 
 
-def rows_of_pairs(kernel: str, architecture: Architecture, problem: Problem) -> tuple[TileConfig, ...] | None:
-    """The rows for problems in which something is asked for each pair; None for others, which have the kernel's table."""
+def rows_of(kernel: str, architecture: Architecture, problem: Problem) -> tuple[TileConfig, ...]:
+    """The rows of a kernel for a problem: where something is asked for each pair, not those of its table; none if it has none."""
     if not problem.scores:
-        return None
-    return PAIR_TABLES[kernel][architecture.name]["float32" if problem.dtype == "float32" else "half"]
+        return table_for(kernel, architecture, problem.dtype)
+    return PAIR_TABLES.get(kernel, {}).get(architecture.name, {}).get("float32" if problem.dtype == "float32" else "half", ())
 
 
 def configure(

@@ -7,7 +7,7 @@ None is measured.
 
 from __future__ import annotations
 
-from .tuning import ONE_GROUP, SHARED, SHORT, TWO, TWO_PINGPONG, TileConfig
+from .tuning import ONE_GRADIENT, ONE_GROUP, SHARED, SHORT, TWO, TWO_PINGPONG, TileConfig
 
 REGISTERS = "what is asked for each pair takes registers of wider tiles"
 ONE_BLOCK = {"min_blocks": 1}
@@ -102,6 +102,11 @@ BACKWARD_FLOAT32_75 = (
     TileConfig(192, 16, 16, REGISTERS, warps=2, stages=1, **ONE_BLOCK),
 )
 
+BACKWARD_HOPPER_WIDE = (
+    TileConfig(128, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
+    TileConfig(192, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),  # wider ones would spill, and are for bwd_v2
+)
+
 PAIR_TABLES: dict[str, dict[str, dict[str, tuple[TileConfig, ...]]]] = {
     "fwd_v2": {
         "75": {"half": HALVES_75, "float32": FLOAT32_75},
@@ -122,4 +127,5 @@ PAIR_TABLES: dict[str, dict[str, dict[str, tuple[TileConfig, ...]]]] = {
         "100": {"half": BACKWARD_HALVES_100, "float32": BACKWARD_FLOAT32_80},
         "120": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_120},
     },
+    "bwd_hopper_wide": {"90a": {"half": BACKWARD_HOPPER_WIDE}},
 }

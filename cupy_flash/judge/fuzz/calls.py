@@ -12,6 +12,7 @@ import numpy
 import cupy_flash
 
 from ...problem.arrays import DTYPES
+from ...problem.layout import FLOATS
 from . import verdict
 from .arrays import draw_array
 from .draw import Draw
@@ -269,7 +270,7 @@ def _valid(draw: Draw, function: str) -> tuple[Callable[..., Any], dict[str, Any
 
 def _valid_arrays(draw: Draw) -> dict[str, numpy.ndarray]:
     numbers = draw.numbers()
-    dtype = DTYPES[draw.one(list(DTYPES))]
+    dtype = DTYPES[draw.one(FLOATS)]
     heads_kv, group, len_q, len_kv = draw.integer(1, 2), draw.one((1, 1, 3)), draw.integer(1, 6), draw.integer(1, 7)
     dim = draw.one((1, 3, 8, 16))
     dim_v = draw.one((dim, 2, 5))

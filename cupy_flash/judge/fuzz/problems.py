@@ -8,6 +8,7 @@ from typing import Any
 
 from ...plan.tuning import WIDTHS
 from ...problem.arrays import DTYPES
+from ...problem.layout import FLOATS
 from ..cases import Case
 from .draw import Draw
 from .placement import Placement, draw_placement
@@ -178,7 +179,7 @@ def _with_sinks(draw: Draw, problem: Problem) -> Problem:
 
 
 def _kind(draw: Draw) -> tuple[str, str]:
-    kind = draw.one((*DTYPES, "tf32"))
+    kind = draw.one((*FLOATS, "tf32"))
     return ("float32", "tf32") if kind == "tf32" else (kind, "ieee")
 
 
