@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cupy_flash import UnsupportedError
 from cupy_flash.machine import source, toolchain
-from cupy_flash.plan.params import fast_divmod, forward_params, places_of
+from cupy_flash.plan.params import fast_divmod, forward_params, names_of_scores, places_of
 from cupy_flash.plan.sources import shelf
 from cupy_flash.plan.structs import struct
 from cupy_flash.plan.tensor_map import TENSOR_MAP
@@ -44,8 +44,9 @@ template <typename T> char kind() {
 def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
     """Name, offset, size and kind of each field; of a tensor map, whose content is the driver's, the size alone."""
     calls, expected = ["WHOLE(TensorMap)"], [f"TensorMap {TENSOR_MAP.itemsize} 64"]
-    alignments = {"FastDivmod": 4, "DropoutParams": 4}
-    alignments |= dict.fromkeys(("Tensor", "MaskParams", "ForwardParams", "BackwardParams", "MergeParams"), 8)
+    alignments = {"FastDivmod": 4}
+    scores = "DropoutParams", "CapturedArray", "ScoreParams"
+    alignments |= dict.fromkeys((*scores, "Tensor", "MaskParams", "ForwardParams", "BackwardParams", "MergeParams"), 8)
     alignments |= {"HopperForwardParams": 64, "BackwardMaps": 64, "HopperBackwardParams": 64}
     written = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+)", source.files()["params.cuh"], re.MULTILINE)
     assert set(written) == {*alignments, "TensorMap"}
@@ -101,7 +102,7 @@ def test_a_problem_becomes_numbers():
     of_inputs = {"q": (64, 384, 1), "k": (1280, 64, 1), "v": (960, 48, 1), "sinks": (1, 6, 0)}
     assert strides == of_inputs | {"out": (48, 288, 1), "lse": (10, 1, 0)}
     assert [params[name]["batch_stride"][-1] for name in strides] == [3840, 3840, 2880, 2880, 60, 0]
-    assert {name: params[name].tolist() for name in FORWARD.names if name not in strides} == {
+    assert {name: params[name].tolist() for name in FORWARD.names if name not in (*strides, "scores")} == {
         "state": 0,
         "mask": (6, 12, fast_divmod(1), 0),
         "batch": [1, 1, 1, 2],
@@ -115,6 +116,42 @@ def test_a_problem_becomes_numbers():
         "softcap": 5.0,
         "sinks_of_head": 5,
     }
+
+
+def test_what_scores_read_becomes_numbers():
+    """Arrays that broadcast have strides of 0, and batch axes that one of them steps through otherwise stay apart."""
+    q, k = (dense_layout((2, 3, 6, rows, 64), (4, 3, 2, 1, 0), "float16", None) for rows in (10, 20))
+    bias = dense_layout((2, 1, 6, 10, 20), (4, 3, 2, 1, 0), "float32", None)
+    seen = dense_layout((10, 1), (1, 0), "bool", None)
+    table, gain = dense_layout((7, 5), (0, 1), "float32", None), dense_layout((), (), "float64", None)
+    operands = {"bias": bias, "mask": seen, "seed": dense_layout((2,), (0,), "uint64", None)}
+    asked = Options(score="score * gain + table[h, q_idx - kv_idx]", dropout=0.25, backend="host")
+    with pytest.raises(ValueError, match=r"^arrays\['table'\]: expected 6 elements along axis 0"):
+        make_problem(q, k, k, asked, operands=operands, arrays={"gain": gain, "table": table})
+    asked = dataclasses.replace(asked, score="score * gain + table[h + 0, q_idx - kv_idx]")
+    problem = make_problem(q, k, k, asked, operands=operands, arrays={"gain": gain, "table": table})
+    params = forward_params(problem)[0]
+    assert params["batch"].tolist() == [1, 1, 2, 3]
+    tensors = {name: params["scores"][name] for name in ("bias", "pair_mask", "alibi_slopes")}
+    strides = {name: [*x["batch_stride"], x["head_stride"], x["row_stride"], x["col_stride"]] for name, x in tensors.items()}
+    assert strides == {"bias": [0, 0, 1200, 0, 200, 20, 1], "pair_mask": [0] * 5 + [1, 0], "alibi_slopes": [0] * 7}
+    captured = params["scores"]["captured"]
+    assert captured["stride"].tolist() == [[0] * 4, [1, 7, 0, 0], *[[0] * 4] * 4]
+    assert captured["extent"].tolist() == [[0] * 4, [7, 5, 0, 0], *[[0] * 4] * 4]
+    dropout = params["scores"]["dropout"]
+    assert dropout["threshold"] == 2**30 and dropout["scale"] == numpy.float32(4 / 3)
+    names = names_of_scores(problem.scores)
+    called = ("bias", "pair_mask", "seed_low", "offset", "captured 0", "captured 1")
+    assert names == tuple(f"scores.{name}" for name in called)
+    params = forward_params(problem)
+    words = params.view(numpy.uint64)
+    for number, name in enumerate(names, 1000):
+        [place] = places_of(params, name).values()
+        words[place] = number
+    told = params[0]["scores"]
+    assert (told["bias"]["data"], told["pair_mask"]["data"]) == (1000, 1001)
+    assert (told["dropout"]["seed_low"], told["dropout"]["seed_high"], told["dropout"]["offset"]) == (1002, 0, 1003)
+    assert told["captured"]["data"].tolist()[:3] == [1004, 1005, 0] and told["seed"] == 0
 
 
 def test_no_mask_is_a_band_wider_than_any_length():

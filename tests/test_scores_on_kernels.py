@@ -1,24 +1,15 @@
 """Scores, masks, biases, ALiBi and dropout in kernels, executed on the host, against the oracle and against NumPy's dropout."""
 
-import math
-
-import ml_dtypes
 import numpy
 import pytest
-from hand_scores import MASKS, SCORES, Grid
+from hand_scores import MASKS, SCORES
+from score_kernels import BATCH, BIASES, DIM, DTYPES, HEADS, HEADS_KV, LEN_KV, LEN_Q, PAIRS, everything, given, inputs, judged
 from thinned import thinned
 
 from cupy_flash import UnsupportedError, attention_vjp, dropout_mask, plan_attention, plan_attention_backward
-from cupy_flash.judge.oracle import naive, oracle
-from cupy_flash.judge.oracle_gradients import naive_gradients, oracle_gradients
 from cupy_flash.machine import host
 
-DTYPES = {"float16": numpy.dtype("float16"), "bfloat16": numpy.dtype(ml_dtypes.bfloat16), "float32": numpy.dtype("float32")}
 KINDS = [("75", "float16"), ("80", "bfloat16"), ("90a", "float16"), ("80", "float32"), ("75", "float32")]
-BATCH, HEADS, HEADS_KV, LEN_Q, LEN_KV, DIM = 2, 4, 2, 75, 93, 40  # off every tile edge
-SCALE = 1 / math.sqrt(DIM)
-GRID = Grid.of((BATCH,), HEADS, HEADS_KV, LEN_Q, LEN_KV)
-PAIRS = (BATCH, HEADS, LEN_Q, LEN_KV)
 
 
 @pytest.fixture(params=host.SCHEDULES)
@@ -26,120 +17,61 @@ def schedule(request, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
 
 
-def inputs(dtype, seed=0):
-    rng = numpy.random.default_rng(seed)
-    shapes = (HEADS, LEN_Q), (HEADS_KV, LEN_KV), (HEADS_KV, LEN_KV), (HEADS, LEN_Q)
-    return [rng.standard_normal((BATCH, *shape, DIM)).astype(DTYPES[dtype]) for shape in shapes]
-
-
-def judged(kind, options, hand):
-    """Both directions by kernels, within the bounds of design: twice the error of the textbook's formula, and three times."""
+def on_host(kind, options, hand):
+    """Judged on the host, by the kernels that are meant for the architecture."""
     arch, dtype = kind
-    q, k, v, dout = inputs(dtype)
-    operands = {name: x for name, x in options.items() if name in ("arrays", "bias", "alibi_slopes", "seed", "sinks")}
-    if isinstance(options.get("mask"), numpy.ndarray):
-        operands["mask"] = options["mask"]
-    plan = plan_attention(q, k, v, backend="host", arch=arch, return_lse=True, **options)
-    assert plan.kernel.file == ("fwd_hopper" if arch == "90a" else "fwd_v2")
-    out, lse = plan(q, k, v, **operands)
-    exact, exact_lse = oracle(q, k, v, scale=SCALE, **hand)
-    plain, _ = naive(q, k, v, scale=SCALE, **hand)
-    unit = float(ml_dtypes.finfo(q.dtype).eps)
-    largest = largest_score(q, k, hand)
-    close(out, exact, plain, 2, unit, largest)
-    assert (numpy.isneginf(lse) == numpy.isneginf(exact_lse)).all()
-    seen = ~numpy.isneginf(exact_lse)
-    assert abs(lse[seen] - exact_lse[seen]).max(initial=0) <= 8 * 2**-24 * largest
-
-    # What was left is given to the backward, as users do.
-    backward = plan_attention_backward(dout, q, k, v, out, lse, backend="host", arch=arch, **options)
-    assert backward.kernel.file == ("bwd_hopper_wide" if arch == "90a" else "bwd_v2")
-    gradients = backward(dout, q, k, v, out, lse, **operands)
-    exacts, plains = oracle_gradients(dout, q, k, v, scale=SCALE, **hand), naive_gradients(dout, q, k, v, scale=SCALE, **hand)
-    for got, right, plainly in zip(gradients, exacts, plains):
-        close(got, right, plainly, 3, unit, largest)
-    return plan, backward
-
-
-def largest_score(q, k, hand):
-    """A bound of scores in units of log 2, whose roundings the exponential turns into errors of probabilities."""
-    s = numpy.repeat(k.astype(float), HEADS // HEADS_KV, axis=1)
-    s = q.astype(float) @ s.swapaxes(-1, -2) * SCALE
-    made = hand["score"].value(s) if "score" in hand else s
-    added = sum(abs(hand[name]).max(initial=0, where=numpy.isfinite(hand[name])) for name in ("bias",) if name in hand)
-    added += abs(hand["alibi_slopes"]).max() * max(LEN_Q, LEN_KV) if "alibi_slopes" in hand else 0
-    return 2 + 1.45 * (abs(s).max() + abs(made).max() + added)
-
-
-def close(got, exact, plain, times, unit, largest):
-    """Elementwise within some times the largest error of `plain`, and roundings: of the result, and of scores in float32."""
-    assert numpy.isfinite(got.astype(float)).all()
-    room = times * abs(plain.astype(float) - exact).max() + (unit + 8 * 2**-24 * largest) * abs(exact).max()
-    assert abs(got.astype(float) - exact).max() <= room
-
-
-def given(example, grid=GRID):
-    declared = example.arrays(grid)
-    arrays = {name: array for name, (_, array) in declared.items()}
-    return arrays, example.hand(grid, arrays)
+    forward, backward = judged(dtype, options, hand, {"backend": "host", "arch": arch})
+    crowded = options.get("dropout") and "score" in options
+    assert forward.file == ("fwd_hopper" if arch == "90a" and not crowded else "fwd_v2")
+    assert backward.file == ("bwd_hopper_wide" if arch == "90a" else "bwd_v2")
+    return forward
 
 
 @pytest.mark.parametrize("kind", KINDS[1:3], ids="-".join)
 @pytest.mark.parametrize("example", thinned(SCORES, keep=4), ids=str)
 def test_scores(example, kind, schedule):
     arrays, score = given(example)
-    judged(kind, {"score": example.text, "arrays": arrays}, {"score": score})
+    on_host(kind, {"score": example.text, "arrays": arrays}, {"score": score})
 
 
 @pytest.mark.parametrize("kind", KINDS[1:3], ids="-".join)
 @pytest.mark.parametrize("example", thinned(MASKS, keep=4), ids=str)
 def test_masks(example, kind, schedule):
     arrays, seen = given(example)
-    judged(kind, {"mask": example.text, "arrays": arrays}, {"seen": seen})
-
-
-def everything(dtype):
-    """All that there is at once, and what it means."""
-    rng = numpy.random.default_rng(1)
-    arrays, score = given(next(example for example in SCORES if example.name == "gate"))
-    bias = rng.standard_normal((HEADS, LEN_KV, LEN_Q)).astype(DTYPES[dtype]).swapaxes(-1, -2)[:, ::-1]
-    bias[..., 5:7] = -numpy.inf
-    seen = rng.random((BATCH, 1, LEN_Q, LEN_KV)) < 0.7
-    slopes = rng.uniform(0.01, 0.2, (BATCH, HEADS)).astype(numpy.float32)
-    keep = dropout_mask(PAIRS, 0.25, (1 << 40, 3))
-    options = {"score": "score * sigmoid(score - level[h])", "arrays": arrays, "bias": bias, "alibi_slopes": slopes, "mask": seen}
-    hand = {"score": score, "bias": bias, "alibi_slopes": slopes, "seen": seen, "keep": keep, "keep_scale": 4 / 3}
-    options |= {"dropout": 0.25, "seed": (1 << 40, 3), "causal": True, "softcap": 5.0}
-    return options, hand | {"last_key": LEN_KV - LEN_Q, "softcap": 5.0}
+    on_host(kind, {"mask": example.text, "arrays": arrays}, {"seen": seen})
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_everything_at_once(kind, schedule):
-    plan, _ = judged(kind, *everything(kind[1]))
-    config = plan.kernel.config
+    config = on_host(kind, *everything(kind[1])).config
     assert config.SCORES and config.MASKED_PAIRS and config.DROPOUT and config.EXPLICIT_SCORES
 
 
-BIASES = {
-    "of all pairs": lambda rng: rng.standard_normal((BATCH, HEADS, LEN_Q, LEN_KV)),
-    "of heads": lambda rng: rng.standard_normal((HEADS, LEN_Q, LEN_KV)),
-    "of keys": lambda rng: rng.standard_normal((BATCH, 1, 1, LEN_KV)),
-    "of pairs, backwards": lambda rng: rng.standard_normal((LEN_KV, LEN_Q))[::-1, ::-1].T,
-}
+TWO = {"alibi, dropout": ("alibi_slopes", "dropout", "seed"), "alibi, mask": ("alibi_slopes", "mask")}
+MEANT = {"dropout": ("keep", "keep_scale"), "mask": ("seen",), "seed": ()}
+
+
+@pytest.mark.parametrize("two", TWO)
+def test_two_at_once_on_sm_90a(two, schedule):
+    options, hand = everything("float16")
+    meant = {name for option in TWO[two] for name in MEANT.get(option, (option,))} | {"last_key", "softcap"}
+    options = {name: x for name, x in options.items() if name in (*TWO[two], "causal", "softcap")}
+    kernel = on_host(("90a", "float16"), options, {name: x for name, x in hand.items() if name in meant})
+    assert kernel.file == "fwd_hopper" and kernel.config.SCORES
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("shape", thinned(BIASES))
 def test_biases(shape, dtype):
     bias = BIASES[shape](numpy.random.default_rng(2)).astype(dtype)
-    judged(("90a", "float16"), {"bias": bias}, {"bias": bias})
+    on_host(("90a", "float16"), {"bias": bias}, {"bias": bias})
 
 
 def test_alibi_with_a_window():
     slopes = numpy.array([0.5, 0.25, 0.125, 0.0625], numpy.float32)
     shift = LEN_KV - LEN_Q
     options = {"alibi_slopes": slopes, "window": (20, 9)}
-    judged(("80", "float16"), options, {"alibi_slopes": slopes, "first_key": shift - 20, "last_key": shift + 9})
+    on_host(("80", "float16"), options, {"alibi_slopes": slopes, "first_key": shift - 20, "last_key": shift + 9})
 
 
 @pytest.mark.parametrize("kind", KINDS[:3], ids="-".join)

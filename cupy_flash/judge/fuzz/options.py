@@ -259,6 +259,31 @@ def _prefix() -> list[Value]:
     ]
 
 
+def _of_scores() -> dict[str, list[Value]]:
+    """What comes to scores, in values that are wrong or change nothing: what the others mean, tests of scores judge."""
+    nothing, thing = Value("None", None, True, None), Value("an object", object())
+    array = Value("an array of integers", numpy.ones(3, numpy.int32))
+    return {
+        "score": [nothing, thing, Value("no name", "zzz"), Value("half a sum", "score +"), Value("bytes", b"score")],
+        "mask": [nothing, thing, Value("no name", "zzz"), Value("an integer", "q_idx"), array, Value("a string of NUL", "\0")],
+        "arrays": [nothing, thing, Value("a list", [1]), Value("3", 3), Value("no name", {1: 2.0})],
+        "bias": [nothing, thing, array, Value("a string", "x"), Value("a hostile object", Hostile())],
+        "alibi_slopes": [nothing, thing, array, Value("a string", "x"), Value("True", True)],
+        "seed": [
+            *(nothing, thing, Value("an integer", 1, None), Value("-1", -1), Value("2**64", 2**64), Value("1.5", 1.5)),
+            *(Value("True", True, twin=1), Value("three numbers", (1, 2, 3)), Value("a large offset", (1, 2**32))),
+        ],
+        "dropout": [
+            *(Value("0", 0, True, 0.0), Value("0.0", 0.0, True, 0.0), Value("0.5, which needs a seed", 0.5, None)),
+            *(Value("1.0", 1.0), Value("-0.1", -0.1), Value("NaN", float("nan")), Value("True", True), Value("False", False), Value("a string", "0")),
+        ],
+        "wrt": [
+            *(Value("()", (), True, ()), thing, Value("True", True), Value("3", 3), Value("what is not there", "zzz")),
+            *(Value("a name that is none", ("zzz",)), Value("a tuple of numbers", (1,))),
+        ],
+    }
+
+
 def values_of(option: str, backward: bool) -> list[Value]:
     """What an option may be called with: right and wrong values that are meant for it."""
     if option in ("scale", "softcap"):
@@ -283,11 +308,12 @@ def values_of(option: str, backward: bool) -> list[Value]:
         ],
         "kernel": [*_choices(*kernels, none=True), Value("the other direction's", "fwd_v2" if backward else "bwd_v2")],
     }
+    others |= _of_scores()
     return others[option] if option in others else _flag()
 
 
 def draw_value(draw: Draw, option: str, backward: bool) -> Value:
     """A value for an option, most often a wrong one."""
-    if draw.chance(0.3):
+    if draw.chance(0.3) and option not in _of_scores():  # of which some take a dict, a function or an array
         return draw.one(_anything())
     return draw.one(values_of(option, backward))

@@ -1,0 +1,108 @@
+"""How results of kernels with scores, masks, biases, ALiBi and dropout are judged, on the host and on a device."""
+
+import math
+
+import ml_dtypes
+import numpy
+from hand_scores import SCORES, Grid
+
+from cupy_flash import dropout_mask, plan_attention, plan_attention_backward
+from cupy_flash.judge.oracle import naive, oracle
+from cupy_flash.judge.oracle_gradients import naive_gradients, oracle_gradients
+
+DTYPES = {"float16": numpy.dtype("float16"), "bfloat16": numpy.dtype(ml_dtypes.bfloat16), "float32": numpy.dtype("float32")}
+BATCH, HEADS, HEADS_KV, LEN_Q, LEN_KV, DIM = 2, 4, 2, 75, 93, 40  # off every tile edge
+SCALE = 1 / math.sqrt(DIM)
+GRID = Grid.of((BATCH,), HEADS, HEADS_KV, LEN_Q, LEN_KV)
+PAIRS = (BATCH, HEADS, LEN_Q, LEN_KV)
+
+
+def inputs(dtype, seed=0):
+    rng = numpy.random.default_rng(seed)
+    shapes = (HEADS, LEN_Q), (HEADS_KV, LEN_KV), (HEADS_KV, LEN_KV), (HEADS, LEN_Q)
+    return [rng.standard_normal((BATCH, *shape, DIM)).astype(DTYPES[dtype]) for shape in shapes]
+
+
+def judged(dtype, options, hand, where, place=lambda x: x, fetch=lambda x: x):
+    """Both directions by kernels, within twice the error of the textbook's formula, and three times; the files of both kernels.
+
+    `where` are the options that say where: backend and architecture. `place` brings arrays there, and `fetch` back.
+    """
+    q, k, v, dout = inputs(dtype)
+    options = {name: placed(x, place) for name, x in options.items()}
+    operands = {name: x for name, x in options.items() if name in ("arrays", "bias", "alibi_slopes", "seed", "sinks")}
+    if "mask" in options and not isinstance(options["mask"], str):
+        operands["mask"] = options["mask"]
+    there = [place(x) for x in (q, k, v)]
+    plan = plan_attention(*there, return_lse=True, **where, **options)
+    results = plan(*there, **operands)
+    out, lse = map(fetch, results)
+    exact, exact_lse = oracle(q, k, v, scale=SCALE, **hand)
+    plain, _ = naive(q, k, v, scale=SCALE, **hand)
+    unit = float(ml_dtypes.finfo(q.dtype).eps)
+    largest = largest_score(q, k, hand)
+    close(out, exact, plain, 2, unit, largest)
+    assert (numpy.isneginf(lse) == numpy.isneginf(exact_lse)).all()
+    seen = ~numpy.isneginf(exact_lse)
+    assert abs(lse[seen] - exact_lse[seen]).max(initial=0) <= 8 * 2**-24 * largest
+
+    # What was left is given to the backward, as users do.
+    backward = plan_attention_backward(place(dout), *there, *results, **where, **options)
+    gradients = map(fetch, backward(place(dout), *there, *results, **operands))
+    exacts, plains = oracle_gradients(dout, q, k, v, scale=SCALE, **hand), naive_gradients(dout, q, k, v, scale=SCALE, **hand)
+    for got, right, plainly in zip(gradients, exacts, plains):
+        close(got, right, plainly, 3, unit, largest)
+    return plan.kernel, backward.kernel
+
+
+def placed(x, place):
+    """An option with its arrays where kernels are executed; numbers stay."""
+    if isinstance(x, dict):
+        return {name: placed(value, place) for name, value in x.items()}
+    return place(x) if isinstance(x, numpy.ndarray) else x
+
+
+def largest_score(q, k, hand):
+    """A bound of scores in units of log 2, whose roundings the exponential turns into errors of probabilities."""
+    s = numpy.repeat(k.astype(float), HEADS // HEADS_KV, axis=1)
+    s = q.astype(float) @ s.swapaxes(-1, -2) * SCALE
+    made = hand["score"].value(s) if "score" in hand else s
+    added = sum(abs(hand[name]).max(initial=0, where=numpy.isfinite(hand[name])) for name in ("bias",) if name in hand)
+    added += abs(hand["alibi_slopes"]).max() * max(LEN_Q, LEN_KV) if "alibi_slopes" in hand else 0
+    return 2 + 1.45 * (abs(s).max() + abs(made).max() + added)
+
+
+def close(got, exact, plain, times, unit, largest):
+    """Elementwise within some times the largest error of `plain`, and roundings: of the result, and of scores in float32."""
+    assert numpy.isfinite(got.astype(float)).all()
+    room = times * abs(plain.astype(float) - exact).max() + (unit + 8 * 2**-24 * largest) * abs(exact).max()
+    assert abs(got.astype(float) - exact).max() <= room
+
+
+def given(example, grid=GRID):
+    declared = example.arrays(grid)
+    arrays = {name: array for name, (_, array) in declared.items()}
+    return arrays, example.hand(grid, arrays)
+
+
+def everything(dtype):
+    """All that there is at once, and what it means."""
+    rng = numpy.random.default_rng(1)
+    arrays, score = given(next(example for example in SCORES if example.name == "gate"))
+    bias = rng.standard_normal((HEADS, LEN_KV, LEN_Q)).astype(DTYPES[dtype]).swapaxes(-1, -2)[:, ::-1]
+    bias[..., 5:7] = -numpy.inf
+    seen = rng.random((BATCH, 1, LEN_Q, LEN_KV)) < 0.7
+    slopes = rng.uniform(0.01, 0.2, (BATCH, HEADS)).astype(numpy.float32)
+    keep = dropout_mask(PAIRS, 0.25, (1 << 40, 3))
+    options = {"score": "score * sigmoid(score - level[h])", "arrays": arrays, "bias": bias, "alibi_slopes": slopes, "mask": seen}
+    hand = {"score": score, "bias": bias, "alibi_slopes": slopes, "seen": seen, "keep": keep, "keep_scale": 4 / 3}
+    options |= {"dropout": 0.25, "seed": (1 << 40, 3), "causal": True, "softcap": 5.0}
+    return options, hand | {"last_key": LEN_KV - LEN_Q, "softcap": 5.0}
+
+
+BIASES = {
+    "of all pairs": lambda rng: rng.standard_normal((BATCH, HEADS, LEN_Q, LEN_KV)),
+    "of heads": lambda rng: rng.standard_normal((HEADS, LEN_Q, LEN_KV)),
+    "of keys": lambda rng: rng.standard_normal((BATCH, 1, 1, LEN_KV)),
+    "of pairs, backwards": lambda rng: rng.standard_normal((LEN_KV, LEN_Q))[::-1, ::-1].T,
+}
