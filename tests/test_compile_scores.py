@@ -37,8 +37,13 @@ ASKED = {
     "clip, mask": lambda dtype: CLIP | {"mask": SEEN},
     "all": lambda dtype: CLIP | bias(dtype) | {"alibi_slopes": SLOPES, "mask": SEEN, "dropout": 0.1, "seed": 1},
 }
-# 16 bytes of a row of float32 with everything at once, for which no tile has the registers.
-SPILLS = {("fwd_v2", architecture, "float32", 256, "all") for architecture in ("80", "90a", "86", "89")}
+# A few bytes where no tile that was tried has the registers: direction, dtype, and architectures, all of head dims above 192.
+SPILLS = {
+    ("forward", "float32"): ("80", "86", "89", "90a"),
+    ("backward", "float32"): ("86", "89"),
+    ("backward", "float16"): ("120",),
+    ("backward", "bfloat16"): ("120",),
+}
 
 
 def settings():
@@ -71,4 +76,4 @@ def test_no_spill(architecture, dtype, dim, asked, way):
     code, log = nvrtc.compile_plan(kernel)
     spilt = read(code)[kernel.file].stack_bytes
     assert "C75" not in log
-    assert spilt == 0 or (spilt <= 16 and (kernel.file, architecture, dtype, dim, asked) in SPILLS)
+    assert spilt == 0 or (spilt <= 32 and dim > 192 and architecture in SPILLS.get((way, dtype), ()))

@@ -275,7 +275,7 @@ def _of_scores() -> dict[str, list[Value]]:
         ],
         "dropout": [
             *(Value("0", 0, True, 0.0), Value("0.0", 0.0, True, 0.0), Value("0.5, which needs a seed", 0.5, None)),
-            *(Value("1.0", 1.0), Value("-0.1", -0.1), Value("NaN", float("nan")), Value("True", True), Value("False", False), Value("a string", "0")),
+            *(Value("1.0", 1.0), Value("-0.1", -0.1), Value("NaN", float("nan")), Value("True", True), Value("a string", "0")),
         ],
         "wrt": [
             *(Value("()", (), True, ()), thing, Value("True", True), Value("3", 3), Value("what is not there", "zzz")),
