@@ -59,7 +59,7 @@ def settings():
                         yield pytest.param(architecture, dtype, dim, asked, way, marks=() if quick else pytest.mark.release)
 
 
-@pytest.mark.parametrize("architecture, dtype, dim, asked, way", settings())
+@pytest.mark.parametrize("architecture, dtype, dim, asked, way", list(settings()))
 def test_no_spill(architecture, dtype, dim, asked, way):
     q = numpy.zeros((2, LENGTH, dim), DTYPES[dtype])
     options = {"backend": "host", "arch": architecture, **ASKED[asked](dtype)}

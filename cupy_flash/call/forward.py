@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..machine.execution import Execution, Prepared, architecture_for, cached
 from ..machine.numpy_path import forward as numpy_forward
-from ..machine.numpy_path.scores import BoundScores
 from ..plan.forward import forward_launches, forward_maps, forward_workspace, make_forward_plan
 from ..plan.kernel import KernelPlan
 from ..plan.packing import packing_of
@@ -20,6 +19,7 @@ from .captured import NOTHING, Captured, captured, layouts_of
 
 if TYPE_CHECKING:
     from ..machine.host import Traffic
+    from ..machine.numpy_path.scores import BoundScores
 
 
 class AttentionPlan(Prepared):
@@ -270,6 +270,8 @@ def bound_scores(problem: Problem, views: list[Any]) -> BoundScores | None:
     """What becomes of scores, with the arrays of a call, in array code."""
     if not problem.scores:
         return None
+    from ..machine.numpy_path.scores import BoundScores  # late: it takes the language of expressions
+
     operands = problem.scores.operands
     by_name = dict(zip(operands, views))
     seed, offset = (int(number) for number in by_name.get("seed", (0, 0)))

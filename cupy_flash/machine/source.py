@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 
-from ..plan.expressions import ExpressionText
+from ..plan.expression_text import ExpressionText
 from ..plan.kernel import PARAMS, Config, KernelPlan
 from ..plan.sources import files
 from ..plan.structs import struct

@@ -10,7 +10,6 @@ from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from ..problem.layout import Layout
 from .architecture import Architecture
-from .expressions import expression_text
 from .kernel import (
     KernelPlan,
     Launch,
@@ -22,6 +21,7 @@ from .kernel import (
     kind_of_sinks,
     padded,
     rows_of,
+    text_of,
 )
 from .schedule import L2_BYTES
 from .tensor_map import TensorMap, obstacle, tensor_maps
@@ -86,7 +86,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
             sinks=kind_of_sinks(p),
             scores=p.scores,
         ),
-        expressions=expression_text(p.scores),
+        expressions=text_of(p.scores),
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores))),
     )
 

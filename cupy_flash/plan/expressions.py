@@ -1,8 +1,6 @@
-"""What scores become, as text of C++: what takes the place of the functions in ``kernels_cu/expression.cuh``."""
+"""What scores become, written as C++."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from ..errors import UnsupportedError
 from ..problem.expression.cplusplus import cplusplus
@@ -12,6 +10,7 @@ from ..problem.expression.reads import AXES
 from ..problem.expression.tree import SCORE, Name, Node, Read
 from ..problem.layout import Layout
 from ..problem.scores import Scores, kind_of, label
+from .expression_text import ExpressionText
 from .structs import constants
 
 NAMES = {
@@ -37,24 +36,6 @@ OWN = {
     PAIR_MASK.name: "of_pair<bool, unsigned char>(x.pair_mask, q_idx, kv_idx)",
     SLOPE.name: "x.alibi_slope",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ExpressionText:
-    """The text of what becomes of scores; the default is that of nothing.
-
-    Parameters
-    ----------
-    score, slope, takes_part : str
-        What the functions return, or '' for what the file says.
-    constants : tuple of (str, str)
-        The names of its constants and types that have another value.
-    """
-
-    score: str = ""
-    slope: str = ""
-    takes_part: str = ""
-    constants: tuple[tuple[str, str], ...] = ()
 
 
 def expression_text(scores: Scores) -> ExpressionText:

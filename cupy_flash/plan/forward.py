@@ -9,7 +9,6 @@ from ..errors import UnsupportedError
 from ..problem.forward import FORWARD_ARRAYS, Problem
 from ..problem.layout import Layout
 from .architecture import Architecture
-from .expressions import expression_text
 from .kernel import (
     KernelPlan,
     Launch,
@@ -21,6 +20,7 @@ from .kernel import (
     kind_of_sinks,
     padded,
     rows_of,
+    text_of,
 )
 from .packing import packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
@@ -100,7 +100,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             sinks=kind_of_sinks(problem),
             scores=problem.scores,
         ),
-        expressions=expression_text(problem.scores),
+        expressions=text_of(problem.scores),
         reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_split, why_copy, why_scores))),
     )
 

@@ -13,7 +13,7 @@ from ..problem.forward import Problem
 from ..problem.layout import Layout
 from ..problem.scores import Scores
 from .architecture import Architecture
-from .expressions import ExpressionText
+from .expression_text import NOTHING, ExpressionText
 from .pair_tuning import PAIR_TABLES
 from .tuning import WIDTHS, TileConfig, table_for
 
@@ -27,7 +27,6 @@ PARAMS = {
     "bwd_hopper_wide": "HopperBackwardParams",
     "merge": "MergeParams",
 }
-NOTHING = ExpressionText()
 MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
 
 
@@ -216,6 +215,15 @@ def explicit_scores(problem: Problem) -> tuple[bool, str]:
     if problem.scale > LARGEST_SCALE:
         return True, f"scores scaled one by one: scale > {LARGEST_SCALE}"
     return False, ""
+
+
+def text_of(scores: Scores) -> ExpressionText:
+    """The text of what becomes of scores."""
+    if not scores.of_pairs:
+        return NOTHING
+    from .expressions import expression_text  # late: it takes the language of expressions
+
+    return expression_text(scores)
 
 
 def rows_of(kernel: str, architecture: Architecture, problem: Problem) -> tuple[TileConfig, ...]:

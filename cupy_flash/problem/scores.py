@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import shown
 from .dropout import Dropout
-from .expression.derivative import derivative
 from .expression.entry import Expression, mask_expression, score_expression
-from .expression.reads import axes_of, reads
-from .expression.tree import SCORE, Read
-from .expression.vocabulary import Declaration
 from .layout import FLOATS, INTEGERS, Layout
+
+if TYPE_CHECKING:
+    from .expression.tree import Read
+    from .expression.vocabulary import Declaration
 
 OPERANDS = ("bias", "mask", "alibi_slopes", "seed")  # arrays that have an option of their own
 
@@ -58,6 +58,9 @@ class Scores:
         return any(x is not None for x in (self.score, self.mask, self.bias, self.mask_array, self.alibi_slopes, self.dropout))
 
     def __str__(self) -> str:
+        from .expression.derivative import derivative  # late, as in `entry`
+        from .expression.tree import SCORE
+
         lines = [f"score: {self.score}", f"  its derivative: {derivative(self.score.tree, SCORE)}"] if self.score else []
         lines += [f"  with respect to {read}: {derivative(self.score.tree, read)}" for read in self.differentiable]
         lines += [f"mask: {self.mask}"] if self.mask else []
@@ -100,7 +103,11 @@ class Scores:
     @property
     def differentiable(self) -> tuple[Read, ...]:
         """The reads of the score that have a gradient: those of floats."""
-        return tuple(read for read in reads(self.score.tree) if read.kind == "float") if self.score else ()
+        if self.score is None:
+            return ()
+        from .expression.reads import reads
+
+        return tuple(read for read in reads(self.score.tree) if read.kind == "float")
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -199,6 +206,10 @@ def make_scores(
 
 def declared(arrays: dict[str, Layout]) -> list[Declaration]:
     """What the expressions are told of arrays."""
+    if not arrays:
+        return []
+    from .expression.vocabulary import Declaration
+
     return [Declaration(name, kind_of(name, layout.dtype), len(layout.shape)) for name, layout in arrays.items()]
 
 
@@ -209,6 +220,8 @@ def as_expression(make: Callable[..., Expression], given: Any, declarations: lis
 
 def _check_axes(expression: Expression, arrays: dict[str, Layout], sizes: dict[str, int]) -> None:
     """An axis that is indexed by a coordinate alone has an element for each of its values."""
+    from .expression.reads import axes_of, reads
+
     for read in reads(expression.tree):
         for axis, coordinate in enumerate(axes_of(read)):
             found = arrays[read.name].shape[axis]

@@ -10,13 +10,16 @@ the input was broadcast. A row that sees nothing has gradient 0 and gives none. 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy
 
 from ...problem.backward import Gradients
 from ...problem.mask import Mask
 from .forward import accumulator, tiles_in_sight, weighted_sum
-from .scores import BoundScores, TileOfScores
+
+if TYPE_CHECKING:
+    from .scores import BoundScores, TileOfScores
 
 
 @numpy.errstate(all="ignore")

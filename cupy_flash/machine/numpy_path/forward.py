@@ -11,11 +11,14 @@ Gradients are in `backward`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy
 
 from ...problem.mask import Mask
-from .scores import BoundScores, TileOfScores
+
+if TYPE_CHECKING:
+    from .scores import BoundScores, TileOfScores
 
 
 @numpy.errstate(all="ignore")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ...errors import shown
-from .parse import parse
-from .reads import reads
-from .trace import trace
-from .tree import Node
-from .vocabulary import Declaration
+
+if TYPE_CHECKING:
+    from .tree import Node
+    from .vocabulary import Declaration
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,10 @@ def mask_expression(given: str | Callable[..., object], declarations: Iterable[D
 
 
 def _expression(option: str, given: object, declarations: Iterable[Declaration]) -> Expression:
+    from .parse import parse  # late: calls without expressions need none of the language
+    from .reads import reads
+    from .trace import trace
+
     declared = {declaration.name: declaration for declaration in declarations}
     if isinstance(given, str):
         tree = parse(given, declared.values(), option)
