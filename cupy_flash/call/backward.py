@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from ..machine.execution import Execution, Operands, Prepared, architecture_for, cached
-from ..machine.numpy_path.backward import blocked_gradients
-from ..machine.numpy_path.forward import accumulator
 from ..plan.backward import backward_launches, backward_maps, backward_workspace, check_sums, make_backward_plan, make_grouping
 from ..plan.kernel import KernelPlan
 from ..plan.params import backward_params, names_of_scores
@@ -215,6 +213,9 @@ class BackwardPlan(Prepared):
         ]
 
     def _compute_with_numpy(self, others: list[Any], of_scores: dict[str, Any], *arrays_in_order: Any) -> None:
+        from ..machine.numpy_path.backward import blocked_gradients  # late: a GPU does not need it
+        from ..machine.numpy_path.forward import accumulator
+
         p = self.problem.forward
         dout, q, k, v, out, lse, dlse, sinks, *results, dsinks = arrays_in_order
         scores = bound_scores(p, others)

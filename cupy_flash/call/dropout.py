@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy
 
-from ..machine.numpy_path.dropout import keeps
 from ..problem import arrays
 from ..problem.dropout import Dropout, make_dropout, make_mask_shape, make_seed
 
@@ -30,6 +29,8 @@ def _mask(shape: tuple[int, ...], dropout: Dropout | None, seed: int, offset: in
     """A mask of NumPy, or of CuPy on the current device, as `like` is."""
     if dropout is None or 0 in shape:
         return numpy.ones(shape, bool, like=like)
+    from ..machine.numpy_path.dropout import keeps  # late, as all array code
+
     mask = numpy.empty((math.prod(shape[:-2]), *shape[-2:]), bool, like=like)
     queries, keys = (numpy.arange(size, like=like) for size in shape[-2:])
     for head in range(len(mask)):

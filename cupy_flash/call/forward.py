@@ -6,7 +6,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ..machine.execution import Execution, Prepared, architecture_for, cached
-from ..machine.numpy_path import forward as numpy_forward
 from ..plan.forward import forward_launches, forward_maps, forward_workspace, make_forward_plan
 from ..plan.kernel import KernelPlan
 from ..plan.packing import packing_of
@@ -183,6 +182,8 @@ class AttentionPlan(Prepared):
         return out, lse, None
 
     def _compute_with_numpy(self, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, others: list[Any]) -> None:
+        from ..machine.numpy_path import forward as numpy_forward  # late: a GPU does not need it
+
         p = self.problem
         q, k, v, out = (x if x.ndim > 2 else x[None] for x in (q, k, v, out))
         lse = lse if lse is None or lse.ndim > 1 else lse[None]

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 from ..machine.execution import Execution, Operands, Prepared, architecture_for, cached
-from ..machine.numpy_path import merge as numpy_merge
 from ..plan.kernel import KernelPlan
 from ..plan.merge import merge_launches, merge_plan
 from ..plan.params import merge_params
@@ -50,6 +49,8 @@ class MergePlan(Prepared):
         elif self._backend == "host":
             self._execution.run_on_host([*given.views, *results], None)
         else:
+            from ..machine.numpy_path import merge as numpy_merge  # late: a GPU does not need it
+
             for result, merged in zip(results, numpy_merge.merged(*given.views)):
                 result[...] = merged
         return tuple(results)

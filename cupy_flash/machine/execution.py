@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import html
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -165,6 +164,8 @@ class Prepared:
 
     def _repr_html_(self) -> str:
         """What notebooks show: the first line, and all of it when it is opened."""
+        import html  # late: most programs show no plan
+
         first, *others = html.escape(str(self)).splitlines()
         return f"<details><summary>{first}</summary><pre>" + "\n".join(others) + "</pre></details>"
 

@@ -14,7 +14,6 @@ from ..problem.layout import Layout
 from ..problem.scores import Scores
 from .architecture import Architecture
 from .expression_text import NOTHING, ExpressionText
-from .pair_tuning import PAIR_TABLES
 from .tuning import WIDTHS, TileConfig, table_for
 
 # The kernel files, and the struct of `kernels_cu/params.cuh` that every entry of a file is launched with.
@@ -230,6 +229,8 @@ def rows_of(kernel: str, architecture: Architecture, problem: Problem) -> tuple[
     """The rows of a kernel for a problem: where something is asked for each pair, not those of its table; none if it has none."""
     if not problem.scores:
         return table_for(kernel, architecture, problem.dtype)
+    from .pair_tuning import PAIR_TABLES  # late, as the text
+
     return PAIR_TABLES.get(kernel, {}).get(architecture.name, {}).get("float32" if problem.dtype == "float32" else "half", ())
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @functools.cache
 def shelf() -> Path:
     """The folder ``kernels_cu``: inside the installed package, beside it in a checkout."""
+    from pathlib import Path  # late: it takes longer than the rest of this file
+
     here = Path(__file__).resolve().parents[1]
     installed = here / "kernels_cu"
     return installed if installed.is_dir() else here.parent / "kernels_cu"
