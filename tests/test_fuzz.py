@@ -15,13 +15,14 @@ import pytest
 from click.testing import CliRunner
 
 import cupy_flash
-from cupy_flash.call import backward, forward
+from cupy_flash.call import forward
 from cupy_flash.judge.fuzz import __main__ as command
 from cupy_flash.judge.fuzz import calls, judging, objects, outcomes, problems, verdict
 from cupy_flash.judge.fuzz.draw import Draw
 from cupy_flash.judge.fuzz.options import UNKNOWN, Value, draw_value, values_of
 from cupy_flash.judge.fuzz.placement import Placed, draw_placement
 from cupy_flash.judge.fuzz.supervise import Failure, supervise
+from cupy_flash.machine.numpy_path import backward as numpy_backward
 from cupy_flash.machine.numpy_path import forward as numpy_forward
 from cupy_flash.problem import options
 
@@ -156,13 +157,13 @@ def test_a_scale_off_by_one_percent_is_found(monkeypatch):
 
 
 def test_a_gradient_off_by_one_percent_is_found(monkeypatch):
-    original = backward.blocked_gradients
+    original = numpy_backward.blocked_gradients
 
     def wrong(*arrays, dk, **rest):
         original(*arrays, dk=dk, **rest)
         dk *= 1.01
 
-    monkeypatch.setattr(backward, "blocked_gradients", wrong)
+    monkeypatch.setattr(numpy_backward, "blocked_gradients", wrong)
     assert any("dk: error" in wrong and "FAILS" in wrong for wrong in found_by(SEED, 200, direction="backward", dtype="float64"))
 
 
