@@ -28,14 +28,14 @@ def on_host(kind, options, hand):
 
 
 @pytest.mark.parametrize("kind", KINDS[1:3], ids="-".join)
-@pytest.mark.parametrize("example", thinned(SCORES, keep=4), ids=str)
+@pytest.mark.parametrize("example", thinned(SCORES, keep=8), ids=str)
 def test_scores(example, kind, schedule):
     arrays, score = given(example)
     on_host(kind, {"score": example.text, "arrays": arrays}, {"score": score})
 
 
 @pytest.mark.parametrize("kind", KINDS[1:3], ids="-".join)
-@pytest.mark.parametrize("example", thinned(MASKS, keep=4), ids=str)
+@pytest.mark.parametrize("example", thinned(MASKS, keep=8), ids=str)
 def test_masks(example, kind, schedule):
     arrays, seen = given(example)
     on_host(kind, {"mask": example.text, "arrays": arrays}, {"seen": seen})
