@@ -6,7 +6,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy
-from hand_scores import MASKS, SCORES, Grid
+import pytest
+from hand_masks import MASKS
+from hand_scores import SCORES, Grid
 
 from cupy_flash import attention_vjp, dropout_mask
 from cupy_flash.judge.compare import distance, finite
@@ -240,3 +242,32 @@ def blocks(block_q: int, block_kv: int) -> Any:
     finally:
         for f, defaults in zip(functions, usual):
             f.__kwdefaults__ = defaults
+
+
+# What tests of calls share
+
+BFLOAT16 = ml_dtypes.bfloat16
+GRID = Grid.of((2,), 6, 2, 13, 21)
+TALL = Grid.of((2, 3), 3, 1, 21, 13)
+SMALL = Grid.of((2,), 4, 2, 4, 5)
+DTYPES = pytest.mark.parametrize("dtype", ["float64", "float32", "float16", BFLOAT16], ids=lambda x: numpy.dtype(x).name)
+
+
+def normal(*shape, seed=0, dtype="float64"):
+    return numpy.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def truths(*shape, rate=0.6, seed=0):
+    return numpy.random.default_rng([seed, *shape]).random(shape) < rate
+
+
+def same_bits(a, b):
+    assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def strided(x):
+    """The same elements at strides that are negative, exchanged or have gaps."""
+    place = numpy.full([2 * n for n in x.shape[::-1]], 99).astype(x.dtype)
+    view = place.T[tuple(slice(None, None, -2) for _ in x.shape)]
+    view[...] = x
+    return view

@@ -2,7 +2,8 @@
 
 import numpy
 import pytest
-from hand_scores import MASKS, SCORES, Grid
+from hand_masks import MASKS
+from hand_scores import SCORES, Grid
 
 from cupy_flash.problem.expression.derivative import derivative, slope_kind
 from cupy_flash.problem.expression.entry import mask_expression, score_expression

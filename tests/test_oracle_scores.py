@@ -5,7 +5,8 @@ import math
 
 import numpy
 import pytest
-from hand_scores import MASKS, SCORES, Grid
+from hand_masks import MASKS
+from hand_scores import SCORES, Grid
 
 from cupy_flash.judge.oracle import HandScore, naive, oracle, probabilities, seen_pairs
 from cupy_flash.judge.oracle_gradients import gradients_of, naive_gradients, oracle_gradients, pairs_of

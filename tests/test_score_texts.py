@@ -6,7 +6,8 @@ import re
 import numpy
 import pytest
 from expressions import TEXTS
-from hand_scores import MASKS, SCORES
+from hand_masks import MASKS
+from hand_scores import SCORES
 from test_expression_values import PYTHON, Clipped
 
 from cupy_flash import attention, attention_backward, plan_attention

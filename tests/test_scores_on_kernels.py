@@ -2,7 +2,8 @@
 
 import numpy
 import pytest
-from hand_scores import MASKS, SCORES
+from hand_masks import MASKS
+from hand_scores import SCORES
 from score_kernels import BATCH, BIASES, DIM, DTYPES, HEADS, HEADS_KV, LEN_KV, LEN_Q, PAIRS, everything, given, inputs, judged
 from thinned import thinned
 
