@@ -6,8 +6,10 @@ from .api.forward import attention, plan_attention
 from .api.merge import merge_states
 from .call.backward import BackwardPlan
 from .call.forward import AttentionPlan
+from .call.tile_mask import TileMask
 from .errors import CompileError, DeadlockError, FaultError, SanitizerError, UnsupportedError
 from .problem.backward import Gradients
+from .problem.key_ranges import KeyRanges
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,7 +19,9 @@ __all__ = [
     "DeadlockError",
     "FaultError",
     "Gradients",
+    "KeyRanges",
     "SanitizerError",
+    "TileMask",
     "UnsupportedError",
     "attention",
     "attention_backward",

@@ -30,8 +30,10 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/dq_protocol.cuh"
+#include "tile/score.cuh"
 
 static_assert(TILE_KV == 64 * GROUPS, "a warpgroup owns 64 keys");
+static_assert(SCORES != EXPRESSION && !DROPOUT, "its registers hold both gradients, and P once");
 
 // dQ = dS K is dealt out to the warpgroups by 64 rows, and where there are fewer of those, by columns, and lanes add what they hold. If its
 // sums are staged, queries may be no multiple of 64: its transpose is computed, dQ^T = K^T dS^T, and dealt out by 64 columns of dQ.
@@ -139,6 +141,10 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
     const bool masked = !common.contains(col0, TILE_Q);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    if constexpr (MODIFIED) {
+      const bool ask_pairs = !TILE_LIST || !block.list_of(p, block.now.head).is_whole(block.now.tile);
+      modify_scores<true>(s_reg, score_context(p, block.here, block.now.head), row0, col0, ask_pairs);
+    }
     if (masked) apply_mask(s_reg, block.mask, row0, col0);
     probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap);
     if (!follows && !LATE) let_begin();
@@ -163,7 +169,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     consumer_release(block.queries);                          // without it the producer waits for ever
     block.douts.advance();
     number = block.accum_number(p);
-    block.advance();
+    block.advance(p);
   };
 
   if (block.steps > 0) {

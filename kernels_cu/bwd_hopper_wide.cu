@@ -56,7 +56,7 @@ OP void end_step(const HopperBackwardParams& p, KeyBlock& block, Acc<16, WIDTH>&
   consumer_release(block.queries);                            // without it the producer waits for ever
   block.douts.advance();
   if (follows) add_queries(p, block, block.number_before(p), block.queries.count - 2, dq_reg, own_row, col);
-  block.advance();
+  block.advance(p);
 }
 template <int N> OP void end_steps(const HopperBackwardParams& p, const KeyBlock& block, int own_row, int col) {
   Acc<16, N> dq_reg;
@@ -100,16 +100,18 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     start_product_transposed(s_reg, k_smem, 0, q_smem);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    const float unit = MODIFIED ? LOG2E : EXPLICIT_SCORES ? 1.f : p.scale * LOG2E;
-    if constexpr (MODIFIED || DROPOUT) {
-      const int head = block.now.head;
-      probabilities(s_reg, factor_reg, block.lse_smem(), score_context(p, block.here, head), block.mask, cut(col0), row0, col0, unit, p.softcap);
+    const float scale_log2 = exponent_scale(p.scale);
+    const int head = block.now.head;
+    const bool ask_pairs = !TILE_LIST || !block.list_of(p, head).is_whole(block.now.tile);
+    if constexpr (MODIFIED && SCORES != EXPRESSION) modify_scores<true>(s_reg, score_context(p, block.here, head), row0, col0, ask_pairs);
+    if (SCORES != EXPRESSION && cut(col0)) apply_mask(s_reg, block.mask, row0, col0);
+    if constexpr (SCORES == EXPRESSION || DROPOUT) {
+      probabilities(s_reg, factor_reg, block.lse_smem(), score_context(p, block.here, head), block.mask, cut(col0), row0, col0, scale_log2, p.softcap, ask_pairs);
       if constexpr (DROPOUT) drop<true>(s_reg, seeded(p.scores), block.here.batch_number * p.heads + head, row0, col0);
       to_operands(p_reg, s_reg);
       pass(p_smem(block.queries.count), factor_reg);
     } else {
-      if (cut(col0)) apply_mask(s_reg, block.mask, row0, col0);
-      probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), unit, p.softcap);
+      probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), scale_log2, p.softcap);
       pass(p_smem(block.queries.count), EXPLICIT_SCORES ? factor_reg : p_reg);
     }
     arrive_pair(passed(block.queries.count));                 // without it the other warp waits for P for ever

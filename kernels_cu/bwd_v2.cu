@@ -5,7 +5,7 @@
 //
 //   bwd_v2        one block per key-value tile j;  S^T and P^T are never stored, but computed again from q, k and lse:
 //     dK = 0,  dV = 0
-//     for each query head that shares the keys, and each query tile i that sees one of them, the last first:
+//     for each query head that shares the keys, and each query tile i that sees one of them (TILE_LIST: those of a list), the last first:
 //       S^T = K_j Q_i^T                         by the first half of the warps        dP^T = V_j dO_i^T           by the second half
 //       P^T = 2^(S^T - lse_i)                   -- passed to the second half -->      dS^T = P^T o (dP^T - delta_i)
 //       dV += P^T dO_i                          in registers                          dK += dS^T Q_i              in registers
@@ -21,6 +21,7 @@
 #include "tile/mma.cuh"
 #include "tile/passes.cuh"
 #include "tile/score.cuh"
+#include "tile/tile_list.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int PAIRS = WARPS / 2;
@@ -75,14 +76,25 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   const ColumnRange queries = visible_queries(mask, row0, TILE_KV);
   const ColumnRange common_queries = unmasked_queries(mask, row0 + pair_row, PAIR_KEYS);
   const int first_tile = queries.first / TILE_Q, last_tile = queries.last / TILE_Q;
-  const int steps = queries.last < queries.first ? 0 : (last_tile + 1 - first_tile) * p.heads_per_block;
+  int steps = queries.last < queries.first ? 0 : (last_tile + 1 - first_tile) * p.heads_per_block;
 
   QueryCursor now{here.first_head, last_tile};
+  const auto list_of = [&](int head) { return list_of_keys(p, here.batch_number, head, here.tile); };
+  const auto advance = [&](QueryCursor& cursor) {
+    cursor.advance(last_tile, first_tile);
+    if constexpr (TILE_LIST) find_listed(cursor, last_tile, first_tile, here.first_head + p.heads_per_block, list_of);
+  };
+  if constexpr (TILE_LIST) {
+    if (steps > 0) {
+      steps = count_listed(here.first_head, p.heads_per_block, first_tile, last_tile + 1, list_of);
+      find_listed(now, last_tile, first_tile, here.first_head + p.heads_per_block, list_of);
+    }
+  }
   const auto load_step = [&](int step, int ahead) {           // the query tile `ahead` of now, which is that of `step`, to its stage
     if (step < steps) {
       QueryCursor coming = now;
       #pragma unroll
-      for (int i = 0; i < ahead; ++i) coming.advance(last_tile, first_tile);
+      for (int i = 0; i < ahead; ++i) advance(coming);
       const int stage = step % STAGES;
       load_async<Block>(q_smem(stage), slice(p.q, here.batch, coming.head, coming.tile * TILE_Q, p.len_q, p.dim));
       load_async<Block>(do_smem(stage), slice(p.dout, here.batch, coming.head, coming.tile * TILE_Q, p.len_q, p.dim_v));
@@ -104,7 +116,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
   #pragma unroll 1
-  for (int step = 0; step < steps; ++step, now.advance(last_tile, first_tile)) {
+  for (int step = 0; step < steps; ++step, advance(now)) {
     wait_for_copies<max_of(STAGES - 2, 0)>();                 // without it this tile is read before this thread's part has arrived
     sync_block();                                             // without it other threads' parts are missing, the load below overwrites
                                                               // a tile, and P below the dS, that a slower warp still reads
@@ -124,13 +136,18 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     multiply_transposed(product_reg, RowsInShared<PAIR_KEYS, WIDTH>(own_smem), for_values ? q_smem(stage) : do_smem(stage));
     load(stat_reg, stats_smem(stage) + (for_values ? 0 : TILE_Q * 4));
     if (EXPLICIT_SCORES && for_values) scale_scores(product_reg, p.scale, p.softcap);
-    if (masked && !(MODIFIED && for_values))
+    const bool ask_pairs = !TILE_LIST || !list_of(now.head).is_whole(now.tile);
+    if constexpr (MODIFIED && SCORES != EXPRESSION) {
+      if (for_values) modify_scores<true>(product_reg, score_context(p, here, now.head), row0 + pair_row, col0, ask_pairs);
+    }
+    if (masked && !(SCORES == EXPRESSION && for_values))
       apply_mask(product_reg, mask, row0 + pair_row, col0, for_values ? -infinity() : 0.f);    // 0 (0 - delta) is 0, whatever dP was
     const u32 head_of_all = here.batch_number * p.heads + now.head;
     if (for_values) {
       auto &s_reg = product_reg, &p_reg = product_reg;        // S^T becomes P^T
       const auto& lse_reg = stat_reg;
-      if constexpr (MODIFIED) probabilities(s_reg, lse_reg, score_context(p, here, now.head), mask, masked, row0 + pair_row, col0, p.softcap, p_smem);
+      if constexpr (SCORES == EXPRESSION)
+        probabilities(s_reg, lse_reg, score_context(p, here, now.head), mask, masked, row0 + pair_row, col0, p.softcap, p_smem, ask_pairs);
       else probabilities(s_reg, lse_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, p_smem);
       if constexpr (DROPOUT) drop<true>(p_reg, dropout, head_of_all, row0 + pair_row, col0);
       to_operands(operand_reg, p_reg);
@@ -149,7 +166,8 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     number = query_tile_number(p, here.batch_number, now.head, now.tile);
     if (p.dq_semaphore && warp == 0) {
       const int first_visible = visible_keys(Mask{p.mask, p.len_kv}, col0, 1).first;
-      semaphore_wait(p.dq_semaphore + number, here.tile - first_visible / TILE_KV);
+      semaphore_wait(p.dq_semaphore + number, TILE_LIST ? count_column(p, here.batch_number, now.head, now.tile, 0, here.tile)
+                                                        : here.tile - first_visible / TILE_KV);
     }
     sync_block();                                             // without it dS is read before its warps have written it, and dQ is
                                                               // added before the blocks that come first have added

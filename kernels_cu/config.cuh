@@ -5,6 +5,7 @@
 enum Dtype { FLOAT16, BFLOAT16, FLOAT32 };
 enum MaskKind { BAND, PREFIX };           // see tile/mask.cuh
 enum SinkKind { NO_SINKS, SINKS_OF_DTYPE, SINKS_FLOAT32 };
+enum ScoreKind { UNCHANGED, PLUS_TERM, EXPRESSION };      // see tile/score.cuh
 
 constexpr int   ARCH = 80;                // 10 * compute capability: from 80 on m16n8k16, tf32, cp.async and packed conversions exist
 constexpr Dtype DTYPE = FLOAT16;          // of q, k, v and out
@@ -13,8 +14,9 @@ constexpr int   TF32_PASSES = 3;          // float32 products from ARCH 80 on: 3
 constexpr MaskKind MASK = BAND;           // which keys a query sees
 constexpr SinkKind SINKS = NO_SINKS;      // logits of each row besides those of its keys, see tile/sinks.cuh: none, in the dtype of q, or in float32
 
-constexpr bool  SCORES = false;           // scores become what tile/score.cuh says: an expression, a bias, ALiBi; needs EXPLICIT_SCORES
+constexpr ScoreKind SCORES = UNCHANGED;   // what becomes of scores: nothing; a term is added that does not depend on them, such as a bias; or any expression, which needs EXPLICIT_SCORES
 constexpr bool  MASKED_PAIRS = false;     // pairs are masked by an expression or an array as well
+constexpr bool  TILE_LIST = false;        // of MASKED_PAIRS: blocks visit the tiles of a list, see tile/tile_list.cuh
 constexpr bool  DROPOUT = false;          // probabilities are dropped, see tile/dropout.cuh
 
 constexpr int   TILE_Q = 128;             // query rows a block owns; in the backward, query rows per step
@@ -37,4 +39,5 @@ constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the 
 constexpr int   COPY_BYTES = 16;          // bytes moved at once between device memory and shared memory or registers: 16, 8, 4, or 0 for one element; divides every row
 constexpr bool  Q_IN_REGISTERS = false;   // keep the query operand in registers instead of reading it again for each KV tile
 constexpr bool  LAZY_RESCALE = true;      // leave O alone in a step where no row of the warp has a new maximum
+constexpr bool  SOFTCAP = true;           // there may be a softcap, which is asked when the kernel runs; false where an expression leaves no registers to ask
 constexpr bool  EXPLICIT_SCORES = false;  // scale (and softcap) each score before the maximum: for softcap, and for scale <= 0 or large

@@ -4,19 +4,61 @@
 
 constexpr bool HAS_BIAS = false;          // whether there is such an array, and what its elements are
 constexpr bool HAS_PAIR_MASK = false;
+constexpr bool BIAS_BY_TWO = false;       // whether two neighbouring keys have their elements side by side, at a multiple of their bytes
+constexpr bool MASK_BY_TWO = false;
 constexpr bool HAS_ALIBI = false;
+constexpr int UNIFORMS = 0;               // parts of the expressions that all pairs of a head have in common
+// Of the array whose gradient bwd_scores computes: whether which element a pair reads depends on its query, on its key, or on how far these are
+// apart alone.
+constexpr bool OF_QUERY = false;
+constexpr bool OF_KEY = false;
+constexpr bool OF_DISTANCE = false;
+constexpr bool GATHERED = false;          // an index is computed: each element is summed up from those queries, keys or distances that read it
+constexpr bool SCATTERED = false;         // it is, and each pair's share is added to whichever element it reads
+constexpr bool BY_SCORE = false;          // which depends on the score among others
+constexpr bool HAS_FACTOR = false;        // whether factor_of is anything but 1
+typedef float GradientElement;
 typedef float BiasElement;
 typedef float AlibiSlope;
 
-// what a score becomes; q_idx and kv_idx are the places of the query and of the key in their sequences
-template <typename Context> OP float score_of(float score, int q_idx, int kv_idx, const Context& x) {
+// Where a query and a key are in their sequences, as ints and as floats, which hold them exactly.
+struct PairPlace {
+  bool transposed;                        // queries are the columns of a fragment, and keys its rows
+  int q_idx, kv_idx;
+  float row, first_col, further;          // the column is the first one of the lane, and so many further
+  float bias;                             // what arrays have for the pair
+  bool seen;
+  OP float q_float() const { return transposed ? first_col + further : row; }
+  OP float kv_float() const { return transposed ? row : first_col + further; }
+  // q_idx - kv_idx + more: an operation a pair, and what a row has in common once
+  OP float distance(float more) const { return transposed ? first_col - row + more + further : row + more - first_col - further; }
+};
+
+// one of UNIFORMS, which is computed before the pairs are
+template <typename Context> OP float uniform_of(int number, const Context& x) {
+  return 0.f;
+}
+// what is added to a score, times x.unit (SCORES == PLUS_TERM)
+template <typename Context> OP float term_of(const PairPlace& at, const Context& x) {
+  return 0.f;
+}
+// what a score becomes (SCORES == EXPRESSION)
+template <typename Context> OP float score_of(float score, const PairPlace& at, const Context& x) {
   return score;
 }
 // how fast it does, with the score
-template <typename Context> OP float slope_of(float score, int q_idx, int kv_idx, const Context& x) {
+template <typename Context> OP float slope_of(float score, const PairPlace& at, const Context& x) {
   return 1.f;
 }
 // whether a query sees a key
-template <typename Context> OP bool takes_part(int q_idx, int kv_idx, const Context& x) {
+template <typename Context> OP bool takes_part(const PairPlace& at, const Context& x) {
   return true;
+}
+// the same with what the pair reads of that array
+template <typename Context> OP float factor_of(float score, const PairPlace& at, const Context& x) {
+  return 1.f;
+}
+// and which element that is, GATHERED or SCATTERED, in the order of an array without gaps
+template <typename Context> OP i64 element_of(float score, const PairPlace& at, const Context& x) {
+  return 0;
 }

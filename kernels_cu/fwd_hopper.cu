@@ -17,6 +17,7 @@
 //               O = O + P V_last
 //               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed
 //
+//   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are.
 //   Tiles Q_i that would keep some blocks busy and others idle are split along the keys: a block computes a split, which is some of the K_j,
 //   and fwd_hopper_combine makes one result of all splits.
 #include "config.cuh"
@@ -30,10 +31,9 @@
 #include "tile/sinks.cuh"
 #include "tile/softmax.cuh"
 #include "tile/wgmma.cuh"
+#include "tile/work.cuh"
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
-constexpr int ROWS = TILE_Q / GROUPS;                         // of Q, for each of them
 static_assert(ROWS == 64, "a warpgroup owns 64 query rows");
 static_assert(GROUPS > 1 || !PINGPONG, "ping-pong takes two warpgroups");
 
@@ -52,44 +52,14 @@ enum NamedBarrier { VOTE = 1, ORDER = 8 };
 static_assert(VOTE + GROUPS <= ORDER && ORDER + GROUPS <= NAMED_BARRIERS);
 
 static_assert(STAGES_Q >= GROUPS, "each warpgroup reads a stage");
-constexpr bool AHEAD = STAGES_Q > GROUPS;                     // a query tile begins before the one before it has ended
 constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: compiled a fifth sooner, and level. Narrower rows would lose a tenth
-
-// What the producer tells a consumer with its queries. It has the time to work that out; a consumer between two tiles keeps tensor cores waiting.
-enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the next tile begins beneath the last product of this one
-constexpr u32 WHOLE = ~u32(0);
-struct alignas(16) WorkDescriptor {
-  int batch[2], head, row;                                    // where the block's query tile begins; the last two batch axes, the others are 0
-  int first, last;                                            // key tiles that the consumer needs
-  int before, beyond;                                         // how many its block needs before and beyond those
-  int next;                                                   // whether and when another one follows
-  u32 split;                                                  // number of the split of a query tile, or WHOLE
-};
-// The work of a consumer in a query tile that it begins beneath the end of one of whose key tiles it leaves so many unread (`left`).
-OP WorkDescriptor describe_work(const HopperForwardParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, int group, int left, bool follows) {
-  WorkDescriptor work;
-  #pragma unroll
-  for (int i = 0; i < 2; ++i) work.batch[i] = here.batch[BATCH_AXES - 2 + i];
-  work.head = here.head;
-  work.row = here.row;
-  const int row = here.row + group * ROWS;
-  const NBlockRange seen = n_block_range(mask, row, min_of(ROWS, p.len_q - row), TILE_KV, tiles), own = SPLIT_KV ? clip_range(tiles, seen) : seen;
-  // Tiles are split only where all rows see the first keys. With more tiles before, the producer would wait for stages of V that a consumer
-  // has not come to, and the consumer for keys; or, with ping-pong, for other consumers, which wait for the producer.
-  work.before = SPLIT_KV ? 0 : min_of(own.begin - tiles.begin, max_of(STAGES_V - 1 - left, 0));
-  work.first = tiles.begin + work.before;
-  work.last = own.end - 1;
-  work.beyond = tiles.end - own.end;
-  // With more tiles beyond, the producer would wait for their stages to be released before it brings the next queries.
-  const bool few = work.beyond < min_of(STAGES, STAGES_V);
-  work.next = !follows ? NOTHING : AHEAD && few && !is_split(p, index + 1) ? DIRECTLY : LATER;
-  work.split = is_split(p, index) ? here.split.number : WHOLE;
-  return work;
-}
 
 using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
 
-// Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors.
+// TILE_LIST: what the producer tells the consumers with each key tile: which it is, and whether all pairs take part.
+constexpr u32 ALL_PAIRS = 1u << 31;
+
+// Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors; numbers of key tiles.
 constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
 constexpr int LEAD = (GROUPS - 1) * ROWS / TILE_KV;           // key tiles: under a mask, so many may be left when the first consumer ends its query tile
 constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
@@ -100,7 +70,11 @@ constexpr int K_BARRIERS = V_OFFSET + STAGES_V * ValueTile::bytes;
 constexpr int V_BARRIERS = K_BARRIERS + STAGES * STAGE_BARRIERS;
 constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * STAGE_BARRIERS;
 constexpr int WORK_OFFSET = Q_BARRIERS + STAGES_Q * STAGE_BARRIERS;
-constexpr int SHARED_BYTES = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
+constexpr int NUMBERS_OFFSET = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
+constexpr int SHARED_BYTES = NUMBERS_OFFSET + TILE_LIST * STAGES * int(sizeof(u32));
+
+// Whether what arrays have for pairs is on its way before the product of the scores has ended: wider heads leave no registers for it.
+constexpr bool ARRAYS_AHEAD = WIDTH_V < 128;
 
 // The kinds of step. A step computes S and P of a key tile above the second product of the key tile before:
 //   within   both are of one query tile
@@ -143,12 +117,17 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     u32 index = 0;                                            // of the next query tile among those of the block
     WorkTile here{};                                          // the one begun last
     NBlockRange tiles{};                                      // its key tiles
+    TileList list{}, list_of_keys{};                          // TILE_LIST: those of them that are loaded; of the tile whose keys are
     int head_kv = 0;                                          // once a query tile: a division takes as long as some loads
     const auto begin_tile = [&] {
       here = work_tile_coord(p, index, TILE_Q);
       head_kv = here.head / p.heads_per_kv;
       tiles = n_block_range(mask, here.row, min_of(TILE_Q, p.len_q - here.row), TILE_KV, {0, 1});
       if (is_split(p, index)) tiles = clip_range(here.split.keys, tiles);
+      if constexpr (TILE_LIST) {
+        list = list_of_queries(p, here.batch_number, here.head, here.row / TILE_Q);
+        tiles = listed_range(list, tiles);
+      }
     };
     u32 left = 0;                                             // key tiles that a consumer leaves unread, where it goes on directly: four bits for each
     static_assert(min_of(STAGES, STAGES_V) <= 16 && GROUPS <= 8, "they hold what a consumer may leave");
@@ -157,7 +136,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       const bool follows = has_work_tile(p, index + 1);
       #pragma unroll 1
       for (int of = first; of < end; ++of) {
-        const WorkDescriptor work = describe_work(p, mask, index, here, tiles, of, int(left >> 4 * of & 15), follows);
+        const WorkDescriptor work = describe_work(p, mask, index, here, tiles, list, of, int(left >> 4 * of & 15), follows);
         left = (left & ~(15u << 4 * of)) | u32(work.next == DIRECTLY ? work.beyond : 0) << 4 * of;
         producer_acquire(queries);                            // without it queries are overwritten that are still read
         store_once(smem + WORK_OFFSET + queries.stage() * int(sizeof(WorkDescriptor)), work);
@@ -171,8 +150,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     bool values_due = false, announced = false;               // announced: queries of the next query tile are on their way
     #pragma unroll 1
     for (;;) {
-      const bool last = tile + 1 == end;
-      if (!announced && tile + 1 + LEAD >= end && has_work_tile(p, index)) {
+      const int following = TILE_LIST ? list_of_keys.next(tile + 1, end) : tile + 1;
+      const bool last = following == end;
+      if (!announced && following + (TILE_LIST ? 0 : LEAD) >= end && has_work_tile(p, index)) {
         begin_tile();
         load_queries(0, values_due ? EARLY : GROUPS);
         announced = true;
@@ -181,10 +161,15 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       if (pass.across) {
         of_keys = here;
         of_keys.head = head_kv;
+        list_of_keys = list;
       }
-      const int next = pass.across ? tiles.begin : tile + 1;
+      const int next = pass.across ? tiles.begin : following;
       if (pass.has_keys()) {
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
+        if constexpr (TILE_LIST) {
+          store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), u32(next) | (list_of_keys.is_whole(next) ? ALL_PAIRS : 0));
+          sync_warp();                                        // without it a number is read that has not been written
+        }
         load_async(keys, p.k_map, of_keys.batch, of_keys.head, next * TILE_KV);
       }
       if (values_due) {
@@ -211,13 +196,15 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   OperandA<16> p_reg[TILE_KV / 16];
   Acc<16, WIDTH_V> o_reg;
   OnlineSoftmax<16> softmax(LOWEST);
-  const float scale_log2 = MODIFIED ? LOG2E : EXPLICIT_SCORES ? 1.f : p.scale_log2;
+  const float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
   DropoutParams dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
+  u32 number = 0;                                             // TILE_LIST: of the key tile, which `tile` only counts
   int tile, last, before, beyond, next = has_work_tile(p, 0) ? LATER : NOTHING, warp_row;
   u32 split = WHOLE;
   BlockCoord now, ended;                                      // this query tile's, and that of the one before, which ends later than this begins
+  HeadTerms terms{};                                          // of the scores of this query tile
   int others = group;                                         // stages filled for other consumers since this one's last
   const auto begin_tile = [&] {
     if (SHARED_STAGES) skip(queries, others);
@@ -236,6 +223,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     beyond = uniform(work.beyond);
     next = uniform(work.next);
     warp_row = now.row + group * ROWS + warp % 4 * 16;
+    if constexpr (MODIFIED) terms = head_terms(p, now, now.head);
   };
   // The softmax of a query tile has ended, and then, with its last product, the tile, or the split of it with this number.
   const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
@@ -266,16 +254,24 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     }
   };
 
-  const auto scores_of_tile = [&] {
-    const int col0 = tile * TILE_KV;
+  const auto first_key = [&] { return (TILE_LIST ? int(number & ~ALL_PAIRS) : tile) * TILE_KV; };
+  using Arrays = PairArrays<16, TILE_KV>;
+  const auto load_arrays = [&](Arrays& arrays) {
+    if constexpr (MODIFIED) load<false>(arrays, score_context(p, now, now.head, terms), warp_row, first_key());
+  };
+  const auto scores_of_tile = [&](const Arrays& arrays) {
+    const int col0 = first_key();
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if constexpr (MODIFIED) modify_scores(s_reg, score_context(p, now, now.head), warp_row, col0);
+    if constexpr (MODIFIED) modify_scores<false>(s_reg, arrays, score_context(p, now, now.head, terms), warp_row, col0, !(number & ALL_PAIRS));
     if (!unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
   };
 
   // A warp whose rows have not all seen something yet looks for the maximum in the next tile as well.
   bool unseen_rows = false;
   bool sums = false;                                          // O holds products of its query tile; if not, the next one replaces what it holds
+  // Terms may raise the scores from each key tile to the next, as ALiBi does up to the diagonal. Where they have, a warpgroup looks for the
+  // maximum in the next tile as well, which costs less than the product of a redo.
+  bool rising = false;
   const auto find_maximum = [&](RowVec<16>& correction) {
     raise(softmax, s_reg, correction, scale_log2);
     unseen_rows = warp_any(seen_nothing(softmax));
@@ -295,9 +291,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
 
   // Where the maximum so far was too small: S once more, and P with the maximum of S.
   const auto redo = [&](const KeyTile& k_smem, RowVec<16>& correction, RowVec<16>& sum) {
+    Arrays arrays;
     start_product_transposed(s_reg, q_smem, 0, k_smem);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
-    scores_of_tile();
+    load_arrays(arrays);
+    scores_of_tile(arrays);
     find_maximum(correction);
     exponentiate(softmax, s_reg, sum, scale_log2);
   };
@@ -310,6 +308,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
     if (follows) to_operands(p_reg, s_reg);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
+    if constexpr (TILE_LIST) number = uniform(load_shared<u32>(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32))));
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it products of several warpgroups queue, and no scores are done soon
     start_product_transposed(s_reg, q_smem, 0, k_smem);
     RowVec<16> weight;
@@ -319,21 +318,25 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       sums = !starts;
     }
     if (PINGPONG) arrive_pingpong<ORDER>(group, GROUPS);      // without it the next warpgroup waits for ever
+    Arrays arrays;
+    if (ARRAYS_AHEAD) load_arrays(arrays);
     if (follows) {
       if (ends) end_softmax(ended, WHOLE, weight);
       wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
     } else {
       wait_for_products<0>(s_reg);                            // the same
     }
-    scores_of_tile();
-    const bool first = !follows || starts, looked = first || unseen_rows;
+    if (!ARRAYS_AHEAD) load_arrays(arrays);
+    scores_of_tile(arrays);
+    const bool first = !follows || starts, looked = first || unseen_rows || (MODIFIED && rising);
     RowVec<16> correction, sum;
     fill(correction, 1.f);
     if (looked) find_maximum(correction);
     exponentiate(softmax, s_reg, sum, scale_log2);
     const bool again = !first && warpgroup_any(VOTE + group, too_large(sum));
     if (again) redo(k_smem, correction, sum);
-    if constexpr (DROPOUT) drop<false>(s_reg, dropout, now.batch_number * p.heads + now.head, warp_row, tile * TILE_KV);
+    if (MODIFIED) rising = again || (rising && !first && warp_any(below_one(correction)));
+    if constexpr (DROPOUT) drop<false>(s_reg, dropout, now.batch_number * p.heads + now.head, warp_row, first_key());
     consumer_release(keys);                                   // without it the producer waits for ever
     add(softmax, sum);
     if (follows) {

@@ -2,7 +2,7 @@
 //
 //   one block per query tile Q_i, one warp per TILE_Q / WARPS of its rows:
 //     O = 0,  m = -inf,  l = 0                  SINKS: m and l of the sinks, which have no values
-//     for each key-value tile j that a row of the block may see:
+//     for each key-value tile j that a row of the block may see:      TILE_LIST: and of which it sees a key
 //       S = Q_i K_j^T                           masked where the mask or the end of the keys cuts the tile; SCORES: and what they say
 //       m' = max(m, rowmax S)
 //       P = 2^(S - m')                          scores in units of log 2, softmax scale included
@@ -21,6 +21,7 @@
 #include "tile/score.cuh"
 #include "tile/sinks.cuh"
 #include "tile/softmax.cuh"
+#include "tile/tile_list.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = TILE_Q / WARPS;
@@ -51,13 +52,27 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   const ColumnRange warp_keys = visible_keys(mask, warp_row, WARP_ROWS);
   const ColumnRange common_keys = unmasked_keys(mask, warp_row, WARP_ROWS);
   const int first_tile = block_keys.first / TILE_KV;
-  const int tiles = block_keys.last < block_keys.first ? 0 : block_keys.last / TILE_KV + 1 - first_tile;
+  int tiles = block_keys.last < block_keys.first ? 0 : block_keys.last / TILE_KV + 1 - first_tile;
+  const int end_tile = first_tile + tiles;
+  TileList list{};
+  if constexpr (TILE_LIST) {
+    list = list_of_queries(p, here.batch_number, here.head, here.row / TILE_Q);
+    tiles = list.count(first_tile, end_tile);
+  }
+  // The place of tile 0, 1, ... of those the block visits, which are asked for one after the other.
+  const auto place_of_tile = [&](int tile, int& after) {
+    if constexpr (!TILE_LIST) return first_tile + tile;
+    const int place = list.next(after, end_tile);
+    after = place + 1;
+    return place;
+  };
+  int after_loaded = first_tile, after_used = first_tile;     // TILE_LIST: where the next one is looked for
 
   const GlobalTile k = slice(p.k, here.batch, head_kv, 0, p.len_kv, p.dim);
   const GlobalTile v = slice(p.v, here.batch, head_kv, 0, p.len_kv, p.dim_v);
-  const auto load_kv = [&](int tile) {                        // tile 0, 1, ... of those the block visits, to its stage
+  const auto load_kv = [&](int tile) {                        // tile 0, 1, ... to its stage
     if (tile < tiles) {
-      const int col0 = (first_tile + tile) * TILE_KV, stage = tile % STAGES;
+      const int col0 = place_of_tile(tile, after_loaded) * TILE_KV, stage = tile % STAGES;
       const KeyTile k_smem{smem + K_OFFSET + stage * KeyTile::bytes};
       const ValueTile v_smem{smem + V_OFFSET + stage * ValueTile::bytes};
       load_async<Block>(k_smem, k.from_row(col0));
@@ -79,6 +94,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   fill(o_reg, 0.f);
   OnlineSoftmax<WARP_ROWS> softmax;
   if constexpr (SINKS != NO_SINKS) start_with_sinks(softmax, p, mask, here.head, warp_row);
+  HeadTerms terms{};
+  if constexpr (MODIFIED) terms = head_terms(p, here, here.head);
   DropoutParams dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
@@ -93,7 +110,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
       sync_block();                                           // tile just asked for is read before it is there
     }
 
-    const int col0 = (first_tile + tile) * TILE_KV, stage = tile % STAGES;
+    const int place = place_of_tile(tile, after_used), col0 = place * TILE_KV, stage = tile % STAGES;
     if (!warp_keys.overlaps(col0, TILE_KV)) continue;         // other warps of the block see this tile, this one does not
     const KeyTile k_smem{smem + K_OFFSET + stage * KeyTile::bytes};
     const ValueTile v_smem{smem + V_OFFSET + stage * ValueTile::bytes};
@@ -101,9 +118,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
     Acc<WARP_ROWS, TILE_KV> s_reg;
     multiply_transposed(s_reg, q, k_smem);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if constexpr (MODIFIED) modify_scores(s_reg, score_context(p, here, here.head), warp_row, col0);
+    if constexpr (MODIFIED)
+      modify_scores<false>(s_reg, score_context(p, here, here.head, terms), warp_row, col0, !TILE_LIST || !list.is_whole(place));
     if (!common_keys.contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
-    update(softmax, s_reg, o_reg, MODIFIED ? LOG2E : EXPLICIT_SCORES ? 1.f : p.scale * LOG2E);
+    update(softmax, s_reg, o_reg, exponent_scale(p.scale));
     if constexpr (DROPOUT) drop<false>(s_reg, dropout, here.batch_number * p.heads + here.head, warp_row, col0);  // of P, when it is in the sums
     multiply_add(o_reg, s_reg, v_smem);
   }

@@ -51,6 +51,13 @@ struct CapturedArray {
   int extent[CAPTURED_AXES];
 };
 
+// Which tiles of pairs blocks visit, see tile/tile_list.cuh. Read by kernels with TILE_LIST.
+struct TileLists {
+  u32* lists;                             // (batch, heads, query tiles, 2, words)  bits of key tiles; in the backward of query tiles, for each key tile
+  u32* columns;                           // (batch, heads, query tiles, words)  in the backward in order: bits of key tiles
+  int batches, heads;                     // how many of them have lists of their own: all, or 1
+};
+
 // What becomes of scores besides scale, softcap, MaskParams and sinks. Read by kernels with SCORES, MASKED_PAIRS or DROPOUT.
 struct ScoreParams {
   Tensor bias;                            // (*batch, heads, len_q, len_kv)
@@ -59,6 +66,7 @@ struct ScoreParams {
   CapturedArray captured[CAPTURED];       // what expressions read, in order
   const u64* seed;                        // (2)  seed and offset in device memory, or null: those of `dropout`
   DropoutParams dropout;
+  TileLists tiles;
 };
 
 struct ForwardParams {
@@ -186,6 +194,24 @@ struct HopperBackwardParams : BackwardMaps, BackwardParams {
   u32 backwards;                          // blocks of heads before this one take the last keys first
 };
 
+// For the gradient of an array that scores read. Its elements may belong to batch elements, heads, queries and keys; over what they do not, it is
+// summed. The stats are those that the backward has left.
+struct ScoreGradientParams : BackwardParams {
+  Tensor gradient;                        // (*batch, heads, len_q, len_kv)  a stride of 0 means: summed; GATHERED, of `places`; SCATTERED, only 0 counts
+  i64 head_kv_stride;                     // the same of key-value heads
+  float* places;                          // GATHERED: what each query, key or distance of those batch elements and heads adds to whatever it reads
+  i64 first_element;                      // what indices that are numbers add to its offsets
+  float* partials;                        // (units, splits, parts of a block, sums of a unit)  see tile/score_sums.cuh
+  float* sums;                            // (elements)  in float32, where several kernels or blocks add to one element
+  i64 elements;                           // of the array
+  int through_sums;                       // whether there are sums, from which the gradient is made
+  int batch_summed[BATCH_AXES];           // batch elements along each axis that share the elements of a unit: 1 or all
+  int heads_summed;                       // heads that do: 1, heads_per_kv or all
+  u32 splits;                             // blocks of a unit
+  FastDivmod stats_rows_divmod;           // TILE_Q of the backward
+  float delta_sign;                       // what its delta is multiplied by
+};
+
 // out = the attention over the keys of a and of b together, from the attention over each.
 struct MergeParams {
   Tensor out_a, out_b, out;               // (*batch, heads, len_q, dim_v)
@@ -194,4 +220,18 @@ struct MergeParams {
   int heads;
   int len_q;
   int dim_v;
+};
+
+// Which tiles have a pair that takes part, and in which all pairs do: what kernels with TILE_LIST are told, in their tiles.
+struct ClassifyParams {
+  MaskParams mask;
+  int batch[BATCH_AXES];                  // of those that have lists of their own
+  int heads;
+  int heads_per_kv;
+  int len_q;
+  int len_kv;
+  int tile_q;
+  int tile_kv;
+  int by_keys;                            // whether lists are of key tiles, as in the backward
+  ScoreParams scores;
 };

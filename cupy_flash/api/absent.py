@@ -33,6 +33,8 @@ ELSEWHERE = {
     "attn_mask": "mask for booleans, and bias for what is added",
     "attn_bias": "bias",
     "mask_mod": "mask",
+    "mask_func": "mask=KeyRanges(start, stop)",
+    "startend_row_indices": "mask, as an expression or KeyRanges(start, stop) of each query",
     "score_mod": "score",
     "implementation": "backend and algorithm",
     "input_layout": "layout",

@@ -66,9 +66,10 @@ def attention_backward(
         As they were given to `attention`.
     wrt : str or tuple of str
         Names of what else gradients are asked for: 'bias', 'alibi_slopes', or arrays of floats that `score` reads. That of a Python
-        float is a float64 array of shape ().
+        float is a float64 array of shape (), where the others are.
     deterministic : bool
-        True adds the gradient of q in a fixed order, so that repeats are bitwise equal. Costs speed on a GPU.
+        True adds the gradient of q in a fixed order, so that repeats are bitwise equal, and so are what `wrt` names. Costs speed on
+        a GPU.
     dq : array of the shape of q, optional
         Where to write the gradient of q.
     dk : array of the shape of k, optional

@@ -96,16 +96,17 @@ def attention(
     backend : {'auto', 'cuda', 'host', 'numpy'}
         'auto' is 'cuda' for device arrays and 'numpy' for arrays in host memory. 'host' executes the CUDA source on the CPU, which
         needs a C++ compiler.
-    dropout : float
+    dropout : float, optional
         Probability that a pair of a query and a key is left out after the softmax; at least 0 and below 1. The others are
-        multiplied by what keeps their mean. `dropout_mask` says which are kept.
+        multiplied by what keeps their mean. `dropout_mask` says which are kept. It takes a `seed`.
     score : str or callable, optional
         What scores become, an expression in ``score`` (after scale and softcap), ``b, h, h_kv, q_idx, kv_idx, q_len, kv_len`` and
         the names of `arrays`, such as ``"score + slope[h] * (kv_idx - q_idx)"``; or a function of some of these names, as
         ``lambda score, h, slope: score * slope[h]``. See the guide.
-    mask : array of bool, str or callable, optional
+    mask : array of bool, str, callable, KeyRanges or TileMask, optional
         Which pairs take part, beside `causal`, `window` and `prefix`: an array that broadcasts to (..., heads, seq_q, seq_kv), True
-        where a query sees a key; or an expression of type bool, such as ``"doc[q_idx] == doc[kv_idx]"``.
+        where a query sees a key; an expression of type bool, such as ``"doc[q_idx] == doc[kv_idx]"``; or ranges of keys for each
+        query, `KeyRanges`. A `TileMask` of any of these is for many calls.
     arrays : dict of str to array or number, optional
         What the expressions read. Their contents do not matter to what is compiled. An index beyond an axis is taken for the
         nearest one. In kernels integers have 32 bits, of wider ones the low 32, and floats are float32.
@@ -118,7 +119,7 @@ def attention(
         Logits of each query of a head besides those of its keys, which belong to no value: the softmax is over keys and sinks. In
         the dtype of q, or in float32.
     seed : int, (int, int), or array of uint64 and shape (2,)
-        For `dropout`: a seed below 2**64, and an offset below 2**32, which is 0 if it is not given.
+        For `dropout`, and only with it: a seed below 2**64, and an offset below 2**32, which is 0 if it is not given.
     return_lse : bool
         Return the log-sum-exp of the scores as well.
     out : array, shape (..., heads, seq_q, dim_v), optional

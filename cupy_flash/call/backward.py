@@ -6,22 +6,23 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy
-
 from ..machine.execution import Execution, Operands, Prepared, architecture_for, cached
-from ..plan.backward import backward_launches, backward_maps, backward_workspace, check_sums, make_backward_plan, make_grouping
-from ..plan.kernel import KernelPlan
+from ..plan.backward import backward_launches, backward_maps, backward_workspace, make_backward_plan, make_grouping
+from ..plan.kernel import KernelPlan, Launch
 from ..plan.params import backward_params, names_of_scores
+from ..plan.workspace import joined
 from ..problem import arrays
 from ..problem.backward import BACKWARD_ARRAYS, BackwardProblem, Gradients, make_backward_problem
-from ..problem.layout import HEADS, HEADS_OF_LSE
+from ..problem.layout import HEADS, HEADS_OF_LSE, dense_layout
 from ..problem.options import Options, check_flag
+from ..problem.read_gradients import check_sums
 from ..problem.scores import check_wrt, label
 from .captured import NOTHING, Captured, captured, layouts_of
-from .forward import ForwardOperands, bound_scores, prepared, seen_and_flops
+from .forward import ForwardOperands, bound_scores, classified, prepared, seen_and_flops
 
 if TYPE_CHECKING:
     from ..machine.host import Traffic
+    from ..plan.read_gradients import ReadGradientPlan
 
 RESULTS = ("dq", "dk", "dv", "dsinks")
 FIRST_RESULT = BACKWARD_ARRAYS.index("dq")
@@ -41,8 +42,9 @@ class BackwardPlan(Prepared):
         How. None on backend 'numpy', which has no kernel.
     """
 
-    def __init__(self, problem: BackwardProblem, kernel: KernelPlan | None) -> None:
+    def __init__(self, problem: BackwardProblem, kernel: KernelPlan | None, keeps_tiles: bool = False) -> None:
         self.problem = problem
+        self._of_reads: tuple[tuple[str, Execution], ...] = ()  # behind the other kernels: of what, and how
         p = problem.forward
         execution = None
         if kernel is not None:
@@ -50,17 +52,39 @@ class BackwardPlan(Prepared):
             maps = backward_maps(kernel, problem)
             params = backward_params(problem, make_grouping(kernel, problem), maps)
             names = (*BACKWARD_ARRAYS, *names_of_scores(p.scores))
-            execution = Execution(kernel, launches, params, names, workspace, p.device, maps)
+            plans = _read_gradient_plans(problem, kernel)
+            workspace = joined((workspace, *(plan.workspace for plan in plans)))
+            found = classified(kernel, p, by_keys=True, in_order=problem.deterministic)
+            execution = Execution(kernel, launches, params, names, workspace, p.device, maps, None, found, keeps_tiles)
+            self._of_reads = tuple(
+                (plan.part.name, Execution(plan.kernel, plan.launches, plan.params, (*names, "gradient"), workspace, p.device))
+                for plan in plans
+            )
         names = (*BACKWARD_ARRAYS, *p.scores.names)
-        super().__init__(dict(zip(names, problem.seen)), RESULTS, p.backend, p.device, execution)
+        super().__init__(dict(zip(names, problem.seen)), RESULTS, p.backend, p.device, execution, keeps_tiles)
         described = [x and arrays.description_of(x) for x in problem.seen]
         without_results = [*described[:FIRST_RESULT], *[None] * len(RESULTS), *described[END_OF_RESULTS:]]
         self._usual = () if self._demanded else (described, without_results)
 
     @property
+    def kernels(self) -> tuple[KernelPlan, ...]:
+        """All kernels of a call, in order: that of `kernel`, and one for each place where the score reads an array of `wrt`."""
+        return tuple(execution.kernel for execution in self._executions)
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """The grids of all of them, in order; none on backend 'numpy'."""
+        return tuple(launch for execution in self._executions for launch in execution.launches)
+
+    @property
+    def _executions(self) -> tuple[Execution, ...]:
+        return () if self._execution is None else (self._execution, *(execution for _, execution in self._of_reads))
+
+    @property
     def result_bytes(self) -> int:
         """Bytes of the gradients: what a call allocates for those that are not given."""
-        return sum(layout.nbytes for name in RESULTS if (layout := self._layouts[name]) is not None)
+        of_inputs = (layout.nbytes for name in RESULTS if (layout := self._layouts[name]) is not None)
+        return sum(of_inputs) + sum(self.problem.layout_of(argument).nbytes for argument in self._argument_of.values())
 
     def __str__(self) -> str:
         p = self.problem.forward
@@ -71,6 +95,7 @@ class BackwardPlan(Prepared):
             *(f"  {line}" for line in str(p.scores).splitlines()),
             f"  results {self.result_bytes} bytes, {self.workspace}",
             "NumPy, tile by tile" if self._execution is None else str(self._execution),
+            *(str(execution) for _, execution in self._of_reads),
         ]
         return "\n".join(lines)
 
@@ -120,7 +145,7 @@ class BackwardPlan(Prepared):
             If an array is not laid out as planned.
         """
         others = captured(mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
-        self._check_captured(others.names, self.problem.forward.scores.names, others.options["mask"])
+        self._check_captured(others, self.problem.forward.scores)
         given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks, others=others)
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
@@ -147,7 +172,7 @@ class BackwardPlan(Prepared):
         """
         self._check_counts()
         given = operands(dout, q, k, v, out, lse, dlse, sinks, None, None, None, None, others=captured(**others))
-        self._check_captured(given.captured.names, self.problem.forward.scores.names, given.captured.options["mask"])
+        self._check_captured(given.captured, self.problem.forward.scores)
         self._check_layouts(given.descriptions)
         return self._compute(given, None)
 
@@ -180,28 +205,52 @@ class BackwardPlan(Prepared):
                 given.views[i] = arrays.empty(layout)
                 given.addresses[i] = arrays.pointer(given.views[i])
         *of_inputs, dsinks = given.views[FIRST_RESULT:END_OF_RESULTS]
-        of_scores = self._zeros(given.captured)
+        of_scores = self._zeros()
         gradients = _gradients(of_inputs, dsinks, of_scores, self.problem.forward.scores.captured)
         traffic = None
         if p.zero:
             for gradient in (*gradients, *([] if dsinks is None else [dsinks])):
                 gradient.fill(0)
         if self._backend == "cuda":
-            self._execution.on_device.launch(given.addresses[:END_OF_RESULTS] + given.captured.words, workspace)
+            self._launch(given.addresses[:END_OF_RESULTS] + given.captured.words, of_scores, workspace, given.captured.found)
         elif self._backend == "host":
             views = (*self._in_order(given.views[:END_OF_RESULTS]), *given.captured.on_host)
-            traffic = self._execution.run_on_host(views, workspace)
+            traffic = self._run_on_host(views, of_scores, workspace, given.captured.found)
         elif not p.zero:
             self._compute_with_numpy(given.views[END_OF_RESULTS:], of_scores, *self._in_order(given.views[:END_OF_RESULTS]))
         return gradients, traffic
 
-    def _zeros(self, given: Captured) -> dict[str, Any]:
-        """Where the gradients that were asked for beside those of the inputs go, by the names of what they are of."""
-        views = dict(zip(given.names, given.views))
-        return {
-            name: numpy.zeros_like(views[label(name) if name in self.problem.forward.scores.captured else name], order="C")
-            for name in self.problem.wrt
-        }
+    def _launch(self, addresses: list[int], of_scores: dict[str, Any], workspace: Any, found: dict[Any, Any] | None) -> None:
+        if self._of_reads and workspace is None:  # all of them share it
+            workspace = arrays.empty(dense_layout((self.workspace_bytes,), (0,), "uint8", self._device))
+        self._execution.launch(addresses, workspace, found)
+        for name, execution in self._of_reads:
+            execution.on_device.launch([*addresses, arrays.pointer(of_scores[name])], workspace)
+
+    def _run_on_host(
+        self, views: tuple[Any, ...], of_scores: dict[str, Any], workspace: Any, found: dict[Any, Any] | None
+    ) -> Traffic | None:
+        if self._of_reads and workspace is None:
+            workspace = self.workspace.memory()
+        traffic = self._execution.run_on_host(views, workspace, found)
+        for name, execution in self._of_reads:
+            more = execution.run_on_host((*views, of_scores[name]), workspace)
+            traffic = traffic and traffic + more
+        return traffic
+
+    @property
+    def _argument_of(self) -> dict[str, str]:
+        """What messages call that which gradients are asked for beside those of the inputs, by its name in `wrt`."""
+        captured_names = self.problem.forward.scores.captured
+        return {name: label(name) if name in captured_names else name for name in self.problem.wrt}
+
+    def _zeros(self) -> dict[str, Any]:
+        """Where the gradients that were asked for beside those of the inputs go, by the names of what they are of.
+
+        That of a number is an array of shape () where the others are, since reading it would wait for the device.
+        """
+        layouts = {name: self.problem.layout_of(argument) for name, argument in self._argument_of.items()}
+        return {name: arrays.zeros(layout.shape, layout.dtype, self._device) for name, layout in layouts.items()}
 
     def _in_order(self, views: list[Any]) -> list[Any]:
         """The arrays of a call with their axes in the order of kernels."""
@@ -286,6 +335,7 @@ def prepared_backward(given: Operands, options: dict[str, Any]) -> BackwardPlan:
 def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...], _types: tuple[type, ...]) -> BackwardPlan:
     layouts = {name: d and arrays.layout_of(d, name) for name, d in zip(BACKWARD_ARRAYS, descriptions)}
     options = dict(named)
+    keeps_tiles = options.pop("keeps_tiles", False)
     arch, deterministic, wrt = options.pop("arch", None), options.pop("deterministic", False), options.pop("wrt", ())
     asked = Options(**options)
     others = layouts_of(descriptions[END_OF_RESULTS:], asked.operands, asked.arrays)
@@ -293,7 +343,15 @@ def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...],
         **layouts, options=asked, deterministic=deterministic, operands=others[0], arrays=others[1], wrt=wrt
     )
     architecture = architecture_for(problem.forward.backend, problem.forward.device, arch)
-    return BackwardPlan(problem, None if architecture is None else make_backward_plan(problem, architecture))
+    return BackwardPlan(problem, None if architecture is None else make_backward_plan(problem, architecture), keeps_tiles)
+
+
+def _read_gradient_plans(problem: BackwardProblem, kernel: KernelPlan) -> tuple[ReadGradientPlan, ...]:
+    if not problem.wrt:
+        return ()
+    from ..plan.read_gradients import read_gradient_plans  # late: it takes the language of expressions
+
+    return read_gradient_plans(problem, kernel)
 
 
 def attention_and_vjp(
@@ -306,7 +364,7 @@ def attention_and_vjp(
     plan = prepared(given, {**options, "return_lse": True})
     wrt = check_wrt(of_backward["wrt"], plan.problem.scores)
     if plan.kernel is not None:  # before the forward, of which nothing would be left
-        check_sums(wrt, plan.problem.backend)
+        check_sums(plan.problem.scores, wrt, of_backward["deterministic"])
     out, lse = plan.run(given)
     backward_options = {**options, "algorithm": "auto", **of_backward}
 

@@ -12,10 +12,13 @@ from ..errors import shown
 from ..problem import arrays as array_views
 from ..problem.dropout import make_seed
 from ..problem.expression.entry import Expression, mask_expression, score_expression
+from ..problem.key_ranges import START, STOP, KeyRanges
 from ..problem.layout import ITEMSIZE, Layout
 from ..problem.scores import OPERANDS, declared, label
+from .tile_mask import TileMask, operand
 
 BITS_OF_SEED = 64
+LEAST, GREATEST = -(2**31), 2**31 - 1  # of an int of kernels
 
 
 class Captured:
@@ -33,13 +36,17 @@ class Captured:
         0 of what is told by its value: a scalar, and the seed, in host memory.
     words : list of int
         What kernels are told, by the names of `plan.params.names_of_scores`: addresses and values.
+    found : dict or None
+        What a `TileMask` has found of its tiles.
     options : dict
         What the plan of a call depends on: its expressions, and which of the views is what.
     """
 
-    __slots__ = ("addresses", "descriptions", "given", "names", "options", "views", "words")
+    __slots__ = ("addresses", "descriptions", "found", "given", "names", "options", "views", "words")
 
-    def __init__(self, operands: dict[str, Any], arrays: dict[str, Any], score: Any, mask: Any) -> None:
+    def __init__(
+        self, operands: dict[str, Any], arrays: dict[str, Any], score: Any, mask: Any, kept: TileMask | None = None
+    ) -> None:
         self.names = (*operands, *map(label, arrays))
         self.given = (*operands.values(), *arrays.values())
         self.views = tuple([_view(x, name) for x, name in zip(self.given, self.names)])
@@ -52,6 +59,9 @@ class Captured:
             layouts = {name: array_views.layout_of(d, label(name)) for name, d in zip(arrays, self.descriptions[len(operands) :])}
             score, mask = _traced(score_expression, score, layouts), _traced(mask_expression, mask, layouts)
         self.options |= {"score": score, "mask": mask}
+        self.found = None if kept is None else kept.found
+        if kept is not None:
+            self.options["keeps_tiles"] = True
 
     @property
     def on_host(self) -> list[numpy.ndarray | int]:
@@ -75,6 +85,12 @@ def captured(
     """
     if score is None and mask is None and arrays is None and bias is None and alibi_slopes is None and seed is None:
         return NOTHING
+    kept = mask if isinstance(mask, TileMask) else None
+    if kept is not None:
+        mask, arrays = kept.mask, _with_those_of(kept, arrays)
+    ranges = {}
+    if isinstance(mask, KeyRanges):
+        ranges, mask = {START: mask.start, STOP: mask.stop}, None
     is_expression = mask is None or isinstance(mask, (str, Expression)) or callable(mask)
     given = dict(zip(OPERANDS, (bias, None if is_expression else mask, alibi_slopes, seed)))
     if arrays is not None and not isinstance(arrays, Mapping):
@@ -82,8 +98,21 @@ def captured(
     for name in arrays or ():
         if not isinstance(name, str):
             raise TypeError(f"arrays: expected names that are strings, got {shown(name)}")
-    named = sorted((arrays or {}).items(), key=lambda item: item[0])  # in one order, however a dict was made
-    return Captured({name: x for name, x in given.items() if x is not None}, dict(named), score, mask if is_expression else None)
+        if name in (START, STOP):
+            raise ValueError(f"arrays: expected names that are identifiers, got {shown(name)}")
+    named = sorted([*(arrays or {}).items(), *ranges.items()], key=lambda item: item[0])  # in one order, however a dict was made
+    operands = {name: x for name, x in given.items() if x is not None}
+    return Captured(operands, dict(named), score, mask if is_expression else None, kept)
+
+
+def _with_those_of(kept: TileMask, arrays: Any) -> Any:
+    """The arrays of a call, and those that its mask has brought."""
+    if not kept.arrays or (arrays is not None and not isinstance(arrays, Mapping)):
+        return arrays
+    for name, x in kept.arrays.items():
+        if arrays and name in arrays and arrays[name] is not x:
+            raise ValueError(f"{label(name)}: expected the array that the TileMask has by this name, or none, got another one")
+    return {**kept.arrays, **(arrays or {})}
 
 
 def layouts_of(descriptions: tuple[Any, ...], operands: tuple[str, ...], arrays: tuple[str, ...]) -> tuple[dict[str, Layout], ...]:
@@ -99,8 +128,17 @@ def _traced(make: Callable[..., Expression], given: Any, layouts: dict[str, Layo
 def _view(x: Any, name: str) -> array_views.Array:
     if name == "seed":
         return _seed(x)
-    # A number is a scalar, and so is one of NumPy's.
-    return numpy.asarray(x) if isinstance(x, (Number, numpy.generic)) else array_views.view(x, name)
+    view = operand(x, name)
+    return _end_of_ranges(view, name) if name in (START, STOP) else view
+
+
+def _end_of_ranges(view: array_views.Array, name: str) -> array_views.Array:
+    """An end of ranges; a single one has no axes. Numbers on a device cannot be checked without waiting for them."""
+    if isinstance(view, numpy.ndarray) and view.dtype.kind in "iu" and view.size and not numpy.can_cast(view.dtype, numpy.int32):
+        least, greatest = int(view.min()), int(view.max())
+        if least < LEAST or greatest > GREATEST:
+            raise ValueError(f"{name}: expected integers of 32 bits, got {least if least < LEAST else greatest}")
+    return view.reshape(()) if view.size == 1 else view
 
 
 def _seed(x: Any) -> array_views.Array:

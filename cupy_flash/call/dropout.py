@@ -28,7 +28,9 @@ def dropout_mask(shape: tuple[int, ...], dropout: float, seed: int | tuple[int, 
 def _mask(shape: tuple[int, ...], dropout: Dropout | None, seed: int, offset: int, like: arrays.Array | None) -> arrays.Array:
     """A mask of NumPy, or of CuPy on the current device, as `like` is."""
     if dropout is None or 0 in shape:
-        return numpy.ones(shape, bool, like=like)
+        mask = numpy.empty(shape, bool, like=like)  # `numpy.ones` asks for what CuPy's does not take
+        mask.fill(True)
+        return mask
     from ..machine.numpy_path.dropout import keeps  # late, as all array code
 
     mask = numpy.empty((math.prod(shape[:-2]), *shape[-2:]), bool, like=like)

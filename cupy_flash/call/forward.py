@@ -12,6 +12,7 @@ from ..plan.packing import packing_of
 from ..plan.params import forward_params, hopper_forward_params, names_of_scores
 from ..problem import arrays
 from ..problem.forward import FORWARD_ARRAYS, Problem, make_problem
+from ..problem.key_ranges import START, STOP
 from ..problem.layout import HEADS_OF_LSE
 from ..problem.options import Options
 from .captured import NOTHING, Captured, captured, layouts_of
@@ -19,6 +20,7 @@ from .captured import NOTHING, Captured, captured, layouts_of
 if TYPE_CHECKING:
     from ..machine.host import Traffic
     from ..machine.numpy_path.scores import BoundScores
+    from ..plan.classify import Classification
 
 
 class AttentionPlan(Prepared):
@@ -34,7 +36,7 @@ class AttentionPlan(Prepared):
         How. None on backend 'numpy', which has no kernel.
     """
 
-    def __init__(self, problem: Problem, kernel: KernelPlan | None, returns_lse: bool) -> None:
+    def __init__(self, problem: Problem, kernel: KernelPlan | None, returns_lse: bool, keeps_tiles: bool = False) -> None:
         self.problem = problem
         self._returns_lse = returns_lse
         execution = None
@@ -46,9 +48,10 @@ class AttentionPlan(Prepared):
             maps = forward_maps(kernel, packed)
             params = hopper_forward_params(packed, maps, kernel.config.TILE_Q) if maps else forward_params(packed)
             names = (*FORWARD_ARRAYS, *names_of_scores(problem.scores))
-            execution = Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask)
+            found = classified(kernel, packed)
+            execution = Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, found, keeps_tiles)
         names = (*FORWARD_ARRAYS, *problem.scores.names)
-        super().__init__(dict(zip(names, problem.seen)), ("out", "lse"), problem.backend, problem.device, execution)
+        super().__init__(dict(zip(names, problem.seen)), ("out", "lse"), problem.backend, problem.device, execution, keeps_tiles)
         q, k, v, out, _, *others = (x and arrays.description_of(x) for x in problem.seen)
         # With and without `out`.
         self._usual = () if self._demanded else ((q, k, v, out, None, *others), (q, k, v, None, None, *others))
@@ -111,7 +114,7 @@ class AttentionPlan(Prepared):
             If an array is not laid out as planned.
         """
         others = captured(mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
-        self._check_captured(others.names, self.problem.scores.names, others.options["mask"])
+        self._check_captured(others, self.problem.scores)
         given = ForwardOperands(q, k, v, out, lse, sinks, others)
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
@@ -137,7 +140,7 @@ class AttentionPlan(Prepared):
         """
         self._check_counts()
         given = ForwardOperands(q, k, v, None, None, sinks, captured(**others))
-        self._check_captured(given.captured.names, self.problem.scores.names, given.captured.options["mask"])
+        self._check_captured(given.captured, self.problem.scores)
         self._check_layouts(given.descriptions)
         out, lse, traffic = self._compute(given, None)
         return (out, lse) if self._returns_lse else out, traffic
@@ -171,13 +174,13 @@ class AttentionPlan(Prepared):
             at_q, at_k, at_v, *at_results = addresses[: len(FORWARD_ARRAYS)]
             more_k, more_v = self._skipped_bytes
             words = [at_q, at_k + more_k, at_v + more_v, *at_results, *given.captured.words]
-            self._execution.on_device.launch(words, workspace)
+            self._execution.launch(words, workspace, given.captured.found)
         elif self._backend == "host" or not p.empty:
             q, k, v, to_out = (arrays.in_order(x, p.layout) for x in (q, k, v, out))
             to_lse = arrays.in_order(lse, p.layout, HEADS_OF_LSE)
             if self._backend == "host":
                 operands = (q, k[..., self._keys, :], v[..., self._keys, :], to_out, to_lse, sinks, *given.captured.on_host)
-                return out, lse, self._execution.run_on_host(operands, workspace)
+                return out, lse, self._execution.run_on_host(operands, workspace, given.captured.found)
             self._compute_with_numpy(q, k, v, to_out, to_lse, sinks, others)
         return out, lse, None
 
@@ -261,6 +264,15 @@ def prepared(given: ForwardOperands, options: dict[str, Any]) -> AttentionPlan:
     return cached(_prepared, given.descriptions, options)
 
 
+def classified(kernel: KernelPlan, problem: Problem, **of_backward: bool) -> Classification | None:
+    """What finds the tiles that a kernel visits, if it does not visit all."""
+    if not kernel.config.TILE_LIST:
+        return None
+    from ..plan.classify import classification_of  # late: most calls mask no pairs
+
+    return classification_of(kernel, problem, **of_backward)
+
+
 def seen_and_flops(problem: Problem, flops: int) -> str:
     """What a plan prints of the keys that queries see, and of the work, both of which know nothing of pairs masked one by one."""
     hidden, without = (", unless mask hides them", " without mask") if problem.scores.masks_pairs else ("", "")
@@ -276,10 +288,11 @@ def bound_scores(problem: Problem, views: list[Any]) -> BoundScores | None:
     operands = problem.scores.operands
     by_name = dict(zip(operands, views))
     seed, offset = (int(number) for number in by_name.get("seed", (0, 0)))
+    captured_views = dict(zip(problem.scores.captured, views[len(operands) :]))
     return BoundScores(
         problem.scores,
         by_name,
-        dict(zip(problem.scores.captured, views[len(operands) :])),
+        {name: view.squeeze() if name in (START, STOP) else view for name, view in captured_views.items()},
         (seed, offset),
         problem.batch,
         problem.heads_per_kv,
@@ -293,10 +306,10 @@ def bound_scores(problem: Problem, views: list[Any]) -> BoundScores | None:
 def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...], _types: tuple[type, ...]) -> AttentionPlan:
     layouts = [d and arrays.layout_of(d, name) for d, name in zip(descriptions, FORWARD_ARRAYS)]
     options = dict(named)
-    arch = options.pop("arch", None)
+    arch, keeps_tiles = options.pop("arch", None), options.pop("keeps_tiles", False)
     asked = Options(**options)
     others = layouts_of(descriptions[len(FORWARD_ARRAYS) :], asked.operands, asked.arrays)
     problem = make_problem(*layouts[:3], asked, *layouts[3:], *others)
     architecture = architecture_for(problem.backend, problem.device, arch)
     kernel = None if architecture is None else make_forward_plan(problem, architecture)
-    return AttentionPlan(problem, kernel, bool(asked.return_lse))
+    return AttentionPlan(problem, kernel, bool(asked.return_lse), keeps_tiles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import click
@@ -22,6 +22,7 @@ from ..problem.options import Options
 from .devices import own_architecture
 from .lists import size_of
 from .output import UserError, echo_json
+from .score_options import GivenScores, takes_scores
 
 
 class ArchitectureType(click.ParamType):
@@ -104,6 +105,7 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
     @click.option("--scale", type=float, help="By default 1 / sqrt(dim).")
     @click.option("--precision", type=click.Choice(("ieee", "tf32")), help="Of float32 products on tensor cores.")
     @click.option("--algorithm", type=click.Choice(("auto", "v1", "v2")), default="auto", show_default=True, help="Loop order.")
+    @takes_scores
     @click.option("--backward", is_flag=True, help="The gradients instead of the attention.")
     @click.option("--deterministic", is_flag=True, help="Of --backward: the same bits each time.")
     @click.option("--arch", type=ARCHITECTURE, help=f"By default that of the first GPU, or {HOST.name} without one.")
@@ -120,17 +122,21 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
         if deterministic and not backward:
             raise click.UsageError("--deterministic is an option of --backward; attention itself always is")
         given = {name: others.pop(name) for name in ("window", "prefix", "softcap", "scale", "precision", "algorithm")}
+        scores = GivenScores(**{field.name: others.pop(field.name) for field in fields(GivenScores)})
+        if scores.mask is not None and scores.ranges is not None:
+            raise click.UsageError("--mask and --ranges exclude each other")
         options = Options(causal=causal or False, backend="cuda", **given)
+        options = replace(options, score=scores.score, mask=scores.mask, dropout=scores.dropout)
         if len(shapes) not in (1, 3):
             raise click.UsageError(f"expected one shape for all of q, k, v, or three, got {len(shapes)}")
         layouts = tuple(_dense(shape, dtype) for shape in shapes * (3 // len(shapes)))
         architecture = arch or own_architecture() or HOST
         try:
             if backward:
-                planned = _planned_backward(layouts, options, architecture, deterministic)
+                planned = _planned_backward(layouts, options, scores, architecture, deterministic)
             else:
-                planned = _planned(layouts, options, architecture)
-        except (ValueError, UnsupportedError) as error:
+                planned = _planned(layouts, options, scores, architecture)
+        except (TypeError, ValueError, UnsupportedError) as error:
             raise UserError(str(error)) from error
         command(planned, **others)
 
@@ -142,15 +148,22 @@ def _dense(shape: tuple[int, ...], dtype: str) -> Layout:
     return dense_layout(shape, reversed(range(len(shape))), dtype, device=0)
 
 
-def _planned(layouts: tuple[Layout, ...], options: Options, architecture: Architecture) -> AttentionPlan:
-    problem = make_problem(*layouts, options)
+def _planned(layouts: tuple[Layout, ...], options: Options, scores: GivenScores, architecture: Architecture) -> AttentionPlan:
+    problem = make_problem(*layouts, options, **_of_scores(layouts, scores))
     return AttentionPlan(problem, make_forward_plan(problem, architecture), returns_lse=False)
 
 
 def _planned_backward(
-    layouts: tuple[Layout, ...], options: Options, architecture: Architecture, deterministic: bool
+    layouts: tuple[Layout, ...], options: Options, scores: GivenScores, architecture: Architecture, deterministic: bool
 ) -> BackwardPlan:
-    forward = make_problem(*layouts, replace(options, return_lse=True))
+    of_scores = _of_scores(layouts, scores)
+    forward = make_problem(*layouts, replace(options, return_lse=True), **of_scores)
     out, lse = (_dense(x.shape, x.dtype) for x in (forward.seen_out, forward.seen_lse))
-    problem = make_backward_problem(out, *layouts, out, lse, options, deterministic=deterministic)
+    problem = make_backward_problem(out, *layouts, out, lse, options, deterministic=deterministic, **of_scores)
     return BackwardPlan(problem, make_backward_plan(problem, architecture))
+
+
+def _of_scores(layouts: tuple[Layout, ...], scores: GivenScores) -> dict[str, Any]:
+    """What comes to scores, with axes as long as those of the plain problem."""
+    plain = make_problem(*layouts, Options(backend="cuda"))
+    return {"operands": scores.operands(plain), "arrays": scores.arrays(plain), "sinks": scores.layout_of_sinks(plain)}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import click
 
 from ..call.backward import BackwardPlan
 from ..call.forward import AttentionPlan
+from ..problem.backward import BackwardProblem
+from ..problem.forward import Problem
 from .arguments import json_option, takes_problem
 from .output import echo_json
 
@@ -26,6 +29,7 @@ def plan(planned: AttentionPlan | BackwardPlan, as_json: bool) -> None:
       cupy-flash plan 2x16x1024x64 --causal
       cupy-flash plan 32x1x128 8x4096x128 8x4096x128 --dtype bfloat16 --arch 90a
       cupy-flash plan 2x16x1024x64 --backward --json
+      cupy-flash plan 2x16x1024x64 --score "score + t[h] * (kv_idx - q_idx)" --array t:float32:h
     """
     if not as_json:
         click.echo(str(planned))
@@ -45,6 +49,14 @@ def plan(planned: AttentionPlan | BackwardPlan, as_json: bool) -> None:
             "workspace_bytes": planned.workspace_bytes,
             "workspace": dict(planned.workspace.parts),
             "flops": planned.problem.flops,
-            "problem": asdict(planned.problem),
+            "problem": _described(planned.problem),
         }
     )
+
+
+def _described(problem: Problem | BackwardProblem) -> dict[str, Any]:
+    """A problem, in which what becomes of scores is said in words, as the plan prints it."""
+    found, forward = asdict(problem), problem if isinstance(problem, Problem) else problem.forward
+    of_forward = found if forward is problem else found["forward"]
+    of_forward["scores"] = str(forward.scores).splitlines()
+    return found

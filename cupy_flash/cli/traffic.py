@@ -11,7 +11,7 @@ import click
 
 from ..errors import CompileError, UnsupportedError
 from ..machine import toolchain
-from ..measure.traffic import ALGORITHMS, Count, Setting, count
+from ..measure.traffic import Count, Setting, count
 from ..plan.architecture import HOST, Architecture
 from .arguments import ARCHITECTURE, json_option
 from .lists import SIZES
@@ -28,6 +28,7 @@ constant       elements moved, over N d + N^2 for naive and S d^2 / M for the ke
 memory         the most in use at once besides the inputs: of naive, two arrays of scores; of v1, state, result and log-sum-exp;
                of v2, result and log-sum-exp\
 """
+KEPT = "Which tiles of documents are seen is found before, and not counted: a TileMask keeps it for all layers."
 
 
 @click.command()
@@ -37,6 +38,9 @@ memory         the most in use at once besides the inputs: of naive, two arrays 
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Batch elements; each is executed.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float16", show_default=True, help="Of the arrays.")
 @click.option("--causal", is_flag=True, help="Query i sees the keys up to i.")
+@click.option(
+    "--documents", type=click.IntRange(min=1), default=1, show_default=True, help="In a row, of equal length: a query sees its own."
+)
 @click.option("--arch", type=ARCHITECTURE, default=HOST.name, show_default=True, help="Whose kernels are executed.")
 @plot_option
 @json_option
@@ -47,6 +51,7 @@ def traffic(
     batch: int,
     dtype: str,
     causal: bool,
+    documents: int,
     arch: Architecture,
     plot: Path | None,
     as_json: bool,
@@ -60,14 +65,15 @@ def traffic(
     Examples:
       cupy-flash traffic
       cupy-flash traffic --seq 256,512 --dim 128 --causal --plot traffic.png
+      cupy-flash traffic --seq 3072 --documents 8
     """
     try:
         toolchain.prove()
     except CompileError as error:
         raise click.ClickException(str(error)) from error
-    settings = [Setting(seq, dim, batch, heads, dtype, causal) for seq in seqs]
+    settings = [Setting(seq, dim, batch, heads, dtype, causal, documents) for seq in seqs]
     try:
-        counts = echo_progress(_counted(settings, arch), len(settings) * len(ALGORITHMS), "executing")
+        counts = echo_progress(_counted(settings, arch), sum(len(s.algorithms) for s in settings), "executing")
     except (UnsupportedError, ValueError) as error:
         raise UserError(str(error)) from error
     if plot:
@@ -78,18 +84,20 @@ def traffic(
     if as_json:
         echo_json({"architecture": arch.name, "counts": list(map(_record, counts))})
         return
-    mask = "causal" if causal else "full"
+    mask = ("causal" if causal else "full") + (f", {documents} documents" if documents > 1 else "")
     click.echo(f"forward of {dtype}, batch {batch}, heads {heads}, dim {dim}, {mask}; kernels of {arch}\n")
     _print_moved(counts)
     click.echo()
     _print_memory(counts)
     chips = sorted({(c.algorithm, c.chip_elements) for c in counts if c.chip_elements})
     click.echo("\n" + NOTES.format(chips=", ".join(f"{name} {elements}" for name, elements in chips)))
+    if documents > 1:
+        click.echo(KEPT)
 
 
 def _counted(settings: list[Setting], arch: Architecture) -> Iterator[Count]:
     for setting in settings:
-        for algorithm in ALGORITHMS:
+        for algorithm in setting.algorithms:
             yield count(setting, algorithm, arch.name)
 
 
@@ -109,8 +117,9 @@ def _print_memory(counts: list[Count]) -> None:
     for naive, *kernels in _by_setting(counts):
         saved = [f"{1 - c.memory_bytes / naive.memory_bytes:.1%}" for c in kernels]
         rows.append((str(naive.setting.seq), *(_bytes(c.memory_bytes) for c in (naive, *kernels)), *saved))
-    header = ("seq", "memory of naive", "v1", "v2", "v1 saves", "v2 saves")
-    _print(header, rows, ">>>>>>")
+    names = counts[0].setting.algorithms[1:]
+    header = ("seq", "memory of naive", *names, *(f"{name} saves" for name in names))
+    _print(header, rows, ">" * len(header))
 
 
 def _by_setting(counts: list[Count]) -> Iterator[tuple[Count, ...]]:

@@ -105,6 +105,11 @@ class DeviceKernel(threading.local):
             driver.launchKernel(*before_stream, stream, *self._after_stream)
 
 
+def allocated(workspace: Workspace) -> cupy.ndarray:
+    """New memory for a workspace."""
+    return cupy.empty(workspace.nbytes, numpy.uint8)
+
+
 @functools.cache
 def _multiprocessors(device: int) -> int:
     return cupy.cuda.Device(device).attributes["MultiProcessorCount"]

@@ -16,8 +16,10 @@ from ..problem import arrays
 from ..problem.forward import check_overlap
 from ..problem.layout import Layout
 from ..problem.mask import Mask
+from ..problem.scores import Scores
 
 if TYPE_CHECKING:
+    from ..plan.classify import Classification
     from ..plan.tensor_map import TensorMap
     from .device import DeviceKernel
     from .host import Traffic
@@ -43,6 +45,10 @@ class Execution:
         The fields of the struct that are maps, which are in the clear there.
     mask : Mask, optional
         Of a forward.
+    classification : Classification, optional
+        What finds the tiles that it visits. It is launched before, and its results are a part of the workspace.
+    keeps_tiles : bool
+        Whether its results are kept outside of a call instead, and it is launched only where they are not there yet.
     """
 
     def __init__(
@@ -55,9 +61,17 @@ class Execution:
         device: int | None,
         maps: dict[str, TensorMap] | None = None,
         mask: Mask | None = None,
+        classification: Classification | None = None,
+        keeps_tiles: bool = False,
     ) -> None:
         self.kernel = kernel
         self.launches = launches
+        self.classification = classification
+        self._keeps_tiles = keeps_tiles
+        if classification is not None and keeps_tiles:
+            names = (*names, *classification.results.names)
+        elif classification is not None:
+            workspace = Workspace((*workspace.parts, *classification.results.parts))
         self.workspace = workspace
         self._params = params
         self._names = names
@@ -69,7 +83,11 @@ class Execution:
         blocks = list(map(str, self.launches))
         if len(blocks) > 1:
             blocks = [f"{launch.entry} {number}" for launch, number in zip(self.launches, blocks)]
-        return f"{self.kernel}\n  {', '.join(blocks)}"
+        before = self.classification
+        if before:
+            once = f", once for a TileMask, which keeps {before.results.nbytes} bytes" if self._keeps_tiles else ""
+            before = f"\n  before: {', '.join(f'{launch.entry} {launch}' for launch in before.launches)}{once}"
+        return f"{self.kernel}{before or ''}\n  {', '.join(blocks)}"
 
     @functools.cached_property
     def on_device(self) -> DeviceKernel:
@@ -79,13 +97,72 @@ class Execution:
         of_problem = self._params, self._names, self.workspace, self.launches, self._maps, self._mask
         return DeviceKernel(self.kernel, self._device, *of_problem)
 
-    def run_on_host(self, views: Iterable[Any], workspace: numpy.ndarray | None) -> Traffic | None:
-        """Execute the kernel on this machine's processor."""
+    @functools.cached_property
+    def _classify_on_device(self) -> DeviceKernel:
+        from .device import DeviceKernel
+
+        c = self.classification
+        return DeviceKernel(c.kernel, self._device, c.params, c.names, Workspace(), c.launches, {}, None)
+
+    def launch(self, words: list[int], workspace: Any, found: dict[Any, Any] | None = None) -> None:
+        """Queue the kernels on the current stream of the device, with words in the order of the names.
+
+        Parameters
+        ----------
+        words : list of int
+        workspace : cupy.ndarray or None
+            Memory for the workspace; None allocates it.
+        found : dict, optional
+            What is kept of tiles.
+        """
+        c = self.classification
+        if c is not None and found is not None:
+            words = [*words, *self._kept_on_device(words, found)]
+        elif c is not None:
+            from .device import allocated
+
+            workspace = allocated(self.workspace) if workspace is None else workspace
+            at = [workspace.data.ptr + offset for offset in self.workspace.offsets]
+            self._classify(dict(zip((*self._names, *self.workspace.names), (*words, *at))))
+        self.on_device.launch(words, workspace)
+
+    def _classify(self, told: dict[str, int]) -> None:
+        self._classify_on_device.launch([told[name] for name in self.classification.taken])
+
+    def _kept_on_device(self, words: list[int], found: dict[Any, Any]) -> list[int]:
+        """Where what is kept of tiles lies, which is computed if it is not there."""
+        from .device import allocated
+
+        c = self.classification
+        key = (self._device, c.key)
+        memory = found.get(key)
+        if memory is None:
+            memory = allocated(c.results)
+        at = [memory.data.ptr + offset for offset in c.results.offsets]
+        if key not in found:
+            self._classify(dict(zip(self._names, (*words, *at))))
+            found[key] = memory
+        return at
+
+    def run_on_host(
+        self, views: Iterable[Any], workspace: numpy.ndarray | None, found: dict[Any, Any] | None = None
+    ) -> Traffic | None:
+        """Execute the kernel on this machine's processor. `found` is what is kept of tiles."""
         from . import host  # brings subprocess and its like, which a GPU does not need
 
         operands = {name: x for name, x in zip(self._names, views) if x is not None}
         operands |= self.workspace.on_host(workspace)
-        return host.run(self.kernel, self.launches, self._params, operands, host.HostOptions.from_environment(), self._mask)
+        options, before, c = host.HostOptions.from_environment(), host.Traffic(), self.classification
+        kept = None if found is None or c is None else found.get((None, c.key))
+        if found is not None and c is not None:
+            operands |= c.results.on_host() if kept is None else kept
+        if c is not None and kept is None:
+            told = {name: operands[taken] for name, taken in zip(c.names, c.taken)}
+            before = host.run(c.kernel, c.launches, c.params, told, options)
+            if found is not None:
+                found[None, c.key] = {name: operands[name] for name in c.results.names}
+        traffic = host.run(self.kernel, self.launches, self._params, operands, options, self._mask)
+        return traffic and before and traffic + before
 
 
 class Operands:
@@ -133,6 +210,8 @@ class Prepared:
     device : int or None
     execution : Execution or None
         None on backend 'numpy', which has no kernel.
+    keeps_tiles : bool
+        Whether the mask of a call is one that keeps what is found of its tiles.
     """
 
     def __init__(
@@ -142,8 +221,10 @@ class Prepared:
         backend: str,
         device: int | None,
         execution: Execution | None,
+        keeps_tiles: bool = False,
     ) -> None:
         self._layouts = layouts
+        self._keeps_tiles = keeps_tiles
         self._results = results
         self._backend = backend
         self._device = device
@@ -198,16 +279,21 @@ class Prepared:
             elif planned is not None and name not in (*self._results, "dlse"):  # None of which is zero
                 raise ValueError(f"{name}: expected an array of shape {planned.shape}, as planned, got None")
 
-    @staticmethod
-    def _check_captured(names: tuple[str, ...], planned: tuple[str, ...], mask: object) -> None:
+    def _check_captured(self, others: Any, planned: Scores) -> None:
         """Refuse arrays of scores by other names than those planned, and an expression as mask, which is the plan's own."""
-        if mask is not None:
+        mask, found = others.options["mask"], others.found
+        if self._keeps_tiles != (found is not None) and (mask is not None or "mask" in others.names or self._keeps_tiles):
+            expected = "a TileMask" if self._keeps_tiles else "no TileMask"
+            raise ValueError(f"mask: expected {expected}, as planned, got {'one' if found is not None else 'none'}")
+        if found is not None and mask is not None and mask != planned.mask:
+            raise ValueError(f"mask: expected a TileMask of {str(planned.mask)!r}, as planned, got one of {str(mask)!r}")
+        if mask is not None and found is None:
             raise ValueError(f"mask: expected None or an array, since a plan keeps its expression, got {shown(mask)}")
-        for name in planned:
-            if name not in names:
+        for name in planned.names:
+            if name not in others.names:
                 raise ValueError(f"{name}: expected an array, as planned, got None")
-        for name in names:
-            if name not in planned:
+        for name in others.names:
+            if name not in planned.names:
                 raise ValueError(f"{name}: expected None, the plan was made without it, got an array")
 
     def checked_workspace(self, x: Any) -> arrays.Array:

@@ -109,6 +109,9 @@ class Traffic:
     written_bytes: int = 0
     flops: int = 0
 
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.read_bytes + other.read_bytes, self.written_bytes + other.written_bytes, self.flops + other.flops)
+
 
 def run(
     plan: KernelPlan,

@@ -22,6 +22,9 @@ SEVERAL_ENTRIES = ("--split-compile=0",)
 # From here on NVRTC 12.9 makes one of two machine codes by it, whichever a process happens to get, up to 29 registers apart.
 FIRST_BY_CHANCE = 100
 
+# A pair has no time for divisions and roots rounded to the last bit: these are off by two units of it. In float32 that counts.
+QUICK_DIVISION = ("--prec-div=false", "--prec-sqrt=false")
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -74,7 +77,8 @@ def build() -> str:
 
 def options_for(plan: KernelPlan) -> tuple[str, ...]:
     """What NVRTC is told besides the architecture."""
-    return OPTIONS + SEVERAL_ENTRIES * (len(plan.entries) > 1 and plan.architecture.number < FIRST_BY_CHANCE)
+    quick = QUICK_DIVISION if plan.config.SCORES != "UNCHANGED" and plan.config.DTYPE != "FLOAT32" else ()
+    return OPTIONS + quick + SEVERAL_ENTRIES * (len(plan.entries) > 1 and plan.architecture.number < FIRST_BY_CHANCE)
 
 
 def key(plan: KernelPlan) -> str:

@@ -13,8 +13,10 @@ from ..problem.options import BACKWARD_KERNELS, FORWARD_KERNELS
 
 # What the kernel files call the shared memory of a block, by entry.
 STATED = {kernel: "SHARED_BYTES" for kernel in (*FORWARD_KERNELS, *BACKWARD_KERNELS)}
+STATED["classify"] = "SHARED_BYTES"
 STATED |= {f"{kernel}_postprocess": "POSTPROCESS_BYTES" for kernel in BACKWARD_KERNELS}
 STATED |= {f"{kernel}_sinks": "SINKS_BYTES" for kernel in BACKWARD_KERNELS}
+STATED |= {"bwd_scores": "SHARED_BYTES", "bwd_scores_add": "ADD_BYTES", "bwd_scores_gather": "ADD_BYTES"}
 
 
 def source_of(plan: KernelPlan) -> dict[str, str]:
@@ -39,12 +41,20 @@ def assertions(plan: KernelPlan) -> str:
 def expressions_text(expressions: ExpressionText) -> str:
     """The text of ``expression.cuh`` with the expressions of a problem in place of what returns what came."""
     text = files()["expression.cuh"]
-    functions = {"score_of": expressions.score, "slope_of": expressions.slope, "takes_part": expressions.takes_part}
+    functions = {
+        "uniform_of": "".join(f"number == {number} ? {of_head} : " for number, of_head in enumerate(expressions.uniforms)) + "0.f",
+        "term_of": expressions.term,
+        "score_of": expressions.score,
+        "slope_of": expressions.slope,
+        "takes_part": expressions.takes_part,
+        "factor_of": expressions.factor,
+        "element_of": expressions.element,
+    }
     for name, returned in functions.items():
         if returned:
             text = re.sub(rf"(\b{name}\([^)]*\) {{\n  return ).*;", lambda found, returned=returned: f"{found[1]}{returned};", text)
     for name, value in expressions.constants:
-        text = re.sub(rf"(constexpr bool {name} = )\w+;", rf"\g<1>{value};", text)
+        text = re.sub(rf"(constexpr \w+ {name} = )\w+;", rf"\g<1>{value};", text)
         text = re.sub(rf"typedef \w+ {name};", f"typedef {value} {name};", text)
     return text
 

@@ -59,7 +59,7 @@ def plot_traffic(counts: Sequence[Count], path: Path) -> None:
     """
     figure, [[moved, memory]] = _panels(1, 2)
     colours = dict(zip(ALGORITHMS, (PEERS[0], *reversed(OURS))))
-    for name, colour in colours.items():
+    for name, colour in ((name, colours[name]) for name in counts[0].setting.algorithms):
         chosen = [c for c in counts if c.algorithm == name]
         seqs = [c.setting.seq for c in chosen]
         moved.plot(seqs, [c.moved_bytes for c in chosen], "o-", color=colour, label=name)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy
 
 from ..api.forward import plan_attention
+from ..call.tile_mask import TileMask
 from ..judge.oracle import sees
 from ..machine.host import HostOptions
 from ..problem.arrays import DTYPES
@@ -37,6 +38,8 @@ class Setting:
     dtype : str
         Of the inputs, and of what the textbook formula stores.
     causal : bool
+    documents : int
+        Of equal length, as far as that goes, one behind the other: a query sees keys of its own only. v1 has no such mask.
     """
 
     seq: int
@@ -45,6 +48,17 @@ class Setting:
     heads: int = 1
     dtype: str = "float16"
     causal: bool = False
+    documents: int = 1
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """Those of `ALGORITHMS` that compute it."""
+        return ALGORITHMS if self.documents == 1 else tuple(name for name in ALGORITHMS if name != "v1")
+
+    @property
+    def document(self) -> numpy.ndarray:
+        """Of each place, the document that it is in."""
+        return numpy.arange(self.seq) * self.documents // self.seq
 
     @property
     def itemsize(self) -> int:
@@ -54,8 +68,9 @@ class Setting:
     @property
     def pairs(self) -> int:
         """Queries and keys that see each other, over all heads and batch elements."""
-        each = self.seq * (self.seq + 1) // 2 if self.causal else self.seq**2
-        return each * self.heads * self.batch
+        lengths = numpy.bincount(self.document, minlength=1).astype(object)
+        each = sum(n * (n + 1) // 2 if self.causal else n**2 for n in lengths)
+        return int(each) * self.heads * self.batch
 
 
 @dataclass(frozen=True)
@@ -132,6 +147,7 @@ class Pass:
 
 def _scale_and_mask(setting: Setting, scores: numpy.ndarray) -> numpy.ndarray:
     seen = sees(setting.seq, setting.seq, last_key=0 if setting.causal else None)
+    seen &= setting.document[:, None] == setting.document
     return numpy.where(seen, scores / math.sqrt(setting.dim), -numpy.inf)
 
 
@@ -203,13 +219,21 @@ def count_naive(setting: Setting) -> tuple[numpy.ndarray, Count]:
 
 
 def count_kernel(setting: Setting, algorithm: str, arch: str | None = None) -> tuple[numpy.ndarray, Count]:
-    """The result of a kernel that the host executes, and what it moved."""
+    """The result of a kernel that the host executes, and what it moved.
+
+    Where documents have tiles in which nothing is seen, these are found before: that a `TileMask` keeps, and it does not count.
+    """
     if HostOptions.from_environment().sanitize:
         raise ValueError("CUPY_FLASH_HOST_SANITIZE: expected it not to be set, since sanitized kernels do not count")
     inputs = make_inputs(setting)
     options = {"causal": setting.causal, "algorithm": algorithm, "backend": "host", "arch": arch, "return_lse": True}
-    plan = plan_attention(*inputs, **options)
-    (out, _), traffic = plan.counted(*inputs)
+    masks = {}
+    if setting.documents > 1:
+        masks["mask"] = TileMask("document[q_idx] == document[kv_idx]", {"document": setting.document})
+    plan = plan_attention(*inputs, **options, **masks)
+    if masks:
+        plan(*inputs, **masks)
+    (out, _), traffic = plan.counted(*inputs, **masks)
     memory = plan.result_bytes + plan.workspace_bytes
     chip_elements = plan.kernel.shared_bytes // setting.itemsize
     numbers = (traffic.read_bytes, traffic.written_bytes, traffic.flops, memory, chip_elements)

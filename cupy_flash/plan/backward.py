@@ -9,7 +9,9 @@ from ..errors import UnsupportedError
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from ..problem.layout import Layout
+from ..problem.read_gradients import check_sums
 from .architecture import Architecture
+from .expression_text import ExpressionText
 from .kernel import (
     KernelPlan,
     Launch,
@@ -25,11 +27,12 @@ from .kernel import (
 )
 from .schedule import L2_BYTES
 from .tensor_map import TensorMap, obstacle, tensor_maps
-from .tuning import TileConfig, row_for
+from .tuning import TileConfig, row_for, table_for
 from .workspace import Workspace
 
 HOPPER_KERNELS = ("bwd_hopper", "bwd_hopper_wide")
 MOVED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")  # what threads of bwd_v2 move
+LISTED = ("bwd_v2", "bwd_hopper", "bwd_hopper_wide")  # kernels that visit the tiles of a list where pairs are masked
 BY_THREADS = MOVED[3:]  # and those of the other two, before and after the loop
 GRADIENTS = MOVED[5:]
 IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where TMA moves these
@@ -64,11 +67,12 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     """
     p = problem.forward
     check_kind(architecture, "q", p.dtype, p.precision)
-    explicit, why_scores = explicit_scores(p)
-    kernel, why_kernel = _backward_kernel(problem, architecture, explicit)
+    expressions = text_of(p)
+    explicit, why_scores = explicit_scores(p, expressions, of_lse=p.dtype != "float32")
+    kernel, why_kernel = _backward_kernel(problem, architecture, explicit, expressions)
     moved = BY_THREADS if kernel in HOPPER_KERNELS else MOVED
     copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in moved})
-    row = _row_for(kernel, problem, architecture, copy_bytes, explicit)
+    row = _row_for(kernel, problem, architecture, copy_bytes, explicit, expressions)
     width = row.width if kernel in HOPPER_KERNELS else _width(p)
     return KernelPlan(
         file=kernel,
@@ -84,9 +88,11 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
             explicit=explicit,
             mask=p.mask.kind,
             sinks=kind_of_sinks(p),
-            scores=p.scores,
+            problem=p,
+            expressions=expressions,
+            tile_list=bool(expressions.takes_part) and kernel in LISTED,
         ),
-        expressions=text_of(p.scores),
+        expressions=expressions,
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores))),
     )
 
@@ -95,23 +101,18 @@ def _width(problem: Problem) -> int:
     return padded(max(problem.dim, problem.dim_v))  # one for all: warps that own either gradient run the same code
 
 
-def _row_for(kernel: str, problem: BackwardProblem, architecture: Architecture, copy_bytes: int, explicit: bool) -> TileConfig:
+def _row_for(
+    kernel: str,
+    problem: BackwardProblem,
+    architecture: Architecture,
+    copy_bytes: int,
+    explicit: bool,
+    expressions: ExpressionText,
+) -> TileConfig:
     p = problem.forward
-    rows = rows_of(kernel, architecture, p)
+    rows = rows_of(kernel, architecture, p, expressions)
     kinds = (explicit, problem.deterministic, p.mask.shape)
     return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, *kinds, rows=rows)
-
-
-def check_sums(wrt: tuple[str, ...], backend: str) -> None:
-    """Refuse gradients beside those of the inputs, which no kernel sums up.
-
-    Raises
-    ------
-    UnsupportedError
-    """
-    if wrt:
-        names = ", ".join(wrt)
-        raise UnsupportedError(f"wrt: expected () on backend {backend!r}, where kernels sum up no gradients of {names} yet")
 
 
 def _layouts(problem: BackwardProblem) -> dict[str, Layout]:
@@ -119,31 +120,34 @@ def _layouts(problem: BackwardProblem) -> dict[str, Layout]:
     return {name: layout for name, layout in problem.layouts.items() if layout is not None} | problem.forward.scores.layouts
 
 
-def _backward_kernel(problem: BackwardProblem, architecture: Architecture, explicit: bool) -> tuple[str, str]:
+def _backward_kernel(
+    problem: BackwardProblem, architecture: Architecture, explicit: bool, expressions: ExpressionText
+) -> tuple[str, str]:
     """The kernel file, and why it is not the one that the architecture is best at, or ''."""
     p = problem.forward
     asked = problem.kernel
     if p.scores:
-        check_sums(problem.wrt, p.backend)
-    if p.scores and asked == "bwd_hopper":
-        expected = "None, 'bwd_v2' or 'bwd_hopper_wide' with score, mask, bias, alibi_slopes or dropout"
+        check_sums(p.scores, problem.wrt, problem.deterministic)
+    tables = {kernel: rows_of(kernel, architecture, p, expressions) for kernel in HOPPER_KERNELS}
+    exists = bool(table_for("bwd_hopper", architecture, p.dtype))
+    if asked == "bwd_hopper" and exists and not tables[asked]:
+        expected = "None, 'bwd_v2' or 'bwd_hopper_wide' with these scores, masks or dropout"
         raise UnsupportedError(f"kernel: expected {expected}, got {asked!r}: its registers hold both gradients")
     if asked == "bwd_v2":
         return asked, f"{asked} was asked for"
-    kernels = (HOPPER_KERNELS[1:] if p.scores else HOPPER_KERNELS) if asked is None else (asked,)
-    tables = [rows_of(kernel, architecture, p) for kernel in kernels]
-    if not any(tables):
+    kernels = HOPPER_KERNELS if asked is None else (asked,)
+    if not exists:
         why_not = f"there is no other one for {p.dtype} on {architecture}"
     else:
         why_not = obstacle(p.batch, _layouts(problem), IN_MAPS, GRADIENTS)
         why_not = why_not and f"no TMA: {why_not}"
-    for kernel, rows in zip(kernels, tables):
-        if not why_not and any(row.width >= _width(p) and not (explicit and row.plain_scores) for row in rows):
+    for kernel in kernels:
+        if not why_not and any(row.width >= _width(p) and not (explicit and row.plain_scores) for row in tables[kernel]):
             return kernel, ""
     if asked is not None:
         why_not = why_not or "it has no tile for such head dims and scores"
         raise UnsupportedError(f"kernel: expected None or 'bwd_v2', got {asked!r}: {why_not}")
-    return "bwd_v2", why_not if any(tables) else ""
+    return "bwd_v2", (why_not or "no Hopper kernel has the registers for these scores") if exists else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +243,11 @@ def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
     if _finishes_queries(plan, problem):
         parts.append(("dq_progress", 4 * p.heads_q * math.prod(p.batch)))
     return Workspace(tuple(parts))
+
+
+def delta_sign(plan: KernelPlan) -> int:
+    """What delta is multiplied by in the statistics: -1 where products start from it, as bwd_hopper states it."""
+    return -1 if plan.file == "bwd_hopper" and plan.config.WIDTH <= 64 else 1
 
 
 def backward_maps(plan: KernelPlan, problem: BackwardProblem) -> dict[str, TensorMap]:

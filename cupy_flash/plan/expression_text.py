@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class Pressure(Enum):
+    """How much of its registers a kernel spends on what is asked for each pair."""
+
+    TERM = "a term that reads nothing"
+    BIAS = "a bias"
+    ARRAY_MASK = "an array that masks pairs"
+    LOOKUPS = "a term or a mask that reads other arrays for each pair"
+    EXPRESSION = "an expression of the score"
+    DROPOUT = "dropout"
+    SEVERAL = "two things"
+    MANY = "more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,16 +25,28 @@ class ExpressionText:
 
     Parameters
     ----------
-    score, slope, takes_part : str
+    kind : str
+        One of `ScoreKind` in ``kernels_cu/config.cuh``.
+    term, score, slope, takes_part, factor, element : str
         What the functions return, or '' for what the file says.
+    uniforms : tuple of str
+        What all pairs of a head have in common.
     constants : tuple of (str, str)
         The names of its constants and types that have another value.
+    pressure : Pressure
+        Without dropout.
     """
 
+    kind: str = "UNCHANGED"
+    term: str = ""
     score: str = ""
     slope: str = ""
     takes_part: str = ""
+    uniforms: tuple[str, ...] = ()
     constants: tuple[tuple[str, str], ...] = ()
+    pressure: Pressure = Pressure.TERM
+    factor: str = ""
+    element: str = ""
 
 
 NOTHING = ExpressionText()

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..errors import UnsupportedError
 from ..problem.expression.cplusplus import cplusplus
-from ..problem.expression.derivative import derivative
+from ..problem.expression.derivative import ONE, ZERO, derivative
 from ..problem.expression.operations import apply
 from ..problem.expression.reads import AXES
-from ..problem.expression.tree import SCORE, Name, Node, Read
+from ..problem.expression.simplify import simplify
+from ..problem.expression.tree import SCORE, Apply, Name, Node, Read, fold, walk
 from ..problem.layout import Layout
 from ..problem.scores import Scores, kind_of, label
-from .expression_text import ExpressionText
+from .expression_text import ExpressionText, Pressure
+from .hoisting import (
+    DISTANCE,
+    EXACT,
+    KV_FLOAT,
+    MOST_UNIFORMS,
+    Q_FLOAT,
+    UNIT,
+    factors_gathered,
+    hoisted,
+    places_as_floats,
+    times_unit,
+    uniform,
+)
 from .structs import constants
 
 NAMES = {
@@ -18,8 +34,8 @@ NAMES = {
     "b": "x.b",
     "h": "x.h",
     "h_kv": "x.h_kv",
-    "q_idx": "q_idx",
-    "kv_idx": "kv_idx",
+    "q_idx": "at.q_idx",
+    "kv_idx": "at.kv_idx",
     "q_len": "x.q_len",
     "kv_len": "x.kv_len",
 }
@@ -31,15 +47,30 @@ ELEMENTS = {
 }
 # The operands of attention that its scores read, as reads of names that no user can give.
 BIAS, PAIR_MASK, SLOPE = (Read(f"@{name}", (), kind) for name, kind in (("bias", "float"), ("mask", "bool"), ("slope", "float")))
+# Pairs beyond the ends read what the last query or the last key does.
+LAST = {"q_idx": "min(at.q_idx, x.q_len - 1)", "kv_idx": "min(at.kv_idx, x.kv_len - 1)"}
 OWN = {
-    BIAS.name: "of_pair<float, BiasElement>(x.bias, q_idx, kv_idx)",
-    PAIR_MASK.name: "of_pair<bool, unsigned char>(x.pair_mask, q_idx, kv_idx)",
+    BIAS.name: "at.bias",
+    PAIR_MASK.name: "at.seen",
     SLOPE.name: "x.alibi_slope",
+    Q_FLOAT.name: "at.q_float()",
+    KV_FLOAT.name: "at.kv_float()",
+    UNIT.name: "x.unit",
+    **{uniform(number).name: f"x.uniform[{number}]" for number in range(MOST_UNIFORMS)},
 }
+COORDINATES = {NAMES[axis]: LAST.get(axis, NAMES[axis]) for axis in AXES}
 
 
-def expression_text(scores: Scores) -> ExpressionText:
+def expression_text(scores: Scores, softcap: bool, longest: int) -> ExpressionText:
     """The text of scores.
+
+    Parameters
+    ----------
+    scores : Scores
+    softcap : bool
+        Whether scores are bent before.
+    longest : int
+        The length of the longer sequence.
 
     Raises
     ------
@@ -54,24 +85,96 @@ def expression_text(scores: Scores) -> ExpressionText:
         if len(layout.shape) > limits["CAPTURED_AXES"]:
             expected = f"at most {limits['CAPTURED_AXES']} axes for kernels"
             raise UnsupportedError(f"{label(name)}: expected {expected}, got shape {layout.shape}")
-    value, mask = value_tree(scores), mask_tree(scores)
-
-    def written(tree: Node) -> str:
-        return cplusplus(tree, NAMES, lambda name, indices: _read(name, indices, arrays))
+    trees, uniforms = hoisted(tuple(_kernel_trees(scores, softcap, longest)))
 
     stated = {}
     if scores.bias is not None:
         stated |= {"HAS_BIAS": "true", "BiasElement": ELEMENTS[scores.bias.dtype]}
+        stated |= {"BIAS_BY_TWO": "true"} if _by_two(scores.bias) else {}
     if scores.mask_array is not None:
         stated |= {"HAS_PAIR_MASK": "true"}
+        stated |= {"MASK_BY_TWO": "true"} if _by_two(scores.mask_array) else {}
     if scores.alibi_slopes is not None:
         stated |= {"HAS_ALIBI": "true", "AlibiSlope": ELEMENTS[scores.alibi_slopes.dtype]}
-    return ExpressionText(
-        "" if value is SCORE else written(value),
-        "" if value is SCORE else written(derivative(value, SCORE)),
-        "" if mask is None else written(mask),
-        tuple(stated.items()),
+    if uniforms:
+        stated |= {"UNIFORMS": str(len(uniforms))}
+    term, score, slope, mask = (written(tree, arrays) for tree in trees)
+    kind = "PLUS_TERM" if term else "EXPRESSION" if score else "UNCHANGED"
+    of_head = tuple(written(tree, arrays) for tree in uniforms)
+    return ExpressionText(kind, term, score, slope, mask, of_head, tuple(stated.items()), _pressure(scores, trees))
+
+
+def _pressure(scores: Scores, trees: tuple[Node | None, ...]) -> Pressure:
+    """What the trees of `_kernel_trees` take."""
+    term, value, _, mask = trees
+    reads = any(
+        isinstance(node, Read) and (node.args or node in (BIAS, PAIR_MASK)) and node.name != DISTANCE
+        for tree in (term, value, mask)
+        if tree is not None
+        for node in walk(tree)
     )
+    asked = [scores.score, scores.bias, scores.alibi_slopes, scores.mask, scores.mask_array]
+    things = sum(x is not None for x in asked)
+    if things > 2:
+        return Pressure.MANY
+    if (things > 1 and (reads or mask is not None)) or (value is not None and reads):
+        return Pressure.SEVERAL
+    if value is not None:
+        return Pressure.EXPRESSION
+    if scores.bias is not None:
+        return Pressure.BIAS
+    if scores.mask_array is not None:
+        return Pressure.ARRAY_MASK
+    return Pressure.LOOKUPS if reads or mask is not None else Pressure.TERM
+
+
+def _by_two(array: Layout) -> bool:
+    """Whether the elements of two neighbouring keys can be read at once."""
+    *shape, keys = array.shape
+    *strides, step = array.strides
+    apart = all(stride % 2 == 0 for size, stride in zip(shape, strides) if size > 1)
+    return keys % 2 == 0 and step == 1 and apart and array.alignment % (2 * array.itemsize) == 0
+
+
+def _kernel_trees(scores: Scores, softcap: bool, longest: int) -> tuple[Node | None, ...]:
+    """What is added to a score, what it becomes, its slope, and which pairs take part; None for what the file says."""
+    value, mask = simplify(value_tree(scores)), mask_tree(scores)
+    slope = simplify(derivative(value, SCORE))
+    term = None
+    if value == SCORE:
+        value = slope = None
+    elif slope == ONE and not softcap and _is_sum_with_score(value):
+        term, value, slope = times_unit(simplify(without_score(value))), None, None
+    trees = (term, value, slope, mask)
+    if longest < EXACT:
+        trees = tuple(tree and places_as_floats(tree) for tree in trees)
+    return tuple(tree and factors_gathered(tree) for tree in trees)
+
+
+def _is_sum_with_score(value: Node) -> bool:
+    """Whether the score is an addend and nothing else is made of it: what is rounded, or a condition, has no slope either."""
+
+    def only_added(node: Node, below: list[tuple[bool, bool]]) -> tuple[bool, bool]:
+        """Whether the score is in it, and whether nowhere but as an addend."""
+        inside = node == SCORE or any(is_in for is_in, _ in below)
+        adds = isinstance(node, Apply) and (node.op in ("+", "-", "neg") or (node.op == "where" and not below[0][0]))
+        return inside, not inside or node == SCORE or (adds and all(added for _, added in below))
+
+    return fold(value, only_added)[1]
+
+
+def without_score(value: Node) -> Node:
+    """What a score of 0 becomes."""
+    return fold(value, lambda node, args: ZERO if node == SCORE else _with(node, args))
+
+
+def _with(node: Node, args: list[Node]) -> Node:
+    return replace(node, args=tuple(args)) if isinstance(node, (Apply, Read)) else node
+
+
+def written(tree: Node | None, arrays: dict[str, Layout]) -> str:
+    """A tree as C++ of what ``kernels_cu/tile/score.cuh`` has; '' for none."""
+    return "" if tree is None else cplusplus(tree, NAMES, lambda name, indices: _read(name, indices, arrays))
 
 
 def value_tree(scores: Scores) -> Node:
@@ -80,11 +183,14 @@ def value_tree(scores: Scores) -> Node:
     if scores.bias is not None:
         tree = apply("+", tree, BIAS)
     if scores.alibi_slopes is not None:
-        # Bottom right: the last query is at the last key.
-        place = apply("+", Name("q_idx"), apply("-", Name("kv_len"), Name("q_len")))
-        distance = apply("abs", apply("-", place, Name("kv_idx")))
-        tree = apply("-", tree, apply("*", SLOPE, distance))
+        tree = apply("-", tree, apply("*", SLOPE, distance_tree()))
     return tree
+
+
+def distance_tree() -> Node:
+    """How far a key is from a query, bottom right: the last query is at the last key."""
+    place = apply("+", Name("q_idx"), apply("-", Name("kv_len"), Name("q_len")))
+    return apply("abs", apply("-", place, Name("kv_idx")))
 
 
 def mask_tree(scores: Scores) -> Node | None:
@@ -96,6 +202,8 @@ def mask_tree(scores: Scores) -> Node | None:
 
 
 def _read(name: str, indices: list[str], arrays: dict[str, Layout]) -> str:
+    if name == DISTANCE:
+        return f"at.distance({indices[0]})"
     if name in OWN:
         return OWN[name]
     number, layout = list(arrays).index(name), arrays[name]
@@ -104,9 +212,9 @@ def _read(name: str, indices: list[str], arrays: dict[str, Layout]) -> str:
         return f"scalar<{kind}>(x, {number})"
     if 0 in layout.shape:  # of an array without elements 0 is read
         return f"{kind}(0)"
-    coordinates = {NAMES[axis] for axis in AXES}
-    # An index that is a coordinate is within its axis, which was checked.
-    function = "captured_within" if set(indices) <= coordinates else "captured"
+    # An index that is a coordinate is within its axis, which was checked; a literal is compared here.
+    within = all(i in COORDINATES or (i.isdigit() and int(i) < size) for i, size in zip(indices, layout.shape))
+    function = "captured_within" if within else "captured"
+    if within:
+        indices = [COORDINATES.get(index, index) for index in indices]
     return f"{function}<{kind}, {ELEMENTS[layout.dtype]}>({', '.join(['x', str(number), *indices])})"
-
-

@@ -9,6 +9,7 @@ from ..errors import UnsupportedError
 from ..problem.forward import FORWARD_ARRAYS, Problem
 from ..problem.layout import Layout
 from .architecture import Architecture
+from .expression_text import ExpressionText
 from .kernel import (
     KernelPlan,
     Launch,
@@ -30,6 +31,7 @@ from .tuning import SHORT, row_for, table_for
 from .workspace import Workspace
 
 MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in tiles
+LISTED = ("fwd_v2", "fwd_hopper")  # kernels that visit the tiles of a list where pairs are masked
 NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
 EVEN = 0.75  # of the longest query tile that the shortest has to have
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
@@ -56,13 +58,14 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     check_kind(architecture, "q", problem.dtype, problem.precision)
     packing = packing_of(problem)
     problem = packing.problem
-    kernel, why_kernel = _forward_kernel(problem, architecture)
+    expressions = text_of(problem)
+    kernel, why_kernel = _forward_kernel(problem, architecture, expressions)
     width, width_v = padded(problem.dim), padded(problem.dim_v)
     if kernel == "fwd_hopper":
         width, width_v = max(width, NARROWEST_PANEL), max(width_v, NARROWEST_PANEL)
     copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by TMA
     copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in copied})
-    explicit, why_scores = explicit_scores(problem)
+    explicit, why_scores = explicit_scores(problem, expressions)
     widest = max(width, width_v)
     pack_gqa = problem.mask.queries is not None
     row = row_for(
@@ -77,7 +80,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         mask=problem.mask.shape,
         width_v=width_v,
         sinks=problem.sinks is not None,
-        rows=rows_of(kernel, architecture, problem),
+        rows=rows_of(kernel, architecture, problem, expressions),
     )
     if copy_bytes < 16:  # TMA would write beyond a row's end, see `obstacle`
         row = replace(row, tma_store_out=False)
@@ -98,14 +101,16 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             pack_gqa=pack_gqa,
             mask=problem.mask.kind,
             sinks=kind_of_sinks(problem),
-            scores=problem.scores,
+            problem=problem,
+            expressions=expressions,
+            tile_list=bool(expressions.takes_part) and kernel in LISTED,
         ),
-        expressions=text_of(problem.scores),
+        expressions=expressions,
         reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_split, why_copy, why_scores))),
     )
 
 
-def _forward_kernel(problem: Problem, architecture: Architecture) -> tuple[str, str]:
+def _forward_kernel(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> tuple[str, str]:
     """The kernel file, and why it is not the one that the architecture is best at, or ''."""
     asked = problem.kernel
     if problem.scores and problem.algorithm == "v1":
@@ -118,26 +123,22 @@ def _forward_kernel(problem: Problem, architecture: Architecture) -> tuple[str, 
         return f"fwd_{problem.algorithm}", ""
     if not exists:
         raise UnsupportedError(f"kernel: expected fwd_v1 or fwd_v2 for {problem.dtype} on {architecture}, got {asked!r}")
-    why_not = _crowded(problem) or obstacle(problem.batch, _layouts(problem), MOVED)
+    crowded = _crowded(problem, architecture, expressions)
+    why_not = crowded or obstacle(problem.batch, _layouts(problem), MOVED)
     if not why_not:
         return "fwd_hopper", ""
     if asked is None:
-        return "fwd_v2", why_not if _crowded(problem) else f"no TMA: {why_not}"
-    expected = "None, fwd_v1 or fwd_v2 for " + ("these scores" if _crowded(problem) else "arrays that TMA cannot move")
+        return "fwd_v2", why_not if crowded else f"no TMA: {why_not}"
+    expected = "None, fwd_v1 or fwd_v2 for " + ("these scores" if crowded else "arrays that TMA cannot move")
     raise UnsupportedError(f"kernel: expected {expected}, got {asked!r}: {why_not}")
 
 
-def _crowded(problem: Problem) -> str:
+def _crowded(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
     """Why registers of fwd_hopper do not hold what is asked for each pair, or ''."""
-    scores = problem.scores
-    if not scores:
+    widest = padded(max(problem.dim, problem.dim_v))
+    if any(row.width >= widest for row in rows_of("fwd_hopper", architecture, problem, expressions)):
         return ""
-    asked = (scores.score, scores.mask, scores.mask_array, scores.bias, scores.alibi_slopes, scores.dropout, problem.sinks)
-    if sum(x is not None for x in asked) > 2:
-        return "more than two things are asked for each pair, for which fwd_hopper has no registers"
-    if scores.bias is not None and scores.masks_pairs:
-        return "a bias and a mask of pairs, for which fwd_hopper has no registers"
-    return ""
+    return "fwd_hopper has no registers for what is asked for each pair"
 
 
 def _split_kv(problem: Problem) -> tuple[bool, str]:
@@ -145,6 +146,8 @@ def _split_kv(problem: Problem) -> tuple[bool, str]:
     mask, shortest, longest = problem.mask, problem.len_kv, problem.len_kv
     if mask.queries is None:  # or else every tile has rows of several heads, and all are alike
         shortest, longest = (mask.some(row, 1)[1] for row in (0, problem.len_q - 1))
+    if problem.scores.masks_pairs and problem.len_q > GROUP_ROWS:  # of many queries, each tile may see other keys, and few
+        return False, ""
     window = mask.queries is None and mask.hides_first
     if window or problem.len_kv < LEAST_SPLIT + COMBINING or shortest < EVEN * longest:
         return False, ""

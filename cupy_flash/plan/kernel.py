@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from ..errors import UnsupportedError
 from ..problem.forward import Problem
 from ..problem.layout import Layout
-from ..problem.scores import Scores
 from .architecture import Architecture
-from .expression_text import NOTHING, ExpressionText
+from .expression_text import NOTHING, ExpressionText, Pressure
 from .tuning import WIDTHS, TileConfig, table_for
 
 # The kernel files, and the struct of `kernels_cu/params.cuh` that every entry of a file is launched with.
@@ -24,7 +23,9 @@ PARAMS = {
     "bwd_v2": "BackwardParams",
     "bwd_hopper": "HopperBackwardParams",
     "bwd_hopper_wide": "HopperBackwardParams",
+    "bwd_scores": "ScoreGradientParams",
     "merge": "MergeParams",
+    "classify": "ClassifyParams",
 }
 MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
 
@@ -38,8 +39,9 @@ class Config:
     TF32_PASSES: int
     MASK: str
     SINKS: str
-    SCORES: bool
+    SCORES: str
     MASKED_PAIRS: bool
+    TILE_LIST: bool
     DROPOUT: bool
     TILE_Q: int
     TILE_KV: int
@@ -59,6 +61,7 @@ class Config:
     COPY_BYTES: int
     Q_IN_REGISTERS: bool
     LAZY_RESCALE: bool
+    SOFTCAP: bool
     EXPLICIT_SCORES: bool
 
 
@@ -115,6 +118,8 @@ class KernelPlan:
         itemsize = 4 if c.DTYPE == "FLOAT32" else 2
         if self.file == "merge":
             return {"merge": 0}
+        if self.file == "classify":
+            return {"classify": 4 * 32, "classify_columns": 0}  # what was found of 32 tiles
         if self.file == "bwd_v2":
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
             main = itemsize * (keys + queries + c.TILE_KV * c.TILE_Q) + c.STAGES * 2 * c.TILE_Q * 4
@@ -129,12 +134,18 @@ class KernelPlan:
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P
             post = itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH
             return {f"{self.file}_preprocess": 0, self.file: main, f"{self.file}_postprocess": post} | self._of_sinks
+        if self.file == "bwd_scores":
+            tiles, stats = itemsize * 2 * (c.TILE_Q + c.TILE_KV) * c.WIDTH, 2 * c.TILE_Q * 4  # Q, dO, K and V
+            main, add = c.STAGES * (tiles + stats), 4 * 32 * c.WARPS
+            of_blocks = {"bwd_scores": main, "bwd_scores_add": add, "bwd_scores_gather": add}
+            return {"bwd_scores_clear": 0} | of_blocks | {"bwd_scores_store": 0}
         if self.file == "fwd_hopper":
             panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
             queries = 64 * c.STAGES_Q * panels + c.TMA_STORE_OUT * c.TILE_Q * panels_v  # and out
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
             barriers = 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q)
             main = {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers + 48 * c.STAGES_Q}  # and work
+            main["fwd_hopper"] += 4 * c.STAGES * c.TILE_LIST
             return main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         return {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
@@ -162,7 +173,8 @@ class KernelPlan:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"s{c.STAGES}"] * (self.file == "fwd_v2" and c.STAGES != 2)
             words.append(f"copy{c.COPY_BYTES or 'elements'}")
         words += ["split"] * c.SPLIT_KV + ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
-        words += ["scores"] * c.SCORES + ["maskedpairs"] * c.MASKED_PAIRS + ["dropout"] * c.DROPOUT
+        words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
+        words += ["dropout"] * c.DROPOUT
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
         return "-".join(words)
 
@@ -194,6 +206,7 @@ def check_kind(architecture: Architecture, name: str, dtype: str, precision: str
 # 2^(scale * score - max) in one instruction rounds the maximum alone. Beyond 2^31 that is by more than an exponent can be, and
 # the largest score too may be lost. Up to this scale, scores are not so large unless their inputs are.
 LARGEST_SCALE = 1024
+LEAST_SCALE = 2.0**-20  # what is added to products is divided by the scale
 
 
 def kind_of_sinks(problem: Problem) -> str:
@@ -203,12 +216,20 @@ def kind_of_sinks(problem: Problem) -> str:
     return "SINKS_OF_DTYPE" if problem.sinks.dtype == problem.dtype else "SINKS_FLOAT32"
 
 
-def explicit_scores(problem: Problem) -> tuple[bool, str]:
-    """Whether each score is scaled by itself, and why."""
+def explicit_scores(problem: Problem, expressions: ExpressionText, of_lse: bool = False) -> tuple[bool, str]:
+    """Whether each score is scaled by itself, and why.
+
+    A term may be so large, such as a bias of -1e9 in a whole row, that only the difference to a maximum in the same units is exact.
+    Of the difference to a log-sum-exp, which is rounded already (`of_lse`), it does not matter; but in float32 every rounding does.
+    """
     if problem.softcap is not None:
         return True, "scores scaled one by one: softcap"
-    if problem.scores.of_pairs:
-        return True, "scores scaled one by one: what becomes of them is asked for each pair"
+    if expressions.kind == "EXPRESSION":
+        return True, "scores scaled one by one: what they become is an expression of them"
+    if expressions.kind == "PLUS_TERM" and not (of_lse or problem.scores.only_alibi):
+        return True, "scores scaled one by one: a term is added, which may be large"
+    if expressions.kind == "PLUS_TERM" and abs(problem.scale) < LEAST_SCALE:
+        return True, f"scores scaled one by one: a term is added, and the scale is below {LEAST_SCALE}"
     if problem.scale <= 0:
         return True, "scores scaled one by one: scale <= 0"
     if problem.scale > LARGEST_SCALE:
@@ -216,22 +237,29 @@ def explicit_scores(problem: Problem) -> tuple[bool, str]:
     return False, ""
 
 
-def text_of(scores: Scores) -> ExpressionText:
+def text_of(problem: Problem) -> ExpressionText:
     """The text of what becomes of scores."""
-    if not scores.of_pairs:
+    if not problem.scores.of_pairs:
         return NOTHING
     from .expressions import expression_text  # late: it takes the language of expressions
 
-    return expression_text(scores)
+    return expression_text(problem.scores, problem.softcap is not None, max(problem.len_q, problem.len_kv))
 
 
-def rows_of(kernel: str, architecture: Architecture, problem: Problem) -> tuple[TileConfig, ...]:
+def rows_of(
+    kernel: str, architecture: Architecture, problem: Problem, expressions: ExpressionText = NOTHING
+) -> tuple[TileConfig, ...]:
     """The rows of a kernel for a problem: where something is asked for each pair, not those of its table; none if it has none."""
     if not problem.scores:
         return table_for(kernel, architecture, problem.dtype)
-    from .pair_tuning import PAIR_TABLES  # late, as the text
+    from .pair_tuning import pair_rows  # late, as the text
 
-    return PAIR_TABLES.get(kernel, {}).get(architecture.name, {}).get("float32" if problem.dtype == "float32" else "half", ())
+    pressure = expressions.pressure
+    if problem.scores.dropout is not None:
+        asked = expressions.takes_part or expressions.kind != "UNCHANGED"
+        crowded = pressure in (Pressure.SEVERAL, Pressure.MANY)
+        pressure = Pressure.MANY if crowded else Pressure.SEVERAL if asked else Pressure.DROPOUT
+    return pair_rows(kernel, architecture.name, problem.dtype, pressure)
 
 
 def configure(
@@ -247,7 +275,9 @@ def configure(
     pack_gqa: bool = False,
     mask: str = "BAND",
     sinks: str = "NO_SINKS",
-    scores: Scores | None = None,
+    problem: Problem | None = None,
+    expressions: ExpressionText = NOTHING,
+    tile_list: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     given = {
@@ -262,9 +292,11 @@ def configure(
         "PACK_GQA": pack_gqa,
         "MASK": mask,
         "SINKS": sinks,
-        "SCORES": scores is not None and scores.changes_scores,
-        "MASKED_PAIRS": scores is not None and scores.masks_pairs,
-        "DROPOUT": scores is not None and scores.dropout is not None,
+        "SCORES": expressions.kind,
+        "MASKED_PAIRS": bool(expressions.takes_part),
+        "TILE_LIST": tile_list,
+        "DROPOUT": problem is not None and problem.scores.dropout is not None,
+        "SOFTCAP": problem is None or expressions.kind == "UNCHANGED" or problem.softcap is not None,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 

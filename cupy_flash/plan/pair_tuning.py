@@ -1,17 +1,23 @@
 """Which tile serves where something is asked for each pair of a query and a key: scores, masks of pairs, dropout.
 
-What a pair reads and computes takes registers that the rows of `tuning` have for wider tiles. So these are narrower: of the tiles
-tried, the widest of which no kernel spills, whether it has one of these or all at once. Where head dims are above 192, some still
-spill a few bytes; `tests/test_compile_scores.py` names them. None is measured.
+What a pair reads and computes takes registers that the rows of `tuning` have for wider tiles. So most of these are narrower: of the
+tiles tried, the widest of which no kernel spills. The Hopper kernels have rows for each `Pressure`, all others the same for all.
+Where head dims are above 192, some still spill a few bytes; `tests/test_compile_scores.py` names them.
 """
 
 from __future__ import annotations
 
-from .tuning import ONE_GRADIENT, ONE_GROUP, SHARED, SHORT, TWO, TWO_PINGPONG, TileConfig
+from .expression_text import Pressure
+from .tuning import HOPPER as PLAIN_HOPPER
+from .tuning import HOPPER_BACKWARD as PLAIN_BACKWARD
+from .tuning import HOPPER_BACKWARD_WIDE as PLAIN_BACKWARD_WIDE
+from .tuning import NARROW, ONE_GRADIENT, ONE_GROUP, SHARED, SHORT, THREE_NARROW, TWO, TWO_PINGPONG, TileConfig
 
 REGISTERS = "what is asked for each pair takes registers of wider tiles"
 ONE_BLOCK = {"min_blocks": 1}
 EIGHT = {"warps": 8, "min_blocks": 1}
+
+SPILLING = ((64, 192, 128), (128, 128, 128), (192, 128, 112))  # and where another of as wide heads serves
 
 HALVES_80 = (
     TileConfig(96, 64, 48, REGISTERS),
@@ -54,12 +60,28 @@ FLOAT32_75 = (
     TileConfig(128, 64, 16, REGISTERS, **ONE_BLOCK),
     TileConfig(256, 32, 16, REGISTERS, warps=2, stages=1, **ONE_BLOCK),
 )
-HOPPER = (
-    TileConfig(64, 64, 64, ONE_GROUP, warps=8, stages=4, stages_v=4, min_blocks=1, max_len_q=SHORT),
+# Those of the plain table whose registers hold a term besides.
+HOPPER_TERM = tuple(row for row in PLAIN_HOPPER if (row.width, row.tile_q, row.tile_kv) not in SPILLING)
+HOPPER_FEW = TileConfig(64, 64, 64, ONE_GROUP, warps=8, stages=4, stages_v=4, min_blocks=1, max_len_q=SHORT)
+HOPPER_READS = (
+    HOPPER_FEW,
+    TileConfig(64, 192, 64, THREE_NARROW, warps=16, stages=4, stages_v=4, stages_q=6, tma_store_out=True, min_blocks=1),
+    TileConfig(128, 192, 64, THREE_NARROW, **NARROW),
+    TileConfig(192, 128, 80, REGISTERS, **SHARED),
+    TileConfig(256, 128, 64, REGISTERS, **SHARED),
+)
+HOPPER_LOOKUPS = (*HOPPER_READS[:2], TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG), *HOPPER_READS[3:])
+HOPPER_EXPRESSION = (
+    *HOPPER_READS[:2],
+    TileConfig(128, 128, 112, REGISTERS, **TWO_PINGPONG),
+    TileConfig(192, 128, 96, REGISTERS, **SHARED, pingpong=True),
+    HOPPER_READS[-1],
+)
+HOPPER_SEVERAL = (
+    HOPPER_FEW,
     TileConfig(64, 128, 64, REGISTERS, **TWO, tma_store_out=True),
     TileConfig(128, 128, 64, REGISTERS, **TWO_PINGPONG),
     TileConfig(192, 128, 64, REGISTERS, **SHARED, pingpong=True),
-    TileConfig(256, 128, 64, REGISTERS, **SHARED),
 )
 
 BACKWARD_HALVES_80 = (
@@ -107,11 +129,43 @@ BACKWARD_FLOAT32_75 = (
     TileConfig(192, 16, 16, REGISTERS, warps=2, stages=1, **ONE_BLOCK),
 )
 
+BACKWARD_HOPPER_READS = (
+    TileConfig(64, 64, 128, REGISTERS, warps=12, min_blocks=1),
+    TileConfig(128, 64, 128, REGISTERS, warps=12, min_blocks=1),
+)
 BACKWARD_HOPPER_WIDE = (
     TileConfig(128, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
     TileConfig(192, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),  # wider ones would spill, and are for bwd_v2
 )
 
+# Of the Hopper kernels, for 16-bit dtypes. One that is missing has no registers for it.
+HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
+    "fwd_hopper": {
+        Pressure.TERM: HOPPER_TERM,
+        Pressure.BIAS: HOPPER_READS,
+        Pressure.ARRAY_MASK: HOPPER_READS,
+        Pressure.LOOKUPS: HOPPER_LOOKUPS,
+        Pressure.EXPRESSION: HOPPER_EXPRESSION,
+        Pressure.DROPOUT: HOPPER_READS,
+        Pressure.SEVERAL: HOPPER_SEVERAL,
+        Pressure.MANY: HOPPER_SEVERAL,
+    },
+    "bwd_hopper": {
+        Pressure.TERM: PLAIN_BACKWARD,
+        Pressure.BIAS: BACKWARD_HOPPER_READS,
+        Pressure.ARRAY_MASK: BACKWARD_HOPPER_READS[:1],
+        Pressure.LOOKUPS: BACKWARD_HOPPER_READS[:1],
+    },
+    "bwd_hopper_wide": {
+        Pressure.TERM: PLAIN_BACKWARD_WIDE,
+        Pressure.BIAS: PLAIN_BACKWARD_WIDE,
+        Pressure.ARRAY_MASK: PLAIN_BACKWARD_WIDE,
+        Pressure.LOOKUPS: PLAIN_BACKWARD_WIDE,
+        Pressure.EXPRESSION: PLAIN_BACKWARD_WIDE,
+        Pressure.DROPOUT: BACKWARD_HOPPER_WIDE,
+        Pressure.SEVERAL: BACKWARD_HOPPER_WIDE,
+    },
+}
 PAIR_TABLES: dict[str, dict[str, dict[str, tuple[TileConfig, ...]]]] = {
     "fwd_v2": {
         "75": {"half": HALVES_75, "float32": FLOAT32_75},
@@ -122,7 +176,6 @@ PAIR_TABLES: dict[str, dict[str, dict[str, tuple[TileConfig, ...]]]] = {
         "100": {"half": HALVES_100, "float32": FLOAT32_80},
         "120": {"half": HALVES_86, "float32": FLOAT32_120},
     },
-    "fwd_hopper": {"90a": {"half": HOPPER}},
     "bwd_v2": {
         "75": {"half": BACKWARD_HALVES_75, "float32": BACKWARD_FLOAT32_75},
         "80": {"half": BACKWARD_HALVES_80, "float32": BACKWARD_FLOAT32_80},
@@ -132,5 +185,12 @@ PAIR_TABLES: dict[str, dict[str, dict[str, tuple[TileConfig, ...]]]] = {
         "100": {"half": BACKWARD_HALVES_100, "float32": BACKWARD_FLOAT32_80},
         "120": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_120},
     },
-    "bwd_hopper_wide": {"90a": {"half": BACKWARD_HOPPER_WIDE}},
 }
+
+
+def pair_rows(kernel: str, architecture: str, dtype: str, pressure: Pressure) -> tuple[TileConfig, ...]:
+    """The rows of a kernel for what is asked for each pair; none where it has no registers for it, or does not exist."""
+    if kernel in HOPPER_TABLES:
+        there = architecture == "90a" and dtype != "float32"
+        return HOPPER_TABLES[kernel].get(pressure, ()) if there else ()
+    return PAIR_TABLES.get(kernel, {}).get(architecture, {}).get("float32" if dtype == "float32" else "half", ())

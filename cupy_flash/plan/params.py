@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy
 
@@ -12,12 +13,14 @@ from ..problem.forward import FORWARD_ARRAYS, Problem
 from ..problem.layout import Layout, merge_batch_axes
 from ..problem.mask import UNBOUNDED
 from ..problem.merge import MergeProblem
-from ..problem.scores import Scores
+from ..problem.read_gradients import ReadGradient
+from ..problem.scores import Scores, told_apart
 from .backward import Grouping
 from .structs import struct
 from .tensor_map import TensorMap
 
 SCORES = "scores."  # what the names of words in `ScoreParams` begin with
+TILES = "tile_"  # and those of parts of workspace in `TileLists`
 FLOAT32 = numpy.finfo(numpy.float32)
 _BACKWARD_DIVMODS = ("heads_together_divmod", "group_divmod", "units_divmod", "heads_per_kv_divmod", "accum_heads_divmod")
 _GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards")
@@ -102,6 +105,71 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
     return params
 
 
+def read_gradient_params(
+    problem: BackwardProblem, part: ReadGradient, splits: int, stats_rows: int, delta_sign: int
+) -> numpy.ndarray:
+    """A size-1 array of `ScoreGradientParams` with everything but the addresses.
+
+    Parameters
+    ----------
+    problem : BackwardProblem
+    part : ReadGradient
+    splits : int
+        Blocks of a unit.
+    stats_rows, delta_sign : int
+        Rows of the tiles that the backward has statistics of, and what its delta is multiplied by.
+
+    Raises
+    ------
+    UnsupportedError
+        As `forward_params`.
+    """
+    layouts = problem.layouts | {"gradient": part.of_pairs}
+    params = _with_strides("ScoreGradientParams", problem.forward.batch, layouts, problem.forward.scores)
+    _add_scores(params, problem.forward)
+    _add_pairs(params, problem.forward)
+    params["head_kv_stride"], params["first_element"] = part.head_kv_stride, part.first_element
+    params["elements"], params["through_sums"] = part.elements, part.through_sums
+    params["batch_summed"] = numpy.where(params["gradient"]["batch_stride"] == 0, params["batch"], 1)
+    params["heads_summed"], params["splits"] = part.heads_summed, splits
+    params["stats_rows_divmod"], params["delta_sign"] = fast_divmod(stats_rows), delta_sign
+    return params
+
+
+def classify_params(
+    problem: Problem, asked: Scores, told_apart: tuple[int, int], tile: tuple[int, int], by_keys: bool
+) -> numpy.ndarray:
+    """A size-1 array of `ClassifyParams` with everything but the addresses.
+
+    Parameters
+    ----------
+    problem : Problem
+    asked : Scores
+        What masks pairs, alone.
+    told_apart : tuple of int
+        Batch elements and heads that have tiles of their own.
+    tile : tuple of int
+        Its queries and keys.
+    by_keys : bool
+        Whether lists are of query tiles, for each key tile.
+
+    Raises
+    ------
+    UnsupportedError
+        As `forward_params`.
+    """
+    batches, heads = told_apart
+    params = _with_strides("ClassifyParams", problem.batch, {}, asked)
+    if batches != math.prod(problem.batch):
+        params["batch"] = 1
+    _add_mask(params, problem)
+    _add_pairs(params, replace(problem, scores=asked))
+    params["heads"], params["heads_per_kv"] = heads, problem.heads_per_kv
+    params["tile_q"], params["tile_kv"] = tile
+    params["by_keys"] = by_keys
+    return params
+
+
 def merge_params(problem: MergeProblem) -> numpy.ndarray:
     """A size-1 array of `MergeParams` with everything but the addresses.
 
@@ -121,7 +189,7 @@ def merge_params(problem: MergeProblem) -> numpy.ndarray:
 def places_of(params: numpy.ndarray, name: str) -> dict[str, int]:
     """Which 64-bit words of a struct are the address of the array or the part of workspace called `name`, by field."""
     fields = params.dtype.fields  # the address is the first field of a TENSOR and of a TENSOR_MAP
-    if "scores" in fields and name.startswith(SCORES):
+    if "scores" in fields and name.startswith((SCORES, TILES)):
         return {name: (fields["scores"][1] + _place_in_scores(name.removeprefix(SCORES))) // 8}
     return {field: fields[field][1] // 8 for field in (name, f"{name}_map") if field in fields}
 
@@ -131,13 +199,19 @@ def names_of_scores(scores: Scores) -> tuple[str, ...]:
     own = {"bias": ("bias",), "mask": ("pair_mask",), "alibi_slopes": ("alibi_slopes",)}
     own["seed"] = ("seed",) if scores.seed_on_device else ("seed_low", "offset")
     names = [word for name in scores.operands for word in own[name]]
-    names += [f"captured {number}" for number in range(len(scores.arrays))]
-    return tuple(SCORES + name for name in names)
+    return (*(SCORES + name for name in names), *map(captured_name, range(len(scores.arrays))))
+
+
+def captured_name(number: int) -> str:
+    """What `places_of` calls an array that expressions read."""
+    return f"{SCORES}captured {number}"
 
 
 def _place_in_scores(name: str) -> int:
     """How many bytes into `ScoreParams` a word lies."""
     fields = struct("ScoreParams").fields
+    if name.startswith(TILES):
+        return fields["tiles"][1] + struct("TileLists").fields[name.removeprefix(TILES)][1]
     if name in ("seed_low", "offset"):
         return fields["dropout"][1] + struct("DropoutParams").fields[name][1]
     if name.startswith("captured "):
@@ -154,6 +228,9 @@ def _add_pairs(params: numpy.ndarray, problem: Problem) -> None:
         axes = len(layout.shape)
         into["captured"]["stride"][:, number, :axes] = layout.strides
         into["captured"]["extent"][:, number, :axes] = layout.shape
+    if scores.masks_pairs:
+        apart = told_apart(scores, math.prod(problem.batch), problem.heads_q)
+        into["tiles"]["batches"], into["tiles"]["heads"] = apart
     if scores.dropout is not None:
         into["dropout"]["threshold"], into["dropout"]["scale"] = scores.dropout.threshold, scores.dropout.scale
 
@@ -187,17 +264,23 @@ def _with_strides(
 
 def _add_scores(params: numpy.ndarray, problem: Problem) -> None:
     """Sizes, mask and scale, which the forward and the backward are told alike."""
-    _check_length("q", problem.len_q)
-    _check_length("k", problem.len_kv)
-    for field, number in problem.mask.told.items():
-        params["mask"][field] = number
-    params["mask"]["queries_divmod"] = fast_divmod(problem.mask.queries or 1)
+    _add_mask(params, problem)
     _check_count("q", "heads", problem.heads_q)
     params["heads"] = problem.heads_q
     params["heads_per_kv"] = problem.heads_per_kv
-    for field in ("len_q", "len_kv", "dim", "dim_v", "scale"):
+    for field in ("dim", "dim_v", "scale"):
         params[field] = getattr(problem, field)
     params["softcap"] = 0 if problem.softcap is None else _softcap(problem.scale, problem.softcap)
+
+
+def _add_mask(params: numpy.ndarray, problem: Problem) -> None:
+    """Lengths, and which keys each query sees."""
+    _check_length("q", problem.len_q)
+    _check_length("k", problem.len_kv)
+    params["len_q"], params["len_kv"] = problem.len_q, problem.len_kv
+    for field, number in problem.mask.told.items():
+        params["mask"][field] = number
+    params["mask"]["queries_divmod"] = fast_divmod(problem.mask.queries or 1)
 
 
 def _softcap(scale: float, softcap: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy
@@ -43,8 +44,20 @@ class Workspace:
         parts = ", ".join(f"{name} {size}" for name, size in self.parts)
         return f"workspace {self.nbytes} bytes" + (f": {parts}" if parts else "")
 
+    def memory(self) -> numpy.ndarray:
+        """New memory in which a read before a write shows."""
+        return numpy.full(self.nbytes, UNWRITTEN, numpy.uint8)
+
     def on_host(self, memory: numpy.ndarray | None = None) -> dict[str, numpy.ndarray]:
         """The parts as arrays of bytes, in the memory given or in new memory full of NaN."""
-        if memory is None:
-            memory = numpy.full(self.nbytes, UNWRITTEN, numpy.uint8)
+        memory = self.memory() if memory is None else memory
         return {name: memory[start : start + size] for (name, size), start in zip(self.parts, self.offsets)}
+
+
+def joined(workspaces: Iterable[Workspace]) -> Workspace:
+    """One for kernels that are executed one after the other: a part is as large as the largest of its name."""
+    sizes: dict[str, int] = {}
+    for workspace in workspaces:
+        for name, size in workspace.parts:
+            sizes[name] = max(size, sizes.get(name, 0))
+    return Workspace(tuple(sizes.items()))

@@ -134,6 +134,15 @@ def empty(layout: Layout) -> Array:
     return cupy.ndarray(layout.shape, dtype, cupy.cuda.alloc(layout.nbytes), strides)
 
 
+def zeros(shape: tuple[int, ...], dtype: str, device: int | None) -> Array:
+    """A new array of zeros without gaps, in host memory or on the current device, where CuPy's stream writes them."""
+    if device is None:
+        return numpy.zeros(shape, DTYPES[dtype])
+    import cupy
+
+    return cupy.zeros(shape, DTYPES[dtype])
+
+
 def in_order(array: Array | None, order: str, heads: int = HEADS) -> Array | None:
     """A view with the axes in the order of kernels, as `Layout.in_order` has it."""
     if array is None or order == "bhsd" or array.ndim < -heads:

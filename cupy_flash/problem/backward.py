@@ -49,6 +49,10 @@ class BackwardProblem:
         results = (x.broadcast_to(like.shape) for x, like in ((self.dq, p.q), (self.dk, p.k), (self.dv, p.v)))
         return dict(zip(BACKWARD_ARRAYS, (*given, *results)))  # but `dsinks`, which has no axes of a batch
 
+    def layout_of(self, name: str) -> Layout | None:
+        """An array of a call as the user sees it, by its name in messages."""
+        return dict(zip((*BACKWARD_ARRAYS, *self.forward.scores.names), self.seen))[name]
+
     @property
     def sums_keys(self) -> bool:
         """True if the gradient of keys or of values is a sum over a batch axis."""

@@ -14,7 +14,7 @@ from ..errors import UnsupportedError
 from .layout import AXES, FLOATS, HEADS_OF_LSE, Layout, dense_layout, in_order, result_layout
 from .mask import Mask
 from .options import Options
-from .scores import Scores, make_scores
+from .scores import Scores, check_dtype, make_scores
 
 # The arrays of a call, in the order in which it hands them on.
 FORWARD_ARRAYS = ("q", "k", "v", "out", "lse", "sinks")
@@ -166,6 +166,8 @@ def make_problem(
     dropout = options.resolve_dropout()
     if dropout and "seed" not in operands:
         raise ValueError("seed: expected an integer, or a pair of seed and offset, with dropout, got None")
+    if options.dropout is None and "seed" in operands:
+        raise ValueError("seed: expected None without dropout, got one; with dropout=0.0, which drops nothing, it may be given")
     scores = make_scores(
         score=options.score,
         mask=options.mask,
@@ -212,9 +214,7 @@ def make_problem(
 
 def _of_heads(sinks: Layout, heads: int, q: Layout) -> Layout:
     """Sinks as (heads, n), checked."""
-    if sinks.dtype not in (q.dtype, lse_dtype_of(q.dtype)):
-        expected = " or ".join(dict.fromkeys((q.dtype, lse_dtype_of(q.dtype))))
-        raise TypeError(f"sinks: expected {expected}, got {sinks.dtype}")
+    check_dtype("sinks", sinks, tuple(dict.fromkeys((q.dtype, lse_dtype_of(q.dtype)))))
     if len(sinks.shape) not in (1, 2) or sinks.shape[-1] != heads:
         raise ValueError(f"sinks: expected shape ({heads},) or (n, {heads}), one for each head of q, got {sinks.shape}")
     check_place("sinks", sinks, q.device)

@@ -29,7 +29,7 @@ class CommonOptions(TypedDict, total=False):
     window: tuple[int | None, int | None] | None
     prefix: int
     softcap: float | None
-    dropout: float
+    dropout: float | None
     precision: str | None
     algorithm: str
     backend: str
@@ -45,7 +45,7 @@ class Options:
     window: tuple[int | None, int | None] | None = None
     prefix: int = 0
     softcap: float | None = None
-    dropout: float = 0.0
+    dropout: float | None = None
     precision: str | None = None
     algorithm: str = "auto"
     backend: str = "auto"
@@ -91,7 +91,7 @@ class Options:
 
     def resolve_dropout(self) -> Dropout | None:
         """How probabilities are dropped, if they are."""
-        return make_dropout(self.dropout)
+        return None if self.dropout is None else make_dropout(self.dropout)
 
     def resolve_precision(self, dtype: str) -> str:
         """Either 'ieee' or 'tf32'."""

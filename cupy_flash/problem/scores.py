@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import shown
 from .dropout import Dropout
 from .expression.entry import Expression, mask_expression, score_expression
+from .key_ranges import START, STOP, check_ranges, expression_of, squeezed
 from .layout import FLOATS, INTEGERS, Layout
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ class Scores:
         return any(x is not None for x in (self.score, self.bias, self.alibi_slopes))
 
     @property
+    def only_alibi(self) -> bool:
+        """Whether nothing else changes scores. It lowers none of the keys that are near, so no row has large scores alone."""
+        return self.alibi_slopes is not None and self.score is None and self.bias is None
+
+    @property
     def masks_pairs(self) -> bool:
         """Whether pairs are masked one by one."""
         return self.mask is not None or self.mask_array is not None
@@ -129,8 +135,8 @@ def kind_of(name: str, dtype: str) -> str:
 
 
 def label(name: str) -> str:
-    """What messages call an array of expressions."""
-    return f"arrays[{name!r}]"
+    """What messages call an array of expressions, or one of the two of ranges."""
+    return name if name in (START, STOP) else f"arrays[{name!r}]"
 
 
 def make_scores(
@@ -157,7 +163,7 @@ def make_scores(
     operands : dict of str to Layout
         Those of `OPERANDS` that are arrays.
     arrays : dict of str to Layout
-        What expressions read.
+        What expressions read, and of a mask that is ranges, `START` and `STOP`.
     dropout : Dropout or None
     dtype : str
         Of q.
@@ -177,10 +183,15 @@ def make_scores(
     declarations = declared(arrays)
     score = as_expression(score_expression, score, declarations)
     mask = as_expression(mask_expression, mask, declarations)
+    ranges = {name: arrays[name] for name in (START, STOP) if name in arrays}
+    if ranges:
+        check_ranges(ranges, batch, heads_q, len_q)
+        mask = expression_of(ranges, batch)
+        arrays = arrays | {name: squeezed(layout) for name, layout in ranges.items()}
     expressions = [expression for expression in (score, mask) if expression is not None]
     used = {declaration.name for expression in expressions for declaration in expression.declarations}
     for name in arrays:
-        if name not in used:
+        if name not in used and name not in ranges:
             where = "the score or the mask, which do not" if expressions else "a score or a mask, of which there is none"
             raise ValueError(f"{label(name)}: expected an array that is read by {where}")
     for name, layout in arrays.items():
@@ -205,12 +216,13 @@ def make_scores(
 
 
 def declared(arrays: dict[str, Layout]) -> list[Declaration]:
-    """What the expressions are told of arrays."""
+    """What the user's expressions are told of arrays."""
     if not arrays:
         return []
     from .expression.vocabulary import Declaration
 
-    return [Declaration(name, kind_of(name, layout.dtype), len(layout.shape)) for name, layout in arrays.items()]
+    own = [(name, layout) for name, layout in arrays.items() if name not in (START, STOP)]
+    return [Declaration(name, kind_of(name, layout.dtype), len(layout.shape)) for name, layout in own]
 
 
 def as_expression(make: Callable[..., Expression], given: Any, declarations: list[Declaration]) -> Expression | None:
@@ -237,14 +249,25 @@ def _broadcast(
 ) -> Layout | None:
     if layout is None:
         return None
-    if layout.dtype not in dtypes:
-        raise TypeError(f"{name}: expected {' or '.join(dtypes)}, got {layout.dtype}")
+    check_dtype(name, layout, dtypes)
     own, full = layout.shape, shape[len(shape) - len(layout.shape) :]
     fits = least <= len(own) <= len(shape) and all(size in (1, wanted) for size, wanted in zip(own, full))
     if not fits:
         raise ValueError(f"{name}: expected a shape of at least {least} axes that broadcasts to {shape}, got {own}")
     _check_device(name, layout, device)
     return layout.broadcast_to(shape)
+
+
+def check_dtype(name: str, layout: Layout, dtypes: tuple[str, ...]) -> None:
+    """Refuse what is of none of these dtypes, the last of which is that of scores."""
+    if layout.dtype in dtypes:
+        return
+    *_, wide = dtypes
+    hint = ""
+    if layout.dtype in FLOATS and layout.shape:
+        of_bools = wide == "bool"
+        hint = "; what is added to scores is bias" if of_bools else f"; scores are computed in {wide}, pass {name}.astype('{wide}')"
+    raise TypeError(f"{name}: expected {' or '.join(dtypes)}, got {layout.dtype}{hint}")
 
 
 def _check_device(name: str, layout: Layout, device: int | None) -> None:
@@ -288,3 +311,18 @@ def _without_gradient(name: str, scores: Scores) -> str:
     if name in ("bias", "alibi_slopes"):
         return "which was not given"
     return "which has no gradient" if name in ("score", "mask", "seed", "dropout") else ""
+
+
+def told_apart(scores: Scores, batches: int, heads: int) -> tuple[int, int]:
+    """For how many batch elements and heads a mask of pairs may differ: for all, or 1 where it does not tell them apart."""
+    axes: set[str] = set()
+    if scores.mask is not None:
+        from .expression.tree import Name, walk  # late, as in `entry`
+
+        axes = {node.name for node in walk(scores.mask.tree) if isinstance(node, Name)}
+    by_batch, by_head = "b" in axes, bool(axes & {"h", "h_kv"})
+    if scores.mask_array is not None:
+        x = scores.mask_array
+        *of_batch, of_head, _, _ = [size > 1 and step != 0 for size, step in zip(x.shape, x.strides)]
+        by_batch, by_head = by_batch or any(of_batch), by_head or of_head
+    return batches if by_batch else min(batches, 1), heads if by_head else min(heads, 1)

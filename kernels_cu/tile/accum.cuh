@@ -81,6 +81,17 @@ OP u32 ld_acquire(const u32* from) {
 }
 #endif
 
+// *to += x, while other blocks add to it as well
+OP void add_atomically(float* to, float x) {
+  count_read(sizeof(float));
+  count_written(sizeof(float));
+#if ON_GPU
+  red_add(to, x);
+#else
+  host::add_atomically(*to, x);
+#endif
+}
+
 // tile[row0 :, col0 :] += acc, while other blocks add to it as well
 template <int ROWS, int WIDTH, int M, int N> OP void add(AccumTile<ROWS, WIDTH> tile, const Acc<M, N>& acc, int row0, int col0) {
   for_accum(tile, acc, row0, col0, [](const float* from, float* to) {

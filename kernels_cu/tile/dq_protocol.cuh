@@ -63,13 +63,17 @@ OP void clear_sums(const HopperBackwardParams& p, const KeyBlock& block) {
 // before it, so that nobody waits. But then the longest blocks of a head come last, and would leave multiprocessors idle at the end: the
 // last heads keep the order of keys.
 OP u32 semaphore_value(const HopperBackwardParams& p, const KeyBlock& block) {
+  if constexpr (TILE_LIST) {                                  // of the blocks that come first, those whose keys see the tile
+    const int tile = block.here.tile, tiles = ceil_div(p.len_kv, TILE_KV);
+    return count_column(p, block.here.batch_number, block.now.head, block.now.tile, block.backwards ? tile + 1 : 0, block.backwards ? tiles : tile);
+  }
   const int row = block.now.tile * TILE_Q;
   const ColumnRange keys = visible_keys(Mask{p.mask, p.len_kv}, row, min_of(TILE_Q, p.len_q - row));
   return block.backwards ? keys.last / TILE_KV - block.here.tile : block.here.tile - keys.first / TILE_KV;
 }
 OP void acquire_dq_order(const HopperBackwardParams& p, KeyBlock& block) {
   #pragma unroll 1
-  for (int step = 0; p.dq_semaphore && step < block.steps; ++step, block.advance()) {
+  for (int step = 0; p.dq_semaphore && step < block.steps; ++step, block.advance(p)) {
     semaphore_wait(p.dq_semaphore + block.tile_number(p), semaphore_value(p, block));
     if (step > 0) wait_for<LANES>(block.noticed, (step - 1) % 2); // without it `added` may complete a second phase before warp 2 has noticed
                                                               // the first, which it then misses
@@ -78,7 +82,7 @@ OP void acquire_dq_order(const HopperBackwardParams& p, KeyBlock& block) {
 }
 OP void release_dq_order(const HopperBackwardParams& p, KeyBlock& block) {
   #pragma unroll 1
-  for (int step = 0; p.dq_semaphore && step < block.steps; ++step, block.advance()) {
+  for (int step = 0; p.dq_semaphore && step < block.steps; ++step, block.advance(p)) {
     wait_for<LANES>(block.added, step % 2);                   // without it others add before all warps of this block have
     arrive_at<LANES>(block.noticed);                          // without it the next step is never acquired
     semaphore_release(p.dq_semaphore + block.tile_number(p));
@@ -104,7 +108,7 @@ OP void send_queries(const HopperBackwardParams& p, KeyBlock& block, int group, 
   wait_for_zeros(p, block);                                   // without it sums are added to those of another head
   fence_proxy_async_global();                                 // without it TMA may add before there are zeros
   #pragma unroll 1
-  for (int step = 0; step < block.steps; ++step, block.advance()) {
+  for (int step = 0; step < block.steps; ++step, block.advance(p)) {
     u32* const semaphore = p.dq_semaphore + block.tile_number(p) * GROUPS + group;
     wait_for<LANES>(block.staged(group), step % 2);           // without it parts leave that have not been written
     if (p.dq_semaphore) semaphore_wait(semaphore, semaphore_value(p, block));

@@ -8,6 +8,7 @@
 #pragma once
 #include "tile/host_block.cuh"
 #include <algorithm>
+#include <exception>
 #include <thread>
 
 namespace host {
@@ -38,6 +39,9 @@ struct Warp {
   Block* block = nullptr;
   int warp = 0;
   Counts counts;
+  bool lane_by_lane = false;                                  // in a `for_lane`, in which
+  u64 asked = 0;                                              // so many lanes have asked for what the warp does together,
+  CallSite asked_at = {};                                     // the last one here
 
   void copy_async(void* dst, const void* src, int bytes) {
     if (src) counts.read_bytes += bytes;
@@ -151,6 +155,7 @@ struct Warp {
     running.clear();
     complete.clear();
     first_hidden = last_hidden = nullptr;
+    lane_by_lane = false;
   }
   void end() {
     if (!async_stores.empty()) block->fail(warp, "ends while TMA may still read shared memory");
@@ -179,7 +184,31 @@ struct Warp {
 
 inline thread_local Warp* self = nullptr;
 
+// A lane asks for what the warp does together: a shuffle, a vote, a barrier.
+inline void ask_warp(CallSite at) {
+  if (!self->lane_by_lane) return;
+  ++self->asked;
+  self->asked_at = at;
+}
+
+// All lanes, one after another. A GPU waits for the lanes that do not ask, for ever; and what has a `for_lane` of its own is done together.
+struct Lanes {
+  explicit Lanes(CallSite at) {
+    if (!self) return;                                        // no warp, but a test of this header
+    if (self->lane_by_lane) self->fail("has a lane do what all lanes do together", at);
+    self->lane_by_lane = true;
+    self->asked = 0;
+  }
+  ~Lanes() noexcept(false) {
+    if (!self) return;
+    self->lane_by_lane = false;
+    if (self->asked % 32 && !std::uncaught_exceptions())
+      self->fail("has " + std::to_string(self->asked % 32) + " of 32 lanes ask for what all of them do together", self->asked_at);
+  }
+};
+
 inline void sync_block(CallSite at) {
+  ask_warp(at);
   self->publish_stores();
   self->block->sync(self->warp, at);
 }
@@ -189,12 +218,14 @@ inline void arrive_named(int name, int members) {
   self->block->arrive_named(name, members);
 }
 inline void sync_named(int name, int members, const char* whom, CallSite at) {
+  ask_warp(at);
   self->publish_stores();
   self->block->sync_named(self->warp, name, members, whom, at);
 }
 
 // The same, and tells each whether any of them says so.
 inline bool any_named(int name, int members, bool says, const char* whom, CallSite at) {
+  ask_warp(at);
   self->publish_stores();
   return self->block->any_named(self->warp, name, members, says, whom, at);
 }

@@ -4,6 +4,7 @@
 #include "tile/pipeline.cuh"
 #include "tile/mask.cuh"
 #include "tile/passes.cuh"
+#include "tile/tile_list.cuh"
 #include "tile/wgmma.cuh"
 
 constexpr int THREADS = 32 * WARPS;
@@ -64,6 +65,7 @@ struct KeyBlock {
   int steps;
   bool backwards;                                             // the last keys before the first ones, see semaphore_value
   QueryCursor now;
+  u32 last_number;                                            // TILE_LIST: tile_number of the step before
   u32 tiles_before;                                           // query tiles of heads that had the same sums before, and of all in between
 
   OP KeyBlock(const HopperBackwardParams& p)
@@ -78,11 +80,26 @@ struct KeyBlock {
     from = backwards ? first : last;
     to = backwards ? last : first;
     now = {here.first_head, from};
+    if constexpr (TILE_LIST) {
+      if (steps > 0) {
+        steps = count_listed(here.first_head, p.heads_per_block, first, last + 1, [&](int head) { return list_of(p, head); });
+        find_tile(p);
+      }
+    }
     tiles_before = divide(head, p.accum_heads_divmod) * p.accum_heads_divmod.divisor * ceil_div(p.len_q, TILE_Q);
   }
-  OP void advance() { now.advance(from, to); }
+  OP TileList list_of(const HopperBackwardParams& p, int head) const { return list_of_keys(p, here.batch_number, head, here.tile); }
+  OP void find_tile(const HopperBackwardParams& p) {
+    find_listed(now, from, to, here.first_head + p.heads_per_block, [&](int head) { return list_of(p, head); });
+  }
+  OP void advance(const HopperBackwardParams& p) {
+    if constexpr (TILE_LIST) last_number = tile_number(p);
+    now.advance(from, to);
+    if constexpr (TILE_LIST) find_tile(p);
+  }
   OP u32 tile_number(const BackwardParams& p) const { return query_tile_number(p, here.batch_number, now.head, now.tile); }
   OP u32 number_before(const BackwardParams& p) const {        // the same of the tile before
+    if constexpr (TILE_LIST) return last_number;
     const bool of_last_head = now.tile == from;
     const int tile = of_last_head ? to : now.tile - (from < to ? 1 : -1);
     return query_tile_number(p, here.batch_number, now.head - of_last_head, tile);
@@ -122,7 +139,7 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
   const KeyBlockCoord& here = block.here;
   load_async(block.keys, p.k_map, here.batch, here.head_kv, block.row0);
   #pragma unroll 1
-  for (int step = 0; step < block.steps; ++step, block.advance()) {
+  for (int step = 0; step < block.steps; ++step, block.advance(p)) {
     const float* const stats = p.stats + i64(block.tile_number(p)) * 2 * TILE_Q;
     const int row = block.now.tile * TILE_Q;
     producer_acquire(block.queries);                          // without it tiles are overwritten that a slower warp still reads

@@ -135,18 +135,19 @@ template <int M, int N, typename AnyMask> OP void apply_mask(Acc<M, N>& s, const
 // Raw products become scores in units of log 2: scaled, and bent into [-softcap, softcap] if softcap > 0. In these units a score less the
 // maximum is exact where they are close, however large; with the change of base after the difference, it would err by 2^-24 of either.
 // What expressions are of is in natural units.
-constexpr float SCORE_UNIT = SCORES || MASKED_PAIRS ? 1.f : LOG2E;
+constexpr float SCORE_UNIT = SCORES == EXPRESSION ? 1.f : LOG2E;
 template <int M, int N> OP void scale_scores(Acc<M, N>& s, float scale, float softcap) {
-  if (softcap > 0.f) {                                        // asked once, not for each score
+  if (SOFTCAP && softcap > 0.f) {                             // asked once, not for each score
     const float inverse = fminf(fmaxf(scale / softcap, -HIGHEST), HIGHEST), height = softcap * SCORE_UNIT;       // 0 times infinity is NaN
     for_lane(l) {
       #pragma unroll
       for (int r = 0; r < s.regs; ++r) s.at(l, r) = tanh_by_sinh(s.at(l, r) * inverse) * height;
     }
   } else {
+    const float factor = scale * (SCORES == UNCHANGED ? 1.f : SCORE_UNIT), unit = SCORES == UNCHANGED ? SCORE_UNIT : 1.f;
     for_lane(l) {
       #pragma unroll
-      for (int r = 0; r < s.regs; ++r) s.at(l, r) = s.at(l, r) * scale * SCORE_UNIT;             // scale * LOG2E may be infinite
+      for (int r = 0; r < s.regs; ++r) s.at(l, r) = s.at(l, r) * factor * unit;                  // scale * LOG2E may be infinite
     }
   }
 }

@@ -15,19 +15,6 @@ OP u32 query_tile_number(const BackwardParams& p, u32 batch_number, int head, in
   return (batch_number * p.heads + head) * ceil_div(p.len_q, TILE_Q) + tile;
 }
 
-// The query tiles of a block: those of its first head, then those of the next, from one end to the other.
-struct QueryCursor {
-  int head, tile;
-  OP void advance(int from, int to) {
-    if (tile != to) {
-      tile += from < to ? 1 : -1;
-      return;
-    }
-    tile = from;
-    ++head;
-  }
-};
-
 // Before: one query tile's sums become 0, its statistics those that P and dS are computed from. Delta is multiplied by `sign`. `parts` of a
 // tile have a semaphore each. Heads from `accum_heads` on will use the sums of others.
 OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum_heads = ~0u) {

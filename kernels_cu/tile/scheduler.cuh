@@ -159,3 +159,16 @@ OP KeyBlockCoord key_block_coord(const HopperBackwardParams& p, int tile_kv) {
   batch_element(here.batch, p.batch[BATCH_AXES - 1], here.batch_number);
   return here;
 }
+
+// The query tiles of a block: those of its first head, then those of the next, from one end to the other.
+struct QueryCursor {
+  int head, tile;
+  OP void advance(int from, int to) {
+    if (tile != to) {
+      tile += from < to ? 1 : -1;
+      return;
+    }
+    tile = from;
+    ++head;
+  }
+};

@@ -28,7 +28,7 @@ typedef int64_t i64;
 #define OP inline
 #define KERNEL(threads, blocks) extern "C" void
 #define GRID_CONSTANT const
-#define for_lane(lane) for (int lane = 0; lane < 32; ++lane)
+#define for_lane(lane) if (const host::Lanes lanes_of_warp{call_site()}; true) for (int lane = 0; lane < 32; ++lane)
 #include "tile/host.cuh"
 #endif
 
@@ -89,13 +89,13 @@ OP bool barrier_red_or(int name, int threads, bool flag) {
   return any;
 }
 #else
-OP int warp_id() { return host::self->warp; }
+OP int warp_id(CallSite at = call_site()) { host::ask_warp(at); return host::self->warp; }
 OP u32 block_id() { return u32(host::self->block->index); }
 OP u32 blocks() { return u32(host::self->block->grid.blocks); }
 typedef char* SharedAddress;
 OP SharedAddress shared_memory() { return host::self->block->shared; }
 OP void sync_block(CallSite at = call_site()) { host::sync_block(at); }
-OP void sync_warp() { host::self->publish_stores(); }
+OP void sync_warp(CallSite at = call_site()) { host::ask_warp(at); host::self->publish_stores(); }
 OP void arrive_pair(int name) { host::arrive_named(name, 2); }
 OP void sync_pair(int name, CallSite at = call_site()) { host::sync_named(name, 2, "the other warp of the pair", at); }
 template <int FIRST> OP void wait_pingpong(int group, CallSite at = call_site()) { host::sync_named(FIRST + group, 8, "the warpgroup before it", at); }
@@ -121,10 +121,11 @@ OP int not_ahead(int x) {
 }
 
 // x, which is the same in every lane, moved to where a warp keeps one value for all lanes: what follows from it takes no lane's work.
-template <typename T> OP T uniform(T x) {                       // a template: before sm_80 the instruction does not exist
+template <typename T> OP T uniform(T x, [[maybe_unused]] CallSite at = call_site()) {  // a template: before sm_80 there is no such instruction
 #if ON_GPU
   return __reduce_max_sync(0xffffffffu, x);
 #else
+  host::ask_warp(at);
   return x;
 #endif
 }
@@ -188,15 +189,15 @@ OP void transpose_quads(Regs<u32, 4>& x) {
 #endif
 }
 
-// every lane of a group of LANES neighbours ends with the group's combined value
-template <int LANES, int N, typename F> OP void reduce_lanes(Regs<float, N>& x, F combine) {
+// every lane of a group of LANES neighbours ends with the group's combined value; with FIRST above 1, of each FIRST-th lane of the group
+template <int LANES, int FIRST = 1, int N, typename F> OP void reduce_lanes(Regs<float, N>& x, F combine) {
 #if ON_GPU
   #pragma unroll
   for (int r = 0; r < N; ++r)
     #pragma unroll
-    for (int step = 1; step < LANES; step *= 2) x.v[r] = combine(x.v[r], __shfl_xor_sync(0xffffffffu, x.v[r], step));
+    for (int step = FIRST; step < LANES; step *= 2) x.v[r] = combine(x.v[r], __shfl_xor_sync(0xffffffffu, x.v[r], step));
 #else
-  for (int step = 1; step < LANES; step *= 2) {
+  for (int step = FIRST; step < LANES; step *= 2) {
     const Regs<float, N> before = x;
     for_lane(l) for (int r = 0; r < N; ++r) x.at(l, r) = combine(before.at(l, r), before.at(l ^ step, r));
   }

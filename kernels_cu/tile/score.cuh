@@ -1,6 +1,10 @@
-// score.cuh -- what becomes of scores besides scale and softcap, pair by pair: an expression of the user's, a bias and ALiBi (SCORES), and
-// pairs that an expression or an array masks (MASKED_PAIRS). What they say is in expression.cuh; here is what they may read, and the
-// functions that C++ has not.
+// score.cuh -- what becomes of scores besides scale and softcap, pair by pair: a bias, ALiBi or an expression of the user's (SCORES), and pairs
+// that an expression or an array masks (MASKED_PAIRS). What they say is in expression.cuh; here is what they may read, and the functions that
+// C++ has not.
+//
+//   PLUS_TERM     a term is added that does not depend on the score, in the units that the fragment has: of products if the scale stays in the
+//                 exponent, of log 2 if scores are scaled one by one. So it takes one addition, and the derivative is 1
+//   EXPRESSION    any other; of scores in natural units, and what they become is in units of log 2
 #pragma once
 #include "params.cuh"
 #include "tile/copy.cuh"
@@ -10,16 +14,21 @@
 
 // An array of which the pairs of one head read an element each.
 struct PairTensor {
-  u64 data;                                                   // of the first pair
+  const char* data;                                           // of the first pair
   i64 row_stride, col_stride;
 };
 
-// What all pairs of a head have in common.
-struct ScoreContext {
+// What all pairs of a head have in common, and takes more than an instruction to find.
+template <int UNIFORMS> struct HeadTermsOf {
+  float unit;                                                 // of a score of 1, as the fragment has it
+  float alibi_slope;
+  PairTensor bias, pair_mask;
+  float uniform[max_of(UNIFORMS, 1)];
+};
+// What expressions may read.
+template <int UNIFORMS> struct ScoreContextOf : HeadTermsOf<UNIFORMS> {
   const ScoreParams& of;
   int b, h, h_kv, q_len, kv_len;
-  PairTensor bias, pair_mask;
-  float alibi_slope;
 };
 
 #if !ON_GPU
@@ -34,7 +43,7 @@ template <int N, typename T> OP T power(T x) {
   for (int i = 0; i < N; ++i) product *= x;
   return product;
 }
-// As Python's // and %, but that an int divided by 0 is 0.
+// As Python's // and %, but that an int divided by 0 is 0, and a float divided by 0 infinite.
 OP int floor_mod(int a, int b) {
   const int rest = b ? a % b : 0;
   return rest && (rest < 0) != (b < 0) ? rest + b : rest;
@@ -44,7 +53,11 @@ OP float floor_mod(float a, float b) {
   const float rest = fmodf(a, b);
   return rest != 0.f && (rest < 0.f) != (b < 0.f) ? rest + b : rest;
 }
-OP float floor_div(float a, float b) { return roundf((a - floor_mod(a, b)) / b); }
+OP float floor_div(float a, float b) {
+  if (b == 0.f) return a / b;
+  const float rest = fmodf(a, b), whole = roundf((a - rest) / b);
+  return rest != 0.f && (rest < 0.f) != (b < 0.f) ? whole - 1.f : whole;
+}
 
 // An element of any type as one of three kinds.
 template <typename Kind> struct AsKind;
@@ -62,13 +75,22 @@ template <> struct AsKind<bool> {
   static OP bool of_bits(u64 bits) { return u32(bits) != 0; }
 };
 
-template <typename T> OP T read_at(u64 data, i64 offset) {
+template <typename T> OP T read_at(const char* from, i64 offset) {
   count_read(sizeof(T));
-  return reinterpret_cast<const T*>(data)[offset];
+  return reinterpret_cast<const T*>(from)[offset];
+}
+// where it is an integer, of which the compiler cannot tell that it is in device memory
+template <typename T> OP T read_at(u64 from, i64 offset) {
+  count_read(sizeof(T));
+  const T* element = reinterpret_cast<const T*>(from) + offset;
+#if ON_GPU
+  __builtin_assume(__isGlobal(element));
+#endif
+  return *element;
 }
 
 // The element of an array that expressions read; an index beyond an axis is taken for the nearest one.
-template <typename Kind, typename T, typename... Index> OP Kind captured(const ScoreContext& x, int number, Index... index) {
+template <typename Kind, typename T, typename Context, typename... Index> OP Kind captured(const Context& x, int number, Index... index) {
   const CapturedArray& array = x.of.captured[number];
   i64 offset = 0;
   int axis = 0;
@@ -76,47 +98,131 @@ template <typename Kind, typename T, typename... Index> OP Kind captured(const S
   return AsKind<Kind>::of(read_at<T>(array.data, offset));
 }
 // the same for a coordinate of the pair, which no axis that it indexes ends before
-template <typename Kind, typename T, typename... Index> OP Kind captured_within(const ScoreContext& x, int number, Index... index) {
+template <typename Kind, typename T, typename Context, typename... Index> OP Kind captured_within(const Context& x, int number, Index... index) {
   const CapturedArray& array = x.of.captured[number];
   i64 offset = 0;
   int axis = 0;
   ((offset += i64(index) * array.stride[axis], ++axis), ...);
   return AsKind<Kind>::of(read_at<T>(array.data, offset));
 }
-template <typename Kind> OP Kind scalar(const ScoreContext& x, int number) { return AsKind<Kind>::of_bits(x.of.captured[number].data); }
-template <typename Kind, typename T> OP Kind of_pair(const PairTensor& t, int q_idx, int kv_idx) {
-  return AsKind<Kind>::of(read_at<T>(t.data, q_idx * t.row_stride + kv_idx * t.col_stride));
-}
+template <typename Kind, typename Context> OP Kind scalar(const Context& x, int number) { return AsKind<Kind>::of_bits(x.of.captured[number].data); }
 
 #include "expression.cuh"
-constexpr bool MODIFIED = SCORES || MASKED_PAIRS;             // pairs are asked one by one
-static_assert(EXPLICIT_SCORES || !MODIFIED, "expressions are of scores, not of products");
+using HeadTerms = HeadTermsOf<UNIFORMS>;
+using ScoreContext = ScoreContextOf<UNIFORMS>;
+constexpr bool MODIFIED = SCORES != UNCHANGED || MASKED_PAIRS; // pairs are asked one by one
+static_assert(SCORES != EXPRESSION || EXPLICIT_SCORES, "expressions are of scores, not of products");
+
+// What a score in a fragment is multiplied by for log 2.
+OP float exponent_scale(float scale) { return EXPLICIT_SCORES ? 1.f : scale * LOG2E; }
 
 // Where the elements of a head begin.
 OP PairTensor pair_tensor(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int itemsize) {
-  return {u64(t.data) + u64(offset_of(t, batch, head, 0) * itemsize), t.row_stride, t.col_stride};
+  return {reinterpret_cast<const char*>(t.data) + offset_of(t, batch, head, 0) * itemsize, t.row_stride, t.col_stride};
 }
-template <typename Params, typename Coord> OP ScoreContext score_context(const Params& p, const Coord& here, int head) {
+template <typename Params, typename Coord> OP ScoreContext score_context(const Params& p, const Coord& here, int head, const HeadTerms& terms) {
+  return {terms, p.scores, int(here.batch_number), head, head / p.heads_per_kv, p.len_q, p.len_kv};
+}
+template <typename Params, typename Coord> OP HeadTerms head_terms(const Params& p, const Coord& here, int head) {
   const ScoreParams& s = p.scores;
-  ScoreContext x{s, int(here.batch_number), head, head / p.heads_per_kv, p.len_q, p.len_kv, {}, {}, 0.f};
-  if (HAS_BIAS) x.bias = pair_tensor(s.bias, here.batch, head, sizeof(BiasElement));
-  if (HAS_PAIR_MASK) x.pair_mask = pair_tensor(s.pair_mask, here.batch, head, 1);
-  if (HAS_ALIBI) x.alibi_slope = AsKind<float>::of(read_at<AlibiSlope>(u64(s.alibi_slopes.data), offset_of(s.alibi_slopes, here.batch, head, 0)));
-  return x;
+  HeadTerms terms{};
+  if constexpr (SCORES == PLUS_TERM) terms.unit = EXPLICIT_SCORES ? LOG2E : 1.f / p.scale;
+  if (HAS_BIAS) terms.bias = pair_tensor(s.bias, here.batch, head, sizeof(BiasElement));
+  if (HAS_PAIR_MASK) terms.pair_mask = pair_tensor(s.pair_mask, here.batch, head, 1);
+  if (HAS_ALIBI) terms.alibi_slope = AsKind<float>::of(read_at<AlibiSlope>(u64(s.alibi_slopes.data), offset_of(s.alibi_slopes, here.batch, head, 0)));
+  const ScoreContext x = score_context(p, here, head, terms);
+  #pragma unroll
+  for (int i = 0; i < UNIFORMS; ++i) terms.uniform[i] = uniform_of(i, x);
+  return terms;
+}
+// Both, for a few pairs.
+template <typename Params, typename Coord> OP ScoreContext score_context(const Params& p, const Coord& here, int head) {
+  return score_context(p, here, head, head_terms(p, here, head));
 }
 
-// Raw scores become what the expressions say, and those of pairs that take no part become -inf. Rows are queries, and columns are keys.
-// Places beyond the ends are those of the last query and the last key, so that nothing is read that does not exist.
-template <int M, int N> OP void modify_scores(Acc<M, N>& s, const ScoreContext& x, int first_row, int col0) {
-  const int row0 = not_ahead(first_row);                      // where rows of arrays begin would take registers beneath all products
-  for_lane(l) {
-    #pragma unroll
-    for (int r = 0; r < s.regs; ++r) {
-      const int q_idx = min_of(row0 + s.row(l, r), x.q_len - 1), kv_idx = min_of(col0 + s.col(l, r), x.kv_len - 1);
-      const float score = score_of(s.at(l, r), q_idx, kv_idx, x);
-      s.at(l, r) = !MASKED_PAIRS || takes_part(q_idx, kv_idx, x) ? score : -infinity();
+// The place of a pair of a fragment that starts at row0 and col0: rows are queries, and columns keys, or TRANSPOSED the other way round. It may
+// lie beyond the ends.
+template <bool TRANSPOSED, int M, int N> OP PairPlace place_of(const Acc<M, N>& s, int l, int r, int row0, int col0) {
+  const int row = row0 + s.row(l, r), first_col = col0 + s.col(l, 0), further = s.col(l, r) - s.col(l, 0), col = first_col + further;
+  return {TRANSPOSED, TRANSPOSED ? col : row, TRANSPOSED ? row : col, float(row), float(first_col), float(further), 0.f, true};
+}
+// The element for a pair; beyond the ends that of the last one.
+template <typename Kind, typename T> OP Kind of_pair(const PairTensor& t, const PairPlace& at, const ScoreContext& x) {
+  return AsKind<Kind>::of(read_at<T>(t.data, min_of(at.q_idx, x.q_len - 1) * t.row_stride + min_of(at.kv_idx, x.kv_len - 1) * t.col_stride));
+}
+
+OP void read_arrays(PairPlace& at, const ScoreContext& x, bool ask_pairs = true) {
+  if (HAS_BIAS) at.bias = of_pair<float, BiasElement>(x.bias, at, x);
+  if (HAS_PAIR_MASK && ask_pairs) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
+}
+
+// The elements of a lane for the pairs of a fragment, all on their way before the first is needed; 0 beyond the ends. Those of two neighbouring
+// keys lie side by side: where keys are columns they are read at once, and where they are rows, all that a query has are read from one place.
+template <typename T> struct alignas(2 * sizeof(T)) Two {
+  T x[2];
+};
+template <bool TRANSPOSED, int M, int N, typename T, int REGS>
+OP void load_lane(Regs<Two<T>, REGS>& into, int l, const PairTensor& t, const ScoreContext& x, int row0, int col0) {
+  using Fragment = Acc<M, N>;
+  #pragma unroll
+  for (int r = 0; r < 2 * REGS; r += 2) {
+    const int row = row0 + Fragment::row(l, r), col = col0 + Fragment::col(l, r);
+    Two<T>& two = into.at(l, r / 2);
+    two = {};
+    if constexpr (TRANSPOSED) {
+      #pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const char* const of_query = t.data + ((col + i) * t.row_stride + row0 + Fragment::row(l, 0)) * i64(sizeof(T));
+        if (col + i < x.q_len && row < x.kv_len) two.x[i] = read_at<T>(of_query, Fragment::row(l, r) - Fragment::row(l, 0));
+      }
+    } else {
+      const char* const of_query = t.data + (min_of(row, x.q_len - 1) * t.row_stride + col0 + Fragment::col(l, 0)) * i64(sizeof(T));
+      if (col < x.kv_len) two = read_at<Two<T>>(of_query, (Fragment::col(l, r) - Fragment::col(l, 0)) / 2);
     }
   }
+}
+
+// What arrays have for the pairs of a fragment, on its way to registers.
+template <int M, int N> struct PairArrays {
+  Regs<Two<BiasElement>, HAS_BIAS && BIAS_BY_TWO ? M * N / 64 : 1> bias;
+  Regs<Two<unsigned char>, HAS_PAIR_MASK && MASK_BY_TWO ? M * N / 64 : 1> seen;
+};
+template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, const ScoreContext& x, int first_row, int col0) {
+  const int row0 = not_ahead(first_row);                      // where rows of arrays begin would take registers beneath all products
+  for_lane(l) {
+    if constexpr (HAS_BIAS && BIAS_BY_TWO) load_lane<TRANSPOSED, M, N>(arrays.bias, l, x.bias, x, row0, col0);
+    if constexpr (HAS_PAIR_MASK && MASK_BY_TWO && !TILE_LIST) load_lane<TRANSPOSED, M, N>(arrays.seen, l, x.pair_mask, x, row0, col0);
+  }
+}
+
+// Scores become what the expressions say, and those of pairs that take no part become -inf. Where all take part, none is asked (`ask_pairs`).
+template <bool TRANSPOSED, int M, int N>
+OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreContext& x, int first_row, int col0, bool ask_pairs = true) {
+  const int row0 = not_ahead(first_row);
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; SCORES != UNCHANGED && r < s.regs; ++r) {
+      PairPlace at = place_of<TRANSPOSED>(s, l, r, row0, col0);
+      if (HAS_BIAS) at.bias = BIAS_BY_TWO ? to_float(arrays.bias.at(l, r / 2).x[r % 2]) : of_pair<float, BiasElement>(x.bias, at, x);
+      float& score = s.at(l, r);
+      if (SCORES == PLUS_TERM) score += term_of(at, x);
+      if (SCORES == EXPRESSION) score = score_of(score, at, x) * LOG2E;
+    }
+    if (MASKED_PAIRS && ask_pairs) {
+      #pragma unroll
+      for (int r = 0; r < s.regs; ++r) {
+        PairPlace at = place_of<TRANSPOSED>(s, l, r, row0, col0);
+        if (HAS_PAIR_MASK && (TILE_LIST || !MASK_BY_TWO)) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
+        else if (HAS_PAIR_MASK) at.seen = arrays.seen.at(l, r / 2).x[r % 2] != 0;
+        if (!takes_part(at, x)) s.at(l, r) = -infinity();
+      }
+    }
+  }
+}
+template <bool TRANSPOSED, int M, int N> OP void modify_scores(Acc<M, N>& s, const ScoreContext& x, int row0, int col0, bool ask_pairs = true) {
+  PairArrays<M, N> arrays;
+  load<TRANSPOSED>(arrays, x, row0, col0);
+  modify_scores<TRANSPOSED>(s, arrays, x, row0, col0, ask_pairs);
 }
 
 // Before the loop: seed and offset from where they are.
@@ -129,13 +235,19 @@ OP DropoutParams seeded(const ScoreParams& s) {
   return dropout;
 }
 
-// The same in the backward, where rows are keys and columns are queries: raw scores become p = 2^(score - lse), and the other warp is passed p
-// times the derivatives of the expression and of the softcap. Selected, not multiplied: whatever is at a masked pair, p is 0 there.
+// The derivative of the softcap where it gave this score; of none, `inverse` is 0.
+OP float bend_of(float score, float inverse) {
+  const float bent = score * inverse;
+  return SOFTCAP && EXPLICIT_SCORES ? 1.f - bent * bent : 1.f;
+}
+
+// Of an expression in the backward, where rows are keys and columns are queries: raw scores become p = 2^(score - lse), and the other warp is
+// passed p times the derivatives of the expression and of the softcap. Selected, not multiplied: whatever is at a masked pair, p is 0 there.
 template <int M, int N>
 OP void probabilities(Acc<M, N>& s, const ColVec<N>& lse, const ScoreContext& x, const TransposedMask& mask, bool masked, int first_row,
-                      int col0, float softcap, PassedTile<M, N> passed) {
+                      int col0, float softcap, PassedTile<M, N> passed, bool ask_pairs = true) {
   const int row0 = not_ahead(first_row);
-  const float inverse = softcap > 0.f ? 1.f / softcap : 0.f;
+  const float inverse = SOFTCAP && softcap > 0.f ? 1.f / softcap : 0.f;
   for_lane(l) {
     ColumnRange queries[M / 8];
     #pragma unroll
@@ -145,27 +257,27 @@ OP void probabilities(Acc<M, N>& s, const ColVec<N>& lse, const ScoreContext& x,
       float factor[passed.per_move];
       #pragma unroll
       for (int i = 0; i < passed.per_move; ++i) {
-        const int slot = s.slot(r + i), col = col0 + s.col(l, r + i);
-        const int q_idx = min_of(col, x.q_len - 1), kv_idx = min_of(row0 + s.row(l, r + i), x.kv_len - 1);
-        const float score = s.at(l, r + i), bent = score * inverse;
-        const bool seen = queries[slot].first <= col && col <= queries[slot].last && (!MASKED_PAIRS || takes_part(q_idx, kv_idx, x));
-        const float modified = score_of(score, q_idx, kv_idx, x);
-        const float p = seen ? exp2_approx(fmaf(modified, LOG2E, -lse.at(l, s.col_slot(r + i)))) : 0.f;
+        PairPlace at = place_of<true>(s, l, r + i, row0, col0);
+        read_arrays(at, x, ask_pairs);
+        const ColumnRange& seen = queries[s.slot(r + i)];
+        const float score = s.at(l, r + i);
+        const bool takes = seen.first <= at.q_idx && at.q_idx <= seen.last && (!MASKED_PAIRS || !ask_pairs || takes_part(at, x));
+        const float p = takes ? exp2_approx(fmaf(score_of(score, at, x), LOG2E, -lse.at(l, s.col_slot(r + i)))) : 0.f;
         s.at(l, r + i) = p;
-        factor[i] = p == 0.f ? 0.f : p * (1.f - bent * bent) * slope_of(score, q_idx, kv_idx, x);
+        factor[i] = p == 0.f ? 0.f : p * slope_of(score, at, x) * bend_of(score, inverse);
       }
       store_shared(passed.at(l, r), pack_moved(factor));
     }
   }
 }
 
-// The same where one warp has 16 keys: s becomes p, and factor_reg what the other warp is passed, as an A operand. `unit` is what a score is
-// multiplied by for log 2; the log-sum-exp of the columns is read from shared memory when it is needed.
+// The same where one warp has 16 keys: s becomes p, and factor_reg what the other warp is passed, as an A operand; of scores that have become what
+// they do, unless SCORES is EXPRESSION. The log-sum-exp of the columns is read from shared memory when it is needed.
 template <int N>
 OP void probabilities(Acc<16, N>& s, OperandA<16> (&factor_reg)[N / 16], SharedAddress lse, const ScoreContext& x, const TransposedMask& mask,
-                      bool masked, int first_row, int col0, float unit, float softcap) {
+                      bool masked, int first_row, int col0, float scale_log2, float softcap, bool ask_pairs = true) {
   const int row0 = not_ahead(first_row);
-  const float inverse = softcap > 0.f ? (MODIFIED ? 1.f : LN2) / softcap : 0.f;
+  const float inverse = SOFTCAP && softcap > 0.f ? (SCORES == EXPRESSION ? 1.f : LN2) / softcap : 0.f;
   for_lane(l) {
     ColumnRange queries[2];
     #pragma unroll
@@ -178,12 +290,17 @@ OP void probabilities(Acc<16, N>& s, OperandA<16> (&factor_reg)[N / 16], SharedA
         float factor[2];
         #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int col = col0 + s.col(l, r) + i, q_idx = min_of(col, x.q_len - 1), kv_idx = min_of(row0 + l / 4 + 8 * row, x.kv_len - 1);
-          const float score = s.at(l, r + 2 * row + i), bent = score * inverse;
-          const bool seen = queries[row].first <= col && col <= queries[row].last && (!MASKED_PAIRS || takes_part(q_idx, kv_idx, x));
-          const float p = seen ? exp2_approx(fmaf(score_of(score, q_idx, kv_idx, x), unit, -stat.x[i])) : 0.f;
-          s.at(l, r + 2 * row + i) = p;
-          factor[i] = p == 0.f ? 0.f : p * (1.f - bent * bent) * slope_of(score, q_idx, kv_idx, x);
+          float &score = s.at(l, r + 2 * row + i), became = score, slope = 1.f;
+          bool takes = true;
+          if (SCORES == EXPRESSION) {
+            PairPlace at = place_of<true>(s, l, r + 2 * row + i, row0, col0);
+            read_arrays(at, x, ask_pairs);
+            takes = queries[row].first <= at.q_idx && at.q_idx <= queries[row].last && (!MASKED_PAIRS || !ask_pairs || takes_part(at, x));
+            became = score_of(score, at, x) * LOG2E, slope = slope_of(score, at, x);
+          }
+          const float p = takes ? exp2_approx(fmaf(became, scale_log2, -stat.x[i])) : 0.f;
+          factor[i] = p == 0.f ? 0.f : p * slope * bend_of(score, inverse);
+          score = p;
         }
         factor_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(factor[0], factor[1]);
       }

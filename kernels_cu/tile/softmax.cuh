@@ -115,6 +115,16 @@ template <int M> OP Regs<bool, 1> too_large(const RowVec<M>& sum) {
   }
   return large;
 }
+// Whether a maximum has risen, if this is what came of it.
+template <int M> OP Regs<bool, 1> below_one(const RowVec<M>& correction) {
+  Regs<bool, 1> any;
+  for_lane(l) {
+    any.at(l, 0) = false;
+    #pragma unroll
+    for (int i = 0; i < correction.slots; ++i) any.at(l, 0) |= correction.at(l, i) < 1.f;
+  }
+  return any;
+}
 template <int M> OP void add(OnlineSoftmax<M>& state, const RowVec<M>& sum) {
   for_lane(l) {
     #pragma unroll

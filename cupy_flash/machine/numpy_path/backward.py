@@ -108,10 +108,12 @@ def blocked_gradients(
                 of_sinks[:, tile[0]] -= (share * delta).reshape(len(sinks), *shape[:2]).sum(axis=-1)
 
             for keys, seen in in_sight:
-                k_tile = numpy.ascontiguousarray(k[source_k][keys], wide)
-                v_tile = numpy.ascontiguousarray(v[source_v][keys], wide)
                 of_keys = scores and scores.tile(tuple(element), tile[0], row, shape[1], keys, wide)
                 seen = seen if of_keys is None else of_keys.seen(seen)
+                if seen is not None and not seen.any():
+                    continue
+                k_tile = numpy.ascontiguousarray(k[source_k][keys], wide)
+                v_tile = numpy.ascontiguousarray(v[source_v][keys], wide)
                 p, ds = _pairs_of_tile(
                     dout_tile, q_tile, k_tile, v_tile, lse_tile, delta, scale, softcap, seen, of_keys, sums_of_scores or {}
                 )

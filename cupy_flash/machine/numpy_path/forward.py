@@ -111,6 +111,11 @@ def _attend(
     acc = numpy.zeros((group * rows, dim_v), q.dtype)
 
     for keys, seen in in_sight:
+        tile = of_keys(keys)
+        if tile is not None:
+            seen = tile.seen(seen)
+            if seen is not None and not seen.any():
+                continue
         # BLAS wants unit strides; this copies a tile at most, and nothing where the keys already are what it wants.
         k_tile = numpy.ascontiguousarray(k[keys], q.dtype)
         v_tile = numpy.ascontiguousarray(v[keys], q.dtype)
@@ -118,9 +123,9 @@ def _attend(
         s *= scale  # not q: what scores hold, q times a scale at the end of the float range may not
         if softcap is not None:
             s = softcap * numpy.tanh(s / softcap)
-        kept, tile = None, of_keys(keys)
+        kept = None
         if tile is not None:
-            s, seen, kept = tile.value(s), tile.seen(seen), tile.kept()
+            s, kept = tile.value(s), tile.kept()
         if seen is not None:
             s = numpy.where(seen, s, -numpy.inf)
 

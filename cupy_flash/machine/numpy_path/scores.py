@@ -102,6 +102,8 @@ class TileOfScores:
             seen = self._pairs("mask") if seen is None else seen & self._pairs("mask")
         if seen is None:
             return None
+        if seen.all():
+            return None
         group, rows, keys = self.shape
         return numpy.broadcast_to(seen, self.shape).reshape(group * rows, keys)
 

@@ -12,7 +12,8 @@ from .tree import Apply, Literal, Name, Node, Read, fold
 
 # The functions that C++ is to have. Those of two kinds are overloaded; `power` is a template of the exponent.
 FUNCTIONS = {
-    **{("float", op): f"{op}f" for op in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sin", "cos", "floor")},
+    **{("float", op): f"{op}f" for op in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor")},
+    ("float", "tanh"): "tanh_by_sinh",
     ("float", "abs"): "fabsf",
     ("float", "min"): "fminf",
     ("float", "max"): "fmaxf",
@@ -28,7 +29,8 @@ FUNCTIONS = {
 }
 POWER = "power"
 INFINITY = "infinity()"
-OPERATORS = {"and": "&&", "or": "||", "not": "!", "neg": "-"}  # which C++ spells otherwise
+# Which C++ spells otherwise. Both sides of "and" are computed: nothing depends on the first, and branches take registers and time.
+OPERATORS = {"and": "&", "or": "|", "not": "!", "neg": "-"}
 
 
 def cplusplus(tree: Node, names: Mapping[str, str], read: Callable[[str, list[str]], str]) -> str:

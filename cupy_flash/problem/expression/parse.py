@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import threading
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -10,9 +12,10 @@ from functools import reduce
 from .operations import DEEPEST, FUNCTIONS, MOST_NODES, Mistake, apply, literal
 from .source import Source
 from .tree import Literal, Node
-from .vocabulary import Declaration, Vocabulary, bare, read, unknown
+from .vocabulary import Declaration, Vocabulary, bare, read, unknown_function
 
 LONGEST = 10_000
+QUIET = threading.Lock()  # filters of warnings are those of all threads: two that put them back would mix them up
 
 OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "+",
@@ -98,7 +101,9 @@ def _syntax(source: Source) -> ast.expr:
         if character == "\0" or "\ud800" <= character <= "\udfff":  # of which Python says no place
             raise source.refusal(Mistake(expected, f"the character {character!r}"), place)
     try:
-        return ast.parse(source.text[source.blanks :] + "\n", mode="eval").body  # without it an error at the end has no column
+        with QUIET, warnings.catch_warnings():  # as of 1if x else 2, which Python accepts, but not for ever
+            warnings.simplefilter("ignore")
+            return ast.parse(source.text[source.blanks :] + "\n", mode="eval").body  # without it an error at the end has no column
     except SyntaxError as error:
         found = {foreign: source.text.find(foreign) for foreign in FOREIGN if foreign in source.text}
         if found:
@@ -151,12 +156,14 @@ class _Reader:
                 return self._apply(node, "where", [test, body, orelse], depth)
             case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
                 if name not in FUNCTIONS:
-                    raise self._refusal(unknown(name, FUNCTIONS), node)
+                    raise self._refusal(unknown_function(name), node)
                 if keywords:
                     raise self._refusal(Mistake(f"arguments of '{name}' without keywords", "a keyword"), keywords[0])
                 return self._apply(node, name, args, depth)
-            case ast.Call():
-                raise self._refusal(Mistake("the name of a function", self._what(node.func)), node)
+            case ast.Call(func=func):
+                known = isinstance(func, ast.Attribute) and func.attr in FUNCTIONS
+                hint = f"write '{func.attr}' alone" if known else ""
+                raise self._refusal(Mistake("the name of a function", self._what(func), hint), node)
             case ast.Subscript():
                 raise self._refusal(Mistake("the name of an array before '['", self._what(node.value)), node)
         raise self._refusal(Mistake("names, numbers, operators and functions", self._what(node)), node)
@@ -204,7 +211,7 @@ class _Reader:
 
     def _read(self, node: ast.expr, name: str, indices: Sequence[ast.expr], depth: int) -> Node:
         try:
-            meaning = self.vocabulary.meaning(name)
+            meaning = self.vocabulary.meaning(name, is_indexed=True)
             if not isinstance(meaning, Declaration):
                 raise Mistake("the name of an array before '['", f"'{name}'")
         except Mistake as mistake:

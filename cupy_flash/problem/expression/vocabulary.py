@@ -58,7 +58,7 @@ class Vocabulary:
         """That of an option and some declarations."""
         return cls(option, {declaration.name: declaration for declaration in declarations})
 
-    def meaning(self, name: str) -> Node | Declaration:
+    def meaning(self, name: str, is_indexed: bool = False) -> Node | Declaration:
         """The node of a name, or the declaration if it is an array that needs indices."""
         if name in NAMES and not (name == "score" and self.option == "mask"):
             return Name(name)
@@ -66,8 +66,10 @@ class Vocabulary:
             return Literal(CONSTANTS[name])
         declaration = self.declared.get(name)
         if declaration is None:
-            names = [known for known in NAMES if known != "score" or self.option == "score"]
-            raise unknown(name, [*names, *CONSTANTS, *self.declared])
+            names = [*(known for known in NAMES if known != "score" or self.option == "score"), *CONSTANTS, *self.declared]
+            candidates = [known for known, x in self.declared.items() if x.ndim] if is_indexed else names
+            close = get_close_matches(name, candidates, n=1, cutoff=0.7)  # slope is not meant to be score
+            raise Mistake(f"one of {', '.join(names)}", shown(name), _meant(name, close))
         return declaration if declaration.ndim else Read(name, (), declaration.kind)
 
     def finish(self, tree: Node) -> Node:
@@ -95,9 +97,16 @@ def bare(declaration: Declaration, got: str = "none") -> Mistake:
     return Mistake(f"{ndim} {'index' if ndim == 1 else 'indices'} of '{declaration.name}'", got)
 
 
-def unknown(name: str, names: Iterable[str]) -> Mistake:
-    """What to raise for a name that is none of these."""
-    names = list(names)
-    close = get_close_matches(name, names, n=1)
-    hint = f"an expression reads what is in arrays, not the option {name}=" if name in OPTIONS else ""
-    return Mistake(f"one of {', '.join(names)}", shown(name), f"did you mean '{close[0]}'?" if close else hint)
+def unknown_function(name: str) -> Mistake:
+    """What to raise for the name of a function that is none."""
+    close = get_close_matches(name, FUNCTIONS, n=1)
+    return Mistake(f"one of {', '.join(FUNCTIONS)}", shown(name), f"did you mean '{close[0]}'?" if close else "")
+
+
+def _meant(name: str, close: Sequence[str]) -> str:
+    """What a name may have been meant to be, by the names that are close to it."""
+    if close:
+        return f"did you mean '{close[0]}'?"
+    if name in OPTIONS:
+        return f"an expression reads what is in arrays, not the option {name}="
+    return f"what else it reads is given as arrays={{{shown(name)}: ...}}"

@@ -1,0 +1,117 @@
+"""Which tiles blocks visit where pairs are masked one by one: found on the device before, by a small kernel of its own.
+
+It asks the same expression and reads the same array for every pair, and leaves bits, two for each tile: see
+``kernels_cu/tile/tile_list.cuh``. Nothing is copied to the host, and nothing has an element for each pair.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy
+
+from ..problem.forward import Problem
+from ..problem.scores import Scores, told_apart
+from .kernel import KernelPlan, Launch, checked, configure, text_of
+from .params import captured_name, classify_params, names_of_scores
+from .tuning import TileConfig
+from .workspace import Workspace
+
+TILE = TileConfig(32, 16, 16, "a warp takes one tile after the other, of any size", warps=16, stages=1, min_blocks=1)
+BITS = 32  # tiles of a word
+PER_TILE = 2  # bits: whether any pair takes part, and whether all do
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Classification:
+    """A kernel that is launched before another one, which visits the tiles that it finds.
+
+    Parameters
+    ----------
+    kernel : KernelPlan
+    launches : tuple of Launch
+    params : numpy.ndarray
+        Its parameter struct without addresses.
+    names : tuple of str
+        The words that it is told, and where its results go, by the names that `params.places_of` knows.
+    taken : tuple of str
+        What the other kernel calls the same.
+    results : Workspace
+        What it writes.
+    """
+
+    kernel: KernelPlan
+    launches: tuple[Launch, ...]
+    params: numpy.ndarray
+    names: tuple[str, ...]
+    taken: tuple[str, ...]
+    results: Workspace
+
+    @property
+    def key(self) -> tuple[KernelPlan, bytes, Workspace]:
+        """What its results depend on besides what arrays hold."""
+        return self.kernel, self.params.tobytes(), self.results
+
+
+def classification_of(kernel: KernelPlan, problem: Problem, by_keys: bool = False, in_order: bool = False) -> Classification | None:
+    """What finds the tiles for a kernel; None for one that visits all.
+
+    Parameters
+    ----------
+    kernel : KernelPlan
+        Of attention or of its gradients.
+    problem : Problem
+    by_keys : bool
+        Whether its blocks own keys, so that lists are of query tiles.
+    in_order : bool
+        Whether they add to dq in order, for which they need the key tiles of a query tile as well.
+    """
+    c = kernel.config
+    if not c.TILE_LIST:
+        return None
+    asked, found = _mask_alone(problem.scores), kernel.architecture
+    text = text_of(replace(problem, scores=asked, softcap=None))
+    config = configure(TILE, found, "float16", "ieee", TILE.width, TILE.width, mask=problem.mask.kind, expressions=text)
+    classify = KernelPlan("classify", found, config, (TILE.why,), text)
+    batches, heads = told_apart(problem.scores, math.prod(problem.batch), problem.heads_q)
+    query_tiles, key_tiles = -(-problem.len_q // c.TILE_Q), -(-problem.len_kv // c.TILE_KV)
+    tiles, others = (key_tiles, query_tiles) if by_keys else (query_tiles, key_tiles)
+    lists, words = batches * heads * tiles, -(-others // BITS)
+    parts = [("tile_lists", 4 * PER_TILE * lists * words)]
+    launches = [Launch("classify", lists * words, classify.entries["classify"])]
+    if in_order:
+        parts.append(("tile_columns", 4 * batches * heads * query_tiles * -(-key_tiles // BITS)))
+        launches.append(Launch("classify_columns", batches * heads * query_tiles, 0))
+    results = Workspace(tuple(parts))
+    names = names_of_scores(asked)
+    # Another kernel counts all arrays that expressions read, and not only those of the mask.
+    numbers = [problem.scores.captured.index(name) for name in asked.captured]
+    taken = (*names[: len(asked.operands)], *(captured_name(number) for number in numbers))
+    return Classification(
+        classify,
+        tuple(map(checked, launches)),
+        classify_params(problem, asked, (batches, heads), (c.TILE_Q, c.TILE_KV), by_keys),
+        (*names, *results.names),
+        (*taken, *results.names),
+        results,
+    )
+
+
+def _mask_alone(scores: Scores) -> Scores:
+    """What classification is told of scores: what masks pairs, and no array that only something else reads."""
+    read: set[str] = set()
+    if scores.mask is not None:
+        from ..problem.expression.reads import reads  # late: it takes the language of expressions
+
+        read = {of.name for of in reads(scores.mask.tree)}
+    return replace(
+        scores,
+        score=None,
+        bias=None,
+        alibi_slopes=None,
+        dropout=None,
+        arrays=tuple((name, layout) for name, layout in scores.arrays if name in read),
+        operands=tuple(name for name in scores.operands if name == "mask"),
+        seed_on_device=False,
+    )

@@ -1,0 +1,188 @@
+"""How kernels compute gradients of what scores read: a `KernelPlan` of bwd_scores for each read, its grids and its workspace."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy
+
+from ..problem.backward import BackwardProblem
+from ..problem.expression.derivative import derivative
+from ..problem.expression.operations import apply
+from ..problem.expression.tree import Literal, Node
+from ..problem.read_gradients import ReadGradient, read_gradients
+from .backward import delta_sign
+from .expression_text import ExpressionText, Pressure
+from .expressions import ELEMENTS, distance_tree, written
+from .hoisting import EXACT, places_as_floats
+from .kernel import KernelPlan, Launch, checked, configure, copy_size, explicit_scores, kind_of_sinks, padded, text_of
+from .params import read_gradient_params
+from .read_tuning import read_rows
+from .tuning import row_for
+from .workspace import Workspace
+
+FILE = "bwd_scores"
+MOVED = ("q", "k", "v", "dout")
+MOST_BLOCKS = 2 * 132  # of units that blocks share: two for each multiprocessor of an H200
+ONE = Literal(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadGradientPlan:
+    """What computes the part that one read has in the gradient of an array.
+
+    Parameters
+    ----------
+    part : ReadGradient
+    kernel : KernelPlan
+    launches : tuple of Launch
+    workspace : Workspace
+        What the launches need beside what the backward leaves.
+    params : numpy.ndarray
+        A size-1 array of `ScoreGradientParams` with everything but the addresses.
+    """
+
+    part: ReadGradient
+    kernel: KernelPlan
+    launches: tuple[Launch, ...]
+    workspace: Workspace
+    params: numpy.ndarray
+
+
+def read_gradient_plans(problem: BackwardProblem, backward: KernelPlan) -> tuple[ReadGradientPlan, ...]:
+    """A plan for each part of the gradients that a problem asks for, in the order in which they are to be executed.
+
+    Parameters
+    ----------
+    problem : BackwardProblem
+    backward : KernelPlan
+        That of the other gradients, whose statistics of the queries these read.
+
+    Raises
+    ------
+    UnsupportedError
+        If no tile of the architecture is wide enough.
+    """
+    return tuple(_plan(problem, part, backward) for part in read_gradients(problem))
+
+
+def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) -> ReadGradientPlan:
+    p, architecture, expressions = problem.forward, backward.architecture, _text(problem, part)
+    explicit, _ = explicit_scores(p, expressions)
+    copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in MOVED})
+    width = padded(max(p.dim, p.dim_v))
+    crowded = expressions.pressure is Pressure.SEVERAL or p.scores.dropout is not None
+    rows = read_rows(architecture.name, p.dtype, crowded)
+    row = row_for(FILE, architecture, p.dtype, width, p.len_q, copy_bytes, rows=rows)
+    kernel = KernelPlan(
+        file=FILE,
+        architecture=architecture,
+        config=configure(
+            row,
+            architecture,
+            p.dtype,
+            p.precision,
+            width,
+            width,
+            copy_bytes=copy_bytes,
+            explicit=explicit,
+            mask=p.mask.kind,
+            sinks=kind_of_sinks(p),
+            problem=p,
+            expressions=expressions,
+        ),
+        expressions=expressions,
+        reasons=tuple(filter(None, (_share(part), row.reason, why_copy))),
+    )
+    units, splits = _units(problem, part, kernel)
+    launches = _launches(problem, part, kernel, units, splits)
+    workspace = _workspace(part, kernel, units, splits)
+    params = read_gradient_params(problem, part, splits, backward.config.TILE_Q, delta_sign(backward))
+    return ReadGradientPlan(part, kernel, launches, workspace, params)
+
+
+def _share(part: ReadGradient) -> str:
+    what = part.name if part.read is None else str(part.read)
+    if part.scattered:
+        return f"gradient of {what}: added to whichever element a pair reads, in any order"
+    return f"gradient of {what}: sums in one order" + ", from which each element gathers its own" * part.gathered
+
+
+def _text(problem: BackwardProblem, part: ReadGradient) -> ExpressionText:
+    """The text of the scores, and of what a pair adds to which element."""
+    scores = problem.forward.scores
+    arrays = dict(scores.arrays)
+    factor, longest = _factor(problem, part), max(problem.forward.len_q, problem.forward.len_kv)
+    flags = {name: getattr(part, name) for name in ("of_query", "of_key", "of_distance", "gathered", "scattered", "by_score")}
+    stated = {name.upper(): "true" for name, is_so in (flags | {"has_factor": factor != ONE}).items() if is_so}
+    text = text_of(problem.forward)
+    element = ""
+    if part.scattered or part.gathered:
+        number = scores.captured.index(part.name)
+        element = f"place_in({', '.join(['x', str(number), *(written(index, arrays) for index in part.read.args)])})"
+    return replace(
+        text,
+        slope="",  # which is the backward's to ask
+        factor="" if factor == ONE else written(factor if longest >= EXACT else places_as_floats(factor), arrays),
+        element=element,
+        constants=(*text.constants, *stated.items(), ("GradientElement", ELEMENTS[part.array.dtype])),
+    )
+
+
+def _factor(problem: BackwardProblem, part: ReadGradient) -> Node:
+    """How fast what scores become changes with what is read."""
+    if part.read is not None:
+        return derivative(problem.forward.scores.score.tree, part.read)
+    return ONE if part.name == "bias" else apply("neg", apply("float", distance_tree()))
+
+
+def _units(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan) -> tuple[int, int]:
+    """How many units the elements are cut into, and how many blocks share one."""
+    p, c = problem.forward, kernel.config
+    batch = math.prod(size for size, stride in zip(p.batch, part.of_pairs.strides) if stride != 0)
+    summed = math.prod(p.batch) // max(batch, 1) * part.heads_summed
+    units = batch * (p.heads_q // max(part.heads_summed, 1))
+    query_tiles, key_tiles = -(-p.len_q // c.TILE_Q), -(-p.len_kv // c.TILE_KV)
+    if part.of_distance:
+        units *= key_tiles + c.TILE_Q // c.TILE_KV * (query_tiles - 1)
+        return units, max(1, min(summed * query_tiles, MOST_BLOCKS // max(units, 1)))
+    for tiles, own in ((query_tiles, part.of_query), (key_tiles, part.of_key)):
+        units, summed = (units * tiles, summed) if own else (units, summed * tiles)
+    return units, max(1, min(summed, MOST_BLOCKS // max(units, 1)))
+
+
+def _launches(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan, units: int, splits: int) -> tuple[Launch, ...]:
+    sweep = -(-part.elements // kernel.threads)
+    adding = units * -(-_sums_of_unit(part, kernel) // 32) * (_parts(part, kernel, splits) > 0)
+    if part.of_distance:
+        distances = problem.forward.len_q + problem.forward.len_kv - 1
+        adding = part.places // max(distances, 1) * -(-distances // 32)
+    blocks = {
+        "bwd_scores_clear": sweep * (part.through_sums and part.first),
+        "bwd_scores": units * splits,
+        "bwd_scores_add": adding,
+        "bwd_scores_gather": part.elements * part.gathered,
+        "bwd_scores_store": sweep * (part.through_sums and part.last),
+    }
+    if problem.zero or not (problem.forward.len_q and problem.forward.len_kv and part.elements):
+        blocks = dict.fromkeys(blocks, 0)  # the gradient is what it is allocated as, 0
+    return tuple(checked(Launch(entry, blocks[entry], shared)) for entry, shared in kernel.entries.items())
+
+
+def _parts(part: ReadGradient, kernel: KernelPlan, splits: int) -> int:
+    """How many partial sums each element of a unit has, as ``kernels_cu/tile/score_sums.cuh`` makes them; 0 is none."""
+    if part.scattered or (part.of_query and part.of_key and splits == 1):
+        return 0
+    return splits if part.of_query or part.of_distance else splits * kernel.config.WARPS
+
+
+def _sums_of_unit(part: ReadGradient, kernel: KernelPlan) -> int:
+    rows, cols = (own or part.of_distance for own in (part.of_query, part.of_key))
+    return (kernel.config.TILE_Q if rows else 1) * (kernel.config.TILE_KV if cols else 1)
+
+
+def _workspace(part: ReadGradient, kernel: KernelPlan, units: int, splits: int) -> Workspace:
+    partials = units * _parts(part, kernel, splits) * _sums_of_unit(part, kernel)
+    parts = {"partials": 4 * partials, "places": 4 * part.places, "sums": 4 * part.elements * part.through_sums}
+    return Workspace(tuple((name, size) for name, size in parts.items() if size))

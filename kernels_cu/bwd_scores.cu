@@ -1,0 +1,119 @@
+// bwd_scores.cu -- the gradient of one array that scores read: a bias, ALiBi slopes, or what an expression reads. It runs behind any backward,
+// whose lse and delta of each query it reads, and computes S and dP again.
+//
+//   bwd_scores_clear    sums = 0                          where more than one sum goes to an element
+//
+//   bwd_scores          a block, or a few, for each unit of elements, say a head's tile of queries i and tile of keys j
+//     G = 0
+//     for each batch element, head and pair of tiles (i, j) that share the unit
+//       S = Q_i K_j^T              dP = dO_i V_j^T
+//       P = 2^(L - lse_i),         L being what S becomes
+//       G += P o (dP - delta_i) o dL / d element         in registers
+//     rows and columns of G that share an element are added up
+//     to the gradient, if the block is the only one of its unit; to partial sums; or to whichever sums a computed index names
+//
+//   bwd_scores_add      gradient = partial sums, added up in one order; or what each query, key or distance adds to a computed index,
+//   bwd_scores_gather   gradient = the sum of these over all that read an element
+//   bwd_scores_store    gradient = sums
+#include "config.cuh"
+#include "params.cuh"
+#include "tile/mma.cuh"
+#include "tile/score_sums.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int WARP_ROWS = TILE_Q / WARPS;
+
+using QueryTile = SharedTile<TILE_Q, WIDTH>;                  // of q or dout
+using KeyTile = SharedTile<TILE_KV, WIDTH>;                   // of k or v
+using WarpTile = SharedTile<WARP_ROWS, WIDTH>;                // rows of one warp in the first
+
+// Shared memory, for each stage: Q, dO, K, V, and lse and delta of the queries.
+constexpr int STATS_BYTES = 2 * TILE_Q * int(sizeof(float));
+constexpr int STAGE_BYTES = 2 * QueryTile::bytes + 2 * KeyTile::bytes + STATS_BYTES;
+constexpr int SHARED_BYTES = STAGES * STAGE_BYTES;
+
+KERNEL(THREADS, 1) bwd_scores_clear(GRID_CONSTANT ScoreGradientParams p) {
+  for_elements(p, [&](i64 i) { write(p.sums + i, 0.f); });
+}
+
+KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
+  const u32 unit_number = block_id() / p.splits, split = block_id() - unit_number * p.splits;
+  const int warp_row = warp_id() * WARP_ROWS;
+  const Mask mask{p.mask, p.len_kv};
+
+  const SharedAddress smem = shared_memory();
+  const auto q_smem = [=](int stage) { return QueryTile{smem + stage * STAGE_BYTES}; };
+  const auto do_smem = [=](int stage) { return QueryTile{q_smem(stage).base + QueryTile::bytes}; };
+  const auto k_smem = [=](int stage) { return KeyTile{do_smem(stage).base + QueryTile::bytes}; };
+  const auto v_smem = [=](int stage) { return KeyTile{k_smem(stage).base + KeyTile::bytes}; };
+  const auto stats_smem = [=](int stage) { return v_smem(stage).base + KeyTile::bytes; };
+
+  PairCursor now = first_pair(p, mask, unit_number, split), coming = now;
+  const auto load_step = [&](int step) {                      // the pair of tiles that comes next, to the stage of this step
+    if (coming.left > 0) {
+      const int stage = step % STAGES, head_kv = coming.head / p.heads_per_kv, row0 = coming.q_tile * TILE_Q, col0 = coming.kv_tile * TILE_KV;
+      load_async<Block>(q_smem(stage), slice(p.q, coming.batch, coming.head, row0, p.len_q, p.dim));
+      load_async<Block>(do_smem(stage), slice(p.dout, coming.batch, coming.head, row0, p.len_q, p.dim_v));
+      load_async<Block>(k_smem(stage), slice(p.k, coming.batch, head_kv, col0, p.len_kv, p.dim));
+      load_async<Block>(v_smem(stage), slice(p.v, coming.batch, head_kv, col0, p.len_kv, p.dim_v));
+      load_stats_async(stats_smem(stage), p, coming);
+      coming.advance(p, mask);
+    }
+    commit_copies();                                          // also when empty: the wait below counts groups
+  };
+  for (int step = 0; step < STAGES - 1; ++step) load_step(step);
+
+  Acc<WARP_ROWS, TILE_KV> sum_reg;                            // G
+  fill(sum_reg, 0.f);
+  DropoutParams dropout{};
+  if constexpr (DROPOUT) dropout = seeded(p.scores);
+
+  #pragma unroll 1
+  for (int step = 0; now.left > 0; ++step, now.advance(p, mask)) {
+    wait_for_copies<max_of(STAGES - 2, 0)>();                 // without it these tiles are read before this thread's part has arrived
+    sync_block();                                             // without it other threads' parts are missing, and the load below overwrites
+                                                              // tiles that a slower warp still reads
+    load_step(step + STAGES - 1);
+    if (STAGES == 1) {
+      wait_for_copies<0>();                                   // with one stage nothing arrives ahead: without these two lines the
+      sync_block();                                           // tiles just asked for are read before they are there
+    }
+
+    const int stage = step % STAGES, row0 = now.q_tile * TILE_Q + warp_row, col0 = now.kv_tile * TILE_KV;
+    const u32 batch_number = now.batch_number(p);
+    struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{now.batch, batch_number};
+    const ScoreContext x = score_context(p, here, now.head);
+    PairArrays<WARP_ROWS, TILE_KV> pairs_reg;                 // a bias or a mask, on its way beneath the products
+    if constexpr (SCORES != EXPRESSION) load<false>(pairs_reg, x, row0, col0);
+    Acc<WARP_ROWS, TILE_KV> s_reg, dp_reg;
+    multiply_transposed(s_reg, RowsInShared<WARP_ROWS, WIDTH>(WarpTile{q_smem(stage).base + warp_row * QueryTile::row_bytes}), k_smem(stage));
+    if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    multiply_transposed(dp_reg, RowsInShared<WARP_ROWS, WIDTH>(WarpTile{do_smem(stage).base + warp_row * QueryTile::row_bytes}), v_smem(stage));
+    if constexpr (DROPOUT) drop<false>(dp_reg, dropout, batch_number * p.heads + now.head, row0, col0);
+
+    RowVec<WARP_ROWS> lse_reg, delta_reg;
+    load_rows(lse_reg, stats_smem(stage), warp_row);
+    load_rows(delta_reg, stats_smem(stage) + TILE_Q * 4, warp_row, p.delta_sign);
+    auto& gradient_reg = dp_reg;                              // dP becomes what is added to G
+    if constexpr (SCORES != EXPRESSION) modify_scores<false>(s_reg, pairs_reg, x, row0, col0);
+    gradients_of_reads(gradient_reg, s_reg, lse_reg, delta_reg, x, row0, col0, exponent_scale(p.scale));
+    if (row0 + WARP_ROWS > p.len_q || !unmasked_keys(mask, row0, WARP_ROWS).contains(col0, TILE_KV))
+      apply_mask(gradient_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);
+    if constexpr (BY_SCORE) scatter_by_score(p.sums, gradient_reg, s_reg, x, row0, col0);
+    else add(sum_reg, gradient_reg);
+  }
+  if constexpr (!BY_SCORE) end_unit(p, sum_reg, unit_number, split, warp_row);
+}
+
+KERNEL(THREADS, 1) bwd_scores_add(GRID_CONSTANT ScoreGradientParams p) {
+  if constexpr (OF_DISTANCE) add_diagonals(p);
+  else if constexpr (!SCATTERED) add_partials(p);
+}
+
+KERNEL(THREADS, 1) bwd_scores_gather(GRID_CONSTANT ScoreGradientParams p) {
+  if constexpr (GATHERED) gather(p);
+}
+
+KERNEL(THREADS, 1) bwd_scores_store(GRID_CONSTANT ScoreGradientParams p) {
+  for_elements(p, [&](i64 i) { write(static_cast<GradientElement*>(p.gradient.data) + i, read(p.sums + i)); });
+}

@@ -1,0 +1,49 @@
+// classify.cu -- in which tiles of pairs any takes part, and in which all do, from the same expression and the same array as in attention:
+//
+//   classify            one block for 32 tiles of a list, and one warp for each tile:
+//     any = whether a pair takes part that MaskParams shows
+//     all = whether every pair takes part
+//
+//   classify_columns    where lists are by keys and blocks add in order: for each query tile the key tiles that see it, the same bits in columns
+#include "config.cuh"
+#include "params.cuh"
+#include "tile/classification.cuh"
+#include "tile/scheduler.cuh"
+
+constexpr int SHARED_BYTES = 32 * int(sizeof(u32));           // what was found of each tile
+
+KERNEL(32 * WARPS, 1) classify(GRID_CONSTANT ClassifyParams p) {
+  const int query_tiles = ceil_div(p.len_q, p.tile_q), key_tiles = ceil_div(p.len_kv, p.tile_kv);
+  const int tiles = p.by_keys ? key_tiles : query_tiles, others = p.by_keys ? query_tiles : key_tiles, words = words_of(others);
+  const u32 list = block_id() / words, word = block_id() - list * words, head = list / tiles;
+  const int tile = int(list - head * tiles);
+  BlockCoord here{};
+  here.batch_number = head / p.heads;
+  here.head = int(head - here.batch_number * p.heads);
+  batch_element(here.batch, p.batch, here.batch_number);
+  const ScoreContext x = score_context(p, here, here.head);
+  const Mask mask{p.mask, p.len_kv};
+  const SharedAddress found_smem = shared_memory();
+  #pragma unroll 1
+  for (int i = warp_id(); i < 32; i += WARPS) {
+    const int other = int(word) * 32 + i, query_tile = p.by_keys ? other : tile, key_tile = p.by_keys ? tile : other;
+    const u32 found = other < others ? classify_tile(p, x, mask, query_tile * p.tile_q, key_tile * p.tile_kv) : u32(MASKED);
+    store_once(found_smem + i * int(sizeof(u32)), found);
+  }
+  sync_block();                                               // without it bits are made of what has not been found yet
+  if (warp_id() > 0) return;
+  u32* const any_row = p.scores.tiles.lists + i64(list) * 2 * words + word;
+  write_words(any_row, any_row + words, found_smem);
+}
+
+// One block for each query tile, and one warp for 32 key tiles at a time.
+KERNEL(32 * WARPS, 1) classify_columns(GRID_CONSTANT ClassifyParams p) {
+  const int query_tiles = ceil_div(p.len_q, p.tile_q), key_tiles = ceil_div(p.len_kv, p.tile_kv), words = words_of(query_tiles);
+  const u32 head = block_id() / query_tiles;
+  const int tile = int(block_id() - head * query_tiles);
+  const u32* const lists = p.scores.tiles.lists + i64(head) * key_tiles * 2 * words;
+  u32* const column = p.scores.tiles.columns + i64(block_id()) * words_of(key_tiles);
+  #pragma unroll 1
+  for (int word = warp_id(); word < words_of(key_tiles); word += WARPS)
+    write_column(column + word, lists, words, tile / 32, tile % 32, word * 32, key_tiles);
+}

@@ -1,0 +1,60 @@
+// classification.cuh -- in which tiles of pairs any takes part, and in which all do: bits of tile_list.cuh, see classify.cu.
+#pragma once
+#include "tile/score.cuh"
+#include "tile/tile_list.cuh"
+
+enum Found : u32 { NO_PAIR = 0, SEEN = 1, MASKED = 2 };       // a pair that takes part; one that does not
+constexpr int COMPARED_ROWS = 8;                              // that lanes go through before they compare what they have found
+
+// By one warp: what there is among the pairs of these queries and keys that exist, one query and 32 keys at a time. Once there is a pair of
+// each kind, it looks no further.
+OP u32 classify_tile(const ClassifyParams& p, const ScoreContext& x, const Mask& mask, int row0, int col0) {
+  const int rows = min_of(row0 + p.tile_q, p.len_q), cols = min_of(col0 + p.tile_kv, p.len_kv);
+  Regs<bool, 1> seen, masked;
+  for_lane(l) seen.at(l, 0) = masked.at(l, 0) = false;
+  u32 found = NO_PAIR;
+  #pragma unroll 1
+  for (int row = row0; row < rows && found != (SEEN | MASKED); row += COMPARED_ROWS) {
+    #pragma unroll 1
+    for (int q_idx = row; q_idx < min_of(row + COMPARED_ROWS, rows); ++q_idx) {
+      const ColumnRange keys = visible_in_row(mask, q_idx);
+      for_lane(l) {
+        for (int kv_idx = col0 + l; kv_idx < cols; kv_idx += 32) {
+          PairPlace at{false, q_idx, kv_idx, float(q_idx), float(kv_idx), 0.f, 0.f, true};
+          read_arrays(at, x);
+          const bool takes = takes_part(at, x);
+          if (!takes) masked.at(l, 0) = true;
+          else if (keys.first <= kv_idx && kv_idx <= keys.last) seen.at(l, 0) = true;
+        }
+      }
+    }
+    found = (warp_any(seen) ? SEEN : 0) | (warp_any(masked) ? MASKED : 0);
+  }
+  return found;
+}
+
+// A word of each row of a list, from what was found of 32 tiles.
+OP void write_words(u32* any_row, u32* all_row, SharedAddress found) {
+  Regs<bool, 1> any, all;
+  for_lane(l) {
+    const u32 of_tile = load_shared<u32>(found + l * int(sizeof(u32)));
+    any.at(l, 0) = of_tile & SEEN;
+    all.at(l, 0) = !(of_tile & MASKED);
+  }
+  const u32 any_bits = warp_ballot(any), all_bits = warp_ballot(all);
+  for_lane(l) if (l == 0) {
+    count_written(2 * sizeof(u32));
+    *any_row = any_bits, *all_row = all_bits;
+  }
+}
+
+// A word of a column: bit `bit` of word number `word` of 32 lists, those before number `end`.
+OP void write_column(u32* column, const u32* lists, int words, int word, int bit, int first, int end) {
+  Regs<bool, 1> sees;
+  for_lane(l) sees.at(l, 0) = first + l < end && read_bits(lists + i64(first + l) * 2 * words + word) >> bit & 1;
+  const u32 bits = warp_ballot(sees);
+  for_lane(l) if (l == 0) {
+    count_written(sizeof(u32));
+    *column = bits;
+  }
+}
