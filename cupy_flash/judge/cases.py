@@ -16,13 +16,16 @@ from itertools import product
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-import ml_dtypes
 import numpy
 
-Values = Literal["normal", "offset", "large", "one_hot", "constant"]
-Layout = Literal["contiguous", "bshd", "sliced", "strided_dim", "transposed", "negative", "broadcast", "odd_offset"]
+from .expressions import MASKS, SCORES
+from .layouts import GUARD, Layout, place
+from .operands import dtype_named, meaning_of, operands_of
+from .pair_cases import pair_cases
 
-GUARD = 64  # elements of NaN before and behind every buffer: a multiple of every alignment a kernel can ask for
+__all__ = ["GUARD", "Case", "Layout", "Values", "case_named", "full_cases", "make_inputs", "make_sinks", "place", "quick_cases"]
+
+Values = Literal["normal", "offset", "large", "one_hot", "constant"]
 HEAVY_FLOPS = 30e6  # the kernels run at about 1 GFLOP/s on a CPU
 
 
@@ -48,6 +51,19 @@ class Case:
         How many logits a head has besides those of its keys.
     sinks_dtype
         Of the array of these: "float32" unless given, "float64" for float64.
+    score
+        An expression, by its name in `expressions.SCORES`.
+    mask
+        Likewise of `expressions.MASKS`, or "array": booleans for each batch element, of which one row in seven sees nothing.
+    bias
+        Which axes it has, by a name of `operands.BIASES`: "full", "heads" (one for all batch elements), "batch" (one for all
+        heads), "keys" (one for all heads and queries) or "pairs".
+    bias_dtype
+        Unless given that of q.
+    alibi
+        "heads": a slope for each of them. "batch": for each of them in each batch element.
+    dropout
+        The probability.
     """
 
     dtype: str
@@ -69,11 +85,18 @@ class Case:
     layout: Layout = "contiguous"
     sinks: int = 0
     sinks_dtype: str | None = None
+    score: str | None = None
+    mask: str | None = None
+    bias: str | None = None
+    bias_dtype: str | None = None
+    alibi: Literal["heads", "batch"] | None = None
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         # What attention() itself would assume: spelt out here, two equal cases are equal and have one name.
         of_sinks = "float64" if self.dtype == "float64" else "float32"
-        for field, default in (("dim_v", self.dim), ("heads_kv", self.heads_q), ("sinks_dtype", of_sinks)):
+        defaults = {"dim_v": self.dim, "heads_kv": self.heads_q, "sinks_dtype": of_sinks, "bias_dtype": self.dtype}
+        for field, default in defaults.items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, default)
 
@@ -98,6 +121,11 @@ class Case:
             self.values if self.values != "normal" else "",
             self.layout if self.layout != "contiguous" else "",
             f"sinks={self.sinks}" + (f":{self.sinks_dtype}" if self.sinks_dtype != wide else "") if self.sinks else "",
+            f"score={self.score}" if self.score else "",
+            f"mask={self.mask}" if self.mask else "",
+            f"bias={self.bias}" + (f":{self.bias_dtype}" if self.bias_dtype != self.dtype else "") if self.bias else "",
+            f"alibi={self.alibi}" if self.alibi else "",
+            f"dropout={self.dropout}" if self.dropout else "",
             "" if self.return_lse else "no_lse",
         ]
         return "-".join(filter(None, parts))
@@ -108,7 +136,10 @@ class Case:
         defaults = {"causal": False, "window": None, "prefix": 0, "softcap": None, "scale": None, "return_lse": False}
         given = {option: getattr(self, option) for option in defaults}
         options = {option: value for option, value in given.items() if value != defaults[option]}
-        return options | ({"precision": "tf32"} if self.precision == "tf32" else {})
+        options |= {"precision": "tf32"} if self.precision == "tf32" else {}
+        options |= {"score": SCORES[self.score].text} if self.score else {}
+        options |= {"mask": MASKS[self.mask].text} if self.mask in MASKS else {}
+        return options | ({"dropout": self.dropout} if self.dropout else {})
 
     @property
     def scores(self) -> dict[str, Any]:
@@ -126,9 +157,17 @@ class Case:
         }
 
     def arrays(self, xp: ModuleType = numpy, seed: int = 0) -> dict[str, Any]:
-        """The keyword arguments that are arrays, of `xp`: for `attention` beside `options`, for `oracle` beside `scores`."""
-        sinks = make_sinks(self, xp, seed)
-        return {} if sinks is None else {"sinks": sinks}
+        """The keyword arguments for `attention` beside `options`: arrays of `xp`, and a seed."""
+        return operands_of(self, xp, seed)
+
+    def meaning(self, xp: ModuleType = numpy, seed: int = 0) -> dict[str, Any]:
+        """The keyword arguments for `oracle`: `scores`, and what `options` and `arrays` say of other things."""
+        return self.scores | meaning_of(self, xp, seed)
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether something is asked for each pair: an expression, a mask, a bias, ALiBi or dropout."""
+        return any((self.score, self.mask, self.bias, self.alibi, self.dropout))
 
     @property
     def flops(self) -> int:
@@ -152,7 +191,7 @@ def make_inputs(case: Case, xp: ModuleType = numpy, seed: int = 0) -> tuple[Any,
     They are views into larger buffers full of NaN: what is read around or between their elements shows in the result.
     """
     rng = numpy.random.default_rng([seed, zlib.crc32(case.name.encode())])
-    dtype = _dtype(case.dtype)
+    dtype = dtype_named(case.dtype)
     q, k, v = (place(x.astype(dtype), case.layout, xp) for x in _numbers(case, rng))
     if case.layout == "broadcast":
         k, v = (xp.broadcast_to(x, case.batch + x.shape[-3:]) for x in (k, v))
@@ -174,19 +213,7 @@ def make_sinks(case: Case, xp: ModuleType = numpy, seed: int = 0) -> Any:
     >>> make_sinks(Case("float16", 5, 7, heads_q=4)) is None
     True
     """
-    if not case.sinks:
-        return None
-    rng = numpy.random.default_rng([seed, zlib.crc32(case.name.encode()), 2])  # 2: other numbers than inputs and cotangents
-    sinks = 2 * rng.standard_normal((case.sinks, case.heads_q))
-    if case.sinks >= 3:
-        heads = numpy.arange(case.heads_q)
-        sinks[heads % case.sinks, heads] = -numpy.inf
-    sinks = (sinks if case.sinks > 1 else sinks[0]).astype(_dtype(case.sinks_dtype))
-    return place(sinks, case.layout if case.layout in ("strided_dim", "odd_offset") else "contiguous", xp)
-
-
-def _dtype(name: str) -> numpy.dtype:
-    return numpy.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return operands_of(case, xp, seed).get("sinks")
 
 
 def case_named(name: str) -> Case:
@@ -244,6 +271,10 @@ def quick_cases() -> tuple[Case, ...]:
         f16(67, 131, heads_q=6, heads_kv=2, batch=(2,), causal=True, sinks=1),
         bf16(9, 137, dim=128, heads_q=6, heads_kv=2, causal=True, sinks=2, sinks_dtype="bfloat16"),  # heads share a tile
         f32(79, 60, heads_q=2, window=(8, 4), sinks=1),  # the first rows see nothing else
+        # Of pairs: an expression that bends a score, all that is added and masks, and dropout, on as few kernels.
+        f16(67, 131, heads_q=4, heads_kv=2, batch=(2,), causal=True, score="gate", mask="holes", alibi="heads", sinks=1),
+        f16(73, 90, heads_q=2, batch=(2,), window=(50, 20), mask="array", bias="batch", bias_dtype="float32", dropout=0.2),
+        Case("float64", 45, 61, heads_q=6, heads_kv=2, score="decay", mask="prefixes", bias="keys", alibi="batch", dropout=0.1),
         # Nothing to launch.
         f16(5, 0),
         f16(0, 5),
@@ -327,7 +358,7 @@ def _systematic() -> Iterator[Case]:
         yield kind(5, 5000, heads_q=4, heads_kv=1, causal=True, sinks=n)
     for empty in ({"batch": (0,)}, {"heads_q": 0}, {"len_q": 0}):
         yield f16(**{"len_q": 5, "len_kv": 7, "sinks": 1, **empty})
-
+    yield from pair_cases(Case)
     for empty in ({"batch": (0,)}, {"batch": (2, 0)}, {"heads_q": 0}, {"len_q": 0}, {"len_kv": 0}):
         yield f16(**{"len_q": 5, "len_kv": 7, "causal": True, **empty})
 
@@ -363,36 +394,7 @@ def _numbers(case: Case, rng: numpy.random.Generator) -> list[numpy.ndarray]:
         spread = math.sqrt(300 / (abs(scale) * math.sqrt(case.dim)))  # 1000 is then a little over 3 sigma
         q, k = q * spread, k * spread
     elif case.values == "one_hot":
-        # A margin of 40 between a match and the rest: e^-40 is nothing beside any precision here.
+        # A margin of 40 between a match and the rest: e^-40 is nothing here.
         q = numpy.broadcast_to(numpy.eye(case.dim)[numpy.arange(case.len_q) % case.dim] * (40 / scale), q.shape)
         k = numpy.broadcast_to(numpy.eye(case.dim)[numpy.arange(case.len_kv) % case.dim], k.shape)
     return [q, k, v]
-
-
-def place(values: numpy.ndarray, layout: Layout, xp: ModuleType) -> Any:
-    """Return an array of `xp` with these values in this layout, NaN before, between and behind them."""
-
-    def swapped(x: Any) -> Any:  # its own inverse: from logical to memory order, and back
-        axes = {"bshd": (-3, -2), "transposed": (-2, -1)}.get(layout)
-        return x.swapaxes(*axes) if axes else x
-
-    stored = swapped(values)
-    room = list(stored.shape)
-    taken = [slice(0, n) for n in stored.shape]
-    if layout == "sliced":
-        room[-2:] = room[-2] + 3, room[-1] + 8
-    elif layout == "strided_dim":
-        room[-1] *= 2
-        taken[-1] = slice(None, None, 2)
-    elif layout == "negative":
-        taken[-2] = slice(None, None, -1)
-
-    start = GUARD + (layout == "odd_offset")
-    stop = start + math.prod(room)
-
-    def view(buffer: Any) -> Any:
-        return buffer[start:stop].reshape(room)[tuple(taken)]
-
-    buffer = numpy.full(stop + GUARD, numpy.nan, values.dtype)
-    view(buffer)[...] = stored
-    return swapped(view(xp.asarray(buffer)))

@@ -35,7 +35,9 @@ from ..plan.tuning import table_for
 from ..problem import arrays
 from .cases import Case, full_cases, make_inputs, quick_cases
 from .compare import Comparison, compare
-from .compare_gradients import GradientComparison, compare_gradients, make_cotangents
+from .compare_gradients import GradientComparison, compare_gradients
+from .compare_sums import names_of
+from .cotangents import make_cotangents
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -118,8 +120,7 @@ class CaseResult:
         """Error and what was allowed: of gradients, for the one that comes closest to failing. None if nothing was judged."""
         judged = self.comparison
         if isinstance(judged, GradientComparison):
-            gradients = filter(None, (judged.dq, judged.dk, judged.dv, judged.dsinks))
-            judged = max(gradients, default=None, key=lambda x: x.error / max(x.allowed, sys.float_info.min))
+            judged = max(judged.judged, default=None, key=lambda x: x.error / max(x.allowed, sys.float_info.min))
         return judged and (judged.error, judged.allowed)
 
 
@@ -158,6 +159,8 @@ def why_skipped(case: Case, computation: Computation, backend: str, architecture
         return "only backend 'numpy' computes float64"
     if backend == "host" and case.heavy:
         return "too heavy for a CPU that executes kernels"
+    if case.of_pairs and computation.algorithm == "v1":
+        return "v1 has no scores, masks, biases and dropout"
     if architecture is None:
         return ""
     if not has(architecture, kind_of(case)):
@@ -245,7 +248,7 @@ def _run(given: _Given, computation: Computation) -> CaseResult:
     name, comparison, error = "", None, ""
     case = given.case
     try:
-        judge = {"precision": case.precision, **case.scores, **given.arrays}
+        judge = {"precision": case.precision, **given.meaning}
         forward = given.forward(computation)
         if computation.direction == "forward":
             name = _name(forward)
@@ -255,6 +258,7 @@ def _run(given: _Given, computation: Computation) -> CaseResult:
         else:
             state = forward(*given.inputs, **given.arrays)
             backward = given.backward(computation, *state)
+            judge["wrt"] = given.wrt
             name = _name(backward)
             dout, dlse = given.cotangents
             gradients = backward(dout, *given.inputs, *state, dlse=dlse, **given.arrays)
@@ -282,6 +286,17 @@ class _Given:
         return self.case.arrays(_namespace(self._backend), self._seed)
 
     @functools.cached_property
+    def meaning(self) -> dict[str, Any]:
+        return self.case.meaning(_namespace(self._backend), self._seed)
+
+    @property
+    def wrt(self) -> dict[str, Any]:
+        """What has a gradient besides: kernels have none of these."""
+        captured = self.arrays.get("arrays", {})
+        names = names_of(self.meaning) if self._backend == "numpy" else ()
+        return {name: captured[name] if name in captured else self.arrays[name] for name in names}
+
+    @functools.cached_property
     def cotangents(self) -> tuple[Any, Any]:
         return make_cotangents(self.case, _namespace(self._backend), self._seed)
 
@@ -292,6 +307,7 @@ class _Given:
     def backward(self, computation: Computation, out: Any, lse: Any) -> BackwardPlan:
         options = {name: value for name, value in self._options.items() if name != "return_lse"}
         dout, dlse = self.cotangents
+        options |= {"wrt": tuple(self.wrt)} if self.wrt else {}
         options |= self.arrays | {"dlse": dlse, "deterministic": computation.deterministic, "kernel": computation.kernel}
         return plan_attention_backward(dout, *self.inputs, out, lse, **options)
 

@@ -57,7 +57,19 @@ of len_kv + n logits is no further from lse than the logarithm of their number. 
 what it is subtracted from, and for the rescaling of out and of the denominator, are the rest. All of it is a relative error of P,
 and so one of the result, however small a sink far above all scores has made it.
 
-Then the formats end. P is kept relative to the maximum, sinks included: as P / top, where top is the largest P or share of the row.
+Pairs. An expression makes f(s) of a score s, a bias and ALiBi add to it. What s errs by moves f(s) by the slope of f as much, of
+which the steepest pair of a row counts. An operation rounds by u of its result, and a function of a library by 2 u. EXPRESSION u is
+for eight of them, of `size(s)`: what f adds up, in magnitudes, so that nothing is hidden by a difference of two large numbers. Two
+additions, a product with a slope of ALiBi, and the change of base and the subtraction of the maximum, now of other numbers, add
+ADDED u of all magnitudes together. So for a row, with maxima over the pairs whose P is not nothing beside the largest one,
+
+    random becomes  max |f'(s)| * random
+    steady becomes  max |f'(s)| * steady + EXPRESSION u * max size(s) + ADDED u * max (|f(s)| + |bias| + |slope| distance).
+
+Dropout multiplies P, rounded, by a rounded number: `steady` of a result has 2 u more, |result| and |P o V|_2 are of what is kept.
+
+Then the formats end, which shows beside sinks, and where dropout leaves out the largest P. P is kept relative to the maximum, sinks
+included: as P / top, where top is the largest P or share of the row.
 Where that is below the normal numbers of its format, it is off by itself or by `tiny`, whichever is less. `tiny` is half the
 smallest subnormal number or, where sums are kept, the smallest normal one, because kernels may flush what is smaller to zero.
 Flushed is always in one direction, so all of it counts. The result rounds to its format likewise, unless its row sees nothing:
@@ -81,6 +93,9 @@ from .oracle import Array, namespace
 
 TAIL = 6.5 / math.sqrt(3)
 BENT = 6  # u: what bending a score adds to its error
+EXPRESSION = 16  # u: eight operations, each off by as much as a function of a library
+ADDED = 8  # u: two additions and a product before, in base 2 one rounded constant and three operations
+NOTHING = float(numpy.finfo(numpy.float32).smallest_normal)  # beside the largest P of a row
 TF32 = 2.0**-11  # half an ulp of 1
 # x = high + low + rest, high rounded to TF32 and low cut to it: a product leaves out low * low, TF32**2 of it at most, and the
 # two rests, twice that each.
@@ -141,7 +156,7 @@ def compare(
     precision
         "ieee" or "tf32".
     **scores
-        Scale, softcap, mask and sinks, as in `oracle`; `Case.scores` and `Case.arrays` have them.
+        What a score becomes, the masks, sinks and dropout, as in `oracle`; `Case.meaning` has them. A `HandScore` has `part`.
     """
     batch = numpy.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     rows = (*batch, *q.shape[-3:-1])
@@ -155,10 +170,10 @@ def compare(
     group = q.shape[-3] // max(k.shape[-3], 1)
     worst = worst_lse = (0.0, 0.0, 0.0, ())
     for *element, head in numpy.ndindex(rows[:-1]) if out.size else ():
-        at = (*element, slice(head, head + 1))  # slices, so that one head still has its axis
-        source = (*element, slice(head // group, head // group + 1))
+        at = tuple(slice(i, i + 1) for i in (*element, head))  # slices, so that one head still has its axis
+        source = (*at[:-1], slice(head // group, head // group + 1))
         inputs = q[at], k[source], v[source]
-        truth, true_lse, allowed, lse_allowed = _bound(*inputs, precision, of_heads(scores, at[-1]))
+        truth, true_lse, allowed, lse_allowed = _bound(*inputs, precision, part_of(scores, at))
         worst = max(worst, closest(distance(out[at], truth).max(axis=-1), allowed, (*element, head)))
         if lse is not None:
             worst_lse = max(worst_lse, closest(distance(lse[at], true_lse), lse_allowed, (*element, head)))
@@ -174,23 +189,38 @@ def _bound(q: Array, k: Array, v: Array, precision: str, scores: dict[str, Any])
     arithmetic = arithmetic_of(q.dtype, precision)
     dtype, len_kv = q.dtype, k.shape[-2]
     q, k, v = (x.astype(numpy.float64) for x in (q, k, v))
-    p, lse = oracle.probabilities(q, k, **scores)
-    seen = oracle.seen_pairs(p, scores)
+    whole, lse = oracle.probabilities(q, k, **scores)
+    seen, p = oracle.seen_pairs(whole, scores), oracle.dropped(whole, scores)
     out = oracle.weighted_sum(p, v, seen)
 
-    random, steady, lse_steady = score_errors(q, k, lse, arithmetic, scores)
+    random, steady, lse_steady = score_errors(q, k, whole, lse, arithmetic, scores)
+    steady = steady + (0 if scores.get("keep") is None else 2 * arithmetic.sum)
     size = finite(out).max(axis=-1) + TAIL * finite(p**2 @ finite(v) ** 2).max(axis=-1) ** 0.5
     floor = (random + steady + arithmetic.factor + arithmetic.summation(len_kv) + arithmetic.output) * size
-    if scores.get("sinks") is not None:
-        floor = floor + (lost(p, lse, dtype, scores) @ finite(v)).max(axis=-1) + smallest(dtype) * seen.any(axis=-1)
+    if formats_end(scores):
+        of_ends = oracle.dropped(lost(whole, lse, dtype, scores), scores)
+        floor = floor + (of_ends @ finite(v)).max(axis=-1) + smallest(dtype) * seen.any(axis=-1)
     allowed = 2 * finite(plain - out).max(axis=-1) + floor
     return out, lse, allowed, 2 * finite(plain_lse - lse) + TAIL * random + lse_steady
 
 
-def of_heads(scores: dict[str, Any], heads: slice) -> dict[str, Any]:
-    """Return the options of the scores for some query heads: each has sinks of its own."""
-    sinks = scores.get("sinks")
-    return scores if sinks is None else scores | {"sinks": sinks[..., heads]}
+def part_of(scores: dict[str, Any], index: tuple[slice, ...]) -> dict[str, Any]:
+    """Return the options of the scores for some batch elements and query heads, by a slice for each of these axes."""
+    part = dict(scores)
+    for name, trailing in (("bias", 2), ("seen", 2), ("keep", 2), ("alibi_slopes", 0)):
+        if part.get(name) is not None:
+            part[name] = part[name][part_index(part[name], trailing, index)]
+    if part.get("sinks") is not None:
+        part["sinks"] = part["sinks"][..., index[-1]]
+    if part.get("score") is not None:
+        part["score"] = part["score"].part(index)
+    return part
+
+
+def part_index(x: Array, trailing: int, index: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Return where in `x` some batch elements and heads are: it has the last of these axes, 1 long where all read the same."""
+    own = x.shape[: max(0, x.ndim - trailing)]
+    return tuple(at if n > 1 else slice(None) for n, at in zip(own, index[len(index) - len(own) :]))
 
 
 def arithmetic_of(dtype: numpy.dtype, precision: str) -> Arithmetic:
@@ -199,14 +229,18 @@ def arithmetic_of(dtype: numpy.dtype, precision: str) -> Arithmetic:
 
 
 @numpy.errstate(all="ignore")
-def score_errors(q: Array, k: Array, lse: Array, arithmetic: Arithmetic, scores: dict[str, Any]) -> tuple[Array, Array, Array]:
-    """Return, from float64 arrays, `random`, `steady`, and the floor of the log-sum-exp without its `TAIL * random`."""
-    u, (len_kv, dim) = arithmetic.sum, k.shape[-2:]
-    largest = abs(scores["scale"]) * norms(2, q, k)
-    random = abs(scores["scale"]) * arithmetic.product * norms(4, q, k)
-    steady = (arithmetic.summation(dim) + 4 * u) * largest
-    if scores.get("softcap") is not None:
-        steady = steady + BENT * u * namespace(q).minimum(largest, scores["softcap"])
+def score_errors(
+    q: Array, k: Array, p: Array, lse: Array, arithmetic: Arithmetic, scores: dict[str, Any]
+) -> tuple[Array, Array, Array]:
+    """Return, from float64 arrays, `random`, `steady`, and the floor of the log-sum-exp without its `TAIL * random`.
+
+    `p` is the softmax before dropout.
+    """
+    u, len_kv = arithmetic.sum, k.shape[-2]
+    random, steady = capped_errors(q, k, arithmetic, scores)
+    if any(scores.get(name) is not None for name in ("score", "bias", "alibi_slopes")):
+        steepest, of_expression, added = _of_pairs(q, k, p, scores)
+        random, steady = random * steepest, steady * steepest + (EXPRESSION * of_expression + ADDED * added) * u
     sinks = scores.get("sinks")
     if sinks is not None:
         n = math.prod(sinks.shape[:-1])
@@ -215,10 +249,48 @@ def score_errors(q: Array, k: Array, lse: Array, arithmetic: Arithmetic, scores:
 
 
 @numpy.errstate(all="ignore")
+def capped_errors(q: Array, k: Array, arithmetic: Arithmetic, scores: dict[str, Any]) -> tuple[Array, Array]:
+    """Return `random` and `steady` of scores after scale and softcap."""
+    u, dim = arithmetic.sum, k.shape[-1]
+    largest = abs(scores["scale"]) * norms(2, q, k)
+    random = abs(scores["scale"]) * arithmetic.product * norms(4, q, k)
+    steady = (arithmetic.summation(dim) + 4 * u) * largest
+    if scores.get("softcap") is not None:
+        steady = steady + BENT * u * namespace(q).minimum(largest, scores["softcap"])
+    return random, steady
+
+
+def _of_pairs(q: Array, k: Array, p: Array, scores: dict[str, Any]) -> tuple[Array | float, Array | float, Array]:
+    """Return, for each row, the steepest slope, the largest size within the expression, and that of what is added up behind it."""
+    xp, score = namespace(q), scores.get("score")
+    s = oracle.capped_scores(q, k, scores["scale"], scores.get("softcap"))
+    counts = finite(p) > NOTHING * (finite(p).max(axis=-1, keepdims=True) if p.shape[-1] else 0)
+
+    def largest(x: Array) -> Array:
+        return xp.where(counts, finite(x), 0).max(axis=-1) if s.shape[-1] else xp.zeros(s.shape[:-1])
+
+    value = s if score is None else score.value(s)
+    added = abs(value)
+    if scores.get("bias") is not None:
+        added = added + abs(scores["bias"].astype(numpy.float64))
+    if scores.get("alibi_slopes") is not None:
+        far = oracle.distances(*s.shape[-2:], xp)
+        added = added + abs(scores["alibi_slopes"][..., None, None].astype(numpy.float64)) * far
+    if score is None:
+        return 1.0, 0.0, largest(added)
+    return largest(score.slope(s)), largest((score.size or score.value)(s)), largest(added)
+
+
+def formats_end(scores: dict[str, Any]) -> bool:
+    """Whether a result may consist of P that are far below the largest logit: beside sinks, and where larger ones are dropped."""
+    return any(scores.get(name) is not None for name in ("sinks", "keep"))
+
+
+@numpy.errstate(all="ignore")
 def lost(p: Array, lse: Array, dtype: numpy.dtype, scores: dict[str, Any]) -> Array:
-    """Return what each P, `(..., len_q, len_kv)`, may lose beside sinks because its format ends."""
-    xp, p = namespace(p), finite(p)
-    shares = finite(shares_of(scores["sinks"], lse))
+    """Return what each P, `(..., len_q, len_kv)`, may lose beside sinks and larger P because its format ends."""
+    xp, p, sinks = namespace(p), finite(p), scores.get("sinks")
+    shares = xp.zeros((*lse.shape, 0)) if sinks is None else finite(shares_of(sinks, lse))
     top = shares.max(axis=-1, keepdims=True) if shares.shape[-1] else 0
     top = xp.maximum(top, p.max(axis=-1, keepdims=True)) if p.shape[-1] else top
     end = float(ml_dtypes.finfo(dtype).smallest_normal)

@@ -43,7 +43,8 @@ heads that share a key head and batch elements that share an input. At last the 
     dv:      moved + output * |dv| + tiny,  X = dout,  E(t) = (relative(t) + sum(n)) * P^T + tiny
     dq, dk:  |scale| * moved + output * |dq or dk| + tiny,  X = k or q,  E(t) the sum of
              (relative(t) + output + 2 (random + steady) / softcap + sum(n)) * dS,
-             slope * (P * (dp_error + delta_error(t)) + tiny * |dP - delta|) + tiny,  slope = 1 - tanh^2 or 1,
+             slope * P * (dp_error + delta_error(t)) + max(slope, 1) * tiny * |dP - delta| + tiny,  slope = 1 - tanh^2 or 1: P may
+             be kept times the slope,
              of_slope * P o (dP - delta), of_slope = ((2 BENT + 5) (1 - slope) + slope) u, with a softcap only,
              of_slope * (P * (dp_error + delta_error(t)) + tiny * |dP - delta|), with a softcap only: where a slope is all but 0
              and a row sees one key, there is no difference, and all that is left is one error times the other.
@@ -53,8 +54,7 @@ Sinks. `steady` has `of_sinks` and the forward may have lost P and digits of out
     delta_error(t) has besides: lost o |dP| 1 + t * tiny * |dout|_2
 
 P = exp(S - lse) still is off by no more than relative(t): `of_sinks` is in it twice, once of the forward and once for the change of
-base of lse and the difference, in which lse may now be far from S. The slope of a softcap knows nothing of sinks: there `of_sinks`
-is room that nothing takes. The gradient of a sink is a sum over rows and batch elements:
+base of lse and the difference, in which lse may now be far from S. The gradient of a sink is a sum over rows and batch elements:
 
     dsinks = -share . delta,  share = exp(sink - lse)
 
@@ -74,6 +74,15 @@ the sinks, whose `output` and `tiny` these are:
 
 A sink of -inf, which has no share, must have a gradient of exactly 0.
 
+Pairs. `random` and `steady` are what an expression, a bias and ALiBi make of them in `compare`, but for the softcap, which comes
+before, and whose 2 (random + steady) / softcap is of the scores themselves. An expression f has a slope of its own, f'(s), which is
+a factor of `slope`. Taken of a score that is off by up to d = TAIL * random + steady, it is another one, and it rounds like f:
+
+    of_f = max(|f'(s + d) - f'(s)|, |f'(s - d) - f'(s)|) + EXPRESSION u * slope_size(s)
+
+`of_slope` then is of_f * slope of the softcap, and |f'(s)| times that of the softcap. With dropout, P of dv is what is kept and
+multiplied, dP and `dp_error` likewise, and 2 u are added to `steady`. What else has gradients is in `compare_sums`.
+
 Masked pairs have none of this: a row that sees nothing, and a key that nobody sees, must have gradients of exactly 0.
 None of these numbers was fitted to a result.
 """
@@ -81,33 +90,29 @@ None of these numbers was fitted to a result.
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-import ml_dtypes
 import numpy
 
 from ..problem.backward import Gradients
-from . import cases
 from .compare import (
-    BENT,
     TAIL,
     arithmetic_of,
-    closest,
     describe,
-    distance,
     finite,
+    formats_end,
     lost,
     norms,
-    of_heads,
+    part_of,
     score_errors,
     shares_of,
     smallest,
 )
-from .oracle import Array, accumulator, namespace, seen_pairs, sink_logits
+from .compare_sums import PairSums, add_part, bounds_of, gradient_of, names_of, pair_sums, zeros_like
+from .gradient_errors import SinkSums, Worst, sink_bounds, slope_errors, worst_of
+from .oracle import Array, accumulator, dropped, namespace, seen_pairs, sink_logits
 from .oracle_gradients import Pairs, gradients_of, naive_gradients, pairs_of, summed_to
 
 
@@ -130,7 +135,10 @@ class Judgement:
 
 @dataclass(frozen=True)
 class GradientComparison:
-    """The judgement on three gradients and, if any, that of sinks; where shapes or dtypes are wrong, `message` says so."""
+    """The judgement on three gradients, if any that of sinks, and `others` by the names that `wrt` has for them.
+
+    Where shapes or dtypes are wrong, `message` says so.
+    """
 
     ok: bool
     message: str
@@ -138,6 +146,12 @@ class GradientComparison:
     dk: Judgement | None = None
     dv: Judgement | None = None
     dsinks: Judgement | None = None
+    others: Mapping[str, Judgement] = field(default_factory=dict)
+
+    @property
+    def judged(self) -> tuple[Judgement, ...]:
+        """All judgements."""
+        return (*filter(None, (self.dq, self.dk, self.dv, self.dsinks)), *self.others.values())
 
 
 def compare_gradients(
@@ -149,6 +163,7 @@ def compare_gradients(
     *,
     dlse: Array | None = None,
     precision: str = "ieee",
+    wrt: Mapping[str, Array] | None = None,
     **scores: Any,
 ) -> GradientComparison:
     """Judge gradients, together only those that meet in a sum: memory in use is O(len_q * len_kv) for each of them.
@@ -164,13 +179,17 @@ def compare_gradients(
         The inputs, `(*batch, heads, seq, dim)`; leading axes broadcast.
     precision
         "ieee" or "tf32".
+    wrt
+        What else has to have a gradient: "bias", "alibi_slopes" or an array of the score, with the array itself, whose shape and
+        dtype its gradient has.
     **scores
-        Scale, softcap, mask and sinks, as in `oracle`; `Case.scores` and `Case.arrays` have them.
+        What a score becomes, the masks, sinks and dropout, as in `oracle`; `Case.meaning` has them. A `HandScore` has `part`.
 
     Examples
     --------
     >>> from cupy_flash.judge import cases
-    >>> from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+    >>> from cupy_flash.judge.compare_gradients import compare_gradients
+    >>> from cupy_flash.judge.cotangents import make_cotangents
     >>> from cupy_flash.problem.backward import Gradients
     >>> from cupy_flash.judge.oracle_gradients import naive_gradients
     >>> case = cases.Case("float16", 20, 30, causal=True)
@@ -188,74 +207,77 @@ def compare_gradients(
     sinks, dsinks = scores.get("sinks"), getattr(grads, "dsinks", None)
     if _kind(dsinks) != _kind(sinks):
         return GradientComparison(False, f"dsinks is {_kind(dsinks)}, expected {_kind(sinks)}")
+    wrt = dict(wrt or {})
+    others = {name: gradient_of(grads, name) for name in names_of(scores)} if isinstance(grads, Gradients) else {}
+    for name, gradient in others.items():
+        if _kind(gradient) != _kind(wrt.get(name)):
+            return GradientComparison(False, f"the gradient of {name} is {_kind(gradient)}, expected {_kind(wrt.get(name))}")
 
     batch, heads_kv = dout.shape[:-3], k.shape[-3]
     group = q.shape[-3] // max(heads_kv, 1)
     q, k, v, *grads = (x[(None,) * (dout.ndim - x.ndim)] for x in (q, k, v, *grads))
     apart = [n if all(x.shape[i] == n for x in (q, k, v)) else 1 for i, n in enumerate(batch)]
-    found: dict[str, list[_Worst]] = {name: [_Worst()] for name in Gradients._fields}
-    sums = None if sinks is None else _SinkSums(*(namespace(sinks).zeros(sinks.shape) for _ in _SinkSums._fields))
+    found: dict[str, list[Worst]] = {name: [Worst()] for name in Gradients._fields}
+    sums = None if sinks is None else SinkSums(*(namespace(sinks).zeros(sinks.shape) for _ in SinkSums._fields))
+    pair_wise = {name: zeros_like(others[name]) for name in wrt}
     for *element, head in numpy.ndindex(*apart, heads_kv):
         index = [slice(i, i + 1) if n > 1 else slice(None) for i, n in zip(element, apart)]
         of_q, of_kv = (*index, slice(head * group, (head + 1) * group)), (*index, slice(head, head + 1))
         inputs = dout[of_q], q[of_q], k[of_kv], v[of_kv], None if dlse is None else dlse[of_q]
-        *bounds, part = _bounds(*inputs, precision, of_heads(scores, of_q[-1]))
+        *bounds, part, of_others = _bounds(*inputs, precision, part_of(scores, of_q), tuple(wrt))
+        add_part(pair_wise, of_others, of_q)
         for name, gradient, at, *bound in zip(found, grads, (of_q, of_kv, of_kv), *bounds):
             if gradient[at].size:
-                found[name].append(_worst(gradient[at], *bound, (*element, at[-1].start, 0)))
+                found[name].append(worst_of(gradient[at], *bound, (*element, at[-1].start, 0)))
         for whole, added in zip(sums or (), part or ()):
             whole[..., of_q[-1]] += added
     if sums is not None:
-        bound = _sink_bounds(sums, sinks, math.prod(dout.shape[:-3]) * dout.shape[-2], q.dtype)
-        found["dsinks"] = [_Worst(), *([_worst(dsinks[..., None], *bound, (0,) * sinks.ndim)] if sinks.size else [])]
+        bound = sink_bounds(sums, sinks, math.prod(dout.shape[:-3]) * dout.shape[-2], q.dtype)
+        found["dsinks"] = [Worst(), *([worst_of(dsinks[..., None], *bound, (0,) * sinks.ndim)] if sinks.size else [])]
 
-    ok, messages, judgements = True, [], []
+    u, terms = arithmetic_of(q.dtype, "ieee").sum, math.prod(dout.shape[:-1]) * k.shape[-2]
+    for name, gradient in wrt.items():
+        elements = others[name].reshape(gradient.shape or (1,))  # of a scalar one, with a place
+        bound = bounds_of(PairSums(*(x.reshape(elements.shape) for x in pair_wise[name])), gradient.dtype, terms, u)
+        found[name] = [Worst(), *([worst_of(elements[..., None], *bound, (0,) * elements.ndim)] if elements.size else [])]
+
+    ok, messages, judgements = True, [], {}
     for name, worsts in found.items():
         worst = max(worsts)
         error, naive = max(x.largest for x in worsts), max(x.naive for x in worsts)
         ratio = error / naive if naive > 0 else math.inf if error > 0 else 0.0
         ok &= worst.share <= 1
         messages.append(describe(name, worst.share, worst.error, worst.allowed, worst.row))
-        judgements.append(Judgement(worst.error, worst.allowed, ratio))
-    return GradientComparison(ok, "; ".join(messages), *judgements)
+        judgements[name] = Judgement(worst.error, worst.allowed, ratio)
+    named = {name: judgements.pop(name) for name in ("dq", "dk", "dv", "dsinks") if name in judgements}
+    return GradientComparison(ok, "; ".join(messages), **named, others=judgements)
 
 
 def _kind(array: Array | None) -> str:
     return "None" if array is None else f"{array.dtype} {array.shape}"
 
 
-class _Worst(NamedTuple):
-    share: float = 0.0  # of what is allowed, in the row where it is largest; so are the next three
-    error: float = 0.0
-    allowed: float = 0.0
-    row: tuple[int, ...] = ()
-    largest: float = 0.0  # error of any row
-    naive: float = 0.0  # largest error of naive
-
-
-@numpy.errstate(all="ignore")
-def _worst(gradient: Array, truth: Array, plain: Array, floor: Array, start: tuple[int, ...]) -> _Worst:
-    """Return the judgement on a part of a gradient that begins at index `start`."""
-    error, naive = distance(gradient, truth).max(axis=-1), finite(plain - truth).max(axis=-1)
-    share, worst, allowed, (row,) = closest(error, 3 * naive + floor, ())
-    place = tuple(int(i) + first for i, first in zip(numpy.unravel_index(row, error.shape), start))
-    return _Worst(share, worst, allowed, place, float(error.max()), float(naive.max()))
-
-
-@numpy.errstate(all="ignore")
 def _bounds(
-    dout: Array, q: Array, k: Array, v: Array, dlse: Array | None, precision: str, scores: dict[str, Any]
-) -> tuple[Gradients, Gradients, Gradients, _SinkSums | None]:
-    """Return the true gradients, those of naive, for each row the floor, and what the gradient of sinks is made of."""
-    dtype, sinks = q.dtype, scores.get("sinks")
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    dlse: Array | None,
+    precision: str,
+    scores: dict[str, Any],
+    wrt: tuple[str, ...],
+) -> tuple[Gradients, Gradients, Gradients, SinkSums | None, dict[str, PairSums]]:
+    """Return the true gradients, those of naive, for each row the floor, and what the gradients of sinks and others are made of."""
+    dtype = q.dtype
     # In the format of sums, in which they are exact, so that each part of a sum is not rounded to their own.
-    wide = scores if sinks is None else scores | {"sinks": sinks.astype(accumulator(dtype))}
+    given = {name: scores[name] for name in ("sinks", "bias", "alibi_slopes") if scores.get(name) is not None}
+    wide = scores | {name: x.astype(accumulator(dtype)) for name, x in given.items()}
     plain = naive_gradients(dout, q, k, v, dlse=dlse, precision=precision, **wide)
     dout, q, k, v = (x.astype(numpy.float64) for x in (dout, q, k, v))
     pairs = pairs_of(dout, q, k, v, dlse, scores)
     truth = gradients_of(pairs, dout, q, k, v, scores)
-    floors, of_sinks = _floors(truth, plain, pairs, dout, q, k, v, dlse, dtype, precision, scores)
-    return truth, plain, floors, of_sinks
+    floors, of_sinks, others = _floors(truth, plain, pairs, dout, q, k, v, dlse, dtype, precision, scores, wrt)
+    return truth, plain, floors, of_sinks, others
 
 
 def _floors(
@@ -270,26 +292,32 @@ def _floors(
     dtype: numpy.dtype,
     precision: str,
     scores: dict[str, Any],
-) -> tuple[Gradients, _SinkSums | None]:
-    """Return the floor for each row of each gradient, `(*batch, heads, rows)`, and a part of that of sinks, from float64 arrays."""
+    wrt: tuple[str, ...],
+) -> tuple[Gradients, SinkSums | None, dict[str, PairSums]]:
+    """Return the floor for each row of each gradient, `(*batch, heads, rows)`, and parts of the others, from float64 arrays."""
     arithmetic, tiny, sinks = arithmetic_of(dtype, precision), smallest(dtype), scores.get("sinks")
-    xp, u, softcap, scale = namespace(q), arithmetic.sum, scores.get("softcap"), abs(scores["scale"])
+    xp, u, scale = namespace(q), arithmetic.sum, abs(scores["scale"])
     len_kv, dim_v = v.shape[-2:]
     seen = seen_pairs(pairs.p, scores)
-    random, steady, lse_steady = score_errors(q, k, pairs.lse, arithmetic, scores)
-    dout, q, k, v, p, out, dp, delta, ds = (
-        xp.where(xp.isfinite(x), x, 0) for x in (dout, q, k, v, pairs.p, pairs.out, pairs.dp, pairs.delta, pairs.ds)
+    random, steady, lse_steady = score_errors(q, k, pairs.p, pairs.lse, arithmetic, scores)
+    steady = steady + (0 if scores.get("keep") is None else 2 * u)
+    of_slope, of_cap, away = slope_errors(q, k, arithmetic, scores)
+    dout, q, k, v, p, out, dp, delta, ds, dlogits = (
+        xp.where(xp.isfinite(x), x, 0)
+        for x in (dout, q, k, v, pairs.p, pairs.out, pairs.dp, pairs.delta, pairs.ds, pairs.dlogits)
     )
     slope, difference = 1.0 if pairs.slope is None else finite(pairs.slope), dp - delta[..., None]
+    kept = dropped(p, scores)
 
     def size(x: Array) -> Array:
         return (x**2).sum(axis=-1) ** 0.5
 
     signed, terms_size, p_dp_size = (dout * out).sum(axis=-1), size(dout * out), size(p * dp)
     total, of_forward = abs(signed), random + steady + arithmetic.factor + arithmetic.summation(len_kv)
-    lost_p = 0 if sinks is None else lost(p, pairs.lse, dtype, scores)
+    ends = formats_end(scores)
+    lost_p = lost(p, pairs.lse, dtype, scores) if ends else 0
     dp_error = arithmetic.product * norms(4, dout, v) + (arithmetic.summation(dim_v) + 4 * u) * norms(2, dout, v)
-    dp_error = dp_error + (0 if dlse is None else 2 * u * finite(dlse))
+    dp_error = dp_error * scores.get("keep_scale", 1.0) + (0 if dlse is None else 2 * u * finite(dlse))
 
     def relative(t: float) -> Array:
         return random + steady + t * random + lse_steady + 4 * u + arithmetic.factor
@@ -297,22 +325,25 @@ def _floors(
     def delta_error(t: float) -> Array:
         of_p = of_forward * (total + t * p_dp_size)
         error = of_p + arithmetic.output * (total + t * terms_size) + (math.sqrt(dim_v) + 2) * u * size(dout) * size(out)
-        return error if sinks is None else error + (lost_p * abs(dp)).sum(axis=-1) + t * tiny * size(dout)
+        return error if not ends else error + (lost_p * abs(dp)).sum(axis=-1) + t * tiny * size(dout)
 
     def errors_of_p(n: int, t: float) -> list[Array]:
-        return [(relative(t) + arithmetic.summation(n))[..., None] * p, seen * tiny]
+        return [(relative(t) + arithmetic.summation(n))[..., None] * kept, seen * tiny]
+
+    def of_difference(t: float) -> Array:
+        return p * (dp_error + delta_error(t))[..., None] + tiny * abs(difference)
 
     def errors_of_ds(n: int, t: float) -> list[Array]:
-        share = relative(t) + arithmetic.output + arithmetic.summation(n)
-        if softcap is not None:
-            share = share + 2 * (random + steady) / softcap
-        of_difference = p * (dp_error + delta_error(t))[..., None] + tiny * abs(difference)
-        errors = [share[..., None] * ds, slope * of_difference + seen * tiny]
-        if softcap is None:
+        share = relative(t) + arithmetic.output + arithmetic.summation(n) + of_cap
+        of_ends = tiny * (xp.maximum(slope, 1) - slope) * abs(difference) + seen * tiny
+        errors = [share[..., None] * ds, slope * of_difference(t) + of_ends]
+        if of_slope is None:
             return errors
-        of_slope = ((2 * BENT + 5) * (1 - slope) + slope) * u
         # Where a slope is all but 0 and a row sees one key, there is no difference: what is left is an error times the other.
-        return [*errors, of_slope * p * difference, of_slope * of_difference]
+        return [*errors, of_slope * p * difference, of_slope * of_difference(t)]
+
+    def errors_of_dlogits(t: float) -> tuple[Array, Array]:
+        return (relative(t) + arithmetic.output)[..., None] * dlogits, of_difference(t) + seen * tiny
 
     def floor(dx: Array, factor: float, errors: Callable[[int, float], list[Array]], x: Array, by_key: bool) -> Array:
         n = x.shape[-2] * math.prod(dout.shape[:-2]) // max(1, math.prod(dx.shape[:-2]))
@@ -320,15 +351,18 @@ def _floors(
         together = summed_to(dx.shape, sum(abs(error @ x) for error in shared))
         squares = summed_to(dx.shape, sum(abs(error) for error in independent) ** 2 @ x**2)
         moved = factor * (together + TAIL * squares**0.5) + arithmetic.output * finite(dx)
-        return moved.max(axis=-1) + tiny * seen.any(axis=0 if by_key else 1)
+        takes_part = xp.broadcast_to(seen, (*dout.shape[:-1], len_kv)).any(axis=-2 if by_key else -1)
+        takes_part = summed_to((*dx.shape[:-1], 1), takes_part[..., None].astype(numpy.float64))[..., 0] > 0
+        return moved.max(axis=-1) + tiny * takes_part
 
     floors = Gradients(
         floor(truth.dq, scale, errors_of_ds, k, by_key=False),
         floor(truth.dk, scale, errors_of_ds, q, by_key=True),
         floor(truth.dv, 1.0, errors_of_p, dout, by_key=True),
     )
+    of_others = pair_sums(wrt, pairs, plain, truth, errors_of_dlogits, away, u, scores) if wrt else {}
     if sinks is None:
-        return floors, None
+        return floors, None, of_others
 
     # All of these are (*batch, heads, len_q, n) or become so.
     share, others = shares_of(sinks, pairs.lse), finite(sink_logits(sinks, pairs.lse))
@@ -344,7 +378,7 @@ def _floors(
         x = xp.broadcast_to(x, (*dout.shape[:-1], share.shape[-1]))
         return x.sum(axis=(*range(x.ndim - 3), -2)).T.reshape(sinks.shape)
 
-    return floors, _SinkSums(
+    return floors, SinkSums(
         truth.dsinks,
         plain.dsinks.astype(numpy.float64),
         of_shares=summed(share_error(TAIL) * share * delta),
@@ -352,49 +386,4 @@ def _floors(
         squares=summed((share * (share_error(1.0) * abs(delta) + own_error)) ** 2),
         terms=summed((share * delta) ** 2),
         size=summed(abs(delta)),
-    )
-
-
-class _SinkSums(NamedTuple):
-    """Sums over rows and batch elements, each in float64 and in the shape of the sinks."""
-
-    truth: Array
-    plain: Array  # that of naive
-    of_shares: Array  # what an error that all shares have in common makes of the sum
-    of_out: Array  # likewise of all results
-    squares: Array  # of the errors that each row has for itself
-    terms: Array  # squares of what is summed
-    size: Array  # of delta
-
-
-@numpy.errstate(all="ignore")
-def _sink_bounds(sums: _SinkSums, sinks: Array, rows: int, dtype: numpy.dtype) -> tuple[Array, Array, Array]:
-    """Return the true gradient and that of naive, with a last axis of 1, and for each sink the floor."""
-    u, exact = arithmetic_of(dtype, "ieee").sum, sinks.astype(numpy.float64)
-    output, range_ends = float(ml_dtypes.finfo(sinks.dtype).eps) / 2, float(numpy.finfo(accumulator(dtype)).smallest_normal)
-    floor = finite(sums.of_shares) + finite(sums.of_out) + TAIL * finite(sums.squares) ** 0.5 + output * finite(sums.truth)
-    floor = floor + math.sqrt(rows) * u * (finite(sums.truth) + TAIL * finite(sums.terms) ** 0.5)
-    floor = floor + (exact > -math.inf) * (range_ends * finite(sums.size) + smallest(sinks.dtype))
-    plain = sums.plain.astype(sinks.dtype).astype(numpy.float64)
-    return sums.truth[..., None], plain[..., None], floor
-
-
-def make_cotangents(case: cases.Case, xp: ModuleType = numpy, seed: int = 0) -> tuple[Any, Any]:
-    """Return `(dout, dlse)` for `case` as arrays of `xp`, standard normal, the same for the same case and seed.
-
-    `dout` is `(*batch, heads_q, len_q, dim_v)`, has dtype and layout of the case, and lies in a larger buffer full of NaN.
-    `dlse` is `(*batch, heads_q, len_q)`, contiguous, float32 or for float64 cases float64.
-
-    Examples
-    --------
-    >>> from cupy_flash.judge.cases import Case
-    >>> from cupy_flash.judge.compare_gradients import make_cotangents
-    >>> dout, dlse = make_cotangents(Case("float16", 5, 7, dim=4))
-    >>> dout.shape, dout.dtype.name, dlse.shape, dlse.dtype.name
-    ((1, 1, 5, 4), 'float16', (1, 1, 5), 'float32')
-    """
-    rng = numpy.random.default_rng([seed, zlib.crc32(case.name.encode()), 1])  # 1: other numbers than those of the inputs
-    dtype = numpy.dtype(ml_dtypes.bfloat16 if case.dtype == "bfloat16" else case.dtype)
-    rows = (*case.batch, case.heads_q, case.len_q)
-    dout = cases.place(rng.standard_normal((*rows, case.dim_v)).astype(dtype), case.layout, xp)
-    return dout, xp.asarray(rng.standard_normal(rows).astype(accumulator(dtype)))
+    ), of_others

@@ -41,7 +41,7 @@ class HandScore:
     """What a score becomes, and its derivatives, written by hand: what an expression is judged against.
 
     It holds its own coordinates. `s` are the scores after scale and softcap, `(*batch, heads, len_q, len_kv)`, and what is made of
-    them broadcasts to their shape. Masked pairs are among them: whatever becomes of these is selected away later.
+    them broadcasts with them. Masked pairs are among them: whatever becomes of these is selected away later.
 
     Attributes
     ----------
@@ -52,11 +52,20 @@ class HandScore:
     arrays
         Of each array that has a gradient `(partial, summed)`. `partial(s)` is the derivative of the value by the element that it
         reads, and `summed(x)` adds `x`, a number for each pair, to the elements that the pairs read.
+    size, slope_size, partial_sizes
+        Of what, pair by pair, roundings of the value, of the slope and of a `partial` are a share: the magnitudes of all that is
+        added up, and what the same share of an exponent moves. Absent where that is the magnitude of the number itself.
+    part
+        `part(index)`, the same score for some batch elements and heads: a slice for each of these axes.
     """
 
     value: Callable[[Array], Array]
     slope: Callable[[Array], Array]
     arrays: Mapping[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = field(default_factory=dict)
+    size: Callable[[Array], Array] | None = None
+    slope_size: Callable[[Array], Array] | None = None
+    partial_sizes: Mapping[str, Callable[[Array], Array]] = field(default_factory=dict)
+    part: Callable[[tuple[slice, ...]], HandScore] | None = None
 
 
 def namespace(array: Array) -> ModuleType:
@@ -129,7 +138,8 @@ def probabilities(
     s = capped_scores(q, k, scale, softcap)
     dtype = s.dtype
     if score is not None:
-        s = xp.broadcast_to(score.value(s).astype(dtype), s.shape)
+        made = score.value(s).astype(dtype)
+        s = xp.broadcast_to(made, numpy.broadcast_shapes(made.shape, s.shape))
     if bias is not None:
         s = s + bias.astype(dtype)
     if alibi_slopes is not None:

@@ -24,8 +24,8 @@ FUNCTIONS = (
     "plan_attention", "plan_attention", "plan_attention_backward", "a plan", "a backward plan", "a workspace",
 )  # fmt: skip
 UNKNOWN_NAMES = (
-    "casual", "return_lsa", "mask", "attn_mask", "bias", "dropout", "cu_seqlens", "softmax_scale", "is_causal", "window_size", "Q",
-    "self", "args", "dtype", "stream", "_prepared",
+    "casual", "return_lsa", "block_mask", "attn_mask", "attn_bias", "dropout_p", "cu_seqlens", "softmax_scale", "is_causal",
+    "window_size", "Q", "self", "args", "dtype", "stream", "_prepared",
 )  # fmt: skip
 BACKWARD_ARRAYS = ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv")
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks", "workspace")

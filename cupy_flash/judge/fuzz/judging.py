@@ -19,16 +19,20 @@ from ..compare import compare
 from ..compare_gradients import compare_gradients
 from ..oracle import sees
 from .draw import Draw
+from .pairs import arguments, differentiable, make_operands, meaning
 from .placement import Placed
-from .problems import Problem, draw_problem
+from .problems import Problem, draw_problem, draw_problem_of_pairs
 
 SCHEDULE = "CUPY_FLASH_HOST_SCHEDULE"
 WORKSPACE_GUARD = 256
 
 
-def run(seed: int, index: int) -> str | None:
+DRAWN = {"problems": draw_problem, "pairs": draw_problem_of_pairs}
+
+
+def run(seed: int, index: int, kind: str = "problems") -> str | None:
     """Compute problem `index` of a seed: what is wrong, in words, or None."""
-    problem = draw_problem(seed, index)
+    problem = DRAWN[kind](seed, index)
     try:
         wrong = judge(problem)
     except Exception as raised:  # whatever it is: a valid problem has to be computed
@@ -36,14 +40,15 @@ def run(seed: int, index: int) -> str | None:
     return wrong and f"{wrong}\n  {problem}"
 
 
-def prepare(seed: int, indices: Iterable[int]) -> None:
+def prepare(seed: int, indices: Iterable[int], kind: str = "problems") -> None:
     """Compile the kernels of these problems, several at a time."""
     kernels: dict[Any, None] = {}
     for index in indices:
-        problem = draw_problem(seed, index)
+        problem = DRAWN[kind](seed, index)
         if problem.backend == "host":
             try:
-                plan = _plan(problem, _views(problem, _arrays(problem)))
+                arrays = _arrays(problem)
+                plan = _plan(problem, _views(problem, arrays), _others(problem, arrays))
             except Exception:  # the problem will say so itself when it runs
                 continue
             if any(launch.blocks for launch in plan.launches):
@@ -58,7 +63,7 @@ def judge(problem: Problem) -> str | None:
     views = _views(problem, arrays)
     given = {name: views[name] for name in problem.given}
     with _environment(SCHEDULE, problem.schedule):
-        results = _compute(problem, views)
+        results = _compute(problem, views, _others(problem, arrays))
     named = dict(zip(("dq", "dk", "dv") if problem.direction == "backward" else ("out", "lse"), results))
     for name, placed in arrays.items():
         if name not in given and not placed.unchanged():
@@ -76,6 +81,7 @@ def judge(problem: Problem) -> str | None:
     inputs = [_with_heads(arrays[name].array) for name in "qkv"]
     scores = {"precision": problem.options.get("precision", "ieee")} | problem.scores
     scores |= {"sinks": arrays["sinks"].array} if problem.sinks else {}
+    scores |= meaning(problem.pairs, arrays) if problem.pairs else {}
     if problem.direction == "forward":
         out, lse = named["out"], named["lse"]
         two = len(problem.shapes["out"]) == 2
@@ -84,14 +90,16 @@ def judge(problem: Problem) -> str | None:
     else:
         dout = _with_heads(arrays["dout"].array)
         dlse = arrays["dlse"].array.reshape(dout.shape[:-1]) if problem.with_dlse else None
-        gradients = Gradients(*map(_with_heads, named.values()), dsinks=results.dsinks)
-        judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, **scores)
+        others = {name: getattr(results, name) for name in ("dsinks", "dbias", "dalibi_slopes", "darrays")}
+        gradients = Gradients(*map(_with_heads, named.values()), **others)
+        wrt = {name: arrays[name].array for name in _wrt(problem)}
+        judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, wrt=wrt, **scores)
     return None if judged.ok else judged.message
 
 
 def _views(problem: Problem, arrays: dict[str, Placed]) -> dict[str, numpy.ndarray]:
     """The arrays of a call, as the caller sees them."""
-    return {name: _exchanged(problem, name, placed.array) for name, placed in arrays.items()}
+    return {name: _exchanged(problem, name, arrays[name].array) for name in problem.places}
 
 
 def _exchanged(problem: Problem, name: str, x: numpy.ndarray | None) -> numpy.ndarray | None:
@@ -102,42 +110,43 @@ def _exchanged(problem: Problem, name: str, x: numpy.ndarray | None) -> numpy.nd
     return numpy.swapaxes(x, heads, heads + 1)
 
 
-def _compute(problem: Problem, views: dict[str, numpy.ndarray]) -> tuple[Any, ...]:
+def _compute(problem: Problem, views: dict[str, numpy.ndarray], others: dict[str, Any]) -> tuple[Any, ...]:
     """The results: out and lse or None, or the gradients."""
-    sinks = _sinks(problem, views)
+    wrt = {"wrt": _wrt(problem)} if _wrt(problem) else {}
     inputs = [views[name] for name in "qkv"]
     given = {name: views[name] for name in problem.given}
     options = problem.options | {"backend": problem.backend, "algorithm": problem.algorithm}
     if problem.entry == "plan":
-        plan = _plan(problem, views)
+        plan = _plan(problem, views, others)
         workspace = _Workspace(plan.workspace_bytes) if problem.own_workspace else None
         given |= {"workspace": workspace.array} if workspace else {}
         if problem.direction == "forward":
-            result = plan(*inputs, **sinks, **given)
+            result = plan(*inputs, **others, **given)
         else:
-            result = plan(*_operands(views), **_dlse(problem, views), **sinks, **given)
+            result = plan(*_operands(views), **_dlse(problem, views), **others, **given)
         if workspace and not workspace.unchanged_around():
             raise AssertionError("workspace: written beside it")
     elif problem.direction == "forward":
-        result = cupy_flash.attention(*inputs, **options, **sinks, **given)
+        result = cupy_flash.attention(*inputs, **options, **others, **given)
     elif problem.entry == "vjp":
-        _, vjp = cupy_flash.attention_vjp(*inputs, **options, **sinks, deterministic=problem.deterministic)
+        _, vjp = cupy_flash.attention_vjp(*inputs, **options, **others, **wrt, deterministic=problem.deterministic)
         return vjp(views["dout"], *_dlse(problem, views).values())
     else:
-        options |= _dlse(problem, views) | sinks | {"deterministic": problem.deterministic}
+        options |= _dlse(problem, views) | others | wrt | {"deterministic": problem.deterministic}
         result = cupy_flash.attention_backward(*_operands(views), **options, **given)
     if problem.direction == "backward":
         return result
     return result if problem.options.get("return_lse") else (result, None)
 
 
-def _plan(problem: Problem, views: dict[str, numpy.ndarray]) -> Any:
+def _plan(problem: Problem, views: dict[str, numpy.ndarray], others: dict[str, Any]) -> Any:
     options = problem.options | {"backend": problem.backend, "algorithm": problem.algorithm}
     options |= {"arch": problem.arch, "kernel": problem.kernel} | {name: views[name] for name in problem.given}
-    options |= _sinks(problem, views)
+    options |= others
     if problem.direction == "forward":
         return cupy_flash.plan_attention(*(views[name] for name in "qkv"), **options)
     options |= _dlse(problem, views) | {"deterministic": problem.deterministic}
+    options |= {"wrt": _wrt(problem)} if _wrt(problem) else {}
     return cupy_flash.plan_attention_backward(*_operands(views), **options)
 
 
@@ -149,8 +158,17 @@ def _dlse(problem: Problem, views: dict[str, numpy.ndarray]) -> dict[str, numpy.
     return {"dlse": views["dlse"]} if problem.with_dlse else {}
 
 
-def _sinks(problem: Problem, views: dict[str, numpy.ndarray]) -> dict[str, numpy.ndarray]:
-    return {"sinks": views["sinks"]} if problem.sinks else {}
+def _others(problem: Problem, arrays: dict[str, Placed]) -> dict[str, Any]:
+    """The arrays of a call that are not q, k and v or made of them, and a seed."""
+    found = {"sinks": arrays["sinks"].array} if problem.sinks else {}
+    return found | (arguments(problem.pairs, arrays) if problem.pairs else {})
+
+
+def _wrt(problem: Problem) -> tuple[str, ...]:
+    """What else has a gradient: kernels have none of these."""
+    if problem.pairs is None or problem.backend == "host" or problem.direction == "forward":
+        return ()
+    return differentiable(problem.pairs)
 
 
 def _arrays(problem: Problem) -> dict[str, Placed]:
@@ -162,10 +180,12 @@ def _arrays(problem: Problem) -> dict[str, Placed]:
         arrays[name] = Placed(values.astype(dtype), problem.places[name])
     if problem.sinks:
         arrays["sinks"] = Placed(_sink_values(problem).astype(DTYPES[problem.sinks_dtype]), problem.places["sinks"])
+    if problem.pairs:
+        arrays |= make_operands(problem.pairs, problem.dtype, numbers)
     if problem.direction == "backward":
         state = dict.fromkeys(("precision", "causal", "window", "prefix", "softcap", "scale"))
         state = {name: problem.options[name] for name in state if name in problem.options}
-        state |= {"sinks": arrays["sinks"].array} if problem.sinks else {}
+        state |= _others(problem, arrays) | (problem.pairs.options if problem.pairs else {})
         out, lse = cupy_flash.attention(*(arrays[name].array for name in "qkv"), **state, return_lse=True, backend="numpy")
         shape = problem.shapes["out"]
         values = {"dout": numbers.standard_normal(shape).astype(dtype), "out": out, "lse": lse}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 
+from ...problem.key_ranges import KeyRanges
 from .draw import Draw
 
 UNKNOWN = "unknown"  # of a meaning: nobody has decided
@@ -265,7 +266,11 @@ def _of_scores() -> dict[str, list[Value]]:
     array = Value("an array of integers", numpy.ones(3, numpy.int32))
     return {
         "score": [nothing, thing, Value("no name", "zzz"), Value("half a sum", "score +"), Value("bytes", b"score")],
-        "mask": [nothing, thing, Value("no name", "zzz"), Value("an integer", "q_idx"), array, Value("a string of NUL", "\0")],
+        "mask": [
+            *(nothing, thing, Value("no name", "zzz"), Value("an integer", "q_idx"), array, Value("a string of NUL", "\0")),
+            *(Value("all keys", KeyRanges(0, 2**20), None, None), Value("ranges of floats", KeyRanges(0, 1.5))),
+            *(Value("ranges of one axis", KeyRanges(numpy.ones(2, int), 3)), Value("ranges of anything", KeyRanges(thing, None))),
+        ],
         "arrays": [nothing, thing, Value("a list", [1]), Value("3", 3), Value("no name", {1: 2.0})],
         "bias": [nothing, thing, array, Value("a string", "x"), Value("a hostile object", Hostile())],
         "alibi_slopes": [nothing, thing, array, Value("a string", "x"), Value("True", True)],

@@ -112,7 +112,8 @@ def _read(call: Call, error: Exception) -> tuple[str, str]:
     text = f"{kind}: {message[:300]}"
     if type(error) not in ALLOWED:
         return text, f"wrong kind of error: {text}"
-    if message.partition(":")[0] not in call.names and not OF_PYTHON.match(message):
+    named = message.partition(":")[0].partition(".")[0]  # of mask.start the argument is mask
+    if named not in call.names and not OF_PYTHON.match(message):
         return text, f"no argument named: {text}"
     return text, ""
 

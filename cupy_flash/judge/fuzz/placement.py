@@ -104,9 +104,9 @@ class Placed:
         cut = tuple(slice(0, n * s, s) if s > 0 or n == 0 else slice(n * -s - 1, None, s) for n, s in zip(sizes, steps))
 
         def view(buffer: numpy.ndarray) -> numpy.ndarray:
-            return buffer[start:stop].reshape(room)[cut].transpose(numpy.argsort(placement.order))
+            return buffer[start:stop].reshape(room)[(*cut, ...)].transpose(numpy.argsort(placement.order))
 
-        self._buffer = numpy.full(stop + GUARD, numpy.nan, values.dtype)
+        self._buffer = numpy.full(stop + GUARD, _poison(values.dtype), values.dtype)
         array = view(self._buffer)
         array[...] = stored
         self.array = numpy.broadcast_to(array, values.shape) if placement.stretched else array
@@ -124,3 +124,8 @@ class Placed:
 
     def _bytes(self) -> numpy.ndarray:
         return self._buffer.view(numpy.uint8).reshape(len(self._buffer), self._buffer.itemsize)
+
+
+def _poison(dtype: numpy.dtype) -> float | int:
+    """NaN, or a number that shows as an index and as a truth."""
+    return numpy.iinfo(dtype).max if dtype.kind in "iu" else True if dtype.kind == "b" else numpy.nan

@@ -11,11 +11,13 @@ from ...problem.arrays import DTYPES
 from ...problem.layout import FLOATS
 from ..cases import Case
 from .draw import Draw
+from .pairs import Pairs, draw_asked, draw_pairs
 from .placement import Placement, draw_placement
-from .recipes import Recipe, recipes
+from .recipes import Recipe, recipes, recipes_of_pairs
 
-HOST_SHARE = 0.6
+HOST_SHARE, HOST_SHARE_OF_PAIRS = 0.6, 0.3
 LARGEST_SCALE = 1e20  # of a forward
+LARGEST_SCALE_OF_PAIRS = 1e3
 MOST_FLOPS = 6e6  # a CPU executes kernels at about 1 GFLOP/s
 LENGTHS = (1, 1, 2, 3, 5, 15, 16, 17, 31, 33, 47, 63, 64, 65, 79, 100, 127, 129, 191, 193, 257, 300)
 VALUES = ("normal", "normal", "normal", "offset", "large", "one_hot", "constant", "hidden", "nan_key")
@@ -31,7 +33,8 @@ class Problem:
     Shapes and places are those of arrays (..., heads, seq, dim), whatever `layout` the options ask for.
 
     `options` are those of `attention` that say what is computed. `entry` is 'call', 'plan', or 'vjp'. `given` names the results
-    that the caller brings, each laid out as `places` says. Where there are sinks, shapes and places have those as well.
+    that the caller brings, each laid out as `places` says. Where there are sinks, shapes and places have those as well. `pairs` is
+    what is asked for each pair of a query and a key.
     """
 
     seed: int
@@ -54,6 +57,7 @@ class Problem:
     places: dict[str, Placement] = field(default_factory=dict)
     sinks: str | None = None
     sinks_dtype: str | None = None
+    pairs: Pairs | None = None
 
     def shape_of(self, name: str) -> Shape:
         """The shape of any array of the call, as the caller sees it."""
@@ -106,13 +110,14 @@ class Problem:
             found |= {f"sinks {self.sinks}", f"sinks of {len(self.shapes['sinks'])} axes", f"sinks {self.direction}"}
             found |= {"sinks in the dtype"} if self.sinks_dtype == self.dtype else set()
             found |= {"sinks on the host"} if self.backend == "host" else set()
-        return found
+        return found | (self.pairs.kinds if self.pairs else set())
 
     def __str__(self) -> str:
         shapes = " ".join(f"{name}{shape}".replace(" ", "") for name, shape in self.shapes.items())
         how = [self.backend] + [f"sm_{self.arch} {self.algorithm} {self.kernel or ''} {self.schedule}"] * (self.backend == "host")
         places = [f"{name} {kind}" for name, place in self.places.items() for kind in sorted(place.kinds)]
         words = [self.direction, *how, self.dtype, shapes, str(self.options), self.values, self.entry, *places]
+        words += [str(self.pairs)] * (self.pairs is not None)
         words += [f"given {name}" for name in self.given] + [f"sinks {self.sinks} {self.sinks_dtype}"] * (self.sinks is not None)
         words += [name for name in ("deterministic", "with_dlse", "own_workspace") if getattr(self, name)]
         return ", ".join(words)
@@ -122,6 +127,21 @@ def draw_problem(seed: int, index: int) -> Problem:
     """Problem `index` of a seed."""
     draw = Draw("problem", seed, index)
     return _draw(draw, seed, index, draw.one(recipes(seed)) if draw.chance(HOST_SHARE) else None)
+
+
+def draw_problem_of_pairs(seed: int, index: int) -> Problem:
+    """Likewise of the problems that ask something for each pair."""
+    draw = Draw("pairs", seed, index)
+    recipe = draw.one(recipes_of_pairs(seed)) if draw.chance(HOST_SHARE_OF_PAIRS) else None
+    problem = _draw(draw, seed, index, recipe)
+    pairs = draw_pairs(draw, recipe.asked if recipe else draw_asked(draw, problem.dtype), problem.shapes)
+    # A score of 2^28 is off by more than all others differ from it: kernels may overflow there.
+    scale = problem.options.get("scale")
+    if scale is not None and abs(scale) > LARGEST_SCALE_OF_PAIRS:
+        problem = replace(problem, options=problem.options | {"scale": math.copysign(LARGEST_SCALE_OF_PAIRS, scale)})
+    # Of a row of NaN whose pairs are all dropped, it is no matter whether it is NaN or 0.
+    values = "normal" if problem.values == "nan_key" and pairs.asked.dropout else problem.values
+    return replace(problem, pairs=pairs, options=problem.options | pairs.options, values=values)
 
 
 def _draw(draw: Draw, seed: int, index: int, recipe: Recipe | None) -> Problem:

@@ -7,11 +7,12 @@ free, so problems of one recipe share a kernel or two. Another seed has other re
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...plan.tuning import WIDTHS
 from ...problem.arrays import DTYPES
 from .draw import Draw
+from .pairs import Asked, draw_asked
 
 # Architecture, direction, algorithm, kernel file asked for, keys: what every seed has.
 COMPUTATIONS = (
@@ -26,6 +27,8 @@ COMPUTATIONS = (
     ("90a", "backward", "auto", None, "some"),
     ("90a", "backward", "auto", "bwd_v2", "some"),
 )
+# Of problems that ask for pairs, which v1 does not compute.
+COMPUTATIONS_OF_PAIRS = tuple(x for x in COMPUTATIONS if x[2] != "v1" and x[4] == "some")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Recipe:
         Whether there are at most 64 queries.
     sinks : bool
         Whether there are sinks.
+    asked : Asked, optional
+        What is asked for each pair.
     """
 
     arch: str
@@ -67,6 +72,7 @@ class Recipe:
     grouped: bool
     few: bool
     sinks: bool
+    asked: Asked | None = None
 
     @property
     def unit(self) -> int:
@@ -78,6 +84,17 @@ class Recipe:
 def recipes(seed: int) -> tuple[Recipe, ...]:
     """The recipes of a seed, one for each computation."""
     return tuple(_recipe(Draw("recipe", seed, i), *computation) for i, computation in enumerate(COMPUTATIONS))
+
+
+@functools.cache
+def recipes_of_pairs(seed: int) -> tuple[Recipe, ...]:
+    """The recipes of a seed for problems that ask for pairs."""
+    found = []
+    for i, computation in enumerate(COMPUTATIONS_OF_PAIRS):
+        draw = Draw("recipe of pairs", seed, i)
+        recipe = _recipe(draw, *computation)
+        found.append(replace(recipe, asked=draw_asked(draw, recipe.dtype)))
+    return tuple(found)
 
 
 def _recipe(draw: Draw, arch: str, direction: str, algorithm: str, kernel: str | None, keys: str) -> Recipe:

@@ -7,6 +7,7 @@ failure.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 
@@ -18,12 +19,13 @@ BATCH = 200  # problems whose kernels are compiled together
 
 def main(kind: str, seed: int, start: int, count: int) -> None:
     """Run the numbers from `start` on."""
-    run = {"calls": outcomes.run, "problems": judging.run}[kind]
+    of_kind = functools.partial(judging.run, kind=kind)
+    run = {"calls": outcomes.run}.get(kind, of_kind)
     _limit_memory()
     for index in range(start, start + count):
-        if kind == "problems" and (index - start) % BATCH == 0:
+        if kind != "calls" and (index - start) % BATCH == 0:
             _say(preparing=index)
-            judging.prepare(seed, range(index, min(index + BATCH, start + count)))
+            judging.prepare(seed, range(index, min(index + BATCH, start + count)), kind)
         _say(at=index)
         wrong = run(seed, index)
         if wrong:
