@@ -10,7 +10,7 @@ import pytest
 from hand_masks import MASKS
 from hand_scores import SCORES, Grid
 
-from cupy_flash import attention_vjp, dropout_mask
+from cupy_flash import KeyRanges, attention_vjp, dropout_mask
 from cupy_flash.judge.compare import distance, finite
 from cupy_flash.judge.oracle import HandScore, accumulator, capped_scores, dropped, naive, oracle, repeat_heads, seen_pairs
 from cupy_flash.judge.oracle_gradients import gradients_of, naive_gradients, oracle_gradients, pairs_of
@@ -84,6 +84,11 @@ class Call:
     def mask(self, seen: numpy.ndarray) -> "Call":
         """Booleans as mask."""
         self.options["mask"] = self.told["seen"] = seen
+        return self
+
+    def ranges(self, start: Any, stop: Any) -> "Call":
+        """Ranges as mask."""
+        self.options["mask"], self.told["seen"] = KeyRanges(start, stop), seen_in_ranges(self.grid, start, stop)
         return self
 
     def band(self, causal: Any = False, window: Any = None, prefix: int = 0) -> "Call":
@@ -244,6 +249,17 @@ def blocks(block_q: int, block_kv: int) -> Any:
             f.__kwdefaults__ = defaults
 
 
+def seen_in_ranges(grid: Grid, start: Any, stop: Any) -> numpy.ndarray:
+    """Which keys lie in the ranges of each query, key by key."""
+    start, stop = numpy.broadcast_arrays(start, stop)
+    start, stop = (numpy.broadcast_to(x, (*grid.shape[:-1], (start.shape or (1,))[-1])) for x in (start, stop))
+    seen = numpy.zeros(grid.shape, bool)
+    for place in numpy.ndindex(start.shape):
+        for key in range(max(start[place], 0), min(stop[place], grid.kv_len)):
+            seen[(*place[:-1], key)] = True
+    return seen
+
+
 # What tests of calls share
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -259,6 +275,11 @@ def normal(*shape, seed=0, dtype="float64"):
 
 def truths(*shape, rate=0.6, seed=0):
     return numpy.random.default_rng([seed, *shape]).random(shape) < rate
+
+
+def ends(*shape, keys, seed=0):
+    """Ends of ranges, some of them beyond the keys."""
+    return numpy.random.default_rng([seed, *shape]).integers(-2, keys + 3, shape)
 
 
 def same_bits(a, b):

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy
 from hand_scores import SCORES, Grid
 
-from cupy_flash import dropout_mask, plan_attention, plan_attention_backward
+from cupy_flash import KeyRanges, dropout_mask, plan_attention, plan_attention_backward
 from cupy_flash.judge.oracle import naive, oracle
 from cupy_flash.judge.oracle_gradients import naive_gradients, oracle_gradients
 
@@ -23,12 +23,17 @@ def inputs(dtype, seed=0):
     return [rng.standard_normal((BATCH, *shape, DIM)).astype(DTYPES[dtype]) for shape in shapes]
 
 
-def judged(dtype, options, hand, where, place=lambda x: x, fetch=lambda x: x):
-    """Both directions by kernels, within twice the error of the textbook's formula, and three times; the files of both kernels.
+def judged(
+    dtype, options, hand, where, place=lambda x: x, fetch=lambda x: x, wrt=(), inputs_given=None, deterministic=False
+):
+    """Both directions by kernels, within twice the error of the textbook's formula, and three times; the plans of both kernels.
 
-    `where` are the options that say where: backend and architecture. `place` brings arrays there, and `fetch` back.
+    `where` are the options that say where: backend and architecture. `place` brings arrays there, and `fetch` back. `wrt` names
+    what else the backward is asked for. `inputs_given` are other inputs.
     """
-    q, k, v, dout = inputs(dtype)
+    given, wrt = options, (wrt,) if isinstance(wrt, str) else wrt
+    q, k, v, dout = inputs(dtype) if inputs_given is None else inputs_given
+    scale = 1 / math.sqrt(q.shape[-1])
     options = {name: placed(x, place) for name, x in options.items()}
     operands = {name: x for name, x in options.items() if name in ("arrays", "bias", "alibi_slopes", "seed", "sinks")}
     if "mask" in options and not isinstance(options["mask"], str):
@@ -37,8 +42,8 @@ def judged(dtype, options, hand, where, place=lambda x: x, fetch=lambda x: x):
     plan = plan_attention(*there, return_lse=True, **where, **options)
     results = plan(*there, **operands)
     out, lse = map(fetch, results)
-    exact, exact_lse = oracle(q, k, v, scale=SCALE, **hand)
-    plain, _ = naive(q, k, v, scale=SCALE, **hand)
+    exact, exact_lse = oracle(q, k, v, scale=scale, **hand)
+    plain, _ = naive(q, k, v, scale=scale, **hand)
     unit = float(ml_dtypes.finfo(q.dtype).eps)
     largest = largest_score(q, k, hand)
     close(out, exact, plain, 2, unit, largest)
@@ -47,25 +52,41 @@ def judged(dtype, options, hand, where, place=lambda x: x, fetch=lambda x: x):
     assert abs(lse[seen] - exact_lse[seen]).max(initial=0) <= 8 * 2**-24 * largest
 
     # What was left is given to the backward, as users do.
-    backward = plan_attention_backward(place(dout), *there, *results, **where, **options)
-    gradients = map(fetch, backward(place(dout), *there, *results, **operands))
-    exacts, plains = oracle_gradients(dout, q, k, v, scale=SCALE, **hand), naive_gradients(dout, q, k, v, scale=SCALE, **hand)
-    for got, right, plainly in zip(gradients, exacts, plains):
+    backward = plan_attention_backward(place(dout), *there, *results, deterministic=deterministic, **where, **options, wrt=wrt)
+    gradients = backward(place(dout), *there, *results, **operands)
+    exacts, plains = oracle_gradients(dout, q, k, v, scale=scale, **hand), naive_gradients(dout, q, k, v, scale=scale, **hand)
+    for got, right, plainly in zip(map(fetch, gradients), exacts, plains):
+        close(got, right, plainly, 3, unit, largest)
+    assert backward.kernels[0] == backward.kernel and len(backward.kernels) >= 1 + len(wrt)
+    assert {kernel.file for kernel in backward.kernels[1:]} == ({"bwd_scores"} if wrt else set())
+    for name in wrt:
+        (got, like), right, plainly = of_name(name, gradients, given), *(of_name(name, x, given)[0] for x in (exacts, plains))
+        got = fetch(got)
+        assert got.shape == right.shape == numpy.shape(like) and got.dtype == numpy.asarray(like).dtype
         close(got, right, plainly, 3, unit, largest)
     return plan.kernel, backward.kernel
+
+
+def of_name(name, gradients, options):
+    """The gradient of what `wrt` calls so, and what it is of."""
+    if name in options.get("arrays", ()):
+        return gradients.darrays[name], options["arrays"][name]
+    return getattr(gradients, f"d{name}"), options[name]
 
 
 def placed(x, place):
     """An option with its arrays where kernels are executed; numbers stay."""
     if isinstance(x, dict):
         return {name: placed(value, place) for name, value in x.items()}
+    if isinstance(x, KeyRanges):
+        return KeyRanges(placed(x.start, place), placed(x.stop, place))
     return place(x) if isinstance(x, numpy.ndarray) else x
 
 
 def largest_score(q, k, hand):
     """A bound of scores in units of log 2, whose roundings the exponential turns into errors of probabilities."""
-    s = numpy.repeat(k.astype(float), HEADS // HEADS_KV, axis=1)
-    s = q.astype(float) @ s.swapaxes(-1, -2) * SCALE
+    s = numpy.repeat(k.astype(float), q.shape[-3] // k.shape[-3], axis=-3)
+    s = q.astype(float) @ s.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
     made = hand["score"].value(s) if "score" in hand else s
     added = sum(abs(hand[name]).max(initial=0, where=numpy.isfinite(hand[name])) for name in ("bias",) if name in hand)
     added += abs(hand["alibi_slopes"]).max() * max(LEN_Q, LEN_KV) if "alibi_slopes" in hand else 0

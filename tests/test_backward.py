@@ -12,7 +12,8 @@ from cupy_flash import Gradients, attention, attention_backward, attention_vjp, 
 from cupy_flash.call.backward import _prepared
 from cupy_flash.judge.cases import Case, make_inputs, quick_cases
 from cupy_flash.judge.compare import ARITHMETIC, TAIL, norms, score_errors
-from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.judge.compare_gradients import compare_gradients
+from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.judge.oracle_gradients import pairs_of
 
 backends = pytest.mark.parametrize("backend", ["host", "numpy"])
@@ -66,7 +67,7 @@ def test_heads_that_take_turns_leave_none_out(together, monkeypatch):
 def judge(case, inputs, cotangents, gradients):
     dout, dlse = cotangents
     assert [x.shape for x in gradients] == [x.shape for x in inputs]
-    judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores, **case.arrays())
+    judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.meaning())
     assert judged.ok, judged.message
 
 
@@ -118,7 +119,7 @@ def test_gradients_of_all_keys_add_up(case):
     q, k, v, dout = (x[0].astype("f8") for x in (*inputs, dout))
     pairs = pairs_of(dout, q, k, v, None, case.scores)
     half, lost, arithmetic = 2.0**-11, 2.0**-25, ARITHMETIC["float16"]
-    _, of_score, of_lse = score_errors(q, k, pairs.lse, arithmetic, case.scores)
+    _, of_score, of_lse = score_errors(q, k, pairs.p, pairs.lse, arithmetic, case.scores)
     of_p = of_score + of_lse + 4 * arithmetic.sum + arithmetic.summation(case.heads_q * case.len_q)
     seen = (pairs.p > 0).sum(axis=-1)
 

@@ -6,12 +6,13 @@ import ml_dtypes
 import numpy
 import pytest
 from banded import blocked, blocked_gradients
+from judged_gradients import from_pairs, inputs_of, judge, kernel, right, share
 
 from cupy_flash.judge import oracle_gradients
 from cupy_flash.judge.cases import GUARD, Case, full_cases, make_inputs, quick_cases
-from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
-from cupy_flash.judge.oracle import repeat_heads, round_to_tf32, sees
-from cupy_flash.judge.oracle_gradients import gradients_of, naive_gradients, pairs_of, summed_to
+from cupy_flash.judge.cotangents import make_cotangents
+from cupy_flash.judge.oracle import sees
+from cupy_flash.judge.oracle_gradients import naive_gradients
 from cupy_flash.problem.backward import Gradients
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -27,138 +28,27 @@ VICTIMS = [
 ]
 victims = pytest.mark.parametrize("case", VICTIMS, ids=str)
 causal_victims = pytest.mark.parametrize("case", [case for case in VICTIMS if case.causal], ids=str)
-ON_CPU = [case for case in full_cases() if not case.heavy]
+ON_CPU = [case for case in full_cases() if not case.heavy and not case.of_pairs]
 EMPTY = quick_cases()[-3:]
-
-
-def inputs_of(case, seed=0):
-    """`dout, q, k, v`, and `dlse`."""
-    dout, dlse = make_cotangents(case, seed=seed)
-    return (dout, *make_inputs(case, seed=seed)), dlse
-
-
-def judge(case, grads, inputs=None, dlse=None):
-    if inputs is None:
-        inputs, dlse = inputs_of(case)
-    return compare_gradients(grads, *inputs, dlse=dlse, precision=case.precision, **case.scores, **case.arrays())
-
-
-def share(judgement):
-    if not judgement.error:
-        return 0.0
-    return judgement.error / judgement.allowed if judgement.allowed else math.inf
-
-
-def right(case, *, forward=None, **changes):
-    """Correct gradients, or of another question; `forward` changes what the forward hands over."""
-    (dout, q, k, v), dlse = inputs_of(case)
-    handed = dict(zip(("out", "lse"), blocked(q, k, v, **case.scores), strict=True)) | {"dlse": dlse}
-    return blocked_gradients(dout, q, k, v, **(forward or (lambda x: x))(handed), **(case.scores | changes))
-
-
-def from_pairs(case, change):
-    """Gradients in the case's dtype from P and dS in float64, which `change` has spoilt."""
-    (dout, q, k, v), dlse = inputs_of(case)
-    exact = [x.astype("f8") for x in (dout, q, k, v)]
-    pairs = pairs_of(*exact, dlse, case.scores)
-    p, ds = pairs.p.copy(), pairs.ds.copy()
-    changed = change(pairs._replace(p=p, ds=ds)) or pairs._replace(p=p, ds=ds)
-    return Gradients(*(x.astype(q.dtype) for x in gradients_of(changed, *exact, case.scores)))
-
-
-# A kernel, as tensor cores compute: sums of 8 products at a time, cut to float32
-
-
-def cut(x):
-    return (x.view("u8") & ~numpy.uint64((1 << 29) - 1)).view("f8")
-
-
-def tensor_cores(a, b, passes, step=8):
-    """a @ b in float32, each addition cut towards zero."""
-    if passes == 3:
-        (a, a_low), (b, b_low) = ((round_to_tf32(x), cut_tf32(x - round_to_tf32(x))) for x in (a, b))
-        factors = [(a, b_low), (a_low, b), (a, b)]
-    else:
-        factors = [(a, b)]
-    total = numpy.zeros((*numpy.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]))
-    for i in range(0, a.shape[-1], step):
-        for left, right in factors:
-            total = cut(total + left[..., i : i + step].astype("f8") @ right[..., i : i + step, :].astype("f8"))
-    return total.astype("f4")
-
-
-def cut_tf32(x):
-    return (numpy.ascontiguousarray(x).view("u4") & numpy.uint32(0xFFFFE000)).view("f4")
-
-
-def kernel(case, inputs, dlse, sinks=None, delta_of_sinks=lambda delta, dlse: delta):
-    """Forward and backward as kernels do them: everything kept in memory in the dtype, sums in float32, base 2."""
-    dtype = inputs[0].dtype
-    passes = 3 if case.dtype == "float32" and case.precision == "ieee" else 1
-    scale, softcap = numpy.float32(case.scores["scale"]), case.softcap
-
-    def stored(x):
-        return x.astype(dtype).astype("f4")
-
-    def product(a, b):
-        return tensor_cores(*(map(round_to_tf32, (a, b)) if case.precision == "tf32" else (a, b)), passes)
-
-    dout, q, k, v = (x.astype("f4") for x in inputs)
-    k_each, v_each = repeat_heads(k, q), repeat_heads(v, q)
-    seen = sees(case.len_q, case.len_kv, *(case.scores[name] for name in ("first_key", "last_key", "prefix")))
-    s = product(q, k_each.swapaxes(-1, -2)) * scale
-    slope = 1
-    if softcap:
-        bent = numpy.tanh(s / numpy.float32(softcap))
-        s, slope = numpy.float32(softcap) * bent, 1 - bent * bent
-    s = numpy.where(seen, s * numpy.float32(math.log2(math.e)), -numpy.inf).astype("f4")
-    top = s.max(axis=-1, keepdims=True)
-    if sinks is not None:
-        logits = sinks.astype("f4").reshape(-1, sinks.shape[-1]).T[:, None] * numpy.float32(math.log2(math.e))
-        top = numpy.maximum(top, logits.max(axis=-1, keepdims=True))
-    top = numpy.where(numpy.isinf(top), numpy.float32(0), top)
-    p = numpy.exp2(s - top)
-    total = p.sum(axis=-1, keepdims=True)
-    if sinks is not None:
-        total = total + numpy.exp2(logits - top).sum(axis=-1, keepdims=True)
-    out = stored(product(stored(p), v_each) / numpy.where(total == 0, numpy.float32(1), total))
-    with numpy.errstate(divide="ignore"):
-        lse = ((top + numpy.log2(total)) * numpy.float32(math.log(2)))[..., 0]
-
-    delta = (dout * out).sum(axis=-1) - dlse
-    nothing = numpy.isinf(lse)
-    shift = numpy.where(nothing, numpy.float32(0), lse * numpy.float32(math.log2(math.e)))[..., None]
-    p = numpy.exp2(s - shift)
-    ds = stored(stored(p * slope) * (product(dout, v_each.swapaxes(-1, -2)) - delta[..., None]))
-    dq = sum(product(ds[..., j : j + 32], k_each[..., j : j + 32, :]) for j in range(0, case.len_kv, 32)) * scale
-    dk = product(ds.swapaxes(-1, -2), q) * scale
-    dv = product(stored(p).swapaxes(-1, -2), dout)
-    dsinks = None
-    if sinks is not None:
-        of_rows = -numpy.exp2(logits - shift) * delta_of_sinks(delta, dlse)[..., None]
-        assert of_rows.dtype == "f4"
-        dsinks = of_rows.sum(axis=-2).sum(axis=tuple(range(of_rows.ndim - 3))).T.reshape(sinks.shape).astype(sinks.dtype)
-    gradients = (summed_to(x.shape, dx).astype(dtype) for x, dx in zip(inputs[1:], (dq, dk, dv), strict=True))
-    return Gradients(*gradients, dsinks=dsinks)
 
 
 # Accepted
 
 
-@pytest.mark.parametrize("case", quick_cases(), ids=str)
+@pytest.mark.parametrize("case", [case for case in quick_cases() if not case.of_pairs], ids=str)
 def test_naive_is_accepted(case):
     for seed in range(2):
         inputs, dlse = inputs_of(case, seed)
-        scores = case.scores | case.arrays()
+        scores = case.meaning()
         verdict = judge(case, naive_gradients(*inputs, dlse=dlse, precision=case.precision, **scores), inputs, dlse)
         assert verdict.ok, verdict.message
 
 
-@pytest.mark.parametrize("case", dict.fromkeys((*quick_cases(), *ON_CPU[::5])), ids=str)
+@pytest.mark.parametrize("case", dict.fromkeys((*(c for c in quick_cases() if not c.of_pairs), *ON_CPU[::5])), ids=str)
 def test_blocked_is_accepted(case):
     (dout, q, k, v), dlse = inputs_of(case)
     blocks = {"block_q": 48, "block_kv": 40}
-    scores = case.scores | case.arrays()
+    scores = case.meaning()
     out, lse = blocked(q, k, v, **scores, **blocks)
     for cotangent in (dlse, None):
         grads = blocked_gradients(dout, q, k, v, out, lse, dlse=cotangent, **scores, **blocks)
@@ -385,134 +275,10 @@ def test_tf32_where_float32_was_asked_for():
     assert min(map(share, (verdict.dq, verdict.dk, verdict.dv))) > 1
 
 
-# Sinks
-
-WITH_SINKS = [
-    Case("float16", 100, 200, heads_q=4, heads_kv=2, batch=(2,), causal=True, sinks=1),
-    Case("bfloat16", 90, 100, dim=128, heads_q=2, batch=(2, 2), sinks=3, sinks_dtype="bfloat16"),
-    Case("float16", 40, 20, heads_q=2, causal=True, softcap=5.0, sinks=2, sinks_dtype="float16"),
-    Case("float32", 100, 200, heads_q=2, batch=(3,), causal=True, sinks=2),
-]
-with_sinks = pytest.mark.parametrize("case", WITH_SINKS, ids=str)
-
-
-def by_kernel(case, sinks, **others):
-    inputs, dlse = inputs_of(case)
-    return kernel(case, inputs, dlse, sinks, **others)
-
-
-def with_dsinks(grads, dsinks):
-    return Gradients(*grads, dsinks=dsinks)
-
-
-@with_sinks
-def test_a_kernel_with_sinks_is_accepted_with_room(case):
-    verdict = judge(case, by_kernel(case, **case.arrays()))
-    assert verdict.ok, verdict.message
-    assert max(map(share, (verdict.dq, verdict.dk, verdict.dv, verdict.dsinks))) < 0.5
-    assert "dsinks: error" in verdict.message
-
-
-@with_sinks
-@pytest.mark.parametrize("added", [-1000, 10, 40, 80, 95, 1000])
-def test_gradients_beside_sinks_far_from_the_scores(case, added):
-    inputs, dlse = inputs_of(case)
-    sinks = case.arrays()["sinks"].astype("f4") + numpy.float32(added)
-    verdict = compare_gradients(kernel(case, inputs, dlse, sinks), *inputs, dlse=dlse, **case.scores, sinks=sinks)
-    assert verdict.ok, verdict.message
-
-
-@with_sinks
-def test_the_gradient_of_sinks_has_their_shape_and_dtype(case):
-    grads, sinks = by_kernel(case, **case.arrays()), case.arrays()["sinks"]
-    for wrong in (None, grads.dsinks[..., :-1], grads.dsinks[None], grads.dsinks.astype("int8"), grads.dsinks.astype("f8")):
-        verdict = judge(case, with_dsinks(grads, wrong))
-        assert not verdict.ok and verdict.message.startswith("dsinks is ")
-        assert verdict.message.endswith(f", expected {sinks.dtype} {sinks.shape}")
-    inputs, dlse = inputs_of(case)
-    plain = naive_gradients(*inputs, dlse=dlse, **case.scores)
-    assert compare_gradients(plain, *inputs, dlse=dlse, **case.scores).dsinks is None
-    verdict = compare_gradients(with_dsinks(plain, grads.dsinks), *inputs, dlse=dlse, **case.scores)
-    assert not verdict.ok and verdict.message == f"dsinks is {sinks.dtype} {sinks.shape}, expected None"
-
-
-@with_sinks
-def test_wrong_gradients_of_sinks(case):
-    grads = by_kernel(case, **case.arrays())
-    dsinks, last = grads.dsinks, (-1,) * grads.dsinks.ndim
-    if case.sinks == 3:
-        last = (1, -2)  # that one is finite
-    spoilt = dsinks.copy()
-    spoilt[last] = numpy.nan
-    wrong = {
-        "sign": -dsinks,
-        "twice": dsinks + dsinks,
-        "zero": numpy.zeros_like(dsinks),
-        "another head's": numpy.roll(dsinks, 1, axis=-1),
-        "nan": spoilt,
-    }
-    for name, found in wrong.items():
-        verdict = judge(case, with_dsinks(grads, found))
-        assert not verdict.ok and share(verdict.dsinks) > 2, name
-        assert max(map(share, (verdict.dq, verdict.dk, verdict.dv))) < 1
-        assert "dsinks" in verdict.message and "FAILS" in verdict.message
-
-
-@with_sinks
-def test_dlse_or_out_left_out_of_the_gradient_of_sinks(case):
-    for delta in (lambda delta, dlse: delta + dlse, lambda delta, dlse: -dlse, lambda delta, dlse: delta + 2 * dlse):
-        verdict = judge(case, by_kernel(case, **case.arrays(), delta_of_sinks=delta))
-        assert share(verdict.dsinks) > 2 and max(map(share, (verdict.dq, verdict.dk, verdict.dv))) < 1
-
-
-@pytest.mark.parametrize("case", [case for case in WITH_SINKS if case.batch != (1,)], ids=str)
-def test_a_batch_element_or_a_row_missing_in_the_gradient_of_sinks(case):
-    def without(place):
-        def delta(delta, dlse):
-            delta = delta.copy()
-            delta[place] = 0
-            return delta
-
-        return delta
-
-    for place in (numpy.s_[-1], numpy.s_[..., -16:]):
-        verdict = judge(case, by_kernel(case, **case.arrays(), delta_of_sinks=without(place)))
-        assert share(verdict.dsinks) > 1
-
-
-@with_sinks
-def test_gradients_with_the_sinks_of_another_head_or_none_or_twice(case):
-    right = by_kernel(case, **case.arrays())
-    sinks = case.arrays()["sinks"]
-    for wrong in (numpy.roll(sinks, 1, axis=-1), numpy.concatenate([numpy.atleast_2d(sinks)] * 2)):
-        verdict = judge(case, with_dsinks(by_kernel(case, wrong), right.dsinks))
-        assert min(map(share, (verdict.dq, verdict.dk, verdict.dv))) > 2
-    verdict = judge(case, with_dsinks(by_kernel(case, None), right.dsinks))
-    assert min(map(share, (verdict.dq, verdict.dk, verdict.dv))) > 2
-
-
-def test_a_sink_of_minus_infinity_has_a_gradient_of_exactly_zero():
-    case = WITH_SINKS[1]
-    grads = by_kernel(case, **case.arrays())
-    assert (grads.dsinks[numpy.isinf(case.arrays()["sinks"])] == 0).all() and judge(case, grads).ok
-    grads.dsinks[0, 0] = 1e-30  # of head 0 it is the first
-    assert not judge(case, grads).ok
-
-
-def test_sinks_of_broadcast_inputs():
-    """Batch axes that are judged together and one after another."""
-    case = Case("float32", 30, 40, heads_q=4, heads_kv=2, batch=(2, 3), sinks=2)
-    (dout, q, k, v), dlse = inputs_of(case)
-    for inputs in ((dout, q, k, v), (dout, q, k[:1], v[0, 0]), (dout, q[:, :1], k, v), (dout, q[:1], k[0], v)):
-        grads = naive_gradients(*inputs, dlse=dlse, **case.scores, **case.arrays())
-        assert judge(case, grads, inputs, dlse).ok
-        assert not judge(case, with_dsinks(grads, grads.dsinks * numpy.float32(1.01)), inputs, dlse).ok
-
-
 # Cotangents
 
 
-@pytest.mark.parametrize("case", quick_cases(), ids=str)
+@pytest.mark.parametrize("case", [case for case in quick_cases() if not case.of_pairs], ids=str)
 def test_cotangents_lie_as_the_case_says(case):
     dout, dlse = make_cotangents(case)
     q, *_ = make_inputs(case)

@@ -1,5 +1,6 @@
 """Dropout: the random numbers are Philox's, a pair's depend on where it is alone, and kernels draw what NumPy draws."""
 
+import inspect
 import math
 import subprocess
 from fractions import Fraction
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_flash import dropout_mask, plan_attention
+from cupy_flash.call import dropout as call
 from cupy_flash.machine import machine_code, nvrtc, source, toolchain
 from cupy_flash.machine.numpy_path.dropout import keeps, philox4x32_10
 from cupy_flash.plan.architecture import ARCHITECTURES
@@ -140,6 +142,24 @@ def test_nothing_to_drop():
 def test_like_says_which_kind_of_array():
     for like in (None, numpy.zeros(3), numpy.zeros((), "f2")):
         assert type(dropout_mask((4, 4), 0.5, 7, like=like)) is numpy.ndarray
+
+
+class LikeCupy:
+    """What NumPy hands a function of its own to, if CuPy's has a parameter for each argument; NumPy computes it."""
+
+    def __array_function__(self, function, types, args, options):
+        inspect.signature(getattr(pytest.importorskip("cupy"), function.__name__)).bind(*args, **options)
+        return function(*args, **options)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_arrays_are_made_as_cupy_makes_them(p):
+    for shape in ((2, 20, 40), (2, 0, 40)):
+        mask = call._mask(shape, make_dropout(p), 7, 0, LikeCupy())
+        numpy.testing.assert_array_equal(mask, dropout_mask(shape, p, 7))
+
+
+def test_like_a_tensor():
     torch = pytest.importorskip("torch")
     assert dropout_mask((4, 4), 0.5, 7, like=torch.zeros(2)).dtype == torch.bool
 

@@ -123,7 +123,12 @@ REFUSALS = [
         8,
         f"one of {KNOWN}, score, inf, slope, bias, doc, seen, gain, reach, got 'slop' at column 9 (did you mean 'slope'?)",
     ),
-    ("score + zzz", 8, "got 'zzz' at column 9\n"),
+    ("score * np.exp(slope[h])", 8, "expected the name of a function, got an attribute at column 9 (write 'exp' alone)\n"),
+    ("score * np.erf(slope[h])", 8, "expected the name of a function, got an attribute at column 9\n"),
+    ("score + zzz", 8, "got 'zzz' at column 9 (what else it reads is given as arrays={'zzz': ...})\n"),
+    ("score[h]", 0, "expected the name of an array before '[', got 'score' at column 1\n"),
+    ("score + scope[h]", 8, "got 'scope' at column 9 (did you mean 'slope'?)\n"),  # which is an array, as score is not
+    ("score + scor[h]", 8, "got 'scor' at column 9 (what else it reads is given as arrays={'scor': ...})\n"),
     ("exp + 1", 0, "got 'exp' at column 1"),
     ("score + foo(1)", 8, f"one of {', '.join(FUNCTIONS)}, got 'foo'"),
     ("slope[h](1)", 0, "the name of a function, got another expression"),
@@ -221,7 +226,8 @@ def test_refusals(text, column, said):
 def test_refusals_show_the_line():
     with pytest.raises(ValueError) as caught:
         score("\n (score\r\n  + 'é' if zzz\n  else 1)")
-    assert "got 'zzz' at line 3, column 12\n    + 'é' if zzz\n             ^" in str(caught.value)
+    message = str(caught.value)
+    assert "got 'zzz' at line 3, column 12 (what else" in message and message.endswith("\n    + 'é' if zzz\n             ^")
     with pytest.raises(ValueError) as caught:
         score(f"score + {'1 + ' * 80}zzz{' + 1' * 10}")
     _, line, caret = str(caught.value).split("\n")
@@ -262,7 +268,13 @@ def test_names_of_arrays(name):
         Declaration(1, "float", 0)
 
 
-@pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")  # Python's, of texts such as 1if
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("text", ["1if h < 2 else 3", "h if h < 1else 2", "h < 1or h > 2"])
+def test_what_python_warns_of_is_not_the_users(text):
+    assert str(score(text)) == str(score(text.replace("1", "1 ")))
+
+
+@pytest.mark.filterwarnings("error")
 def test_random_texts():
     """A tree or a ValueError, whatever the text."""
     draw = random.Random(0)

@@ -38,7 +38,7 @@ def test_cplusplus_is_balanced_and_the_same_each_time(tree):
     "text, expected",
     [
         ("score + slope[h] * (kv_idx - q_idx)", "(lane_score + (slope_at(lane_h) * float((lane_kv_idx - lane_q_idx))))"),
-        ("where(h < 2 and not seen[0], -inf, 0.5)", "(((lane_h < 2) && (!seen_at(0))) ? (-infinity()) : 0.5f)"),
+        ("where(h < 2 and not seen[0], -inf, 0.5)", "(((lane_h < 2) & (!seen_at(0))) ? (-infinity()) : 0.5f)"),
         ("0.1 + 1e300 + -1.5", "((0x1.99999a0000000p-4f + infinity()) + (-1.5f))"),
         ("h // 2 + h % -3 + int(-2147483648)", "float(((floor_div(lane_h, 2) + floor_mod(lane_h, (-3))) + (-2147483647 - 1)))"),
         ("score ** 3 + score ** gain", "(power<3>(lane_score) + powf(lane_score, the_gain))"),
@@ -57,12 +57,17 @@ PRELUDE = """
 using std::abs, std::max, std::min;
 inline float infinity() { return __builtin_inff(); }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+inline float tanh_by_sinh(float x) { return tanhf(x); }
 inline float sigmoid(float x) { return 1 / (1 + expf(-x)); }
 template <int N> inline auto power(auto x) { decltype(x) y = 1; for (int i = 0; i < N; i++) y *= x; return y; }
 inline int floor_mod(int a, int b) { int r = b ? a % b : 0; return r && (r < 0) != (b < 0) ? r + b : r; }
 inline int floor_div(int a, int b) { return b ? (a - floor_mod(a, b)) / b : 0; }
 inline float floor_mod(float a, float b) { float r = fmodf(a, b); return r != 0 && (r < 0) != (b < 0) ? r + b : r; }
-inline float floor_div(float a, float b) { return roundf((a - floor_mod(a, b)) / b); }
+inline float floor_div(float a, float b) {
+  if (b == 0) return a / b;
+  float r = fmodf(a, b), whole = roundf((a - r) / b);
+  return r != 0 && (r < 0) != (b < 0) ? whole - 1 : whole;
+}
 """
 
 

@@ -52,6 +52,20 @@ def test_random_problems_are_computed_right(turn):
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr
 
 
+@pytest.mark.release
+@pytest.mark.parametrize("seed", [31, 32, 33, 34])
+def test_random_pairs_are_computed_right(seed):
+    """Scores, masks, biases, ALiBi and dropout: 2,000 problems on NumPy, 900 by kernels."""
+    done = fuzz("pairs", "--count", 750, "--seed", seed)
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr
+
+
+def test_some_random_pairs_are_computed_right_on_numpy():
+    drawn = [i for i in range(60) if problems.draw_problem_of_pairs(SEED, i).backend != "host"]
+    assert len(drawn) > 30
+    assert [wrong for i in drawn if (wrong := judging.run(SEED, i, "pairs"))] == []
+
+
 # What is drawn
 
 KINDS = """
@@ -78,6 +92,37 @@ def test_every_kind_of_problem_is_drawn():
     wanted -= {"dq odd offset", "dk odd offset", "dv odd offset"}  # of NumPy alone, and rare
     found = Counter(kind for i in range(2000) for kind in problems.draw_problem(SEED, i).kinds)
     assert sorted(wanted - found.keys()) == []
+
+
+PAIRS = """
+    score relative, score temperature, score decay, score gate, score leaky, score soft_clip,
+    mask documents, mask prefixes, mask windows, mask holes, mask array, alibi, dropout,
+    bias float16, bias bfloat16, bias float32, bias float64, bias of 2 axes, bias of 3 axes, bias of 4 axes, bias of 5 axes,
+    mask of 2 axes, mask of 4 axes, alibi_slopes of 1 axes, alibi_slopes of 2 axes, bias stride 0, mask stride 0,
+    bias transposed, bias negative stride, bias sliced, bias odd offset, mask transposed, mask negative stride,
+    alibi_slopes strided, arch 75, arch 80, arch 90a, schedule eager, schedule deferred,
+    forward, backward, dtype tf32, dtype float64, window, softcap,
+    sinks forward, sinks backward, causal top_left, group 7, broadcast, empty, layout bshd, deterministic
+"""
+
+
+def test_every_kind_of_pairs_is_drawn():
+    wanted = {kind.strip() for kind in PAIRS.split(",")}
+    found = Counter(kind for i in range(1500) for kind in problems.draw_problem_of_pairs(SEED, i).kinds)
+    assert sorted(wanted - found.keys()) == []
+
+
+def test_a_bias_off_by_one_percent_is_found(monkeypatch):
+    original = judging.arguments
+
+    def wrong(pairs, arrays):
+        given = original(pairs, arrays)
+        return given | ({"bias": (given["bias"] * 1.01).astype(given["bias"].dtype)} if "bias" in given else {})
+
+    monkeypatch.setattr(judging, "arguments", wrong)
+    drawn = ((i, problems.draw_problem_of_pairs(SEED, i)) for i in range(200))
+    of_biases = [i for i, x in drawn if x.backend != "host" and "bias" in x.pairs.shapes and x.dtype in ("float32", "float64")]
+    assert any("FAILS" in (judging.run(SEED, i, "pairs") or "") for i in of_biases[:12])
 
 
 def test_every_argument_of_every_function_is_broken_and_some_calls_are_right():

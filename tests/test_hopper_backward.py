@@ -9,7 +9,8 @@ from thinned import thinned
 from cupy_flash import attention, plan_attention_backward
 from cupy_flash.call.backward import _prepared
 from cupy_flash.judge.cases import Case, make_inputs
-from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.judge.compare_gradients import compare_gradients
+from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.machine import host
 from cupy_flash.plan import backward as backward_plan
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_flash import CompileError, DeadlockError, SanitizerError, attention, plan_attention
+from cupy_flash.judge import check
 from cupy_flash.judge.cases import Case, make_inputs, quick_cases
 from cupy_flash.judge.compare import compare
 from cupy_flash.machine import host, source
@@ -26,7 +27,7 @@ def schedule_as(monkeypatch):
 
 def judge(case, inputs, result):
     out, lse = result if case.return_lse else (result, None)
-    comparison = compare(out, lse, *inputs, precision=case.precision, **case.scores, **case.arrays())
+    comparison = compare(out, lse, *inputs, precision=case.precision, **case.meaning())
     assert comparison.ok, comparison.message
 
 
@@ -282,6 +283,20 @@ def test_sanitizers_find_nothing(tool, kernel, monkeypatch):
     inputs = make_inputs(case)
     plan = plan_attention(*inputs, backend="host", arch="80" if kernel == "fwd_v2" else "90a", kernel=kernel, **case.options)
     judge(case, inputs, plan(*inputs))
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("arch", ["80", "90a"])
+@pytest.mark.parametrize("tool", host.SANITIZERS)
+def test_sanitizers_find_nothing_in_what_is_asked_of_pairs(tool, arch, monkeypatch):
+    """An expression, a mask of booleans, a bias, ALiBi, sinks and dropout, in both directions."""
+    monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", tool)
+    case = Case(
+        *("float16", 50, 90, 32), heads_q=2, score="gate", mask="array", bias="heads", alibi="heads", sinks=1, dropout=0.2
+    )  # fmt: skip
+    computations = (check.FORWARD, check.BACKWARD)
+    for result in check.run_case(case, computations, "host", arch=arch):
+        assert result.ok, result.message
 
 
 @pytest.mark.parametrize("field, access", [("len_kv", "READ"), ("len_q", "WRITE")])

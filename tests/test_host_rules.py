@@ -130,6 +130,17 @@ PRODUCTS = {
     ),
     "beyond shared memory": ("store_shared(shared_memory() + 300000, 1);", "uses shared memory from byte 300000 on, of"),
 }
+SOME_LANES = "warp .* of block 0 has {} of 32 lanes ask for what all of them do together at .*fwd_hopper.cu"
+A_LANE = "warp .* of block 0 has a lane do what all lanes do together at "
+SUM = "quad_reduce(flags, [](float a, float b) { return a + b; });"
+LANES = {
+    "a shuffle by one": ("for_lane(l) if (l == 0) out = float(warp_id());", SOME_LANES.format(1)),
+    "a shuffle in a function": ("auto own = [] { return warp_id(); }; for_lane(l) if (l > 1) out = own();", SOME_LANES.format(30)),
+    "a barrier by some": ("for_lane(l) if (l < 7) sync_warp();", SOME_LANES.format(7)),
+    "one value by some": ("for_lane(l) { if (l == 3) continue; out = float(uniform(u32(5))); }", SOME_LANES.format(31)),
+    "one leaves first": ("[&] { for_lane(l) if (warp_id() < 99) return; }();", SOME_LANES.format(1)),
+    "a sum by one": (f"Regs<float, 1> flags; for_lane(l) flags.at(l, 0) = 1.f; for_lane(l) if (l == 0) {SUM}", A_LANE),
+}
 
 
 def assert_fault(run, body, message):
@@ -151,6 +162,16 @@ def test_rules_of_copies(body, message, run):
 @pytest.mark.parametrize("body, message", PRODUCTS.values(), ids=PRODUCTS)
 def test_rules_of_products(body, message, run):
     assert_fault(run, body, message)
+
+
+@pytest.mark.parametrize("body, message", LANES.values(), ids=LANES)
+def test_rules_of_lanes(body, message, run):
+    """On a GPU the other lanes are waited for, for ever."""
+    assert_fault(run, body, message)
+
+
+def test_all_lanes_may_ask(run):
+    assert run("Regs<float, 1> ones; for_lane(l) ones.at(l, 0) = float(warp_id() + 1); for_lane(l) out += ones.at(l, 0);") == 33
 
 
 def test_deadlock_says_which_barrier_lacks_what(run):

@@ -6,7 +6,7 @@ remaining waits allow.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import count, product
 from unittest import mock
 
@@ -14,20 +14,23 @@ import numpy
 import pytest
 from thinned import thinned
 
-from cupy_flash import FaultError, SanitizerError, attention, plan_attention, plan_attention_backward
+from cupy_flash import FaultError, SanitizerError, attention, attention_backward, plan_attention, plan_attention_backward
 from cupy_flash.call.backward import BackwardPlan
 from cupy_flash.call.forward import AttentionPlan
 from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.judge.compare import compare
-from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.judge.compare_gradients import compare_gradients
+from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.machine import host, source
 from cupy_flash.machine.host import SCHEDULES
 from cupy_flash.plan import backward as backward_plan
-from cupy_flash.plan import schedule
+from cupy_flash.plan import read_gradients, schedule
+from cupy_flash.plan.kernel import configure
 
-KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu", file))
+KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu|classify\.cu", file))
 # Headers, and a kernel that each is a part of.
 PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper", "tile/dq_protocol.cuh": "bwd_hopper"}
+PARTS |= {"tile/score_sums.cuh": "bwd_scores"}
 # Or a comment, which may speak of one.
 CALL = re.compile(r"//.*|\b(?:(?:sync|arrive|wait|commit|producer|consumer)_\w+|fence_proxy_async)(?:<[^;]*>)?\([^;]*\);")
 
@@ -40,6 +43,7 @@ class Setting:
     constants: dict[str, object]
     deterministic: bool = False
     last_blocks: int = 0  # see `plan.backward.make_grouping`
+    seen: numpy.ndarray | None = None  # a mask of pairs
 
     def but(self, deterministic=False, **constants):
         return replace(self, constants=self.constants | constants, deterministic=deterministic)
@@ -60,8 +64,14 @@ STAGED = OWN_KEYS.but(TILE_Q=80, TMA_REDUCE_DQ=True, WIDTH=128, WIDTH_V=128)
 ONE_GRADIENT = Setting(HOPPER_BACKWARD_CASE, {"WIDTH": 128, "WIDTH_V": 128})
 
 
+# Of many tiles of keys some: others for each tile of queries.
+SOME_TILES = numpy.add.outer(numpy.arange(150) // 20, numpy.arange(75) // 10) % 3 > 0
+
+
 def settings_of(kernel):
     """Settings that between them reach every call of a kernel."""
+    if kernel == "classify":
+        return {"lists": replace(TWO_STAGES, seen=SOME_TILES[:40])}
     if kernel == "fwd_hopper":
         pingpong = TWO_GROUPS.but(PINGPONG=True)  # and one of them needs fewer tiles
         leaps = replace(TWO_GROUPS, case=replace(HOPPER_CASE, values="large"))  # of the maximum, in later tiles of keys
@@ -69,6 +79,7 @@ def settings_of(kernel):
         lanes_store = TWO_GROUPS.but(STAGES_Q=3, TMA_STORE_OUT=False)
         settings = {"two stages": TWO_GROUPS, "one stage": lanes_store.but(STAGES=1, STAGES_V=1, STAGES_Q=2), "leaps": leaps}
         settings |= {"ping-pong": pingpong, "ping-pong, far apart": pingpong.but(STAGES=1, STAGES_V=1)}
+        settings |= {"lists": replace(TWO_GROUPS, seen=SOME_TILES)}
         settings |= {"three groups, four stages": TWO_GROUPS.but(TILE_Q=192, WARPS=16)}
         return settings | {"three stages": lanes_store, "one key tile": lanes_store.but(TILE_KV=80), "split": split}
     if kernel == "bwd_hopper":
@@ -77,6 +88,9 @@ def settings_of(kernel):
         return {"two stages": OWN_KEYS, "one stage, wide, in order": wide} | staged
     if kernel == "bwd_hopper_wide":
         return {"any order": replace(ONE_GRADIENT, last_blocks=1), "in order": ONE_GRADIENT.but(True)}
+    if kernel == "bwd_scores":
+        setting = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 16, "WARPS": 2, "STAGES": 2})
+        return {"two stages": setting, "one stage": setting.but(STAGES=1), "stores": setting.but(COPY_BYTES=0)}
     setting = TWO_PAIRS if kernel.startswith("bwd") else TWO_STAGES
     sinks = {"sinks": replace(TWO_PAIRS.but(SINKS="SINKS_FLOAT32"), case=replace(CASE, sinks=1))}
     return (sinks if kernel.startswith("bwd") else {}) | {
@@ -122,10 +136,13 @@ def results(kernel, setting):
     """The judgement on a forward."""
     case = setting.case
     inputs = make_inputs(case)
-    plan = plan_attention(*inputs, backend="host", arch=arch_of(kernel), kernel=kernel, **case.options)
+    kernel = "fwd_v2" if kernel == "classify" else kernel
+    masks = {} if setting.seen is None else {"mask": setting.seen}
+    plan = plan_attention(*inputs, backend="host", arch=arch_of(kernel), kernel=kernel, **masks, **case.options)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
-    computed = AttentionPlan(plan.problem, changed, True)(*inputs)
-    return compare(*computed, *inputs, **case.scores)
+    computed = AttentionPlan(plan.problem, changed, True)(*inputs, **masks)
+    seen = {} if setting.seen is None else {"seen": setting.seen}
+    return compare(*computed, *inputs, **seen, **case.scores)
 
 
 def gradients(kernel, setting):
@@ -141,6 +158,34 @@ def gradients(kernel, setting):
     with mock.patch.object(backward_plan, "LAST_BLOCKS", setting.last_blocks):
         computed = BackwardPlan(plan.problem, changed)(*given, dlse=dlse, **arrays)
     return compare_gradients(computed, dout, *inputs, dlse=dlse, **arrays, **case.scores)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether one gradient is that of NumPy."""
+
+    ok: bool
+    message: str
+
+
+def sums_of_reads(kernel, setting):
+    """The judgement on the gradient of a bias of keys, which heads and queries share: a block has several tiles to sum over."""
+    case = setting.case
+    inputs, (dout, _) = make_inputs(case), make_cotangents(case)
+    options = {"bias": numpy.random.default_rng(0).standard_normal((1, case.len_kv), numpy.float32), "causal": True}
+    out, lse = attention(*inputs, return_lse=True, **options)
+    given = (dout, *inputs, out, lse)
+
+    def configured(*problem, **knobs):
+        return replace(configure(*problem, **knobs), **setting.constants)
+
+    with mock.patch.object(read_gradients, "configure", configured), mock.patch.object(read_gradients, "MOST_BLOCKS", 1):
+        plan = plan_attention_backward(*given, backend="host", wrt="bias", **options)
+        plan = BackwardPlan(plan.problem, plan.kernel)
+    assert plan.kernels[1].file == kernel and setting.constants.items() <= asdict(plan.kernels[1].config).items()
+    got, expected = plan(*given, bias=options["bias"]).dbias, attention_backward(*given, wrt="bias", **options).dbias
+    error, allowed = abs(got - expected).max(), 2**-12 * abs(expected).max()
+    return Agreement(bool(error <= allowed), f"dbias: error {error}, allowed {allowed}")
 
 
 def arch_of(kernel):
@@ -159,7 +204,7 @@ def faults_without(monkeypatch):
         monkeypatch.setenv("LEFT_OUT", "-1" if number is None else str(number))
         texts = with_choice(kernel)
         monkeypatch.setattr(host, "source_of", lambda plan: source.source_of(plan) | texts)
-        compute = gradients if kernel.startswith("bwd") else results
+        compute = sums_of_reads if kernel == "bwd_scores" else gradients if kernel.startswith("bwd") else results
         for (name, setting), order in product(settings_of(kernel).items(), SCHEDULES):
             monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
             try:

@@ -12,7 +12,8 @@ from banded import blocked, blocked_gradients, visible
 from cupy_flash.judge import oracle, oracle_gradients
 from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.judge.compare import compare
-from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.judge.compare_gradients import compare_gradients
+from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.machine.numpy_path import backward
 from cupy_flash.machine.numpy_path.merge import merged
 from cupy_flash.problem.mask import Mask

@@ -45,9 +45,9 @@ def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
     """Name, offset, size and kind of each field; of a tensor map, whose content is the driver's, the size alone."""
     calls, expected = ["WHOLE(TensorMap)"], [f"TensorMap {TENSOR_MAP.itemsize} 64"]
     alignments = {"FastDivmod": 4}
-    scores = "DropoutParams", "CapturedArray", "ScoreParams"
+    scores = "DropoutParams", "CapturedArray", "TileLists", "ScoreParams", "ClassifyParams"
     alignments |= dict.fromkeys((*scores, "Tensor", "MaskParams", "ForwardParams", "BackwardParams", "MergeParams"), 8)
-    alignments |= {"HopperForwardParams": 64, "BackwardMaps": 64, "HopperBackwardParams": 64}
+    alignments |= {"ScoreGradientParams": 8, "HopperForwardParams": 64, "BackwardMaps": 64, "HopperBackwardParams": 64}
     written = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+)", source.files()["params.cuh"], re.MULTILINE)
     assert set(written) == {*alignments, "TensorMap"}
     for name, alignment in alignments.items():

@@ -22,7 +22,7 @@ from cupy_flash.problem.mask import Mask
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-ON_CPU = [case for case in full_cases() if not case.heavy]
+ON_CPU = [case for case in full_cases() if not case.heavy and not case.of_pairs]
 BANDS = [(None, None), (None, 2), (None, -3), (-2, 1), (0, 0), (4, None), (-100, 100), (50, 60), (2, 1)]
 
 

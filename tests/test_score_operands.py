@@ -221,7 +221,7 @@ def test_dropout_of_0_and_a_seed_that_nothing_needs():
     expected = attention(q, k, v)
     same_bits(attention(q, k, v, dropout=0.0), expected)
     same_bits(attention(q, k, v, dropout=1e-12), expected)  # which rounds to 0 of 2**32 words
-    same_bits(attention(q, k, v, seed=5), expected)
+    same_bits(attention(q, k, v, dropout=0.0, seed=5), expected)
 
 
 def test_dropout_changes_neither_lse_nor_the_mean():

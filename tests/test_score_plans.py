@@ -7,7 +7,7 @@ from hand_masks import MASKS
 from hand_scores import SCORES, Grid
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from score_calls import DTYPES, GRID, TALL, Call, blocks, normal, same_bits, strided, truths
+from score_calls import DTYPES, GRID, TALL, Call, blocks, ends, normal, same_bits, strided, truths
 
 from cupy_flash import attention, attention_backward, attention_vjp, plan_attention, plan_attention_backward
 from cupy_flash.call import backward as backward_call
@@ -235,12 +235,16 @@ def calls(draw):
         flat = call.flat = False
     if draw(st.booleans()):
         call.expression(draw(st.sampled_from(SCORES)).name)
-    kind = draw(st.sampled_from(("none", "text", "array")))
+    kind = draw(st.sampled_from(("none", "text", "array", "ranges")))
     if kind == "text":
         call.expression(draw(st.sampled_from(MASKS)).name)
     if kind == "array":
         shape = shape_of(*grid.shape, least=2)
         call.mask(placed(truths(*shape, rate=draw(st.sampled_from((0.1, 0.6, 0.95))), seed=call.seed)))
+    if kind == "ranges":
+        ranges = draw(st.integers(1, 3))
+        shapes = [(*shape_of(*grid.shape[:-1], least=1), draw(st.sampled_from((1, ranges)))) for _ in range(2)]
+        call.ranges(*(placed(ends(*shape, keys=len_kv, seed=call.seed + i)) for i, shape in enumerate(shapes)))
     if maybe():
         bias = call.normal(*shape_of(*grid.shape, least=2))
         bias = numpy.where(call.normal(*bias.shape) > 1.2, -numpy.inf, bias) if draw(st.booleans()) else bias
@@ -252,8 +256,8 @@ def calls(draw):
     if maybe():
         call.both(softcap=draw(st.sampled_from((0.5, 3.0, 30.0))))
     if draw(st.booleans()):
-        ends = st.none() | st.integers(-1, 9)
-        left, right = (None if end == -1 else end for end in (draw(ends), draw(ends)))
+        end_of_window = st.none() | st.integers(-1, 9)
+        left, right = (None if end == -1 else end for end in (draw(end_of_window), draw(end_of_window)))
         prefix = draw(st.integers(0, 9)) if left is None else 0
         call.band(draw(st.sampled_from((False, True, "top_left"))), (left, right), prefix)
     if maybe():

@@ -59,11 +59,13 @@ SCALARS = [
 ]
 PAIRS = r"a shape of at least 2 axes that broadcasts to \(2, 3, 8, 6\), got "
 NUMBER = "dropout: expected a number of at least 0 and below 1, got "
+UNUSED = "seed: expected None without dropout, got one; with dropout=0.0, which drops nothing, it may be given$"
 SEED, OFFSET = (
     r"seed: expected an integer or a pair \(seed, offset\), got ",
     r"seed: expected an offset of at least 0 and below 2\*\*32, got ",
 )
 OPTION = r"\(an expression reads what is in arrays, not the option"
+WIDTH, CAST = "; scores are computed in float32, pass ", r"astype\('float32'\)$"
 WRONG = [
     # Texts and functions
     ({"score": "score + t[h]"}, ValueError, f"score: expected one of {KNOWN}, score, inf, got 't' at column 9"),
@@ -91,7 +93,7 @@ WRONG = [
     ({"mask": "h"}, ValueError, "mask: expected a bool, which says whether a query sees a key, got an int"),
     ({"mask": lambda h: h / 2}, ValueError, "mask: expected a bool, which says whether a query sees a key, got a float"),
     # Masks
-    ({"mask": ones(8, 6)}, TypeError, "mask: expected bool, got float32$"),
+    ({"mask": ones(8, 6)}, TypeError, "mask: expected bool, got float32; what is added to scores is bias$"),
     ({"mask": ones(8, 6, dtype=int)}, TypeError, "mask: expected bool, got int64$"),
     ({"mask": 1}, TypeError, "mask: expected bool, got int64$"),
     ({"mask": True}, ValueError, f"mask: expected {PAIRS}\\(\\)$"),
@@ -105,8 +107,10 @@ WRONG = [
     ({"mask": ones(8, 6, dtype=bool).view(Subclass)}, TypeError, "mask: expected a numpy.ndarray, got its subclass Subclass"),
     # Biases and slopes
     ({"bias": 1.0}, TypeError, "bias: expected float32, got float64$"),
-    ({"bias": ones(8, 6, dtype="f8")}, TypeError, "bias: expected float32, got float64$"),
-    ({"bias": ones(8, 6, dtype="f2")}, TypeError, "bias: expected float32, got float16$"),
+    ({"bias": ones(8, 6, dtype="f8")}, TypeError, f"bias: expected float32, got float64{WIDTH}bias.{CAST}"),
+    ({"bias": ones(8, 6, dtype="f2")}, TypeError, f"bias: expected float32, got float16{WIDTH}bias.{CAST}"),
+    ({"alibi_slopes": ones(3, dtype="f8")}, TypeError, f"alibi_slopes: expected float32, got float64{WIDTH}alibi_slopes.{CAST}"),
+    ({"sinks": ones(3, dtype="f8")}, TypeError, f"sinks: expected float32, got float64{WIDTH}sinks.{CAST}"),
     ({"bias": ones(8, 6, dtype=">f4")}, TypeError, "bias: expected float32, got >f4$"),
     ({"bias": ones(8, 6, dtype=int)}, TypeError, "bias: expected float32, got int64$"),
     ({"bias": ones(8, 6, dtype=bool)}, TypeError, "bias: expected float32, got bool$"),
@@ -173,7 +177,7 @@ WRONG = [
     # Dropout
     ({"dropout": 0.5}, ValueError, "seed: expected an integer, or a pair of seed and offset, with dropout, got None$"),
     *[(dropping(1, p), ValueError, NUMBER) for p in (1, 1.0, 1.5, -0.1, float("nan"), float("inf"), -float("inf"), 10**400)],
-    *[(dropping(1, p), TypeError, NUMBER) for p in ("0.5", None, True, 0.5j, numpy.array(0.5), ones(1), [0.5], Nameless())],
+    *[(dropping(1, p), TypeError, NUMBER) for p in ("0.5", True, 0.5j, numpy.array(0.5), ones(1), [0.5], Nameless())],
     *[
         (dropping(x), ValueError, r"seed: expected a seed of at least 0 and below 2\*\*64, got ")
         for x in (-1, 2**64, (-1, 0), 10**5000)
@@ -192,6 +196,7 @@ WRONG = [
     ],
     *[(dropping(x), TypeError, f"seed: {ARRAY}") for x in ("1", b"12", {}, Nameless(), {1, 2})],
     ({"seed": -1}, ValueError, "seed: expected a seed of at least 0"),  # even where nothing needs one
+    *[(options, ValueError, UNUSED) for options in ({"seed": 5}, dropping((1, 2), None), {"seed": 1, "bias": ones(8, 6)})],
 ]
 
 
@@ -231,7 +236,7 @@ def test_dtypes_of_biases_and_slopes_follow_q(dtype):
             if numpy.dtype(own).name in expected:
                 attention(q, k, k, **{option: x})
             else:
-                with pytest.raises(TypeError, match=f"^{option}: expected {' or '.join(expected)}, got {x.dtype.name}$"):
+                with pytest.raises(TypeError, match=f"^{option}: expected {' or '.join(expected)}, got {x.dtype.name}; scores are"):
                     attention(q, k, k, **{option: x})
 
 

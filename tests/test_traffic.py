@@ -122,6 +122,23 @@ def test_the_formulas_hold_up_to_a_constant_that_settles():
     assert all(1 < a < b for a, b in pairwise(ratios))
 
 
+@pytest.mark.parametrize("arch", ["80", "90a"])
+def test_documents_cost_their_share(arch):
+    """Eight of equal length: each tile of queries reads the keys and values of its own."""
+    setting, length = Setting(3072, documents=8), 384
+    assert setting.pairs == 8 * length**2 and setting.algorithms == ("naive", "v2")
+    out, found = count_kernel(setting, "v2", arch)
+    q, k, v = make_inputs(setting)
+    asked = {"mask": "d[q_idx] == d[kv_idx]", "arrays": {"d": setting.document}}
+    tile = plan_attention(q, k, v, backend="host", arch=arch, **asked).kernel.config.TILE_Q
+    share = q.nbytes + 3072 // tile * 2 * length * 64 * 2
+    assert share <= found.read_bytes <= 1.01 * share
+    assert 1 <= found.flops / (4 * 64 * setting.pairs) <= 1.02  # each block of fwd_hopper drops a product
+    for first in range(0, 3072, length):
+        alone = [x[..., first : first + length, :] for x in (out, q, k, v)]
+        assert compare(alone[0], None, *alone[1:], scale=1 / 8).ok
+
+
 def test_memory_saved_at_dim_64():
     for seq, percent in ((512, 94), (1024, 97)):
         naive, v2 = (count(Setting(seq), name).memory_bytes for name in ("naive", "v2"))
@@ -147,6 +164,14 @@ def test_the_command_prints_both_tables():
     naive, v2 = (count(Setting(128, causal=True), name) for name in ("naive", "v2"))
     assert f"{naive.memory_bytes / 1000:.1f}" in result.stdout
     assert f"{1 - v2.memory_bytes / naive.memory_bytes:.1%}" in result.stdout.splitlines()[-9]
+
+
+def test_the_command_counts_documents():
+    result = run("--seq", "96", "--documents", 3)
+    assert result.exit_code == 0, result.output
+    assert "full, 3 documents; kernels of sm_80" in result.stdout and "a TileMask keeps it" in result.stdout
+    assert [line.split()[1] for line in result.stdout.splitlines() if line.strip().startswith("96")][:2] == ["naive", "v2"]
+    assert "v1" not in result.stdout.split("read, written")[0]
 
 
 def test_the_command_prints_json():

@@ -15,7 +15,8 @@ from cupy_flash import (
     plan_attention_backward,
 )
 from cupy_flash.judge.cases import Case, make_inputs
-from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.judge.compare_gradients import compare_gradients
+from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.plan.workspace import ALIGNMENT
 
 cupy = pytest.importorskip("cupy")

@@ -28,7 +28,7 @@ import cupy
 cupy.cuda.set_allocator(None)  # a memory pool would hide a step outside
 from cupy_flash import attention, merge_states, plan_attention, plan_attention_backward
 from cupy_flash.judge.cases import Case, make_inputs
-from cupy_flash.judge.compare_gradients import make_cotangents
+from cupy_flash.judge.cotangents import make_cotangents
 
 for case in (
     Case("float16", 70, 90, heads_q=2, causal=True),
@@ -102,7 +102,7 @@ BACKWARD_ALONE = """
 import cupy
 from cupy_flash import plan_attention, plan_attention_backward
 from cupy_flash.judge.cases import Case, make_inputs
-from cupy_flash.judge.compare_gradients import make_cotangents
+from cupy_flash.judge.cotangents import make_cotangents
 
 case = Case("float32", 70, 60, causal=True)
 q, k, v = make_inputs(case, cupy)

@@ -4,9 +4,21 @@ import numpy
 import pytest
 from hand_masks import MASKS
 from hand_scores import SCORES
-from score_kernels import BIASES, DIM, DTYPES, HEADS_KV, LEN_KV, PAIRS, everything, given, inputs, judged
+from score_calls import ends, seen_in_ranges
+from score_kernels import BIASES, DIM, DTYPES, GRID, HEADS, HEADS_KV, LEN_KV, LEN_Q, PAIRS, everything, given, inputs, judged
+from tile_masks import TILE_MASKS
+from tile_masks import inputs as tile_inputs
 
-from cupy_flash import UnsupportedError, attention, dropout_mask, plan_attention
+from cupy_flash import (
+    KeyRanges,
+    TileMask,
+    UnsupportedError,
+    attention,
+    attention_vjp,
+    dropout_mask,
+    plan_attention,
+    plan_attention_backward,
+)
 
 cupy = pytest.importorskip("cupy")
 
@@ -14,19 +26,19 @@ HALVES = ["float16", "bfloat16"]
 DTYPE = pytest.mark.parametrize("dtype", [*HALVES, "float32"])
 
 
-def on_device(dtype, options, hand, **where):
+def on_device(dtype, options, hand, wrt=()):
     if dtype == "bfloat16" and int(cupy.cuda.Device().compute_capability) < 80:
         with pytest.raises(UnsupportedError, match="which has no bfloat16"):
-            judged(dtype, options, hand, where, cupy.asarray, cupy.asnumpy)
+            judged(dtype, options, hand, {}, cupy.asarray, cupy.asnumpy, wrt)
     else:
-        judged(dtype, options, hand, where, cupy.asarray, cupy.asnumpy)
+        judged(dtype, options, hand, {}, cupy.asarray, cupy.asnumpy, wrt)
 
 
 @DTYPE
 @pytest.mark.parametrize("example", SCORES, ids=str)
 def test_scores(example, dtype):
     arrays, score = given(example)
-    on_device(dtype, {"score": example.text, "arrays": arrays}, {"score": score})
+    on_device(dtype, {"score": example.text, "arrays": arrays}, {"score": score}, tuple(score.arrays))
 
 
 @DTYPE
@@ -37,15 +49,23 @@ def test_masks(example, dtype):
 
 
 @DTYPE
+@pytest.mark.parametrize("shape", [(LEN_Q, 2), (2, HEADS, LEN_Q, 3), (1, 1)], ids=str)
+def test_ranges(shape, dtype):
+    start, stop = ends(*shape, keys=LEN_KV), ends(*shape, keys=LEN_KV, seed=1)
+    hand = {"seen": seen_in_ranges(GRID, start, stop), "last_key": LEN_KV - LEN_Q}
+    on_device(dtype, {"mask": KeyRanges(start, stop.astype(numpy.int32)), "causal": True}, hand)
+
+
+@DTYPE
 @pytest.mark.parametrize("shape", BIASES)
 def test_biases(shape, dtype):
     bias = BIASES[shape](numpy.random.default_rng(2)).astype(DTYPES[dtype])
-    on_device(dtype, {"bias": bias}, {"bias": bias})
+    on_device(dtype, {"bias": bias}, {"bias": bias}, "bias")
 
 
 @DTYPE
 def test_everything_at_once(dtype):
-    on_device(dtype, *everything(dtype))
+    on_device(dtype, *everything(dtype), ("bias", "alibi_slopes", "level"))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -81,6 +101,23 @@ def test_a_graph_draws_anew_with_another_seed():
         assert (result == attention(q, k, v, dropout=0.4, seed=(number, 6))).all()
 
 
+def test_gradients_of_reads_repeat():
+    q, k, v, dout = (cupy.asarray(x) for x in inputs("float16"))
+    text = "score * t[h] + distance[kv_idx - q_idx + 60] + w[b, kv_idx] + number * score"
+    rng = numpy.random.default_rng(0)
+    shapes = {"t": PAIRS[1], "distance": 130, "w": (PAIRS[0], LEN_KV)}
+    arrays = {name: cupy.asarray(rng.standard_normal(shape, numpy.float32)) for name, shape in shapes.items()} | {"number": 0.5}
+    bias = cupy.asarray(rng.standard_normal(PAIRS[1:], numpy.float32))
+    wrt = ("bias", *arrays)
+    _, vjp = attention_vjp(q, k, v, score=text, arrays=arrays, bias=bias, wrt=wrt, deterministic=True)
+    first = vjp(dout)
+    assert isinstance(first.darrays["number"], cupy.ndarray) and first.darrays["number"].dtype == numpy.float64
+    for _ in range(100):
+        grads = vjp(dout)
+        assert (grads.dbias == first.dbias).all()
+        assert all((grads.darrays[name] == first.darrays[name]).all() for name in arrays)
+
+
 def test_results_repeat():
     options, _ = everything("float16")
     options = {name: cupy.asarray(x) if isinstance(x, numpy.ndarray) else x for name, x in options.items()}
@@ -89,3 +126,62 @@ def test_results_repeat():
     first = attention(q, k, v, **options)
     for _ in range(100):
         assert (attention(q, k, v, **options) == first).all()
+
+
+# Lists of tiles
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", TILE_MASKS)
+def test_tiles_that_are_left_out(name, deterministic):
+    options, hand = TILE_MASKS[name]()
+    judged("float16", options, hand, {}, cupy.asarray, cupy.asnumpy, inputs_given=tile_inputs(), deterministic=deterministic)
+
+
+@pytest.mark.parametrize("name", ["documents", "blocks of heads", "causal, blocks"])
+def test_what_a_tile_mask_keeps(name):
+    """The bits of a call that finds the tiles itself, in every call, in order and again."""
+    options, _ = TILE_MASKS[name]()
+    q, k, v, dout = map(cupy.asarray, tile_inputs())
+    options = {of: cupy.asarray(x) if isinstance(x, numpy.ndarray) else x for of, x in options.items()}
+    arrays = {of: cupy.asarray(x) for of, x in options.pop("arrays", {}).items()}
+    seen = options.pop("mask")
+    mask = TileMask(seen, arrays)
+
+    def computed(**of_mask):
+        (out, lse), vjp = attention_vjp(q, k, v, return_lse=True, deterministic=True, **of_mask, **options)
+        return [cupy.asnumpy(x) for x in (out, lse, *vjp(dout))]
+
+    expected = computed(mask=seen, **({"arrays": arrays} if arrays else {}))
+    for _ in range(20):
+        for got, right in zip(computed(mask=mask), expected):
+            numpy.testing.assert_array_equal(got, right)
+        assert len(mask.found) == 2
+
+
+def test_a_graph_finds_tiles_anew():
+    """Of arrays that have changed; with a `TileMask`, it takes those that were found before."""
+    q, k, v, dout = map(cupy.asarray, tile_inputs())
+    doc = cupy.zeros(k.shape[-2], numpy.int32)
+    asked = {"mask": "doc[kv_idx] == 0", "arrays": {"doc": doc}}
+    forward = plan_attention(q, k, v, return_lse=True, **asked)
+    out, lse = forward(q, k, v, arrays={"doc": doc})
+    backward = plan_attention_backward(dout, q, k, v, out, lse, deterministic=True, **asked)
+    gradients = backward(dout, q, k, v, out, lse, arrays={"doc": doc})
+    spaces = [cupy.empty(plan.workspace_bytes, numpy.uint8) for plan in (forward, backward)]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        forward(q, k, v, arrays={"doc": doc}, out=out, lse=lse, workspace=spaces[0])
+        named = {f"d{name}": x for name, x in zip("qkv", gradients)}
+        backward(dout, q, k, v, out, lse, arrays={"doc": doc}, **named, workspace=spaces[1])
+        graph = stream.end_capture()
+        for first in (0, 64, 130):
+            doc[...] = cupy.arange(len(doc)) < first
+            graph.launch(stream)
+            anew = forward(q, k, v, arrays={"doc": doc})
+            again = backward(dout, q, k, v, *anew, arrays={"doc": doc})
+            for got, right in zip((out, lse, *gradients), (*anew, *again)):
+                numpy.testing.assert_array_equal(cupy.asnumpy(got), cupy.asnumpy(right))
+            assert not cupy.asnumpy(gradients.dk)[:, :, :first].any()

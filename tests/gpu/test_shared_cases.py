@@ -6,14 +6,16 @@ from cupy_flash import attention, plan_attention, plan_attention_backward
 from cupy_flash.judge import check
 from cupy_flash.judge.cases import full_cases, make_inputs
 from cupy_flash.judge.compare import compare
-from cupy_flash.judge.compare_gradients import compare_gradients, make_cotangents
+from cupy_flash.judge.compare_gradients import compare_gradients
+from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.plan.architecture import architecture_of
 from cupy_flash.plan.packing import packing_of
 
 cupy = pytest.importorskip("cupy")
 
 
-CASES = [case for case in full_cases() if case.dtype != "float64"]
+ALL = [case for case in full_cases() if case.dtype != "float64"]
+CASES = [case for case in ALL if not case.of_pairs]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,3 +120,13 @@ def test_backward_with_the_tile_of_long_sequences(given, deterministic, staged):
     assert plan.kernel.config.TMA_REDUCE_DQ is served
     judged = compare_gradients(gradients, dout, *inputs, dlse=dlse, precision=case.precision, **case.scores, **others)
     assert judged.ok, judged.message
+
+
+@pytest.mark.parametrize("case", [case for case in ALL if case.of_pairs], ids=str)
+def test_scores_and_masks_of_pairs(case):
+    computations = check.select_computations("cuda", algorithm="v2", architecture=own_architecture())
+    computations = [x for x in computations if not check.why_skipped(case, x, "cuda", own_architecture())]
+    for result in check.run_case(case, computations, "cuda"):
+        assert result.ok, f"{result.computation} by {result.plan}: {result.message}"
+        kernel = result.computation.kernel or {"forward": "fwd_", "backward": "bwd_"}[result.computation.direction]
+        assert result.plan == "nothing to launch" or result.plan.startswith(kernel)

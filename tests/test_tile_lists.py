@@ -1,0 +1,331 @@
+"""Tiles in which nothing is seen are not computed, and pairs of tiles in which all is seen are not asked."""
+
+from dataclasses import replace
+
+import numpy
+import pytest
+from score_kernels import close, judged, largest_score
+from thinned import thinned
+from tile_masks import BATCH, HEADS, LEN_KV, LEN_Q, NAMES, TILE_MASKS, array, inputs
+
+from cupy_flash import KeyRanges, TileMask, attention, plan_attention, plan_attention_backward
+from cupy_flash.call.backward import BackwardPlan
+from cupy_flash.call.forward import AttentionPlan
+from cupy_flash.judge.oracle import naive, oracle
+from cupy_flash.machine import host
+from cupy_flash.plan import backward as backward_plan
+
+KERNELS = {"80": ("fwd_v2", "bwd_v2"), "90a": ("fwd_hopper", "bwd_hopper")}
+DTYPE = {"80": "bfloat16", "90a": "float16"}  # as in other tests of masks, whose kernels these are
+
+
+@pytest.fixture(params=host.SCHEDULES)
+def schedule(request, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("arch", KERNELS)
+@pytest.mark.parametrize("name", thinned(NAMES))
+def test_results(name, arch, schedule):
+    options, hand = TILE_MASKS[name]()
+    deterministic = schedule == "deferred"
+    where = {"backend": "host", "arch": arch}
+    kernels = judged(DTYPE[arch], options, hand, where, inputs_given=inputs(DTYPE[arch]), deterministic=deterministic)
+    assert tuple(kernel.file for kernel in kernels) == KERNELS[arch]
+    assert all(kernel.config.TILE_LIST for kernel in kernels)
+
+
+# The lists themselves
+
+
+def visible(hand):
+    """Which pairs are seen by both masks, and by that of pairs alone."""
+    ahead = numpy.arange(LEN_KV) - numpy.arange(LEN_Q)[:, None]
+    band = (ahead <= hand.get("last_key", LEN_KV)) & (ahead >= hand.get("first_key", -LEN_Q))
+    alone = numpy.broadcast_to(hand["seen"], (BATCH, HEADS, LEN_Q, LEN_KV))
+    return alone & band, alone
+
+
+def of_tiles(pairs, reduce, tile_q, tile_kv):
+    """What is true of each tile of pairs."""
+    return reduce.reduceat(reduce.reduceat(pairs, range(0, LEN_Q, tile_q), axis=-2), range(0, LEN_KV, tile_kv), axis=-1)
+
+
+def bits_of(words, tiles):
+    """The first bits of rows of words."""
+    return numpy.unpackbits(words.view(numpy.uint8), axis=-1, bitorder="little")[..., :tiles].astype(bool)
+
+
+def classified(plan, arguments, operands):
+    """The parts of workspace that name tiles, after a call, as words."""
+    memory = numpy.zeros(plan.workspace_bytes, numpy.uint8)
+    plan(*arguments, workspace=memory, **operands)
+    return {name: x.view(numpy.uint32) for name, x in plan.workspace.on_host(memory).items() if name.startswith("tile_")}
+
+
+def operands_of(options):
+    return {name: x for name, x in options.items() if name == "arrays" or (name == "mask" and isinstance(x, numpy.ndarray))}
+
+
+@pytest.mark.parametrize("name", thinned(NAMES))
+def test_lists_are_those_of_the_mask(name):
+    """Of the forward and of a backward in order, bit by bit against the pairs."""
+    options, hand = TILE_MASKS[name]()
+    q, k, v, dout = inputs(DTYPE["80"])
+    both, alone = visible(hand)
+    plan = plan_attention(q, k, v, backend="host", **options)
+    found = classified(plan, (q, k, v), operands_of(options))["tile_lists"]
+    tile = plan.kernel.config.TILE_Q, plan.kernel.config.TILE_KV
+    any_seen, all_seen = of_tiles(both, numpy.logical_or, *tile), of_tiles(alone, numpy.logical_and, *tile)
+    told = plan._execution._params[0]["scores"]["tiles"]
+    apart = int(told["batches"]), int(told["heads"])
+    query_tiles, key_tiles = any_seen.shape[-2:]
+    lists = bits_of(found.reshape(*apart, query_tiles, 2, -1), key_tiles)
+    assert (lists[..., 0, :] == any_seen).all() and (lists[..., 1, :] == all_seen).all()
+
+    out, lse = q, numpy.zeros(q.shape[:-1], numpy.float32)
+    backward = plan_attention_backward(dout, q, k, v, out, lse, backend="host", deterministic=True, **options)
+    found = classified(backward, (dout, q, k, v, out, lse), operands_of(options))
+    tile = backward.kernel.config.TILE_Q, backward.kernel.config.TILE_KV
+    any_seen, all_seen = of_tiles(both, numpy.logical_or, *tile), of_tiles(alone, numpy.logical_and, *tile)
+    query_tiles, key_tiles = any_seen.shape[-2:]
+    lists = bits_of(found["tile_lists"].reshape(*apart, key_tiles, 2, -1), query_tiles)
+    assert (lists[..., 0, :] == any_seen.swapaxes(-1, -2)).all() and (lists[..., 1, :] == all_seen.swapaxes(-1, -2)).all()
+    assert (bits_of(found["tile_columns"].reshape(*apart, query_tiles, -1), key_tiles) == any_seen).all()
+
+
+def test_what_the_mask_does_not_tell_apart_is_classified_once():
+    expected = {"documents": (1, 1), "windows of heads": (1, HEADS), "limits of batch elements": (BATCH, 1), "stripes": (1, HEADS)}
+    expected |= {"blocks": (1, 1), "blocks of heads": (1, HEADS), "blocks of batch elements": (BATCH, 1)}
+    expected |= {"blocks of all": (BATCH, HEADS)}
+    for name, apart in expected.items():
+        options, _ = TILE_MASKS[name]()
+        plan = plan_attention(*inputs()[:3], backend="host", **options)
+        told = plan._execution._params[0]["scores"]["tiles"]
+        assert (told["batches"], told["heads"]) == apart, name
+        c = plan.kernel.config
+        tiles = -(-LEN_Q // c.TILE_Q) * 2  # a word for each row of bits
+        assert plan.workspace.parts == (("tile_lists", 4 * apart[0] * apart[1] * tiles),)
+        assert f"before: classify {apart[0] * apart[1] * tiles // 2} blocks" in str(plan)
+
+
+# What is not computed
+
+
+def unlisted(plan):
+    """The same plan, whose kernel visits all tiles and asks every pair."""
+    kernel = replace(plan.kernel, config=replace(plan.kernel.config, TILE_LIST=False))
+    return AttentionPlan(plan.problem, kernel, True) if isinstance(plan, AttentionPlan) else BackwardPlan(plan.problem, kernel)
+
+
+@pytest.mark.parametrize("name", thinned(["blocks", "blocks of heads", "causal, blocks", "holes"]))
+def test_v2_gives_the_same_bits_as_without_a_list(name):
+    """What is left out adds nothing, and no maximum moves."""
+    options, _ = TILE_MASKS[name]()
+    q, k, v, dout = inputs(DTYPE["80"])
+    plan = plan_attention(q, k, v, backend="host", return_lse=True, **options)
+    results, expected = (x(q, k, v, **operands_of(options)) for x in (plan, unlisted(plan)))
+    for got, right in zip(results, expected):
+        assert got.tobytes() == right.tobytes()
+    given = dout, q, k, v, *results
+    backward = plan_attention_backward(*given, backend="host", deterministic=True, **options)
+    for got, right in zip(*(x(*given, **operands_of(options)) for x in (backward, unlisted(backward)))):
+        assert (got == right).all()  # of 0, the sign may be another
+
+
+# Many key tiles, several heads to a block, split keys
+
+
+@pytest.mark.parametrize("arch", KERNELS)
+def test_lists_of_more_than_a_word(arch):
+    """More tiles than bits of a word, of which the first, some in between and the last are seen, or none of a word."""
+    len_q, len_kv = 70, 2300
+    seen = numpy.zeros((len_q, len_kv), bool)
+    seen[:, [0, 5, 2299]] = seen[40:, 1200:1210] = True
+    seen[64:] = False
+    seen[66, 2100] = True
+    for options, hand in (array(seen), array(seen.T.copy())):
+        lengths = {"len_q": hand["seen"].shape[0], "len_kv": hand["seen"].shape[1], "batch": 1, "heads": 2, "heads_kv": 1}
+        given = inputs(DTYPE[arch], **lengths)
+        judged(DTYPE[arch], options, hand, {"backend": "host", "arch": arch}, inputs_given=given, deterministic=True)
+
+
+@pytest.mark.parametrize("kernel", ["bwd_v2", "bwd_hopper", "bwd_hopper_wide"])
+@pytest.mark.parametrize("name", thinned(["blocks", "blocks of heads", "causal, blocks", "holes"]))
+def test_blocks_that_sum_over_several_heads(name, kernel, schedule, monkeypatch):
+    """They go through the list of one head after the other, some of which may be empty."""
+    options, hand = TILE_MASKS[name]()
+    if name == "blocks of heads":
+        hand["seen"][1:3, :, 64:] = False  # which is the array of the options
+    arch = "90a" if "hopper" in kernel else "80"
+    q, k, v, dout = inputs(DTYPE[arch])
+    results = plan_attention(q, k, v, backend="host", arch=arch, return_lse=True, **options)(q, k, v, **operands_of(options))
+    given = dout, q, k, v, *results
+    plan = plan_attention_backward(*given, backend="host", arch=arch, kernel=kernel, deterministic=True, **options)
+    assert plan.kernel.file == kernel and plan.kernel.config.TILE_LIST
+    monkeypatch.setattr(backward_plan, "FEWEST_BLOCKS", 1)  # after the plan, which is found again by other tests
+    ordered = BackwardPlan(plan.problem, plan.kernel)
+    assert ordered._execution._params["heads_per_block"] == 2
+    listed, all_tiles = (x(*given, **operands_of(options)) for x in (ordered, unlisted(ordered)))
+    for got, right in zip(listed, all_tiles):
+        assert (got == right).all()
+
+
+@pytest.mark.parametrize("name", thinned(["documents", "holes", "nothing"]))
+def test_split_keys(name, schedule):
+    """Ranges of keys are cut before the lists are looked at: some blocks have none that are seen."""
+    len_kv = 1500
+    keys = numpy.arange(len_kv)
+    seen = {"documents": keys // 640 == 1, "holes": keys % 700 < 90, "nothing": keys < 0}[name]
+    options, hand = array(numpy.broadcast_to(seen, (4, len_kv)).copy())
+    q, k, v, _ = inputs("float16", len_q=4, len_kv=len_kv, batch=1)
+    plan = plan_attention(q, k, v, backend="host", arch="90a", return_lse=True, **options)
+    assert plan.kernel.config.SPLIT_KV and plan.kernel.config.TILE_LIST
+    out, lse = plan(q, k, v, **options)
+    exact, exact_lse = oracle(q, k, v, scale=1 / 40**0.5, **hand)
+    plain, _ = naive(q, k, v, scale=1 / 40**0.5, **hand)
+    close(out, exact, plain, 2, 2**-10, largest_score(q, k, hand))
+    assert (numpy.isneginf(lse) == numpy.isneginf(exact_lse)).all()
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("arch", KERNELS)
+@pytest.mark.parametrize("name", thinned(["documents", "blocks of heads", "causal, blocks"], keep=3))
+def test_what_is_kept_is_what_a_call_finds(name, arch):
+    options, _ = TILE_MASKS[name]()
+    q, k, v, dout = inputs(DTYPE[arch])
+    mask = TileMask(options["mask"], options.get("arrays"))
+    others = {of: x for of, x in options.items() if of not in ("mask", "arrays")}
+    where = {"backend": "host", "arch": arch}
+    plan = plan_attention(q, k, v, return_lse=True, mask=mask, **others, **where)
+    results = plan(q, k, v, mask=mask)
+    anew = plan_attention(q, k, v, return_lse=True, **options, **where)
+    for got, right in zip(results, anew(q, k, v, **operands_of(options))):
+        assert got.tobytes() == right.tobytes()
+    assert len(mask.found) == 1 and plan.workspace_bytes == anew.workspace_bytes - sum(x.nbytes for x in kept(mask, 0).values())
+    given = dout, q, k, v, *results
+    for deterministic, times in ((True, 2), (False, 3), (True, 3)):
+        backward = plan_attention_backward(*given, deterministic=deterministic, mask=mask, **others, **where)
+        gradients = backward(*given, mask=mask)
+        anew = plan_attention_backward(*given, deterministic=deterministic, **options, **where)
+        for got, right in zip(gradients, anew(*given, **operands_of(options))):
+            assert deterministic is False or got.tobytes() == right.tobytes()
+        assert len(mask.found) == times
+    assert ", once for a TileMask, which keeps " in str(plan)
+
+
+def kept(mask, number):
+    return list(mask.found.values())[number]
+
+
+@pytest.mark.parametrize("arch", KERNELS)
+def test_a_wrong_bit_is_noticed(arch):
+    """Each bit decides: of a tile that is left out, the result lacks something; in one that is not asked, it has too much."""
+    options, _ = TILE_MASKS["blocks"]()
+    q, k, v, _ = inputs(DTYPE[arch])
+    mask = TileMask(options["mask"])
+    plan = plan_attention(q, k, v, backend="host", arch=arch, mask=mask)
+    right = plan(q, k, v, mask=mask)
+    words = kept(mask, 0)["tile_lists"].view(numpy.uint32)
+    c = plan.kernel.config
+    key_tiles, query_tiles = -(-LEN_KV // c.TILE_KV), -(-LEN_Q // c.TILE_Q)
+    any_seen, all_seen = words.copy().reshape(query_tiles, 2).T
+    assert len(words) == 2 * query_tiles and any(all_seen != any_seen)
+    noticed = 0
+    for query_tile in range(query_tiles):
+        for key_tile in range(key_tiles):
+            seen, whole = any_seen[query_tile] >> key_tile & 1, all_seen[query_tile] >> key_tile & 1
+            if whole or not seen:
+                continue
+            rows = slice(query_tile * c.TILE_Q, (query_tile + 1) * c.TILE_Q)
+            for row_of_bits in range(2):  # a tile that is seen in part
+                words[2 * query_tile + row_of_bits] ^= 1 << key_tile
+                wrong = plan(q, k, v, mask=mask)
+                words[2 * query_tile + row_of_bits] ^= 1 << key_tile
+                assert (wrong[..., rows, :] != right[..., rows, :]).any()
+                noticed += 1
+    assert noticed >= 4
+    assert (plan(q, k, v, mask=mask) == right).all()
+
+
+def test_what_a_tile_mask_refuses():
+    doc = numpy.zeros(LEN_KV, int)
+    with pytest.raises(TypeError, match=r"^mask: expected an array of bool, an expression or a function, got None"):
+        TileMask(None)
+    with pytest.raises(TypeError, match=r"^mask: expected bool, got float64"):
+        TileMask(numpy.zeros((3, 3)))
+    with pytest.raises(ValueError, match=r"^arrays\['doc'\]: expected an array that is read by the mask, which does not"):
+        TileMask("kv_idx > 3", {"doc": doc})
+    with pytest.raises(ValueError, match=r"^arrays\['doc'\]: expected an array that is read by the mask, which does not"):
+        TileMask(numpy.ones((3, 3), bool), {"doc": doc})
+    with pytest.raises(TypeError, match=r"^arrays: expected None or a dict of arrays by their names, got 3"):
+        TileMask("kv_idx > 3", 3)
+    mask = TileMask(lambda kv_idx, doc: doc[kv_idx] == 0, {"doc": doc})
+    q, k, v, _ = inputs()
+    with pytest.raises(ValueError, match=r"^arrays\['doc'\]: expected the array that the TileMask has by this name, or none"):
+        attention(q, k, v, mask=mask, arrays={"doc": doc.copy()})
+    plan, without = plan_attention(q, k, v, mask=mask), plan_attention(q, k, v, mask="doc[kv_idx] == 0", arrays={"doc": doc})
+    with pytest.raises(ValueError, match=r"^mask: expected a TileMask, as planned, got none"):
+        plan(q, k, v, arrays={"doc": doc})
+    with pytest.raises(ValueError, match=r"^mask: expected no TileMask, as planned, got one"):
+        without(q, k, v, mask=mask)
+    with pytest.raises(ValueError, match=r"^mask: expected a TileMask of 'doc\[kv_idx\] == 0', as planned, got one of '"):
+        plan(q, k, v, mask=TileMask("kv_idx > 3"))
+    assert (plan(q, k, v, mask=mask) == without(q, k, v, arrays={"doc": doc})).all()
+
+
+# What is counted
+
+
+@pytest.mark.parametrize("arch", KERNELS)
+def test_documents_move_and_compute_their_share(arch):
+    """Documents of an eighth of a row, against a batch of the same documents without a mask: by the tiles of the mask's kernels."""
+    documents, length, dim = 8, 384, 40  # a multiple of every tile
+    rows = documents * length
+    # The text of other tests.
+    doc, text = numpy.repeat(numpy.arange(documents, dtype=numpy.int32), length), TILE_MASKS["documents"]()[0]["mask"]
+    mask = TileMask(text, {"doc": doc, "doc_kv": doc})
+    given = inputs(DTYPE[arch], len_q=rows, len_kv=rows, batch=1, heads=1, heads_kv=1)
+    q, k, v, dout = given
+    alone = [x.reshape(documents, 1, length, dim) for x in given]
+    where = {"backend": "host", "arch": arch}
+    plan = plan_attention(q, k, v, return_lse=True, mask=mask, **where)
+    _, once = plan.counted(q, k, v, mask=mask)
+    results, moved = plan.counted(q, k, v, mask=mask)
+    # One head after the other is what the same kernel does of a mask of all, so tiles are the same.
+    every = TileMask(text, {"doc": doc[:length], "doc_kv": doc[:length]})
+    share_plan = plan_attention(*alone[:3], return_lse=True, mask=every, **where)
+    share_plan(*alone[:3], mask=every)
+    shared, share = share_plan.counted(*alone[:3], mask=every)
+    assert share_plan.kernel.config == plan.kernel.config
+    assert once.flops == moved.flops == share.flops
+    assert moved.read_bytes + moved.written_bytes <= 1.3 * (share.read_bytes + share.written_bytes)
+    assert once.read_bytes > moved.read_bytes  # that reads the documents as well
+
+    gradients = dout, q, k, v, *results
+    backward = plan_attention_backward(*gradients, mask=mask, **where)
+    backward(*gradients, mask=mask)
+    _, moved = backward.counted(*gradients, mask=mask)
+    gradients = alone[3], *alone[:3], *shared
+    share_plan = plan_attention_backward(*gradients, mask=every, **where)
+    share_plan(*gradients, mask=every)
+    _, share = share_plan.counted(*gradients, mask=every)
+    assert share_plan.kernel.config == backward.kernel.config
+    assert moved.flops == share.flops
+    assert moved.read_bytes + moved.written_bytes <= 1.3 * (share.read_bytes + share.written_bytes)
+
+
+@pytest.mark.parametrize("backend", ["host", "numpy"])
+def test_ranges_of_keys_are_kept_as_well(backend):
+    start = numpy.arange(LEN_Q)[:, None] // 40 * 50
+    mask = KeyRanges(start, start + 70)
+    kept = TileMask(mask)
+    q, k, v, _ = inputs(DTYPE["80"])
+    for _ in range(2):
+        assert (attention(q, k, v, mask=kept, backend=backend) == attention(q, k, v, mask=mask, backend=backend)).all()
+    assert len(kept.found) == (backend == "host") and "TileMask of ranges" in repr(kept)
+    plan = plan_attention(q, k, v, mask=kept, backend=backend)
+    assert (plan(q, k, v, mask=kept) == attention(q, k, v, mask=mask, backend=backend)).all()
