@@ -15,6 +15,7 @@ DRAWINGS = {
     "benchmark-backward": lambda: bars.rates("backward", "Backward"),
     "masks": masks.kinds,
     "mask-expressions": masks.expressions,
+    "key-ranges": masks.key_ranges,
     "tiles": masks.tiles,
     "tiling": kernels.tiling,
     "ping-pong": kernels.ping_pong,

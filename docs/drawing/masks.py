@@ -37,6 +37,12 @@ EXPRESSIONS = (  # each is a line of a recipe in guide/scores.md: what it is cal
     ),
     ("tree of drafts", {"mask": "kv_idx < text or ancestors[q_idx] >> max(kv_idx - text, 0) & 1 == 1"}, 6, 10),
 )
+RANGES = (  # as of the recipes in guide/masks.md: what each is called, the ranges of the queries, and the keys
+    ("documents", [[(0, 3)]] * 3 + [[(3, 8)]] * 5 + [[(8, 10)]] * 2, 10),
+    ("prefix LM", [[(0, max(i + 1, 4))] for i in range(10)], 10),
+    ("sinks and window", [[(0, min(i + 1, 2)), (max(i - 2, 0), i + 1)] for i in range(10)], 10),
+    ("tree of drafts", [[(0, 5)], [(0, 6)], [(0, 5), (6, 7)], [(0, 6), (7, 8)], [(0, 6), (8, 9)], [(0, 5), (6, 7), (9, 10)]], 10),
+)
 
 
 def seen_by(len_q: int, len_kv: int, options: dict) -> numpy.ndarray:
@@ -97,6 +103,26 @@ def weighted_by(len_q: int, len_kv: int, options: dict) -> numpy.ndarray:
     """Whether each query gives weight to each key: what attention makes of values that tell the keys apart."""
     q, k = numpy.zeros((len_q, 1), numpy.float32), numpy.zeros((len_kv, 1), numpy.float32)
     return cupy_flash.attention(q, k, numpy.eye(len_kv, dtype=numpy.float32), **options) > 0
+
+
+def key_ranges() -> str:
+    """Draw masks that are ranges of keys, with the ranges behind each row."""
+    wide = 310
+    card = Card(2 * wide + 10, 538, "Masks that are ranges of keys, with the ranges of each query")
+    card.rect(24, 16, 13, 13, "blue")
+    card.text(43, 27, "seen", 13)
+    card.text(2 * wide, 27, "a row is a query, a column a key; behind it start:stop of its ranges", 13, "faint", "end")
+    for i, (name, ranges, len_kv) in enumerate(RANGES):
+        x, y = 24 + i % 2 * wide, 78 + i // 2 * 238
+        card.text(x, y - 12, name, 13, also="bold")
+        most = max(map(len, ranges))
+        start, stop = numpy.array([own + [(0, 0)] * (most - len(own)) for own in ranges]).transpose(2, 0, 1)
+        mask = cupy_flash.KeyRanges(start, stop)
+        _cells(card, weighted_by(len(ranges), len_kv, {"mask": mask}), x, y, CELL)
+        for row, own in enumerate(ranges):
+            text = "  ".join(f"{first}:{last}" for first, last in own)
+            card.text(x + len_kv * CELL + 8, y + (row + 0.72) * CELL, text, 11, "faint", also="mono")
+    return str(card)
 
 
 def _tree(card: Card, x: float, y: float) -> None:
