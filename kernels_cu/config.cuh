@@ -16,6 +16,8 @@ constexpr SinkKind SINKS = NO_SINKS;      // logits of each row besides those of
 
 constexpr ScoreKind SCORES = UNCHANGED;   // what becomes of scores: nothing; a term is added that does not depend on them, such as a bias; or any expression, which needs EXPLICIT_SCORES
 constexpr bool  MASKED_PAIRS = false;     // pairs are masked by an expression or an array as well
+constexpr bool  VARLEN = false;           // batch elements have lengths of their own, packed or padded, see tile/sequence.cuh
+constexpr bool  PAGED = false;            // of VARLEN: keys and values lie in pages
 constexpr bool  TILE_LIST = false;        // of MASKED_PAIRS: blocks visit the tiles of a list, see tile/tile_list.cuh
 constexpr bool  DROPOUT = false;          // probabilities are dropped, see tile/dropout.cuh
 

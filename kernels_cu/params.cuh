@@ -69,6 +69,23 @@ struct ScoreParams {
   TileLists tiles;
 };
 
+// Where the queries and keys of each batch element lie, see tile/sequence.cuh. Read by kernels with VARLEN, in device memory when they run.
+struct SequenceParams {
+  const void* offsets_q;                  // (sequences + 1)  rows of q and its like at which packed sequences begin; null: they are not packed
+  const void* offsets_kv;                 // (sequences + 1)  the same of k and v
+  const void* lengths_q;                  // (sequences)      how many rows of each are queries; null: all
+  const void* lengths_kv;                 // (sequences)      how many are keys
+  const void* cache_batch;                // (sequences)      which element of k and v is that of a sequence; null: that of its number
+  const void* pages;                      // (sequences, pages_of_sequence)  PAGED: which page has its first keys, the next ones ...
+  i64 k_page_stride, v_page_stride;       // in elements
+  FastDivmod page_divmod;                 // keys of a page
+  int pages_of_sequence;
+  int sequences;
+  int wide;                               // which of these arrays have 64 bits: a bit for each, in their order
+  int moves;                              // whether MaskParams moves with a sequence: its last query sees what the last one of equal lengths would
+  int rows_of_cache;                      // elements of k and v, or pages
+};
+
 struct ForwardParams {
   Tensor q;                               // (*batch, heads,    len_q,  dim)
   Tensor k;                               // (*batch, heads_kv, len_kv, dim)
@@ -89,6 +106,7 @@ struct ForwardParams {
   Tensor sinks;                           // (heads, sinks_of_head)  SINKS: of query heads, also where heads share tiles
   i64 sinks_of_head;
   ScoreParams scores;
+  SequenceParams sequences;
 };
 
 // How TMA finds boxes of an array: on the GPU what the driver encodes (cuTensorMapEncodeTiled). Sizes from the fastest
@@ -170,6 +188,7 @@ struct BackwardParams {
   void* dsinks;                           // (sinks_of_head, heads)  their gradient
   i64 sinks_of_head;
   ScoreParams scores;
+  SequenceParams sequences;
 };
 
 struct BackwardMaps {

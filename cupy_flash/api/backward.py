@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..call.backward import BackwardPlan, attention_and_vjp, operands, prepared_backward
-from ..call.captured import captured
+from ..call.captured import captured, taken_lengths
 from ..problem.backward import Gradients
 from .absent import answers_absent
 from .forward import A
@@ -118,7 +118,10 @@ def attention_backward(
     >>> dq.shape
     (8, 100, 64)
     """
-    others = captured(score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
+    lengths = taken_lengths(options)
+    others = captured(
+        score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=lengths
+    )
     given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks, others=others)
     return prepared_backward(given, {**options, "wrt": wrt, "deterministic": deterministic}).run(given)
 
@@ -200,7 +203,10 @@ def attention_vjp(
     >>> bool(np.allclose(dv.sum(axis=1), 100, rtol=1e-4))  # the weights of each of the 100 queries add up to 1
     True
     """
-    others = captured(score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
+    lengths = taken_lengths(options)
+    others = captured(
+        score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=lengths
+    )
     return attention_and_vjp(q, k, v, sinks, others, options, return_lse, {"deterministic": deterministic, "wrt": wrt})
 
 
@@ -266,6 +272,9 @@ def plan_attention_backward(
     >>> plan.workspace.names
     ('stats', 'dq_accum')
     """
-    others = captured(score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
+    lengths = taken_lengths(options)
+    others = captured(
+        score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=lengths
+    )
     given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks, others=others)
     return prepared_backward(given, {**options, "wrt": wrt, "deterministic": deterministic, "arch": arch, "kernel": kernel})

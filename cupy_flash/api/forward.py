@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from ..call.captured import captured
+from ..call.captured import captured, taken_lengths
 from ..call.forward import AttentionPlan, ForwardOperands, prepared
 from .absent import answers_absent
 from .signature import takes_options
@@ -167,7 +167,10 @@ def attention(
     >>> cupy_flash.attention(q, k, v, causal=True).shape
     (8, 100, 64)
     """
-    others = captured(score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
+    lengths = taken_lengths(options)
+    others = captured(
+        score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=lengths
+    )
     given = ForwardOperands(q, k, v, out, lse, sinks, others)
     return prepared(given, {**options, "return_lse": return_lse}).run(given)
 
@@ -223,6 +226,9 @@ def plan_attention(
     >>> plan.kernel.config.TILE_Q
     128
     """
-    others = captured(score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
+    lengths = taken_lengths(options)
+    others = captured(
+        score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=lengths
+    )
     given = ForwardOperands(q, k, v, out, lse, sinks, others)
     return prepared(given, {**options, "return_lse": return_lse, "arch": arch, "kernel": kernel})

@@ -17,7 +17,7 @@ def takes_options(function: Function) -> Function:
     own = inspect.signature(function)
     defaults = {field.name: field.default for field in fields(Options)}
     common = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind.__forward_arg__)
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kind.__forward_arg__)
         for name, kind in CommonOptions.__annotations__.items()
     ]
     parameters = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]

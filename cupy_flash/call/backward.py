@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 from ..machine.execution import Execution, Operands, Prepared, architecture_for, cached
 from ..plan.backward import backward_launches, backward_maps, backward_workspace, make_backward_plan, make_grouping
 from ..plan.kernel import KernelPlan, Launch
-from ..plan.params import backward_params, names_of_scores
+from ..plan.params import backward_params, names_of_given
 from ..plan.workspace import joined
 from ..problem import arrays
 from ..problem.backward import BACKWARD_ARRAYS, BackwardProblem, Gradients, make_backward_problem
 from ..problem.layout import HEADS, HEADS_OF_LSE, dense_layout
+from ..problem.lengths import check_gradients, check_values
 from ..problem.options import Options, check_flag
 from ..problem.read_gradients import check_sums
 from ..problem.scores import check_wrt, label
-from .captured import NOTHING, Captured, captured, layouts_of
+from .captured import NOTHING, Captured, all_lengths, captured, layouts_of, taken_lengths
 from .forward import ForwardOperands, bound_scores, classified, prepared, seen_and_flops
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class BackwardPlan(Prepared):
             launches, workspace = backward_launches(kernel, problem), backward_workspace(kernel, problem)
             maps = backward_maps(kernel, problem)
             params = backward_params(problem, make_grouping(kernel, problem), maps)
-            names = (*BACKWARD_ARRAYS, *names_of_scores(p.scores))
+            names = (*BACKWARD_ARRAYS, *names_of_given(p))
             plans = _read_gradient_plans(problem, kernel)
             workspace = joined((workspace, *(plan.workspace for plan in plans)))
             found = classified(kernel, p, by_keys=True, in_order=problem.deterministic)
@@ -60,7 +61,7 @@ class BackwardPlan(Prepared):
                 (plan.part.name, Execution(plan.kernel, plan.launches, plan.params, (*names, "gradient"), workspace, p.device))
                 for plan in plans
             )
-        names = (*BACKWARD_ARRAYS, *p.scores.names)
+        names = (*BACKWARD_ARRAYS, *p.given)
         super().__init__(dict(zip(names, problem.seen)), RESULTS, p.backend, p.device, execution, keeps_tiles)
         described = [x and arrays.description_of(x) for x in problem.seen]
         without_results = [*described[:FIRST_RESULT], *[None] * len(RESULTS), *described[END_OF_RESULTS:]]
@@ -120,6 +121,7 @@ class BackwardPlan(Prepared):
         dv: Any = None,
         dsinks: Any = None,
         workspace: Any = None,
+        **lengths: Any,
     ) -> Gradients:
         """Compute the gradients for arrays laid out like those the plan was made for.
 
@@ -129,6 +131,8 @@ class BackwardPlan(Prepared):
             As in `attention_backward`, those that the plan was made with.
         mask : array
             Likewise; an expression is the plan's own, and not given again.
+        **lengths : array
+            `seqlens_q` and the other lengths of sequences that the plan was made with; what they hold may have changed.
         dq, dk, dv, dsinks : array, optional
             Where to write. By default new arrays.
         workspace : array of uint8, optional
@@ -144,8 +148,10 @@ class BackwardPlan(Prepared):
         TypeError, ValueError
             If an array is not laid out as planned.
         """
-        others = captured(mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
-        self._check_captured(others, self.problem.forward.scores)
+        others = captured(
+            mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=all_lengths(lengths)
+        )
+        self._check_captured(others, self.problem.forward)
         given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks, others=others)
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
@@ -171,8 +177,9 @@ class BackwardPlan(Prepared):
             sanitizer, which does not report them.
         """
         self._check_counts()
-        given = operands(dout, q, k, v, out, lse, dlse, sinks, None, None, None, None, others=captured(**others))
-        self._check_captured(given.captured, self.problem.forward.scores)
+        more = captured(lengths=taken_lengths(others), **others)
+        given = operands(dout, q, k, v, out, lse, dlse, sinks, None, None, None, None, others=more)
+        self._check_captured(given.captured, self.problem.forward)
         self._check_layouts(given.descriptions)
         return self._compute(given, None)
 
@@ -200,6 +207,9 @@ class BackwardPlan(Prepared):
 
     def _compute(self, given: Operands, workspace: arrays.Array | None) -> tuple[Gradients, Traffic | None]:
         p = self.problem
+        if p.forward.lengths is not None:
+            numbers = given.captured.lengths_in_host_memory
+            check_values(p.forward.lengths, numbers, (p.forward.len_q, p.forward.len_kv))
         for i, layout in enumerate(p.seen):
             if given.views[i] is None and FIRST_RESULT <= i < END_OF_RESULTS and layout is not None:
                 given.views[i] = arrays.empty(layout)
@@ -212,7 +222,8 @@ class BackwardPlan(Prepared):
             for gradient in (*gradients, *([] if dsinks is None else [dsinks])):
                 gradient.fill(0)
         if self._backend == "cuda":
-            self._launch(given.addresses[:END_OF_RESULTS] + given.captured.words, of_scores, workspace, given.captured.found)
+            words, _copied = given.captured.on_device()
+            self._launch(given.addresses[:END_OF_RESULTS] + words, of_scores, workspace, given.captured.found)
         elif self._backend == "host":
             views = (*self._in_order(given.views[:END_OF_RESULTS]), *given.captured.on_host)
             traffic = self._run_on_host(views, of_scores, workspace, given.captured.found)
@@ -272,22 +283,16 @@ class BackwardPlan(Prepared):
         dout, q, k, v, out, *results = (x if x.ndim > 2 else x[None] for x in (dout, q, k, v, out, *results))
         sinks, dsinks = (x if x is None or x.ndim == 2 else x[None] for x in (sinks, dsinks))
         lse, dlse = (x if x is None or x.ndim > 1 else x[None] for x in (lse, dlse))
-        blocked_gradients(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dlse=dlse,
-            scale=p.scale,
-            mask=p.mask,
-            softcap=p.softcap,
-            sinks=sinks,
-            scores=scores,
-            sums_of_scores=sums,
-            **dict(zip(RESULTS, (*results, dsinks))),
-        )
+        options = {"scale": p.scale, "softcap": p.softcap, "sinks": sinks, "sums_of_scores": sums}
+        gradients = dict(zip(RESULTS, (*results, dsinks)))
+        inputs = dout, q, k, v, out, lse, dlse
+        if p.lengths is None:
+            blocked_gradients(*inputs[:-1], dlse=dlse, **options, mask=p.mask, scores=scores, **gradients)
+        else:
+            from ..machine.numpy_path import sequences
+
+            numbers = dict(zip(p.lengths.names, others))
+            sequences.backward(p.lengths, numbers, p.mask, inputs, options, scores, gradients)
         for name, x in sums.items():
             of_scores[name][...] = x
 
@@ -365,6 +370,8 @@ def attention_and_vjp(
     wrt = check_wrt(of_backward["wrt"], plan.problem.scores)
     if plan.kernel is not None:  # before the forward, of which nothing would be left
         check_sums(plan.problem.scores, wrt, of_backward["deterministic"])
+    if plan.problem.lengths is not None:
+        check_gradients(plan.problem.lengths, wrt, plan.problem.backend)
     out, lse = plan.run(given)
     backward_options = {**options, "algorithm": "auto", **of_backward}
 

@@ -1,4 +1,4 @@
-"""The arrays of a call that its scores and masks read, beside those that every attention has."""
+"""The arrays of a call that say where sequences lie, and those that its scores and masks read, beside those of every attention."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..problem.dropout import make_seed
 from ..problem.expression.entry import Expression, mask_expression, score_expression
 from ..problem.key_ranges import START, STOP, KeyRanges
 from ..problem.layout import ITEMSIZE, Layout
+from ..problem.lengths import LENGTHS
 from ..problem.scores import OPERANDS, declared, label
 from .tile_mask import TileMask, operand
 
@@ -22,7 +23,7 @@ LEAST, GREATEST = -(2**31), 2**31 - 1  # of an int of kernels
 
 
 class Captured:
-    """What a call gives to scores and masks, in order: first those of `OPERANDS` that there are, then what expressions read.
+    """What a call gives besides, in order: those of `LENGTHS` and of `OPERANDS` that there are, then what expressions read.
 
     Attributes
     ----------
@@ -70,20 +71,48 @@ class Captured:
         return [x for name, view in operands for x in (_words(name, view, 0) if _is_value(name, view) else [view])]
 
 
+    @property
+    def lengths_in_host_memory(self) -> dict[str, numpy.ndarray]:
+        """Those of `LENGTHS` whose numbers can be looked at without waiting for a device."""
+        return {name: x for name, x in zip(self.names, self.views) if name in LENGTHS and isinstance(x, numpy.ndarray)}
+
+    def on_device(self) -> tuple[list[int], list[Any]]:
+        """What kernels on the current device are told, and the arrays that were copied there: lengths in host memory."""
+        host = self.lengths_in_host_memory
+        if not host:
+            return self.words, []
+        import cupy  # late: who has arrays on a device has it
+
+        copied = {name: cupy.asarray(x) for name, x in host.items()}
+        words = list(self.words)  # of lengths each has one, and they come first
+        for i, name in enumerate(self.names[: len(words)]):
+            if name in copied:
+                words[i] = array_views.pointer(copied[name])
+        return words, list(copied.values())
+
+
 NOTHING = Captured({}, {}, None, None)
 
 
 def captured(
-    *, score: Any = None, mask: Any = None, arrays: Any = None, bias: Any = None, alibi_slopes: Any = None, seed: Any = None
+    *,
+    score: Any = None,
+    mask: Any = None,
+    arrays: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    seed: Any = None,
+    lengths: dict[str, Any] | None = None,
 ) -> Captured:
-    """What a call gives to scores and masks.
+    """What a call gives to scores and masks, and the lengths of its sequences.
 
     Raises
     ------
     TypeError, ValueError
         If an argument is not of the kind that it has to be, or a function is no expression.
     """
-    if score is None and mask is None and arrays is None and bias is None and alibi_slopes is None and seed is None:
+    of_scores = score is None and mask is None and arrays is None and bias is None and alibi_slopes is None and seed is None
+    if of_scores and not lengths:
         return NOTHING
     kept = mask if isinstance(mask, TileMask) else None
     if kept is not None:
@@ -101,8 +130,21 @@ def captured(
         if name in (START, STOP):
             raise ValueError(f"arrays: expected names that are identifiers, got {shown(name)}")
     named = sorted([*(arrays or {}).items(), *ranges.items()], key=lambda item: item[0])  # in one order, however a dict was made
-    operands = {name: x for name, x in given.items() if x is not None}
+    operands = {name: x for name, x in ((lengths or {}) | given).items() if x is not None}
     return Captured(operands, dict(named), score, mask if is_expression else None, kept)
+
+
+def all_lengths(given: dict[str, Any]) -> dict[str, Any]:
+    """What a plan is called with besides the arguments that it names, which has to be lengths of sequences."""
+    for name in given:
+        if name not in LENGTHS:
+            raise TypeError(f"{name}: expected an argument of a plan; beside those that it names there are {', '.join(LENGTHS)}")
+    return {name: given[name] for name in LENGTHS if given.get(name) is not None}
+
+
+def taken_lengths(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of `LENGTHS` that a call gives, taken out of its options, in their order."""
+    return {name: x for name in LENGTHS if (x := options.pop(name, None)) is not None}
 
 
 def _with_those_of(kept: TileMask, arrays: Any) -> Any:

@@ -9,13 +9,14 @@ from ..machine.execution import Execution, Prepared, architecture_for, cached
 from ..plan.forward import forward_launches, forward_maps, forward_workspace, make_forward_plan
 from ..plan.kernel import KernelPlan
 from ..plan.packing import packing_of
-from ..plan.params import forward_params, hopper_forward_params, names_of_scores
+from ..plan.params import forward_params, hopper_forward_params, names_of_given
 from ..problem import arrays
 from ..problem.forward import FORWARD_ARRAYS, Problem, make_problem
 from ..problem.key_ranges import START, STOP
 from ..problem.layout import HEADS_OF_LSE
+from ..problem.lengths import check_values
 from ..problem.options import Options
-from .captured import NOTHING, Captured, captured, layouts_of
+from .captured import NOTHING, Captured, all_lengths, captured, layouts_of, taken_lengths
 
 if TYPE_CHECKING:
     from ..machine.host import Traffic
@@ -47,10 +48,10 @@ class AttentionPlan(Prepared):
             launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)
             maps = forward_maps(kernel, packed)
             params = hopper_forward_params(packed, maps, kernel.config.TILE_Q) if maps else forward_params(packed)
-            names = (*FORWARD_ARRAYS, *names_of_scores(problem.scores))
+            names = (*FORWARD_ARRAYS, *names_of_given(problem))
             found = classified(kernel, packed)
             execution = Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, found, keeps_tiles)
-        names = (*FORWARD_ARRAYS, *problem.scores.names)
+        names = (*FORWARD_ARRAYS, *problem.given)
         super().__init__(dict(zip(names, problem.seen)), ("out", "lse"), problem.backend, problem.device, execution, keeps_tiles)
         q, k, v, out, _, *others = (x and arrays.description_of(x) for x in problem.seen)
         # With and without `out`.
@@ -60,7 +61,7 @@ class AttentionPlan(Prepared):
     def result_bytes(self) -> int:
         """Bytes of the results: what a call allocates for those that are not given."""
         p = self.problem
-        return p.out.nbytes + (p.lse.nbytes if p.lse is not None else 0)
+        return p.seen_out.nbytes + (p.seen_lse.nbytes if p.seen_lse is not None else 0)
 
     def __str__(self) -> str:
         lines = [
@@ -87,6 +88,7 @@ class AttentionPlan(Prepared):
         out: Any = None,
         lse: Any = None,
         workspace: Any = None,
+        **lengths: Any,
     ) -> Any:
         """Compute attention of arrays laid out like those the plan was made for.
 
@@ -96,6 +98,8 @@ class AttentionPlan(Prepared):
             As in `attention`, those that the plan was made with.
         mask : array
             Likewise; an expression is the plan's own, and not given again.
+        **lengths : array
+            `seqlens_q` and the other lengths of sequences that the plan was made with; what they hold may have changed.
         out, lse : array, optional
             Where to write. By default new arrays.
         workspace : array of uint8, optional
@@ -113,8 +117,10 @@ class AttentionPlan(Prepared):
         TypeError, ValueError
             If an array is not laid out as planned.
         """
-        others = captured(mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed)
-        self._check_captured(others, self.problem.scores)
+        others = captured(
+            mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=all_lengths(lengths)
+        )
+        self._check_captured(others, self.problem)
         given = ForwardOperands(q, k, v, out, lse, sinks, others)
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
@@ -139,8 +145,9 @@ class AttentionPlan(Prepared):
             report them.
         """
         self._check_counts()
-        given = ForwardOperands(q, k, v, None, None, sinks, captured(**others))
-        self._check_captured(given.captured, self.problem.scores)
+        lengths = taken_lengths(others)
+        given = ForwardOperands(q, k, v, None, None, sinks, captured(**others, lengths=lengths))
+        self._check_captured(given.captured, self.problem)
         self._check_layouts(given.descriptions)
         out, lse, traffic = self._compute(given, None)
         return (out, lse) if self._returns_lse else out, traffic
@@ -164,6 +171,8 @@ class AttentionPlan(Prepared):
         p = self.problem
         q, k, v, out, lse, sinks, *others = given.views
         addresses = given.addresses
+        if p.lengths is not None:
+            check_values(p.lengths, given.captured.lengths_in_host_memory, (p.len_q, p.len_kv))
         if out is None:
             out = arrays.empty(p.seen_out)
             addresses[3] = arrays.pointer(out)
@@ -173,13 +182,16 @@ class AttentionPlan(Prepared):
         if self._backend == "cuda":
             at_q, at_k, at_v, *at_results = addresses[: len(FORWARD_ARRAYS)]
             more_k, more_v = self._skipped_bytes
-            words = [at_q, at_k + more_k, at_v + more_v, *at_results, *given.captured.words]
+            more_words, _copied = given.captured.on_device()
+            words = [at_q, at_k + more_k, at_v + more_v, *at_results, *more_words]
             self._execution.launch(words, workspace, given.captured.found)
         elif self._backend == "host" or not p.empty:
             q, k, v, to_out = (arrays.in_order(x, p.layout) for x in (q, k, v, out))
             to_lse = arrays.in_order(lse, p.layout, HEADS_OF_LSE)
             if self._backend == "host":
-                operands = (q, k[..., self._keys, :], v[..., self._keys, :], to_out, to_lse, sinks, *given.captured.on_host)
+                if p.lengths is None:
+                    k, v = k[..., self._keys, :], v[..., self._keys, :]
+                operands = (q, k, v, to_out, to_lse, sinks, *given.captured.on_host)
                 return out, lse, self._execution.run_on_host(operands, workspace, given.captured.found)
             self._compute_with_numpy(q, k, v, to_out, to_lse, sinks, others)
         return out, lse, None
@@ -190,18 +202,15 @@ class AttentionPlan(Prepared):
         p = self.problem
         q, k, v, out = (x if x.ndim > 2 else x[None] for x in (q, k, v, out))
         lse = lse if lse is None or lse.ndim > 1 else lse[None]
-        numpy_forward.blocked(
-            q,
-            k,
-            v,
-            scale=p.scale,
-            mask=p.mask,
-            softcap=p.softcap,
-            sinks=sinks if sinks is None or sinks.ndim == 2 else sinks[None],
-            scores=bound_scores(p, others),
-            out=out,
-            lse=lse,
-        )
+        options = {"scale": p.scale, "softcap": p.softcap, "sinks": sinks if sinks is None or sinks.ndim == 2 else sinks[None]}
+        scores = bound_scores(p, others)
+        if p.lengths is None:
+            numpy_forward.blocked(q, k, v, **options, mask=p.mask, scores=scores, out=out, lse=lse)
+            return
+        from ..machine.numpy_path import sequences
+
+        numbers = dict(zip(p.lengths.names, others))
+        sequences.forward(p.lengths, numbers, p.mask, q, k, v, options, scores, out, lse)
 
     def _check_results_apart(self, addresses: list[int]) -> None:
         """What `_check_apart` does, spelled out: as loops it would take a tenth of a call."""
@@ -275,6 +284,9 @@ def classified(kernel: KernelPlan, problem: Problem, **of_backward: bool) -> Cla
 
 def seen_and_flops(problem: Problem, flops: int) -> str:
     """What a plan prints of the keys that queries see, and of the work, both of which know nothing of pairs masked one by one."""
+    if problem.lengths is not None:
+        moves = ", and by how many keys more than queries a sequence has" if problem.lengths.moves else ""
+        return f"{problem.mask}{moves if problem.mask.shape != 'full' else ''}, of its sequence; scale {problem.scale:.6g}"
     hidden, without = (", unless mask hides them", " without mask") if problem.scores.masks_pairs else ("", "")
     return f"{problem.mask}{hidden}; scale {problem.scale:.6g}; {flops:.4g} FLOPs{without}"
 
@@ -285,6 +297,8 @@ def bound_scores(problem: Problem, views: list[Any]) -> BoundScores | None:
         return None
     from ..machine.numpy_path.scores import BoundScores  # late: it takes the language of expressions
 
+    if problem.lengths is not None:
+        views = views[len(problem.lengths.names) :]
     operands = problem.scores.operands
     by_name = dict(zip(operands, views))
     seed, offset = (int(number) for number in by_name.get("seed", (0, 0)))
@@ -299,6 +313,7 @@ def bound_scores(problem: Problem, views: list[Any]) -> BoundScores | None:
         problem.heads_q,
         problem.len_q,
         problem.len_kv,
+        room=(problem.len_q, problem.len_kv),
     )
 
 

@@ -13,10 +13,9 @@ from ..plan.architecture import HOST, Architecture, architecture_named, architec
 from ..plan.kernel import KernelPlan, Launch
 from ..plan.workspace import Workspace
 from ..problem import arrays
-from ..problem.forward import check_overlap
+from ..problem.forward import Problem, check_overlap
 from ..problem.layout import Layout
 from ..problem.mask import Mask
-from ..problem.scores import Scores
 
 if TYPE_CHECKING:
     from ..plan.classify import Classification
@@ -279,8 +278,9 @@ class Prepared:
             elif planned is not None and name not in (*self._results, "dlse"):  # None of which is zero
                 raise ValueError(f"{name}: expected an array of shape {planned.shape}, as planned, got None")
 
-    def _check_captured(self, others: Any, planned: Scores) -> None:
-        """Refuse arrays of scores by other names than those planned, and an expression as mask, which is the plan's own."""
+    def _check_captured(self, others: Any, problem: Problem) -> None:
+        """Refuse arrays by other names than those planned, and an expression as mask, which is the plan's own."""
+        planned = problem.scores
         mask, found = others.options["mask"], others.found
         if self._keeps_tiles != (found is not None) and (mask is not None or "mask" in others.names or self._keeps_tiles):
             expected = "a TileMask" if self._keeps_tiles else "no TileMask"
@@ -289,11 +289,11 @@ class Prepared:
             raise ValueError(f"mask: expected a TileMask of {str(planned.mask)!r}, as planned, got one of {str(mask)!r}")
         if mask is not None and found is None:
             raise ValueError(f"mask: expected None or an array, since a plan keeps its expression, got {shown(mask)}")
-        for name in planned.names:
+        for name in problem.given:
             if name not in others.names:
                 raise ValueError(f"{name}: expected an array, as planned, got None")
         for name in others.names:
-            if name not in planned.names:
+            if name not in problem.given:
                 raise ValueError(f"{name}: expected None, the plan was made without it, got an array")
 
     def checked_workspace(self, x: Any) -> arrays.Array:

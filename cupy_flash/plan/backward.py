@@ -9,6 +9,7 @@ from ..errors import UnsupportedError
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from ..problem.layout import Layout
+from ..problem.lengths import check_gradients
 from ..problem.read_gradients import check_sums
 from .architecture import Architecture
 from .expression_text import ExpressionText
@@ -26,6 +27,7 @@ from .kernel import (
     text_of,
 )
 from .schedule import L2_BYTES
+from .sequences import elements_of, row_length, tiles_of
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig, row_for, table_for
 from .workspace import Workspace
@@ -90,7 +92,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
             sinks=kind_of_sinks(p),
             problem=p,
             expressions=expressions,
-            tile_list=bool(expressions.takes_part) and kernel in LISTED,
+            tile_list=bool(expressions.takes_part) and kernel in LISTED and p.lengths is None,
         ),
         expressions=expressions,
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores))),
@@ -112,7 +114,7 @@ def _row_for(
     p = problem.forward
     rows = rows_of(kernel, architecture, p, expressions)
     kinds = (explicit, problem.deterministic, p.mask.shape)
-    return row_for(kernel, architecture, p.dtype, _width(p), p.len_q, copy_bytes, *kinds, rows=rows)
+    return row_for(kernel, architecture, p.dtype, _width(p), row_length(p), copy_bytes, *kinds, rows=rows)
 
 
 def _layouts(problem: BackwardProblem) -> dict[str, Layout]:
@@ -128,6 +130,8 @@ def _backward_kernel(
     asked = problem.kernel
     if p.scores:
         check_sums(p.scores, problem.wrt, problem.deterministic)
+    if p.lengths is not None:
+        return _varlen_kernel(problem, architecture)
     tables = {kernel: rows_of(kernel, architecture, p, expressions) for kernel in HOPPER_KERNELS}
     exists = bool(table_for("bwd_hopper", architecture, p.dtype))
     if asked == "bwd_hopper" and exists and not tables[asked]:
@@ -148,6 +152,15 @@ def _backward_kernel(
         why_not = why_not or "it has no tile for such head dims and scores"
         raise UnsupportedError(f"kernel: expected None or 'bwd_v2', got {asked!r}: {why_not}")
     return "bwd_v2", (why_not or "no Hopper kernel has the registers for these scores") if exists else ""
+
+
+def _varlen_kernel(problem: BackwardProblem, architecture: Architecture) -> tuple[str, str]:
+    """The same of sequences of their own lengths."""
+    check_gradients(problem.forward.lengths, problem.wrt, problem.forward.backend)
+    if problem.kernel not in (None, "bwd_v2"):
+        raise UnsupportedError(f"kernel: expected None or 'bwd_v2' with lengths of sequences, got {problem.kernel!r}")
+    exists = bool(table_for("bwd_hopper", architecture, problem.forward.dtype))
+    return "bwd_v2", "the Hopper kernels know no sequences of their own lengths yet" if exists else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +194,9 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     """
     p = problem.forward
     per_block, together, tiles = heads_per_block(plan, problem), heads_together(plan, problem), _key_tiles(plan, problem)
-    heads = p.heads_q * math.prod(p.batch)
+    heads = p.heads_q * elements_of(p, "q")
     group, blocks = together * per_block, together * tiles
-    owners = p.heads_kv * _splits(plan, problem) * math.prod(p.batch) * tiles
+    owners = p.heads_kv * _splits(plan, problem) * elements_of(p, "kv") * tiles
     backwards = _backwards(problem, heads, group)
     if not _finishes_queries(plan, problem) or not owners:
         return Grouping(per_block, together, blocks, owners, max(heads, 1), backwards=backwards)
@@ -215,8 +228,8 @@ def _backwards(problem: BackwardProblem, heads: int, group: int) -> int:
 def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launch, ...]:
     """The grids: before, over keys, and after, and one for gradients of sinks. None has a block if there is no query head."""
     p, grouping = problem.forward, make_grouping(plan, problem)
-    query_blocks = _query_tiles(plan, problem) * p.heads_q * math.prod(p.batch)
-    key_blocks = _key_tiles(plan, problem) * p.heads_kv * math.prod(p.batch)
+    query_blocks = _query_tiles(plan, problem) * p.heads_q * elements_of(p, "q")
+    key_blocks = _key_tiles(plan, problem) * p.heads_kv * elements_of(p, "kv")
     blocks = (
         query_blocks,
         grouping.owners + grouping.finishing,
@@ -232,8 +245,8 @@ def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launc
 def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
     """What the three kernels hand on to each other in device memory."""
     c, p = plan.config, problem.forward
-    query_tiles = _query_tiles(plan, problem) * p.heads_q * math.prod(p.batch)
-    key_tiles = _key_tiles(plan, problem) * p.heads_kv * _splits(plan, problem) * math.prod(p.batch)
+    query_tiles = _query_tiles(plan, problem) * p.heads_q * elements_of(p, "q")
+    key_tiles = _key_tiles(plan, problem) * p.heads_kv * _splits(plan, problem) * elements_of(p, "kv")
     sum_tiles = _query_tiles(plan, problem) * make_grouping(plan, problem).accum_heads
     parts = [("stats", 4 * query_tiles * 2 * c.TILE_Q), ("dq_accum", 4 * sum_tiles * c.TILE_Q * c.WIDTH)]
     if _stores_parts(plan, problem):
@@ -267,6 +280,8 @@ def heads_per_block(plan: KernelPlan, problem: BackwardProblem) -> int:
     they are more than one warp counts: then fewer.
     """
     p = problem.forward
+    if p.lengths is not None:  # the same whatever else is in the batch: how sums are made decides their bits
+        return p.heads_per_kv
     blocks = _key_tiles(plan, problem) * p.heads_kv * math.prod(p.batch)
     most = MOST_HEADS_COUNTED if plan.file in HOPPER_KERNELS else p.heads_per_kv
     together = p.heads_per_kv
@@ -317,8 +332,8 @@ def _finishes_queries(plan: KernelPlan, problem: BackwardProblem) -> bool:
 
 
 def _query_tiles(plan: KernelPlan, problem: BackwardProblem) -> int:
-    return -(-problem.forward.len_q // plan.config.TILE_Q)
+    return tiles_of(problem.forward, plan.config.TILE_Q, "q")
 
 
 def _key_tiles(plan: KernelPlan, problem: BackwardProblem) -> int:
-    return -(-problem.forward.len_kv // plan.config.TILE_KV)
+    return tiles_of(problem.forward, plan.config.TILE_KV, "kv")

@@ -98,9 +98,9 @@ def expression_text(scores: Scores, softcap: bool, longest: int) -> ExpressionTe
         stated |= {"HAS_ALIBI": "true", "AlibiSlope": ELEMENTS[scores.alibi_slopes.dtype]}
     if uniforms:
         stated |= {"UNIFORMS": str(len(uniforms))}
-    term, score, slope, mask = (written(tree, arrays) for tree in trees)
+    term, score, slope, mask = (written(tree, arrays, scores.free_axes) for tree in trees)
     kind = "PLUS_TERM" if term else "EXPRESSION" if score else "UNCHANGED"
-    of_head = tuple(written(tree, arrays) for tree in uniforms)
+    of_head = tuple(written(tree, arrays, scores.free_axes) for tree in uniforms)
     return ExpressionText(kind, term, score, slope, mask, of_head, tuple(stated.items()), _pressure(scores, trees))
 
 
@@ -172,9 +172,9 @@ def _with(node: Node, args: list[Node]) -> Node:
     return replace(node, args=tuple(args)) if isinstance(node, (Apply, Read)) else node
 
 
-def written(tree: Node | None, arrays: dict[str, Layout]) -> str:
+def written(tree: Node | None, arrays: dict[str, Layout], free_axes: tuple[str, ...] = ()) -> str:
     """A tree as C++ of what ``kernels_cu/tile/score.cuh`` has; '' for none."""
-    return "" if tree is None else cplusplus(tree, NAMES, lambda name, indices: _read(name, indices, arrays))
+    return "" if tree is None else cplusplus(tree, NAMES, lambda name, indices: _read(name, indices, arrays, free_axes))
 
 
 def value_tree(scores: Scores) -> Node:
@@ -201,7 +201,7 @@ def mask_tree(scores: Scores) -> Node | None:
     return PAIR_MASK if tree is None else apply("and", tree, PAIR_MASK)
 
 
-def _read(name: str, indices: list[str], arrays: dict[str, Layout]) -> str:
+def _read(name: str, indices: list[str], arrays: dict[str, Layout], free_axes: tuple[str, ...]) -> str:
     if name == DISTANCE:
         return f"at.distance({indices[0]})"
     if name in OWN:
@@ -213,7 +213,8 @@ def _read(name: str, indices: list[str], arrays: dict[str, Layout]) -> str:
     if 0 in layout.shape:  # of an array without elements 0 is read
         return f"{kind}(0)"
     # An index that is a coordinate is within its axis, which was checked; a literal is compared here.
-    within = all(i in COORDINATES or (i.isdigit() and int(i) < size) for i, size in zip(indices, layout.shape))
+    checked = COORDINATES.keys() - {NAMES[axis] for axis in free_axes}
+    within = all(i in checked or (i.isdigit() and int(i) < size) for i, size in zip(indices, layout.shape))
     function = "captured_within" if within else "captured"
     if within:
         indices = [COORDINATES.get(index, index) for index in indices]

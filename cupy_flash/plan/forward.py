@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from ..errors import UnsupportedError
@@ -26,6 +25,7 @@ from .kernel import (
 from .packing import packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
 from .schedule_params import WARP_ROWS, combining_blocks, partial_rows
+from .sequences import elements_of, row_length, tiles_of
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import SHORT, row_for, table_for
 from .workspace import Workspace
@@ -64,7 +64,8 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     if kernel == "fwd_hopper":
         width, width_v = max(width, NARROWEST_PANEL), max(width_v, NARROWEST_PANEL)
     copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by TMA
-    copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in copied})
+    in_memory = {} if problem.lengths is None else problem.lengths.caches  # pages are as far apart as these say
+    copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in copied} | in_memory)
     explicit, why_scores = explicit_scores(problem, expressions)
     widest = max(width, width_v)
     pack_gqa = problem.mask.queries is not None
@@ -74,7 +75,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         problem.dtype,
         widest,
         # Rows for few queries leave registers to tell which query of its head a row is.
-        min(problem.len_q, SHORT) if pack_gqa and kernel == "fwd_v2" else problem.len_q,
+        min(problem.len_q, SHORT) if pack_gqa and kernel == "fwd_v2" else row_length(problem),
         copy_bytes,
         explicit,
         mask=problem.mask.shape,
@@ -103,7 +104,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             sinks=kind_of_sinks(problem),
             problem=problem,
             expressions=expressions,
-            tile_list=bool(expressions.takes_part) and kernel in LISTED,
+            tile_list=bool(expressions.takes_part) and kernel in LISTED and problem.lengths is None,
         ),
         expressions=expressions,
         reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_split, why_copy, why_scores))),
@@ -116,6 +117,8 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
     if problem.scores and problem.algorithm == "v1":
         expected = "'auto' or 'v2' with score, mask, bias, alibi_slopes or dropout"
         raise UnsupportedError(f"algorithm: expected {expected}, got 'v1'")
+    if problem.lengths is not None:
+        return _varlen_kernel(problem, architecture)
     if asked in ("fwd_v1", "fwd_v2"):
         return asked, f"{asked} was asked for"
     exists = bool(table_for("fwd_hopper", architecture, problem.dtype))
@@ -131,6 +134,17 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
         return "fwd_v2", why_not if crowded else f"no TMA: {why_not}"
     expected = "None, fwd_v1 or fwd_v2 for " + ("these scores" if crowded else "arrays that TMA cannot move")
     raise UnsupportedError(f"kernel: expected {expected}, got {asked!r}: {why_not}")
+
+
+def _varlen_kernel(problem: Problem, architecture: Architecture) -> tuple[str, str]:
+    """The same of sequences of their own lengths."""
+    asked = problem.kernel
+    if problem.algorithm == "v1":
+        raise UnsupportedError("algorithm: expected 'auto' or 'v2' with lengths of sequences, got 'v1'")
+    if asked not in (None, "fwd_v2"):
+        raise UnsupportedError(f"kernel: expected None or 'fwd_v2' with lengths of sequences, got {asked!r}")
+    exists = bool(table_for("fwd_hopper", architecture, problem.dtype))
+    return "fwd_v2", "fwd_hopper knows no sequences of their own lengths yet" if exists else ""
 
 
 def _crowded(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
@@ -162,9 +176,9 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     """
     c = plan.config
     (entry, shared_bytes), *others = plan.entries.items()
-    tiles = _tiles(plan, problem) * problem.heads_q * math.prod(problem.batch)
+    tiles = _tiles(plan, problem) * problem.heads_q
     if plan.file != "fwd_hopper":
-        blocks = -(-_tiles(plan, problem) // c.Q_TILES) * problem.heads_q * math.prod(problem.batch)
+        blocks = -(-tiles_of(problem, c.TILE_Q, "q") // c.Q_TILES) * elements_of(problem, "q") * problem.heads_q
         return (checked(Launch(entry, blocks, shared_bytes)),)
     if not c.SPLIT_KV:
         return (checked(Launch(entry, tiles, shared_bytes, c.MIN_BLOCKS)),)
@@ -177,7 +191,7 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
 def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
     """What a forward keeps in device memory: of v1 O, l and m of every row; of fwd_hopper out and lse of splits to be combined."""
     c = plan.config
-    tiles = _tiles(plan, problem) * problem.heads_q * math.prod(problem.batch)
+    tiles = _tiles(plan, problem) * problem.heads_q
     if plan.file == "fwd_v1":
         return Workspace((("state", 4 * (c.TILE_Q * c.WIDTH_V + 2 * c.TILE_Q) * tiles),))
     if not c.SPLIT_KV:
@@ -198,7 +212,8 @@ def forward_maps(plan: KernelPlan, problem: Problem) -> dict[str, TensorMap]:
 
 
 def _tiles(plan: KernelPlan, problem: Problem) -> int:
-    return -(-problem.len_q // plan.config.TILE_Q)
+    """Query tiles of a head, of all batch elements."""
+    return tiles_of(problem, plan.config.TILE_Q, "q") * elements_of(problem, "q")
 
 
 def _layouts(problem: Problem) -> dict[str, Layout]:

@@ -41,6 +41,8 @@ class Config:
     SINKS: str
     SCORES: str
     MASKED_PAIRS: bool
+    VARLEN: bool
+    PAGED: bool
     TILE_LIST: bool
     DROPOUT: bool
     TILE_Q: int
@@ -174,6 +176,7 @@ class KernelPlan:
             words.append(f"copy{c.COPY_BYTES or 'elements'}")
         words += ["split"] * c.SPLIT_KV + ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
+        words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED
         words += ["dropout"] * c.DROPOUT
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
         return "-".join(words)
@@ -280,6 +283,7 @@ def configure(
     tile_list: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
+    lengths = None if problem is None else problem.lengths
     given = {
         "ARCH": architecture.number,
         "DTYPE": dtype.upper(),
@@ -294,6 +298,8 @@ def configure(
         "SINKS": sinks,
         "SCORES": expressions.kind,
         "MASKED_PAIRS": bool(expressions.takes_part),
+        "VARLEN": lengths is not None,
+        "PAGED": lengths is not None and lengths.paged,
         "TILE_LIST": tile_list,
         "DROPOUT": problem is not None and problem.scores.dropout is not None,
         "SOFTCAP": problem is None or expressions.kind == "UNCHANGED" or problem.softcap is not None,

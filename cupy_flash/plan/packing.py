@@ -63,13 +63,16 @@ def packing_of(problem: Problem) -> Packing:
     if problem.scores:  # which are told one head a tile
         return Packing(problem)
     group, queries, axis = problem.heads_per_kv, problem.len_q, len(problem.batch)
-    first, stop = problem.mask.some(0, queries)
+    if problem.lengths is not None and problem.lengths.of_queries:  # so that no head has the same rows in all sequences
+        return Packing(problem)
+    # Of sequences of their own lengths nobody knows yet which keys are seen.
+    first, stop = problem.mask.some(0, queries) if problem.lengths is None else (0, problem.len_kv)
     rows = {name: layout for name in ("q", "out", "lse") if (layout := getattr(problem, name)) is not None}
     even = all(queries == 1 or x.strides[axis] == queries * x.strides[axis + 1] for x in rows.values())
     if not 1 <= queries <= FEW or group <= 1 or first >= stop or not even:
         return Packing(problem)
-    mask = problem.mask.cut(first, stop)
-    masked = mask.shape != "full"
+    mask = problem.mask if problem.lengths else problem.mask.cut(first, stop)
+    masked = any(end is not None for end in (mask.left, mask.right))
     tells_rows = masked or problem.sinks is not None
     if masked and problem.algorithm == "v1":  # which has no register left to tell which query of its head a row is
         return Packing(problem)

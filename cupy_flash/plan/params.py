@@ -10,7 +10,8 @@ import numpy
 from ..errors import UnsupportedError
 from ..problem.backward import BackwardProblem
 from ..problem.forward import FORWARD_ARRAYS, Problem
-from ..problem.layout import Layout, merge_batch_axes
+from ..problem.layout import BATCH_AXES, Layout, merge_batch_axes
+from ..problem.lengths import FIELDS, Lengths
 from ..problem.mask import UNBOUNDED
 from ..problem.merge import MergeProblem
 from ..problem.read_gradients import ReadGradient
@@ -21,6 +22,7 @@ from .tensor_map import TensorMap
 
 SCORES = "scores."  # what the names of words in `ScoreParams` begin with
 TILES = "tile_"  # and those of parts of workspace in `TileLists`
+SEQUENCES = "sequences."  # and those of words in `SequenceParams`
 FLOAT32 = numpy.finfo(numpy.float32)
 _BACKWARD_DIVMODS = ("heads_together_divmod", "group_divmod", "units_divmod", "heads_per_kv_divmod", "accum_heads_divmod")
 _GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards")
@@ -35,10 +37,11 @@ def forward_params(problem: Problem) -> numpy.ndarray:
         If a length or the number of batch axes is beyond what the kernels count.
     """
     layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS}
-    params = _with_strides("ForwardParams", problem.batch, layouts, problem.scores)
+    params = _with_strides("ForwardParams", problem.batch, layouts, problem.scores, problem.lengths)
     _add_scores(params, problem)
     _add_sinks(params, problem)
     _add_pairs(params, problem)
+    _add_lengths(params, problem.lengths)
     return params
 
 
@@ -88,7 +91,7 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
         As `forward_params`.
     """
     name, scores = "HopperBackwardParams" if maps else "BackwardParams", problem.forward.scores
-    params = _with_strides(name, problem.forward.batch, problem.layouts, scores)
+    params = _with_strides(name, problem.forward.batch, problem.layouts, scores, problem.forward.lengths)
     for name, described in maps.items():
         params[name] = described.in_the_clear()
     if maps:
@@ -101,6 +104,7 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
     _add_scores(params, problem.forward)
     _add_sinks(params, problem.forward)
     _add_pairs(params, problem.forward)
+    _add_lengths(params, problem.forward.lengths)
     params["heads_per_block"], params["heads_together"] = grouping.heads_per_block, grouping.heads_together
     return params
 
@@ -189,9 +193,18 @@ def merge_params(problem: MergeProblem) -> numpy.ndarray:
 def places_of(params: numpy.ndarray, name: str) -> dict[str, int]:
     """Which 64-bit words of a struct are the address of the array or the part of workspace called `name`, by field."""
     fields = params.dtype.fields  # the address is the first field of a TENSOR and of a TENSOR_MAP
+    if "sequences" in fields and name.startswith(SEQUENCES):
+        in_sequences = struct("SequenceParams").fields
+        return {name: (fields["sequences"][1] + in_sequences[name.removeprefix(SEQUENCES)][1]) // 8}
     if "scores" in fields and name.startswith((SCORES, TILES)):
         return {name: (fields["scores"][1] + _place_in_scores(name.removeprefix(SCORES))) // 8}
     return {field: fields[field][1] // 8 for field in (name, f"{name}_map") if field in fields}
+
+
+def names_of_given(problem: Problem) -> tuple[str, ...]:
+    """What `places_of` calls all that a call gives behind the arrays that every attention has, in order."""
+    lengths = () if problem.lengths is None else problem.lengths.names
+    return (*(SEQUENCES + FIELDS[name] for name in lengths), *names_of_scores(problem.scores))
 
 
 def names_of_scores(scores: Scores) -> tuple[str, ...]:
@@ -235,19 +248,42 @@ def _add_pairs(params: numpy.ndarray, problem: Problem) -> None:
         into["dropout"]["threshold"], into["dropout"]["scale"] = scores.dropout.threshold, scores.dropout.scale
 
 
+def _add_lengths(params: numpy.ndarray, lengths: Lengths | None) -> None:
+    """What kernels are told of sequences of their own lengths, but where the arrays are."""
+    if lengths is None:
+        return
+    into = params["sequences"]
+    into["sequences"], into["wide"], into["moves"] = lengths.sequences, lengths.wide, lengths.moves
+    into["page_divmod"] = fast_divmod(lengths.page_size)
+    if lengths.cache is not None:
+        into["rows_of_cache"] = lengths.cache.shape[0]
+        into["k_page_stride"], into["v_page_stride"] = lengths.cache.strides[0], lengths.cache_v.strides[0]
+    if lengths.paged:
+        into["pages_of_sequence"] = dict(lengths.arrays)["pages"].shape[1]
+
+
 def _add_sinks(params: numpy.ndarray, problem: Problem) -> None:
     if problem.sinks is not None:
         params["sinks_of_head"] = problem.sinks.shape[-1]
 
 
 def _with_strides(
-    name: str, batch: tuple[int, ...], layouts: dict[str, Layout | None], scores: Scores | None = None
+    name: str,
+    batch: tuple[int, ...],
+    layouts: dict[str, Layout | None],
+    scores: Scores | None = None,
+    lengths: Lengths | None = None,
 ) -> numpy.ndarray:
     """A struct of zeros but the sizes of the batch axes and the strides of each `Tensor`; None is an array left out."""
     if scores:
         layouts = layouts | {SCORES + name: layout for name, layout in scores.layouts.items()}
     layouts = {name: layout for name, layout in layouts.items() if layout is not None}
-    sizes, strides = merge_batch_axes(batch, layouts)
+    if lengths is None:
+        sizes, strides = merge_batch_axes(batch, layouts)
+    else:  # of one axis, which stays the last one: a sequence may be another element of a cache
+        lacking = BATCH_AXES - len(batch)
+        sizes = (1,) * lacking + batch
+        strides = {field: (0,) * lacking + layout.strides[: len(batch)] for field, layout in layouts.items()}
     params = numpy.zeros(1, struct(name))
     _check_count("q", "batch elements", max(sizes))
     params["batch"] = sizes

@@ -51,18 +51,19 @@ class BackwardProblem:
 
     def layout_of(self, name: str) -> Layout | None:
         """An array of a call as the user sees it, by its name in messages."""
-        return dict(zip((*BACKWARD_ARRAYS, *self.forward.scores.names), self.seen))[name]
+        return dict(zip((*BACKWARD_ARRAYS, *self.forward.given), self.seen))[name]
 
     @property
     def sums_keys(self) -> bool:
         """True if the gradient of keys or of values is a sum over a batch axis."""
-        batch = math.prod(self.forward.batch)
-        return any(math.prod(x.shape[:-3]) != batch for x in (self.dk, self.dv))
+        lengths, batch = self.forward.lengths, math.prod(self.forward.batch)
+        return not (lengths and lengths.packed_kv) and any(math.prod(x.shape[:-3]) != batch for x in (self.dk, self.dv))
 
     @property
     def sums_queries(self) -> bool:
         """True if the gradient of queries is a sum over a batch axis."""
-        return math.prod(self.dq.shape[:-3]) != math.prod(self.forward.batch)
+        lengths = self.forward.lengths
+        return not (lengths and lengths.packed_q) and math.prod(self.dq.shape[:-3]) != math.prod(self.forward.batch)
 
     @property
     def zero(self) -> bool:

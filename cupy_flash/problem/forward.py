@@ -12,6 +12,7 @@ from itertools import zip_longest
 
 from ..errors import UnsupportedError
 from .layout import AXES, FLOATS, HEADS_OF_LSE, Layout, dense_layout, in_order, result_layout
+from .lengths import LENGTHS, Lengths, resolved
 from .mask import Mask
 from .options import Options
 from .scores import Scores, check_dtype, make_scores
@@ -29,6 +30,9 @@ class Problem:
     The layouts have their full axes, `(*batch, heads, seq, dim)`; `lse` has no `dim`, and `sinks` is `(*batch, heads, n)`. A
     missing heads axis is put in, and broadcast axes have stride 0. `seen` has the arrays of a call as the user sees them: with
     axes in the order `layout`, one of `AXES`, and where nobody gave an axis of heads without one.
+
+    With `lengths`, the one batch axis counts sequences. What is packed has stride 0 there and as many rows as there are of all
+    sequences; `len_q` and `len_kv` are the most that one can have, and `mask` is that of as many queries as keys.
 
     `kernel` is the kernel file asked for, or None. `scale` and `softcap` are numbers of the float type that scores are computed in.
     """
@@ -58,11 +62,13 @@ class Problem:
     kernel: str | None
     backend: str
     device: int | None
+    lengths: Lengths | None = None
 
     def __str__(self) -> str:
+        of_lengths = "" if self.lengths is None else f"; {self.lengths}"
         return (
             f"{self.dtype}, batch {self.batch}, {self.heads_q} heads on {self.heads_kv}, "
-            f"{self.len_q} queries on {self.len_kv} keys, dim {self.dim}, dim_v {self.dim_v}"
+            f"{self.len_q} queries on {self.len_kv} keys, dim {self.dim}, dim_v {self.dim_v}{of_lengths}"
         )
 
     @property
@@ -74,6 +80,11 @@ class Problem:
     def seen_lse(self) -> Layout | None:
         """The log-sum-exp as the user sees it; None if nobody asks for it."""
         return self.seen[4]
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """What messages call the arrays of a call behind those that every attention has, in order."""
+        return (*(() if self.lengths is None else self.lengths.names), *self.scores.names)
 
     @property
     def heads_per_kv(self) -> int:
@@ -114,7 +125,7 @@ def make_problem(
     sinks : Layout, optional
         Logits of each row besides those of its keys, (heads,) or (n, heads).
     operands, arrays : dict of str to Layout, optional
-        What scores and masks read, see `scores.make_scores`.
+        What scores and masks read, see `scores.make_scores`; among the operands lengths of sequences, see `lengths`.
 
     Returns
     -------
@@ -136,6 +147,14 @@ def make_problem(
     backend = options.resolve_backend(q.device)
     seen, (q, k, v) = (q, k, v), (x.in_order(order) for x in (q, k, v))
     _check_sizes(q, k, v, backend, order)
+    operands, arrays = operands or {}, arrays or {}
+    given_lengths, lengths, mask = {name: operands[name] for name in LENGTHS if name in operands}, None, None
+    if given_lengths:
+        operands = {name: layout for name, layout in operands.items() if name not in given_lengths}
+        lengths, (q, k, v) = resolved(q, k, v, given_lengths)
+        mask, moves = options.resolve_moving_mask(q.shape[-2], k.shape[-2])
+        lengths = replace(lengths, moves=moves)
+        seen_axes = 3 if lengths.packed_q else 4
     heads_q, len_q, dim = _matrices(q)
     heads_kv, len_kv, _ = _matrices(k)
     dim_v = v.shape[-1]
@@ -162,7 +181,6 @@ def make_problem(
         full_lse = dense_layout(out_shape[:-1], reversed(range(len(out_shape) - 1)), lse_dtype, q.device)
         lse = full_lse.in_order(order, HEADS_OF_LSE).last_axes(seen_axes - 1)
 
-    operands, arrays = operands or {}, arrays or {}
     dropout = options.resolve_dropout()
     if dropout and "seed" not in operands:
         raise ValueError("seed: expected an integer, or a pair of seed and offset, with dropout, got None")
@@ -181,6 +199,7 @@ def make_problem(
         len_q=len_q,
         len_kv=len_kv,
         device=q.device,
+        lengths=lengths,
     )
     full_sinks = None if sinks is None else _of_heads(sinks, heads_q, q)
     return Problem(
@@ -198,10 +217,10 @@ def make_problem(
         out=seen_out.in_order(order).broadcast_to(out_shape),
         lse=lse and lse.in_order(order, HEADS_OF_LSE).broadcast_to(out_shape[:-1]),
         sinks=full_sinks and full_sinks.broadcast_to((*batch, *full_sinks.shape)),
-        seen=(*seen, seen_out, lse, sinks, *operands.values(), *arrays.values()),
+        seen=(*seen, seen_out, lse, sinks, *given_lengths.values(), *operands.values(), *arrays.values()),
         layout=order,
         scale=options.resolve_scale(dim, q.dtype),
-        mask=options.resolve_mask(len_q, len_kv),
+        mask=mask or options.resolve_mask(len_q, len_kv),
         softcap=options.resolve_softcap(q.dtype),
         scores=scores,
         precision=options.resolve_precision(q.dtype),
@@ -209,6 +228,7 @@ def make_problem(
         algorithm=options.resolve_algorithm(),
         backend=backend,
         device=q.device,
+        lengths=lengths,
     )
 
 

@@ -172,3 +172,22 @@ def band(len_q: int, len_kv: int, causal: bool | str, window: tuple[int | None, 
         right = 0
     left, right = None if left is None else shift - left, None if right is None else shift + right
     return Mask(len_q, len_kv, left, right, prefix).simplified()
+
+
+def moving_band(
+    len_q: int, len_kv: int, causal: bool | str, window: tuple[int | None, int | None], prefix: int = 0
+) -> tuple[Mask, bool]:
+    """The mask of these options for sequences of at most these lengths, and whether it moves with them.
+
+    Its ends are those of a sequence of as many queries as keys. In another one they lie ``len_kv - len_q`` further if it moves.
+    """
+    moves = causal != "top_left"
+    left, right = window
+    if causal:
+        right = 0
+    # An end beyond all that any sequence has hides nothing.
+    if left is not None and left >= (len_kv if moves else len_q) - 1:
+        left = None
+    if right is not None and right >= (len_q if moves else len_kv) - 1:
+        right = None
+    return Mask(len_q, len_kv, None if left is None else -left, right, prefix if right is not None else 0), moves

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy
 
@@ -13,7 +13,7 @@ from ..errors import UnsupportedError, shown
 from .dropout import Dropout, make_dropout
 from .expression.entry import Expression
 from .layout import AXES
-from .mask import Mask, band
+from .mask import Mask, band, moving_band
 from .scalars import integer, is_bool, real
 
 FORWARD_KERNELS = {"fwd_v1": "v1", "fwd_v2": "v2", "fwd_hopper": "v2"}  # kernel files of the forward, and the algorithm of each
@@ -33,6 +33,12 @@ class CommonOptions(TypedDict, total=False):
     precision: str | None
     algorithm: str
     backend: str
+    seqlens_q: Any
+    seqlens_kv: Any
+    cu_seqlens_q: Any
+    cu_seqlens_kv: Any
+    pages: Any
+    cache_batch_idx: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,13 @@ class Options:
 
     def resolve_mask(self, len_q: int, len_kv: int) -> Mask:
         """Which keys each query sees."""
+        return band(len_q, len_kv, *self._mask())
+
+    def resolve_moving_mask(self, len_q: int, len_kv: int) -> tuple[Mask, bool]:
+        """The same for sequences of at most these lengths, and whether the mask moves with them."""
+        return moving_band(len_q, len_kv, *self._mask())
+
+    def _mask(self) -> tuple[bool | str, tuple[int | None, int | None], int]:
         causal = self.causal
         if not is_bool(causal):
             causal = _choice("causal", causal, (False, True, "bottom_right", "top_left"))
@@ -75,7 +88,7 @@ class Options:
         if prefix and window[0] is not None:
             expected = "prefix: expected 0 with a window that has a left end, since a query would see two intervals of keys"
             raise UnsupportedError(f"{expected}, got {shown(prefix)}")
-        return band(len_q, len_kv, causal, window, prefix)
+        return causal, window, prefix
 
     def resolve_softcap(self, dtype: str) -> float | None:
         """Bound of the tanh that the scores go through, as arrays of this dtype are computed with."""

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import shown
+from ..errors import UnsupportedError, shown
 from .dropout import Dropout
 from .expression.entry import Expression, mask_expression, score_expression
 from .key_ranges import START, STOP, check_ranges, expression_of, squeezed
 from .layout import FLOATS, INTEGERS, Layout
+from .lengths import Lengths
 
 if TYPE_CHECKING:
     from .expression.tree import Read
@@ -43,6 +44,8 @@ class Scores:
         Those of `OPERANDS` that a call has.
     seed_on_device : bool
         Whether the seed is read where it is when a kernel runs, and not told by its value.
+    free_axes : tuple of str
+        The coordinates of which an axis of an array that one of them indexes may have any number: places in packed sequences.
     """
 
     score: Expression | None = None
@@ -54,6 +57,7 @@ class Scores:
     dropout: Dropout | None = None
     operands: tuple[str, ...] = ()
     seed_on_device: bool = False
+    free_axes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return any(x is not None for x in (self.score, self.mask, self.bias, self.mask_array, self.alibi_slopes, self.dropout))
@@ -153,6 +157,7 @@ def make_scores(
     len_q: int,
     len_kv: int,
     device: int | None,
+    lengths: Lengths | None = None,
 ) -> Scores:
     """Check what was given for scores.
 
@@ -171,6 +176,8 @@ def make_scores(
         Of the problem.
     device : int or None
         Where its arrays are.
+    lengths : Lengths or None
+        Those of sequences, where these differ.
 
     Returns
     -------
@@ -197,8 +204,9 @@ def make_scores(
     for name, layout in arrays.items():
         _check_device(label(name), layout, device)
     sizes = {"b": _product(batch), "h": heads_q, "h_kv": heads_kv, "q_idx": len_q, "kv_idx": len_kv}
+    free = _free_axes(lengths, operands, ranges)
     for expression in expressions:
-        _check_axes(expression, arrays, sizes)
+        _check_axes(expression, arrays, {name: size for name, size in sizes.items() if name not in free})
     pairs, of_heads = (*batch, heads_q, len_q, len_kv), (*batch, heads_q)
     wide = "float64" if dtype == "float64" else "float32"
     floats = tuple(dict.fromkeys((dtype, wide)))
@@ -212,7 +220,27 @@ def make_scores(
         dropout=dropout,
         operands=tuple(operands),
         seed_on_device="seed" in operands and operands["seed"].device is not None,
+        free_axes=free,
     )
+
+
+def _free_axes(lengths: Lengths | None, operands: dict[str, Layout], ranges: dict[str, Layout]) -> tuple[str, ...]:
+    """The coordinates of which no axis of an array can be told the number: places in packed sequences.
+
+    Raises
+    ------
+    UnsupportedError
+        If an array has an element for each pair of them.
+    """
+    if lengths is None or not (lengths.packed_q or lengths.packed_kv):
+        return ()
+    for name in ("bias", "mask"):
+        if name in operands:
+            expected = "an expression" if name == "mask" else "None, or a score that reads an array,"
+            raise UnsupportedError(f"{name}: expected {expected} with packed sequences, got an array of pairs")
+    if ranges:
+        raise UnsupportedError("mask: expected an expression with packed sequences, got KeyRanges")
+    return (*("q_idx",) * lengths.packed_q, *("kv_idx",) * lengths.packed_kv)
 
 
 def declared(arrays: dict[str, Layout]) -> list[Declaration]:
@@ -237,7 +265,7 @@ def _check_axes(expression: Expression, arrays: dict[str, Layout], sizes: dict[s
     for read in reads(expression.tree):
         for axis, coordinate in enumerate(axes_of(read)):
             found = arrays[read.name].shape[axis]
-            if coordinate is not None and found != sizes[coordinate]:
+            if coordinate in sizes and found != sizes[coordinate]:
                 raise ValueError(
                     f"{label(read.name)}: expected {sizes[coordinate]} elements along axis {axis}, which is indexed by "
                     f"'{coordinate}', got shape {arrays[read.name].shape}"

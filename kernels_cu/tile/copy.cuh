@@ -104,18 +104,21 @@ OP void for_granules(SharedTile<ROWS, WIDTH> tile, const GlobalTile& global, Mov
   }
 }
 
+// A granule to shared memory, or zeros.
+OP void copy_granule(SharedAddress to, const Element* from, bool exists) {
+  if constexpr (ASYNCHRONOUS) {
+    cp_async<COPY_BYTES>(to, from, !exists);
+  } else {
+    if (exists) count_read(sizeof(Granule));
+    store_shared(to, exists ? *reinterpret_cast<const Granule*>(from) : Granule{});
+  }
+}
+
 // tile = src, zero beyond its rows and columns. Asynchronous where the architecture and the alignment allow: complete after
 // commit_copies and wait_for_copies, and then visible to the threads that meet at a barrier.
 template <typename Scope, int ROWS, int WIDTH> OP void load_async(SharedTile<ROWS, WIDTH> tile, const GlobalTile& src) {
   if constexpr (Scope::threads == 32) sync_warp();            // without it a lane overwrites what its neighbours still read there
-  for_granules<Scope>(tile, src, [](SharedAddress to, const Element* from, bool exists) {
-    if constexpr (ASYNCHRONOUS) {
-      cp_async<COPY_BYTES>(to, from, !exists);
-    } else {
-      if (exists) count_read(sizeof(Granule));
-      store_shared(to, exists ? *reinterpret_cast<const Granule*>(from) : Granule{});
-    }
-  });
+  for_granules<Scope>(tile, src, [](SharedAddress to, const Element* from, bool exists) { copy_granule(to, from, exists); });
 }
 
 // to[0 : count] = from[0 : count], float32 words in fours, by all threads of a block. Asynchronous like the tiles.

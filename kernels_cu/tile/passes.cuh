@@ -3,6 +3,7 @@
 #include "tile/copy.cuh"
 #include "tile/gradient.cuh"
 #include "tile/scheduler.cuh"
+#include "tile/sequence.cuh"
 #include "tile/sinks.cuh"
 #include "tile/accum.cuh"
 
@@ -10,23 +11,34 @@ static_assert(WIDTH == WIDTH_V, "one shape of tile serves q, k, v and dout");
 using DqAccum = AccumTile<TILE_Q, WIDTH>;
 using DkvAccum = AccumTile<TILE_KV, WIDTH>;
 
-// number of a query tile, counted over batch elements and heads
+// number of a query tile where all batch elements are alike
 OP u32 query_tile_number(const BackwardParams& p, u32 batch_number, int head, int tile) {
   return (batch_number * p.heads + head) * ceil_div(p.len_q, TILE_Q) + tile;
+}
+
+// Of a tile that no sequence has: what gradients of sinks are 0 from.
+OP void clear_stats(const BackwardParams& p, float sign) {
+  const u32 tiles = tiles_of<QUERIES>(p), head = block_id() / tiles, tile = tiles - 1 - (block_id() - head * tiles);
+  float* const stats = p.stats + (i64(head) * tiles + tile) * 2 * TILE_Q;
+  for_lane(l) {
+    for (int i = Block::thread(l); i < 2 * TILE_Q; i += Block::threads) write(stats + i, i < TILE_Q ? infinity() : sign * 0.f);
+  }
 }
 
 // Before: one query tile's sums become 0, its statistics those that P and dS are computed from. Delta is multiplied by `sign`. `parts` of a
 // tile have a semaphore each. Heads from `accum_heads` on will use the sums of others.
 OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum_heads = ~0u) {
-  const BlockCoord here = block_coord(p.batch, p.heads, p.len_q, TILE_Q);
-  const u32 number = query_tile_number(p, here.batch_number, here.head, here.row / TILE_Q);
+  const BlockCoord here = block_coord<QUERIES>(p, p.heads);
+  if (VARLEN && here.row < 0) return clear_stats(p, sign);
+  const SequenceRows queries = sequence_of(p, here.batch_number).q;
+  const u32 number = query_tile_number(p, queries, here.head, here.row / TILE_Q);
   if (p.dq_semaphore && warp_id() < parts) semaphore_clear(p.dq_semaphore + number * parts + warp_id());
-  if (p.dq_progress && warp_id() == 0 && here.row == 0) semaphore_clear(p.dq_progress + number / ceil_div(p.len_q, TILE_Q));
+  if (p.dq_progress && warp_id() == 0 && here.row == 0) semaphore_clear(p.dq_progress + number / tiles_of<QUERIES>(p));
 
-  const GlobalTile out = slice(p.out, here.batch, here.head, here.row, p.len_q, p.dim_v);
-  const GlobalTile dout = slice(p.dout, here.batch, here.head, here.row, p.len_q, p.dim_v);
-  const float* lse = row_slice(p.lse, here.batch, here.head, here.row);
-  const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, here.row) : nullptr;
+  const GlobalTile out = slice(p.out, here.batch, here.head, queries.first + here.row, queries.end(), p.dim_v);
+  const GlobalTile dout = slice(p.dout, here.batch, here.head, queries.first + here.row, queries.end(), p.dim_v);
+  const float* lse = row_slice(p.lse, here.batch, here.head, queries.first + here.row);
+  const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, queries.first + here.row) : nullptr;
   float* const stats = p.stats + i64(number) * 2 * TILE_Q;
   for_row_dots<TILE_Q, WIDTH>(out, dout, [&](int row, bool exists, float dot) {
     const float row_lse = exists ? read(lse + row * p.lse.row_stride) : -infinity();
@@ -39,22 +51,25 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
 
 // One tile of a gradient from its sums, of which there are `parts` for each head and batch element. Those of all batch elements that
 // the gradient does not tell apart are added up.
-template <typename Accum, int ROWS>
-OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float* sums, int heads, int parts, int len, int cols, u32 block,
-                    float factor) {
-  const BlockCoord here = block_coord(p.batch, heads, len, ROWS, block);
+template <typename Accum, Side SIDE>
+OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float* sums, int heads, int parts, int cols, u32 block, float factor) {
+  constexpr int ROWS = TILE_ROWS<SIDE>;
+  const BlockCoord here = block_coord<SIDE>(p, heads, block);
+  if (VARLEN && here.row < 0) return;
+  const SequenceRows rows = side_of<SIDE>(sequence_of(p, here.batch_number));
+  const bool is_packed = offsets_of<SIDE>(p);                 // so that its gradients are of one batch element, which is not told apart either
   int summed[BATCH_AXES];                                     // elements to add up along each axis
   u32 elements = 1;
   #pragma unroll
   for (int i = 0; i < BATCH_AXES; ++i) {
-    const bool sum = p.batch[i] > 1 && gradient.batch_stride[i] == 0;
+    const bool sum = p.batch[i] > 1 && gradient.batch_stride[i] == 0 && !is_packed;
     if (sum && here.batch[i] > 0) return;                     // the block of element 0 does it
     summed[i] = sum ? p.batch[i] : 1;
     elements *= summed[i];
   }
 
   const SharedTile<ROWS, WIDTH> tile_smem{shared_memory()};
-  const int tiles = ceil_div(len, ROWS);
+  const int tiles = tiles_of<SIDE>(p);
   for (int piece = warp_id(); piece < ROWS / 16 * (WIDTH / 16); piece += WARPS) {
     const int row = piece / (WIDTH / 16) * 16, col = piece % (WIDTH / 16) * 16;
     Acc<16, 16> sum_reg;
@@ -65,8 +80,9 @@ OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float*
       u32 batch_number = 0;
       #pragma unroll
       for (int i = 0; i < BATCH_AXES; ++i) batch_number = batch_number * p.batch[i] + here.batch[i] + batch[i];
+      if (is_packed) batch_number = 0;
       for (int part = 0; part < parts; ++part) {
-        const i64 number = ((i64(batch_number) * heads + here.head) * parts + part) * tiles + here.row / ROWS;
+        const i64 number = ((i64(batch_number) * heads + here.head) * parts + part) * tiles + rows.first_tile + here.row / ROWS;
         Acc<16, 16> part_reg;
         load(part_reg, Accum{sums + number * Accum::size}, row, col);
         add(sum_reg, part_reg);
@@ -76,7 +92,7 @@ OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float*
     store(tile_smem, sum_reg, row, col);
   }
   sync_block();                                               // without it a thread sends what other warps have not written
-  store<Block>(slice(gradient, here.batch, here.head, here.row, len, cols), tile_smem);
+  store<Block>(slice(gradient, here.batch, here.head, rows.first + here.row, rows.end_of_room(), cols), tile_smem);
 }
 
 constexpr int POSTPROCESS_BYTES = max_of(SharedTile<TILE_Q, WIDTH>::bytes, SharedTile<TILE_KV, WIDTH>::bytes);
@@ -87,12 +103,13 @@ template <typename Accum = DqAccum> OP void postprocess(const BackwardParams& p)
   #pragma unroll
   for (int i = 0; i < BATCH_AXES; ++i) batch *= p.batch[i];
   const int heads_kv = p.heads / p.heads_per_kv, splits = p.heads_per_kv / p.heads_per_block;
-  const u32 query_blocks = p.dq_progress ? 0 : ceil_div(p.len_q, TILE_Q) * p.heads * batch, key_blocks = ceil_div(p.len_kv, TILE_KV) * heads_kv * batch;
+  const u32 batch_q = offsets_of<QUERIES>(p) ? 1 : batch, batch_kv = offsets_of<KEYS>(p) ? 1 : batch;
+  const u32 query_blocks = p.dq_progress ? 0 : tiles_of<QUERIES>(p) * p.heads * batch_q, key_blocks = tiles_of<KEYS>(p) * heads_kv * batch_kv;
   const u32 block = block_id();
   const u32 key_block = block - query_blocks;
-  if (block < query_blocks) postprocess_tile<Accum, TILE_Q>(p, p.dq, p.dq_accum, p.heads, 1, p.len_q, p.dim, block, p.scale);
-  else if (key_block < key_blocks) postprocess_tile<DkvAccum, TILE_KV>(p, p.dk, p.dk_accum, heads_kv, splits, p.len_kv, p.dim, key_block, 1.f);
-  else postprocess_tile<DkvAccum, TILE_KV>(p, p.dv, p.dv_accum, heads_kv, splits, p.len_kv, p.dim_v, key_block - key_blocks, 1.f);
+  if (block < query_blocks) postprocess_tile<Accum, QUERIES>(p, p.dq, p.dq_accum, p.heads, 1, p.dim, block, p.scale);
+  else if (key_block < key_blocks) postprocess_tile<DkvAccum, KEYS>(p, p.dk, p.dk_accum, heads_kv, splits, p.dim, key_block, 1.f);
+  else postprocess_tile<DkvAccum, KEYS>(p, p.dv, p.dv_accum, heads_kv, splits, p.dim_v, key_block - key_blocks, 1.f);
 }
 
 // After, with SINKS: the gradient of one sink, -sum of 2^(sink - lse) delta over all rows of its head and all batch elements, by one block and in
@@ -100,17 +117,18 @@ template <typename Accum = DqAccum> OP void postprocess(const BackwardParams& p)
 constexpr int SINKS_BYTES = WARPS * int(sizeof(float));       // sums of the warps
 OP void gradient_of_sink(const BackwardParams& p, float sign) {
   const int own = warp_id();                                  // asked by all lanes: it is a shuffle
-  const int i = int(block_id()) / p.heads, head = int(block_id()) - i * p.heads, tiles = ceil_div(p.len_q, TILE_Q);
+  const int i = int(block_id()) / p.heads, head = int(block_id()) - i * p.heads, tiles = tiles_of<QUERIES>(p);
   const SharedAddress smem = shared_memory();
   const float sink = read_sink(p, head, i) * LOG2E;
   int batch = 1;
   #pragma unroll
   for (int axis = 0; axis < BATCH_AXES; ++axis) batch *= p.batch[axis];
+  if (offsets_of<QUERIES>(p)) batch = 1;
   Regs<float, 1> sum;
   for_lane(l) sum.at(l, 0) = 0.f;
   #pragma unroll 1
   for (int element = 0; element < batch; ++element) {
-    const float* const stats = p.stats + i64(query_tile_number(p, element, head, 0)) * 2 * TILE_Q;
+    const float* const stats = p.stats + i64((element * p.heads + head) * tiles) * 2 * TILE_Q;
     #pragma unroll 4
     for (int row0 = own * 32; row0 < tiles * TILE_Q; row0 += 32 * WARPS) {
       for_lane(l) {

@@ -151,6 +151,39 @@ OP bool warp_any(const Regs<bool, 1>& flag) {
 #endif
 }
 
+// the number of the lowest bit that is 1, of the zeros above the highest, and of ones
+OP int lowest_bit(u32 x) {
+#if ON_GPU
+  return __ffs(x) - 1;
+#else
+  return __builtin_ctz(x);
+#endif
+}
+OP int zeros_above(u32 x) {
+#if ON_GPU
+  return __clz(x);
+#else
+  return __builtin_clz(x);
+#endif
+}
+OP int ones(u32 x) {
+#if ON_GPU
+  return __popc(x);
+#else
+  return __builtin_popcount(x);
+#endif
+}
+// bit i is the flag of lane i
+OP u32 warp_ballot(const Regs<bool, 1>& flag) {
+#if ON_GPU
+  return __ballot_sync(0xffffffffu, flag.v[0]);
+#else
+  u32 bits = 0;
+  for_lane(l) bits |= u32(flag.at(l, 0)) << l;
+  return bits;
+#endif
+}
+
 // true in every lane of a warpgroup if any lane's flag is set; its warps meet at the barrier of this name
 OP bool warpgroup_any(int name, const Regs<bool, 1>& flag, [[maybe_unused]] CallSite at = call_site()) {
 #if ON_GPU

@@ -120,24 +120,34 @@ OP float exponent_scale(float scale) { return EXPLICIT_SCORES ? 1.f : scale * LO
 OP PairTensor pair_tensor(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int itemsize) {
   return {reinterpret_cast<const char*>(t.data) + offset_of(t, batch, head, 0) * itemsize, t.row_stride, t.col_stride};
 }
-template <typename Params, typename Coord> OP ScoreContext score_context(const Params& p, const Coord& here, int head, const HeadTerms& terms) {
-  return {terms, p.scores, int(here.batch_number), head, head / p.heads_per_kv, p.len_q, p.len_kv};
+template <typename Params, typename Coord>
+OP ScoreContext score_context(const Params& p, const Coord& here, int head, const HeadTerms& terms, int len_q, int len_kv) {
+  return {terms, p.scores, int(here.batch_number), head, head / p.heads_per_kv, len_q, len_kv};
 }
-template <typename Params, typename Coord> OP HeadTerms head_terms(const Params& p, const Coord& here, int head) {
+template <typename Params, typename Coord> OP ScoreContext score_context(const Params& p, const Coord& here, int head, const HeadTerms& terms) {
+  return score_context(p, here, head, terms, p.len_q, p.len_kv);
+}
+template <typename Params, typename Coord> OP HeadTerms head_terms(const Params& p, const Coord& here, int head, int len_q, int len_kv) {
   const ScoreParams& s = p.scores;
   HeadTerms terms{};
   if constexpr (SCORES == PLUS_TERM) terms.unit = EXPLICIT_SCORES ? LOG2E : 1.f / p.scale;
   if (HAS_BIAS) terms.bias = pair_tensor(s.bias, here.batch, head, sizeof(BiasElement));
   if (HAS_PAIR_MASK) terms.pair_mask = pair_tensor(s.pair_mask, here.batch, head, 1);
   if (HAS_ALIBI) terms.alibi_slope = AsKind<float>::of(read_at<AlibiSlope>(u64(s.alibi_slopes.data), offset_of(s.alibi_slopes, here.batch, head, 0)));
-  const ScoreContext x = score_context(p, here, head, terms);
+  const ScoreContext x = score_context(p, here, head, terms, len_q, len_kv);
   #pragma unroll
   for (int i = 0; i < UNIFORMS; ++i) terms.uniform[i] = uniform_of(i, x);
   return terms;
 }
+template <typename Params, typename Coord> OP HeadTerms head_terms(const Params& p, const Coord& here, int head) {
+  return head_terms(p, here, head, p.len_q, p.len_kv);
+}
 // Both, for a few pairs.
+template <typename Params, typename Coord> OP ScoreContext score_context(const Params& p, const Coord& here, int head, int len_q, int len_kv) {
+  return score_context(p, here, head, head_terms(p, here, head, len_q, len_kv), len_q, len_kv);
+}
 template <typename Params, typename Coord> OP ScoreContext score_context(const Params& p, const Coord& here, int head) {
-  return score_context(p, here, head, head_terms(p, here, head));
+  return score_context(p, here, head, p.len_q, p.len_kv);
 }
 
 // The place of a pair of a fragment that starts at row0 and col0: rows are queries, and columns keys, or TRANSPOSED the other way round. It may

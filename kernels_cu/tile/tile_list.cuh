@@ -12,39 +12,6 @@ OP u32 read_bits(const u32* words) {
   count_read(sizeof(u32));
   return *words;
 }
-// the number of the lowest bit that is 1, of the zeros above the highest, and of ones
-OP int lowest_bit(u32 x) {
-#if ON_GPU
-  return __ffs(x) - 1;
-#else
-  return __builtin_ctz(x);
-#endif
-}
-OP int zeros_above(u32 x) {
-#if ON_GPU
-  return __clz(x);
-#else
-  return __builtin_clz(x);
-#endif
-}
-OP int ones(u32 x) {
-#if ON_GPU
-  return __popc(x);
-#else
-  return __builtin_popcount(x);
-#endif
-}
-// bit i is the flag of lane i
-OP u32 warp_ballot(const Regs<bool, 1>& flag) {
-#if ON_GPU
-  return __ballot_sync(0xffffffffu, flag.v[0]);
-#else
-  u32 bits = 0;
-  for_lane(l) bits |= u32(flag.at(l, 0)) << l;
-  return bits;
-#endif
-}
-
 OP int words_of(int tiles) { return ceil_div(tiles, 32); }
 
 // How many of the tiles first ... end - 1 a row of bits names.

@@ -6,7 +6,7 @@ A tile is `(group * rows, keys)`: the query heads that share a key head are rows
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy
 
@@ -32,6 +32,10 @@ class BoundScores:
         Seed and offset of dropout.
     batch : tuple of int
     heads_per_kv, heads_q, len_q, len_kv : int
+    room : (int, int)
+        Queries and keys that arrays of pairs have: as many, unless a sequence has fewer.
+    sequence : tuple of int
+        The batch element that all tiles are of, where each is computed by itself.
     """
 
     scores: Scores
@@ -43,12 +47,18 @@ class BoundScores:
     heads_q: int
     len_q: int
     len_kv: int
+    room: tuple[int, int]
+    sequence: tuple[int, ...] = ()
+
+    def of_sequence(self, number: int, len_q: int, len_kv: int) -> BoundScores:
+        """Those of one sequence, of a batch of them."""
+        return replace(self, sequence=(number,), len_q=len_q, len_kv=len_kv)
 
     def tile(
         self, element: tuple[int, ...], heads: slice, row: int, rows: int, keys: slice, wide: type[numpy.floating]
     ) -> TileOfScores:
         """The scores of some pairs: of a batch element, of heads, and of queries from `row` on."""
-        return TileOfScores(self, tuple(element), heads, slice(row, row + rows), keys, wide)
+        return TileOfScores(self, (*self.sequence, *element), heads, slice(row, row + rows), keys, wide)
 
     def sums(self, names: tuple[str, ...], wide: type[numpy.floating]) -> dict[str, numpy.ndarray]:
         """Zeros for the gradients of what has these names."""
@@ -145,7 +155,7 @@ class TileOfScores:
     def _pairs(self, name: str) -> numpy.ndarray:
         """The part of an array that broadcasts to all pairs, `(group, rows, keys)`."""
         array = self._of.arrays[name]
-        return numpy.broadcast_to(array, (*self._of.batch, self._of.heads_q, self._of.len_q, self._of.len_kv))[self._at]
+        return numpy.broadcast_to(array, (*self._of.batch, self._of.heads_q, *self._of.room))[self._at]
 
     def _slopes(self) -> numpy.ndarray:
         array = self._of.arrays["alibi_slopes"]

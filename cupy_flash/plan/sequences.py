@@ -1,0 +1,37 @@
+"""Tiles of sequences of their own lengths: how many there may be, as ``kernels_cu/tile/sequence.cuh`` counts them."""
+
+from __future__ import annotations
+
+import math
+
+from ..problem.forward import Problem
+from ..problem.mask import UNBOUNDED
+
+
+def is_packed(problem: Problem, side: str) -> bool:
+    """Whether the rows of all sequences lie one behind the other, of side 'q' or 'kv'."""
+    lengths = problem.lengths
+    return lengths is not None and lengths.has(f"cu_seqlens_{side}")
+
+
+def tiles_of(problem: Problem, tile: int, side: str) -> int:
+    """Tiles that a head of a batch element of an array has room for, of side 'q' or 'kv'.
+
+    A packed sequence begins and ends anywhere, so that it takes at most one tile more than its rows fill. Rows behind all of them are
+    a sequence more.
+    """
+    rows = problem.len_q if side == "q" else problem.len_kv
+    return rows // tile + problem.lengths.sequences + 1 if is_packed(problem, side) else -(-rows // tile)
+
+
+def elements_of(problem: Problem, side: str) -> int:
+    """Batch elements that the arrays of a side have: of packed rows, one."""
+    return 1 if is_packed(problem, side) else math.prod(problem.batch)
+
+
+def row_length(problem: Problem) -> int:
+    """The number of queries that a row of a tuning table is chosen by.
+
+    Where sequences differ in it, that of long ones: what a sequence is computed with, and so its bits, must not depend on others.
+    """
+    return UNBOUNDED if problem.lengths is not None and problem.lengths.of_queries else problem.len_q

@@ -1,0 +1,237 @@
+// sequence.cuh -- where the queries and keys of a batch element lie (VARLEN), and how far its mask has moved. Without VARLEN all are alike, and
+// nothing of this is left of a kernel.
+//
+//   padded    each batch element has its own rows in memory, of which the first ones are its queries, or its keys. What the others hold is not
+//             read; results and gradients there are 0
+//   packed    the rows of all sequences lie one behind the other, `offsets` says where each begins. Behind the last one there may be rows that
+//             belong to none: they make one more sequence, which sees nothing
+//   paged     keys and values lie in pages of equal size, in any order
+//
+// A tile has rows of one sequence only. Of packed rows, sequence i has the tiles from offset_i / TILE + i on, whichever its length is: each
+// begins and ends anywhere, so it takes at most one tile more than its rows fill. A block finds the sequence of a tile by its offset.
+#pragma once
+#include "tile/copy.cuh"
+#include "tile/mask.cuh"
+#include "tile/scheduler.cuh"
+
+// The queries of a sequence, or its keys.
+struct SequenceRows {
+  int first;                                                  // row of the array
+  int len;                                                    // how many there are
+  int room;                                                   // rows from the first one on that are no other sequence's
+  u32 batch_number;                                           // of the array: packed rows have one for all
+  int first_tile;                                             // number of its first tile there
+  OP int end() const { return first + len; }
+  OP int end_of_room() const { return first + room; }
+};
+struct Sequence {
+  SequenceRows q, kv;
+  MaskParams mask;
+};
+
+enum LengthArray { OFFSETS_Q = 1, OFFSETS_KV = 2, LENGTHS_Q = 4, LENGTHS_KV = 8, CACHE_BATCH = 16, PAGES = 32 };   // bits of SequenceParams::wide
+
+// A number of such an array, at most `most`.
+OP int read_length(const SequenceParams& s, const void* array, LengthArray which, i64 i, int most) {
+  i64 number;
+  if (s.wide & which) {
+    count_read(sizeof(i64));
+    number = static_cast<const i64*>(array)[i];
+  } else {
+    count_read(sizeof(int));
+    number = static_cast<const int*>(array)[i];
+  }
+  return int(max_of(min_of(number, i64(most)), i64(0)));
+}
+
+// One side of a sequence; `rows` is how many the array has.
+OP SequenceRows rows_of_sequence(const SequenceParams& s, const void* offsets, LengthArray bit_of_offsets, const void* lengths,
+                                 LengthArray bit_of_lengths, u32 number, int rows, int tile) {
+  SequenceRows of{0, rows, rows, number, 0};
+  const bool is_gap = number >= u32(s.sequences);
+  if (offsets) {
+    of.first = read_length(s, offsets, bit_of_offsets, number, rows);
+    of.room = max_of(is_gap ? rows : read_length(s, offsets, bit_of_offsets, number + 1, rows), of.first) - of.first;
+    of.batch_number = 0;
+    of.first_tile = of.first / tile + int(number);
+  }
+  of.len = is_gap ? 0 : lengths ? read_length(s, lengths, bit_of_lengths, number, of.room) : of.room;
+  return of;
+}
+
+// A mask whose queries and keys end together, for other lengths.
+OP MaskParams moved(const MaskParams& mask, int by) {
+  constexpr int UNBOUNDED = 1 << 30;
+  MaskParams result = mask;
+  if (mask.left > -UNBOUNDED) result.left += by;
+  if (mask.right < UNBOUNDED) result.right += by;
+  return result;
+}
+
+template <typename Params> OP Sequence sequence_of(const Params& p, u32 number) {
+  if constexpr (!VARLEN) {
+    return {{0, p.len_q, p.len_q, number, 0}, {0, p.len_kv, p.len_kv, number, 0}, p.mask};
+  } else {
+    const SequenceParams& s = p.sequences;
+    Sequence seq;
+    seq.q = rows_of_sequence(s, s.offsets_q, OFFSETS_Q, s.lengths_q, LENGTHS_Q, number, p.len_q, TILE_Q);
+    seq.kv = rows_of_sequence(s, s.offsets_kv, OFFSETS_KV, s.lengths_kv, LENGTHS_KV, number, p.len_kv, TILE_KV);
+    seq.mask = moved(p.mask, s.moves ? seq.kv.len - (PACK_GQA ? int(p.mask.queries_divmod.divisor) : seq.q.len) : 0);
+    seq.mask.prefix = min_of(p.mask.prefix, seq.kv.len);
+    return seq;
+  }
+}
+
+enum Side { QUERIES, KEYS };
+template <Side SIDE> constexpr int TILE_ROWS = SIDE == QUERIES ? TILE_Q : TILE_KV;
+template <Side SIDE> OP const SequenceRows& side_of(const Sequence& seq) {
+  if constexpr (SIDE == QUERIES) return seq.q;
+  else return seq.kv;
+}
+// the offsets of the sequences of a side, or null, and how many rows there are
+template <Side SIDE, typename Params> OP const void* offsets_of(const Params& p) {
+  if constexpr (!VARLEN) return nullptr;
+  else return SIDE == QUERIES ? p.sequences.offsets_q : p.sequences.offsets_kv;
+}
+template <Side SIDE, typename Params> OP int rows_of_array(const Params& p) { return SIDE == QUERIES ? p.len_q : p.len_kv; }
+
+// How many tiles a batch element of the array has room for.
+template <Side SIDE, typename Params> OP int tiles_of(const Params& p) {
+  if constexpr (VARLEN) if (offsets_of<SIDE>(p)) return rows_of_array<SIDE>(p) / TILE_ROWS<SIDE> + p.sequences.sequences + 1;
+  return ceil_div(rows_of_array<SIDE>(p), TILE_ROWS<SIDE>);
+}
+
+// The sequence that tile number `tile` of packed rows is for: the last one whose first tile is not behind it. Each lane asks one of 32, so a
+// thousand sequences take two questions.
+template <Side SIDE, typename Params> OP u32 sequence_of_tile(const Params& p, int tile) {
+  const SequenceParams& s = p.sequences;
+  u32 first = 0, count = u32(s.sequences) + 1;
+  #pragma unroll 1
+  while (count > 1) {
+    const u32 step = (count + 31) / 32;
+    Regs<bool, 1> is_before;
+    for_lane(l) {
+      const u32 number = first + l * step;
+      is_before.at(l, 0) = l == 0;
+      if (l > 0 && l * step < count) {
+        const int row = read_length(s, offsets_of<SIDE>(p), SIDE == QUERIES ? OFFSETS_Q : OFFSETS_KV, number, rows_of_array<SIDE>(p));
+        is_before.at(l, 0) = row / TILE_ROWS<SIDE> + int(number) <= tile;
+      }
+    }
+    const u32 ahead = u32(ones(warp_ballot(is_before)) - 1) * step;
+    first += ahead;
+    count = min_of(step, count - ahead);
+  }
+  return first;
+}
+
+// From a tile of packed rows to its sequence, and to the first row there; below 0 if no sequence has the tile.
+template <Side SIDE, typename Params> OP int row_in_sequence(const Params& p, int tile, u32& number) {
+  number = sequence_of_tile<SIDE>(p, tile);
+  const SequenceRows rows = side_of<SIDE>(sequence_of(p, number));
+  const int row = (tile - rows.first_tile) * TILE_ROWS<SIDE>;
+  return row < rows.room ? row : -1;
+}
+
+// Where a block of a grid of tiles is; `row` is below 0 if there is no such tile.
+template <Side SIDE, typename Params> OP BlockCoord block_coord(const Params& p, int heads, u32 block = block_id()) {
+  if constexpr (VARLEN) {
+    if (offsets_of<SIDE>(p)) {
+      const u32 tiles = tiles_of<SIDE>(p), head = block / tiles;
+      BlockCoord here;
+      here.head = int(head);
+      here.row = row_in_sequence<SIDE>(p, int(tiles - 1 - (block - head * tiles)), here.batch_number);
+      batch_element(here.batch, p.batch, here.batch_number);
+      return here;
+    }
+  }
+  return block_coord(p.batch, heads, rows_of_array<SIDE>(p), TILE_ROWS<SIDE>, block);
+}
+// The same of a block of the backward; `tile` is below 0.
+template <typename Params> OP KeyBlockCoord key_block_coord(const Params& p) {
+  if constexpr (VARLEN) {
+    if (offsets_of<KEYS>(p)) {
+      const int one[BATCH_AXES] = {1, 1, 1, 1};
+      KeyBlockCoord here = key_block_coord(one, p.heads, p.heads_per_kv, p.heads_per_block, tiles_of<KEYS>(p) * TILE_KV, TILE_KV, p.heads_together);
+      const int row = row_in_sequence<KEYS>(p, here.tile, here.batch_number);
+      here.tile = row < 0 ? -1 : row / TILE_KV;
+      batch_element(here.batch, p.batch, here.batch_number);
+      return here;
+    }
+  }
+  return key_block_coord(p.batch, p.heads, p.heads_per_kv, p.heads_per_block, p.len_kv, TILE_KV, p.heads_together);
+}
+
+// Number of a tile of queries, over heads and what batch elements the array has.
+template <typename Params> OP u32 query_tile_number(const Params& p, const SequenceRows& queries, int head, int tile) {
+  return (queries.batch_number * p.heads + head) * tiles_of<QUERIES>(p) + queries.first_tile + tile;
+}
+
+// The batch element of keys and values of a sequence.
+template <typename Params> OP void batch_of_keys(int (&batch)[BATCH_AXES], const Params& p, const BlockCoord& here) {
+  #pragma unroll
+  for (int i = 0; i < BATCH_AXES; ++i) batch[i] = here.batch[i];
+  if constexpr (VARLEN) {
+    const SequenceParams& s = p.sequences;
+    if (s.cache_batch && here.batch_number < u32(s.sequences))
+      batch[BATCH_AXES - 1] = read_length(s, s.cache_batch, CACHE_BATCH, here.batch_number, s.rows_of_cache - 1);
+  }
+}
+
+// Rows that are no queries become what a row is that sees nothing, whatever they are.
+template <int M, int D> OP void clear_rows(Acc<M, D>& o, RowVec<M>& lse, int rows) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < o.regs; ++r)
+      if (o.row(l, r) >= rows) o.at(l, r) = 0.f;
+    #pragma unroll
+    for (int i = 0; i < lse.slots; ++i)
+      if (lse.row(l, i) >= rows) lse.at(l, i) = -infinity();
+  }
+}
+
+// Keys, or values, in pages: row i is in page number i / page of those of its sequence.
+struct PagedTile {
+  Element* base;                                              // of the head, in page 0
+  i64 page_stride, row_stride, col_stride;
+  const SequenceParams* of;
+  i64 first_page;                                             // where the sequence's pages begin among all
+  int row0, rows, cols;                                       // as a GlobalTile: the first row, and how many there are from there on
+  OP PagedTile from_row(int row) const {
+    PagedTile tile = *this;
+    tile.row0 += row, tile.rows -= row;
+    return tile;
+  }
+  // of a row that exists: no entry beyond is read
+  OP Element* at(int row, int col) const {
+    const int key = row0 + row, number = int(divide(key, of->page_divmod));
+    const i64 page = read_length(*of, of->pages, PAGES, first_page + number, of->rows_of_cache - 1);
+    return base + page * page_stride + (key - number * int(of->page_divmod.divisor)) * row_stride + col * col_stride;
+  }
+};
+using KeySlice = Choose<PAGED, PagedTile, GlobalTile>;
+
+// The keys of a sequence, or its values, of one head.
+template <bool IN_PAGES = PAGED, typename Params>
+OP Choose<IN_PAGES, PagedTile, GlobalTile> key_slice(const Params& p, const Tensor& t, const int (&batch)[BATCH_AXES], int head_kv, const Sequence& seq, u32 number, int cols) {
+  if constexpr (IN_PAGES) {
+    const SequenceParams& s = p.sequences;
+    return {static_cast<Element*>(t.data) + head_kv * t.head_stride, &t == &p.k ? s.k_page_stride : s.v_page_stride, t.row_stride, t.col_stride,
+            &s, i64(number) * s.pages_of_sequence, 0, seq.kv.len, cols};
+  } else {
+    return slice(t, batch, head_kv, seq.kv.first, seq.kv.end(), cols);
+  }
+}
+
+template <typename Scope, int ROWS, int WIDTH> OP void load_async(SharedTile<ROWS, WIDTH> tile, const PagedTile& src) {
+  if constexpr (Scope::threads == 32) sync_warp();            // without it a lane overwrites what its neighbours still read there
+  constexpr int per_row = WIDTH / GRANULE;
+  for_lane(l) {
+    #pragma unroll 4
+    for (int i = Scope::thread(l); i < ROWS * per_row; i += Scope::threads) {
+      const int row = i / per_row, col = i % per_row * GRANULE;
+      const bool exists = row < src.rows && col < src.cols;
+      copy_granule(tile.at(row, col), exists ? src.at(row, col) : src.base, exists);
+    }
+  }
+}
