@@ -59,7 +59,7 @@ KERNEL(THREADS, 1) bwd_v2_preprocess(GRID_CONSTANT BackwardParams p) { preproces
 KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   const KeyBlockCoord here = key_block_coord(p);
   if (VARLEN && here.tile < 0) return;
-  const Sequence seq = sequence_of(p, here.batch_number);
+  const auto seq = sequence_of(p, here.batch_number);
   const int row0 = here.tile * TILE_KV;
   const int warp = warp_id(), pair = warp % PAIRS;
   const bool for_values = warp < PAIRS;                       // this warp sums up dV; otherwise dK
@@ -75,13 +75,13 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   const auto do_smem = [=](int stage) { return QueryTile{q_smem(stage).base + QueryTile::bytes}; };
   const auto stats_smem = [=](int stage) { return do_smem(stage).base + QueryTile::bytes; };
 
-  const TransposedMask mask = transposed(seq.mask, seq.q.len, seq.kv.len);
+  const TransposedMask mask = transposed(seq.mask(), seq.q.len(), seq.kv.len());
   const ColumnRange queries = visible_queries(mask, row0, TILE_KV);
   const ColumnRange common_queries = unmasked_queries(mask, row0 + pair_row, PAIR_KEYS);
   const int first_tile = queries.first / TILE_Q, last_tile = queries.last / TILE_Q;
   int steps = queries.last < queries.first ? 0 : (last_tile + 1 - first_tile) * p.heads_per_block;
 
-  if (VARLEN && row0 >= seq.kv.len) steps = 0;
+  if (VARLEN && row0 >= seq.kv.len()) steps = 0;
   QueryCursor now{here.first_head, last_tile};
   const auto list_of = [&](int head) { return list_of_keys(p, here.batch_number, head, here.tile); };
   const auto advance = [&](QueryCursor& cursor) {
@@ -100,16 +100,16 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
       #pragma unroll
       for (int i = 0; i < ahead; ++i) advance(coming);
       const int stage = step % STAGES;
-      load_async<Block>(q_smem(stage), slice(p.q, here.batch, coming.head, seq.q.first + coming.tile * TILE_Q, seq.q.end(), p.dim));
-      load_async<Block>(do_smem(stage), slice(p.dout, here.batch, coming.head, seq.q.first + coming.tile * TILE_Q, seq.q.end(), p.dim_v));
+      load_async<Block>(q_smem(stage), slice(p.q, here.batch, coming.head, seq.q.first() + coming.tile * TILE_Q, seq.q.end(), p.dim));
+      load_async<Block>(do_smem(stage), slice(p.dout, here.batch, coming.head, seq.q.first() + coming.tile * TILE_Q, seq.q.end(), p.dim_v));
       const u32 number = query_tile_number(p, seq.q, coming.head, coming.tile);
       load_async(stats_smem(stage), p.stats + i64(number) * 2 * TILE_Q, 2 * TILE_Q);
     }
     commit_copies();                                          // also when empty: the wait below counts groups
   };
   if (steps > 0) {
-    load_async<Block>(k_smem, slice(p.k, here.batch, here.head_kv, seq.kv.first + row0, seq.kv.end(), p.dim));
-    load_async<Block>(v_smem, slice(p.v, here.batch, here.head_kv, seq.kv.first + row0, seq.kv.end(), p.dim_v));
+    load_async<Block>(k_smem, slice(p.k, here.batch, here.head_kv, seq.kv.first() + row0, seq.kv.end(), p.dim));
+    load_async<Block>(v_smem, slice(p.v, here.batch, here.head_kv, seq.kv.first() + row0, seq.kv.end(), p.dim_v));
   }
   for (int step = 0; step < STAGES - 1; ++step) load_step(step, step);
 
@@ -142,7 +142,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     if (EXPLICIT_SCORES && for_values) scale_scores(product_reg, p.scale, p.softcap);
     const bool ask_pairs = !TILE_LIST || !list_of(now.head).is_whole(now.tile);
     if constexpr (MODIFIED && SCORES != EXPRESSION) {
-      if (for_values) modify_scores<true>(product_reg, score_context(p, here, now.head, seq.q.len, seq.kv.len), row0 + pair_row, col0, ask_pairs);
+      if (for_values) modify_scores<true>(product_reg, score_context(p, here, now.head, seq.q.len(), seq.kv.len()), row0 + pair_row, col0, ask_pairs);
     }
     if (masked && !(SCORES == EXPRESSION && for_values))
       apply_mask(product_reg, mask, row0 + pair_row, col0, for_values ? -infinity() : 0.f);    // 0 (0 - delta) is 0, whatever dP was
@@ -151,7 +151,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
       auto &s_reg = product_reg, &p_reg = product_reg;        // S^T becomes P^T
       const auto& lse_reg = stat_reg;
       if constexpr (SCORES == EXPRESSION)
-        probabilities(s_reg, lse_reg, score_context(p, here, now.head, seq.q.len, seq.kv.len), mask, masked, row0 + pair_row, col0, p.softcap, p_smem, ask_pairs);
+        probabilities(s_reg, lse_reg, score_context(p, here, now.head, seq.q.len(), seq.kv.len()), mask, masked, row0 + pair_row, col0, p.softcap, p_smem, ask_pairs);
       else probabilities(s_reg, lse_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, p_smem);
       if constexpr (DROPOUT) drop<true>(p_reg, dropout, head_of_all, row0 + pair_row, col0);
       to_operands(operand_reg, p_reg);
@@ -169,7 +169,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
 
     number = query_tile_number(p, seq.q, now.head, now.tile);
     if (p.dq_semaphore && warp == 0) {
-      const int first_visible = visible_keys(Mask{seq.mask, seq.kv.len}, col0, 1).first;
+      const int first_visible = visible_keys(Mask{seq.mask(), seq.kv.len()}, col0, 1).first;
       semaphore_wait(p.dq_semaphore + number, TILE_LIST ? count_column(p, here.batch_number, now.head, now.tile, 0, here.tile)
                                                         : here.tile - first_visible / TILE_KV);
     }
@@ -186,11 +186,11 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   if (!for_values) scale(sum_reg, p.scale);
   // Computed again, instead of keeping it in registers that the loop needs.
   const KeyBlockCoord coord = key_block_coord(p);
-  const SequenceRows keys = sequence_of(p, coord.batch_number).kv;
+  const auto keys = rows_of_sequence<KEYS>(p, coord.batch_number);
   float* const accum = for_values ? p.dv_accum : p.dk_accum;
   if (accum) {
-    const u32 unit = (keys.batch_number * p.heads + coord.first_head) / p.heads_per_block;
-    const i64 tile_number = i64(unit) * tiles_of<KEYS>(p) + keys.first_tile + coord.tile;
+    const u32 unit = (keys.batch_number() * p.heads + coord.first_head) / p.heads_per_block;
+    const i64 tile_number = i64(unit) * tiles_of<KEYS>(p) + keys.first_tile() + coord.tile;
     store(DkvAccum{accum + tile_number * DkvAccum::size}, sum_reg, pair_row, 0);
     return;
   }
@@ -199,7 +199,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   sync_warp();                                                // without it a lane sends rows that its neighbours have not written
   const Tensor& gradient = for_values ? p.dv : p.dk;
   const int first_row = coord.tile * TILE_KV + pair_row;
-  store<Warp>(slice(gradient, coord.batch, coord.head_kv, keys.first + first_row, keys.end_of_room(), for_values ? p.dim_v : p.dim), result_smem);
+  store<Warp>(slice(gradient, coord.batch, coord.head_kv, keys.first() + first_row, keys.end_of_room(), for_values ? p.dim_v : p.dim), result_smem);
 }
 
 KERNEL(THREADS, 1) bwd_v2_postprocess(GRID_CONSTANT BackwardParams p) { postprocess(p); }

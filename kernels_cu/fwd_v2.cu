@@ -42,7 +42,7 @@ constexpr int SHARED_BYTES = V_OFFSET + STAGES * ValueTile::bytes;
 KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   const BlockCoord here = block_coord<QUERIES>(p, p.heads);
   if (VARLEN && here.row < 0) return;
-  const Sequence seq = sequence_of(p, here.batch_number);
+  const auto seq = sequence_of(p, here.batch_number);
   const int head_kv = here.head / p.heads_per_kv;
   const int warp_row = here.row + warp_id() * WARP_ROWS;
 
@@ -50,13 +50,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   const QueryTile q_smem{smem + warp_id() * WARP_BYTES};
   const OutTile out_smem{smem + warp_id() * WARP_BYTES};
 
-  const Mask mask{seq.mask, seq.kv.len};
-  const ColumnRange block_keys = visible_keys(mask, here.row, min_of(TILE_Q, seq.q.len - here.row));
+  const Mask mask{seq.mask(), seq.kv.len()};
+  const ColumnRange block_keys = visible_keys(mask, here.row, min_of(TILE_Q, seq.q.len() - here.row));
   const ColumnRange warp_keys = visible_keys(mask, warp_row, WARP_ROWS);
   const ColumnRange common_keys = unmasked_keys(mask, warp_row, WARP_ROWS);
   const int first_tile = block_keys.first / TILE_KV;
   int tiles = block_keys.last < block_keys.first ? 0 : block_keys.last / TILE_KV + 1 - first_tile;
-  if (VARLEN && here.row >= seq.q.len) tiles = 0;
+  if (VARLEN && here.row >= seq.q.len()) tiles = 0;
   const int end_tile = first_tile + tiles;
   TileList list{};
   if constexpr (TILE_LIST) {
@@ -87,7 +87,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
     commit_copies();                                          // also when empty: the wait below counts groups
   };
 
-  if (tiles > 0) load_async<Warp>(q_smem, slice(p.q, here.batch, here.head, seq.q.first + warp_row, seq.q.end(), p.dim));
+  if (tiles > 0) load_async<Warp>(q_smem, slice(p.q, here.batch, here.head, seq.q.first() + warp_row, seq.q.end(), p.dim));
   if (Q_IN_REGISTERS) {
     commit_copies();
     wait_for_copies<0>();                                     // without it Q is read before it has arrived
@@ -101,7 +101,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   OnlineSoftmax<WARP_ROWS> softmax;
   if constexpr (SINKS != NO_SINKS) start_with_sinks(softmax, p, mask, here.head, warp_row);
   HeadTerms terms{};
-  if constexpr (MODIFIED) terms = head_terms(p, here, here.head, seq.q.len, seq.kv.len);
+  if constexpr (MODIFIED) terms = head_terms(p, here, here.head, seq.q.len(), seq.kv.len());
   DropoutParams dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
@@ -125,7 +125,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
     multiply_transposed(s_reg, q, k_smem);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if constexpr (MODIFIED)
-      modify_scores<false>(s_reg, score_context(p, here, here.head, terms, seq.q.len, seq.kv.len), warp_row, col0, !TILE_LIST || !list.is_whole(place));
+      modify_scores<false>(s_reg, score_context(p, here, here.head, terms, seq.q.len(), seq.kv.len()), warp_row, col0, !TILE_LIST || !list.is_whole(place));
     if (!common_keys.contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
     update(softmax, s_reg, o_reg, exponent_scale(p.scale));
     if constexpr (DROPOUT) drop<false>(s_reg, dropout, here.batch_number * p.heads + here.head, warp_row, col0);  // of P, when it is in the sums
@@ -134,10 +134,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
 
   RowVec<WARP_ROWS> lse;
   finalize(softmax, o_reg, lse);
-  if (VARLEN) clear_rows(o_reg, lse, seq.q.len - warp_row);
+  if (VARLEN) clear_rows(o_reg, lse, seq.q.len() - warp_row);
   store(out_smem, o_reg);                                     // over the warp's own queries, which nobody else reads
   sync_warp();                                                // without it a lane sends rows that its neighbours have not written
-  const GlobalTile out = slice(p.out, here.batch, here.head, seq.q.first + warp_row, seq.q.end_of_room(), p.dim_v);
+  const GlobalTile out = slice(p.out, here.batch, here.head, seq.q.first() + warp_row, seq.q.end_of_room(), p.dim_v);
   store<Warp>(out, out_smem);
-  if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, seq.q.first + warp_row), p.lse.row_stride, out.rows, lse);
+  if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, seq.q.first() + warp_row), p.lse.row_stride, out.rows, lse);
 }

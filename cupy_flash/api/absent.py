@@ -39,17 +39,25 @@ ELSEWHERE = {
     "implementation": "backend and algorithm",
     "input_layout": "layout",
     "qkv_format": "layout",
+    "key_padding_mask": "seqlens_kv, how many keys each sequence has, or mask",
+    "seqused_q": "seqlens_q",
+    "seqused_k": "seqlens_kv",
+    "query_seq_lengths": "seqlens_q",
+    "key_value_seq_lengths": "seqlens_kv",
+    "cu_seqlens": "cu_seqlens_q and cu_seqlens_kv",
+    "cu_seqlens_k": "cu_seqlens_kv",
+    "max_seqlen_q": "nothing: lengths are read where they are",
+    "max_seqlen_k": "nothing: lengths are read where they are",
+    "cache_seqlens": "seqlens_kv, of a cache that has the new keys already",
+    "block_table": "pages",
+    "page_table": "pages",
+    "k_cache": "k, with seqlens_kv",
+    "v_cache": "v, with seqlens_kv",
 }
-# fmt: off
-MISSING = {
-    "key_padding_mask", "block_mask", "seqlens_q", "seqlens_kv", "seqused_q", "seqused_k", "query_seq_lengths",
-    "key_value_seq_lengths", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k",
-    "cache_seqlens", "cache_batch_idx", "block_table", "page_table", "pages", "k_cache", "v_cache",
-}
-# fmt: on
+MISSING = {"block_mask", "num_splits", "cache_leftpad", "descale_q", "descale_k", "descale_v"}
 THERE_IS = (
-    "masks are causal, window, prefix and mask; scores go through scale, softcap, score, bias and alibi_slopes; sequences of one "
-    "batch have one length, and merge_states joins results over different keys"
+    "masks are causal, window, prefix and mask; scores go through scale, softcap, score, bias and alibi_slopes; sequences have "
+    "lengths of their own by seqlens_kv, cu_seqlens_kv or pages; and merge_states joins results over different keys"
 )
 
 

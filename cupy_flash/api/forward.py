@@ -120,6 +120,17 @@ def attention(
         the dtype of q, or in float32.
     seed : int, (int, int), or array of uint64 and shape (2,)
         For `dropout`, and only with it: a seed below 2**64, and an offset below 2**32, which is 0 if it is not given.
+    seqlens_q, seqlens_kv : array of int32 or int64, shape (batch,), optional
+        How many of its rows are queries of each sequence, or keys and values; q, k and v have one batch axis, or none if all
+        sequences share them. What other rows hold is not read. Results there are 0, and the log-sum-exp is -inf.
+    cu_seqlens_q, cu_seqlens_kv : array of int32 or int64, shape (batch + 1,), optional
+        Packed sequences: sequence `b` has the rows ``cu_seqlens_q[b]`` to before ``cu_seqlens_q[b + 1]`` of q, of shape
+        (heads, rows, dim), and of results; likewise of k and v. The first offset is 0. Rows behind the last one belong to none.
+    pages : array of int32 or int64, shape (batch, most_pages), optional
+        Keys in pages: k is (pages, heads_kv, page_size, dim), v likewise, and ``pages[b]`` says in which of them sequence `b` has
+        its keys, of which there are ``seqlens_kv[b]``. Entries beyond these are not read.
+    cache_batch_idx : array of int32 or int64, shape (batch,), optional
+        Which batch element of k and v belongs to each sequence, where it is not that of its number.
     return_lse : bool
         Return the log-sum-exp of the scores as well.
     out : array, shape (..., heads, seq_q, dim_v), optional
@@ -152,6 +163,11 @@ def attention(
 
     A query and a key that may not see each other do not influence each other, whatever they hold. A NaN or infinity in a row of
     `v`, however, reaches every query whose tile of keys contains that row, as ``0 * nan``.
+
+    Lengths of sequences are arrays where q is, or in host memory, from where they are copied in each call. On a device they are read
+    when the kernel runs, so that a captured graph serves other lengths; they are not checked there. `causal` and `window` are
+    anchored in each sequence, and expressions and dropout count places from its beginning. What a sequence gives does not depend on
+    what else is in the batch, to the bit. Shapes bound what lengths may be, and grids and memory; nothing else depends on them.
 
     With sinks, `lse` includes them, and so they count once when results over different keys are merged by `merge_states`: give them
     to one of the calls only.

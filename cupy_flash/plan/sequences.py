@@ -17,8 +17,8 @@ def is_packed(problem: Problem, side: str) -> bool:
 def tiles_of(problem: Problem, tile: int, side: str) -> int:
     """Tiles that a head of a batch element of an array has room for, of side 'q' or 'kv'.
 
-    A packed sequence begins and ends anywhere, so that it takes at most one tile more than its rows fill. Rows behind all of them are
-    a sequence more.
+    A packed sequence begins and ends anywhere, so that it takes at most one tile more than its rows fill. Rows behind all of
+    them are a sequence more.
     """
     rows = problem.len_q if side == "q" else problem.len_kv
     return rows // tile + problem.lengths.sequences + 1 if is_packed(problem, side) else -(-rows // tile)

@@ -166,13 +166,19 @@ def resolved(
     cache = cache_v = None
     if "pages" in given:
         cache, cache_v, pages = k, v, given["pages"].shape[1]
-        k, v = (replace(x, shape=(sequences, x.shape[1], pages * x.shape[2], x.shape[3]), strides=(0, *x.strides[1:])) for x in (k, v))
+        k, v = (_all_pages(x, sequences, pages) for x in (k, v))
     elif "cache_batch_idx" in given:
         cache, cache_v = k, v
         k, v = (replace(x, shape=(sequences, *x.shape[1:])) for x in (k, v))
     else:
         k, v = (x.broadcast_to((sequences, *x.shape[-3:])) for x in (k, v))
     return Lengths(sequences, tuple(given.items()), False, cache, cache_v), (q, k, v)
+
+
+def _all_pages(x: Layout, sequences: int, pages: int) -> Layout:
+    """Keys or values as if a sequence had so many pages, one behind the other. It has as many keys, but they lie elsewhere."""
+    _, heads, page_size, dim = x.shape
+    return replace(x, shape=(sequences, heads, pages * page_size, dim), strides=(0, *x.strides[1:]))
 
 
 def _check_combination(given: dict[str, Layout]) -> None:

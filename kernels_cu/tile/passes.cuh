@@ -30,15 +30,15 @@ OP void clear_stats(const BackwardParams& p, float sign) {
 OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum_heads = ~0u) {
   const BlockCoord here = block_coord<QUERIES>(p, p.heads);
   if (VARLEN && here.row < 0) return clear_stats(p, sign);
-  const SequenceRows queries = sequence_of(p, here.batch_number).q;
+  const auto queries = rows_of_sequence<QUERIES>(p, here.batch_number);
   const u32 number = query_tile_number(p, queries, here.head, here.row / TILE_Q);
   if (p.dq_semaphore && warp_id() < parts) semaphore_clear(p.dq_semaphore + number * parts + warp_id());
   if (p.dq_progress && warp_id() == 0 && here.row == 0) semaphore_clear(p.dq_progress + number / tiles_of<QUERIES>(p));
 
-  const GlobalTile out = slice(p.out, here.batch, here.head, queries.first + here.row, queries.end(), p.dim_v);
-  const GlobalTile dout = slice(p.dout, here.batch, here.head, queries.first + here.row, queries.end(), p.dim_v);
-  const float* lse = row_slice(p.lse, here.batch, here.head, queries.first + here.row);
-  const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, queries.first + here.row) : nullptr;
+  const GlobalTile out = slice(p.out, here.batch, here.head, queries.first() + here.row, queries.end(), p.dim_v);
+  const GlobalTile dout = slice(p.dout, here.batch, here.head, queries.first() + here.row, queries.end(), p.dim_v);
+  const float* lse = row_slice(p.lse, here.batch, here.head, queries.first() + here.row);
+  const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, queries.first() + here.row) : nullptr;
   float* const stats = p.stats + i64(number) * 2 * TILE_Q;
   for_row_dots<TILE_Q, WIDTH>(out, dout, [&](int row, bool exists, float dot) {
     const float row_lse = exists ? read(lse + row * p.lse.row_stride) : -infinity();
@@ -56,7 +56,7 @@ OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float*
   constexpr int ROWS = TILE_ROWS<SIDE>;
   const BlockCoord here = block_coord<SIDE>(p, heads, block);
   if (VARLEN && here.row < 0) return;
-  const SequenceRows rows = side_of<SIDE>(sequence_of(p, here.batch_number));
+  const auto rows = rows_of_sequence<SIDE>(p, here.batch_number);
   const bool is_packed = offsets_of<SIDE>(p);                 // so that its gradients are of one batch element, which is not told apart either
   int summed[BATCH_AXES];                                     // elements to add up along each axis
   u32 elements = 1;
@@ -82,7 +82,7 @@ OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float*
       for (int i = 0; i < BATCH_AXES; ++i) batch_number = batch_number * p.batch[i] + here.batch[i] + batch[i];
       if (is_packed) batch_number = 0;
       for (int part = 0; part < parts; ++part) {
-        const i64 number = ((i64(batch_number) * heads + here.head) * parts + part) * tiles + rows.first_tile + here.row / ROWS;
+        const i64 number = ((i64(batch_number) * heads + here.head) * parts + part) * tiles + rows.first_tile() + here.row / ROWS;
         Acc<16, 16> part_reg;
         load(part_reg, Accum{sums + number * Accum::size}, row, col);
         add(sum_reg, part_reg);
@@ -92,7 +92,7 @@ OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float*
     store(tile_smem, sum_reg, row, col);
   }
   sync_block();                                               // without it a thread sends what other warps have not written
-  store<Block>(slice(gradient, here.batch, here.head, rows.first + here.row, rows.end_of_room(), cols), tile_smem);
+  store<Block>(slice(gradient, here.batch, here.head, rows.first() + here.row, rows.end_of_room(), cols), tile_smem);
 }
 
 constexpr int POSTPROCESS_BYTES = max_of(SharedTile<TILE_Q, WIDTH>::bytes, SharedTile<TILE_KV, WIDTH>::bytes);

@@ -14,20 +14,36 @@
 #include "tile/mask.cuh"
 #include "tile/scheduler.cuh"
 
+enum Side { QUERIES, KEYS };
+template <Side SIDE> constexpr int TILE_ROWS = SIDE == QUERIES ? TILE_Q : TILE_KV;
+template <Side SIDE, typename Params> OP int rows_of_array(const Params& p) { return SIDE == QUERIES ? p.len_q : p.len_kv; }
+
 // The queries of a sequence, or its keys.
 struct SequenceRows {
-  int first;                                                  // row of the array
-  int len;                                                    // how many there are
+  int begin;                                                  // row of the array
+  int count;                                                  // how many there are
   int room;                                                   // rows from the first one on that are no other sequence's
-  u32 batch_number;                                           // of the array: packed rows have one for all
-  int first_tile;                                             // number of its first tile there
-  OP int end() const { return first + len; }
-  OP int end_of_room() const { return first + room; }
+  u32 element;                                                // batch element of the array: packed rows have one for all
+  int tile0;                                                  // number of its first tile there
+  OP int first() const { return begin; }
+  OP int len() const { return count; }
+  OP int end() const { return begin + count; }
+  OP int end_of_room() const { return begin + room; }
+  OP u32 batch_number() const { return element; }
+  OP int first_tile() const { return tile0; }
 };
-struct Sequence {
-  SequenceRows q, kv;
-  MaskParams mask;
+// The same where all batch elements are alike: nothing is computed, and all that is asked is what the kernel was told.
+template <Side SIDE, typename Params> struct UniformRows {
+  const Params& p;
+  u32 number;
+  OP int first() const { return 0; }
+  OP int len() const { return rows_of_array<SIDE>(p); }
+  OP int end() const { return len(); }
+  OP int end_of_room() const { return len(); }
+  OP u32 batch_number() const { return number; }
+  OP int first_tile() const { return 0; }
 };
+template <Side SIDE, typename Params> using Rows = typename ChooseType<VARLEN, SequenceRows, UniformRows<SIDE, Params>>::type;
 
 enum LengthArray { OFFSETS_Q = 1, OFFSETS_KV = 2, LENGTHS_Q = 4, LENGTHS_KV = 8, CACHE_BATCH = 16, PAGES = 32 };   // bits of SequenceParams::wide
 
@@ -45,17 +61,17 @@ OP int read_length(const SequenceParams& s, const void* array, LengthArray which
 }
 
 // One side of a sequence; `rows` is how many the array has.
-OP SequenceRows rows_of_sequence(const SequenceParams& s, const void* offsets, LengthArray bit_of_offsets, const void* lengths,
-                                 LengthArray bit_of_lengths, u32 number, int rows, int tile) {
+OP SequenceRows read_rows(const SequenceParams& s, const void* offsets, LengthArray bit_of_offsets, const void* lengths,
+                          LengthArray bit_of_lengths, u32 number, int rows, int tile) {
   SequenceRows of{0, rows, rows, number, 0};
   const bool is_gap = number >= u32(s.sequences);
   if (offsets) {
-    of.first = read_length(s, offsets, bit_of_offsets, number, rows);
-    of.room = max_of(is_gap ? rows : read_length(s, offsets, bit_of_offsets, number + 1, rows), of.first) - of.first;
-    of.batch_number = 0;
-    of.first_tile = of.first / tile + int(number);
+    of.begin = read_length(s, offsets, bit_of_offsets, number, rows);
+    of.room = max_of(is_gap ? rows : read_length(s, offsets, bit_of_offsets, number + 1, rows), of.begin) - of.begin;
+    of.element = 0;
+    of.tile0 = of.begin / tile + int(number);
   }
-  of.len = is_gap ? 0 : lengths ? read_length(s, lengths, bit_of_lengths, number, of.room) : of.room;
+  of.count = is_gap ? 0 : lengths ? read_length(s, lengths, bit_of_lengths, number, of.room) : of.room;
   return of;
 }
 
@@ -68,32 +84,46 @@ OP MaskParams moved(const MaskParams& mask, int by) {
   return result;
 }
 
-template <typename Params> OP Sequence sequence_of(const Params& p, u32 number) {
+// The rows of a side of a sequence, and its mask.
+template <Side SIDE, typename Params> OP Rows<SIDE, Params> rows_of_sequence(const Params& p, u32 number) {
   if constexpr (!VARLEN) {
-    return {{0, p.len_q, p.len_q, number, 0}, {0, p.len_kv, p.len_kv, number, 0}, p.mask};
+    return {p, number};
   } else {
     const SequenceParams& s = p.sequences;
-    Sequence seq;
-    seq.q = rows_of_sequence(s, s.offsets_q, OFFSETS_Q, s.lengths_q, LENGTHS_Q, number, p.len_q, TILE_Q);
-    seq.kv = rows_of_sequence(s, s.offsets_kv, OFFSETS_KV, s.lengths_kv, LENGTHS_KV, number, p.len_kv, TILE_KV);
-    seq.mask = moved(p.mask, s.moves ? seq.kv.len - (PACK_GQA ? int(p.mask.queries_divmod.divisor) : seq.q.len) : 0);
-    seq.mask.prefix = min_of(p.mask.prefix, seq.kv.len);
+    constexpr bool Q = SIDE == QUERIES;
+    return read_rows(s, Q ? s.offsets_q : s.offsets_kv, Q ? OFFSETS_Q : OFFSETS_KV, Q ? s.lengths_q : s.lengths_kv, Q ? LENGTHS_Q : LENGTHS_KV,
+                     number, rows_of_array<SIDE>(p), TILE_ROWS<SIDE>);
+  }
+}
+template <typename Params> struct VarlenSequence {
+  Rows<QUERIES, Params> q;
+  Rows<KEYS, Params> kv;
+  MaskParams moved_mask;
+  OP const MaskParams& mask() const { return moved_mask; }
+};
+template <typename Params> struct UniformSequence {
+  Rows<QUERIES, Params> q;
+  Rows<KEYS, Params> kv;
+  OP const MaskParams& mask() const { return q.p.mask; }
+};
+template <typename Params> using Sequence = typename ChooseType<VARLEN, VarlenSequence<Params>, UniformSequence<Params>>::type;
+template <typename Params> OP Sequence<Params> sequence_of(const Params& p, u32 number) {
+  if constexpr (!VARLEN) {
+    return {{p, number}, {p, number}};
+  } else {
+    Sequence<Params> seq{rows_of_sequence<QUERIES>(p, number), rows_of_sequence<KEYS>(p, number), {}};
+    const int queries = PACK_GQA ? int(p.mask.queries_divmod.divisor) : seq.q.len();
+    seq.moved_mask = moved(p.mask, p.sequences.moves ? seq.kv.len() - queries : 0);
+    seq.moved_mask.prefix = min_of(p.mask.prefix, seq.kv.len());
     return seq;
   }
 }
 
-enum Side { QUERIES, KEYS };
-template <Side SIDE> constexpr int TILE_ROWS = SIDE == QUERIES ? TILE_Q : TILE_KV;
-template <Side SIDE> OP const SequenceRows& side_of(const Sequence& seq) {
-  if constexpr (SIDE == QUERIES) return seq.q;
-  else return seq.kv;
-}
-// the offsets of the sequences of a side, or null, and how many rows there are
+// the offsets of the sequences of a side, or null
 template <Side SIDE, typename Params> OP const void* offsets_of(const Params& p) {
   if constexpr (!VARLEN) return nullptr;
   else return SIDE == QUERIES ? p.sequences.offsets_q : p.sequences.offsets_kv;
 }
-template <Side SIDE, typename Params> OP int rows_of_array(const Params& p) { return SIDE == QUERIES ? p.len_q : p.len_kv; }
 
 // How many tiles a batch element of the array has room for.
 template <Side SIDE, typename Params> OP int tiles_of(const Params& p) {
@@ -128,8 +158,8 @@ template <Side SIDE, typename Params> OP u32 sequence_of_tile(const Params& p, i
 // From a tile of packed rows to its sequence, and to the first row there; below 0 if no sequence has the tile.
 template <Side SIDE, typename Params> OP int row_in_sequence(const Params& p, int tile, u32& number) {
   number = sequence_of_tile<SIDE>(p, tile);
-  const SequenceRows rows = side_of<SIDE>(sequence_of(p, number));
-  const int row = (tile - rows.first_tile) * TILE_ROWS<SIDE>;
+  const SequenceRows rows = rows_of_sequence<SIDE>(p, number);
+  const int row = (tile - rows.first_tile()) * TILE_ROWS<SIDE>;
   return row < rows.room ? row : -1;
 }
 
@@ -163,8 +193,8 @@ template <typename Params> OP KeyBlockCoord key_block_coord(const Params& p) {
 }
 
 // Number of a tile of queries, over heads and what batch elements the array has.
-template <typename Params> OP u32 query_tile_number(const Params& p, const SequenceRows& queries, int head, int tile) {
-  return (queries.batch_number * p.heads + head) * tiles_of<QUERIES>(p) + queries.first_tile + tile;
+template <typename Params> OP u32 query_tile_number(const Params& p, const Rows<QUERIES, Params>& queries, int head, int tile) {
+  return (queries.batch_number() * p.heads + head) * tiles_of<QUERIES>(p) + queries.first_tile() + tile;
 }
 
 // The batch element of keys and values of a sequence.
@@ -213,13 +243,13 @@ using KeySlice = Choose<PAGED, PagedTile, GlobalTile>;
 
 // The keys of a sequence, or its values, of one head.
 template <bool IN_PAGES = PAGED, typename Params>
-OP Choose<IN_PAGES, PagedTile, GlobalTile> key_slice(const Params& p, const Tensor& t, const int (&batch)[BATCH_AXES], int head_kv, const Sequence& seq, u32 number, int cols) {
+OP Choose<IN_PAGES, PagedTile, GlobalTile> key_slice(const Params& p, const Tensor& t, const int (&batch)[BATCH_AXES], int head_kv, const Sequence<Params>& seq, u32 number, int cols) {
   if constexpr (IN_PAGES) {
     const SequenceParams& s = p.sequences;
     return {static_cast<Element*>(t.data) + head_kv * t.head_stride, &t == &p.k ? s.k_page_stride : s.v_page_stride, t.row_stride, t.col_stride,
-            &s, i64(number) * s.pages_of_sequence, 0, seq.kv.len, cols};
+            &s, i64(number) * s.pages_of_sequence, 0, seq.kv.len(), cols};
   } else {
-    return slice(t, batch, head_kv, seq.kv.first, seq.kv.end(), cols);
+    return slice(t, batch, head_kv, seq.kv.first(), seq.kv.end(), cols);
   }
 }
 

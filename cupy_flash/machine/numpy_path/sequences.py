@@ -135,7 +135,8 @@ def backward(
         Where they go, by name.
     """
     dout, q, k, v, out, lse, dlse = inputs
-    sums = {name: numpy.zeros(x.shape, numpy.promote_types(x.dtype, numpy.float32)) for name, x in gradients.items() if x is not None}
+    there = {name: x for name, x in gradients.items() if x is not None}
+    sums = {name: numpy.zeros(x.shape, numpy.promote_types(x.dtype, numpy.float32)) for name, x in there.items()}
     for number, queries, keys in _sides(lengths, numbers, (mask.len_q, mask.len_kv)):
         of_q, (of_k, of_v) = _with_batch(q, queries), (_with_batch(x, keys) for x in (k, v))
         found = blocked_gradients(
