@@ -80,7 +80,7 @@ def attention_backward(
         Where to write the gradient of sinks, C-contiguous.
     **options
         As in `attention`, and with the values given there. But `algorithm` is 'auto' or 'v2', FlashAttention-2's backward; there is
-        none for 'v1', whose results it takes just as well.
+        none for 'v1', whose results it takes just as well. There are no gradients of keys in `pages`, or by `cache_batch_idx`.
 
     Returns
     -------

@@ -166,8 +166,8 @@ def attention(
 
     Lengths of sequences are arrays where q is, or in host memory, from where they are copied in each call. On a device they are read
     when the kernel runs, so that a captured graph serves other lengths; they are not checked there. `causal` and `window` are
-    anchored in each sequence, and expressions and dropout count places from its beginning. What a sequence gives does not depend on
-    what else is in the batch, to the bit. Shapes bound what lengths may be, and grids and memory; nothing else depends on them.
+    anchored in each sequence, and expressions and dropout count places from its beginning. What a sequence gives does not depend
+    on what else is in the batch, to the bit. Shapes bound what lengths may be, and grids and memory; nothing else depends on them.
 
     With sinks, `lse` includes them, and so they count once when results over different keys are merged by `merge_states`: give them
     to one of the calls only.
