@@ -23,7 +23,8 @@ class Ragged:
         rng = numpy.random.default_rng(seed)
         sizes = {"q": (0, 0), "k": (1, 1), "v": (1, 1), "dout": (0, 0)}
         self.parts = [
-            {name: rng.standard_normal((heads[h], n[side], dim)).astype(dtype) for name, (side, h) in sizes.items()} for n in self.lens
+            {name: rng.standard_normal((heads[h], n[side], dim)).astype(dtype) for name, (side, h) in sizes.items()}
+            for n in self.lens
         ]
 
     def some(self, *numbers):

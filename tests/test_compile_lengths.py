@@ -54,7 +54,7 @@ def test_no_spill(architecture, dtype, dim, way):
         assert "shared memory" in str(error) and (architecture, dtype, dim, way) == ("75", "float32", 256, "backward")
         return
     c = kernel.config
-    assert c.VARLEN and c.PAGED == ("paged" in way) and c.PACK_GQA == ("heads" in way)
+    assert c.VARLEN and ("paged" in way) == c.PAGED and ("heads" in way) == c.PACK_GQA
     code, log = nvrtc.compile_plan(kernel)
     found = {entry: read(code)[entry].stack_bytes for entry in kernel.entries}
     assert "C75" not in log

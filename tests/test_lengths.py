@@ -1,4 +1,4 @@
-"""Sequences of their own lengths: random ones against the oracle, plans whose lengths change, what kernels move, and what they touch."""
+"""Sequences of their own lengths: random ones against the oracle, plans whose lengths change, what kernels move and touch."""
 
 import subprocess
 import sys
@@ -45,9 +45,11 @@ KINDS = """
     forward, backward, deterministic, with_dlse, entry call, entry plan, entry vjp, given out, given lse, given dq, given dv,
     dtype float16, dtype bfloat16, dtype float32, dtype float64, backend host, backend numpy, backend auto,
     arch 75, arch 80, arch 90a, schedule eager, schedule deferred, group 1, group 2, group 3, group 5, group 7,
-    q all, q padded, q shared, q packed, q roomy, kv all, kv padded, kv shared, kv packed, kv roomy, kv pages, kv cache, kv cache of all,
+    q all, q padded, q shared, q packed, q roomy, kv all, kv padded, kv shared, kv packed, kv roomy, kv pages,
+    kv cache, kv cache of all,
     cu_seqlens_q int32, cu_seqlens_q int64, cu_seqlens_kv int32, seqlens_q int64, seqlens_kv int32, pages int32, pages int64,
-    cache_batch_idx int32, cache_batch_idx int64, layout bshd, many, one, long, window, prefix, softcap, scale, sinks, alibi, dropout,
+    cache_batch_idx int32, cache_batch_idx int64, layout bshd, many, one, long,
+    window, prefix, softcap, scale, sinks, alibi, dropout,
     page size 1, page size 3, page size 8, page size 16, page size 48, page size 64, page size 128, page size 256,
     causal False, causal True, causal top_left, causal bottom_right, score relative, score gate, score temperature, score decay,
     mask array, mask documents, mask prefixes, mask holes, mask windows, bias float16, bias float32
@@ -208,7 +210,7 @@ def test_decoding_reads_each_key_once_for_all_heads_of_a_group(kind, queries):
     queries_bytes = sum(part["q"].nbytes for part in ragged.parts)
     granules = keys // 16
     table = granules * 8 if kind == "pages" else 0
-    assert plan.kernel.config.PAGED == (kind == "pages")
+    assert (kind == "pages") == plan.kernel.config.PAGED
     assert keys <= read - queries_bytes <= 1.02 * keys + table
 
 

@@ -186,8 +186,8 @@ def moving_band(
     left, right = window
     if causal:
         right = 0
-    # An end beyond all that any sequence has hides nothing. Of keys that is not how many there is room for here, because the kernel,
-    # and with it the bits of results, would depend on it.
+    # An end beyond all that any sequence has hides nothing. Of keys that is not how many there is room for here, because the
+    # kernel, and with it the bits of results, would depend on it.
     keys = max(len_kv, MANY_KEYS)
     if left is not None and left >= (keys if moves else len_q) - 1:
         left = None

@@ -87,10 +87,7 @@ class Room:
 
 def draw_lengths(draw: Draw, count: int) -> tuple[int, ...]:
     """Lengths of so many sequences: usually any, sometimes one long one among short ones, or all very short."""
-    if count > 20:
-        lens = [draw.one((0, 1, 1, 2, 3)) for _ in range(count)]
-    else:
-        lens = [draw.one(LENGTHS) for _ in range(count)]
+    lens = [draw.one(LENGTHS if count <= 20 else (0, 1, 1, 2, 3)) for _ in range(count)]
     if draw.chance(0.15):
         lens = [min(n, 9) for n in lens]
         lens[draw.integer(0, count - 1)] = draw.integer(300, 700)
