@@ -107,6 +107,12 @@ struct ForwardParams {
   i64 sinks_of_head;
   ScoreParams scores;
   SequenceParams sequences;
+  float* out_partials;                    // SPLIT_KV: (query tiles, splits, partial_rows * WIDTH_V)  out of each split, in the order of fragments
+  float* lse_partials;                    // (query tiles, splits, partial_rows)  and its lse
+  FastDivmod splits_divmod;               // blocks of a query tile
+  int split_keys;                         // keys of a split, at least
+  int split_tiles;                        // query tiles, of all heads and batch elements
+  int partial_rows;                       // of a query tile that exist, rounded up to whole fragments
 };
 
 // How TMA finds boxes of an array: on the GPU what the driver encodes (cuTensorMapEncodeTiled). Sizes from the fastest

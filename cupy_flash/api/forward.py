@@ -164,8 +164,8 @@ def attention(
     A query and a key that may not see each other do not influence each other, whatever they hold. A NaN or infinity in a row of
     `v`, however, reaches every query whose tile of keys contains that row, as ``0 * nan``.
 
-    Lengths of sequences are arrays where q is, or in host memory, from where they are copied in each call. On a device they are read
-    when the kernel runs, so that a captured graph serves other lengths; they are not checked there. `causal` and `window` are
+    Lengths of sequences are arrays where q is, or in host memory, from where they are copied in each call. On a device they are
+    read when the kernel runs, so that a captured graph serves other lengths; they are not checked there. `causal` and `window` are
     anchored in each sequence, and expressions and dropout count places from its beginning. What a sequence gives does not depend
     on what else is in the batch, to the bit. Shapes bound what lengths may be, and grids and memory; nothing else depends on them.
 

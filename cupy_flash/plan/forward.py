@@ -24,8 +24,8 @@ from .kernel import (
 )
 from .packing import packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
-from .schedule_params import WARP_ROWS, combining_blocks, partial_rows
 from .sequences import elements_of, row_length, tiles_of
+from .split import WARP_ROWS, KeySplits, combining_blocks, key_splits, most_splits, partial_rows, splits_keys
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import SHORT, row_for, table_for
 from .workspace import Workspace
@@ -56,7 +56,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         If no kernel for this architecture computes the problem, or not the one that was asked for.
     """
     check_kind(architecture, "q", problem.dtype, problem.precision)
-    packing = packing_of(problem)
+    asked, packing = problem, packing_of(problem)
     problem = packing.problem
     expressions = text_of(problem)
     kernel, why_kernel = _forward_kernel(problem, architecture, expressions)
@@ -85,7 +85,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     )
     if copy_bytes < 16:  # TMA would write beyond a row's end, see `obstacle`
         row = replace(row, tma_store_out=False)
-    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else (False, "")
+    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked)
     return KernelPlan(
         file=kernel,
         architecture=architecture,
@@ -177,6 +177,11 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     c = plan.config
     (entry, shared_bytes), *others = plan.entries.items()
     tiles = _tiles(plan, problem) * problem.heads_q
+    if plan.file == "fwd_v2" and c.SPLIT_KV:
+        [(combine, combine_bytes)] = others
+        splits = most_splits(plan, problem)
+        combining = combining_blocks(plan, tiles, problem.len_q)
+        return checked(Launch(entry, tiles * splits, shared_bytes)), Launch(combine, combining, combine_bytes)
     if plan.file != "fwd_hopper":
         blocks = -(-tiles_of(problem, c.TILE_Q, "q") // c.Q_TILES) * elements_of(problem, "q") * problem.heads_q
         return (checked(Launch(entry, blocks, shared_bytes)),)
@@ -196,10 +201,15 @@ def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
         return Workspace((("state", 4 * (c.TILE_Q * c.WIDTH_V + 2 * c.TILE_Q) * tiles),))
     if not c.SPLIT_KV:
         return Workspace()
-    # Each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
-    parts = min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
+    # In fwd_hopper each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
+    parts = tiles * most_splits(plan, problem) if plan.file == "fwd_v2" else min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
     rows = parts * partial_rows(plan, problem.len_q)
     return Workspace((("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows)))
+
+
+def forward_splits(plan: KernelPlan, problem: Problem) -> KeySplits | None:
+    """How blocks of fwd_v2 share query tiles, if they do."""
+    return key_splits(plan, problem, _tiles(plan, problem) * problem.heads_q)
 
 
 def forward_maps(plan: KernelPlan, problem: Problem) -> dict[str, TensorMap]:

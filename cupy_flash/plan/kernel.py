@@ -150,7 +150,8 @@ class KernelPlan:
             main["fwd_hopper"] += 4 * c.STAGES * c.TILE_LIST
             return main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
-        return {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
+        main = {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
+        return main | ({f"{self.file}_combine": 0} if c.SPLIT_KV else {})
 
     @property
     def _of_sinks(self) -> dict[str, int]:
