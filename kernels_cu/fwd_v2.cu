@@ -150,7 +150,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   RowVec<WARP_ROWS> lse;
   finalize(softmax, o_reg, lse);
   if (!is_whole) {
-    const i64 number = partial_number(p, tile_of_block(p), split_of_block(p));
+    const u32 number = partial_number(p, tile_of_block(p), split_of_block(p));
     const int row = warp_id() * WARP_ROWS;
     if (row < p.partial_rows) store(out_partial(p, number), o_reg, row, 0);
     store(lse_partial(p, number, row), 1, p.partial_rows - row, lse);

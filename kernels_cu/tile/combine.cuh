@@ -10,26 +10,10 @@
 using PartialTile = AccumTile<TILE_Q, WIDTH_V>;               // out of a split of a query tile, in device memory
 OP PartialTile out_partial(const HopperForwardParams& p, u32 number) { return {p.out_partials + i64(number) * p.partial_rows * WIDTH_V}; }
 
-// Some rows and columns of the splits first ... last, AT_ONCE of them on their way at a time; load_split(out, lse, number) reads those of one.
+// Each warp combines 16 rows and 32 columns of a split query tile, AT_ONCE splits on their way at a time.
 //
 //   for each split:  m' = max(m, lse_i);  O = e^(m - m') O + e^(lse_i - m') out_i;  l = e^(m - m') l + e^(lse_i - m');  m = m'
-template <int AT_ONCE, int COLS, typename Load>
-OP void add_splits(Acc<16, COLS>& o_reg, OnlineSoftmax<16>& softmax, u32 first, u32 last, Load load_split) {
-  for (u32 split = first; split <= last; split += AT_ONCE) {
-    Acc<16, COLS> partial_reg[AT_ONCE];
-    RowVec<16> lse[AT_ONCE], correction, weight;
-    #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) load_split(partial_reg[i], lse[i], min_of(split + i, last));   // all before one is needed; the last one more than once
-    #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      if (split + i > last) break;
-      join(softmax, lse[i], correction, weight);
-      add(o_reg, correction, partial_reg[i], weight);
-    }
-  }
-}
-
-// Each warp combines 16 rows and 32 columns of a split query tile:  out = O / l,  lse = m + log l
+//   out = O / l,  lse = m + log l
 template <int AT_ONCE> OP void combine_splits(const HopperForwardParams& p) {
   constexpr int COLS = 32, ACROSS = WIDTH_V / COLS;
   const u32 own = block_id() * WARPS + warp_id(), fragment = own / ACROSS, fragments = p.partial_rows / 16, tile = fragment / fragments;
@@ -40,10 +24,22 @@ template <int AT_ONCE> OP void combine_splits(const HopperForwardParams& p) {
   OnlineSoftmax<16> softmax;
   fill(o_reg, 0.f);
   const SplitRange splits = splits_of_tile(p, tile);
-  add_splits<AT_ONCE>(o_reg, softmax, splits.first, splits.last, [&](auto& partial_reg, RowVec<16>& lse, u32 number) {
-    load(lse, p.lse_partials + number * p.partial_rows + row);
-    load(partial_reg, out_partial(p, number), row, col0);
-  });
+  for (u32 split = splits.first; split <= splits.last; split += AT_ONCE) {
+    Acc<16, COLS> partial_reg[AT_ONCE];
+    RowVec<16> lse[AT_ONCE], correction, weight;
+    #pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {                       // all on their way before one is needed; the last one more than once
+      const u32 number = min_of(split + i, splits.last);
+      load(lse[i], p.lse_partials + number * p.partial_rows + row);
+      load(partial_reg[i], out_partial(p, number), row, col0);
+    }
+    #pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (split + i > splits.last) break;
+      join(softmax, lse[i], correction, weight);
+      add(o_reg, correction, partial_reg[i], weight);
+    }
+  }
   RowVec<16> lse;
   if constexpr (SINKS != NO_SINKS) {                          // once for all splits
     const BlockCoord of_tile = tile_coord(p, p.first_split_tile + tile, TILE_Q);

@@ -24,10 +24,10 @@ OP KeySplits splits_of_keys(const ForwardParams& p, int len_kv, const ColumnRang
 // Number of the block among those of its query tile, and of the query tile among all.
 OP u32 tile_of_block(const ForwardParams& p) { return divide(block_id(), p.splits_divmod); }
 OP int split_of_block(const ForwardParams& p) { return int(block_id() - tile_of_block(p) * p.splits_divmod.divisor); }
-OP i64 partial_number(const ForwardParams& p, u32 tile, int split) { return i64(tile) * p.splits_divmod.divisor + split; }
+OP u32 partial_number(const ForwardParams& p, u32 tile, int split) { return tile * p.splits_divmod.divisor + split; }
 
-OP PartialTile out_partial(const ForwardParams& p, i64 number) { return {p.out_partials + number * p.partial_rows * WIDTH_V}; }
-OP float* lse_partial(const ForwardParams& p, i64 number, int row) { return p.lse_partials + number * p.partial_rows + row; }
+OP PartialTile out_partial(const ForwardParams& p, u32 number) { return {p.out_partials + i64(number) * p.partial_rows * WIDTH_V}; }
+OP float* lse_partial(const ForwardParams& p, u32 number, int row) { return p.lse_partials + i64(number) * p.partial_rows + row; }
 
 // dst[:, col0 : col0 + N] = acc, of any element type, clipped to dst
 template <int N> OP void store_fragment(const GlobalTile& dst, const Acc<16, N>& acc, int col0) {
@@ -56,11 +56,21 @@ template <int AT_ONCE> OP void combine_key_splits(const ForwardParams& p) {
   Acc<16, COLS> o_reg;
   OnlineSoftmax<16> softmax;
   fill(o_reg, 0.f);
-  add_splits<AT_ONCE>(o_reg, softmax, splits.first, splits.last, [&](auto& partial_reg, RowVec<16>& lse, u32 split) {
-    const i64 number = partial_number(p, tile, int(split));
-    load(lse, lse_partial(p, number, row));
-    load(partial_reg, out_partial(p, number), row, col0);
-  });
+  for (int split = splits.first; split <= splits.last; split += AT_ONCE) {
+    Acc<16, COLS> partial_reg[AT_ONCE];
+    RowVec<16> lse_reg[AT_ONCE], correction, weight;
+    #pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {                       // all on their way before one is needed; the last one more than once
+      const u32 number = partial_number(p, tile, min_of(split + i, splits.last));
+      load(lse_reg[i], lse_partial(p, number, row));
+      load(partial_reg[i], out_partial(p, number), row, col0);
+    }
+    #pragma unroll
+    for (int i = 0; i < AT_ONCE && split + i <= splits.last; ++i) {
+      join(softmax, lse_reg[i], correction, weight);
+      add(o_reg, correction, partial_reg[i], weight);
+    }
+  }
   if constexpr (SINKS != NO_SINKS) {                          // once for all splits
     RowVec<16> correction;
     join_sinks(softmax, correction, p, mask, here.head, here.row + row);
