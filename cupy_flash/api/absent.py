@@ -47,6 +47,16 @@ MISSING = {
     "cache_seqlens", "cache_batch_idx", "block_table", "page_table", "pages", "k_cache", "v_cache",
 }
 # fmt: on
+# What they call options that some functions here have.
+RENAMED = {
+    "cache_seqlens": "seqlens",
+    "block_table": "pages",
+    "page_table": "pages",
+    "rotary_cos": "cos",
+    "rotary_sin": "sin",
+    "rotary_interleaved": "interleaved",
+    "position_ids": "positions",
+}
 THERE_IS = (
     "masks are causal, window, prefix and mask; scores go through scale, softcap, score, bias and alibi_slopes; sequences of one "
     "batch have one length, and merge_states joins results over different keys"
@@ -68,6 +78,8 @@ def answers_absent(function: Function) -> Function:
 
 
 def _answer(function: str, name: str, known: tuple[str, ...]) -> Exception:
+    if RENAMED.get(name) in known:
+        return TypeError(f"{name}: expected an option of {function}; what it means elsewhere is {RENAMED[name]} here")
     if name in MISSING:
         return UnsupportedError(f"{name}: expected an option of {function}, and there is none for this yet; {THERE_IS}")
     close = difflib.get_close_matches(name, known, n=1)
