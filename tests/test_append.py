@@ -155,6 +155,23 @@ def test_keys_and_values_in_one_array(backend):
 
 
 @backends
+@pytest.mark.parametrize("dim", [4, 12])
+def test_keys_and_values_side_by_side_in_rows(backend, dim):
+    rng = numpy.random.default_rng(0)
+    memory = noise(rng, 2, 3, 8, 16, dtype="float32")
+    before = memory.copy()
+    k, v = normal(rng, 2, 3, 5, dim, dtype="float32"), normal(rng, 2, 3, 5, 16 - dim, dtype="float32")
+    append_kv(memory[..., :dim], memory[..., dim:], k, v, numpy.array([3, 0]), backend=backend)
+    caches, copies = ((x[..., :dim], x[..., dim:]) for x in (memory, before))
+    hold_against_copies(caches, copies, (k, v), list(places([3, 0], [5, 5], 8, 2)))
+    for first in (dim - 1, 16 - 1):
+        shared = memory.reshape(-1)[first:][: 2 * 3 * 7 * 16 + 15]
+        shared = numpy.lib.stride_tricks.as_strided(shared, (2, 3, 7, 16 - dim), memory.strides)
+        with pytest.raises(ValueError, match=r"^k_cache: expected memory apart from that of v_cache \("):
+            append_kv(memory[:, :, :7, :dim], shared, k, v, 0, backend=backend)
+
+
+@backends
 def test_a_sequence_that_two_elements_name_gets_the_rows_of_both(backend):
     rng = numpy.random.default_rng(0)
     k, v = normal(rng, 2, 2, 2, 3, 8, dtype="float32")

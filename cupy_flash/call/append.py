@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -15,7 +16,6 @@ from ..plan.rotation_params import append_params
 from ..plan.workspace import Workspace
 from ..problem import arrays
 from ..problem.append import APPEND_ARRAYS, APPENDED, AppendProblem, make_append_problem
-from ..problem.layout import Layout
 from .indices import by_value, check_range, of_positions, read_by_host
 
 LENGTH = "length"  # the kernel's name for a number of rows that is told by its value
@@ -72,13 +72,21 @@ class AppendPlan(Prepared):
         return given.arrays[-2], given.arrays[-1]
 
     def _interleaved(self, at_k: int, at_v: int) -> bool:
-        """Whether the two caches are views of one array that share no element, such as `cache[:, 0]` and `cache[:, 1]`."""
-        k, v = self.problem.seen[-2:]
-        apart, rest = divmod(at_v - at_k, k.itemsize)
-        if rest or k.strides != v.strides:
+        """Whether the caches lie in one array and share no element, such as `c[:, 0]` and `c[:, 1]`, or `c[..., :9]` and `c[..., 9:]`."""
+        *_, (low_k, high_k), (low_v, high_v) = self._spans
+        if at_k + high_k <= at_v + low_v or at_v + high_v <= at_k + low_k:
+            return False  # one behind the other
+        (first, at), (second, behind) = sorted(zip(self.problem.seen[-2:], (at_k, at_v)), key=lambda cache: cache[1])
+        apart, rest = divmod(behind - at, first.itemsize)
+        if rest or first.strides != second.strides:
             return False
-        shape = tuple(map(max, k.shape, v.shape))
-        return not Layout((2, *shape), (apart, *k.strides), k.dtype, k.alignment, k.device).overlaps_itself
+        shape = tuple(map(max, first.shape, second.shape))
+        if not replace(first, shape=(2, *shape), strides=(apart, *first.strides)).overlaps_itself:
+            return True
+        columns, rest = divmod(apart, abs(first.strides[-1]) or 1)
+        if rest or first.strides[-1] <= 0 or columns < first.shape[-1]:
+            return False
+        return not replace(first, shape=(*shape[:-1], columns + second.shape[-1])).overlaps_itself
 
     def _compute(self, given: Operands, length: int, known: dict[str, numpy.ndarray]) -> None:
         if self._backend == "cuda":
