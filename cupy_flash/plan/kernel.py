@@ -1,7 +1,7 @@
 """What a problem is computed by: a `KernelPlan`, its `Config` and its `Launch`es, and what all planners ask of a problem.
 
 A plan names everything that reaches a compiled kernel, so equal plans share one. Its knobs change speed, never results.
-`forward`, `backward` and `merge` choose plans: pure functions over the tables in `tuning`.
+`forward`, `backward`, `merge`, `rotate` and `append` choose plans: pure functions over the tables in `tuning`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ PARAMS = {
     "bwd_scores": "ScoreGradientParams",
     "merge": "MergeParams",
     "classify": "ClassifyParams",
+    "rotate": "RotateParams",
+    "append": "AppendParams",
 }
 MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
 
@@ -118,8 +120,8 @@ class KernelPlan:
         """The entries of the file in the order of their launches, with the shared memory of a block, as each file states it."""
         c = self.config
         itemsize = 4 if c.DTYPE == "FLOAT32" else 2
-        if self.file == "merge":
-            return {"merge": 0}
+        if self.file in ("merge", "rotate", "append"):
+            return {self.file: 0}
         if self.file == "classify":
             return {"classify": 4 * 32, "classify_columns": 0}  # what was found of 32 tiles
         if self.file == "bwd_v2":
@@ -192,10 +194,10 @@ class KernelPlan:
         return "\n".join(lines)
 
 
-def checked(launch: Launch) -> Launch:
-    """The launch, if a grid holds its blocks."""
+def checked(launch: Launch, name: str = "q") -> Launch:
+    """The launch, if a grid holds its blocks; messages call the array that decides it by its name."""
     if launch.blocks >= MAX_BLOCKS:
-        raise UnsupportedError(f"q: expected fewer than {MAX_BLOCKS} blocks of {launch.entry}, got {launch.blocks}")
+        raise UnsupportedError(f"{name}: expected fewer than {MAX_BLOCKS} blocks of {launch.entry}, got {launch.blocks}")
     return launch
 
 
