@@ -72,7 +72,7 @@ class AppendPlan(Prepared):
         return given.arrays[-2], given.arrays[-1]
 
     def _interleaved(self, at_k: int, at_v: int) -> bool:
-        """Whether the caches lie in one array and share no element, such as `c[:, 0]` and `c[:, 1]`, or `c[..., :9]` and `c[..., 9:]`."""
+        """Whether the caches lie in one array and share no element: `x[:, 0]` and `x[:, 1]`, or `x[..., :d]` and `x[..., d:]`."""
         *_, (low_k, high_k), (low_v, high_v) = self._spans
         if at_k + high_k <= at_v + low_v or at_v + high_v <= at_k + low_k:
             return False  # one behind the other
