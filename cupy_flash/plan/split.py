@@ -11,7 +11,7 @@ from .packing import FEW
 SPLIT_KEYS = 512  # of a split, at least
 MOST_SPLITS = 64  # of a query tile, as the header has it
 LEAST_SPLITS = 2  # where all sequences are alike
-WARP_ROWS, COMBINED_COLUMNS = 16, 32  # of a query tile: rows that a warp stores, and with so many columns merges
+WARP_ROWS, COMBINED_COLUMNS = 16, 32  # of a query tile: rows that a warp merges, and with so many columns
 
 
 def splits_keys(kernel: str, problem: Problem) -> tuple[bool, str]:
@@ -67,8 +67,10 @@ def split_size(tile: int) -> int:
 
 
 def partial_rows(plan: KernelPlan, len_q: int) -> int:
-    """Rows of a part of a query tile that are kept: those that exist, rounded up to what a warp owns."""
-    return min(plan.config.TILE_Q, -(-len_q // WARP_ROWS) * WARP_ROWS)
+    """Rows of a part of a query tile that are kept: those that exist, rounded up to what a warp stores."""
+    c = plan.config
+    own = max(WARP_ROWS, c.TILE_Q // c.WARPS)  # all of its rows, of which fwd_v2 has 16 or 32
+    return min(c.TILE_Q, -(-len_q // own) * own)
 
 
 def combining_blocks(plan: KernelPlan, tiles: int, len_q: int) -> int:
