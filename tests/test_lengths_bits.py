@@ -1,4 +1,4 @@
-"""The bits of a sequence that has a length of its own, and of its gradients: nothing else in a batch changes one, nor how it lies."""
+"""The bits of a sequence with a length of its own, and of its gradients: nothing else in a batch changes one, nor how it lies."""
 
 import numpy as np
 import pytest
