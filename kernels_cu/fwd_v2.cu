@@ -167,9 +167,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   if (VARLEN) clear_rows(o_reg, lse, seq.q.len() - warp_row);
   store(out_smem, o_reg);                                     // over the warp's own queries, which nobody else reads
   sync_warp();                                                // without it a lane sends rows that its neighbours have not written
-  const GlobalTile out = slice(p.out, here.batch, here.head, seq.q.first() + warp_row, seq.q.end_of_room(), p.dim_v);
+  const BlockCoord& coord = coord_again(p, here, SPLIT_KV ? tile_of_block(p) : block_id());
+  const auto queries = rows_of_sequence<QUERIES>(p, coord.batch_number);
+  const int row = VARLEN ? coord.row + warp_id() * WARP_ROWS : warp_row;
+  const GlobalTile out = slice(p.out, coord.batch, coord.head, queries.first() + row, queries.end_of_room(), p.dim_v);
   store<Warp>(out, out_smem);
-  if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, seq.q.first() + warp_row), p.lse.row_stride, out.rows, lse);
+  if (p.lse.data) store(row_slice(p.lse, coord.batch, coord.head, queries.first() + row), p.lse.row_stride, out.rows, lse);
 }
 
 // After: the splits of query tiles become one.

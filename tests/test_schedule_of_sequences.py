@@ -105,5 +105,6 @@ def test_decoding_leaves_them_idle_for_five_percent_at_most():
 
 def splits(length, tile):
     """Key tiles of each split of a sequence."""
-    keys = max(split_size(tile), -(-(-(-length // MOST_SPLITS)) // tile) * tile)
+    least = -(-length // MOST_SPLITS)
+    keys = max(split_size(tile), -(-least // tile) * tile)
     return [-(-min(keys, length - first) // tile) for first in range(0, length, keys)]

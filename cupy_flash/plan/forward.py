@@ -70,6 +70,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     explicit, why_scores = explicit_scores(problem, expressions)
     widest = max(width, width_v)
     pack_gqa = problem.mask.queries is not None
+    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked)
     row = row_for(
         kernel,
         architecture,
@@ -82,11 +83,11 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         mask=problem.mask.shape,
         width_v=width_v,
         sinks=problem.sinks is not None,
+        lengths=problem.lengths is not None or (split and kernel == "fwd_v2"),
         rows=rows_of(kernel, architecture, problem, expressions),
     )
     if copy_bytes < 16:  # TMA would write beyond a row's end, see `obstacle`
         row = replace(row, tma_store_out=False)
-    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked)
     return KernelPlan(
         file=kernel,
         architecture=architecture,

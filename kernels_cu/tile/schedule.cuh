@@ -94,3 +94,8 @@ OP BlockCoord query_tile_coord(const ForwardParams& p, u32 block) {
   if constexpr (VARLEN) return scheduled_coord(p, block);
   else return block_coord(p.batch, p.heads, p.len_q, TILE_Q, block);
 }
+// The same at the end of a block: with VARLEN computed again, instead of keeping it in registers that the loop needs.
+OP decltype(auto) coord_again(const ForwardParams& p, const BlockCoord& here, u32 block) {
+  if constexpr (VARLEN) return scheduled_coord(p, block);
+  else return (here);
+}
