@@ -9,7 +9,6 @@ from ..errors import UnsupportedError
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from ..problem.layout import Layout
-from ..problem.lengths import check_gradients
 from ..problem.read_gradients import check_sums
 from .architecture import Architecture
 from .expression_text import ExpressionText
@@ -157,7 +156,6 @@ def _backward_kernel(
 
 def _varlen_kernel(problem: BackwardProblem, architecture: Architecture) -> tuple[str, str]:
     """The same of sequences of their own lengths."""
-    check_gradients(problem.forward.lengths, problem.wrt, problem.forward.backend)
     if problem.kernel not in (None, "bwd_v2"):
         raise UnsupportedError(f"kernel: expected None or 'bwd_v2' with lengths of sequences, got {problem.kernel!r}")
     exists = bool(table_for("bwd_hopper", architecture, problem.forward.dtype))

@@ -141,10 +141,10 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
 def _varlen_kernel(problem: Problem, architecture: Architecture) -> tuple[str, str]:
     """The same of sequences of their own lengths."""
     asked = problem.kernel
-    if problem.algorithm == "v1":
-        raise UnsupportedError("algorithm: expected 'auto' or 'v2' with lengths of sequences, got 'v1'")
     if asked not in (None, "fwd_v2"):
         raise UnsupportedError(f"kernel: expected None or 'fwd_v2' with lengths of sequences, got {asked!r}")
+    if problem.algorithm == "v1":
+        raise UnsupportedError("algorithm: expected 'auto' or 'v2' with lengths of sequences, got 'v1'")
     exists = bool(table_for("fwd_hopper", architecture, problem.dtype))
     return "fwd_v2", "fwd_hopper knows no sequences of their own lengths yet" if exists else ""
 
