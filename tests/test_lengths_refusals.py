@@ -80,7 +80,8 @@ CASES = [
     case("pages: expected None with cu_seqlens_kv", k=CACHE, pages=TABLE, cu_seqlens_kv=OFFSETS, seqlens_kv=ints(1, 1)),
     case("cache_batch_idx: expected None with cu_seqlens_kv", k=PACKED, cache_batch_idx=ints(0, 1), cu_seqlens_kv=OFFSETS),
     case("cache_batch_idx: expected None with pages", k=CACHE, pages=TABLE, seqlens_kv=ints(1, 1), cache_batch_idx=ints(0, 1)),
-    case("bias: expected None, or a score .* with packed sequences", PACKED, error=UnsupportedError, cu_seqlens_q=OFFSETS, bias=ones(4, 6)),
+    case("bias: expected None, or a score .* with packed sequences",
+         PACKED, error=UnsupportedError, cu_seqlens_q=OFFSETS, bias=ones(4, 6)),
     case("mask: expected an expression with packed sequences, got an array",
          PACKED, error=UnsupportedError, cu_seqlens_q=OFFSETS, mask=ones(4, 6, dtype=bool)),
     case("mask: expected an expression with packed sequences, got KeyRanges",
@@ -117,7 +118,7 @@ def test_kernels_that_know_no_lengths_are_refused(kernel, arch):
 
 
 def test_v1_is_refused():
-    with pytest.raises(UnsupportedError, match="^algorithm: expected 'auto' or 'v2' with lengths of sequences, got 'v1'"):
+    with pytest.raises(UnsupportedError, match=r"^algorithm: expected 'auto' or 'v2' with lengths of sequences, got 'v1'"):
         attention(*HALF, **LENGTHS, backend="host", algorithm="v1")
 
 
@@ -178,10 +179,10 @@ def test_a_plan_takes_the_lengths_that_it_was_made_for(backend):
     }.items():
         with pytest.raises(ValueError, match=f"^{message}"):
             plan(Q, K, K, **given)
-    with pytest.raises(TypeError, match="^zzz: expected an argument of a plan; beside those that it names there are cu_seqlens_q"):
+    with pytest.raises(TypeError, match=r"^zzz: expected an argument of a plan; beside those that it names there are cu_seqlens_q"):
         plan(Q, K, K, seqlens_kv=ints(1, 1), zzz=3)
     without = plan_attention(Q, K, K, out=out, backend=backend)
-    with pytest.raises(ValueError, match="^seqlens_kv: expected None, the plan was made without it, got an array"):
+    with pytest.raises(ValueError, match=r"^seqlens_kv: expected None, the plan was made without it, got an array"):
         without(Q, K, K, out=out, seqlens_kv=ints(1, 1))
     assert (out == 7).all()
 
@@ -196,5 +197,5 @@ def test_a_plan_of_gradients_takes_the_lengths_that_it_was_made_for():
     }.items():
         with pytest.raises(ValueError, match=f"^{message}"):
             plan(*given, **lengths)
-    with pytest.raises(TypeError, match="^zzz: expected an argument of a plan"):
+    with pytest.raises(TypeError, match=r"^zzz: expected an argument of a plan"):
         plan(*given, seqlens_kv=ints(1, 1), zzz=3)

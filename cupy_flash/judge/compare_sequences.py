@@ -1,4 +1,4 @@
-"""Gradients that are sums over sequences of their own lengths: of sinks, and of what scores read. Judged as `compare_gradients` does.
+"""Gradients that are sums over sequences of their own lengths: of sinks, and of what scores read; judged as in `compare_gradients`.
 
 Each sequence is a problem by itself, and what its rows give is added up as that of batch elements is there.
 """
@@ -76,8 +76,9 @@ def wrong_sum(
     if sums is not None and sinks.size:
         judged["dsinks"] = dsinks, sink_bounds(sums, sinks, rows, dtype)
     for name, (x, gradient) in wrt.items():
-        bound = bounds_of(PairSums(*(y.reshape(x.shape or (1,)) for y in pair_wise[name])), x.dtype, terms, arithmetic_of(dtype, "ieee").sum)
-        judged[name] = gradient.reshape(x.shape or (1,)), bound
+        shape, u = x.shape or (1,), arithmetic_of(dtype, "ieee").sum  # of a scalar one, with a place
+        bound = bounds_of(PairSums(*(y.reshape(shape) for y in pair_wise[name])), x.dtype, terms, u)
+        judged[name] = gradient.reshape(shape), bound
     for name, (gradient, bound) in judged.items():
         worst = worst_of(gradient[..., None], *bound, (0,) * gradient.ndim)
         if worst.share > 1:

@@ -33,8 +33,8 @@ def elements_of(problem: Problem, side: str) -> int:
 def row_length(problem: Problem) -> int:
     """The number of queries that a row of a tuning table is chosen by.
 
-    Of sequences of their own lengths that of long ones, unless all have as few queries: what a sequence is computed with, and so its
-    bits, must not depend on others.
+    Of sequences of their own lengths that of long ones, unless all have as few queries: what a sequence is computed with, and so
+    its bits, must not depend on others.
     """
     if problem.lengths is None:
         return problem.len_q

@@ -221,7 +221,8 @@ def _judge_shared(call: Call, named: dict[str, Any]) -> str | None:
             made[number, :, :n] = room.gathered(x, longest)
         return made
 
-    q, k, v = (padded(arrays[n], room, rows, room.kind == "shared") for n, room, rows in (("q", p.q, q_rows), ("k", p.kv, kv_rows), ("v", p.kv, kv_rows)))
+    of_inputs = (("q", p.q, q_rows), ("k", p.kv, kv_rows), ("v", p.kv, kv_rows))
+    q, k, v = (padded(arrays[name], room, rows, room.kind == "shared") for name, room, rows in of_inputs)
     dout = padded(arrays["dout"], results, q_rows, False)
     dlse = padded(arrays["dlse"][..., None], results, q_rows, False)[..., 0] if p.with_dlse else None
     rooms = {"dq": (p.q, q_rows), "dk": (p.kv, kv_rows), "dv": (p.kv, kv_rows)}
@@ -260,7 +261,8 @@ def _scores(call: Call, number: int) -> dict[str, Any]:
     (heads_q, heads_kv), len_q, len_kv = p.heads, p.q.lens[number], p.kv.lens[number]
     grid = Grid.of((), heads_q, heads_kv, len_q, len_kv)
     grid = replace(grid, b=grid.b + number)
-    own = {name: call.arrays[name].array[_place_in(call, name, number)] for name in ("bias", "mask", "alibi_slopes") if name in call.arrays}
+    there = [name for name in ("bias", "mask", "alibi_slopes") if name in call.arrays]
+    own = {name: call.arrays[name].array[_place_in(call, name, number)] for name in there}
     told |= {name: x for name, x in own.items() if name != "mask"}
     told |= {"score": hand_score(SCORES[asked.score], grid, call.read)} if asked.score else {}
     if asked.mask:

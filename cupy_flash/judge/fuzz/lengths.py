@@ -36,8 +36,8 @@ COMPUTATIONS = (
 class LengthsProblem:
     """One computation, with all that it depends on.
 
-    `q` and `kv` say where rows lie, `places` how arrays lie in memory, `options` those of `attention` that are no arrays. `asked` is
-    what there is for each pair; `poison` is what lies where no sequence is. Shapes are those of arrays (..., heads, seq, dim).
+    `q` and `kv` say where rows lie, and `place_of` how arrays do in memory. `options` are those of `attention` that are no arrays.
+    `asked` is what there is for each pair; `poison` is what lies where no sequence is.
     """
 
     seed: int

@@ -291,17 +291,19 @@ def _of_scores() -> dict[str, list[Value]]:
 
 
 def _of_lengths() -> dict[str, list[Value]]:
-    """What lengths of sequences may be: values that are wrong for all shapes, or right for some; tests of lengths judge what is right."""
+    """What lengths of sequences may be: wrong for all shapes, or right for some, which tests of lengths judge."""
+    nothing, thing = Value("None", None, True, None), Value("an object", object())
     wrong = [
-        *(Value("None", None, True, None), Value("an object", object()), Value("a string", "3"), Value("a hostile object", Hostile())),
-        *(Value("floats", numpy.ones(2)), Value("one uint32", numpy.ones(1, numpy.uint32)), Value("booleans", numpy.ones(2, bool))),
+        *(nothing, thing, Value("a string", "3"), Value("a hostile object", Hostile()), Value("floats", numpy.ones(2))),
+        *(Value("one uint32", numpy.ones(1, numpy.uint32)), Value("booleans", numpy.ones(2, bool))),
         *(Value("three axes", numpy.ones((1, 1, 1), int)), Value("an array without axes", numpy.array(1))),
-        *(Value("negative numbers", numpy.array([-1, -2])), Value("numbers of 2**40", numpy.full(2, 2**40))),
-        Value("many numbers", numpy.full(77, 2)),
+        # Of which a plan knows nothing.
+        *(Value("negative numbers", numpy.array([-1, -2]), None), Value("numbers of 2**40", numpy.full(2, 2**40), None)),
+        Value("many numbers", numpy.full(77, 2), None),
     ]
     lengths = [*wrong, Value("no elements", numpy.ones(0, int)), Value("a length", numpy.ones(1, int), None)]
-    offsets = [*wrong, Value("one offset", numpy.zeros(1, int)), Value("offsets that fall", numpy.array([0, 3, 1]))]
-    offsets += [Value("a first offset of 1", numpy.array([1, 2])), Value("offsets", numpy.array([0, 1]), None)]
+    offsets = [*wrong, Value("one offset", numpy.zeros(1, int)), Value("offsets that fall", numpy.array([0, 3, 1]), None)]
+    offsets += [Value("a first offset of 1", numpy.array([1, 2]), None), Value("offsets", numpy.array([0, 1]), None)]
     pages = [*wrong, Value("pages without seqlens_kv", numpy.zeros((1, 1), int))]
     found = dict.fromkeys(("seqlens_q", "seqlens_kv", "cache_batch_idx"), lengths)
     return found | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), offsets) | {"pages": pages}

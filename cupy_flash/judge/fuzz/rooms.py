@@ -87,33 +87,33 @@ class Room:
 
 def draw_lengths(draw: Draw, count: int) -> tuple[int, ...]:
     """Lengths of so many sequences: usually any, sometimes one long one among short ones, or all very short."""
-    if count > 20:
-        lens = [draw.one((0, 1, 1, 2, 3)) for _ in range(count)]
-    else:
-        lens = [draw.one(LENGTHS) for _ in range(count)]
+    lens = [draw.one(LENGTHS if count <= 20 else (0, 1, 1, 2, 3)) for _ in range(count)]
     if draw.chance(0.15):
         lens = [min(n, 9) for n in lens]
         lens[draw.integer(0, count - 1)] = draw.integer(300, 700)
     return tuple(lens)
 
 
-def draw_room(draw: Draw, side: str, kind: str, lens: tuple[int, ...]) -> Room:
-    """A place for sequences of these lengths; for kinds of equal lengths all have that of the longest."""
+def draw_room(draw: Draw, side: str, kind: str, lens: tuple[int, ...], apart: bool = False) -> Room:
+    """A place for sequences of these lengths; for kinds of equal lengths all have that of the longest.
+
+    Those of a cache or in pages may share rows, unless they have to be `apart`.
+    """
     count = len(lens)
     if kind in ("all", "cache of all"):
         lens = (max(lens),) * count
     if kind in PACKED:
         return _packed(draw, side, kind, lens)
     if kind == "pages":
-        return _pages(draw, lens)
+        return _pages(draw, lens, apart)
     rows = max(max(lens), 1) + (0 if kind in ("all", "cache of all") or draw.chance(0.3) else draw.integer(1, 70))
     elements = list(range(count))
     told = {}
     if kind == "shared":
         elements, total = [0] * count, 1
     elif kind in ("cache", "cache of all"):
-        total = draw.integer(1, count + 3)
-        elements = [draw.integer(0, total - 1) for _ in range(count)]
+        total = count + draw.integer(0, 3) if apart else draw.integer(1, count + 3)
+        elements = draw.several(range(total), count) if apart else [draw.integer(0, total - 1) for _ in range(count)]
         told["cache_batch_idx"] = _array(draw, elements)
     else:
         total = count
@@ -137,7 +137,7 @@ def _packed(draw: Draw, side: str, kind: str, lens: tuple[int, ...]) -> Room:
     return Room(side, kind, lens, 1, int(offsets[-1]) + behind, places, told, max(*lens, 1))
 
 
-def _pages(draw: Draw, lens: tuple[int, ...]) -> Room:
+def _pages(draw: Draw, lens: tuple[int, ...], apart: bool) -> Room:
     """Pages in any order. Sequences may begin with the same ones; entries that are not in use are wild."""
     size = draw.one(PAGE_SIZES)
     used = [-(-n // size) for n in lens]
@@ -147,7 +147,7 @@ def _pages(draw: Draw, lens: tuple[int, ...]) -> Room:
     dtype = draw.one(DTYPES)
     table = numpy.full((len(lens), columns), draw.one((-1, numpy.iinfo(dtype).max, numpy.iinfo(dtype).min)), dtype)
     for i, n in enumerate(used):
-        same = draw.integer(0, min(n, used[i - 1])) if i and draw.chance(0.3) else 0
+        same = draw.integer(0, min(n, used[i - 1])) if i and not apart and draw.chance(0.3) else 0
         table[i, :same] = table[i - 1, :same]
         table[i, same:n] = [free.pop() for _ in range(n - same)]
     places = []

@@ -10,7 +10,7 @@ import cupy_flash
 from ..check import build_kernels
 from .judging import SCHEDULE, _environment
 from .judging_lengths import Call, judge, make_call
-from .lengths import LengthsProblem, draw_problem_of_lengths
+from .lengths import draw_problem_of_lengths
 
 
 def run(seed: int, index: int) -> str | None:
