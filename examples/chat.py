@@ -205,8 +205,8 @@ def main(prompts: tuple[str, ...], raw: bool, system: str, tokens: int, attentio
         found = list(shown(batch, prompts, words, aloud=not runs))
         seconds = time.perf_counter() - start
         click.echo(
-            f"{name}: {len(found)} tokens after {read} of {len(asked)} prompts in {seconds:.1f} s, "
-            f"{len(found) / seconds:.1f} tokens/s, {watch.seconds / seconds:.1%} of the time in attention",
+            f"{name}: {read} tokens read and {len(found)} written in {seconds:.1f} s, "
+            f"{len(found) / seconds:.1f} written a second, {watch.seconds / seconds:.1%} of the time in attention",
             err=True,
         )
         runs.append(found)

@@ -1,6 +1,8 @@
 // fwd_v2.cu -- FlashAttention-2, forward (Dao, 2023, Algorithm 1): outer loop over query tiles, inner loop over key-value tiles.
 //
-//   one block per query tile Q_i, one warp per TILE_Q / WARPS of its rows:        VARLEN: of one sequence
+//   fwd_v2_schedule    VARLEN: the query tiles of sequences of their own lengths
+//
+//   fwd_v2             one block per query tile Q_i, one warp per TILE_Q / WARPS of its rows:
 //     O = 0,  m = -inf,  l = 0                  SINKS: m and l of the sinks, which have no values
 //     for each key-value tile j that a row of the block may see:      TILE_LIST: and of which it sees a key
 //       S = Q_i K_j^T                           masked where the mask or the end of the keys cuts the tile; SCORES: and what they say
@@ -18,6 +20,7 @@
 #include "tile/copy.cuh"
 #include "tile/mask.cuh"
 #include "tile/mma.cuh"
+#include "tile/schedule.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/score.cuh"
 #include "tile/sequence.cuh"
@@ -41,9 +44,14 @@ constexpr int K_OFFSET = WARPS * WARP_BYTES;
 constexpr int V_OFFSET = K_OFFSET + STAGES * KeyTile::bytes;
 constexpr int SHARED_BYTES = V_OFFSET + STAGES * ValueTile::bytes;
 
+// Before: the query tiles of sequences.
+KERNEL(THREADS, 1) fwd_v2_schedule(GRID_CONSTANT ForwardParams p) {
+  if constexpr (VARLEN) schedule_queries(p);
+}
+
 KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
-  const BlockCoord here = block_coord<QUERIES>(p, p.heads, SPLIT_KV ? tile_of_block(p) : block_id());
-  if (VARLEN && here.row < 0) return;
+  const BlockCoord here = query_tile_coord(p, SPLIT_KV ? tile_of_block(p) : block_id());
+  if (VARLEN && here.row < 0) return;                         // there are fewer tiles than there is room for
   const auto seq = sequence_of(p, here.batch_number);
   const int head_kv = here.head / p.heads_per_kv;
   const int warp_row = here.row + warp_id() * WARP_ROWS;
@@ -159,9 +167,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   if (VARLEN) clear_rows(o_reg, lse, seq.q.len() - warp_row);
   store(out_smem, o_reg);                                     // over the warp's own queries, which nobody else reads
   sync_warp();                                                // without it a lane sends rows that its neighbours have not written
-  const GlobalTile out = slice(p.out, here.batch, here.head, seq.q.first() + warp_row, seq.q.end_of_room(), p.dim_v);
+  const BlockCoord& coord = coord_again(p, here, SPLIT_KV ? tile_of_block(p) : block_id());
+  const auto queries = rows_of_sequence<QUERIES>(p, coord.batch_number);
+  const int row = VARLEN ? coord.row + warp_id() * WARP_ROWS : warp_row;
+  const GlobalTile out = slice(p.out, coord.batch, coord.head, queries.first() + row, queries.end_of_room(), p.dim_v);
   store<Warp>(out, out_smem);
-  if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, seq.q.first() + warp_row), p.lse.row_stride, out.rows, lse);
+  if (p.lse.data) store(row_slice(p.lse, coord.batch, coord.head, queries.first() + row), p.lse.row_stride, out.rows, lse);
 }
 
 // After: the splits of query tiles become one.

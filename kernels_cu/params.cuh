@@ -86,6 +86,11 @@ struct SequenceParams {
   int rows_of_cache;                      // elements of k and v, or pages
 };
 
+// A query tile: of which sequence, and its first row there.
+struct WorkItem {
+  int sequence, row;
+};
+
 struct ForwardParams {
   Tensor q;                               // (*batch, heads,    len_q,  dim)
   Tensor k;                               // (*batch, heads_kv, len_kv, dim)
@@ -113,6 +118,7 @@ struct ForwardParams {
   int split_keys;                         // keys of a split, at least
   int split_tiles;                        // query tiles, of all heads and batch elements
   int partial_rows;                       // of a query tile that exist, rounded up to whole fragments
+  WorkItem* work;                         // VARLEN: how many query tiles there are, as a first sequence, and those of a head, see tile/schedule.cuh
 };
 
 // How TMA finds boxes of an array: on the GPU what the driver encodes (cuTensorMapEncodeTiled). Sizes from the fastest

@@ -38,9 +38,9 @@ def test_a_backward_has_the_same():
 
 def test_a_plan_has_only_what_it_was_made_with():
     plan = plan_attention(Q, K, K, backend="host", **PAGED)
-    with pytest.raises(ValueError, match="^seqlens_q: expected one of seqlens_kv, pages, as planned$"):
+    with pytest.raises(ValueError, match=r"^seqlens_q: expected one of seqlens_kv, pages, as planned$"):
         plan.check_lengths(seqlens_q=PAGED["seqlens_kv"])
-    with pytest.raises(ValueError, match="^lengths: expected a plan with lengths of sequences"):
+    with pytest.raises(ValueError, match=r"^lengths: expected a plan with lengths of sequences"):
         plan_attention(Q, Q, Q).check_lengths(seqlens_kv=PAGED["seqlens_kv"])
 
 

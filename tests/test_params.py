@@ -45,7 +45,7 @@ def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
     """Name, offset, size and kind of each field; of a tensor map, whose content is the driver's, the size alone."""
     calls, expected = ["WHOLE(TensorMap)"], [f"TensorMap {TENSOR_MAP.itemsize} 64"]
     alignments = {"FastDivmod": 4}
-    scores = "DropoutParams", "CapturedArray", "TileLists", "ScoreParams", "ClassifyParams"
+    scores = "DropoutParams", "CapturedArray", "TileLists", "ScoreParams", "SequenceParams", "ClassifyParams"
     alignments |= dict.fromkeys((*scores, "Tensor", "MaskParams", "ForwardParams", "BackwardParams", "MergeParams"), 8)
     alignments |= dict.fromkeys(("Indices", "RotationParams", "RotateParams", "AppendParams"), 8)
     alignments |= {"ScoreGradientParams": 8, "HopperForwardParams": 64, "BackwardMaps": 64, "HopperBackwardParams": 64}
@@ -103,7 +103,7 @@ def test_a_problem_becomes_numbers():
     of_inputs = {"q": (64, 384, 1), "k": (1280, 64, 1), "v": (960, 48, 1), "sinks": (1, 6, 0)}
     assert strides == of_inputs | {"out": (48, 288, 1), "lse": (10, 1, 0)}
     assert [params[name]["batch_stride"][-1] for name in strides] == [3840, 3840, 2880, 2880, 60, 0]
-    assert {name: params[name].tolist() for name in FORWARD.names if name not in (*strides, "scores")} == {
+    assert {name: params[name].tolist() for name in FORWARD.names if name not in (*strides, "scores", "sequences")} == {
         "state": 0,
         "mask": (6, 12, fast_divmod(1), 0),
         "batch": [1, 1, 1, 2],

@@ -9,7 +9,6 @@ from ..errors import UnsupportedError
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from ..problem.layout import Layout
-from ..problem.lengths import check_gradients
 from ..problem.read_gradients import check_sums
 from .architecture import Architecture
 from .expression_text import ExpressionText
@@ -114,7 +113,8 @@ def _row_for(
     p = problem.forward
     rows = rows_of(kernel, architecture, p, expressions)
     kinds = (explicit, problem.deterministic, p.mask.shape)
-    return row_for(kernel, architecture, p.dtype, _width(p), row_length(p), copy_bytes, *kinds, rows=rows)
+    lengths = p.lengths is not None
+    return row_for(kernel, architecture, p.dtype, _width(p), row_length(p), copy_bytes, *kinds, lengths=lengths, rows=rows)
 
 
 def _layouts(problem: BackwardProblem) -> dict[str, Layout]:
@@ -156,7 +156,6 @@ def _backward_kernel(
 
 def _varlen_kernel(problem: BackwardProblem, architecture: Architecture) -> tuple[str, str]:
     """The same of sequences of their own lengths."""
-    check_gradients(problem.forward.lengths, problem.wrt, problem.forward.backend)
     if problem.kernel not in (None, "bwd_v2"):
         raise UnsupportedError(f"kernel: expected None or 'bwd_v2' with lengths of sequences, got {problem.kernel!r}")
     exists = bool(table_for("bwd_hopper", architecture, problem.forward.dtype))

@@ -34,6 +34,7 @@ MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in 
 LISTED = ("fwd_v2", "fwd_hopper")  # kernels that visit the tiles of a list where pairs are masked
 NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
 EVEN = 0.75  # of the longest query tile that the shortest has to have
+WORK_ITEM_BYTES = 8  # sequence and row of a query tile
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
 
 
@@ -69,6 +70,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     explicit, why_scores = explicit_scores(problem, expressions)
     widest = max(width, width_v)
     pack_gqa = problem.mask.queries is not None
+    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked)
     row = row_for(
         kernel,
         architecture,
@@ -81,11 +83,11 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         mask=problem.mask.shape,
         width_v=width_v,
         sinks=problem.sinks is not None,
+        lengths=problem.lengths is not None or (split and kernel == "fwd_v2"),
         rows=rows_of(kernel, architecture, problem, expressions),
     )
     if copy_bytes < 16:  # TMA would write beyond a row's end, see `obstacle`
         row = replace(row, tma_store_out=False)
-    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked)
     return KernelPlan(
         file=kernel,
         architecture=architecture,
@@ -139,10 +141,10 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
 def _varlen_kernel(problem: Problem, architecture: Architecture) -> tuple[str, str]:
     """The same of sequences of their own lengths."""
     asked = problem.kernel
-    if problem.algorithm == "v1":
-        raise UnsupportedError("algorithm: expected 'auto' or 'v2' with lengths of sequences, got 'v1'")
     if asked not in (None, "fwd_v2"):
         raise UnsupportedError(f"kernel: expected None or 'fwd_v2' with lengths of sequences, got {asked!r}")
+    if problem.algorithm == "v1":
+        raise UnsupportedError("algorithm: expected 'auto' or 'v2' with lengths of sequences, got 'v1'")
     exists = bool(table_for("fwd_hopper", architecture, problem.dtype))
     return "fwd_v2", "fwd_hopper knows no sequences of their own lengths yet" if exists else ""
 
@@ -174,14 +176,11 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     The problem is what the kernel is told, see `packing`. In fwd_hopper it is the most that there can be: blocks stay, and
     how many tiles they share depends on how many of them a device holds, see `schedule_params`.
     """
-    c = plan.config
-    (entry, shared_bytes), *others = plan.entries.items()
+    c, entries = plan.config, plan.entries
     tiles = _tiles(plan, problem) * problem.heads_q
-    if plan.file == "fwd_v2" and c.SPLIT_KV:
-        [(combine, combine_bytes)] = others
-        splits = most_splits(plan, problem)
-        combining = combining_blocks(plan, tiles, problem.len_q)
-        return checked(Launch(entry, tiles * splits, shared_bytes)), Launch(combine, combining, combine_bytes)
+    if plan.file == "fwd_v2":
+        return _launches_v2(plan, problem, tiles)
+    (entry, shared_bytes), *others = entries.items()
     if plan.file != "fwd_hopper":
         blocks = -(-tiles_of(problem, c.TILE_Q, "q") // c.Q_TILES) * elements_of(problem, "q") * problem.heads_q
         return (checked(Launch(entry, blocks, shared_bytes)),)
@@ -193,18 +192,29 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     return checked(Launch(entry, tiles * splits, shared_bytes, c.MIN_BLOCKS)), Launch(combine, combining, combine_bytes)
 
 
+def _launches_v2(plan: KernelPlan, problem: Problem, tiles: int) -> tuple[Launch, ...]:
+    c = plan.config
+    blocks = {
+        "fwd_v2_schedule": int(tiles > 0),
+        "fwd_v2": tiles * (most_splits(plan, problem) if c.SPLIT_KV else 1),
+        "fwd_v2_combine": combining_blocks(plan, tiles, problem.len_q),
+    }
+    return tuple(checked(Launch(entry, blocks[entry], shared)) for entry, shared in plan.entries.items())
+
+
 def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
     """What a forward keeps in device memory: of v1 O, l and m of every row; of fwd_hopper out and lse of splits to be combined."""
     c = plan.config
     tiles = _tiles(plan, problem) * problem.heads_q
     if plan.file == "fwd_v1":
         return Workspace((("state", 4 * (c.TILE_Q * c.WIDTH_V + 2 * c.TILE_Q) * tiles),))
+    work = [("work", WORK_ITEM_BYTES * (1 + _tiles(plan, problem)))] if c.VARLEN else []
     if not c.SPLIT_KV:
-        return Workspace()
+        return Workspace(tuple(work))
     # In fwd_hopper each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
     parts = tiles * most_splits(plan, problem) if plan.file == "fwd_v2" else min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
     rows = parts * partial_rows(plan, problem.len_q)
-    return Workspace((("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows)))
+    return Workspace((*work, ("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows)))
 
 
 def forward_splits(plan: KernelPlan, problem: Problem) -> KeySplits | None:

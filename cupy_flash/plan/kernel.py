@@ -153,7 +153,8 @@ class KernelPlan:
             return main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         main = {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
-        return main | ({f"{self.file}_combine": 0} if c.SPLIT_KV else {})
+        before = {f"{self.file}_schedule": 4 * 2 * 128} if c.VARLEN else {}  # bins of query tiles
+        return before | main | ({f"{self.file}_combine": 0} if c.SPLIT_KV else {})
 
     @property
     def _of_sinks(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ import math
 
 from ..problem.forward import Problem
 from ..problem.mask import UNBOUNDED
+from .tuning import SHORT
 
 
 def is_packed(problem: Problem, side: str) -> bool:
@@ -32,6 +33,9 @@ def elements_of(problem: Problem, side: str) -> int:
 def row_length(problem: Problem) -> int:
     """The number of queries that a row of a tuning table is chosen by.
 
-    Where sequences differ in it, that of long ones: what a sequence is computed with, and so its bits, must not depend on others.
+    Of sequences of their own lengths that of long ones, unless all have as few queries: what a sequence is computed with, and so
+    its bits, must not depend on others.
     """
-    return UNBOUNDED if problem.lengths is not None and problem.lengths.of_queries else problem.len_q
+    if problem.lengths is None:
+        return problem.len_q
+    return UNBOUNDED if problem.lengths.of_queries or problem.len_q > SHORT else problem.len_q

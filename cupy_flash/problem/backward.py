@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ..errors import UnsupportedError
 from .forward import Problem, check_operand, check_result, lse_dtype_of, make_problem
 from .layout import HEADS_OF_LSE, Layout, dense_layout, result_layout
+from .lengths import check_gradients
 from .options import Options, check_flag
 from .scores import check_wrt
 
@@ -127,6 +128,9 @@ def make_backward_problem(
     forward = make_problem(q, k, v, replace(options, kernel=None), sinks=sinks, operands=operands, arrays=arrays)
     if forward.algorithm == "v1":
         raise UnsupportedError("algorithm: expected 'auto' or 'v2' for a backward, got 'v1', which is a forward only")
+    wrt = check_wrt(wrt, forward.scores)
+    if forward.lengths is not None:
+        check_gradients(forward.lengths, wrt, forward.backend)
     lse_dtype, seen_shape = lse_dtype_of(q.dtype), forward.seen_out.shape
     check_operand("out", out, seen_shape, q.dtype, q.device)
     check_operand("lse", lse, seen_shape[:-1], lse_dtype, q.device)
@@ -166,7 +170,7 @@ def make_backward_problem(
         ),
         deterministic=check_flag("deterministic", deterministic),
         kernel=options.resolve_backward_kernel(forward.backend),
-        wrt=check_wrt(wrt, forward.scores),
+        wrt=wrt,
     )
 
 

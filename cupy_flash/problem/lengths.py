@@ -161,7 +161,14 @@ def resolved(
         ("k", k, "cu_seqlens_kv" in given),
         ("v", v, "cu_seqlens_kv" in given),
     ):
-        _check_axes(name, layout, packed, in_cache=name != "q" and bool({"pages", "cache_batch_idx"} & given.keys()))
+        in_cache = name != "q" and bool({"pages", "cache_batch_idx"} & given.keys())
+        _check_axes(name, layout, packed, in_cache)
+        if not in_cache and len(layout.shape) == 4 and layout.shape[0] not in (1, sequences):
+            raise ValueError(f"{name}: expected {sequences} batch elements, or one for all sequences, got shape {layout.shape}")
+        if in_cache and layout.shape[0] != k.shape[0]:
+            raise ValueError(f"{name}: expected {k.shape[0]} elements along axis 0 (those of k), got shape {layout.shape}")
+    if "pages" in given and k.shape[-2] == 0:
+        raise ValueError(f"k: expected pages of at least one key, got shape {k.shape}")
     q = q.broadcast_to((sequences, *q.shape[-3:]))
     cache = cache_v = None
     if "pages" in given:
@@ -197,7 +204,10 @@ def _sequences(q: Layout, k: Layout, given: dict[str, Layout]) -> int:
             if layout.shape[0] < 2:
                 raise ValueError(f"{name}: expected at least 2 offsets, of where a sequence begins and ends, got {layout.shape[0]}")
             return layout.shape[0] - 1
-    return next(iter(given.values())).shape[0]
+    name, layout = next(iter(given.items()))
+    if layout.shape[0] == 0:
+        raise ValueError(f"{name}: expected at least one sequence, got shape {layout.shape}")
+    return layout.shape[0]
 
 
 def _check_axes(name: str, layout: Layout, packed: bool, in_cache: bool) -> None:
@@ -251,7 +261,7 @@ def check_values(lengths: Lengths, values: dict[str, numpy.ndarray], rows: tuple
 def _check_offsets(name: str, offsets: numpy.ndarray, most: int) -> None:
     if offsets[0] != 0:
         raise ValueError(f"{name}: expected the first offset to be 0, got {int(offsets[0])}")
-    falls = numpy.flatnonzero(numpy.diff(offsets) < 0)
+    falls = numpy.flatnonzero(offsets[1:] < offsets[:-1])  # a difference may be more than the dtype holds
     if falls.size:
         i = int(falls[0])
         got = f"{int(offsets[i])} and {int(offsets[i + 1])} for sequence {i}"

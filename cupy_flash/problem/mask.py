@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy
 
 UNBOUNDED = 1 << 30  # lengths stay below, so that a row plus a bound fits 32 bits
+MANY_KEYS = 1 << 24  # more than a sequence usually has room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +186,11 @@ def moving_band(
     left, right = window
     if causal:
         right = 0
-    # An end beyond all that any sequence has hides nothing.
-    if left is not None and left >= (len_kv if moves else len_q) - 1:
+    # An end beyond all that any sequence has hides nothing. Of keys that is not how many there is room for here, because the
+    # kernel, and with it the bits of results, would depend on it.
+    keys = max(len_kv, MANY_KEYS)
+    if left is not None and left >= (keys if moves else len_q) - 1:
         left = None
-    if right is not None and right >= (len_q if moves else len_kv) - 1:
+    if right is not None and right >= (len_q if moves else keys) - 1:
         right = None
     return Mask(len_q, len_kv, None if left is None else -left, right, prefix if right is not None else 0), moves

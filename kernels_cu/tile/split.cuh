@@ -6,6 +6,7 @@
 #pragma once
 #include "tile/combine.cuh"
 #include "tile/mask.cuh"
+#include "tile/schedule.cuh"
 #include "tile/sequence.cuh"
 
 constexpr int MOST_SPLITS = 64;                               // of a query tile
@@ -46,7 +47,8 @@ template <int AT_ONCE> OP void combine_key_splits(const ForwardParams& p) {
   const u32 own = block_id() * WARPS + warp_id(), fragment = own / ACROSS, fragments = p.partial_rows / 16, tile = fragment / fragments;
   const int row = int(fragment - tile * fragments) * 16, col0 = int(own - fragment * ACROSS) * COLS;
   if (tile >= u32(p.split_tiles)) return;
-  const BlockCoord here = block_coord<QUERIES>(p, p.heads, tile);
+  const BlockCoord here = query_tile_coord(p, tile);
+  if (VARLEN && here.row < 0) return;
   const auto seq = sequence_of(p, here.batch_number);
   const Mask mask{seq.mask(), seq.kv.len()};
   if (here.row >= seq.q.len()) return;

@@ -1,4 +1,4 @@
-"""``python -m cupy_flash.judge.fuzz calls|problems|pairs``: as many as one likes, each of which one line repeats."""
+"""``python -m cupy_flash.judge.fuzz calls|problems|pairs|lengths``: as many as one likes, each of which one line repeats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .supervise import Failure, supervise
 
 
 @click.command(name="python -m cupy_flash.judge.fuzz", context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("kind", type=click.Choice(("calls", "problems", "pairs")))
+@click.argument("kind", type=click.Choice(("calls", "problems", "pairs", "lengths")))
 @click.option("--count", type=click.IntRange(1), default=1000, show_default=True, help="How many.")
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Another seed draws others, by other kernels.")
 @click.option("--start", type=click.IntRange(0), default=0, show_default=True, help="The number of the first one.")
@@ -22,6 +22,7 @@ def main(kind: str, count: int, seed: int, start: int, seconds: float | None) ->
     """Draw malformed CALLS, which have to be refused, or valid PROBLEMS, which are judged against the oracle.
 
     PAIRS are problems that ask something for each pair of a query and a key: scores, masks, biases, ALiBi, dropout.
+    LENGTHS are those of sequences that have their own: packed, padded, in pages.
 
     Prints a line that repeats each failure and what went wrong. Exits with 1 if anything failed.
     """

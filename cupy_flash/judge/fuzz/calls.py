@@ -13,6 +13,7 @@ import cupy_flash
 
 from ...problem.arrays import DTYPES
 from ...problem.layout import FLOATS
+from ...problem.lengths import LENGTHS
 from . import verdict
 from .arrays import draw_array
 from .draw import Draw
@@ -200,6 +201,9 @@ def _parameters(function: str) -> dict[str, inspect.Parameter]:
     }.get(function) or getattr(cupy_flash, function)
     parameters = dict(inspect.signature(target).parameters)
     parameters.pop("self", None)
+    if parameters.pop("lengths", None):  # what a plan takes besides
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters |= {name: inspect.Parameter(name, keyword, default=None) for name in LENGTHS}
     return parameters
 
 

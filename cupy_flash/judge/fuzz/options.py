@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 
 from ...problem.key_ranges import KeyRanges
+from ...problem.lengths import LENGTHS
 from .draw import Draw
 
 UNKNOWN = "unknown"  # of a meaning: nobody has decided
@@ -289,6 +290,25 @@ def _of_scores() -> dict[str, list[Value]]:
     }
 
 
+def _of_lengths() -> dict[str, list[Value]]:
+    """What lengths of sequences may be: wrong for all shapes, or right for some, which tests of lengths judge."""
+    nothing, thing = Value("None", None, True, None), Value("an object", object())
+    wrong = [
+        *(nothing, thing, Value("a string", "3"), Value("a hostile object", Hostile()), Value("floats", numpy.ones(2))),
+        *(Value("one uint32", numpy.ones(1, numpy.uint32)), Value("booleans", numpy.ones(2, bool))),
+        *(Value("three axes", numpy.ones((1, 1, 1), int)), Value("an array without axes", numpy.array(1))),
+        # Of which a plan knows nothing.
+        *(Value("negative numbers", numpy.array([-1, -2]), None), Value("numbers of 2**40", numpy.full(2, 2**40), None)),
+        Value("many numbers", numpy.full(77, 2), None),
+    ]
+    lengths = [*wrong, Value("no elements", numpy.ones(0, int)), Value("a length", numpy.ones(1, int), None)]
+    offsets = [*wrong, Value("one offset", numpy.zeros(1, int)), Value("offsets that fall", numpy.array([0, 3, 1]), None)]
+    offsets += [Value("a first offset of 1", numpy.array([1, 2]), None), Value("offsets", numpy.array([0, 1]), None)]
+    pages = [*wrong, Value("pages without seqlens_kv", numpy.zeros((1, 1), int))]
+    found = dict.fromkeys(("seqlens_q", "seqlens_kv", "cache_batch_idx"), lengths)
+    return found | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), offsets) | {"pages": pages}
+
+
 def values_of(option: str, backward: bool) -> list[Value]:
     """What an option may be called with: right and wrong values that are meant for it."""
     if option in ("scale", "softcap"):
@@ -313,12 +333,12 @@ def values_of(option: str, backward: bool) -> list[Value]:
         ],
         "kernel": [*_choices(*kernels, none=True), Value("the other direction's", "fwd_v2" if backward else "bwd_v2")],
     }
-    others |= _of_scores()
+    others |= _of_scores() | _of_lengths()
     return others[option] if option in others else _flag()
 
 
 def draw_value(draw: Draw, option: str, backward: bool) -> Value:
     """A value for an option, most often a wrong one."""
-    if draw.chance(0.3) and option not in _of_scores():  # of which some take a dict, a function or an array
+    if draw.chance(0.3) and option not in (*_of_scores(), *LENGTHS):  # of which some take a dict, a function or an array
         return draw.one(_anything())
     return draw.one(values_of(option, backward))

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-SECONDS = {"calls": 30, "problems": 120, "pairs": 120}  # for one of them, on a machine that has other things to do
+SECONDS = {"calls": 30, "problems": 120, "pairs": 120, "lengths": 120}  # for one of them, on a machine that has other things to do
 SECONDS_TO_PREPARE = 3600
 LAST_LINES = 12  # of what a process wrote before it died
 WORKER = (sys.executable, "-X", "faulthandler", "-m", f"{__package__}.worker")
@@ -33,7 +33,7 @@ def supervise(
 
     Parameters
     ----------
-    kind : {'calls', 'problems', 'pairs'}
+    kind : {'calls', 'problems', 'pairs', 'lengths'}
     seed, start, count : int
     seconds : float, optional
         How long one may take.

@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 
-from . import judging, outcomes
+from . import judging, outcomes, running_lengths
 
 MOST_BYTES = 8 << 30  # of memory of its own; then allocating fails, before the machine gives in
 BATCH = 200  # problems whose kernels are compiled together
@@ -19,13 +19,16 @@ BATCH = 200  # problems whose kernels are compiled together
 
 def main(kind: str, seed: int, start: int, count: int) -> None:
     """Run the numbers from `start` on."""
-    of_kind = functools.partial(judging.run, kind=kind)
-    run = {"calls": outcomes.run}.get(kind, of_kind)
+    run, prepare = functools.partial(judging.run, kind=kind), functools.partial(judging.prepare, kind=kind)
+    if kind == "lengths":
+        run, prepare = running_lengths.run, running_lengths.prepare
+    elif kind == "calls":
+        run = outcomes.run
     _limit_memory()
     for index in range(start, start + count):
         if kind != "calls" and (index - start) % BATCH == 0:
             _say(preparing=index)
-            judging.prepare(seed, range(index, min(index + BATCH, start + count)), kind)
+            prepare(seed, range(index, min(index + BATCH, start + count)))
         _say(at=index)
         wrong = run(seed, index)
         if wrong:
