@@ -1,9 +1,11 @@
 """Exact attention for CuPy, NumPy and everything else that is not PyTorch."""
 
+from .api.append import append_kv
 from .api.backward import attention_backward, attention_vjp, plan_attention_backward
 from .api.dropout import dropout_mask
 from .api.forward import attention, plan_attention
 from .api.merge import merge_states
+from .api.rotate import rotate
 from .call.backward import BackwardPlan
 from .call.forward import AttentionPlan
 from .call.tile_mask import TileMask
@@ -23,6 +25,7 @@ __all__ = [
     "SanitizerError",
     "TileMask",
     "UnsupportedError",
+    "append_kv",
     "attention",
     "attention_backward",
     "attention_vjp",
@@ -30,4 +33,5 @@ __all__ = [
     "merge_states",
     "plan_attention",
     "plan_attention_backward",
+    "rotate",
 ]

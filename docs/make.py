@@ -6,7 +6,7 @@
 import sys
 from pathlib import Path
 
-from drawing import bars, kernels, machines, masks, softmax
+from drawing import bars, kernels, machines, masks, sequences, softmax
 from tables import FOLDER, filled
 
 PICTURES = FOLDER / "pictures"
@@ -21,6 +21,7 @@ DRAWINGS = {
     "ping-pong": kernels.ping_pong,
     "online-softmax": softmax.states,
     "two-machines": machines.two_machines,
+    "sequences": sequences.layouts,
 }
 
 

@@ -1,6 +1,8 @@
 // fwd_v2.cu -- FlashAttention-2, forward (Dao, 2023, Algorithm 1): outer loop over query tiles, inner loop over key-value tiles.
 //
-//   one block per query tile Q_i, one warp per TILE_Q / WARPS of its rows:        VARLEN: of one sequence
+//   fwd_v2_schedule    VARLEN: the query tiles of sequences of their own lengths
+//
+//   fwd_v2             one block per query tile Q_i, one warp per TILE_Q / WARPS of its rows:
 //     O = 0,  m = -inf,  l = 0                  SINKS: m and l of the sinks, which have no values
 //     for each key-value tile j that a row of the block may see:      TILE_LIST: and of which it sees a key
 //       S = Q_i K_j^T                           masked where the mask or the end of the keys cuts the tile; SCORES: and what they say
@@ -11,17 +13,20 @@
 //       m = m'
 //     out_i = O / l,  lse_i = m + log l         each written once; S and P exist in registers only
 //
+// SPLIT_KV: blocks share a query tile, each with some of its keys, and fwd_v2_combine joins what they have.
 // K and V tiles pass through STAGES: while one is used, the next ones arrive.
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/copy.cuh"
 #include "tile/mask.cuh"
 #include "tile/mma.cuh"
+#include "tile/schedule.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/score.cuh"
 #include "tile/sequence.cuh"
 #include "tile/sinks.cuh"
 #include "tile/softmax.cuh"
+#include "tile/split.cuh"
 #include "tile/tile_list.cuh"
 
 constexpr int THREADS = 32 * WARPS;
@@ -39,9 +44,14 @@ constexpr int K_OFFSET = WARPS * WARP_BYTES;
 constexpr int V_OFFSET = K_OFFSET + STAGES * KeyTile::bytes;
 constexpr int SHARED_BYTES = V_OFFSET + STAGES * ValueTile::bytes;
 
+// Before: the query tiles of sequences.
+KERNEL(THREADS, 1) fwd_v2_schedule(GRID_CONSTANT ForwardParams p) {
+  if constexpr (VARLEN) schedule_queries(p);
+}
+
 KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
-  const BlockCoord here = block_coord<QUERIES>(p, p.heads);
-  if (VARLEN && here.row < 0) return;
+  const BlockCoord here = query_tile_coord(p, SPLIT_KV ? tile_of_block(p) : block_id());
+  if (VARLEN && here.row < 0) return;                         // there are fewer tiles than there is room for
   const auto seq = sequence_of(p, here.batch_number);
   const int head_kv = here.head / p.heads_per_kv;
   const int warp_row = here.row + warp_id() * WARP_ROWS;
@@ -54,9 +64,21 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   const ColumnRange block_keys = visible_keys(mask, here.row, min_of(TILE_Q, seq.q.len() - here.row));
   const ColumnRange warp_keys = visible_keys(mask, warp_row, WARP_ROWS);
   const ColumnRange common_keys = unmasked_keys(mask, warp_row, WARP_ROWS);
-  const int first_tile = block_keys.first / TILE_KV;
+  int first_tile = block_keys.first / TILE_KV;
   int tiles = block_keys.last < block_keys.first ? 0 : block_keys.last / TILE_KV + 1 - first_tile;
   if (VARLEN && here.row >= seq.q.len()) tiles = 0;
+  bool is_whole = true;                                       // SPLIT_KV: the block computes all of its query tile
+  if constexpr (SPLIT_KV) {
+    const KeySplits splits = splits_of_keys(p, seq.kv.len(), block_keys);
+    const int split = split_of_block(p);
+    is_whole = splits.is_one() || here.row >= seq.q.len();
+    if (is_whole ? split > 0 : split < splits.first || splits.last < split) return;
+    if (!is_whole) {
+      const int end = min_of(first_tile + tiles, (split + 1) * (splits.keys / TILE_KV));
+      first_tile = max_of(first_tile, split * (splits.keys / TILE_KV));
+      tiles = end - first_tile;
+    }
+  }
   const int end_tile = first_tile + tiles;
   TileList list{};
   if constexpr (TILE_LIST) {
@@ -99,7 +121,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   Acc<WARP_ROWS, WIDTH_V> o_reg;
   fill(o_reg, 0.f);
   OnlineSoftmax<WARP_ROWS> softmax;
-  if constexpr (SINKS != NO_SINKS) start_with_sinks(softmax, p, mask, here.head, warp_row);
+  if constexpr (SINKS != NO_SINKS)
+    if (is_whole) start_with_sinks(softmax, p, mask, here.head, warp_row);   // of splits, when they are combined
   HeadTerms terms{};
   if constexpr (MODIFIED) terms = head_terms(p, here, here.head, seq.q.len(), seq.kv.len());
   DropoutParams dropout{};
@@ -134,10 +157,25 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
 
   RowVec<WARP_ROWS> lse;
   finalize(softmax, o_reg, lse);
+  if (!is_whole) {
+    const u32 number = partial_number(p, tile_of_block(p), split_of_block(p));
+    const int row = warp_id() * WARP_ROWS;
+    if (row < p.partial_rows) store(out_partial(p, number), o_reg, row, 0);
+    store(lse_partial(p, number, row), 1, p.partial_rows - row, lse);
+    return;
+  }
   if (VARLEN) clear_rows(o_reg, lse, seq.q.len() - warp_row);
   store(out_smem, o_reg);                                     // over the warp's own queries, which nobody else reads
   sync_warp();                                                // without it a lane sends rows that its neighbours have not written
-  const GlobalTile out = slice(p.out, here.batch, here.head, seq.q.first() + warp_row, seq.q.end_of_room(), p.dim_v);
+  const BlockCoord& coord = coord_again(p, here, SPLIT_KV ? tile_of_block(p) : block_id());
+  const auto queries = rows_of_sequence<QUERIES>(p, coord.batch_number);
+  const int row = VARLEN ? coord.row + warp_id() * WARP_ROWS : warp_row;
+  const GlobalTile out = slice(p.out, coord.batch, coord.head, queries.first() + row, queries.end_of_room(), p.dim_v);
   store<Warp>(out, out_smem);
-  if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, seq.q.first() + warp_row), p.lse.row_stride, out.rows, lse);
+  if (p.lse.data) store(row_slice(p.lse, coord.batch, coord.head, queries.first() + row), p.lse.row_stride, out.rows, lse);
+}
+
+// After: the splits of query tiles become one.
+KERNEL(THREADS, 1) fwd_v2_combine(GRID_CONSTANT ForwardParams p) {
+  if constexpr (SPLIT_KV) combine_key_splits<4>(p);
 }

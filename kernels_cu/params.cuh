@@ -86,6 +86,11 @@ struct SequenceParams {
   int rows_of_cache;                      // elements of k and v, or pages
 };
 
+// A query tile: of which sequence, and its first row there.
+struct WorkItem {
+  int sequence, row;
+};
+
 struct ForwardParams {
   Tensor q;                               // (*batch, heads,    len_q,  dim)
   Tensor k;                               // (*batch, heads_kv, len_kv, dim)
@@ -107,6 +112,13 @@ struct ForwardParams {
   i64 sinks_of_head;
   ScoreParams scores;
   SequenceParams sequences;
+  float* out_partials;                    // SPLIT_KV: (query tiles, splits, partial_rows * WIDTH_V)  out of each split, in the order of fragments
+  float* lse_partials;                    // (query tiles, splits, partial_rows)  and its lse
+  FastDivmod splits_divmod;               // blocks of a query tile
+  int split_keys;                         // keys of a split, at least
+  int split_tiles;                        // query tiles, of all heads and batch elements
+  int partial_rows;                       // of a query tile that exist, rounded up to whole fragments
+  WorkItem* work;                         // VARLEN: how many query tiles there are, as a first sequence, and those of a head, see tile/schedule.cuh
 };
 
 // How TMA finds boxes of an array: on the GPU what the driver encodes (cuTensorMapEncodeTiled). Sizes from the fastest
@@ -253,4 +265,56 @@ struct ClassifyParams {
   int tile_kv;
   int by_keys;                            // whether lists are of key tiles, as in the backward
   ScoreParams scores;
+};
+
+// Integers that belong to batch elements, or to rows of these.
+struct Indices {
+  const void* data;                       // null: there are none
+  i64 batch_stride[BATCH_AXES];
+  i64 row_stride;
+  int wide;                               // whether they have 64 bits, and not 32
+};
+
+// By which angles the pairs of elements of rows are rotated, see tile/rotation.cuh.
+struct RotationParams {
+  Tensor cos, sin;                        // (positions, pairs)
+  Indices positions;                      // (*batch)  of the first row, the next row being at the next position; or (*batch, rows)
+  int position_of_each;                   // whether positions are those of each row
+  int pairs;                              // of a row: so many that twice as many elements are rotated, and those behind them are copied; 0 rotates none
+  int positions_end;                      // positions that there are angles of
+  int interleaved;                        // whether partners are neighbours, and not `pairs` apart
+  int float32_angles;                     // whether cos and sin are float32, and not in the dtype of the rows
+  int in_fours;                           // whether granules of them can be read 16 bytes at a time
+};
+struct RotateParams : RotationParams {
+  Tensor x, out;                          // (*batch, heads, len, dim)
+  i64 first_position;                     // of the first row, if there are no positions
+  int batch[BATCH_AXES];
+  int rows;                               // heads * len
+  int dim;
+  FastDivmod len_divmod;
+  FastDivmod chunks_divmod;               // of a row
+};
+
+// New rows of keys and values, and the caches that they are written into.
+struct AppendParams : RotationParams {
+  Tensor k;                               // (*batch, heads, len, dim)
+  Tensor v;                               // (*batch, heads, len, dim_v)
+  Tensor k_cache;                         // (page_count, heads, page size, dim)    with a sequence in each page, if there is no table of them
+  Tensor v_cache;                         // (page_count, heads, page size, dim_v)
+  Indices seqlens;                        // (*batch)  rows that are there
+  Indices seqlens_new;                    // (*batch)  of `len` the first ones that are appended, or null: all
+  Indices pages;                          // (*batch, pages)  numbers of pages, or null: one for each batch element
+  Indices cache_batch_idx;                // (*batch)  its number then, or null: that of the batch element
+  i64 length;                             // of all batch elements, if there are no seqlens
+  int batch[BATCH_AXES];
+  int rows;                               // heads * len
+  int dim;
+  int dim_v;
+  int page_count;
+  int capacity;                           // rows of a sequence that there are places for
+  FastDivmod len_divmod;
+  FastDivmod page_divmod;                 // rows of a page
+  FastDivmod k_chunks_divmod;             // of a row
+  FastDivmod v_chunks_divmod;
 };

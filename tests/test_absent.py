@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 import cupy_flash
-from cupy_flash import UnsupportedError, attention
+from cupy_flash import UnsupportedError, append_kv, attention
 from cupy_flash.api import absent
 from cupy_flash.api.signature import takes_options
 
@@ -28,6 +28,12 @@ def test_other_names_are_translated(name, here):
         attention(X, X, X, **{name: True})
     assert str(caught.value).endswith(f"; what it means elsewhere is {here} here")
     assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("name, here", absent.RENAMED.items())
+def test_other_names_of_what_a_cache_is_given_are_translated(name, here):
+    with pytest.raises(TypeError, match=f"^{name}: expected an option of append_kv; what it means elsewhere is {here} here$"):
+        append_kv(X, X, X, X, 0, **{name: True})
 
 
 @pytest.mark.parametrize("name, close", [("casual", "causal"), ("soft_cap", "softcap"), ("retrun_lse", "return_lse")])
@@ -54,8 +60,9 @@ def test_what_python_says_of_other_calls_stays():
 
 
 def test_no_answer_is_for_an_option_that_exists():
-    known = {name for function in FUNCTIONS for name in inspect.signature(function).parameters}
-    assert not known & (absent.MISSING | absent.ELSEWHERE.keys())
+    known = {function: set(inspect.signature(function).parameters) for function in FUNCTIONS}
+    assert not set().union(*known.values()) & (absent.ELSEWHERE.keys() | absent.RENAMED.keys())
+    assert not set().union(*(names for function, names in known.items() if function is not append_kv)) & absent.MISSING
 
 
 @pytest.mark.skipif(not hasattr(typing, "get_overloads"), reason="needs Python 3.11")

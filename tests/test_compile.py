@@ -13,7 +13,7 @@ from cupy_flash import CompileError
 from cupy_flash.machine import nvrtc, snapshot, source, toolchain
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.kernel import PARAMS, Config, KernelPlan, configure
-from cupy_flash.plan.matrix import every_plan
+from cupy_flash.plan.matrix import PLANNED_ALONE, every_plan
 from cupy_flash.plan.tuning import HOPPER, SHORT, WIDTHS, row_for, table_for
 
 SM_75, SM_80, SM_90A, SM_120 = (ARCHITECTURES[name] for name in ("75", "80", "90a", "120"))
@@ -103,7 +103,7 @@ def heads_together():
 def prefixes(architecture, kinds):
     """Plans for masks with a prefix."""
     for plan in every_plan([architecture], kinds):
-        if plan.file != "merge":
+        if plan.file not in PLANNED_ALONE:
             yield replace(plan, config=replace(plan.config, MASK="PREFIX"))
 
 
@@ -117,6 +117,13 @@ def sinks(architecture, dtypes):
                 yield KernelPlan(kernel, architecture, config, ())
 
 
+def smaller_copies():
+    """Plans of the kernels that move rows, for rows that cannot be moved 16 bytes at a time."""
+    for plan in every_plan([SM_75, SM_80, SM_90A, SM_120], ["float16", "float32"], ["rotate", "append"]):
+        for copy_bytes in (8, 4, 0):
+            yield replace(plan, config=replace(plan.config, COPY_BYTES=copy_bytes))
+
+
 def softcaps_where_registers_are_short():
     """Plans of fwd_v2 for scores that are scaled one by one, where the row for plain ones would spill, and of bwd_v2 in order."""
     for architecture, width in product((SM_80, ARCHITECTURES["86"], SM_120), (32, 64, 96)):
@@ -128,6 +135,7 @@ def softcaps_where_registers_are_short():
 
 @plans(
     softcaps_where_registers_are_short(),
+    smaller_copies(),
     release=(
         other_uses_of_hopper(),
         other_uses(SM_90A, ["bfloat16", "float32"]),

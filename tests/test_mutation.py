@@ -30,7 +30,7 @@ from cupy_flash.plan.kernel import configure
 KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu|classify\.cu", file))
 # Headers, and a kernel that each is a part of.
 PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper", "tile/dq_protocol.cuh": "bwd_hopper"}
-PARTS |= {"tile/score_sums.cuh": "bwd_scores"}
+PARTS |= {"tile/score_sums.cuh": "bwd_scores", "tile/schedule.cuh": "fwd_v2"}
 # Or a comment, which may speak of one.
 CALL = re.compile(r"//.*|\b(?:(?:sync|arrive|wait|commit|producer|consumer)_\w+|fence_proxy_async)(?:<[^;]*>)?\([^;]*\);")
 
@@ -44,6 +44,7 @@ class Setting:
     deterministic: bool = False
     last_blocks: int = 0  # see `plan.backward.make_grouping`
     seen: numpy.ndarray | None = None  # a mask of pairs
+    offsets: tuple[list[int], list[int]] | None = None  # of sequences of queries and of keys
 
     def but(self, deterministic=False, **constants):
         return replace(self, constants=self.constants | constants, deterministic=deterministic)
@@ -63,6 +64,10 @@ OWN_KEYS = Setting(HOPPER_BACKWARD_CASE, {"TILE_Q": 64, "TILE_KV": 128, "WARPS":
 STAGED = OWN_KEYS.but(TILE_Q=80, TMA_REDUCE_DQ=True, WIDTH=128, WIDTH_V=128)
 ONE_GRADIENT = Setting(HOPPER_BACKWARD_CASE, {"WIDTH": 128, "WIDTH_V": 128})
 
+
+# Sequences with tiles of several lengths, more than a block has threads, and rows of none.
+OFFSETS = [*range(80), 120], [*range(0, 3 * 80, 3), 300]
+SEQUENCES = replace(TWO_STAGES, case=Case("float16", 130, 310, dim=32, heads_q=2), offsets=OFFSETS)
 
 # Of many tiles of keys some: others for each tile of queries.
 SOME_TILES = numpy.add.outer(numpy.arange(150) // 20, numpy.arange(75) // 10) % 3 > 0
@@ -92,12 +97,24 @@ def settings_of(kernel):
         setting = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 16, "WARPS": 2, "STAGES": 2})
         return {"two stages": setting, "one stage": setting.but(STAGES=1), "stores": setting.but(COPY_BYTES=0)}
     setting = TWO_PAIRS if kernel.startswith("bwd") else TWO_STAGES
+    if kernel == "fwd_v2":
+        return {"sequences": SEQUENCES} | _stages(setting)
     sinks = {"sinks": replace(TWO_PAIRS.but(SINKS="SINKS_FLOAT32"), case=replace(CASE, sinks=1))}
-    return (sinks if kernel.startswith("bwd") else {}) | {
+    return (sinks if kernel.startswith("bwd") else {}) | _stages(setting)
+
+
+def _stages(setting):
+    return {
         "two stages": setting,
         "one stage": setting.but(STAGES=1),
         "stores": setting.but(COPY_BYTES=0),  # in place of copies: lanes see each other's after a barrier
     }
+
+
+def diagonal(offsets):
+    """Which pairs are of one sequence."""
+    queries, keys = (numpy.repeat(numpy.arange(len(x) - 1), numpy.diff(x)) for x in offsets)
+    return queries[:, None] == keys
 
 
 # The call with this number is left out. Decided when the kernel runs, so that it is built once for all of them.
@@ -138,11 +155,27 @@ def results(kernel, setting):
     inputs = make_inputs(case)
     kernel = "fwd_v2" if kernel == "classify" else kernel
     masks = {} if setting.seen is None else {"mask": setting.seen}
+    if setting.offsets is not None:
+        return packed_results(setting, inputs)
     plan = plan_attention(*inputs, backend="host", arch=arch_of(kernel), kernel=kernel, **masks, **case.options)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
     computed = AttentionPlan(plan.problem, changed, True)(*inputs, **masks)
     seen = {} if setting.seen is None else {"seen": setting.seen}
     return compare(*computed, *inputs, **seen, **case.scores)
+
+
+def packed_results(setting, inputs):
+    """The same of sequences; rows that belong to none are 0."""
+    q, k, v = (x.reshape(x.shape[-3:]) for x in inputs)
+    lengths = {f"cu_seqlens_{side}": numpy.array(x, numpy.int32) for side, x in zip(("q", "kv"), setting.offsets)}
+    plan = plan_attention(q, k, v, backend="host", return_lse=True, **lengths)
+    changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
+    out, lse = AttentionPlan(plan.problem, changed, True)(q, k, v, **lengths)
+    (*_, end), (*_, end_kv) = setting.offsets
+    if out[:, end:].any() or not numpy.isneginf(lse[:, end:]).all():
+        return Agreement(False, "rows behind the sequences")
+    seen, scale = diagonal(setting.offsets), q.shape[-1] ** -0.5
+    return compare(out[:, :end], lse[:, :end], q[:, :end], k[:, :end_kv], v[:, :end_kv], seen=seen, scale=scale)
 
 
 def gradients(kernel, setting):

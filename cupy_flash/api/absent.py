@@ -55,6 +55,16 @@ ELSEWHERE = {
     "v_cache": "v, with seqlens_kv",
 }
 MISSING = {"block_mask", "num_splits", "cache_leftpad", "descale_q", "descale_k", "descale_v"}
+# What they call options that some functions here have.
+RENAMED = {
+    "cache_seqlens": "seqlens",
+    "block_table": "pages",
+    "page_table": "pages",
+    "rotary_cos": "cos",
+    "rotary_sin": "sin",
+    "rotary_interleaved": "interleaved",
+    "position_ids": "positions",
+}
 THERE_IS = (
     "masks are causal, window, prefix and mask; scores go through scale, softcap, score, bias and alibi_slopes; sequences have "
     "lengths of their own by seqlens_kv, cu_seqlens_kv or pages; and merge_states joins results over different keys"
@@ -76,6 +86,8 @@ def answers_absent(function: Function) -> Function:
 
 
 def _answer(function: str, name: str, known: tuple[str, ...]) -> Exception:
+    if RENAMED.get(name) in known:
+        return TypeError(f"{name}: expected an option of {function}; what it means elsewhere is {RENAMED[name]} here")
     if name in MISSING:
         return UnsupportedError(f"{name}: expected an option of {function}, and there is none for this yet; {THERE_IS}")
     close = difflib.get_close_matches(name, known, n=1)

@@ -159,6 +159,25 @@ class BackwardPlan(Prepared):
             workspace = self.checked_workspace(workspace)
         return self.run(given, workspace)
 
+    def check_lengths(self, **lengths: Any) -> None:
+        """Look at lengths of sequences, which a call on a device takes as they are.
+
+        Parameters
+        ----------
+        **lengths : array
+            `seqlens_kv` and its like, as in a call of the plan; those that are left out are not looked at.
+
+        Raises
+        ------
+        ValueError
+            If one is impossible. The message names the array, the sequence and the number.
+
+        Notes
+        -----
+        What is on a device is copied to host memory, which waits for it: it is for finding a mistake, not for each call.
+        """
+        self._check_numbers(self.problem.forward, lengths)
+
     def counted(
         self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, sinks: Any = None, **others: Any
     ) -> tuple[Gradients, Traffic | None]:

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ..machine.execution import Execution, Prepared, architecture_for, cached
-from ..plan.forward import forward_launches, forward_maps, forward_workspace, make_forward_plan
+from ..plan.forward import forward_launches, forward_maps, forward_splits, forward_workspace, make_forward_plan
 from ..plan.kernel import KernelPlan
 from ..plan.packing import packing_of
 from ..plan.params import forward_params, hopper_forward_params, names_of_given
@@ -47,7 +47,10 @@ class AttentionPlan(Prepared):
             self._keys, self._skipped_bytes = packing.keys, packing.skipped_bytes
             launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)
             maps = forward_maps(kernel, packed)
-            params = hopper_forward_params(packed, maps, kernel.config.TILE_Q) if maps else forward_params(packed)
+            if maps:
+                params = hopper_forward_params(packed, maps, kernel.config.TILE_Q)
+            else:
+                params = forward_params(packed, forward_splits(kernel, packed))
             names = (*FORWARD_ARRAYS, *names_of_given(problem))
             found = classified(kernel, packed)
             execution = Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, found, keeps_tiles)
@@ -127,6 +130,25 @@ class AttentionPlan(Prepared):
         if workspace is not None:
             workspace = self.checked_workspace(workspace)
         return self.run(given, workspace)
+
+    def check_lengths(self, **lengths: Any) -> None:
+        """Look at lengths of sequences, which a call on a device takes as they are.
+
+        Parameters
+        ----------
+        **lengths : array
+            `seqlens_kv` and its like, as in a call of the plan; those that are left out are not looked at.
+
+        Raises
+        ------
+        ValueError
+            If one is impossible. The message names the array, the sequence and the number.
+
+        Notes
+        -----
+        What is on a device is copied to host memory, which waits for it: it is for finding a mistake, not for each call.
+        """
+        self._check_numbers(self.problem, lengths)
 
     def counted(self, q: Any, k: Any, v: Any, *, sinks: Any = None, **others: Any) -> tuple[Any, Traffic | None]:
         """Compute on the host, and say what the kernel moved and computed.

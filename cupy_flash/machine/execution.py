@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy
@@ -15,6 +16,7 @@ from ..plan.workspace import Workspace
 from ..problem import arrays
 from ..problem.forward import Problem, check_overlap
 from ..problem.layout import Layout
+from ..problem.lengths import check_values
 from ..problem.mask import Mask
 
 if TYPE_CHECKING:
@@ -295,6 +297,19 @@ class Prepared:
         for name in others.names:
             if name not in problem.given:
                 raise ValueError(f"{name}: expected None, the plan was made without it, got an array")
+
+    def _check_numbers(self, problem: Problem, lengths: dict[str, Any]) -> None:
+        """Refuse lengths of sequences that are impossible, wherever they are."""
+        if problem.lengths is None:
+            raise ValueError("lengths: expected a plan with lengths of sequences, got one without")
+        for name in lengths:
+            if name not in problem.lengths.names:
+                raise ValueError(f"{name}: expected one of {', '.join(problem.lengths.names)}, as planned")
+        views = {name: arrays.view(x, name) for name, x in lengths.items()}
+        numbers = {name: x if isinstance(x, numpy.ndarray) else x.get() for name, x in views.items()}
+        for name, x in numbers.items():
+            _check_layout(name, arrays.layout(x, name), replace(dict(problem.lengths.arrays)[name], device=None))
+        check_values(problem.lengths, numbers, (problem.len_q, problem.len_kv))
 
     def checked_workspace(self, x: Any) -> arrays.Array:
         """The caller's memory for the workspace, checked."""

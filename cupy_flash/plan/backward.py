@@ -113,7 +113,8 @@ def _row_for(
     p = problem.forward
     rows = rows_of(kernel, architecture, p, expressions)
     kinds = (explicit, problem.deterministic, p.mask.shape)
-    return row_for(kernel, architecture, p.dtype, _width(p), row_length(p), copy_bytes, *kinds, rows=rows)
+    lengths = p.lengths is not None
+    return row_for(kernel, architecture, p.dtype, _width(p), row_length(p), copy_bytes, *kinds, lengths=lengths, rows=rows)
 
 
 def _layouts(problem: BackwardProblem) -> dict[str, Layout]:

@@ -24,8 +24,8 @@ from .kernel import (
 )
 from .packing import packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
-from .schedule_params import WARP_ROWS, combining_blocks, partial_rows
 from .sequences import elements_of, row_length, tiles_of
+from .split import WARP_ROWS, KeySplits, combining_blocks, key_splits, most_splits, partial_rows, splits_keys
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import SHORT, row_for, table_for
 from .workspace import Workspace
@@ -34,6 +34,7 @@ MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in 
 LISTED = ("fwd_v2", "fwd_hopper")  # kernels that visit the tiles of a list where pairs are masked
 NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
 EVEN = 0.75  # of the longest query tile that the shortest has to have
+WORK_ITEM_BYTES = 8  # sequence and row of a query tile
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
 
 
@@ -56,7 +57,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         If no kernel for this architecture computes the problem, or not the one that was asked for.
     """
     check_kind(architecture, "q", problem.dtype, problem.precision)
-    packing = packing_of(problem)
+    asked, packing = problem, packing_of(problem)
     problem = packing.problem
     expressions = text_of(problem)
     kernel, why_kernel = _forward_kernel(problem, architecture, expressions)
@@ -69,6 +70,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     explicit, why_scores = explicit_scores(problem, expressions)
     widest = max(width, width_v)
     pack_gqa = problem.mask.queries is not None
+    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked)
     row = row_for(
         kernel,
         architecture,
@@ -81,11 +83,11 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         mask=problem.mask.shape,
         width_v=width_v,
         sinks=problem.sinks is not None,
+        lengths=problem.lengths is not None or (split and kernel == "fwd_v2"),
         rows=rows_of(kernel, architecture, problem, expressions),
     )
     if copy_bytes < 16:  # TMA would write beyond a row's end, see `obstacle`
         row = replace(row, tma_store_out=False)
-    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else (False, "")
     return KernelPlan(
         file=kernel,
         architecture=architecture,
@@ -174,9 +176,11 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     The problem is what the kernel is told, see `packing`. In fwd_hopper it is the most that there can be: blocks stay, and
     how many tiles they share depends on how many of them a device holds, see `schedule_params`.
     """
-    c = plan.config
-    (entry, shared_bytes), *others = plan.entries.items()
+    c, entries = plan.config, plan.entries
     tiles = _tiles(plan, problem) * problem.heads_q
+    if plan.file == "fwd_v2":
+        return _launches_v2(plan, problem, tiles)
+    (entry, shared_bytes), *others = entries.items()
     if plan.file != "fwd_hopper":
         blocks = -(-tiles_of(problem, c.TILE_Q, "q") // c.Q_TILES) * elements_of(problem, "q") * problem.heads_q
         return (checked(Launch(entry, blocks, shared_bytes)),)
@@ -188,18 +192,34 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     return checked(Launch(entry, tiles * splits, shared_bytes, c.MIN_BLOCKS)), Launch(combine, combining, combine_bytes)
 
 
+def _launches_v2(plan: KernelPlan, problem: Problem, tiles: int) -> tuple[Launch, ...]:
+    c = plan.config
+    blocks = {
+        "fwd_v2_schedule": int(tiles > 0),
+        "fwd_v2": tiles * (most_splits(plan, problem) if c.SPLIT_KV else 1),
+        "fwd_v2_combine": combining_blocks(plan, tiles, problem.len_q),
+    }
+    return tuple(checked(Launch(entry, blocks[entry], shared)) for entry, shared in plan.entries.items())
+
+
 def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
     """What a forward keeps in device memory: of v1 O, l and m of every row; of fwd_hopper out and lse of splits to be combined."""
     c = plan.config
     tiles = _tiles(plan, problem) * problem.heads_q
     if plan.file == "fwd_v1":
         return Workspace((("state", 4 * (c.TILE_Q * c.WIDTH_V + 2 * c.TILE_Q) * tiles),))
+    work = [("work", WORK_ITEM_BYTES * (1 + _tiles(plan, problem)))] if c.VARLEN else []
     if not c.SPLIT_KV:
-        return Workspace()
-    # Each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
-    parts = min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
+        return Workspace(tuple(work))
+    # In fwd_hopper each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
+    parts = tiles * most_splits(plan, problem) if plan.file == "fwd_v2" else min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
     rows = parts * partial_rows(plan, problem.len_q)
-    return Workspace((("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows)))
+    return Workspace((*work, ("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows)))
+
+
+def forward_splits(plan: KernelPlan, problem: Problem) -> KeySplits | None:
+    """How blocks of fwd_v2 share query tiles, if they do."""
+    return key_splits(plan, problem, _tiles(plan, problem) * problem.heads_q)
 
 
 def forward_maps(plan: KernelPlan, problem: Problem) -> dict[str, TensorMap]:

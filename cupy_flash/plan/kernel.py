@@ -1,7 +1,7 @@
 """What a problem is computed by: a `KernelPlan`, its `Config` and its `Launch`es, and what all planners ask of a problem.
 
 A plan names everything that reaches a compiled kernel, so equal plans share one. Its knobs change speed, never results.
-`forward`, `backward` and `merge` choose plans: pure functions over the tables in `tuning`.
+`forward`, `backward`, `merge`, `rotate` and `append` choose plans: pure functions over the tables in `tuning`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ PARAMS = {
     "bwd_scores": "ScoreGradientParams",
     "merge": "MergeParams",
     "classify": "ClassifyParams",
+    "rotate": "RotateParams",
+    "append": "AppendParams",
 }
 MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
 
@@ -118,8 +120,8 @@ class KernelPlan:
         """The entries of the file in the order of their launches, with the shared memory of a block, as each file states it."""
         c = self.config
         itemsize = 4 if c.DTYPE == "FLOAT32" else 2
-        if self.file == "merge":
-            return {"merge": 0}
+        if self.file in ("merge", "rotate", "append"):
+            return {self.file: 0}
         if self.file == "classify":
             return {"classify": 4 * 32, "classify_columns": 0}  # what was found of 32 tiles
         if self.file == "bwd_v2":
@@ -150,7 +152,9 @@ class KernelPlan:
             main["fwd_hopper"] += 4 * c.STAGES * c.TILE_LIST
             return main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
-        return {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
+        main = {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
+        before = {f"{self.file}_schedule": 4 * 2 * 128} if c.VARLEN else {}  # bins of query tiles
+        return before | main | ({f"{self.file}_combine": 0} if c.SPLIT_KV else {})
 
     @property
     def _of_sinks(self) -> dict[str, int]:
@@ -191,10 +195,10 @@ class KernelPlan:
         return "\n".join(lines)
 
 
-def checked(launch: Launch) -> Launch:
-    """The launch, if a grid holds its blocks."""
+def checked(launch: Launch, name: str = "q") -> Launch:
+    """The launch, if a grid holds its blocks; messages call the array that decides it by its name."""
     if launch.blocks >= MAX_BLOCKS:
-        raise UnsupportedError(f"q: expected fewer than {MAX_BLOCKS} blocks of {launch.entry}, got {launch.blocks}")
+        raise UnsupportedError(f"{name}: expected fewer than {MAX_BLOCKS} blocks of {launch.entry}, got {launch.blocks}")
     return launch
 
 

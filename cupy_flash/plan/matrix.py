@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
+from .append import append_plan
 from .architecture import ARCHITECTURES, Architecture
 from .kernel import PARAMS, KernelPlan, configure
 from .merge import merge_plan
+from .rotate import rotate_plan
 from .tuning import TileConfig, table_for
 
 # What kernels tell apart by name: the dtype of the arrays and the precision of products.
@@ -18,6 +20,9 @@ KINDS = {
     "float32": ("float32", "ieee"),
     "tf32": ("float32", "tf32"),
 }
+
+# Kernels without a table: one plan serves each dtype.
+PLANNED_ALONE = {"merge": merge_plan, "rotate": rotate_plan, "append": append_plan}
 
 
 def has(architecture: Architecture, kind: str) -> bool:
@@ -45,7 +50,7 @@ def every_plan(
         if not has(architecture, kind):
             continue
         dtype, precision = KINDS[kind]
-        if kernel != "merge":
+        if kernel not in PLANNED_ALONE:
             # Rows for few queries and for small copies may be one tile.
             rows = table_for(kernel, architecture, dtype)
             plans = list(dict.fromkeys(_row_plan(kernel, architecture, dtype, precision, row) for row in rows))
@@ -53,7 +58,7 @@ def every_plan(
             if kernel == "fwd_hopper":
                 yield from (replace(plan, config=replace(plan.config, SPLIT_KV=True)) for plan in plans)
         elif precision == "ieee":
-            yield merge_plan(architecture, dtype)
+            yield PLANNED_ALONE[kernel](architecture, dtype)
 
 
 def _row_plan(kernel: str, architecture: Architecture, dtype: str, precision: str, row: TileConfig) -> KernelPlan:

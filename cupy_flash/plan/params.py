@@ -17,6 +17,7 @@ from ..problem.merge import MergeProblem
 from ..problem.read_gradients import ReadGradient
 from ..problem.scores import Scores, told_apart
 from .backward import Grouping
+from .split import KeySplits
 from .structs import struct
 from .tensor_map import TensorMap
 
@@ -28,8 +29,8 @@ _BACKWARD_DIVMODS = ("heads_together_divmod", "group_divmod", "units_divmod", "h
 _GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards")
 
 
-def forward_params(problem: Problem) -> numpy.ndarray:
-    """A size-1 array of `ForwardParams` with everything but the addresses.
+def forward_params(problem: Problem, splits: KeySplits | None = None) -> numpy.ndarray:
+    """A size-1 array of `ForwardParams` with everything but the addresses; `splits` where blocks share query tiles.
 
     Raises
     ------
@@ -42,6 +43,9 @@ def forward_params(problem: Problem) -> numpy.ndarray:
     _add_sinks(params, problem)
     _add_pairs(params, problem)
     _add_lengths(params, problem.lengths)
+    if splits is not None:
+        params["splits_divmod"] = fast_divmod(splits.most)
+        params["split_keys"], params["split_tiles"], params["partial_rows"] = splits.keys, splits.tiles, splits.partial_rows
     return params
 
 

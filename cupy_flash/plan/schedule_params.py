@@ -10,8 +10,7 @@ from ..problem.mask import Mask
 from .kernel import KernelPlan, Launch
 from .params import fast_divmod
 from .schedule import NONE, Schedule, costs_of_tiles, make_schedule, make_splits
-
-WARP_ROWS, COMBINED_COLUMNS = 16, 32  # of a query tile: rows that a warp stores, and with so many columns merges
+from .split import combining_blocks, partial_rows
 
 
 def scheduled(
@@ -59,14 +58,3 @@ def scheduled(
     p["key_tiles_per_block"], p["partial_rows"] = splits.key_tiles, partial_rows(plan, len_q)
     p["key_tiles_divmod"] = fast_divmod(-(-len_kv // c.TILE_KV))
     return params, (computing, replace(combining, blocks=combining_blocks(plan, splits.tiles, len_q)))
-
-
-def partial_rows(plan: KernelPlan, len_q: int) -> int:
-    """Rows of a part of a query tile that are kept: those that exist, rounded up to what a warp owns."""
-    return min(plan.config.TILE_Q, -(-len_q // WARP_ROWS) * WARP_ROWS)
-
-
-def combining_blocks(plan: KernelPlan, tiles: int, len_q: int) -> int:
-    """Blocks that combine so many query tiles."""
-    c = plan.config
-    return -(-tiles * (partial_rows(plan, len_q) // WARP_ROWS) * (c.WIDTH_V // COMBINED_COLUMNS) // c.WARPS)

@@ -41,6 +41,7 @@ class TileConfig:
     min_copy: int = 0  # for copies of at least so many bytes: smaller ones need registers for more addresses
     plain_scores: bool = False  # not where scores are scaled one by one, which needs registers as well
     without_sinks: bool = False  # these need registers, too
+    without_lengths: bool = False  # and so do sequences of their own lengths, and split keys
     in_order_from: int | None = None  # only where dq is summed in order, and for at least so many queries
     masks: tuple[str, ...] = MASKS  # only for problems with one of these
     width_v: int | None = None  # only for head dims of v up to this
@@ -72,6 +73,7 @@ HALVES_90 = (
         "32 rows a warp; rescaling O only when a maximum moves frees registers; measured 376, 355 causal",
         min_copy=16,
         plain_scores=True,
+        without_lengths=True,
     ),
     TileConfig(128, 128, 32, "64 keys a tile would spill", min_copy=4),
     TileConfig(128, 64, 64, "32 rows a warp would spill"),
@@ -112,7 +114,14 @@ HALVES_75 = (
 )
 FLOAT32_80 = (
     TileConfig(32, 128, 32, "32 rows a warp: each K and V fragment, once split, serves six products"),
-    TileConfig(64, 128, 32, "32 rows a warp; 64 keys a tile would leave one block an SM; measured 59, 58 causal", min_copy=8),
+    TileConfig(
+        64,
+        128,
+        32,
+        "32 rows a warp; 64 keys a tile would leave one block an SM; measured 59, 58 causal",
+        min_copy=8,
+        without_lengths=True,
+    ),
     TileConfig(64, 64, 32, "32 rows a warp would spill"),
     TileConfig(
         128,
@@ -248,9 +257,9 @@ LEAST_SHARED = "64 KB of shared memory: narrow tiles"
 
 BACKWARD_HALVES_90 = (
     TileConfig(64, 128, 128, WAIT_LESS, warps=8, min_blocks=1, in_order_from=4096, plain_scores=True),
-    TileConfig(64, 64, 64, THREE_BLOCKS, min_blocks=3, min_copy=16, plain_scores=True),
+    TileConfig(64, 64, 64, THREE_BLOCKS, min_blocks=3, min_copy=16, plain_scores=True, without_lengths=True),
     TileConfig(64, 64, 64, "32 rows a warp; three blocks an SM would spill"),
-    TileConfig(128, 64, 128, WIDE_KEYS, warps=8, min_blocks=1, min_copy=16, plain_scores=True),
+    TileConfig(128, 64, 128, WIDE_KEYS, warps=8, min_blocks=1, min_copy=16, plain_scores=True, without_lengths=True),
     TileConfig(128, 64, 64, WIDE_ROWS, warps=8, min_blocks=1),
     TileConfig(256, 32, 64, WIDE_ROWS, warps=8, min_blocks=1),
 )
@@ -364,6 +373,7 @@ def row_for(
     mask: str = "full",
     width_v: int | None = None,
     sinks: bool = False,
+    lengths: bool = False,
     rows: tuple[TileConfig, ...] | None = None,
 ) -> TileConfig:
     """The first row that is wide enough and meant for so many queries, such copies, scores and masks, and such an order of sums.
@@ -383,6 +393,7 @@ def row_for(
             and copy_bytes >= row.min_copy
             and not (explicit and row.plain_scores)
             and not (sinks and row.without_sinks)
+            and not (lengths and row.without_lengths)
             and (row.in_order_from is None or (in_order and len_q >= row.in_order_from))
             and mask in row.masks
             and row.serves(width, width_v or width)

@@ -148,7 +148,9 @@ def make_problem(
     seen, (q, k, v) = (q, k, v), (x.in_order(order) for x in (q, k, v))
     _check_sizes(q, k, v, backend, order)
     operands, arrays = operands or {}, arrays or {}
-    given_lengths, lengths, mask = {name: operands[name] for name in LENGTHS if name in operands}, None, None
+    # Of lengths the address matters to no plan.
+    given_lengths = {name: replace(x, alignment=min(x.alignment, 4)) for name in LENGTHS if (x := operands.get(name))}
+    lengths = mask = None
     if given_lengths:
         operands = {name: layout for name, layout in operands.items() if name not in given_lengths}
         lengths, (q, k, v) = resolved(q, k, v, given_lengths)

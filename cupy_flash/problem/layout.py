@@ -163,7 +163,9 @@ def _is_ordered(q: Layout, axis: int) -> bool:
     return q.shape[axis] > 1 and q.strides[axis] != 0
 
 
-def merge_batch_axes(batch: tuple[int, ...], layouts: dict[str, Layout]) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
+def merge_batch_axes(
+    batch: tuple[int, ...], layouts: dict[str, Layout], name: str = "q"
+) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
     """The batch axes as exactly `BATCH_AXES`, neighbours merged where every array steps through both as through one.
 
     Parameters
@@ -171,6 +173,8 @@ def merge_batch_axes(batch: tuple[int, ...], layouts: dict[str, Layout]) -> tupl
     batch : tuple of int
     layouts : dict of str to Layout
         Layouts whose first axes are those of `batch`.
+    name : str
+        What messages call the array that has them.
 
     Returns
     -------
@@ -189,7 +193,7 @@ def merge_batch_axes(batch: tuple[int, ...], layouts: dict[str, Layout]) -> tupl
             merged.append((size, strides))
     if len(merged) > BATCH_AXES:
         raise UnsupportedError(
-            f"q: expected batch axes that merge to at most {BATCH_AXES}, got {batch} with strides that leave {len(merged)}"
+            f"{name}: expected batch axes that merge to at most {BATCH_AXES}, got {batch} with strides that leave {len(merged)}"
         )
     padding = [(1, (0,) * len(layouts))] * (BATCH_AXES - len(merged))
     sizes, strides = zip(*padding, *merged)

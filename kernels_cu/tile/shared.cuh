@@ -62,6 +62,14 @@ OP float load_shared_here(SharedAddress address) {
   return load_shared<float>(address);
 #endif
 }
+// The sum of what other threads of the block add as well; returns what there was before.
+OP u32 add_shared(SharedAddress address, u32 x) {
+#if ON_GPU
+  return atomicAdd(static_cast<u32*>(__cvta_shared_to_generic(address)), x);
+#else
+  return __atomic_fetch_add(reinterpret_cast<u32*>(address), x, __ATOMIC_RELAXED);
+#endif
+}
 // On the host the other lanes see the value after sync_warp or sync_block and, in the deferred schedule, not earlier.
 template <typename T> OP void store_shared(SharedAddress address, T value) {
 #if ON_GPU

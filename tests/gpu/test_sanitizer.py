@@ -26,7 +26,7 @@ PROGRAM = """
 from itertools import product
 import cupy
 cupy.cuda.set_allocator(None)  # a memory pool would hide a step outside
-from cupy_flash import attention, merge_states, plan_attention, plan_attention_backward
+from cupy_flash import append_kv, attention, merge_states, plan_attention, plan_attention_backward, rotate
 from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.judge.cotangents import make_cotangents
 
@@ -83,6 +83,13 @@ backward(make_cotangents(case, cupy)[0], q, k, v)
 backward(make_cotangents(case, cupy)[0], q[:1], *make_inputs(case, cupy)[1:])
 parts = [forward(q, k[:, :, keys], v[:, :, keys]) for keys in (slice(0, 50), slice(50, 200))]
 merge_states(*parts[0], *parts[1])
+
+cos, sin = cupy.random.standard_normal((2, 90, 12), cupy.float32)
+pages = cupy.arange(12, dtype=cupy.int32).reshape(3, 4)[::-1]
+for dtype, dim in (("float16", 64), ("float32", 40), ("float16", 33)):
+    k, v = cupy.random.standard_normal((2, 3, 2, 50, dim), cupy.float32).astype(dtype)
+    rotate(k, cos, sin, positions=cupy.array([0, 80, -5]), interleaved=dim == 33, out=k)
+    append_kv(*cupy.zeros((2, 12, 2, 16, dim), dtype), k, v, cupy.array([3, 40, 14]), pages=pages, cos=cos, sin=sin)
 cupy.cuda.Device().synchronize()
 print("done")
 """
@@ -125,7 +132,7 @@ def watch(tool, program):
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
     options = ["--tool", tool, "--error-exitcode", "9"]
-    for name in ("fwd_", "bwd_", "merge"):  # not what CuPy launches
+    for name in ("fwd_", "bwd_", "merge", "rotate", "append"):  # not what CuPy launches
         options += ["--kernel-name", f"kernel_substring={name}"]
     done = subprocess.run([sanitizer, *options, sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
     said = done.stdout + done.stderr

@@ -1,0 +1,101 @@
+// schedule.cuh -- the query tiles that sequences of their own lengths have (VARLEN), those with most keys first: what blocks take in turn. A block
+// finds them on the device before, so that nobody waits for lengths, and with the long ones first no multiprocessor is left with one at the end.
+//
+//   counts[bin] = query tiles with about so many key tiles        of 128 bins, four for each power of two
+//   starts[bin] = those of longer bins
+//   work[starts[bin]++] = tile                                    for each tile, in any order within its bin
+#pragma once
+#include "tile/sequence.cuh"
+
+constexpr int BINS = 128;
+constexpr int SCHEDULE_BYTES = 2 * BINS * int(sizeof(u32));
+
+// The bin of a query tile that visits so many key tiles: their number in floating point, with two bits behind the first.
+OP int bin_of(int tiles) {
+  if (tiles < 4) return tiles;
+  const int exponent = 31 - zeros_above(u32(tiles));
+  return 4 * (exponent - 1) + (tiles >> (exponent - 2) & 3);
+}
+
+// Query tile number `number` of those that there is room for, and how many key tiles it visits; its row is below 0 if no sequence has it.
+struct ScheduledTile { WorkItem item; int key_tiles; };
+OP ScheduledTile scheduled_tile(const ForwardParams& p, u32 number) {
+  const SequenceParams& s = p.sequences;
+  const u32 tiles = tiles_of<QUERIES>(p);
+  u32 sequence = number / tiles;
+  int tile = int(number - sequence * tiles);
+  if (s.offsets_q) {                                          // each lane by itself, since all have tiles of their own
+    u32 first = 0, count = u32(s.sequences) + 1;
+    while (count > 1) {
+      const u32 half = count / 2;
+      const bool is_before = read_length(s, s.offsets_q, OFFSETS_Q, first + half, p.len_q) / TILE_Q + int(first + half) <= tile;
+      first += is_before ? half : 0;
+      count = is_before ? count - half : half;
+    }
+    sequence = first;
+  }
+  const auto seq = sequence_of(p, sequence);
+  const int row = (tile - seq.q.first_tile()) * TILE_Q;
+  if (row >= seq.q.end_of_room() - seq.q.first()) return {{int(sequence), -1}, 0};
+  const ColumnRange keys = visible_keys(Mask{seq.mask(), seq.kv.len()}, row, min_of(TILE_Q, seq.q.len() - row));
+  const bool sees = row < seq.q.len() && keys.first <= keys.last;
+  return {{int(sequence), row}, sees ? keys.last / TILE_KV - keys.first / TILE_KV + 1 : 0};
+}
+
+// By one block.
+OP void schedule_queries(const ForwardParams& p) {
+  const SharedAddress counts_smem = shared_memory(), starts_smem = counts_smem + BINS * int(sizeof(u32));
+  const u32 most = tiles_of<QUERIES>(p) * (offsets_of<QUERIES>(p) ? 1 : p.batch[BATCH_AXES - 1]);
+  for_lane(l) {
+    for (int i = Block::thread(l); i < BINS; i += Block::threads) store_shared(counts_smem + i * int(sizeof(u32)), u32(0));
+  }
+  sync_block();                                               // without it counts begin with what was there
+  for_lane(l) {
+    for (u32 i = Block::thread(l); i < most; i += Block::threads) {
+      const ScheduledTile tile = scheduled_tile(p, i);
+      if (tile.item.row >= 0) add_shared(counts_smem + bin_of(tile.key_tiles) * int(sizeof(u32)), 1);
+    }
+  }
+  sync_block();                                               // without it tiles are missing that have not been counted
+  for_lane(l) {
+    for (int i = Block::thread(l); i < BINS; i += Block::threads) {
+      u32 longer = 0;
+      for (int bin = i + 1; bin < BINS; ++bin) longer += load_shared<u32>(counts_smem + bin * int(sizeof(u32)));
+      store_shared(starts_smem + i * int(sizeof(u32)), longer);
+      if (i == 0) p.work[0] = {int(longer + load_shared<u32>(counts_smem)), 0};
+    }
+  }
+  sync_block();                                               // without it tiles have places that are not known yet
+  for_lane(l) {
+    for (u32 i = Block::thread(l); i < most; i += Block::threads) {
+      const ScheduledTile tile = scheduled_tile(p, i);
+      if (tile.item.row < 0) continue;
+      const u32 place = add_shared(starts_smem + bin_of(tile.key_tiles) * int(sizeof(u32)), 1);
+      if (place >= most) continue;                            // lengths have changed meanwhile, and nothing else is written over
+      count_written(sizeof(WorkItem));
+      p.work[1 + place] = tile.item;
+    }
+  }
+}
+
+// Where a block is, of so many for each query tile of a head; `row` is below 0 if there are fewer tiles.
+OP BlockCoord scheduled_coord(const ForwardParams& p, u32 block) {
+  const u32 number = block / p.heads;
+  count_read(2 * sizeof(WorkItem));
+  BlockCoord here;
+  here.head = int(block - number * p.heads);
+  const WorkItem item = number < u32(p.work[0].sequence) ? p.work[1 + number] : WorkItem{0, -1};
+  here.batch_number = u32(item.sequence);
+  here.row = item.row;
+  batch_element(here.batch, p.batch, here.batch_number);
+  return here;
+}
+OP BlockCoord query_tile_coord(const ForwardParams& p, u32 block) {
+  if constexpr (VARLEN) return scheduled_coord(p, block);
+  else return block_coord(p.batch, p.heads, p.len_q, TILE_Q, block);
+}
+// The same at the end of a block: with VARLEN computed again, instead of keeping it in registers that the loop needs.
+OP decltype(auto) coord_again(const ForwardParams& p, const BlockCoord& here, u32 block) {
+  if constexpr (VARLEN) return scheduled_coord(p, block);
+  else return (here);
+}

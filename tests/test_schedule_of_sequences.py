@@ -1,0 +1,110 @@
+"""Query tiles of sequences are found on the device, each once and the longest first, so that multiprocessors end together."""
+
+import heapq
+import itertools
+
+import numpy as np
+import pytest
+
+from cupy_flash import plan_attention
+from cupy_flash.machine import host
+from cupy_flash.plan.split import MOST_SPLITS, split_size
+
+MULTIPROCESSORS = 132
+HEADS = 16
+
+
+def scheduled(plan, **lengths):
+    """The tiles that the first kernel of a plan finds, (sequence, row), by that kernel alone."""
+    execution = plan._execution
+    work = np.full(plan.workspace_bytes // 4, -1, np.int32)
+    operands = {f"sequences.{name}": array for name, array in zip(fields(plan), map(lengths.get, plan.problem.lengths.names))}
+    operands |= execution.workspace.on_host(work.view(np.uint8))
+    host.run(plan.kernel, plan.launches[:1], execution._params, operands, host.HostOptions())
+    count = work[0]
+    return work[2 : 2 + 2 * count].reshape(-1, 2)
+
+
+def fields(plan):
+    names = {"cu_seqlens_q": "offsets_q", "cu_seqlens_kv": "offsets_kv", "seqlens_q": "lengths_q", "seqlens_kv": "lengths_kv"}
+    return [names[name] for name in plan.problem.lengths.names]
+
+
+def idle(costs):
+    """The share of time that multiprocessors wait for the last one, where each takes the next block when it has ended one."""
+    ends = [0.0] * MULTIPROCESSORS
+    for cost in costs:
+        heapq.heapreplace(ends, ends[0] + cost)
+    return 1 - sum(ends) / (MULTIPROCESSORS * max(ends))
+
+
+def documents(rng, total=16384):
+    """Lengths like those of real documents: log-normal, cut to what a row holds."""
+    lengths = []
+    while sum(lengths) < total:
+        lengths.append(int(np.clip(rng.lognormal(6.5, 1.0), 1, total)))
+    lengths[-1] -= sum(lengths) - total
+    return np.array(lengths)
+
+
+def zeros(*shape):
+    """An array of any size in two bytes of memory, which is never read here."""
+    return np.broadcast_to(np.zeros((), np.float16), shape)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_tile_of_packed_sequences_once_and_the_longest_first(causal):
+    rng = np.random.default_rng(1)
+    for lengths in ([0, 1, 300, 0, 128, 129, 0], [5], rng.integers(0, 400, 200), [0, 0]):
+        offsets = np.r_[0, np.cumsum(lengths)].astype(np.int32)
+        x = np.zeros((1, offsets[-1] + 50, 32), np.float16)
+        plan = plan_attention(x, x, x, causal=causal, backend="host", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+        c = plan.kernel.config
+        found = scheduled(plan, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+        rows_behind = [(len(lengths), row) for row in range(0, 50, c.TILE_Q)]
+        expected = [(i, row) for i, n in enumerate(lengths) for row in range(0, n, c.TILE_Q)] + rows_behind
+        assert sorted(map(tuple, found)) == sorted(expected)
+        costs = [cost(c, row, (*lengths, 0)[i], causal) for i, row in found]
+        # Within a bin, which spans a fifth, in any order.
+        assert all(first * 1.34 >= second for first, second in itertools.pairwise(costs))
+
+
+def cost(c, row, length, causal):
+    """Key tiles that a query tile visits."""
+    return -(-min(length, row + c.TILE_Q if causal else length) // c.TILE_KV)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents_leave_multiprocessors_idle_for_three_percent_at_most(causal):
+    rng, found = np.random.default_rng(2), []
+    for _ in range(10):
+        lengths = documents(rng)
+        offsets = np.r_[0, np.cumsum(lengths)]
+        x = zeros(HEADS, offsets[-1], 128)
+        plan = plan_attention(x, x, x, causal=causal, backend="host", arch="90a", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+        tiles = scheduled(plan, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+        costs = [cost(plan.kernel.config, row, lengths[i], causal) for i, row in tiles]
+        found.append(idle(np.repeat(costs, HEADS)))
+    assert max(found) <= 0.03, found
+
+
+def test_decoding_leaves_them_idle_for_five_percent_at_most():
+    """64 sequences with 1 to 128k keys, 8 key-value heads: blocks are splits of these, equal but for the last of each."""
+    rng, found = np.random.default_rng(3), []
+    for _ in range(10):
+        lengths = rng.integers(1, 1 << 17, 64)
+        q, k = zeros(64, 32, 1, 128), zeros(64, 8, 1 << 17, 128)
+        plan = plan_attention(q, k, k, causal=True, backend="host", arch="90a", seqlens_kv=lengths)
+        c = plan.kernel.config
+        assert c.SPLIT_KV and [launch.entry for launch in plan.launches] == ["fwd_v2_schedule", "fwd_v2", "fwd_v2_combine"]
+        order = scheduled(plan, seqlens_kv=lengths)[:, 0]
+        costs = [part for i in order for part in splits(int(lengths[i]), c.TILE_KV) * 8]
+        found.append(idle(costs))
+    assert max(found) <= 0.05, found
+
+
+def splits(length, tile):
+    """Key tiles of each split of a sequence."""
+    least = -(-length // MOST_SPLITS)
+    keys = max(split_size(tile), -(-least // tile) * tile)
+    return [-(-min(keys, length - first) // tile) for first in range(0, length, keys)]
