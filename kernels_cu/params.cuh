@@ -115,7 +115,7 @@ struct ForwardParams {
   float* out_partials;                    // SPLIT_KV: (query tiles, splits, partial_rows * WIDTH_V)  out of each split, in the order of fragments
   float* lse_partials;                    // (query tiles, splits, partial_rows)  and its lse
   FastDivmod splits_divmod;               // blocks of a query tile
-  int split_keys;                         // keys of a split, at least
+  int split_keys;                         // keys of a split, at least, where there is more than one
   int split_tiles;                        // query tiles, of all heads and batch elements
   int partial_rows;                       // of a query tile that exist, rounded up to whole fragments
   WorkItem* work;                         // VARLEN: how many query tiles there are, as a first sequence, and those of a head, see tile/schedule.cuh

@@ -8,7 +8,7 @@ import pytest
 
 from cupy_flash import plan_attention
 from cupy_flash.machine import host
-from cupy_flash.plan.split import MOST_SPLITS, split_size
+from cupy_flash.plan.split import MOST_SPLITS, SPLIT_KEYS
 
 MULTIPROCESSORS = 132
 HEADS = 16
@@ -105,6 +105,7 @@ def test_decoding_leaves_them_idle_for_five_percent_at_most():
 
 def splits(length, tile):
     """Key tiles of each split of a sequence."""
-    least = -(-length // MOST_SPLITS)
-    keys = max(split_size(tile), -(-least // tile) * tile)
+    parts = min(max(length // SPLIT_KEYS, 1), MOST_SPLITS)
+    even = -(-length // parts)
+    keys = -(-even // tile) * tile
     return [-(-min(keys, length - first) // tile) for first in range(0, length, keys)]

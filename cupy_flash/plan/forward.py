@@ -196,7 +196,7 @@ def _launches_v2(plan: KernelPlan, problem: Problem, tiles: int) -> tuple[Launch
     c = plan.config
     blocks = {
         "fwd_v2_schedule": int(tiles > 0),
-        "fwd_v2": tiles * (most_splits(plan, problem) if c.SPLIT_KV else 1),
+        "fwd_v2": tiles * (most_splits(problem) if c.SPLIT_KV else 1),
         "fwd_v2_combine": combining_blocks(plan, tiles, problem.len_q),
     }
     return tuple(checked(Launch(entry, blocks[entry], shared)) for entry, shared in plan.entries.items())
@@ -212,7 +212,7 @@ def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
     if not c.SPLIT_KV:
         return Workspace(tuple(work))
     # In fwd_hopper each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
-    parts = tiles * most_splits(plan, problem) if plan.file == "fwd_v2" else min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
+    parts = tiles * most_splits(problem) if plan.file == "fwd_v2" else min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
     rows = parts * partial_rows(plan, problem.len_q)
     return Workspace((*work, ("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows)))
 

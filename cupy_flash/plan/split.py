@@ -8,9 +8,8 @@ from ..problem.forward import Problem
 from .kernel import KernelPlan
 from .packing import FEW
 
-SPLIT_KEYS = 512  # of a split, at least
+SPLIT_KEYS = 1024  # of a split, at least: what it hands on is a 64th of what it reads, or less
 MOST_SPLITS = 64  # of a query tile, as the header has it
-LEAST_SPLITS = 2  # where all sequences are alike
 WARP_ROWS, COMBINED_COLUMNS = 16, 32  # of a query tile: rows that a warp merges, and with so many columns
 
 
@@ -25,9 +24,7 @@ def splits_keys(kernel: str, problem: Problem) -> tuple[bool, str]:
     """
     lengths = problem.lengths
     few = not (lengths and lengths.packed_q) and 1 <= problem.len_q <= FEW
-    # Sequences have the splits of their own lengths, whatever else may be as long: of one split nothing is joined.
-    enough = problem.len_kv > SPLIT_KEYS if lengths else problem.len_kv >= LEAST_SPLITS * SPLIT_KEYS
-    if kernel != "fwd_v2" or not few or not enough:
+    if kernel != "fwd_v2" or not few or problem.len_kv < 2 * SPLIT_KEYS:
         return False, ""
     return True, f"split keys: few queries, and {SPLIT_KEYS} keys a block or more, by the length of a sequence alone"
 
@@ -39,7 +36,7 @@ class KeySplits:
     Parameters
     ----------
     keys : int
-        Of a split, at least.
+        Of a split, at least, where there is more than one.
     most : int
         Blocks of a query tile.
     tiles : int
@@ -58,12 +55,7 @@ def key_splits(plan: KernelPlan, problem: Problem, tiles: int) -> KeySplits | No
     """The splits of a problem as the kernel is told it, of so many query tiles; None without."""
     if plan.file != "fwd_v2" or not plan.config.SPLIT_KV:
         return None
-    return KeySplits(split_size(plan.config.TILE_KV), most_splits(plan, problem), tiles, partial_rows(plan, problem.len_q))
-
-
-def split_size(tile: int) -> int:
-    """Keys of a split, at least: whole tiles."""
-    return -(-SPLIT_KEYS // tile) * tile
+    return KeySplits(SPLIT_KEYS, most_splits(problem), tiles, partial_rows(plan, problem.len_q))
 
 
 def partial_rows(plan: KernelPlan, len_q: int) -> int:
@@ -79,6 +71,6 @@ def combining_blocks(plan: KernelPlan, tiles: int, len_q: int) -> int:
     return -(-tiles * (partial_rows(plan, len_q) // WARP_ROWS) * (c.WIDTH_V // COMBINED_COLUMNS) // c.WARPS)
 
 
-def most_splits(plan: KernelPlan, problem: Problem) -> int:
-    """Blocks of a query tile: what the sequence with most splits needs."""
-    return min(-(-problem.len_kv // split_size(plan.config.TILE_KV)), MOST_SPLITS)
+def most_splits(problem: Problem) -> int:
+    """Blocks of a query tile: what the longest sequence needs."""
+    return min(problem.len_kv // SPLIT_KEYS, MOST_SPLITS)

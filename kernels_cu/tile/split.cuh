@@ -1,8 +1,8 @@
 // split.cuh -- few queries with many keys (SPLIT_KV in fwd_v2.cu): blocks share a query tile, each has some of its keys, a split, and
 // fwd_v2_combine makes one result of all splits.
 //
-// How many keys a split has follows from the length of the sequence alone, and splits are joined in their order, so that what else is in the batch
-// changes no bit of a result. What no row of the tile sees is no split; a tile with one split needs no combining.
+// Splits are about equally long, and how long follows from the length of the sequence alone: joined in their order, they have the same bits
+// whatever else is in the batch. What no row of the tile sees is no split; a tile with one split needs no combining.
 #pragma once
 #include "tile/combine.cuh"
 #include "tile/mask.cuh"
@@ -17,7 +17,7 @@ struct KeySplits {
   OP bool is_one() const { return first == last; }
 };
 OP KeySplits splits_of_keys(const ForwardParams& p, int len_kv, const ColumnRange& visible) {
-  const int keys = max_of(p.split_keys, ceil_div(ceil_div(len_kv, MOST_SPLITS), TILE_KV) * TILE_KV);
+  const int splits = min_of(max_of(len_kv / p.split_keys, 1), MOST_SPLITS), keys = max_of(ceil_div(ceil_div(len_kv, splits), TILE_KV), 1) * TILE_KV;
   if (visible.last < visible.first) return {keys, 0, 0};
   return {keys, visible.first / keys, visible.last / keys};
 }
