@@ -22,6 +22,7 @@ from .kernel import (
     padded,
     rows_of,
     text_of,
+    with_linear_terms,
 )
 from .packing import packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
@@ -62,6 +63,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     kernel, why_kernel = _forward_kernel(problem, architecture, expressions)
     width, width_v = padded(problem.dim), padded(problem.dim_v)
     if kernel == "fwd_hopper":
+        expressions = with_linear_terms(problem, expressions)
         width, width_v = max(width, NARROWEST_PANEL), max(width_v, NARROWEST_PANEL)
     copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by TMA
     copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in copied})

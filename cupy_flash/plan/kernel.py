@@ -246,6 +246,18 @@ def text_of(problem: Problem) -> ExpressionText:
     return expression_text(problem.scores, problem.softcap is not None, max(problem.len_q, problem.len_kv))
 
 
+def with_linear_terms(problem: Problem, expressions: ExpressionText) -> ExpressionText:
+    """The text of what becomes of scores for a kernel that takes linear terms apart.
+
+    Of scores that are scaled one by one it takes none: there a term is added to each.
+    """
+    if expressions.kind != "PLUS_TERM" or problem.softcap is not None or not LEAST_SCALE <= problem.scale <= LARGEST_SCALE:
+        return expressions
+    from .expressions import linear_text  # late, as the text
+
+    return linear_text(problem.scores, problem.mask, expressions)
+
+
 def rows_of(
     kernel: str, architecture: Architecture, problem: Problem, expressions: ExpressionText = NOTHING
 ) -> tuple[TileConfig, ...]:
