@@ -186,43 +186,68 @@ OP void read_arrays(PairPlace& at, const ScoreContext& x, bool ask_pairs = true)
   if (HAS_PAIR_MASK && ask_pairs) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
 }
 
-// The elements of a lane for the pairs of a fragment, all on their way before the first is needed; 0 beyond the ends. Those of two neighbouring
-// keys lie side by side: where keys are columns they are read at once, and where they are rows, all that a query has are read from one place.
+// The elements of a lane for the pairs of a fragment, all on their way before the first is needed. Those of two neighbouring
+// keys lie side by side, and are read at once. Where keys are rows, a lane so reads what is another's: of each query, the lanes of a quad read
+// eight keys, and `movmatrix` deals them out. Elements that have not 16 bits it cannot, and there all that a query has are read from one place.
 template <typename T> struct alignas(2 * sizeof(T)) Two {
   T x[2];
 };
-template <bool TRANSPOSED, int M, int N, typename T, int REGS>
-OP void load_lane(Regs<Two<T>, REGS>& into, int l, const PairTensor& t, const ScoreContext& x, int row0, int col0) {
+template <typename T> struct PairOf { typedef Two<T> type; };
+template <> struct PairOf<half_t> { typedef u32 type; };
+template <> struct PairOf<bfloat_t> { typedef u32 type; };
+template <typename T> OP float of_two(const Two<T>& pair, int i) { return to_float(pair.x[i]); }
+template <typename T> OP float of_two(u32 pair, int i) { return unpack<T>(pair, i); }
+
+// Of a tile that is WHOLE every pair exists, and none is asked for; else pairs beyond the ends, which are masked, read what the last ones do.
+template <bool TRANSPOSED, bool WHOLE, int M, int N, typename T, typename Pair, int REGS>
+OP void load_lane(Regs<Pair, REGS>& into, int l, const PairTensor& t, const ScoreContext& x, int row0, int col0) {
   using Fragment = Acc<M, N>;
+  constexpr bool QUADS = TRANSPOSED && sizeof(T) == 2;
+  const i64 step = t.row_stride * i64(sizeof(T));             // to the next query
+  const auto query = [&](int i) { return WHOLE ? i : min_of(i, x.q_len - 1); };
+  const auto key = [&](int i) { return WHOLE ? i : min_of(i, x.kv_len - (TRANSPOSED && !QUADS ? 1 : 2)); };
+  const int first_query = TRANSPOSED ? col0 + (QUADS ? l / 4 : Fragment::col(l, 0)) : row0 + Fragment::row(l, 0);
+  const int first_key = TRANSPOSED ? row0 + (QUADS ? l % 4 * 2 : Fragment::row(l, 0)) : col0 + Fragment::col(l, 0);
+  const char* from = t.data + first_query * step + first_key * i64(sizeof(T));
   #pragma unroll
   for (int r = 0; r < 2 * REGS; r += 2) {
-    const int row = row0 + Fragment::row(l, r), col = col0 + Fragment::col(l, r);
-    Two<T>& two = into.at(l, r / 2);
-    two = {};
-    if constexpr (TRANSPOSED) {
-      #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const char* const of_query = t.data + ((col + i) * t.row_stride + row0 + Fragment::row(l, 0)) * i64(sizeof(T));
-        if (col + i < x.q_len && row < x.kv_len) two.x[i] = read_at<T>(of_query, Fragment::row(l, r) - Fragment::row(l, 0));
-      }
+    const int rows = 8 * Fragment::slot(r), cols = Fragment::reg_col(r);              // further than the first
+    if constexpr (TRANSPOSED && WHOLE) {
+      if (r > 0 && cols > Fragment::reg_col(r - 2)) from += 8 * step;
+      if constexpr (QUADS) into.at(l, r / 2) = read_at<Pair>(from, rows / 2);
+      else into.at(l, r / 2) = {read_at<T>(from, rows), read_at<T>(from + step, rows)};
+    } else if constexpr (TRANSPOSED) {
+      const auto of = [&](int i) { return t.data + query(first_query + cols + i) * step + key(first_key + rows) * i64(sizeof(T)); };
+      if constexpr (QUADS) into.at(l, r / 2) = read_at<Pair>(of(0), 0);
+      else into.at(l, r / 2) = {read_at<T>(of(0), 0), read_at<T>(of(1), 0)};
     } else {
-      const char* const of_query = t.data + (min_of(row, x.q_len - 1) * t.row_stride + col0 + Fragment::col(l, 0)) * i64(sizeof(T));
-      if (col < x.kv_len) two = read_at<Two<T>>(of_query, (Fragment::col(l, r) - Fragment::col(l, 0)) / 2);
+      const char* const of_query = t.data + min_of(first_query + rows, x.q_len - 1) * step;
+      if (WHOLE) into.at(l, r / 2) = read_at<Pair>(of_query + first_key * i64(sizeof(T)), cols / 2);
+      else into.at(l, r / 2) = read_at<Pair>(of_query + key(first_key + cols) * i64(sizeof(T)), 0);
     }
+  }
+}
+template <bool TRANSPOSED, int M, int N, typename T, typename Pair, int REGS>
+OP void load_pairs(Regs<Pair, REGS>& into, const PairTensor& t, const ScoreContext& x, int row0, int col0) {
+  const bool whole = TRANSPOSED ? row0 + M <= x.kv_len && col0 + N <= x.q_len : col0 + N <= x.kv_len;
+  if (whole) {
+    for_lane(l) load_lane<TRANSPOSED, true, M, N, T>(into, l, t, x, row0, col0);
+  } else {
+    for_lane(l) load_lane<TRANSPOSED, false, M, N, T>(into, l, t, x, row0, col0);
+    stay_apart();
   }
 }
 
 // What arrays have for the pairs of a fragment, on its way to registers.
 template <int M, int N> struct PairArrays {
-  Regs<Two<BiasElement>, HAS_BIAS && BIAS_BY_TWO ? M * N / 64 : 1> bias;
+  Regs<typename PairOf<BiasElement>::type, HAS_BIAS && BIAS_BY_TWO ? M * N / 64 : 1> bias;
   Regs<Two<unsigned char>, HAS_PAIR_MASK && MASK_BY_TWO ? M * N / 64 : 1> seen;
 };
 template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, const ScoreContext& x, int first_row, int col0) {
   const int row0 = not_ahead(first_row);                      // where rows of arrays begin would take registers beneath all products
-  for_lane(l) {
-    if constexpr (HAS_BIAS && BIAS_BY_TWO) load_lane<TRANSPOSED, M, N>(arrays.bias, l, x.bias, x, row0, col0);
-    if constexpr (HAS_PAIR_MASK && MASK_BY_TWO && !TILE_LIST) load_lane<TRANSPOSED, M, N>(arrays.seen, l, x.pair_mask, x, row0, col0);
-  }
+  if constexpr (HAS_BIAS && BIAS_BY_TWO) load_pairs<TRANSPOSED, M, N, BiasElement>(arrays.bias, x.bias, x, row0, col0);
+  if constexpr (HAS_PAIR_MASK && MASK_BY_TWO && !TILE_LIST) load_pairs<TRANSPOSED, M, N, unsigned char>(arrays.seen, x.pair_mask, x, row0, col0);
+  if constexpr (HAS_BIAS && BIAS_BY_TWO && TRANSPOSED && sizeof(BiasElement) == 2) movmatrix(arrays.bias);
 }
 
 // Scores become what the expressions say, and those of pairs that take no part become -inf. Where all take part, none is asked (`ask_pairs`).
@@ -233,7 +258,7 @@ OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreC
     #pragma unroll
     for (int r = 0; SCORES != UNCHANGED && r < s.regs; ++r) {
       PairPlace at = place_of<TRANSPOSED>(s, l, r, row0, col0);
-      if (HAS_BIAS) at.bias = BIAS_BY_TWO ? to_float(arrays.bias.at(l, r / 2).x[r % 2]) : of_pair<float, BiasElement>(x.bias, at, x);
+      if (HAS_BIAS) at.bias = BIAS_BY_TWO ? of_two<BiasElement>(arrays.bias.at(l, r / 2), r % 2) : of_pair<float, BiasElement>(x.bias, at, x);
       float& score = s.at(l, r);
       if (SCORES == PLUS_TERM) score += term_of(at, x);
       if (SCORES == PLUS_LINEAR && !TRANSPOSED) score = fmaf(float(s.reg_col(r) - middle_column(s)), x.step, score);
