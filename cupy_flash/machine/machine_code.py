@@ -145,7 +145,9 @@ def _product_loops(words: np.ndarray) -> tuple[tuple[int, int], ...]:
                 loops[head] = loops.get(head, {head}) | _reached(precedes, start, without=head)
     with_products = {s for s in reached if any(opcode & 0x1FF in PRODUCTS for opcode in opcodes[s : s + sizes[s]])}
     found = {head: loop for head, loop in loops.items() if loop & with_products}
-    return tuple((sum(sizes[start] for start in found[head]), _shortest_round(found[head], head, follows, sizes)) for head in sorted(found))
+    return tuple(
+        (sum(sizes[start] for start in found[head]), _shortest_round(found[head], head, follows, sizes)) for head in sorted(found)
+    )
 
 
 def _shortest_round(loop: set[int], head: int, follows: dict[int, list[int]], sizes: dict[int, int]) -> int:

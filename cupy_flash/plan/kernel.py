@@ -267,6 +267,8 @@ def rows_of(
     from .pair_tuning import pair_rows  # late, as the text
 
     pressure = expressions.pressure
+    if expressions.kind == "PLUS_LINEAR" and pressure is Pressure.TERM and problem.scores.dropout is None:
+        return table_for(kernel, architecture, problem.dtype)  # whose registers hold what a row has of the term
     if problem.scores.dropout is not None:
         asked = expressions.takes_part or expressions.kind != "UNCHANGED"
         crowded = pressure in (Pressure.SEVERAL, Pressure.MANY)

@@ -17,7 +17,7 @@ from .hoisting import is_uniform
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How much a term changes from a key to the next and from a query to the next; of kind float, the same for all pairs of a head."""
+    """How much a term changes from a key to the next and from a query to the next: floats, the same for all pairs of a head."""
 
     per_key: Node
     per_query: Node
@@ -44,15 +44,15 @@ def steps_of(tree: Node) -> Steps | None:
         if not isinstance(node, Apply) or None in args:
             return None
         match node.op, *node.args:
-            case ("+" | "-"), _, _:
+            case (("+" | "-"), _, _):
                 return args[0].plus(args[1], node.op)
             case "neg", _:
                 return args[0].times(Literal(-1.0))
             case "float", _:
                 return args[0]
-            case "*", x, factor if is_uniform(factor):
+            case "*", _, factor if is_uniform(factor):
                 return args[0].times(factor)
-            case "*", factor, x if is_uniform(factor):
+            case "*", factor, _ if is_uniform(factor):
                 return args[1].times(factor)
             case "/", _, factor if is_uniform(factor):
                 return args[0].times(factor, "/")
