@@ -43,7 +43,7 @@ def inputs(dtype, len_q, len_kv, dim=DIM):
 def masked(mask, len_q, len_kv):
     """What the mask is called, and what it means."""
     options, hand = MASKS[mask]
-    return options, {name: key + len_kv - len_q for name, key in hand.items()}
+    return dict(options), {name: key + len_kv - len_q for name, key in hand.items()}
 
 
 def check(dtype, options, hand, len_q, len_kv, dim=DIM, linear=True, **more):

@@ -150,13 +150,9 @@ template <int M> OP void load_rows(RowVec<M>& rows, SharedAddress src, int row0,
   }
 }
 
-// PLUS_LINEAR: statistics become what is subtracted from the scores of a tile. See `part_of_query`; a backward's tile has so many rows.
+// PLUS_LINEAR: statistics become what is subtracted from the scores of a tile; a backward's tile has so many rows.
 template <int M> OP void make_whole(RowVec<M>& lse, const RowVec<M>& terms, const ScoreContext& x, int row0, int rows) {
-  const float per_query = per_query_of(x) * LOG2E;
-  for_lane(l) {
-    #pragma unroll
-    for (int i = 0; i < lse.slots; ++i) lse.at(l, i) += part_of_query(per_query, row0 + lse.row(l, i), rows) - terms.at(l, i);
-  }
+  for_lane(l) for (int i = 0; i < lse.slots; ++i) lse.at(l, i) += part_of_query(per_query_of(x) * LOG2E, row0 + lse.row(l, i), rows) - terms.at(l, i);
 }
 
 // The element of an array without gaps that an expression reads; an index beyond an axis is taken for the nearest one.
