@@ -1,8 +1,8 @@
 """Which tile serves where something is asked for each pair of a query and a key: scores, masks of pairs, dropout.
 
 What a pair reads and computes takes registers that the rows of `tuning` have for wider tiles. So most of these are narrower: of the
-tiles tried, the widest of which no kernel spills. The Hopper kernels have rows for each `Pressure`, all others the same for all.
-Where head dims are above 192, some still spill a few bytes; `tests/test_compile_scores.py` names them.
+tiles tried, the widest of which no kernel spills. The Hopper kernels have rows for each `Pressure`, all others the same for all
+but the highest. Where head dims are above 192, some still spill a few bytes; `tests/test_compile_scores.py` names them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ BACKWARD_HALVES_80 = (
 )
 BACKWARD_HALVES_90 = (TileConfig(128, 64, 64, REGISTERS, **EIGHT), TileConfig(256, 32, 64, REGISTERS, **EIGHT))
 BACKWARD_HALVES_100 = (
-    TileConfig(32, 32, 32, REGISTERS, **ONE_BLOCK),
     *BACKWARD_HALVES_80[:2],
     TileConfig(192, 32, 64, REGISTERS, **EIGHT),
     TileConfig(256, 16, 32, REGISTERS, **ONE_BLOCK),
@@ -187,6 +186,10 @@ PAIR_TABLES: dict[str, dict[str, dict[str, tuple[TileConfig, ...]]]] = {
         "120": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_120},
     },
 }
+# In place of rows as wide, where more than two things are asked of a pair, or two and dropout.
+MANY_32, MANY_64 = TileConfig(32, 32, 32, REGISTERS, **ONE_BLOCK), TileConfig(64, 64, 64, REGISTERS, **EIGHT)
+MANY_86 = (MANY_64, TileConfig(96, 32, 32, REGISTERS, **ONE_BLOCK))
+MANY_BACKWARD_HALVES = {"86": MANY_86, "89": MANY_86, "100": (MANY_32,), "120": (MANY_32, *MANY_86)}
 
 
 def pair_rows(kernel: str, architecture: str, dtype: str, pressure: Pressure) -> tuple[TileConfig, ...]:
@@ -194,4 +197,9 @@ def pair_rows(kernel: str, architecture: str, dtype: str, pressure: Pressure) ->
     if kernel in HOPPER_TABLES:
         there = architecture == "90a" and dtype != "float32"
         return HOPPER_TABLES[kernel].get(pressure, ()) if there else ()
-    return PAIR_TABLES.get(kernel, {}).get(architecture, {}).get("float32" if dtype == "float32" else "half", ())
+    rows = PAIR_TABLES.get(kernel, {}).get(architecture, {}).get("float32" if dtype == "float32" else "half", ())
+    if kernel == "bwd_v2" and dtype != "float32" and pressure is Pressure.MANY:
+        narrower = MANY_BACKWARD_HALVES.get(architecture, ())
+        widest = max((row.width for row in narrower), default=0)
+        rows = (*narrower, *(row for row in rows if row.width > widest))
+    return rows
