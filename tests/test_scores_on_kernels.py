@@ -118,7 +118,8 @@ def test_other_lengths_and_contents_compile_nothing(arch):
         options = {"score": "score * t[h] + u[kv_idx - q_idx + 8] + c", "mask": "doc[q_idx] == doc_kv[kv_idx]"}
         arrays = {"t": rng.random(HEADS), "u": rng.random(16 + number), "c": number / 3}
         arrays |= {"doc": rng.integers(0, 4, len_q), "doc_kv": rng.integers(0, 4, len_kv)}
-        options |= {"dropout": number / 8, "seed": (number, number), "arrays": arrays, "bias": rng.random((HEADS, len_q, len_kv)).astype(numpy.float32)}
+        bias = rng.random((HEADS, len_q, len_kv)).astype(numpy.float32)
+        options |= {"dropout": number / 8, "seed": (number, number), "arrays": arrays, "bias": bias}
         lse, where = numpy.zeros(q.shape[:-1], numpy.float32), {"backend": "host", "arch": arch}
         plan = plan_attention(q, k, k, **where, **options)
         backward = plan_attention_backward(dout, q, k, k, q, lse, wrt=("t", "u", "bias"), **where, **options)
