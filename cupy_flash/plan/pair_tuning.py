@@ -190,7 +190,7 @@ PAIR_TABLES: dict[str, dict[str, dict[str, tuple[TileConfig, ...]]]] = {
 MANY_32, MANY_64 = TileConfig(32, 32, 32, REGISTERS, **ONE_BLOCK), TileConfig(64, 64, 64, REGISTERS, **EIGHT)
 MANY_86 = (MANY_64, TileConfig(96, 32, 32, REGISTERS, **ONE_BLOCK))
 MANY_100 = (MANY_32, *BACKWARD_HALVES_100[:3], TileConfig(256, 16, 32, REGISTERS, stages=1, **ONE_BLOCK))
-MANY_BACKWARD_HALVES = {"86": MANY_86, "89": MANY_86, "100": MANY_100, "120": (MANY_32, *MANY_86)}
+MANY_BACKWARD_HALVES = {"80": MANY_86, "86": MANY_86, "89": MANY_86, "100": MANY_100, "120": (MANY_32, *MANY_86)}
 
 
 def pair_rows(kernel: str, architecture: str, dtype: str, pressure: Pressure) -> tuple[TileConfig, ...]:
