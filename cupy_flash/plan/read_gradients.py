@@ -83,7 +83,7 @@ def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) ->
     explicit, _ = explicit_scores(p, expressions)
     copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in MOVED})
     width = padded(max(p.dim, p.dim_v))
-    crowded = expressions.pressure is Pressure.SEVERAL or p.scores.dropout is not None
+    crowded = expressions.pressure in (Pressure.SEVERAL, Pressure.MANY) or p.scores.dropout is not None
     rows = read_rows(architecture.name, p.dtype, crowded)
     row = row_for(FILE, architecture, p.dtype, width, p.len_q, copy_bytes, rows=rows)
     kernel = KernelPlan(
