@@ -64,6 +64,9 @@ constexpr bool DELTA_AHEAD = WIDTH <= 64;
 // Whether dQ runs beneath dS, and not behind it: with a softcap, or with more queries, there are no registers for dQ beside dP.
 constexpr bool EARLY = !EXPLICIT_SCORES && !TMA_REDUCE_DQ;
 
+// Whether there are registers for what the pairs of a head have in common, which otherwise is asked again for each query tile.
+constexpr bool KEEPS_TERMS = WIDTH > 64 && !TMA_REDUCE_DQ;
+
 // Whether half way is behind dP, not behind P: as measured.
 constexpr bool LATE = WIDTH > 64;
 static_assert(GROUPS == 2, "one that begins, and one that follows");
@@ -107,6 +110,8 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   fill(dk_reg, 0.f);
   fill(dv_reg, 0.f);
   u32 number = 0;                                             // of the query tile before
+  HeadTerms of_head{};                                        // of the scores of a query head,
+  int head_of = -1;                                           // of this one
 
   const auto start_dq = [&](Part& dq_reg) {
     const u32 before = block.queries.count - 1;
@@ -141,12 +146,19 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
     const bool masked = !common.contains(col0, TILE_Q);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    RowVec<16> terms;
     if constexpr (MODIFIED) {
       const bool ask_pairs = !TILE_LIST || !block.list_of(p, block.now.head).is_whole(block.now.tile);
-      modify_scores<true>(s_reg, score_context(p, block.here, block.now.head), row0, col0, ask_pairs);
+      if (!KEEPS_TERMS || head_of != block.now.head) {
+        head_of = block.now.head;
+        of_head = head_terms(p, block.here, head_of);
+      }
+      const ScoreContext x = score_context(p, block.here, head_of, of_head);
+      modify_scores<true>(s_reg, x, row0, col0, ask_pairs);
+      if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(block.row0) + own_row, col0);
     }
     if (masked) apply_mask(s_reg, block.mask, row0, col0);
-    probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap);
+    probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, terms);
     if (!follows && !LATE) let_begin();
     start_product(dv_reg, p_reg, do_smem);
     const bool early = follows && EARLY;

@@ -103,15 +103,20 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     const float scale_log2 = exponent_scale(p.scale);
     const int head = block.now.head;
     const bool ask_pairs = !TILE_LIST || !block.list_of(p, head).is_whole(block.now.tile);
-    if constexpr (MODIFIED && SCORES != EXPRESSION) modify_scores<true>(s_reg, score_context(p, block.here, head), row0, col0, ask_pairs);
+    RowVec<16> terms;
+    if constexpr (MODIFIED && SCORES != EXPRESSION) {
+      const ScoreContext x = score_context(p, block.here, head);
+      modify_scores<true>(s_reg, x, row0, col0, ask_pairs);
+      if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(row0), col0);
+    }
     if (SCORES != EXPRESSION && cut(col0)) apply_mask(s_reg, block.mask, row0, col0);
     if constexpr (SCORES == EXPRESSION || DROPOUT) {
-      probabilities(s_reg, factor_reg, block.lse_smem(), score_context(p, block.here, head), block.mask, cut(col0), row0, col0, scale_log2, p.softcap, ask_pairs);
+      probabilities(s_reg, factor_reg, block.lse_smem(), score_context(p, block.here, head), block.mask, cut(col0), row0, col0, scale_log2, p.softcap, terms, ask_pairs);
       if constexpr (DROPOUT) drop<true>(s_reg, seeded(p.scores), block.here.batch_number * p.heads + head, row0, col0);
       to_operands(p_reg, s_reg);
       pass(p_smem(block.queries.count), factor_reg);
     } else {
-      probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), scale_log2, p.softcap);
+      probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), scale_log2, p.softcap, terms);
       pass(p_smem(block.queries.count), EXPLICIT_SCORES ? factor_reg : p_reg);
     }
     arrive_pair(passed(block.queries.count));                 // without it the other warp waits for P for ever

@@ -96,6 +96,11 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
     load_rows(delta_reg, stats_smem(stage) + TILE_Q * 4, warp_row, p.delta_sign);
     auto& gradient_reg = dp_reg;                              // dP becomes what is added to G
     if constexpr (SCORES != EXPRESSION) modify_scores<false>(s_reg, pairs_reg, x, row0, col0);
+    if constexpr (SCORES == PLUS_LINEAR) {                    // lse as the backward left it, and without the rows' part of the term
+      RowVec<WARP_ROWS> terms_reg;
+      terms_of_rows<false>(terms_reg, s_reg, x, row0, col0);
+      make_whole(lse_reg, terms_reg, x, row0, int(p.stats_rows_divmod.divisor));
+    }
     gradients_of_reads(gradient_reg, s_reg, lse_reg, delta_reg, x, row0, col0, exponent_scale(p.scale));
     if (row0 + WARP_ROWS > p.len_q || !unmasked_keys(mask, row0, WARP_ROWS).contains(col0, TILE_KV))
       apply_mask(gradient_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);

@@ -38,8 +38,15 @@ struct PairPlace {
 template <typename Context> OP float uniform_of(int number, const Context& x) {
   return 0.f;
 }
-// what is added to a score, times x.unit (SCORES == PLUS_TERM)
+// what is added to a score: times x.unit (SCORES == PLUS_TERM), or in natural units (PLUS_LINEAR)
 template <typename Context> OP float term_of(const PairPlace& at, const Context& x) {
+  return 0.f;
+}
+// how much that changes from a key to the next, and from a query (PLUS_LINEAR)
+template <typename Context> OP float per_key_of(const Context& x) {
+  return 0.f;
+}
+template <typename Context> OP float per_query_of(const Context& x) {
   return 0.f;
 }
 // what a score becomes (SCORES == EXPRESSION)

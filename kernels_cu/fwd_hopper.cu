@@ -200,6 +200,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   DropoutParams dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
+  RowVec<16> terms_reg;                                       // PLUS_LINEAR: the rows' part of the term, in this key tile
   u32 number = 0;                                             // TILE_LIST: of the key tile, which `tile` only counts
   int tile, last, before, beyond, next = has_work_tile(p, 0) ? LATER : NOTHING, warp_row;
   u32 split = WHOLE;
@@ -263,17 +264,17 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     const int col0 = first_key();
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if constexpr (MODIFIED) modify_scores<false>(s_reg, arrays, score_context(p, now, now.head, terms), warp_row, col0, !(number & ALL_PAIRS));
+    if (SCORES == PLUS_LINEAR) terms_of_rows<false>(terms_reg, s_reg, score_context(p, now, now.head, terms), warp_row, col0);
     if (!unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
   };
 
   // A warp whose rows have not all seen something yet looks for the maximum in the next tile as well.
-  bool unseen_rows = false;
-  bool sums = false;                                          // O holds products of its query tile; if not, the next one replaces what it holds
+  bool unseen_rows = false, sums = false;                     // sums: O holds products of its query tile; if not, the next one replaces what it holds
   // Terms may raise the scores from each key tile to the next, as ALiBi does up to the diagonal. Where they have, a warpgroup looks for the
   // maximum in the next tile as well, which costs less than the product of a redo.
   bool rising = false;
   const auto find_maximum = [&](RowVec<16>& correction) {
-    raise(softmax, s_reg, correction, scale_log2);
+    raise(softmax, s_reg, correction, scale_log2, terms_reg);
     unseen_rows = warp_any(seen_nothing(softmax));
   };
 
@@ -297,7 +298,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     load_arrays(arrays);
     scores_of_tile(arrays);
     find_maximum(correction);
-    exponentiate(softmax, s_reg, sum, scale_log2);
+    exponentiate(softmax, s_reg, sum, scale_log2, terms_reg);
   };
 
   // One key tile: its product and its softmax, and beneath both the second product, O += P V, of the key tile before. The maximum has to be
@@ -332,7 +333,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     RowVec<16> correction, sum;
     fill(correction, 1.f);
     if (looked) find_maximum(correction);
-    exponentiate(softmax, s_reg, sum, scale_log2);
+    exponentiate(softmax, s_reg, sum, scale_log2, terms_reg);
     const bool again = !first && warpgroup_any(VOTE + group, too_large(sum));
     if (again) redo(k_smem, correction, sum);
     if (MODIFIED) rising = again || (rising && !first && warp_any(below_one(correction)));
@@ -373,8 +374,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       }
       consumer_release(queries);                              // without it the producer waits for ever
       if (next != DIRECTLY) break;
-      ends = true;
-      skipped = beyond;
+      ends = true, skipped = beyond;
     }
     consumer_wait(values);                                    // without it the product reads values that have not arrived
     to_operands(p_reg, s_reg);

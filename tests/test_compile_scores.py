@@ -56,6 +56,7 @@ def settings():
                             continue
                         quick = architecture == "90a" and dtype == "float16" and dim == 128 and asked in ("bias", "clip, mask")
                         quick |= architecture == "80" and dtype == "float16" and dim == 64 and asked == "all"
+                        quick |= (architecture, dtype, dim, asked, way) == ("86", "float16", 96, "all", "backward")
                         yield pytest.param(architecture, dtype, dim, asked, way, marks=() if quick else pytest.mark.release)
 
 
@@ -66,6 +67,7 @@ READ = {  # what gradients are asked for, of what
     "bias": lambda dtype: bias(dtype) | {"wrt": "bias"},
     "alibi_slopes": lambda dtype: {"alibi_slopes": SLOPES, "wrt": "alibi_slopes"},
     "level": lambda dtype: GATE | bias(dtype) | {"mask": SEEN, "dropout": 0.1, "seed": 1, "wrt": "level"},
+    "level of many": lambda dtype: GATE | bias(dtype) | {"alibi_slopes": SLOPES, "mask": SEEN, "wrt": "level"},
     "table": lambda dtype: TABLE | {"wrt": "table"},
     "table of places": lambda dtype: PLACES | {"wrt": "table"},
     "table by score": lambda dtype: BY_SCORE | {"wrt": "table"},
@@ -83,6 +85,7 @@ def settings_of_reads():
                     quick = architecture == "90a" and dtype == "bfloat16" and dim == 32 and asked == "bias"
                     quick |= architecture == "75" and dtype == "float16" and dim == 192 and asked == "level"
                     quick |= architecture == "120" and dtype == "float32" and dim == 64 and asked == "bias of all"
+                    quick |= architecture == "80" and dtype == "float16" and dim == 64 and asked == "level of many"
                     yield pytest.param(architecture, dtype, dim, asked, marks=() if quick else pytest.mark.release)
 
 

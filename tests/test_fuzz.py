@@ -96,7 +96,8 @@ def test_every_kind_of_problem_is_drawn():
 
 PAIRS = """
     score relative, score temperature, score decay, score gate, score leaky, score soft_clip,
-    mask documents, mask prefixes, mask windows, mask holes, mask array, alibi, dropout,
+    mask documents, mask prefixes, mask windows, mask holes, mask array, mask ranges, alibi, dropout,
+    kept documents, kept array, kept ranges,
     bias float16, bias bfloat16, bias float32, bias float64, bias of 2 axes, bias of 3 axes, bias of 4 axes, bias of 5 axes,
     mask of 2 axes, mask of 4 axes, alibi_slopes of 1 axes, alibi_slopes of 2 axes, bias stride 0, mask stride 0,
     bias transposed, bias negative stride, bias sliced, bias odd offset, mask transposed, mask negative stride,

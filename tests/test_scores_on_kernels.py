@@ -107,6 +107,28 @@ def test_other_values_compile_nothing():
     assert (plan(q, k, v, arrays=arrays, seed=2) != plan(q, k, v, arrays=arrays, seed=1)).any()
 
 
+@pytest.mark.parametrize("arch", ["75", "80", "90a"])
+def test_other_lengths_and_contents_compile_nothing(arch):
+    """No kernel of either direction: attention, its gradients, lists of tiles and sums of what scores read."""
+
+    def kernels(len_q, len_kv, number):
+        rng = numpy.random.default_rng(number)
+        q, dout = (numpy.zeros((BATCH, HEADS, len_q, DIM), numpy.float16) for _ in range(2))
+        k = numpy.zeros((BATCH, HEADS_KV, len_kv, DIM), numpy.float16)
+        options = {"score": "score * t[h] + u[kv_idx - q_idx + 8] + c", "mask": "doc[q_idx] == doc_kv[kv_idx]"}
+        arrays = {"t": rng.random(HEADS), "u": rng.random(16 + number), "c": number / 3}
+        arrays |= {"doc": rng.integers(0, 4, len_q), "doc_kv": rng.integers(0, 4, len_kv)}
+        bias = rng.random((HEADS, len_q, len_kv)).astype(numpy.float32)
+        options |= {"dropout": number / 8, "seed": (number, number), "arrays": arrays, "bias": bias}
+        lse, where = numpy.zeros(q.shape[:-1], numpy.float32), {"backend": "host", "arch": arch}
+        plan = plan_attention(q, k, k, **where, **options)
+        backward = plan_attention_backward(dout, q, k, k, q, lse, wrt=("t", "u", "bias"), **where, **options)
+        found = [x._execution.classification.kernel for x in (plan, backward)]
+        return [plan.kernel, *backward.kernels, *found]
+
+    assert kernels(1000, 1200, 1) == kernels(900, 3000, 2) == kernels(4096, 700, 3)
+
+
 @pytest.mark.parametrize("arch", ["80", "90a"])
 def test_masked_pairs_keep_what_they_hold_to_themselves(arch):
     q, k, v, dout = inputs("float16")

@@ -9,9 +9,10 @@ written in another way from sm_90 on.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -48,6 +49,9 @@ class MachineCode:
         Instructions of each loop with products of tensor cores, outer before inner.
     opcodes : str
         A hash of the operations in their order. Operands do not count: neither which registers, nor offsets of parameters.
+    rounds : tuple of int
+        Of each of these loops, the fewest instructions that a round takes: without what is branched around, such as the mask of a
+        tile that all rows see, or a step that is done again.
     """
 
     registers: int
@@ -56,6 +60,7 @@ class MachineCode:
     instructions: int
     product_loops: tuple[int, ...]
     opcodes: str
+    rounds: tuple[int, ...] = field(default=(), compare=False)  # which snapshots do not hold
 
 
 def read(cubin: bytes) -> dict[str, MachineCode]:
@@ -73,12 +78,14 @@ def read(cubin: bytes) -> dict[str, MachineCode]:
         words = np.frombuffer(sections[f".text.{entry}"], "<u8").reshape(-1, 2)
         opcodes = words[:, 0] & 0xFFF
         length = int(np.flatnonzero(opcodes != NOP)[-1]) + 1
+        loops = _product_loops(words[:length])
         found[entry] = MachineCode(
             registers=attributes[REGISTERS, entry],
             stack_bytes=attributes[FRAME_SIZE, entry],
             shared_bytes=len(sections.get(f".nv.shared.{entry}", b"")),
             instructions=length,
-            product_loops=_product_loops(words[:length]),
+            product_loops=tuple(size for size, _ in loops),
+            rounds=tuple(least for _, least in loops),
             opcodes=hashlib.sha256(opcodes[:length].astype("<u2").tobytes()).hexdigest()[:12],
         )
     return found
@@ -117,8 +124,8 @@ def _attributes(info: bytes, symbols: list[str]) -> Iterator[tuple[tuple[int, st
             at += size
 
 
-def _product_loops(words: np.ndarray) -> tuple[int, ...]:
-    """Instructions of each loop with products, outer before inner.
+def _product_loops(words: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Instructions of each loop with products, outer before inner, and the fewest of a round of it.
 
     A loop is all that lies on a way back to a place that every way into it goes through. So what waits out of line counts, and
     what only lies between, as the compiler put it, does not.
@@ -138,7 +145,27 @@ def _product_loops(words: np.ndarray) -> tuple[int, ...]:
                 loops[head] = loops.get(head, {head}) | _reached(precedes, start, without=head)
     with_products = {s for s in reached if any(opcode & 0x1FF in PRODUCTS for opcode in opcodes[s : s + sizes[s]])}
     found = {head: loop for head, loop in loops.items() if loop & with_products}
-    return tuple(sum(sizes[start] for start in found[head]) for head in sorted(found))
+    return tuple(
+        (sum(sizes[start] for start in found[head]), _shortest_round(found[head], head, follows, sizes)) for head in sorted(found)
+    )
+
+
+def _shortest_round(loop: set[int], head: int, follows: dict[int, list[int]], sizes: dict[int, int]) -> int:
+    """The fewest instructions of a way from the head of a loop back to it."""
+    open_ends, done = [(sizes[head], head)], set()
+    while open_ends:
+        length, at = heapq.heappop(open_ends)
+        if at in done:
+            continue
+        done.add(at)
+        for after in follows[at]:
+            if after == head:
+                heapq.heappush(open_ends, (length, -1))
+            elif after in loop:
+                heapq.heappush(open_ends, (length + sizes[after], after))
+        if open_ends and open_ends[0][1] == -1:
+            return open_ends[0][0]
+    raise ValueError(f"loop: expected a way back to instruction {head}, found none")
 
 
 def _blocks(words: np.ndarray) -> dict[int, tuple[int, list[int]]]:

@@ -44,6 +44,8 @@ def expressions_text(expressions: ExpressionText) -> str:
     functions = {
         "uniform_of": "".join(f"number == {number} ? {of_head} : " for number, of_head in enumerate(expressions.uniforms)) + "0.f",
         "term_of": expressions.term,
+        "per_key_of": expressions.per_key,
+        "per_query_of": expressions.per_query,
         "score_of": expressions.score,
         "slope_of": expressions.slope,
         "takes_part": expressions.takes_part,

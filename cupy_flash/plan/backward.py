@@ -24,6 +24,7 @@ from .kernel import (
     padded,
     rows_of,
     text_of,
+    with_linear_terms,
 )
 from .schedule import L2_BYTES
 from .sequences import elements_of, row_length, tiles_of
@@ -71,6 +72,8 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     expressions = text_of(p)
     explicit, why_scores = explicit_scores(p, expressions, of_lse=p.dtype != "float32")
     kernel, why_kernel = _backward_kernel(problem, architecture, explicit, expressions)
+    if kernel in HOPPER_KERNELS:
+        expressions = with_linear_terms(p, expressions)
     moved = BY_THREADS if kernel in HOPPER_KERNELS else MOVED
     copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in moved})
     row = _row_for(kernel, problem, architecture, copy_bytes, explicit, expressions)

@@ -27,7 +27,7 @@ class ExpressionText:
     ----------
     kind : str
         One of `ScoreKind` in ``kernels_cu/config.cuh``.
-    term, score, slope, takes_part, factor, element : str
+    term, score, slope, takes_part, factor, element, per_key, per_query : str
         What the functions return, or '' for what the file says.
     uniforms : tuple of str
         What all pairs of a head have in common.
@@ -47,6 +47,8 @@ class ExpressionText:
     pressure: Pressure = Pressure.TERM
     factor: str = ""
     element: str = ""
+    per_key: str = ""
+    per_query: str = ""
 
 
 NOTHING = ExpressionText()

@@ -21,6 +21,7 @@ from .kernel import (
     padded,
     rows_of,
     text_of,
+    with_linear_terms,
 )
 from .packing import packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
@@ -63,6 +64,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     kernel, why_kernel = _forward_kernel(problem, architecture, expressions)
     width, width_v = padded(problem.dim), padded(problem.dim_v)
     if kernel == "fwd_hopper":
+        expressions = with_linear_terms(problem, expressions)
         width, width_v = max(width, NARROWEST_PANEL), max(width_v, NARROWEST_PANEL)
     copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by TMA
     in_memory = {} if problem.lengths is None else problem.lengths.caches  # pages are as far apart as these say

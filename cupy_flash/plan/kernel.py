@@ -253,6 +253,18 @@ def text_of(problem: Problem) -> ExpressionText:
     return expression_text(problem.scores, problem.softcap is not None, max(problem.len_q, problem.len_kv))
 
 
+def with_linear_terms(problem: Problem, expressions: ExpressionText) -> ExpressionText:
+    """The text of what becomes of scores for a kernel that takes linear terms apart.
+
+    Of scores that are scaled one by one it takes none: there a term is added to each.
+    """
+    if expressions.kind != "PLUS_TERM" or problem.softcap is not None or not LEAST_SCALE <= problem.scale <= LARGEST_SCALE:
+        return expressions
+    from .expressions import linear_text  # late, as the text
+
+    return linear_text(problem.scores, problem.mask, expressions)
+
+
 def rows_of(
     kernel: str, architecture: Architecture, problem: Problem, expressions: ExpressionText = NOTHING
 ) -> tuple[TileConfig, ...]:
@@ -262,6 +274,8 @@ def rows_of(
     from .pair_tuning import pair_rows  # late, as the text
 
     pressure = expressions.pressure
+    if expressions.kind == "PLUS_LINEAR" and pressure is Pressure.TERM and problem.scores.dropout is None:
+        return table_for(kernel, architecture, problem.dtype)  # whose registers hold what a row has of the term
     if problem.scores.dropout is not None:
         asked = expressions.takes_part or expressions.kind != "UNCHANGED"
         crowded = pressure in (Pressure.SEVERAL, Pressure.MANY)

@@ -1,8 +1,8 @@
 """Which tile serves where something is asked for each pair of a query and a key: scores, masks of pairs, dropout.
 
 What a pair reads and computes takes registers that the rows of `tuning` have for wider tiles. So most of these are narrower: of the
-tiles tried, the widest of which no kernel spills. The Hopper kernels have rows for each `Pressure`, all others the same for all.
-Where head dims are above 192, some still spill a few bytes; `tests/test_compile_scores.py` names them.
+tiles tried, the widest of which no kernel spills. The Hopper kernels have rows for each `Pressure`, all others the same for all
+but those of `NARROWER`. Where head dims are above 192, some still spill a few bytes; `tests/test_compile_scores.py` names them.
 """
 
 from __future__ import annotations
@@ -186,6 +186,18 @@ PAIR_TABLES: dict[str, dict[str, dict[str, tuple[TileConfig, ...]]]] = {
         "120": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_120},
     },
 }
+# In place of rows as wide, where several things are asked of a pair: of kernels that have one table for all else.
+MANY_32, MANY_64 = TileConfig(32, 32, 32, REGISTERS, **ONE_BLOCK), TileConfig(64, 64, 64, REGISTERS, **EIGHT)
+MANY_80 = (MANY_64, TileConfig(96, 32, 32, REGISTERS, **ONE_BLOCK))
+MANY_100 = (MANY_32, *BACKWARD_HALVES_100[:3], TileConfig(256, 16, 32, REGISTERS, stages=1, **ONE_BLOCK))
+SEVERAL_100 = (MANY_64, TileConfig(96, 64, 64, REGISTERS, stages=1, **EIGHT))
+NARROWER: dict[tuple[str, str, str, Pressure], tuple[TileConfig, ...]] = {
+    ("fwd_v2", "75", "half", Pressure.MANY): (*HALVES_75[:2], TileConfig(256, 64, 16, REGISTERS, stages=1, **ONE_BLOCK)),
+    **{("bwd_v2", architecture, "half", Pressure.MANY): MANY_80 for architecture in ("80", "86", "89")},
+    ("bwd_v2", "100", "half", Pressure.MANY): MANY_100,
+    ("bwd_v2", "120", "half", Pressure.MANY): (MANY_32, *MANY_80),
+    ("bwd_v2", "100", "float32", Pressure.SEVERAL): SEVERAL_100,
+}
 
 
 def pair_rows(kernel: str, architecture: str, dtype: str, pressure: Pressure) -> tuple[TileConfig, ...]:
@@ -193,4 +205,8 @@ def pair_rows(kernel: str, architecture: str, dtype: str, pressure: Pressure) ->
     if kernel in HOPPER_TABLES:
         there = architecture == "90a" and dtype != "float32"
         return HOPPER_TABLES[kernel].get(pressure, ()) if there else ()
-    return PAIR_TABLES.get(kernel, {}).get(architecture, {}).get("float32" if dtype == "float32" else "half", ())
+    kind = "float32" if dtype == "float32" else "half"
+    narrower = NARROWER.get((kernel, architecture, kind, pressure), ())
+    widest = max((row.width for row in narrower), default=0)
+    rows = PAIR_TABLES.get(kernel, {}).get(architecture, {}).get(kind, ())
+    return (*narrower, *(row for row in rows if row.width > widest))

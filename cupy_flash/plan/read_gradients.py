@@ -16,7 +16,18 @@ from .backward import delta_sign
 from .expression_text import ExpressionText, Pressure
 from .expressions import ELEMENTS, distance_tree, written
 from .hoisting import EXACT, places_as_floats
-from .kernel import KernelPlan, Launch, checked, configure, copy_size, explicit_scores, kind_of_sinks, padded, text_of
+from .kernel import (
+    KernelPlan,
+    Launch,
+    checked,
+    configure,
+    copy_size,
+    explicit_scores,
+    kind_of_sinks,
+    padded,
+    text_of,
+    with_linear_terms,
+)
 from .params import read_gradient_params
 from .read_tuning import read_rows
 from .tuning import row_for
@@ -68,11 +79,11 @@ def read_gradient_plans(problem: BackwardProblem, backward: KernelPlan) -> tuple
 
 
 def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) -> ReadGradientPlan:
-    p, architecture, expressions = problem.forward, backward.architecture, _text(problem, part)
+    p, architecture, expressions = problem.forward, backward.architecture, _text(problem, part, backward)
     explicit, _ = explicit_scores(p, expressions)
     copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in MOVED})
     width = padded(max(p.dim, p.dim_v))
-    crowded = expressions.pressure is Pressure.SEVERAL or p.scores.dropout is not None
+    crowded = expressions.pressure in (Pressure.SEVERAL, Pressure.MANY) or p.scores.dropout is not None
     rows = read_rows(architecture.name, p.dtype, crowded)
     row = row_for(FILE, architecture, p.dtype, width, p.len_q, copy_bytes, rows=rows)
     kernel = KernelPlan(
@@ -109,7 +120,7 @@ def _share(part: ReadGradient) -> str:
     return f"gradient of {what}: sums in one order" + ", from which each element gathers its own" * part.gathered
 
 
-def _text(problem: BackwardProblem, part: ReadGradient) -> ExpressionText:
+def _text(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) -> ExpressionText:
     """The text of the scores, and of what a pair adds to which element."""
     scores = problem.forward.scores
     arrays = dict(scores.arrays)
@@ -117,6 +128,8 @@ def _text(problem: BackwardProblem, part: ReadGradient) -> ExpressionText:
     flags = {name: getattr(part, name) for name in ("of_query", "of_key", "of_distance", "gathered", "scattered", "by_score")}
     stated = {name.upper(): "true" for name, is_so in (flags | {"has_factor": factor != ONE}).items() if is_so}
     text = text_of(problem.forward)
+    if backward.config.SCORES == "PLUS_LINEAR":  # whose statistics are taken apart as well
+        text = with_linear_terms(problem.forward, text)
     element = ""
     if part.scattered or part.gathered:
         number = scores.captured.index(part.name)

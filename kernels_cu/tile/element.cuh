@@ -114,6 +114,17 @@ constexpr float HIGHEST = 0x1.fffffep127f;                     // the largest fl
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 
+// a * b + c, rounded up
+OP float fma_up(float a, float b, float c) {
+#if ON_GPU
+  return __fmaf_ru(a, b, c);
+#else
+  const float nearest = fmaf(a, b, c);
+  const double rest = double(a) * b + c - nearest;            // of which the sign is right, however it is rounded
+  return rest > 0. ? nextafterf(nearest, HUGE_VALF) : nearest;
+#endif
+}
+
 // 1 / x to about one unit in the last place; 0 for x beyond 2^126
 OP float reciprocal(float x) {
 #if ON_GPU

@@ -52,11 +52,16 @@ template <int M, int N> OP void score_gradients(Acc<M, N>& dp, const ColVec<N>& 
   }
 }
 
+// Of a score, less the log-sum-exp. PLUS_LINEAR: the statistics are without what belongs to the key, which is `term`.
+OP float exponent(float score, float scale_log2, float lse, float term) {
+  return fmaf(score, scale_log2, SCORES == PLUS_LINEAR ? term - lse : -lse);
+}
+
 // The same where one warp has both S and dP, which leaves no registers for P in float32: p_reg becomes P as an A operand, and with a
 // softcap factor_reg the same times its derivative. The log-sum-exp of the columns is read from shared memory when it is needed.
 template <int N>
 OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16> (&factor_reg)[N / 16], SharedAddress lse, float scale_log2,
-                      float softcap) {
+                      float softcap, const RowVec<16>& terms) {
   const float inverse = softcap > 0.f ? LN2 / softcap : 0.f;     // of a score in units of log 2
   for_lane(l) {
     const int lane = TMA_REDUCE_DQ ? not_ahead(l) : l;
@@ -69,7 +74,7 @@ OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16>
         #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float score = s.at(l, r + 2 * row + i), bent = score * inverse;
-          p[i] = exp2_approx(fmaf(score, scale_log2, -stat.x[i]));
+          p[i] = exp2_approx(exponent(score, scale_log2, stat.x[i], terms.at(l, row)));
           factor[i] = p[i] == 0.f ? 0.f : p[i] * (1.f - bent * bent);      // of a masked pair, bent is infinite or NaN
         }
         p_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(p[0], p[1]);

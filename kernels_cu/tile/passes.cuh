@@ -3,6 +3,7 @@
 #include "tile/copy.cuh"
 #include "tile/gradient.cuh"
 #include "tile/scheduler.cuh"
+#include "tile/score.cuh"
 #include "tile/sequence.cuh"
 #include "tile/sinks.cuh"
 #include "tile/accum.cuh"
@@ -40,9 +41,11 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
   const float* lse = row_slice(p.lse, here.batch, here.head, queries.first() + here.row);
   const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, queries.first() + here.row) : nullptr;
   float* const stats = p.stats + i64(number) * 2 * TILE_Q;
+  const float per_query = per_query_log2(p, here, here.head);
   for_row_dots<TILE_Q, WIDTH>(out, dout, [&](int row, bool exists, float dot) {
     const float row_lse = exists ? read(lse + row * p.lse.row_stride) : -infinity();
-    write(stats + row, row_lse == -infinity() ? infinity() : row_lse * LOG2E);      // a row that sees nothing: P = 2^(S - inf) = 0
+    const float less = SCORES == PLUS_LINEAR ? fmaf(row_lse, LOG2E, -part_of_query(per_query, row, TILE_Q)) : row_lse * LOG2E;
+    write(stats + row, row_lse == -infinity() ? infinity() : less);     // a row that sees nothing: P = 2^(S - inf) = 0
     write(stats + TILE_Q + row, sign * (exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot));
   });
   if (here.batch_number * p.heads + here.head < accum_heads)
@@ -129,12 +132,16 @@ OP void gradient_of_sink(const BackwardParams& p, float sign) {
   #pragma unroll 1
   for (int element = 0; element < batch; ++element) {
     const float* const stats = p.stats + i64((element * p.heads + head) * tiles) * 2 * TILE_Q;
+    struct { int batch[BATCH_AXES]; u32 batch_number; } here{{}, u32(element)};
+    if constexpr (SCORES == PLUS_LINEAR) batch_element(here.batch, p.batch, u32(element));
+    const float per_query = per_query_log2(p, here, head);
     #pragma unroll 4
     for (int row0 = own * 32; row0 < tiles * TILE_Q; row0 += 32 * WARPS) {
       for_lane(l) {
         const int row = row0 + l;
         const float* const of_row = stats + i64(row / TILE_Q) * 2 * TILE_Q + row % TILE_Q;   // of one that does not exist, lse is infinite
-        if (row < tiles * TILE_Q) sum.at(l, 0) = fmaf(exp2_approx(sink - read(of_row)), read(of_row + TILE_Q), sum.at(l, 0));
+        const float above = SCORES == PLUS_LINEAR ? sink - part_of_query(per_query, row, TILE_Q) : sink;
+        if (row < tiles * TILE_Q) sum.at(l, 0) = fmaf(exp2_approx(above - read(of_row)), read(of_row + TILE_Q), sum.at(l, 0));
       }
     }
   }

@@ -120,6 +120,13 @@ OP int not_ahead(int x) {
   return x;
 }
 
+// At the end of one of two branches that do alike: compilers otherwise make one text of both, and choose between addresses before each load.
+OP void stay_apart() {
+#if ON_GPU
+  asm volatile("// the end of a branch that stays apart" ::: "memory");
+#endif
+}
+
 // x, which is the same in every lane, moved to where a warp keeps one value for all lanes: what follows from it takes no lane's work.
 template <typename T> OP T uniform(T x, [[maybe_unused]] CallSite at = call_site()) {  // a template: before sm_80 there is no such instruction
 #if ON_GPU
@@ -219,6 +226,18 @@ OP void transpose_quads(Regs<u32, 4>& x) {
 #else
   const Regs<u32, 4> before = x;
   for_lane(l) for (int i = 0; i < 4; ++i) x.at(l, i) = before.at((l & ~3) | i, l % 4);
+#endif
+}
+
+// Each word of the lanes is a matrix of 8 x 8 elements of 16 bits, of which lane 4 i + j has numbers 2 j and 2 j + 1 of row i. It becomes its transpose.
+template <int N> OP void movmatrix(Regs<u32, N>& x) {
+#if ON_GPU
+  #pragma unroll
+  for (int r = 0; r < N; ++r) asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x.v[r]));
+#else
+  const Regs<u32, N> before = x;
+  const auto element = [&](int row, int col, int r) { return before.at(row * 4 + col / 2, r) >> col % 2 * 16 & 0xffff; };
+  for_lane(l) for (int r = 0; r < N; ++r) x.at(l, r) = element(l % 4 * 2, l / 4, r) | element(l % 4 * 2 + 1, l / 4, r) << 16;
 #endif
 }
 

@@ -4,6 +4,10 @@
 //
 //   PLUS_TERM     a term is added that does not depend on the score, in the units that the fragment has: of products if the scale stays in the
 //                 exponent, of log 2 if scores are scaled one by one. So it takes one addition, and the derivative is 1
+//   PLUS_LINEAR   such a term that is linear in the places of a pair. What the rows of a lane have in common of it, for a tile, goes into the
+//                 exponent (`terms_of_rows`), where columns are keys. What is left is a multiple of `step` for each column, a number known when
+//                 this is compiled: one instruction a score. Where columns are queries, that is in the statistics already (`of_query`), and the
+//                 rows' part is one addition. Rows of a tile are counted from its middle, so that neither is large near a diagonal
 //   EXPRESSION    any other; of scores in natural units, and what they become is in units of log 2
 #pragma once
 #include "params.cuh"
@@ -21,6 +25,7 @@ struct PairTensor {
 // What all pairs of a head have in common, and takes more than an instruction to find.
 template <int UNIFORMS> struct HeadTermsOf {
   float unit;                                                 // of a score of 1, as the fragment has it
+  float step;                                                 // PLUS_LINEAR: of the term, from a key to the next, as the fragment has it
   float alibi_slope;
   PairTensor bias, pair_mask;
   float uniform[max_of(UNIFORMS, 1)];
@@ -112,6 +117,7 @@ using HeadTerms = HeadTermsOf<UNIFORMS>;
 using ScoreContext = ScoreContextOf<UNIFORMS>;
 constexpr bool MODIFIED = SCORES != UNCHANGED || MASKED_PAIRS; // pairs are asked one by one
 static_assert(SCORES != EXPRESSION || EXPLICIT_SCORES, "expressions are of scores, not of products");
+static_assert(SCORES != PLUS_LINEAR || !EXPLICIT_SCORES, "the rows' part of a linear term is in the exponent");
 
 // What a score in a fragment is multiplied by for log 2.
 OP float exponent_scale(float scale) { return EXPLICIT_SCORES ? 1.f : scale * LOG2E; }
@@ -130,13 +136,14 @@ template <typename Params, typename Coord> OP ScoreContext score_context(const P
 template <typename Params, typename Coord> OP HeadTerms head_terms(const Params& p, const Coord& here, int head, int len_q, int len_kv) {
   const ScoreParams& s = p.scores;
   HeadTerms terms{};
-  if constexpr (SCORES == PLUS_TERM) terms.unit = EXPLICIT_SCORES ? LOG2E : 1.f / p.scale;
+  if constexpr (SCORES == PLUS_TERM || SCORES == PLUS_LINEAR) terms.unit = EXPLICIT_SCORES ? LOG2E : 1.f / p.scale;
   if (HAS_BIAS) terms.bias = pair_tensor(s.bias, here.batch, head, sizeof(BiasElement));
   if (HAS_PAIR_MASK) terms.pair_mask = pair_tensor(s.pair_mask, here.batch, head, 1);
   if (HAS_ALIBI) terms.alibi_slope = AsKind<float>::of(read_at<AlibiSlope>(u64(s.alibi_slopes.data), offset_of(s.alibi_slopes, here.batch, head, 0)));
   const ScoreContext x = score_context(p, here, head, terms, len_q, len_kv);
   #pragma unroll
   for (int i = 0; i < UNIFORMS; ++i) terms.uniform[i] = uniform_of(i, x);
+  if constexpr (SCORES == PLUS_LINEAR) terms.step = per_key_of(score_context(p, here, head, terms)) * terms.unit;
   return terms;
 }
 template <typename Params, typename Coord> OP HeadTerms head_terms(const Params& p, const Coord& here, int head) {
@@ -150,12 +157,35 @@ template <typename Params, typename Coord> OP ScoreContext score_context(const P
   return score_context(p, here, head, p.len_q, p.len_kv);
 }
 
+// PLUS_LINEAR: what the statistics of a query are without, in units of log 2: its part of the term, counted from the middle of a tile of so many
+// rows. It belongs to a pair, but is the same for all keys.
+template <typename Params, typename Coord> OP float per_query_log2(const Params& p, const Coord& here, int head) {
+  return SCORES == PLUS_LINEAR ? per_query_of(score_context(p, here, head)) * LOG2E : 0.f;
+}
+OP float part_of_query(float per_query, int row, int rows) { return per_query * float(row % rows - rows / 2); }
+
+// How far the middle of a lane's columns is from its first.
+template <int M, int N> OP constexpr int middle_column(const Acc<M, N>&) { return N / 2 - 4; }
+
 // The place of a pair of a fragment that starts at row0 and col0: rows are queries, and columns keys, or TRANSPOSED the other way round. It may
 // lie beyond the ends.
 template <bool TRANSPOSED, int M, int N> OP PairPlace place_of(const Acc<M, N>& s, int l, int r, int row0, int col0) {
   const int row = row0 + s.row(l, r), first_col = col0 + s.col(l, 0), further = s.col(l, r) - s.col(l, 0), col = first_col + further;
   return {TRANSPOSED, TRANSPOSED ? col : row, TRANSPOSED ? row : col, float(row), float(first_col), float(further), 0.f, true};
 }
+// PLUS_LINEAR: what the pairs of a row have in common of the term, in units of log 2. It is that of the key in the middle of the lane's, or
+// TRANSPOSED that of the query in the middle of the tile.
+template <bool TRANSPOSED, int M, int N> OP void terms_of_rows(RowVec<M>& terms, const Acc<M, N>& s, const ScoreContext& x, int row0, int col0) {
+  for_lane(l) {
+    const int lane = TMA_REDUCE_DQ ? not_ahead(l) : l;
+    const int row = row0 + RowVec<M>::row(lane, 0), col = col0 + (TRANSPOSED ? N / 2 : s.col(l, 0) + middle_column(s));
+    terms.at(l, 0) = term_of({TRANSPOSED, TRANSPOSED ? col : row, TRANSPOSED ? row : col, float(row), float(col), 0.f, 0.f, true}, x) * LOG2E;
+    #pragma unroll
+    for (int i = 1; i < M / 8; ++i)
+      terms.at(l, i) = fmaf(TRANSPOSED ? per_key_of(x) : per_query_of(x), (RowVec<M>::row(l, i) - RowVec<M>::row(l, 0)) * LOG2E, terms.at(l, 0));
+  }
+}
+
 // The element for a pair; beyond the ends that of the last one.
 template <typename Kind, typename T> OP Kind of_pair(const PairTensor& t, const PairPlace& at, const ScoreContext& x) {
   return AsKind<Kind>::of(read_at<T>(t.data, min_of(at.q_idx, x.q_len - 1) * t.row_stride + min_of(at.kv_idx, x.kv_len - 1) * t.col_stride));
@@ -166,43 +196,68 @@ OP void read_arrays(PairPlace& at, const ScoreContext& x, bool ask_pairs = true)
   if (HAS_PAIR_MASK && ask_pairs) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
 }
 
-// The elements of a lane for the pairs of a fragment, all on their way before the first is needed; 0 beyond the ends. Those of two neighbouring
-// keys lie side by side: where keys are columns they are read at once, and where they are rows, all that a query has are read from one place.
+// The elements of a lane for the pairs of a fragment, all on their way before the first is needed. Those of two neighbouring
+// keys lie side by side, and are read at once. Where keys are rows, a lane so reads what is another's: of each query, the lanes of a quad read
+// eight keys, and `movmatrix` deals them out. Elements that have not 16 bits it cannot, and there all that a query has are read from one place.
 template <typename T> struct alignas(2 * sizeof(T)) Two {
   T x[2];
 };
-template <bool TRANSPOSED, int M, int N, typename T, int REGS>
-OP void load_lane(Regs<Two<T>, REGS>& into, int l, const PairTensor& t, const ScoreContext& x, int row0, int col0) {
+template <typename T> struct PairOf { typedef Two<T> type; };
+template <> struct PairOf<half_t> { typedef u32 type; };
+template <> struct PairOf<bfloat_t> { typedef u32 type; };
+template <typename T> OP float of_two(const Two<T>& pair, int i) { return to_float(pair.x[i]); }
+template <typename T> OP float of_two(u32 pair, int i) { return unpack<T>(pair, i); }
+
+// Of a tile that is WHOLE every pair exists, and none is asked for; else pairs beyond the ends, which are masked, read what the last ones do.
+template <bool TRANSPOSED, bool WHOLE, int M, int N, typename T, typename Pair, int REGS>
+OP void load_lane(Regs<Pair, REGS>& into, int l, const PairTensor& t, const ScoreContext& x, int row0, int col0) {
   using Fragment = Acc<M, N>;
+  constexpr bool QUADS = TRANSPOSED && sizeof(T) == 2;
+  const i64 step = t.row_stride * i64(sizeof(T));             // to the next query
+  const auto query = [&](int i) { return WHOLE ? i : min_of(i, x.q_len - 1); };
+  const auto key = [&](int i) { return WHOLE ? i : min_of(i, x.kv_len - (TRANSPOSED && !QUADS ? 1 : 2)); };
+  const int first_query = TRANSPOSED ? col0 + (QUADS ? l / 4 : Fragment::col(l, 0)) : row0 + Fragment::row(l, 0);
+  const int first_key = TRANSPOSED ? row0 + (QUADS ? l % 4 * 2 : Fragment::row(l, 0)) : col0 + Fragment::col(l, 0);
+  const char* from = t.data + first_query * step + first_key * i64(sizeof(T));
   #pragma unroll
   for (int r = 0; r < 2 * REGS; r += 2) {
-    const int row = row0 + Fragment::row(l, r), col = col0 + Fragment::col(l, r);
-    Two<T>& two = into.at(l, r / 2);
-    two = {};
-    if constexpr (TRANSPOSED) {
-      #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const char* const of_query = t.data + ((col + i) * t.row_stride + row0 + Fragment::row(l, 0)) * i64(sizeof(T));
-        if (col + i < x.q_len && row < x.kv_len) two.x[i] = read_at<T>(of_query, Fragment::row(l, r) - Fragment::row(l, 0));
-      }
+    const int rows = 8 * Fragment::slot(r), cols = Fragment::reg_col(r);              // further than the first
+    if constexpr (TRANSPOSED && WHOLE) {
+      if (r > 0 && cols > Fragment::reg_col(r - 2)) from += 8 * step;
+      if constexpr (QUADS) into.at(l, r / 2) = read_at<Pair>(from, rows / 2);
+      else into.at(l, r / 2) = {read_at<T>(from, rows), read_at<T>(from + step, rows)};
+    } else if constexpr (TRANSPOSED) {
+      const auto of = [&](int i) { return t.data + query(first_query + cols + i) * step + key(first_key + rows) * i64(sizeof(T)); };
+      if constexpr (QUADS) into.at(l, r / 2) = read_at<Pair>(of(0), 0);
+      else into.at(l, r / 2) = {read_at<T>(of(0), 0), read_at<T>(of(1), 0)};
     } else {
-      const char* const of_query = t.data + (min_of(row, x.q_len - 1) * t.row_stride + col0 + Fragment::col(l, 0)) * i64(sizeof(T));
-      if (col < x.kv_len) two = read_at<Two<T>>(of_query, (Fragment::col(l, r) - Fragment::col(l, 0)) / 2);
+      const char* const of_query = t.data + min_of(first_query + rows, x.q_len - 1) * step;
+      if (WHOLE) into.at(l, r / 2) = read_at<Pair>(of_query + first_key * i64(sizeof(T)), cols / 2);
+      else into.at(l, r / 2) = read_at<Pair>(of_query + key(first_key + cols) * i64(sizeof(T)), 0);
     }
+  }
+}
+template <bool TRANSPOSED, int M, int N, typename T, typename Pair, int REGS>
+OP void load_pairs(Regs<Pair, REGS>& into, const PairTensor& t, const ScoreContext& x, int row0, int col0) {
+  const bool whole = TRANSPOSED ? row0 + M <= x.kv_len && col0 + N <= x.q_len : col0 + N <= x.kv_len;
+  if (whole) {
+    for_lane(l) load_lane<TRANSPOSED, true, M, N, T>(into, l, t, x, row0, col0);
+  } else {
+    for_lane(l) load_lane<TRANSPOSED, false, M, N, T>(into, l, t, x, row0, col0);
+    stay_apart();
   }
 }
 
 // What arrays have for the pairs of a fragment, on its way to registers.
 template <int M, int N> struct PairArrays {
-  Regs<Two<BiasElement>, HAS_BIAS && BIAS_BY_TWO ? M * N / 64 : 1> bias;
+  Regs<typename PairOf<BiasElement>::type, HAS_BIAS && BIAS_BY_TWO ? M * N / 64 : 1> bias;
   Regs<Two<unsigned char>, HAS_PAIR_MASK && MASK_BY_TWO ? M * N / 64 : 1> seen;
 };
 template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, const ScoreContext& x, int first_row, int col0) {
   const int row0 = not_ahead(first_row);                      // where rows of arrays begin would take registers beneath all products
-  for_lane(l) {
-    if constexpr (HAS_BIAS && BIAS_BY_TWO) load_lane<TRANSPOSED, M, N>(arrays.bias, l, x.bias, x, row0, col0);
-    if constexpr (HAS_PAIR_MASK && MASK_BY_TWO && !TILE_LIST) load_lane<TRANSPOSED, M, N>(arrays.seen, l, x.pair_mask, x, row0, col0);
-  }
+  if constexpr (HAS_BIAS && BIAS_BY_TWO) load_pairs<TRANSPOSED, M, N, BiasElement>(arrays.bias, x.bias, x, row0, col0);
+  if constexpr (HAS_PAIR_MASK && MASK_BY_TWO && !TILE_LIST) load_pairs<TRANSPOSED, M, N, unsigned char>(arrays.seen, x.pair_mask, x, row0, col0);
+  if constexpr (HAS_BIAS && BIAS_BY_TWO && TRANSPOSED && sizeof(BiasElement) == 2) movmatrix(arrays.bias);
 }
 
 // Scores become what the expressions say, and those of pairs that take no part become -inf. Where all take part, none is asked (`ask_pairs`).
@@ -213,9 +268,10 @@ OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreC
     #pragma unroll
     for (int r = 0; SCORES != UNCHANGED && r < s.regs; ++r) {
       PairPlace at = place_of<TRANSPOSED>(s, l, r, row0, col0);
-      if (HAS_BIAS) at.bias = BIAS_BY_TWO ? to_float(arrays.bias.at(l, r / 2).x[r % 2]) : of_pair<float, BiasElement>(x.bias, at, x);
+      if (HAS_BIAS) at.bias = BIAS_BY_TWO ? of_two<BiasElement>(arrays.bias.at(l, r / 2), r % 2) : of_pair<float, BiasElement>(x.bias, at, x);
       float& score = s.at(l, r);
       if (SCORES == PLUS_TERM) score += term_of(at, x);
+      if (SCORES == PLUS_LINEAR && !TRANSPOSED) score = fmaf(float(s.reg_col(r) - middle_column(s)), x.step, score);
       if (SCORES == EXPRESSION) score = score_of(score, at, x) * LOG2E;
     }
     if (MASKED_PAIRS && ask_pairs) {
@@ -285,7 +341,7 @@ OP void probabilities(Acc<M, N>& s, const ColVec<N>& lse, const ScoreContext& x,
 // they do, unless SCORES is EXPRESSION. The log-sum-exp of the columns is read from shared memory when it is needed.
 template <int N>
 OP void probabilities(Acc<16, N>& s, OperandA<16> (&factor_reg)[N / 16], SharedAddress lse, const ScoreContext& x, const TransposedMask& mask,
-                      bool masked, int first_row, int col0, float scale_log2, float softcap, bool ask_pairs = true) {
+                      bool masked, int first_row, int col0, float scale_log2, float softcap, const RowVec<16>& terms, bool ask_pairs = true) {
   const int row0 = not_ahead(first_row);
   const float inverse = SOFTCAP && softcap > 0.f ? (SCORES == EXPRESSION ? 1.f : LN2) / softcap : 0.f;
   for_lane(l) {
@@ -308,7 +364,7 @@ OP void probabilities(Acc<16, N>& s, OperandA<16> (&factor_reg)[N / 16], SharedA
             takes = queries[row].first <= at.q_idx && at.q_idx <= queries[row].last && (!MASKED_PAIRS || !ask_pairs || takes_part(at, x));
             became = score_of(score, at, x) * LOG2E, slope = slope_of(score, at, x);
           }
-          const float p = takes ? exp2_approx(fmaf(became, scale_log2, -stat.x[i])) : 0.f;
+          const float p = takes ? exp2_approx(exponent(became, scale_log2, stat.x[i], terms.at(l, row))) : 0.f;
           factor[i] = p == 0.f ? 0.f : p * slope * bend_of(score, inverse);
           score = p;
         }

@@ -150,6 +150,11 @@ template <int M> OP void load_rows(RowVec<M>& rows, SharedAddress src, int row0,
   }
 }
 
+// PLUS_LINEAR: statistics become what is subtracted from the scores of a tile; a backward's tile has so many rows.
+template <int M> OP void make_whole(RowVec<M>& lse, const RowVec<M>& terms, const ScoreContext& x, int row0, int rows) {
+  for_lane(l) for (int i = 0; i < lse.slots; ++i) lse.at(l, i) += part_of_query(per_query_of(x) * LOG2E, row0 + lse.row(l, i), rows) - terms.at(l, i);
+}
+
 // The element of an array without gaps that an expression reads; an index beyond an axis is taken for the nearest one.
 template <typename... Index> OP i64 place_in(const ScoreContext& x, int number, Index... index) {
   const CapturedArray& array = x.of.captured[number];

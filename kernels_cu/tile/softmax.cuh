@@ -5,6 +5,7 @@
 
 // Over the scores seen so far: max = scale_log2 * largest score, sum = sum of 2^(scale_log2 * score - max).
 // The sum is this lane's share until finalize(): adding the four shares once costs less than adding them in every step.
+// PLUS_LINEAR: a score is what the fragment has, scaled, and a number for the rows of a lane, `terms`, which a tile has in common.
 template <int M> struct OnlineSoftmax {
   RowVec<M> max, sum;
   OP OnlineSoftmax(float nothing = -infinity()) { fill(max, nothing); fill(sum, 0.f); }
@@ -55,7 +56,8 @@ OP void update(OnlineSoftmax<M>& state, Acc<M, N>& s, Acc<M, D>& o, float scale_
 // it: from a copy, which may come to lie in two registers of one bank, an instruction a score reads a register more, see docs/tuning-hopper-forward.md.
 
 // The maximum becomes that of the scores so far, and the sum is brought to it; so has o to be, by a factor that `correction` is multiplied by.
-template <int M, int N> OP void raise(OnlineSoftmax<M>& state, const Acc<M, N>& s, RowVec<M>& correction, float scale_log2) {
+template <int M, int N>
+OP void raise(OnlineSoftmax<M>& state, const Acc<M, N>& s, RowVec<M>& correction, float scale_log2, const RowVec<M>& terms) {
   RowVec<M> top, other;                                       // of every other pair: one chain of maxima would be twice as long
   fill(top, -infinity());
   fill(other, -infinity());
@@ -66,13 +68,16 @@ template <int M, int N> OP void raise(OnlineSoftmax<M>& state, const Acc<M, N>& 
       max = fmaxf(max, s.at(l, r));
     }
     #pragma unroll
-    for (int i = 0; i < top.slots; ++i) top.at(l, i) = fmaxf(top.at(l, i), other.at(l, i));
+    for (int i = 0; i < top.slots; ++i) {
+      top.at(l, i) = fmaxf(top.at(l, i), other.at(l, i));
+      if (SCORES == PLUS_LINEAR) top.at(l, i) = fma_up(top.at(l, i), scale_log2, terms.at(l, i));   // not below it, however large: P would be
+    }
   }
   quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < top.slots; ++i) {
-      const float max = fmaxf(state.max.at(l, i), top.at(l, i) * scale_log2);
+      const float max = fmaxf(state.max.at(l, i), SCORES == PLUS_LINEAR ? top.at(l, i) : top.at(l, i) * scale_log2);
       const float factor = exp2_approx(state.max.at(l, i) - max);
       state.max.at(l, i) = max;
       state.sum.at(l, i) *= factor;
@@ -91,12 +96,15 @@ template <int M> OP Regs<bool, 1> seen_nothing(const OnlineSoftmax<M>& state) {
   return any;
 }
 // s becomes p, and `sum` this lane's share of the sum of p. Of a row that has seen nothing so far, any score is too large.
-template <int M, int N> OP void exponentiate(const OnlineSoftmax<M>& state, Acc<M, N>& s, RowVec<M>& sum, float scale_log2) {
+template <int M, int N>
+OP void exponentiate(const OnlineSoftmax<M>& state, Acc<M, N>& s, RowVec<M>& sum, float scale_log2, const RowVec<M>& terms) {
   fill(sum, 0.f);
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < s.regs; ++r) {
-      const float p = exp2_approx(fmaf(s.at(l, r), scale_log2, -state.max.at(l, s.slot(r))));
+      const int row = s.slot(r);
+      const float less = SCORES == PLUS_LINEAR ? terms.at(l, row) - state.max.at(l, row) : -state.max.at(l, row);
+      const float p = exp2_approx(fmaf(s.at(l, r), scale_log2, less));
       s.at(l, r) = p;
       sum.at(l, s.slot(r)) += p;
     }

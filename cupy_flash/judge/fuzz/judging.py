@@ -52,7 +52,7 @@ def prepare(seed: int, indices: Iterable[int], kind: str = "problems") -> None:
             except Exception:  # the problem will say so itself when it runs
                 continue
             if any(launch.blocks for launch in plan.launches):
-                kernels[plan.kernel] = None
+                kernels |= dict.fromkeys(plan.kernels if problem.direction == "backward" else [plan.kernel])
     for _ in build_kernels(kernels, "host"):
         pass
 
@@ -165,10 +165,8 @@ def _others(problem: Problem, arrays: dict[str, Placed]) -> dict[str, Any]:
 
 
 def _wrt(problem: Problem) -> tuple[str, ...]:
-    """What else has a gradient: kernels have none of these."""
-    if problem.pairs is None or problem.backend == "host" or problem.direction == "forward":
-        return ()
-    return differentiable(problem.pairs)
+    """What else has a gradient."""
+    return () if problem.pairs is None or problem.direction == "forward" else differentiable(problem.pairs)
 
 
 def _arrays(problem: Problem) -> dict[str, Placed]:

@@ -1,4 +1,4 @@
-"""What random problems ask for each pair of a query and a key: expressions, masks, biases, ALiBi and dropout."""
+"""What random problems ask for each pair of a query and a key: expressions, masks, ranges of keys, biases, ALiBi and dropout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
+
+from cupy_flash import KeyRanges, TileMask
 
 from ...problem.arrays import DTYPES
 from ...problem.forward import lse_dtype_of
@@ -16,6 +18,7 @@ from .draw import Draw
 from .placement import Placed, Placement, draw_placement
 
 OPERANDS = ("bias", "mask", "alibi_slopes")
+RANGES = ("start", "stop")
 Shape = tuple[int, ...]
 
 
@@ -26,9 +29,13 @@ class Asked:
     Parameters
     ----------
     score, mask : str, optional
-        Names of expressions; a mask may be "array".
+        Names of expressions; a mask may be "array" or "ranges".
     bias_dtype : str, optional
     alibi, dropout : bool
+    ranges : int
+        How many ranges of keys a query has, if the mask is these.
+    ranges_of_heads : bool
+        Whether each head has its own.
     """
 
     score: str | None
@@ -36,6 +43,8 @@ class Asked:
     bias_dtype: str | None
     alibi: bool
     dropout: bool
+    ranges: int = 1
+    ranges_of_heads: bool = False
 
 
 def draw_asked(draw: Draw, dtype: str) -> Asked:
@@ -44,10 +53,12 @@ def draw_asked(draw: Draw, dtype: str) -> Asked:
         bias_dtype = draw.one((dtype, dtype if dtype == "float64" else "float32"))
         asked = Asked(
             score=draw.one(tuple(SCORES)) if draw.chance(0.5) else None,
-            mask=draw.one((*MASKS, "array", "array")) if draw.chance(0.5) else None,
+            mask=draw.one((*MASKS, "array", "array", "ranges")) if draw.chance(0.5) else None,
             bias_dtype=bias_dtype if draw.chance(0.4) else None,
             alibi=draw.chance(0.3),
             dropout=draw.chance(0.3),
+            ranges=draw.one((1, 2, 3)),
+            ranges_of_heads=draw.chance(0.5),
         )
         if asked.score or asked.mask or asked.bias_dtype or asked.alibi or asked.dropout:
             return asked
@@ -69,6 +80,8 @@ class Pairs:
         Of dropout.
     seed : tuple of int
         And offset.
+    kept : bool
+        Whether the mask is given as a `TileMask`.
     """
 
     asked: Asked
@@ -81,13 +94,14 @@ class Pairs:
     places: dict[str, Placement]
     probability: float
     seed: tuple[int, int]
+    kept: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `attention` that are neither arrays nor a seed."""
         asked, found = self.asked, {}
         found |= {"score": SCORES[asked.score].text} if asked.score else {}
-        found |= {"mask": MASKS[asked.mask].text} if asked.mask in MASKS else {}
+        found |= {"mask": MASKS[asked.mask].text} if asked.mask in MASKS and not self.kept else {}
         return found | ({"dropout": self.probability} if asked.dropout else {})
 
     @property
@@ -96,6 +110,7 @@ class Pairs:
         asked = self.asked
         found = {f"score {asked.score}", f"mask {asked.mask}", f"{asked.alibi and 'alibi'}", f"{asked.dropout and 'dropout'}"}
         found |= {f"bias {asked.bias_dtype}"} if asked.bias_dtype else set()
+        found |= {f"kept {asked.mask}"} if self.kept else set()
         found |= {f"{name} {kind}" for name, place in self.places.items() for kind in place.kinds}
         found |= {f"{name} of {len(shape)} axes" for name, shape in self.shapes.items()}
         return found - {"score None", "mask None", "False"}
@@ -103,7 +118,8 @@ class Pairs:
     def __str__(self) -> str:
         shapes = [f"{name}{shape}".replace(" ", "") for name, shape in self.shapes.items()]
         places = [f"{name} {kind}" for name, place in self.places.items() for kind in sorted(place.kinds)]
-        return " ".join([str(self.options), str(self.asked.bias_dtype or ""), *shapes, *places, f"seed {self.seed}"])
+        kept = [f"kept mask {self.asked.mask}"] if self.kept else []
+        return " ".join([str(self.options), str(self.asked.bias_dtype or ""), *shapes, *places, *kept, f"seed {self.seed}"])
 
 
 def draw_pairs(draw: Draw, asked: Asked, shapes: dict[str, Shape]) -> Pairs:
@@ -123,10 +139,14 @@ def draw_pairs(draw: Draw, asked: Asked, shapes: dict[str, Shape]) -> Pairs:
         own["mask"] = broadcast(pairs, 2)
     if asked.alibi:
         own["alibi_slopes"] = draw.one(((heads_q,), (*batch, heads_q)))
+    if asked.mask == "ranges":
+        of_heads = (heads_q,) if asked.ranges_of_heads else ()
+        own |= dict.fromkeys(RANGES, (*of_heads, len_q, asked.ranges))
     places = {name: draw_placement(draw, len(shape)) for name, shape in own.items()}
     probability = draw.one((0.1, 0.5, 0.9, draw.log_uniform(1e-3, 0.99)))
     seed = (draw.integer(0, 2**64 - 1), draw.one((0, 1, 2**32 - 1)))
-    return Pairs(asked, tuple(batch), heads_q, heads_kv, len_q, len_kv, own, places, probability, seed)
+    kept = asked.mask is not None and draw.chance(0.4)
+    return Pairs(asked, tuple(batch), heads_q, heads_kv, len_q, len_kv, own, places, probability, seed, kept)
 
 
 def make_operands(pairs: Pairs, dtype: str, numbers: numpy.random.Generator) -> dict[str, Any]:
@@ -138,6 +158,10 @@ def make_operands(pairs: Pairs, dtype: str, numbers: numpy.random.Generator) -> 
         made["bias"] = bias.astype(DTYPES[asked.bias_dtype])
     if asked.mask == "array":
         made["mask"] = numbers.random(pairs.shapes["mask"]) < numbers.choice([0.02, 0.5, 0.9, 1])
+    if asked.mask == "ranges":  # some are empty, and some reach beyond the keys
+        shape, most = pairs.shapes["start"], pairs.len_kv + 5
+        made["start"] = numbers.integers(-5, most, shape).astype(numbers.choice([numpy.int32, numpy.int64]))
+        made["stop"] = (made["start"] + numbers.integers(-3, most, shape)).astype(numpy.int32)
     if asked.alibi:
         made["alibi_slopes"] = numbers.uniform(0, 0.3, pairs.shapes["alibi_slopes"]).astype(wide)
     sizes = Sizes(int(numpy.prod(pairs.batch, dtype=int)), pairs.heads_q, pairs.heads_kv, pairs.len_q, pairs.len_kv)
@@ -155,10 +179,17 @@ def plain(x: numpy.ndarray) -> Placement:
 
 def arguments(pairs: Pairs, arrays: dict[str, Placed]) -> dict[str, Any]:
     """The keyword arguments of a call that are arrays or a seed."""
-    found = {name: arrays[name].array for name in pairs.shapes}
-    captured = {name: placed.array for name, placed in arrays.items() if name in _captured(pairs)}
+    asked, values = pairs.asked, {name: placed.array for name, placed in arrays.items()}
+    found = {name: values[name] for name in OPERANDS if name in pairs.shapes}
+    found |= {"mask": KeyRanges(values["start"], values["stop"])} if asked.mask == "ranges" else {}
+    of_score, of_mask = _read_by(SCORES, asked.score), _read_by(MASKS, asked.mask)
+    if pairs.kept:
+        own = {name: values[name] for name in of_mask}
+        found["mask"] = TileMask(found.get("mask") if asked.mask not in MASKS else MASKS[asked.mask].text, own or None)
+        of_mask = ()
+    captured = {name: values[name] for name in (*of_score, *of_mask)}
     found |= {"arrays": captured} if captured else {}
-    return found | ({"seed": pairs.seed} if pairs.asked.dropout else {})
+    return found | ({"seed": pairs.seed} if asked.dropout else {})
 
 
 def meaning(pairs: Pairs, arrays: dict[str, Placed]) -> dict[str, Any]:
@@ -167,8 +198,14 @@ def meaning(pairs: Pairs, arrays: dict[str, Placed]) -> dict[str, Any]:
     grid = Grid.of(pairs.batch, pairs.heads_q, pairs.heads_kv, pairs.len_q, pairs.len_kv)
     told = {name: values[name] for name in ("bias", "alibi_slopes") if name in pairs.shapes}
     told |= {"score": hand_score(SCORES[asked.score], grid, values)} if asked.score else {}
-    if asked.mask:
-        told["seen"] = values["mask"] if asked.mask == "array" else MASKS[asked.mask].hand(grid, values)
+    if asked.mask == "array":
+        told["seen"] = values["mask"]
+    elif asked.mask == "ranges":
+        start, stop = (values[name][..., None, :] for name in RANGES)
+        keys = grid.kv_idx[:, None]
+        told["seen"] = ((start <= keys) & (keys < stop)).any(-1)
+    elif asked.mask:
+        told["seen"] = MASKS[asked.mask].hand(grid, values)
     if asked.dropout:
         keep = kept_pairs((*pairs.batch, pairs.heads_q, pairs.len_q, pairs.len_kv), pairs.probability, *pairs.seed)
         told |= {"keep": keep, "keep_scale": keep_scale_of(pairs.probability)}
@@ -178,10 +215,6 @@ def meaning(pairs: Pairs, arrays: dict[str, Placed]) -> dict[str, Any]:
 def differentiable(pairs: Pairs) -> tuple[str, ...]:
     """The names of what has a gradient besides q, k, v and sinks."""
     return (*(name for name in ("bias", "alibi_slopes") if name in pairs.shapes), *_read_by(SCORES, pairs.asked.score))
-
-
-def _captured(pairs: Pairs) -> tuple[str, ...]:
-    return (*_read_by(SCORES, pairs.asked.score), *_read_by(MASKS, pairs.asked.mask))
 
 
 def _read_by(expressions: dict[str, Expression], name: str | None) -> tuple[str, ...]:

@@ -1,0 +1,65 @@
+"""Which pairs kernels drop, told from their results one by one: those of `dropout_mask`, in each kernel and on each path."""
+
+import numpy
+import pytest
+from score_kernels import DTYPES
+from thinned import thinned
+
+from cupy_flash import dropout_mask, plan_attention, plan_attention_backward
+
+SEED, P = ((1 << 63) + 12345, 2**32 - 7), 0.4
+DIM, LENGTH = 40, 75
+BACKWARDS = [("80", "bfloat16", "bwd_v2"), ("75", "float16", "bwd_v2"), ("90a", "float16", "bwd_hopper_wide")]
+BACKWARDS += [("90a", "float16", "bwd_v2")]
+
+
+def one_hot(length, first, heads, dtype):
+    """Rows `first` ... of which each has a 1 in a column of its own, in each head; the others are 0."""
+    x = numpy.zeros((heads, length, DIM), DTYPES[dtype])
+    rows = numpy.arange(first, min(first + DIM, length))
+    x[:, rows, rows - first] = 1
+    return x, rows
+
+
+@pytest.mark.parametrize("kind", thinned(BACKWARDS, keep=4), ids="-".join)
+def test_each_gradient_has_the_pairs_of_the_forward(kind):
+    """P and dP are 1 everywhere, so that each gradient holds the mask: dv of one-hot dout, dq of one-hot k, dk of one-hot q."""
+    arch, dtype, kernel = kind
+    kept = dropout_mask((4, LENGTH, LENGTH), P, SEED)
+    ones = numpy.ones((4, LENGTH, DIM), DTYPES[dtype])
+    lse, zeros = numpy.zeros((4, LENGTH), numpy.float32), 0 * ones
+    bias = numpy.zeros((4, LENGTH, LENGTH), numpy.float32)
+
+    def gradients(dout, q, k, v, heads_kv=4):
+        given = (dout, q, k[:heads_kv], v[:heads_kv], zeros, lse)  # of out 0, so that nothing is taken from dP
+        options = {"dropout": P, "seed": SEED, "bias": bias, "scale": 1.0, "wrt": "bias"}
+        plan = plan_attention_backward(*given, backend="host", arch=arch, kernel=kernel, **options)
+        assert plan.kernel.file == kernel and plan.kernel.config.DROPOUT
+        return plan(*given, seed=SEED, bias=bias)
+
+    for first in range(0, LENGTH, DIM):
+        hot, rows = one_hot(LENGTH, first, 4, dtype)
+        columns = rows - first
+        dout = hot.copy()
+        dout[[0, 1, 3]] = 0  # of the heads that share a key head, one at a time
+        dv = gradients(dout, zeros, zeros, ones, heads_kv=2).dv
+        assert ((dv[1][:, columns] != 0) == kept[2][rows].T).all()
+        grads = gradients(ones, zeros, hot, ones)
+        assert ((grads.dq[..., columns] != 0) == kept[:, :, rows]).all()
+        assert ((grads.dbias != 0) == kept).all()
+        assert ((gradients(ones, hot, zeros, ones).dk[..., columns] != 0) == kept[:, rows].swapaxes(1, 2)).all()
+
+
+@pytest.mark.parametrize("len_q, len_kv, heads_kv", [(1, 75, 1), (9, 75, 2), (4, 1500, 1)])
+@pytest.mark.parametrize("kind", [("80", "bfloat16"), ("90a", "float16")], ids="-".join)
+def test_few_queries_and_split_keys(kind, len_q, len_kv, heads_kv):
+    """Where heads of a group could share a tile, and blocks their query tiles, a pair is still known by its head and its key."""
+    arch, dtype = kind
+    kept = dropout_mask((2, 4, len_q, len_kv), P, SEED)
+    q, k = (numpy.zeros((2, heads, n, DIM), DTYPES[dtype]) for heads, n in ((4, len_q), (heads_kv, len_kv)))
+    for first in (0, len_kv - DIM):
+        v, keys = one_hot(len_kv, first, heads_kv, dtype)
+        v = numpy.broadcast_to(v, (2, *v.shape))
+        plan = plan_attention(q, k, v, backend="host", arch=arch, dropout=P, seed=SEED)
+        assert plan.kernel.config.SPLIT_KV is (arch == "90a" and len_kv > 1000)
+        assert ((plan(q, k, v, seed=SEED) != 0) == kept[..., keys]).all()

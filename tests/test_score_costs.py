@@ -1,0 +1,38 @@
+"""What a score costs in a step of the kernels for sm_90a, as instructions that are executed for a tile that all rows see wholly."""
+
+from dataclasses import replace
+
+import numpy
+import pytest
+
+pytest.importorskip("cupy")
+
+from cupy_flash import plan_attention, plan_attention_backward
+from cupy_flash.machine import nvrtc
+from cupy_flash.machine.machine_code import read
+from cupy_flash.plan.expression_text import NOTHING
+from cupy_flash.problem.arrays import DTYPES
+
+LENGTH = 256
+SLOPES = numpy.ones(2, numpy.float32)
+PLAIN = {"SCORES": "UNCHANGED", "EXPLICIT_SCORES": False, "SOFTCAP": True}
+ASKED = {  # at most so many instructions a score: one for a linear term, and what a row of a tile takes
+    "column": ({"score": "score + slope[h] * kv_idx", "arrays": {"slope": SLOPES}}, 1.4, 1.9),
+    "alibi": ({"alibi_slopes": SLOPES, "causal": True}, 1.5, 2.0),
+    "bias": ({}, 4.6, 4.6),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_instructions_of_a_score(dtype, asked):
+    options, *most = ASKED[asked]
+    if asked == "bias":
+        options = {"bias": numpy.zeros((2, LENGTH, LENGTH), DTYPES[dtype])}
+    q, lse = numpy.zeros((2, LENGTH, 128), DTYPES[dtype]), numpy.zeros((2, LENGTH), numpy.float32)
+    forward = plan_attention(q, q, q, backend="host", arch="90a", **options).kernel
+    backward = plan_attention_backward(q, q, q, q, q, lse, backend="host", arch="90a", **options).kernel
+    for kernel, keys_or_queries, bar in zip((forward, backward), (forward.config.TILE_KV, backward.config.TILE_Q), most):
+        plain = replace(kernel, config=replace(kernel.config, **PLAIN), expressions=NOTHING)
+        rounds = [read(nvrtc.compile_plan(plan)[0])[plan.file].rounds[-1] for plan in (kernel, plain)]
+        assert rounds[0] - rounds[1] <= bar * keys_or_queries / 2  # a warp has 16 rows: half as many scores a lane as columns
