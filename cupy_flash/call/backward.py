@@ -148,9 +148,8 @@ class BackwardPlan(Prepared):
         TypeError, ValueError
             If an array is not laid out as planned.
         """
-        others = captured(
-            mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=all_lengths(lengths)
-        )
+        numbers = all_lengths(lengths)
+        others = captured(mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=numbers)
         self._check_captured(others, self.problem.forward)
         given = operands(dout, q, k, v, out, lse, dlse, sinks, dq, dk, dv, dsinks, others=others)
         if given.descriptions not in self._usual:
@@ -174,7 +173,7 @@ class BackwardPlan(Prepared):
 
         Notes
         -----
-        What is on a device is copied to host memory, which waits for it: it is for finding a mistake, not for each call.
+        What is on a device is copied to host memory, which waits for it.
         """
         self._check_numbers(self.problem.forward, lengths)
 
@@ -227,8 +226,7 @@ class BackwardPlan(Prepared):
     def _compute(self, given: Operands, workspace: arrays.Array | None) -> tuple[Gradients, Traffic | None]:
         p = self.problem
         if p.forward.lengths is not None:
-            numbers = given.captured.lengths_in_host_memory
-            check_values(p.forward.lengths, numbers, (p.forward.len_q, p.forward.len_kv))
+            check_values(p.forward.lengths, given.captured.lengths_in_host_memory, (p.forward.len_q, p.forward.len_kv))
         for i, layout in enumerate(p.seen):
             if given.views[i] is None and FIRST_RESULT <= i < END_OF_RESULTS and layout is not None:
                 given.views[i] = arrays.empty(layout)

@@ -57,6 +57,8 @@ class TileConfig:
 
 
 FEW_ROWS = "few query rows: a smaller tile computes fewer rows that do not exist"
+RARE_RESCALE = "32 rows a warp; rescaling O only when a maximum moves frees registers; measured 376, 355 causal"
+TWO_BLOCKS = "32 rows a warp; 64 keys a tile would leave one block an SM; measured 59, 58 causal"
 ONE_BLOCK = "O alone takes half the registers: 16 rows a warp, one block an SM"
 
 HALVES_90 = (
@@ -66,15 +68,7 @@ HALVES_90 = (
     TileConfig(64, 128, 128, "a wide key tile halves the barriers; measured 342, 330 causal", min_copy=16, plain_scores=True),
     TileConfig(64, 128, 64, "128 keys a tile would spill"),
     TileConfig(96, 128, 64, "32 rows a warp: each K and V fragment serves two products"),
-    TileConfig(
-        128,
-        128,
-        64,
-        "32 rows a warp; rescaling O only when a maximum moves frees registers; measured 376, 355 causal",
-        min_copy=16,
-        plain_scores=True,
-        without_lengths=True,
-    ),
+    TileConfig(128, 128, 64, RARE_RESCALE, min_copy=16, plain_scores=True, without_lengths=True),
     TileConfig(128, 128, 32, "64 keys a tile would spill", min_copy=4),
     TileConfig(128, 64, 64, "32 rows a warp would spill"),
     TileConfig(192, 128, 64, ONE_BLOCK, warps=8, min_blocks=1),
@@ -98,6 +92,7 @@ HALVES_86 = (
     TileConfig(192, 64, 32, "99 KB of shared memory: half the queries and keys of sm_80", min_blocks=1),
     TileConfig(256, 64, 32, "99 KB of shared memory: half the queries of sm_80", min_blocks=1),
 )
+HALVES_120 = tuple(replace(row, without_lengths=row.q_in_registers) for row in HALVES_86)
 HALVES_100 = (
     TileConfig(64, 64, 64, FEW_ROWS, max_len_q=SHORT),
     TileConfig(128, 64, 64, FEW_ROWS, max_len_q=SHORT),
@@ -114,14 +109,7 @@ HALVES_75 = (
 )
 FLOAT32_80 = (
     TileConfig(32, 128, 32, "32 rows a warp: each K and V fragment, once split, serves six products"),
-    TileConfig(
-        64,
-        128,
-        32,
-        "32 rows a warp; 64 keys a tile would leave one block an SM; measured 59, 58 causal",
-        min_copy=8,
-        without_lengths=True,
-    ),
+    TileConfig(64, 128, 32, TWO_BLOCKS, min_copy=8, without_lengths=True),
     TileConfig(64, 64, 32, "32 rows a warp would spill"),
     TileConfig(
         128,
@@ -158,7 +146,7 @@ TABLES: dict[str, dict[str, tuple[TileConfig, ...]]] = {
     "89": {"half": HALVES_86, "float32": FLOAT32_86},
     "90a": {"half": HALVES_90, "float32": FLOAT32_80},
     "100": {"half": HALVES_100, "float32": FLOAT32_100},
-    "120": {"half": HALVES_86, "float32": FLOAT32_120},
+    "120": {"half": HALVES_120, "float32": FLOAT32_120},
 }
 
 
