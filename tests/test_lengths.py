@@ -10,6 +10,7 @@ import pytest
 from ragged import Ragged, assert_same_bits, backward, forward
 
 from cupy_flash import attention, attention_backward, plan_attention, plan_attention_backward
+from cupy_flash.call import forward as call_forward
 from cupy_flash.judge.fuzz import judging_lengths, lengths, running_lengths
 from cupy_flash.machine import host
 from cupy_flash.machine.numpy_path import sequences
@@ -17,6 +18,7 @@ from cupy_flash.machine.numpy_path import sequences
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 1
 HOST = {"backend": "host", "arch": "80"}
+HOST_ONLY = {"backend": "host"}  # of the architecture that it has by default
 
 # Random problems
 
@@ -108,6 +110,42 @@ def test_each_array_lies_in_poison():
             x = call.arrays[name].array
             outside = x.reshape(room.elements, *x.shape[-3:]).swapaxes(1, 2)[room.outside()]
             assert not numpy.isfinite(outside.astype(numpy.float32)).any()
+
+
+MASKS = ({"causal": True}, {"causal": "top_left", "window": (40, 9)}, {"causal": True, "prefix": 40})
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_masks_are_those_of_each_sequence(options):
+    """Of kernels and of NumPy: anchored at the ends of a sequence or at its beginning; a prefix ends where keys do."""
+    ragged = Ragged(((70, 150), (130, 3), (5, 0), (33, 170), (64, 20)))
+    results = (forward(ragged, "packed", "padded", arch, **options) for arch in ("80", None))
+    for found, expected in zip(*results):
+        numpy.testing.assert_allclose(found[0].astype(float), expected[0].astype(float), atol=4e-3)
+        numpy.testing.assert_allclose(found[1], expected[1], atol=2e-3)
+
+
+def test_heads_that_share_a_tile_see_what_each_query_sees():
+    ragged = Ragged([(2, n) for n in (300, 1, 170)], heads=(12, 2))
+    results = (forward(ragged, "all", "pages", arch, causal=True) for arch in ("80", None))
+    for found, expected in zip(*results):
+        numpy.testing.assert_allclose(found[0].astype(float), expected[0].astype(float), atol=4e-3)
+
+
+def test_kernels_take_wrong_lengths_for_the_nearest(monkeypatch):
+    """On a device nobody checks them: whatever they are, no row beyond an array is read or written."""
+    rng = numpy.random.default_rng(0)
+    q, k = (rng.standard_normal((3, heads, 70, 64)).astype(numpy.float16) for heads in (4, 2))
+    wrong, nearest = numpy.array([-5, 2**40, 71]), numpy.array([0, 70, 70])
+    offsets, rows = numpy.array([-9, 20, 2**33, 2**35]), numpy.array([0, 20, 70, 70])
+    expected = attention(q, k, k, seqlens_q=nearest, seqlens_kv=nearest, **HOST_ONLY)
+    packed = attention(q[0], k, k, cu_seqlens_q=rows, seqlens_kv=nearest, **HOST_ONLY)
+    of_cache = attention(q, k, k, seqlens_kv=nearest, cache_batch_idx=numpy.array([0, 2, 2]), **HOST_ONLY)
+    monkeypatch.setattr(call_forward, "check_values", lambda *_: None)
+    numpy.testing.assert_array_equal(attention(q, k, k, seqlens_q=wrong, seqlens_kv=wrong, **HOST_ONLY), expected)
+    numpy.testing.assert_array_equal(attention(q[0], k, k, cu_seqlens_q=offsets, seqlens_kv=wrong, **HOST_ONLY), packed)
+    found = attention(q, k, k, seqlens_kv=wrong, cache_batch_idx=numpy.array([-1, 3, 2**33]), **HOST_ONLY)
+    numpy.testing.assert_array_equal(found, of_cache)
 
 
 # Plans whose lengths change in place
@@ -230,15 +268,12 @@ def test_decoding_reads_each_key_once_for_all_heads_of_a_group(kind, queries):
 
 
 @pytest.mark.parametrize("tool", ["address", pytest.param("thread", marks=pytest.mark.release)])
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.release) for way in ("packed", "pages", "backward")])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.release) for way in ("packed", "pages", "cache", "backward")])
 def test_sanitizers_find_nothing_in_lengths(way, tool, monkeypatch):
     ragged = Ragged([(70, 90), (0, 3), (1, 0), (65, 64)], (2, 1), 32)
-    if way == "backward":
-        expected = backward(ragged, "packed", "packed", "80", causal=True)
-    else:
-        expected = forward(ragged, "packed", way, "80", causal=True)
+    kind, compute = ("packed", backward) if way == "backward" else (way, forward)
+    # With rows behind the last sequence.
+    turn = next(turn for turn in range(99) if ragged.rooms("packed", kind, turn)[0].rows > 136)
+    expected = compute(ragged, "packed", kind, "80", turn, causal=True)
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", tool)
-    if way == "backward":
-        assert_same_bits(backward(ragged, "packed", "packed", "80", causal=True), expected)
-    else:
-        assert_same_bits(forward(ragged, "packed", way, "80", causal=True), expected)
+    assert_same_bits(compute(ragged, "packed", kind, "80", turn, causal=True), expected)
