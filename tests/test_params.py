@@ -13,6 +13,7 @@ from cupy_flash import UnsupportedError
 from cupy_flash.machine import source, toolchain
 from cupy_flash.plan.params import fast_divmod, forward_params, names_of_scores, places_of
 from cupy_flash.plan.sources import shelf
+from cupy_flash.plan.split import KeySplits
 from cupy_flash.plan.structs import struct
 from cupy_flash.plan.tensor_map import TENSOR_MAP
 from cupy_flash.problem import arrays
@@ -44,7 +45,7 @@ template <typename T> char kind() {
 def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
     """Name, offset, size and kind of each field; of a tensor map, whose content is the driver's, the size alone."""
     calls, expected = ["WHOLE(TensorMap)"], [f"TensorMap {TENSOR_MAP.itemsize} 64"]
-    alignments = {"FastDivmod": 4}
+    alignments = {"FastDivmod": 4, "WorkItem": 4}
     scores = "DropoutParams", "CapturedArray", "TileLists", "ScoreParams", "SequenceParams", "ClassifyParams"
     alignments |= dict.fromkeys((*scores, "Tensor", "MaskParams", "ForwardParams", "BackwardParams", "MergeParams"), 8)
     alignments |= dict.fromkeys(("Indices", "RotationParams", "RotateParams", "AppendParams"), 8)
@@ -97,7 +98,7 @@ def test_a_problem_becomes_numbers():
     k, v = (dense_layout((2, 3, 20, dim), (3, 2, 1, 0), "float16", None) for dim in (64, 48))
     asked = Options(scale=0.3, softcap=5.0, window=(4, 2), return_lse=True, backend="host")
     sinks = dense_layout((5, 6), (1, 0), "float32", None)
-    params = forward_params(make_problem(q, k, v, asked, out, sinks=sinks))[0]
+    params = forward_params(make_problem(q, k, v, asked, out, sinks=sinks), KeySplits(7, 11, 13, 17))[0]
     arrays = ("q", "k", "v", "out", "lse", "sinks")
     strides = {name: tuple(params[name][f"{axis}_stride"] for axis in ("head", "row", "col")) for name in arrays}
     of_inputs = {"q": (64, 384, 1), "k": (1280, 64, 1), "v": (960, 48, 1), "sinks": (1, 6, 0)}
@@ -116,6 +117,13 @@ def test_a_problem_becomes_numbers():
         "scale": pytest.approx(0.3),
         "softcap": 5.0,
         "sinks_of_head": 5,
+        "out_partials": 0,
+        "lse_partials": 0,
+        "work": 0,
+        "split_keys": 7,
+        "splits_divmod": fast_divmod(11),
+        "split_tiles": 13,
+        "partial_rows": 17,
     }
 
 

@@ -92,14 +92,14 @@ HALVES_86 = (
     TileConfig(192, 64, 32, "99 KB of shared memory: half the queries and keys of sm_80", min_blocks=1),
     TileConfig(256, 64, 32, "99 KB of shared memory: half the queries of sm_80", min_blocks=1),
 )
-HALVES_120 = tuple(replace(row, without_lengths=row.q_in_registers) for row in HALVES_86)
+HALVES_120 = tuple(replace(row, without_lengths=row.width in (64, 128) and row.max_len_q is None) for row in HALVES_86)
 HALVES_100 = (
     TileConfig(64, 64, 64, FEW_ROWS, max_len_q=SHORT),
     TileConfig(128, 64, 64, FEW_ROWS, max_len_q=SHORT),
     TileConfig(32, 128, 64, "128 keys a tile would spill", lazy_rescale=False),
     TileConfig(64, 128, 64, "128 keys a tile would spill", lazy_rescale=False),
     TileConfig(96, 128, 48, "64 keys a tile would spill"),
-    TileConfig(128, 128, 32, "64 keys a tile would spill"),
+    TileConfig(128, 128, 32, "64 keys a tile would spill", without_lengths=True),
     *HALVES_90[-2:],
 )
 HALVES_75 = (

@@ -257,7 +257,7 @@ template <typename Scope, int ROWS, int WIDTH> OP void load_async(SharedTile<ROW
   if constexpr (Scope::threads == 32) sync_warp();            // without it a lane overwrites what its neighbours still read there
   constexpr int per_row = WIDTH / GRANULE;
   for_lane(l) {
-    #pragma unroll (sizeof(Element) == 4 ? 1 : 4)             // addresses take registers
+    #pragma unroll 1                                          // addresses of several pages take registers
     for (int i = Scope::thread(l); i < ROWS * per_row; i += Scope::threads) {
       const int row = i / per_row, col = i % per_row * GRANULE;
       const bool exists = row < src.rows && col < src.cols;
