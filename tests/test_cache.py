@@ -207,7 +207,8 @@ def test_gpu_key_changes_with_compiler_and_architecture(monkeypatch):
     for version in ((12, 9), (13, 0)):
         monkeypatch.setattr(nvrtc, "version", lambda version=version: version)
         keys |= {nvrtc.key(plan) for plan in every_plan([ARCHITECTURES["86"], ARCHITECTURES["89"]], ["float16"])}
-    assert len(keys) == 2 * 2 * len({plan.config for plan in every_plan([ARCHITECTURES["86"]], ["float16"])})
+    kernels = {(plan.file, plan.config) for plan in every_plan([ARCHITECTURES["86"]], ["float16"])}
+    assert len(keys) == 2 * 2 * len(kernels)
 
 
 def test_host_name_changes_with_sanitizer_and_compiler(monkeypatch):

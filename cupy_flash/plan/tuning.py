@@ -92,7 +92,7 @@ HALVES_86 = (
     TileConfig(192, 64, 32, "99 KB of shared memory: half the queries and keys of sm_80", min_blocks=1),
     TileConfig(256, 64, 32, "99 KB of shared memory: half the queries of sm_80", min_blocks=1),
 )
-HALVES_120 = tuple(replace(row, without_lengths=row.width in (64, 128) and row.max_len_q is None) for row in HALVES_86)
+HALVES_120 = tuple(replace(row, without_lengths=row.width in (64, 96, 128) and row.max_len_q is None) for row in HALVES_86)
 HALVES_100 = (
     TileConfig(64, 64, 64, FEW_ROWS, max_len_q=SHORT),
     TileConfig(128, 64, 64, FEW_ROWS, max_len_q=SHORT),
@@ -123,7 +123,10 @@ FLOAT32_80 = (
     TileConfig(256, 64, 16, ONE_BLOCK, min_blocks=1, without_sinks=True),
     TileConfig(256, 64, 16, "one stage: with sinks, two would spill", stages=1, min_blocks=1),
 )
-FLOAT32_100 = (FLOAT32_80[0], *FLOAT32_80[2:5], replace(FLOAT32_80[5], without_sinks=False))
+FLOAT32_100 = (
+    *(FLOAT32_80[0], FLOAT32_80[2], replace(FLOAT32_80[3], without_lengths=True), FLOAT32_80[4]),
+    replace(FLOAT32_80[5], without_sinks=False),
+)
 FLOAT32_86 = (
     TileConfig(32, 128, 32, "32 rows a warp: each K and V fragment, once split, serves six products"),
     TileConfig(64, 64, 32, "32 rows a warp would spill on sm_120"),

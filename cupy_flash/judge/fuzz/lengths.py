@@ -10,13 +10,14 @@ from typing import Any
 from ...problem.layout import FLOATS
 from ..cases import Case
 from .draw import Draw
-from .pairs import Asked, draw_asked
+from .pairs import MASKS, Asked, draw_asked
 from .placement import Placement, draw_placement
 from .recipes import Recipe, _recipe
 from .rooms import OF_KEYS, OF_QUERIES, SHARED, Room, draw_lengths, draw_room
 
 HOST_SHARE = 0.5
 MOST_FLOPS = 5e6  # a CPU executes kernels at about 1 GFLOP/s
+MASKED = (*MASKS, "array", "array")  # what is masked pair by pair; of packed sequences nobody takes ranges
 # Architecture, direction, kernel file asked for, whether keys are in pages: what every seed has.
 COMPUTATIONS = (
     ("75", "forward", None, False),
@@ -115,7 +116,7 @@ def recipes(seed: int) -> tuple[LengthsRecipe, ...]:
         draw = Draw("recipe of lengths", seed, i)
         base = _recipe(draw, arch, direction, "auto", "fwd_v2" if direction == "forward" else "bwd_v2", "some")
         few = direction == "forward" and draw.chance(0.4)
-        asked = draw_asked(draw, base.dtype) if not few and draw.chance(0.4) else None
+        asked = draw_asked(draw, base.dtype, MASKED) if not few and draw.chance(0.4) else None
         base = replace(base, kernel=kernel, few=few, grouped=few or draw.chance(0.6), asked=asked)
         found.append(LengthsRecipe(base, paged, draw.chance(0.25)))
     return tuple(found)
@@ -128,7 +129,7 @@ def draw_problem_of_lengths(seed: int, index: int) -> LengthsProblem:
     base = recipe and recipe.base
     direction = base.direction if base else draw.one(("forward", "forward", "backward"))
     dtype, precision = (base.dtype, base.precision) if base else (draw.one(FLOATS), "ieee")
-    asked = base.asked if base else draw_asked(draw, dtype) if draw.chance(0.5) else None
+    asked = base.asked if base else draw_asked(draw, dtype, MASKED) if draw.chance(0.5) else None
     dims = _dims(draw, base)
     paged = recipe.paged if recipe else direction == "forward" and draw.chance(0.3)
     q, kv, heads = _rooms(draw, direction, dims, paged, base, asked)
