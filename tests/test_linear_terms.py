@@ -4,6 +4,7 @@ import numpy
 import pytest
 from expressions import DECLARED
 from score_kernels import DTYPES, judged
+from thinned import thinned
 
 from cupy_flash import plan_attention
 from cupy_flash.judge.oracle import oracle
@@ -56,7 +57,7 @@ def check(dtype, options, hand, len_q, len_kv, dim=DIM, linear=True, **more):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", thinned(TEXTS))
 def test_expressions(text, mask, schedule):
     options, hand = masked(mask, 141, 203)
     q, k = numpy.arange(141.0)[:, None], numpy.arange(203.0)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy
 import pytest
+from thinned import thinned
 
 pytest.importorskip("cupy")
 
@@ -24,7 +25,7 @@ ASKED = {  # at most so many instructions a score: one for a linear term, and wh
 
 
 @pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", thinned(["float16", "bfloat16"]))
 def test_instructions_of_a_score(dtype, asked):
     options, *most = ASKED[asked]
     if asked == "bias":
