@@ -17,7 +17,7 @@ WAYS = ("packed", "paged", "heads together", "heads together, paged", "heads tog
 QUICK = {("80", "float16", 64, "packed"), ("90a", "float16", 64, "paged"), ("80", "float16", 128, "backward")}
 QUICK |= {("75", "float32", 64, "heads together, paged"), ("120", "float32", 64, "packed"), ("90a", "float16", 128, "split, paged")}
 # Bytes where no tile that was tried has fewer.
-SPILLS = {("100", "float32", 256, "heads together, split"): 8}
+SPILLS = dict.fromkeys([(architecture, "float32", 256, "heads together, split") for architecture in ("100", "120")], 8)
 
 
 def plan_for(architecture, dtype, dim, way):
