@@ -1,8 +1,9 @@
 """A machine for `cupy_flash.measure.bench` on which times are known, and contenders that compute nothing."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from cupy_flash.measure.bench import DIRECTIONS, WARM_UP, Contender, Run, Suite, Verdict
+from cupy_flash.measure.bench import WARM_UP, Contender, Run, Verdict
+from cupy_flash.measure.cells import DIRECTIONS, Suite
 
 CELLS = Suite(("float16",), (64,), (512, 1024)).cells(DIRECTIONS)
 FORWARD = CELLS[0]
@@ -15,6 +16,7 @@ class FakeBench:
     seconds: dict
     wrong: tuple = ()
     breaks: tuple = ()  # whose turns raise, though their warm-up does not
+    refuses: tuple = ()  # to be captured
     turns: list = field(default_factory=list)
     cleared: int = 0
     device = "a fake"
@@ -26,6 +28,11 @@ class FakeBench:
     def judge(self, cell, inputs, results):
         assert inputs == (cell,)
         return Verdict(results[0] not in self.wrong, "off by 1" if results[0] in self.wrong else "")
+
+    def captured(self, run):
+        if run.launch() in self.refuses:
+            raise RuntimeError("it waits for the device")
+        return replace(run, launch=lambda: f"graph of {run.launch()}")
 
     def time(self, run, launches):
         name = run.launch()

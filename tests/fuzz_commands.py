@@ -123,7 +123,7 @@ def replaced(folder):
     stack.enter_context(patch.object(plots, "plot_bench", lambda *_: []))
     machine = FakeBench({"v2": 1e-3, "peer": 2e-3})
     machine.architecture = ARCHITECTURES["90a"]
-    stack.enter_context(patch.object(bench, "_machine", lambda: machine))
+    stack.enter_context(patch.object(bench, "machine_of", lambda: machine))
     stack.enter_context(patch.object(bench, "contenders", lambda *_: ((contender("v2", ours=True), contender("peer")), ())))
     stack.enter_context(patch.dict("os.environ", CUPY_FLASH_CACHE_DIR=str(folder / "cache")))
     return stack

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy
@@ -12,23 +13,21 @@ from fake_bench import CELLS, FORWARD, FakeBench, contender
 from cupy_flash.judge.cases import Case
 from cupy_flash.judge.oracle import sees
 from cupy_flash.measure.bench import (
-    DIRECTIONS,
     FEWEST,
     MOST,
-    SUITES,
     WARM_UP,
-    Cell,
     CellResult,
     Contender,
     Effort,
     Failure,
     Measurement,
     Run,
-    Suite,
+    Verdict,
     compare_all,
     measure,
     order_of,
 )
+from cupy_flash.measure.cells import DIRECTIONS, SUITES, Cell, Suite
 from cupy_flash.measure.plots import plot_bench
 
 
@@ -202,3 +201,24 @@ def test_times_on_a_gpu_grow_with_the_work():
     squares = [cupy.asarray(rng.standard_normal((n, n), numpy.float32)) for n in (1024, 2048, 4096)]
     times = [sorted(bench.time(Run(lambda a=a: a @ a, lambda b: (b,)), 20))[10] for a in squares]
     assert all(less * 4 < more for less, more in pairwise(times))  # eight times the work
+
+
+def test_launches_from_graphs_leave_out_the_host():
+    """Whoever cannot be captured is launched as before, and a note says why."""
+    machine = FakeBench({"a": 2.0, "b": 3.0, "graph of a": 1.0}, refuses=("b",))
+    there = [contender("a"), contender("b")]
+    (found,) = measure([FORWARD], there, machine, Effort(2, 1e-3, graphs=True))
+    assert [(m.contender, m.seconds, m.note) for m in found.measurements] == [
+        ("a", 1.0, ""),
+        ("b", 3.0, "not captured: RuntimeError: it waits for the device"),
+    ]
+
+
+def test_what_solves_another_problem_is_judged_by_that_one():
+    judged = []
+    machine = FakeBench({"a": 1.0, "b": 1.0})
+    machine.judge = lambda cell, inputs, results: judged.append(cell) or Verdict()
+    there = [replace(contender("a"), solves=lambda cell: CELLS[1]), replace(contender("b"), solves=lambda cell: None)]
+    (found,) = measure([FORWARD], there, machine, Effort(1, 1e-3))
+    assert judged == [CELLS[1]]
+    assert [m.note for m in found.measurements] == ["", "not judged: its numbers are random"]

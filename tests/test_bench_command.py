@@ -10,7 +10,8 @@ from fake_bench import FakeBench, contender
 
 from cupy_flash.cli import bench as command
 from cupy_flash.cli import main
-from cupy_flash.measure.bench import DIRECTIONS, Failure
+from cupy_flash.measure.bench import Failure
+from cupy_flash.measure.cells import DIRECTIONS
 from cupy_flash.measure.peers import ALGORITHMS, KERNELS
 
 
@@ -23,7 +24,7 @@ def fake(monkeypatch):
     """A machine and contenders for the command: v2 takes half of the time that the peer takes."""
     bench = FakeBench({"v2": 1e-3, "peer": 2e-3})
     there, missing = (contender("v2", ours=True), contender("peer")), (Failure("fa4", "there is no module flash_attn.cute"),)
-    monkeypatch.setattr(command, "_machine", lambda: bench)
+    monkeypatch.setattr(command, "machine_of", lambda: bench)
     monkeypatch.setattr(command, "contenders", lambda *_: (there, missing))
     return bench
 

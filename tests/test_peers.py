@@ -12,7 +12,7 @@ import pytest
 from cupy_flash import plan_attention
 from cupy_flash.judge.compare import compare
 from cupy_flash.measure import peers
-from cupy_flash.measure.bench import Cell
+from cupy_flash.measure.cells import Cell
 from cupy_flash.measure.stopwatch import FLUSH_BYTES, GpuBench
 from cupy_flash.measure.sweep import candidates
 from cupy_flash.plan.architecture import ARCHITECTURES
@@ -155,7 +155,7 @@ def test_v2_computes_with_the_kernels_asked_for(kernels, found, numpy_as_cupy, m
 
     for planner in ("plan_attention", "plan_attention_backward"):
         monkeypatch.setattr(peers, planner, refuse)
-    monkeypatch.setattr(peers, "_unwritten", lambda like: like)
+    monkeypatch.setattr(peers, "unwritten", lambda like: like)
     ours, _ = peers.contenders(("v1", "v2"), (), kernels=kernels)
     v1, *others = ours
     assert (v1.name, v1.directions) == ("v1", ("forward",)) and all(c.ours for c in ours)
@@ -173,7 +173,7 @@ def test_a_plan_of_no_table_is_the_one_that_runs(monkeypatch):
     cell = Cell("forward", "float16", 64, True, 150, 1, 2)
     [plan, *_] = [c.plan for c in candidates(cell, ARCHITECTURES["80"]) if not c.chosen]
     monkeypatch.setattr(peers, "plan_attention", partial(plan_attention, backend="host", arch="80"))
-    monkeypatch.setattr(peers, "_unwritten", lambda like: numpy.full_like(like, numpy.nan))
+    monkeypatch.setattr(peers, "unwritten", lambda like: numpy.full_like(like, numpy.nan))
     normal = _normal(0)
     inputs = tuple(normal(cell.shape, numpy.float32).astype(numpy.float16) for _ in range(3))
     run = peers.planned_run(plan, cell, inputs)

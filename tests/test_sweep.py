@@ -15,7 +15,8 @@ from cupy_flash.errors import CompileError
 from cupy_flash.machine import nvrtc
 from cupy_flash.machine.nvrtc import Report
 from cupy_flash.measure import sweep
-from cupy_flash.measure.bench import Cell, Measurement, Run, Verdict
+from cupy_flash.measure.bench import Measurement, Run, Verdict
+from cupy_flash.measure.cells import Cell
 from cupy_flash.measure.sweep import Swept, candidates, fault_of
 from cupy_flash.plan import tuning
 from cupy_flash.plan.architecture import ARCHITECTURES
@@ -197,7 +198,7 @@ def fake(monkeypatch, small_table):
     def ready(plan, cell, inputs):
         return Run(lambda: (plan.config.TILE_KV, plan.config.STAGES_Q), lambda result: (result,))
 
-    monkeypatch.setattr(command, "_machine", lambda: bench)
+    monkeypatch.setattr(command, "machine_of", lambda: bench)
     monkeypatch.setattr(sweep, "planned_run", ready)
     monkeypatch.setattr(output, "fault_of", lambda plan: "spills registers" if plan.config.TILE_KV == 32 else "")
     return bench

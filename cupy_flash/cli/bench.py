@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from .. import __version__
-from ..measure.bench import DIRECTIONS, SUITES, Bench, CellResult, Contender, Effort, Failure, compare_all, measure, reason
+from ..measure.bench import Bench, CellResult, Contender, Effort, Failure, compare_all, measure, reason
+from ..measure.cells import DIRECTIONS, SUITES
 from ..measure.peers import ALGORITHMS, KERNELS, PEERS, contenders
 from ..measure.sweep import sweep
 from .devices import INSTALL_CUPY, cupy_installed, devices
@@ -61,6 +62,7 @@ class Report:
 @click.option("--deterministic", is_flag=True, help="This project's backward adds in a fixed order; peers stay as they are.")
 @click.option("--rounds", type=click.IntRange(1), default=EFFORT.rounds, show_default=True, help="Turns in a cell.")
 @click.option("--seconds", type=SECONDS, default=EFFORT.seconds, show_default=True, help="GPU time of a contender in a cell.")
+@click.option("--graphs", is_flag=True, help="Launch from CUDA graphs whatever can be captured: peers without their hosts.")
 @click.option("--json", "json_path", type=OUTPUT, metavar="FILE", help="Write what was found, again after each cell.")
 @plot_option
 @click.pass_context
@@ -79,6 +81,7 @@ def bench(
     deterministic: bool,
     rounds: int,
     seconds: float,
+    graphs: bool,
     json_path: Path | None,
     plot: Path | None,
 ) -> None:
@@ -108,7 +111,7 @@ def bench(
     given = {"dtypes": dtypes, "dims": dims, "seqs": seqs, "masks": tuple(MASKS[mask] for mask in masks)}
     chosen = replace(SUITES[suite], **{name: value for name, value in given.items() if value})
     cells = chosen.cells(directions)
-    machine, effort = _machine(), Effort(rounds, seconds)
+    machine, effort = machine_of(), Effort(rounds, seconds, graphs)
     if sweeps:
         there, missing = (), ()
         swept = candidates_of(cells, machine.architecture, *kernels or (None,))
@@ -134,7 +137,8 @@ def bench(
     context.exit(1 if any(report.sweeps or failure.contender in report.ours for failure in failures) else 0)
 
 
-def _machine() -> Any:
+def machine_of(kind: Callable[[], Any] | None = None) -> Any:
+    """This machine's GPU, as a `GpuBench` or what else is asked for."""
     if not cupy_installed():
         raise click.ClickException(f"bench needs CuPy: {INSTALL_CUPY}")
     try:
@@ -145,7 +149,7 @@ def _machine() -> Any:
         raise click.ClickException("bench needs a CUDA device; the command doctor says what is missing")
     from ..measure.stopwatch import GpuBench
 
-    return GpuBench()
+    return (kind or GpuBench)()
 
 
 def _matmul_rate(machine: Bench, dtype: str) -> float | Failure:

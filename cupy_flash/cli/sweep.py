@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from ..errors import UnsupportedError
 from ..judge.check import in_parallel
-from ..measure.bench import Cell
+from ..measure.cells import Cell
 from ..measure.sweep import Candidate, Swept, candidates, fault_of
 from ..plan.architecture import Architecture
 from ..plan.kernel import KernelPlan

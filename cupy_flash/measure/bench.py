@@ -7,9 +7,6 @@ that raises is a `Failure`, and so is a kernel of this project whose result is w
 whose error is beyond the bound is measured, with a note that says so.
 
 Nothing here touches a GPU: `stopwatch` does, through the `Bench` that is handed in.
-
-Rates count the work that the problem has, not what a kernel does: for each pair of a query and a key that see each other
-2 * (dim + dim_v) operations forward and 2 * (3 * dim + 2 * dim_v) backward, where P is recomputed.
 """
 
 from __future__ import annotations
@@ -22,87 +19,12 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Protocol, TypeAlias
 
+from .cells import DIRECTIONS, Cell
+
 Array: TypeAlias = Any  # cupy.ndarray; CuPy may be absent, so it cannot be named here
 
-DIRECTIONS = ("forward", "backward")
-TOKENS = 16_384  # of a batch, in the FlashAttention papers' setting
-HIDDEN = 2048  # heads times dim there
 WARM_UP = 3  # launches that are timed to learn how long one takes
 FEWEST, MOST = 3, 100  # launches in a contender's turn
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A problem with as many queries as keys, and as many key heads as query heads.
-
-    Parameters
-    ----------
-    direction : {'forward', 'backward'}
-        The backward is timed without the forward before it.
-    dtype : str
-    dim : int
-    causal : bool
-    seq, batch, heads : int
-    """
-
-    direction: str
-    dtype: str
-    dim: int
-    causal: bool
-    seq: int
-    batch: int
-    heads: int
-
-    def __str__(self) -> str:
-        return f"{self.direction} {self.dtype} {self.batch}x{self.heads}x{self.seq}x{self.dim} {self.mask}"
-
-    @property
-    def mask(self) -> str:
-        """'causal' or 'full'."""
-        return "causal" if self.causal else "full"
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, seq, dim), of q, k, v and the result alike."""
-        return self.batch, self.heads, self.seq, self.dim
-
-    @property
-    def flops(self) -> int:
-        """Operations of the matrix products, masked pairs not counted."""
-        pairs = self.seq * (self.seq + 1) // 2 if self.causal else self.seq**2
-        each = 2 * (self.dim + self.dim) if self.direction == "forward" else 2 * (3 * self.dim + 2 * self.dim)
-        return each * pairs * self.heads * self.batch
-
-
-@dataclass(frozen=True)
-class Suite:
-    """Cells to choose from: every combination of what is listed, with `TOKENS` tokens of `HIDDEN` numbers.
-
-    Parameters
-    ----------
-    dtypes : tuple of str
-    dims, seqs : tuple of int
-    masks : tuple of bool
-        Whether causal.
-    """
-
-    dtypes: tuple[str, ...]
-    dims: tuple[int, ...]
-    seqs: tuple[int, ...]
-    masks: tuple[bool, ...] = (False, True)
-
-    def cells(self, directions: Iterable[str]) -> tuple[Cell, ...]:
-        """The cells; those that a table shows beside each other come one after another."""
-        return tuple(
-            Cell(direction, dtype, dim, causal, seq, max(1, TOKENS // seq), max(1, HIDDEN // dim))
-            for direction, dtype, dim, causal, seq in product(directions, self.dtypes, self.dims, self.masks, self.seqs)
-        )
-
-
-SUITES = {
-    "paper": Suite(("bfloat16",), (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16_384)),
-    "quick": Suite(("float16", "bfloat16"), (64, 128), (1024, 4096, 16_384)),
-}
 
 
 @dataclass(frozen=True)
@@ -117,11 +39,14 @@ class Run:
         From that, the results as CuPy arrays (batch, heads, seq, dim): `out`, or `dq`, `dk` and `dv`.
     library : {'cupy', 'torch'}
         On whose current stream the work is queued: its events measure it.
+    anew : callable, optional
+        Makes `launch` again. PyTorch queues a backward on the stream of its forward, which so has to run where a graph is captured.
     """
 
     launch: Callable[[], Any]
     arrays: Callable[[Any], tuple[Array, ...]]
     library: str = "cupy"
+    anew: Callable[[], Callable[[], Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,12 +61,16 @@ class Contender:
     ours : bool
         Whether it is a kernel of this project.
     directions : tuple of str
+    solves : callable
+        From a cell, the problem that its results are judged as: another one for what a cell is compared with, None for results that
+        cannot be judged, because they are random.
     """
 
     name: str
     prepare: Callable[[Cell, tuple[Array, ...]], Run]
     ours: bool = False
     directions: tuple[str, ...] = DIRECTIONS
+    solves: Callable[[Cell], Cell | None] = lambda cell: cell
 
 
 @dataclass(frozen=True)
@@ -167,6 +96,9 @@ class Bench(Protocol):
 
     def judge(self, cell: Cell, inputs: tuple[Array, ...], results: tuple[Array, ...]) -> Verdict:
         """Whether the results are right."""
+
+    def captured(self, run: Run) -> Run:
+        """The same work, launched from a CUDA graph, which leaves its host out of what is measured."""
 
     def time(self, run: Run, launches: int) -> list[float]:
         """Seconds of each of so many launches."""
@@ -270,10 +202,13 @@ class Effort:
         Turns that each contender has in a cell, besides one that does not count. See `order_of` for how many are fair.
     seconds : float
         Device time of a contender in a cell, over all rounds; a turn has `FEWEST` to `MOST` launches whatever they take.
+    graphs : bool
+        Whether launches come from CUDA graphs, for those contenders that can be captured. Others have a note that says why not.
     """
 
     rounds: int = 6
     seconds: float = 0.25
+    graphs: bool = False
 
     def launches(self, seconds_each: float) -> int:
         """Launches of a turn, for a contender of which one takes so long."""
@@ -322,9 +257,11 @@ def _measure(cell: Cell, contenders: list[Contender], bench: Bench, effort: Effo
             warnings.simplefilter("always")
             try:
                 run = contender.prepare(cell, inputs)
-                verdict = bench.judge(cell, inputs, run.arrays(run.launch()))
+                verdict = _judged(contender, cell, inputs, run, bench)
                 if contender.ours and not verdict.ok:
                     raise ArithmeticError(verdict.note)
+                if effort.graphs:
+                    run, verdict = _captured(run, verdict, bench)
                 launches = effort.launches(statistics.median(bench.time(run, WARM_UP)))
                 turns[contender.name] = _Turns(run, verdict.note, launches)
             except Exception as error:  # whatever it is, it is what became of this contender, and the others are still to run
@@ -340,6 +277,20 @@ def _measure(cell: Cell, contenders: list[Contender], bench: Bench, effort: Effo
                 failures.append(Failure(name, reason(error)))
                 del turns[name]
     return CellResult(cell, tuple(_summed_up(name, turn) for name, turn in turns.items()), tuple(failures))
+
+
+def _judged(contender: Contender, cell: Cell, inputs: tuple[Array, ...], run: Run, bench: Bench) -> Verdict:
+    results, problem = run.arrays(run.launch()), contender.solves(cell)
+    return Verdict(note="not judged: its numbers are random") if problem is None else bench.judge(problem, inputs, results)
+
+
+def _captured(run: Run, verdict: Verdict, bench: Bench) -> tuple[Run, Verdict]:
+    """The run from a graph; where it cannot be captured, itself, with a note."""
+    try:
+        return bench.captured(run), verdict
+    except Exception as error:
+        notes = "; ".join(filter(None, (verdict.note, f"not captured: {reason(error)}")))
+        return run, Verdict(verdict.ok, notes)
 
 
 def order_of(names: list[str], number: int) -> list[str]:

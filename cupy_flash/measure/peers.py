@@ -18,7 +18,8 @@ from ..api.forward import attention, plan_attention
 from ..call.forward import AttentionPlan
 from ..plan.kernel import KernelPlan
 from ..problem.options import BACKWARD_KERNELS, FORWARD_KERNELS
-from .bench import DIRECTIONS, Array, Cell, Contender, Failure, Run
+from .bench import Array, Contender, Failure, Run
+from .cells import DIRECTIONS, Cell
 
 ALGORITHMS = ("v1", "v2")
 KERNELS = {  # of v2, and the direction of each
@@ -98,14 +99,14 @@ def _own(algorithm: str, kernels: dict[str, str | None], deterministic: bool, ce
     q, k, v, *dout = inputs
     kernel = kernels.get(cell.direction)
     if not dout:
-        out = _unwritten(q)
+        out = unwritten(q)
         plan = plan_attention(q, k, v, causal=cell.causal, algorithm=algorithm, out=out, kernel=kernel)
         return _forward_run(plan, inputs, out)
     arguments = (*dout, q, k, v, *attention(q, k, v, causal=cell.causal, algorithm=algorithm, return_lse=True))
-    results = dict(zip(("dq", "dk", "dv"), map(_unwritten, (q, k, v))))
+    results = dict(zip(("dq", "dk", "dv"), map(unwritten, (q, k, v))))
     options = {"causal": cell.causal, "algorithm": algorithm, "deterministic": deterministic, "kernel": kernel}
     plan = plan_attention_backward(*arguments, **options, **results)
-    return Run(partial(plan, *arguments, workspace=_workspace(plan), **results), tuple)
+    return Run(partial(plan, *arguments, workspace=workspace_of(plan), **results), tuple)
 
 
 def planned_run(kernel: KernelPlan, cell: Cell, inputs: tuple[Array, ...]) -> Run:
@@ -119,16 +120,16 @@ def planned_run(kernel: KernelPlan, cell: Cell, inputs: tuple[Array, ...]) -> Ru
     inputs : tuple of array
         q, k and v.
     """
-    out = _unwritten(inputs[0])
+    out = unwritten(inputs[0])
     problem = plan_attention(*inputs, causal=cell.causal, out=out, kernel=kernel.file).problem
     return _forward_run(AttentionPlan(problem, kernel, False), inputs, out)
 
 
 def _forward_run(plan: AttentionPlan, inputs: tuple[Array, ...], out: Array) -> Run:
-    return Run(partial(plan, *inputs, out=out, workspace=_workspace(plan)), lambda out: (out,))
+    return Run(partial(plan, *inputs, out=out, workspace=workspace_of(plan)), lambda out: (out,))
 
 
-def _unwritten(like: Array) -> Array:
+def unwritten(like: Array) -> Array:
     """A new array full of NaN, so that a kernel that writes nothing is not judged by what an earlier one left behind."""
     import cupy
 
@@ -137,7 +138,7 @@ def _unwritten(like: Array) -> Array:
     return array
 
 
-def _workspace(plan: Any) -> Array | None:
+def workspace_of(plan: Any) -> Array | None:
     import cupy
 
     return cupy.empty(plan.workspace_bytes, numpy.uint8) if plan.workspace_bytes else None
@@ -203,7 +204,7 @@ def _sdpa(backend: str, cell: Cell, inputs: tuple[Array, ...]) -> Run:
         with sdpa_kernel(getattr(SDPBackend, backend)):
             return scaled_dot_product_attention(q, k, v, is_causal=cell.causal)
 
-    return _torch_run(forward, inputs, lambda x: x)
+    return torch_run(forward, inputs)
 
 
 def _fa4(cell: Cell, inputs: tuple[Array, ...]) -> Run:
@@ -213,34 +214,43 @@ def _fa4(cell: Cell, inputs: tuple[Array, ...]) -> Run:
         result = flash_attn_func(q, k, v, causal=cell.causal)
         return result[0] if isinstance(result, tuple) else result  # some versions return the log-sum-exp as well
 
-    return _torch_run(forward, inputs, lambda x: x.transpose(1, 2))
+    return torch_run(forward, inputs, lambda x: x.transpose(1, 2))
 
 
-def _torch_run(forward: Callable[..., Any], inputs: tuple[Array, ...], axes: Callable[[Any], Any]) -> Run:
+def torch_run(
+    forward: Callable[..., Any], inputs: tuple[Array, ...], axes: Callable[[Any], Any] = lambda x: x, more: tuple[Any, ...] = ()
+) -> Run:
     """A function of q, k and v that PyTorch differentiates.
 
     Parameters
     ----------
     forward : callable
     inputs : tuple of array
+        q, k and v, and for the backward dout.
     axes : callable
         From (batch, heads, seq, dim) to the axes of the function, and back.
+    more : tuple of torch.Tensor
+        Of which the function is as well, and the backward has gradients, which are not among the arrays of the run.
     """
     import cupy
     import torch
 
     def arrays(tensors: tuple[Any, ...]) -> tuple[Array, ...]:
-        return tuple(cupy.from_dlpack(axes(x.detach())) for x in tensors)
+        return tuple(cupy.from_dlpack(axes(x.detach())) for x in tensors[:3])
 
     q, k, v, *dout = (axes(torch.from_dlpack(x)).contiguous() for x in inputs)
     if not dout:
 
         def launch() -> tuple[Any, ...]:
             with torch.no_grad():
-                return (forward(q, k, v),)
+                return (forward(q, k, v, *more),)
 
         return Run(launch, arrays, "torch")
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = forward(*leaves)
-    dout = torch.empty_like(out).copy_(*dout)  # laid out like the result, as the gradient of a following layer would be
-    return Run(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), arrays, "torch")
+    leaves = [x.requires_grad_() for x in (q, k, v, *more)]
+
+    def launch_of_backward() -> Callable[[], Any]:
+        out = forward(*leaves)
+        gradient = torch.empty_like(out).copy_(*dout)  # laid out like the result, as that of a following layer would be
+        return lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
+
+    return Run(launch_of_backward(), arrays, "torch", launch_of_backward)

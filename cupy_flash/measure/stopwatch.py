@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -17,7 +18,8 @@ from ..judge.compare_gradients import compare_gradients
 from ..machine.execution import architecture_for
 from ..plan.architecture import Architecture
 from ..problem.arrays import DTYPES
-from .bench import Array, Cell, Run, Verdict
+from .bench import Array, Run, Verdict
+from .cells import Cell
 
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU yet
 MATMUL_SIZE = 8192
@@ -83,6 +85,28 @@ class GpuBench:
         finally:  # what judging took is more than what most contenders take, and not all of them ask CuPy's pool
             self._cupy.get_default_memory_pool().free_all_blocks()
         return Verdict()
+
+    def captured(self, run: Run) -> Run:
+        """The same work from a CUDA graph. Raises what the library of the run raises when it cannot be captured."""
+        self._cupy.cuda.runtime.deviceSynchronize()
+        if run.library == "torch":
+            torch = sys.modules["torch"]
+            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            with torch.cuda.stream(stream):
+                launch = run.anew() if run.anew else run.launch
+                launch()
+            stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                results = launch()
+            return replace(run, launch=lambda: (graph.replay(), results)[1])
+        stream = self._cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            try:
+                results = run.launch()
+            finally:
+                graph = stream.end_capture()
+        return replace(run, launch=lambda: (graph.launch(), results)[1])
 
     def time(self, run: Run, launches: int) -> list[float]:
         """Seconds of each of so many launches, each behind a write of `FLUSH_BYTES` that leaves nothing useful in the cache.

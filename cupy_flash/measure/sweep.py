@@ -20,7 +20,8 @@ from ..plan.tuning import TileConfig, candidates_for
 from ..problem.forward import make_problem
 from ..problem.layout import dense_layout
 from ..problem.options import Options
-from .bench import Bench, Cell, CellResult, Contender, Effort, Failure, Measurement, measure
+from .bench import Bench, CellResult, Contender, Effort, Failure, Measurement, measure
+from .cells import Cell
 from .peers import planned_run
 
 
