@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from .. import __version__
-from . import bench, cache, check, compile, doctor, plan, source, trace, traffic
+from . import bench, bench_lengths, cache, check, compile, doctor, plan, source, trace, traffic
 from .output import wants_no_colour
 from .process import Program
 
@@ -34,6 +34,7 @@ for command in (
     source.source,
     cache.cache,
     bench.bench,
+    bench_lengths.bench_lengths,
     traffic.traffic,
     trace.trace,
 ):
