@@ -218,10 +218,10 @@ def few_queries(machine, dtype, lens, capacity, page_size=None, pages=None, dim=
     kv = [rng.standard_normal((2, heads[1], n, dim)).astype(dtype) for n in lens]
     told = {"seqlens_kv": machine.put(numpy.array(lens, numpy.int32))}
     if page_size is None:
-        caches = xp.full((2, len(lens), heads[1], capacity, dim), numpy.nan, dtype)
+        caches = numpy.full((2, len(lens), heads[1], capacity, dim), numpy.nan, dtype)
         for b, rows in enumerate(kv):
-            caches[:, b, :, : lens[b]] = machine.put(rows)
-        k_cache, v_cache = caches
+            caches[:, b, :, : lens[b]] = rows
+        k_cache, v_cache = map(machine.put, caches)
     else:
         used = [-(-n // page_size) for n in lens]
         ends = [pages - 1 - i // 2 if i % 2 else i // 2 for i in range(sum(used))]  # from both ends of the pool

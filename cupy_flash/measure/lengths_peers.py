@@ -119,8 +119,13 @@ def _pooled(x: Array, size: int, places: numpy.ndarray) -> Array:
     import cupy
 
     pool = _unwritten(cupy.empty((len(numpy.unique(places // size)), size, *x.shape[1:]), x.dtype))
-    pool.reshape(-1, *x.shape[1:])[_array(places)] = x
+    _bits(pool)[_array(places)] = _bits(x)
     return pool
+
+
+def _bits(x: Array) -> Array:
+    """Rows of heads of half-precision numbers, as integers, which any library moves about."""
+    return x.reshape(-1, *x.shape[-2:]).view(numpy.uint16)
 
 
 def _array(x: numpy.ndarray) -> Array:
@@ -156,11 +161,11 @@ def _step(size: int, cell: LengthsCell, inputs: Inputs) -> Run:
 
     q, k, v = inputs
     count, ends = len(cell.lens_kv), numpy.array(offsets_of(cell.lens_kv)[1:]) - 1
-    new = [x[_array(ends)][:, None].copy() for x in (k, v)]  # (batch, 1, heads, dim)
+    new = [_bits(x)[_array(ends)].view(x.dtype)[:, None] for x in (k, v)]  # (batch, 1, heads, dim)
     table, places = pages_of(cell.lens_kv, size)
     pools = [_pooled(x, size, places) for x in (k, v)]
     for pool in pools:  # what is appended is not there yet
-        pool.reshape(-1, *pool.shape[2:])[_array(places[ends])] = numpy.nan
+        _bits(pool)[_array(places[ends])] = 0xFFFF  # NaN
     pages, before, behind = _array(table), _numbers(n - 1 for n in cell.lens_kv), _numbers(cell.lens_kv)
     cos, sin = (f((max(cell.lens_kv), cell.dim // 2), numpy.float32) for f in (cupy.ones, cupy.zeros))
     q = q.reshape(count, 1, *q.shape[1:])

@@ -31,7 +31,7 @@ DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 BATCHES = {
     "edges": (0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 257),
     "primes": (3, 5, 7, 31, 61, 97, 127, 251, 509),
-    "one long": (*(1, 0, 2, 9, 3) * 4, 1500, *(5, 1) * 8),
+    "one long": (*(1, 0, 2, 9, 3) * 4, 1100, *(5, 1) * 8),
     "one": (333,),
 }
 KINDS = [("packed", "packed"), ("roomy", "roomy"), ("padded", "padded"), ("packed", "pages"), ("padded", "cache")]
@@ -42,7 +42,6 @@ OPTIONS = [
     {"causal": True, "prefix": 40, "softcap": 5.0},
 ]
 PAGE_SIZES = (1, 3, 8, 16, 64)
-MANY_KEYS = (5000, 70000)
 
 
 def captured(step):
@@ -96,18 +95,23 @@ def test_many_random_problems(start):
 @pytest.mark.parametrize("name", BATCHES)
 def test_forwards(name, options, dtype):
     ragged = sequences_of(dtype, BATCHES[name])
-    for kinds in KINDS:
-        judge(ragged, forward(DEVICE, ragged, rooms_with(ragged, *kinds), **options), **options)
+    first, *others = (forward(DEVICE, ragged, rooms_with(ragged, *kinds), **options) for kinds in KINDS)
+    judge(ragged, first, **options)
+    for found in others:  # which have the same bits, and so are right as well
+        assert_same_bits(found, first)
 
 
 @DTYPE
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[0], *OPTIONS[2:]], ids=str)
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backwards(deterministic, name, options, dtype):
     ragged = sequences_of(dtype, BATCHES[name])
-    for kinds in KINDS[:3]:
-        judge(ragged, backward(DEVICE, ragged, rooms_with(ragged, *kinds), deterministic, **options), **options)
+    kinds = KINDS[:3] if deterministic else KINDS[:1]
+    first, *others = (backward(DEVICE, ragged, rooms_with(ragged, *of), deterministic, **options) for of in kinds)
+    judge(ragged, first, **options)
+    for found in others:
+        assert_same_bits(found, first)
 
 
 @DTYPE
@@ -136,9 +140,10 @@ def test_queries_and_keys_of_other_lengths(dtype):
 def test_expressions(name, dtype):
     ragged = sequences_of(dtype, (130, 0, 1, 65, 300))
     text, arrays = expression(name, ragged)
-    for kinds in KINDS:
-        found = forward(DEVICE, ragged, rooms_with(ragged, *kinds), score=text, arrays=arrays, causal=True)
-        judge(ragged, found, score=name, arrays=arrays, causal=True)
+    first, *others = (forward(DEVICE, ragged, rooms_with(ragged, *of), score=text, arrays=arrays, causal=True) for of in KINDS)
+    judge(ragged, first, score=name, arrays=arrays, causal=True)
+    for found in others:
+        assert_same_bits(found, first)
     found = backward(DEVICE, ragged, rooms_with(ragged, "packed", "packed"), score=text, arrays=arrays, causal=True)
     judge(ragged, found, score=name, arrays=arrays, causal=True)
 
