@@ -5,7 +5,11 @@ from __future__ import annotations
 import click
 
 from .. import __version__
+<<<<<<< HEAD
 from . import bench, bench_scores, cache, check, compile, doctor, plan, source, trace, traffic
+=======
+from . import bench, bench_lengths, cache, check, compile, doctor, plan, source, trace, traffic
+>>>>>>> gpu
 from .output import wants_no_colour
 from .process import Program
 
@@ -34,7 +38,11 @@ for command in (
     source.source,
     cache.cache,
     bench.bench,
+<<<<<<< HEAD
     bench_scores.bench_scores,
+=======
+    bench_lengths.bench_lengths,
+>>>>>>> gpu
     traffic.traffic,
     trace.trace,
 ):

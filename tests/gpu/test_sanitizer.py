@@ -26,7 +26,7 @@ PROGRAM = """
 from itertools import product
 import cupy
 cupy.cuda.set_allocator(None)  # a memory pool would hide a step outside
-from cupy_flash import append_kv, attention, merge_states, plan_attention, plan_attention_backward, rotate
+from cupy_flash import append_kv, attention, attention_vjp, merge_states, plan_attention, plan_attention_backward, rotate
 from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.judge.cotangents import make_cotangents
 
@@ -90,6 +90,18 @@ for dtype, dim in (("float16", 64), ("float32", 40), ("float16", 33)):
     k, v = cupy.random.standard_normal((2, 3, 2, 50, dim), cupy.float32).astype(dtype)
     rotate(k, cos, sin, positions=cupy.array([0, 80, -5]), interleaved=dim == 33, out=k)
     append_kv(*cupy.zeros((2, 12, 2, 16, dim), dtype), k, v, cupy.array([3, 40, 14]), pages=pages, cos=cos, sin=sin)
+cupy.cuda.Device().synchronize()
+
+offsets = cupy.array([0, 70, 70, 135, 200, 200])  # and ten rows that no sequence has
+q, k, v = cupy.random.standard_normal((3, 2, 210, 64), cupy.float32).astype("float16")
+for deterministic in (False, True):
+    packed = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets, "deterministic": deterministic}
+    out, vjp = attention_vjp(q, k[:1], v[:1], causal=True, **packed)
+    vjp(out)
+pool = cupy.random.standard_normal((2, 360, 2, 16, 64), cupy.float32).astype("float16")
+pages, lengths = cupy.arange(359, -1, -1, dtype=cupy.int32).reshape(2, 180), cupy.array([2500, 70])  # three blocks share a tile
+queries = cupy.random.standard_normal((2, 4, 1, 64), cupy.float32).astype("float16")
+attention(queries, *pool, pages=pages, seqlens_kv=lengths)
 cupy.cuda.Device().synchronize()
 print("done")
 """

@@ -1,0 +1,238 @@
+"""The bench of sequences of several lengths without a GPU: its arithmetic, its contenders on NumPy, and what the command says."""
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy
+import pytest
+from click.testing import CliRunner
+from fake_bench import FakeBench, contender
+from test_peers import numpy_as_cupy  # noqa: F401  a fixture
+
+from cupy_flash.cli import bench_lengths as command
+from cupy_flash.cli import main
+from cupy_flash.judge.oracle import sees
+from cupy_flash.measure import lengths_machine, lengths_peers
+from cupy_flash.measure.bench import Failure, Run
+from cupy_flash.measure.lengths import (
+    DENSE,
+    HIDDEN,
+    PAGE_SIZES,
+    ROWS,
+    TOKENS,
+    LengthsCell,
+    cells,
+    documents,
+    log_uniform,
+    offsets_of,
+    pairs_of,
+)
+from cupy_flash.measure.lengths_machine import LengthsBench, captured, judged_sequences, kernels_in
+
+LENS = (5, 70, 1, 33)
+PACKED = LengthsCell("packed", "some", "forward", 16, 2, 2, LENS, LENS, causal=True)
+CACHES = LengthsCell("pages", "some", "forward", 16, 4, 2, (3,) * 4, (5, 70, 3, 33), True, (16, 1))
+ALIKE = LengthsCell("decode", "alike", "forward", 16, 4, 2, (1,) * 3, (40,) * 3, page_sizes=(16, 3))
+RAGGED = replace(ALIKE, name="ragged", lens_kv=(40, 1, 7))
+CELLS = [
+    *(replace(PACKED, direction=way, lens_q=n, lens_kv=n) for way in ("forward", "backward") for n in (LENS, (20,) * 3)),
+    CACHES, replace(CACHES, lens_kv=(33,) * 4), ALIKE, RAGGED, replace(ALIKE, row="step"), replace(RAGGED, row="step"),
+]  # fmt: skip
+
+# Arithmetic
+
+
+@pytest.mark.parametrize("len_q, len_kv", [(5, 5), (3, 9), (9, 3), (1, 7), (7, 1), (1, 1), (4, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_pairs_are_those_that_are_seen(len_q, len_kv, causal):
+    expected = sees(len_q, len_kv, last_key=len_kv - len_q if causal else None).sum() if len_kv else 0
+    assert pairs_of(len_q, len_kv, causal) == expected
+
+
+def test_work_and_bytes_of_a_cell():
+    assert PACKED.pairs == sum(n * (n + 1) // 2 for n in LENS)
+    assert PACKED.flops == 4 * 16 * PACKED.pairs * 2 and replace(PACKED, direction="backward").flops == 10 * 16 * PACKED.pairs * 2
+    assert ALIKE.key_bytes == 2 * 3 * 40 * 2 * 16 * 2
+    assert (PACKED.alike, PACKED.decodes, ALIKE.alike, ALIKE.decodes, RAGGED.alike) == (False, False, True, True, False)
+
+
+def test_lengths_are_drawn_as_they_are_said_to_be():
+    lens = documents(TOKENS, 1500, 1, 16, 16_384, 0)
+    assert lens == documents(TOKENS, 1500, 1, 16, 16_384, 0)
+    assert sum(lens) == TOKENS and min(lens[:-1]) >= 16 and max(lens) <= 16_384
+    many = documents(3_000_000, 1500, 1, 16, 16_384, 1)
+    assert 1300 < statistics.median(many) < 1700 and 0.9 < statistics.stdev(map(math.log, many)) < 1.1
+    lens = log_uniform(2000, 1, 131_072, 0)
+    assert min(lens) >= 1 and max(lens) <= 131_072 and 250 < statistics.median(lens) < 550
+    assert offsets_of((3, 0, 5)) == [0, 3, 3, 8]
+
+
+def test_what_is_measured():
+    found = cells()
+    assert [row for row in ROWS if row in {c.row for c in found}] == list(ROWS) and len(set(map(str, found))) == len(found)
+    packed = [c for c in found if c.row == "packed"]
+    assert {(c.direction, c.dim) for c in packed} == {(d, dim) for d in ("forward", "backward") for dim in (64, 128)}
+    assert all(sum(c.lens_q) == TOKENS and c.heads * c.dim == HIDDEN and c.causal for c in packed)
+    assert {c.lens_q for c in packed if c.alike} == {(DENSE,) * (TOKENS // DENSE)}
+    assert {c.page_sizes for c in found if c.row == "pages"} == {PAGE_SIZES}
+    assert all(c.decodes for c in found if c.row in ("decode", "step"))
+    assert [c.row for c in cells(("step", "pages"))] == ["pages", "pages", "step"]
+
+
+def test_sequences_that_are_judged():
+    assert judged_sequences(PACKED) == [0, 1, 2, 3]
+    assert judged_sequences(replace(ALIKE, lens_kv=(0, 5, 0))) == [1] and judged_sequences(replace(ALIKE, lens_kv=(0,) * 3)) == []
+    long = replace(PACKED, direction="backward", lens_q=(9, 5000, 3), lens_kv=(9, 5000, 3))
+    assert judged_sequences(long) == [0, 2]
+
+
+# Contenders and their judge
+
+
+@pytest.fixture
+def machine(numpy_as_cupy, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(lengths_peers, "_unwritten", lambda like: numpy.full_like(like, numpy.nan))
+    monkeypatch.setattr(lengths_peers, "captured", lambda run, report: [report(7) if report else None, run][1])
+    return LengthsBench(SimpleNamespace(time=None, clear=None, matmul_rate=None, device="a fake", versions={}))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_contenders_are_right_and_their_judge_finds_faults(machine, cell):
+    inputs, kernels = machine.make_inputs(cell), {}
+    there, missing = lengths_peers.contenders(cell, (), kernels.__setitem__)
+    assert missing == () and all(c.ours for c in there)
+    for one in there:
+        run = one.prepare(cell, inputs)
+        results = run.arrays(run.launch())
+        verdict = machine.judge(cell, inputs, results)
+        assert verdict.ok, f"{one.name}: {verdict.note}"
+        for result in results:
+            for wrong in (numpy.nan, 9):
+                kept = result[0].copy()
+                result[0] = wrong
+                assert not machine.judge(cell, inputs, results).ok
+                result[0] = kept
+        assert not machine.judge(cell, inputs, (results[0][:-1], *results[1:])).ok
+    assert set(kernels) == ({c.name for c in there} if cell.decodes else set())
+
+
+def test_who_takes_part():
+    names = {(c.row, c.alike): [x.name for x in lengths_peers.contenders(c, ())[0]] for c in cells()}
+    pages = ["contiguous", *(f"pages of {size}" for size in PAGE_SIZES)]
+    assert names[("packed", False)] == ["packed"] and names[("packed", True)] == ["packed", "dense"]
+    assert names[("pages", True)] == pages and names[("decode", False)] == ["contiguous", "pages of 64"]
+    assert names[("step", True)] == ["pages of 64", "rotate, append, attend"]
+
+
+def test_peers_are_asked_for_where_they_compute_the_same(monkeypatch):
+    monkeypatch.setattr(lengths_peers, "_is_installed", lambda module: module == "torch")
+    for cell in cells():
+        there, missing = lengths_peers.contenders(cell)
+        compared = cell.row == "decode" or (cell.row == "packed" and not cell.alike)
+        assert [c.name for c in there if not c.ours] == ["torch-flash2", "torch-cudnn"] * compared
+        assert missing == (Failure("fa4", "there is no module flash_attn.cute"),) * compared
+
+
+def test_pages_have_each_row_once():
+    table, places = lengths_peers.pages_of((5, 0, 70, 16), 16)
+    assert table.shape == (4, 5) and len(set(places.tolist())) == 91 == len(places)
+    assert sorted({*table[0, :1], *table[2], *table[3, :1]}) == list(range(7))
+    assert places[5:75].tolist() == [table[2, i // 16] * 16 + i % 16 for i in range(70)]
+
+
+def test_a_driver_that_is_not_there_counts_nothing(monkeypatch):
+    monkeypatch.setattr(lengths_machine, "DRIVER", "libno-such-driver.so")
+    assert kernels_in(0) is None
+
+
+@pytest.mark.gpu
+def test_kernels_of_a_graph_are_counted():
+    import cupy
+
+    x, told = cupy.zeros(10), []
+
+    def launch():
+        x.__iadd__(1)
+        x.__imul__(2)
+
+    launch()
+    run = captured(Run(launch, lambda _: (x,)), told.append)
+    assert told == [2]
+    x.fill(0)
+    run.launch()
+    cupy.cuda.Device().synchronize()
+    assert (x == 2).all()
+
+
+# The command
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["bench-lengths", *map(str, arguments)])
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    bench = FakeBench({"ours": 1e-3, "peer": 2e-3})
+    bench.copy_rate = lambda: 4e12
+
+    def contenders(cell, peers, told):
+        told("ours", 3)
+        there = (contender("ours", ours=True), *(contender("peer") for _ in peers))
+        return there, (Failure("fa4", "there is no module flash_attn.cute"),)
+
+    monkeypatch.setattr(command, "_machine", lambda: bench)
+    monkeypatch.setattr(command, "contenders", contenders)
+    return bench
+
+
+def test_the_command_prints_and_writes_what_it_found(fake, tmp_path):
+    path = tmp_path / "found.json"
+    result = run("--peers", "torch-cudnn", "--json", path)
+    assert result.exit_code == 0, result.output
+    report = json.loads(path.read_text())
+    assert report["device"] == "a fake" and report["copy_gb_per_s"] == 4000 and report["date"] and report["versions"]
+    assert report["missing"] == [{"contender": "fa4", "message": "there is no module flash_attn.cute"}]
+    for cell, expected in zip(report["cells"], cells(), strict=True):
+        ours, peer = cell["measurements"]
+        assert (cell["name"], cell["flops"], cell["key_bytes"]) == (expected.name, expected.flops, expected.key_bytes)
+        assert (ours["ours"], ours["kernels"], peer["ours"], peer["kernels"]) == (True, 3, False, None)
+        assert math.isclose(ours["tflops"], expected.flops / 1e-3 / 1e12) and math.isclose(peer["tflops"], ours["tflops"] / 2)
+        assert math.isclose(ours["key_gb_per_s"], expected.key_bytes / 1e6) and cell["failures"] == []
+        assert math.isclose(ours["share_of_copy"], ours["key_gb_per_s"] / 4000)
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("64 x 8k") and "ours" in line]
+    rate = 2 * 64 * 8192 * 8 * 128 * 2 / 1e-3
+    assert line.split()[4:] == ["forward", "ours", "1000.0", "1.00", f"{rate / 1e9:.0f}", f"{rate / 4e12:.0%}", "3"]
+    assert "fa4: there is no module flash_attn.cute" in result.stdout
+
+
+def test_what_fails_stops_nothing_and_shows(fake):
+    fake.wrong = ("ours", "peer")
+
+    def refuse():
+        raise MemoryError("no room")
+
+    fake.copy_rate = refuse
+    result = run("--rows", "decode", "--peers", "torch-cudnn")
+    assert result.exit_code == 1
+    assert "copy: MemoryError: no room" in result.stdout and result.stdout.count("failed: ArithmeticError: off by 1") == 5
+    assert result.stdout.count("! peer: decode") == 5
+
+
+def test_user_errors_end_with_2(fake):
+    for arguments in (("--rows", "packd"), ("--peers", "fa5"), ("--json", "nowhere/found.json"), ("--rounds", 0)):
+        assert run(*arguments).exit_code == 2
+    assert fake.turns == []
+
+
+@pytest.mark.gpu
+def test_the_command_on_a_gpu(tmp_path):
+    path = tmp_path / "found.json"
+    result = run("--rows", "step", "--peers", "none", "--rounds", 1, "--seconds", 0.01, "--json", path)
+    assert result.exit_code == 0, result.output
+    [cell] = json.loads(path.read_text())["cells"]
+    kernels = {m["contender"]: m["kernels"] for m in cell["measurements"]}
+    assert kernels["rotate, append, attend"] == kernels["pages of 64"] + 2
