@@ -94,7 +94,7 @@ def test_sequences_that_are_judged():
 
 @pytest.fixture
 def machine(numpy_as_cupy, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(lengths_peers, "_unwritten", lambda like: numpy.full_like(like, numpy.nan))
+    monkeypatch.setattr(lengths_peers, "unwritten", lambda like: numpy.full_like(like, numpy.nan))
     monkeypatch.setattr(lengths_peers, "captured", lambda run, report: [report(7) if report else None, run][1])
     return LengthsBench(SimpleNamespace(time=None, clear=None, matmul_rate=None, device="a fake", versions={}))
 
@@ -128,7 +128,7 @@ def test_who_takes_part():
 
 
 def test_peers_are_asked_for_where_they_compute_the_same(monkeypatch):
-    monkeypatch.setattr(lengths_peers, "_is_installed", lambda module: module == "torch")
+    monkeypatch.setattr(lengths_peers, "is_installed", lambda module: module == "torch")
     for cell in cells():
         there, missing = lengths_peers.contenders(cell)
         compared = cell.row == "decode" or (cell.row == "packed" and not cell.alike)

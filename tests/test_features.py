@@ -9,7 +9,7 @@ from cupy_flash.cli.bench_scores import computed_pairs, record_of
 from cupy_flash.measure import feature_runs
 from cupy_flash.measure.bench import CellResult, Measurement
 from cupy_flash.measure.feature_runs import FLEX, FeatureBench, Inputs, contenders
-from cupy_flash.measure.features import FEATURES, FeatureCell
+from cupy_flash.measure.features import FEATURES, FLEXIBLE, FeatureCell
 
 NAMED = {feature.name: feature for feature in FEATURES}
 MASKS = [name for name, feature in NAMED.items() if feature.seen]
@@ -80,11 +80,11 @@ def test_pairs_that_are_computed_are_whole_tiles_of_those_seen(name):
 
 
 def test_flex_attention_is_asked_for_what_has_a_function():
-    assert set(FLEX) <= set(NAMED)
+    assert set(FLEX) == set(FLEXIBLE) <= set(NAMED)
     for name in NAMED:
         asked = [contender.name for contender in contenders(small(name, "forward"))]
         assert ("flex" in asked) == (name in FLEX)
-        assert "flex" not in [contender.name for contender in contenders(small(name, "forward"), with_flex=False)]
+        assert "flex" not in [contender.name for contender in contenders(small(name, "forward"), flex=())]
 
 
 def test_a_share_is_of_the_rate_for_each_computed_pair():

@@ -5,11 +5,7 @@ from __future__ import annotations
 import click
 
 from .. import __version__
-<<<<<<< HEAD
-from . import bench, bench_scores, cache, check, compile, doctor, plan, source, trace, traffic
-=======
-from . import bench, bench_lengths, cache, check, compile, doctor, plan, source, trace, traffic
->>>>>>> gpu
+from . import bench, bench_lengths, bench_scores, cache, check, compile, doctor, plan, source, trace, traffic
 from .output import wants_no_colour
 from .process import Program
 
@@ -38,11 +34,8 @@ for command in (
     source.source,
     cache.cache,
     bench.bench,
-<<<<<<< HEAD
     bench_scores.bench_scores,
-=======
     bench_lengths.bench_lengths,
->>>>>>> gpu
     traffic.traffic,
     trace.trace,
 ):

@@ -79,7 +79,7 @@ def bench_lengths(
 
 
 def _machine() -> Any:
-    machine = bench._machine()
+    machine = bench.machine_of()
     from ..measure.lengths_machine import LengthsBench
 
     return LengthsBench(machine)

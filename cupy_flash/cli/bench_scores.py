@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ..api.backward import plan_attention_backward
 from ..api.forward import plan_attention
 from ..measure.bench import CellResult, Effort, measure
 from ..measure.cells import DIRECTIONS, Cell
-from ..measure.features import FEATURES, FeatureCell
+from ..measure.features import FEATURES, FLEXIBLE, FeatureCell
 from ..problem.arrays import DTYPES
 from .bench import SECONDS, machine_of
 from .lists import names
@@ -29,7 +30,7 @@ NAMES = tuple(feature.name for feature in FEATURES)
 @click.argument("direction", type=click.Choice((*DIRECTIONS, "both")), default="both")
 @click.option("--feature", "chosen", multiple=True, type=click.Choice(NAMES), help="Only this; may be given several times.")
 @click.option("--dim", "dims", type=names("32", "64", "128"), help="Only these head dims.")
-@click.option("--no-flex", is_flag=True, help="Without FlexAttention, which takes many seconds to compile.")
+@click.option("--flex", type=names(*FLEXIBLE, "none"), default=",".join(FLEXIBLE), help="Where FlexAttention takes part.")
 @click.option("--rounds", type=click.IntRange(1), default=4, show_default=True, help="Turns in a cell.")
 @click.option("--seconds", type=SECONDS, default=0.1, show_default=True, help="GPU time of a contender in a cell.")
 @click.option("--json", "json_path", type=OUTPUT, metavar="FILE", help="Write what was found, again after each cell.")
@@ -39,7 +40,7 @@ def bench_scores(
     direction: str,
     chosen: tuple[str, ...],
     dims: tuple[str, ...] | None,
-    no_flex: bool,
+    flex: tuple[str, ...],
     rounds: int,
     seconds: float,
     json_path: Path | None,
@@ -52,7 +53,7 @@ def bench_scores(
     \b
     Examples:
       cupy-flash bench-scores --json scores.json
-      cupy-flash bench-scores forward --feature alibi --feature dropout --no-flex
+      cupy-flash bench-scores forward --feature alibi --feature dropout --flex none
     """
     from ..measure.feature_runs import FeatureBench, contenders
 
@@ -61,22 +62,24 @@ def bench_scores(
     cells = [cell for feature in FEATURES if feature.name in (chosen or NAMES) for cell in feature.cells(directions)]
     cells = [cell for cell in cells if dims is None or str(cell.dim) in dims]
     effort = Effort(rounds, seconds)
-    measured = (next(measure([cell], contenders(cell, not no_flex), machine, effort)) for cell in cells)
+    measured = (next(measure([cell], contenders(cell, flex), machine, effort)) for cell in cells)
     records: list[dict[str, Any]] = []
-    for result in echo_progress(measured, len(cells), "measuring"):
-        records.append(record_of(result, machine.architecture.name))
-        if json_path is not None:
-            report = {
-                "cupy_flash": __version__,
-                "device": machine.device,
-                "versions": machine.versions,
-                "effort": asdict(effort),
-                "cells": records,
-            }
-            json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    list(echo_progress(_recorded(measured, records, machine, effort, json_path), len(cells), "measuring"))
     click.echo(machine.device)
     print_records(records)
     context.exit(1 if any(failure["contender"] in ("v2", "kept", "dense") for r in records for failure in r["failures"]) else 0)
+
+
+def _recorded(
+    results: Iterable[CellResult], records: list[dict[str, Any]], machine: Any, effort: Effort, path: Path | None
+) -> Iterator[CellResult]:
+    """The results as they come; all of them so far are among the records, and in the file, before the next is measured."""
+    for result in results:
+        records.append(record_of(result, machine.architecture.name))
+        if path is not None:
+            report = {"cupy_flash": __version__, "device": machine.device, "versions": machine.versions, "effort": asdict(effort)}
+            path.write_text(json.dumps(report | {"cells": records}, indent=2) + "\n", encoding="utf-8")
+        yield result
 
 
 def record_of(result: CellResult, architecture: str) -> dict[str, Any]:
@@ -134,7 +137,7 @@ def print_records(records: list[dict[str, Any]]) -> None:
         gate = f"{r['gate']:.2f}" if r["gate"] else ""
         rows.append((r["feature"], r["direction"], str(r["dim"]), str(r["seq"]), micro, rate, dense, shares, gate, peers))
     header = ("feature", "", "dim", "seq", "µs", "TFLOP/s", "dense µs", "share", "gate", "others µs")
-    for line in table(header, rows, "<<>>>>><><", max(terminal_width(), 140)):
+    for line in table(header, rows, "<<>>>>><><", terminal_width()):
         click.echo(line)
     notes = {(f["contender"], r["feature"], f["message"]) for r in records for f in r["failures"]}
     notes |= {(m["contender"], r["feature"], m["note"]) for r in records for m in r["measurements"] if m["note"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,12 +19,12 @@ from ..problem.backward import Gradients
 from ..problem.key_ranges import KeyRanges
 from .bench import Array, Contender, Run, Verdict
 from .cells import Cell
-from .features import P_DROPPED, PREFIX, FeatureCell, Options
+from .features import FLEXIBLE, P_DROPPED, PREFIX, FeatureCell, Options
 from .peers import contenders as of_plain
 from .peers import torch_run, unwritten, workspace_of
 from .stopwatch import GpuBench
 
-ROWS_WITH_BIAS = 256  # batch elements, of more of which the gradient of what they share is not judged: it would take minutes
+MANY = 256  # batch elements, of more of which the gradient of what they share is not judged
 SDPA = {"torch-cudnn": "CUDNN_ATTENTION", "torch-efficient": "EFFICIENT_ATTENTION", "torch-flash2": "FLASH_ATTENTION"}
 
 
@@ -41,7 +41,7 @@ class FeatureBench(GpuBench):
 
     def make_inputs(self, cell: FeatureCell) -> Inputs:
         """Standard normal q, k, v and dout, and what the feature draws."""
-        drawn = cell.feature.options(cell, numpy.random.default_rng(0))
+        drawn = cell.feature.options(cell, self._cupy.random.default_rng(0))
         return Inputs(super().make_inputs(cell), {name: self._on_device(x) for name, x in drawn.items()})
 
     def _on_device(self, x: Any) -> Any:
@@ -52,37 +52,43 @@ class FeatureBench(GpuBench):
         return KeyRanges(*map(self._on_device, (x.start, x.stop))) if isinstance(x, KeyRanges) else x
 
     def judge(self, cell: Cell, inputs: Inputs, results: tuple[Array, ...]) -> Verdict:
-        """Whether results are right: the first head and the last one of all batch elements, or of the first few of very many."""
+        """Whether results are right: the first head of the first batch element and the last one of the last.
+
+        A gradient of what batch elements share is judged with all of them, unless they are so many that it takes minutes.
+        """
         if not isinstance(cell, FeatureCell):
             return super().judge(cell, inputs.arrays, results)
         try:
-            for head in (slice(0, 1), slice(cell.heads - 1, cell.heads)):
-                wrong = self._wrong(cell, inputs, results, head)
+            for first in (True, False):
+                wrong = self._wrong(cell, inputs, results, first)
                 if wrong:
                     return Verdict(False, wrong)
         finally:
             self._cupy.get_default_memory_pool().free_all_blocks()
         return Verdict()
 
-    def _wrong(self, cell: FeatureCell, inputs: Inputs, results: tuple[Array, ...], head: slice) -> str:
-        whole = cell.batch <= ROWS_WITH_BIAS
-        of_head = (slice(None) if whole else slice(0, 1), head)
+    def _wrong(self, cell: FeatureCell, inputs: Inputs, results: tuple[Array, ...], first: bool) -> str:
+        head = slice(0, 1) if first else slice(cell.heads - 1, cell.heads)
+        dbias, dsinks = (getattr(results, name, None) for name in ("dbias", "dsinks"))
+        shared = (dsinks is not None or (dbias is not None and dbias.ndim == 3)) and cell.batch <= MANY
+        batch = slice(None) if shared else slice(0, 1) if first else slice(cell.batch - 1, cell.batch)
         told = {"scale": cell.dim**-0.5, "last_key": 0 if cell.causal else None}
-        told |= cell.feature.told(cell, inputs.options, head, self._cupy)
-        q, k, v, *dout = (x[of_head] for x in inputs.arrays)
+        told |= cell.feature.told(cell, inputs.options, batch, head, self._cupy)
+        q, k, v, *dout = (x[batch, head] for x in inputs.arrays)
         if not dout:
-            judged = compare(results[0][of_head], None, q, k, v, **told)
+            judged = compare(results[0][batch, head], None, q, k, v, **told)
             return "" if judged.ok else f"wrong result: {judged.message}"
-        own = {}
-        if isinstance(results, Gradients) and whole:
-            own["dsinks"] = None if results.dsinks is None else results.dsinks[head]
-            own["dbias"] = None if results.dbias is None else results.dbias[..., head, :, :]
-        wrt = {"bias": told["bias"]} if own.get("dbias") is not None else {}
-        judged = compare_gradients(Gradients(*(x[of_head] for x in results[:3]), **own), *dout, q, k, v, wrt=wrt, **told)
+        own, wrt = {}, {}
+        if dsinks is not None and shared:
+            own["dsinks"] = dsinks[head]
+        if dbias is not None and (shared or dbias.ndim == 4):
+            own["dbias"] = (dbias[batch] if dbias.ndim == 4 else dbias)[..., head, :, :]
+            wrt = {"bias": told["bias"]}
+        judged = compare_gradients(Gradients(*(x[batch, head] for x in results[:3]), **own), *dout, q, k, v, wrt=wrt, **told)
         return "" if judged.ok else f"wrong gradient: {judged.message}"
 
 
-def contenders(cell: FeatureCell, with_flex: bool = True) -> tuple[Contender, ...]:
+def contenders(cell: FeatureCell, flex: Collection[str] = FLEXIBLE) -> tuple[Contender, ...]:
     """Those of a cell: 'v2', this project; 'dense', the same without the feature; 'kept' with tiles found once; and peers."""
     feature = cell.feature
     (dense,), _ = of_plain(("v2",), ())
@@ -92,7 +98,7 @@ def contenders(cell: FeatureCell, with_flex: bool = True) -> tuple[Contender, ..
     ]
     if feature.seen is not None:
         there.append(Contender("kept", partial(_own, True), True))
-    if feature.name in FLEX and with_flex:
+    if feature.name in flex:
         there.append(Contender("flex", _flex))
     if "bias" in feature.name:
         there += [Contender(name, partial(_sdpa_with_bias, SDPA[name])) for name in ("torch-cudnn", "torch-efficient")]

@@ -22,6 +22,7 @@ from .cells import HIDDEN, TOKENS, Cell
 
 Options = dict[str, Any]
 P_DROPPED, SEED = 0.1, 7
+FLEXIBLE = ("alibi", "column term", "temperature", "documents", "prefix", "ranges")  # what FlexAttention is asked as well
 DOCUMENTS, PREFIX, FIRST_KEYS, NEAR = 8, 1024, 64, 1024
 
 
@@ -54,10 +55,10 @@ class Feature:
     ----------
     name : str
     options : callable
-        From a cell and a random generator, the options of `attention` but `causal`, with NumPy arrays.
+        From a cell and a random generator, of NumPy or CuPy, the options of `attention` but `causal`, with arrays of either.
     told : callable
-        From a cell, its options, a slice that is one head, and NumPy or CuPy, of whose arrays the options are: what the oracle is
-        told instead of them, for that head of all batch elements.
+        From a cell, its options, a slice of batch elements and one that is a head, and NumPy or CuPy, of whose arrays the options
+        are: what the oracle is told instead of them, for that head of those batch elements.
     forward, backward : float
         Gates.
     causal : bool
@@ -73,8 +74,8 @@ class Feature:
     """
 
     name: str
-    options: Callable[[FeatureCell, numpy.random.Generator], Options]
-    told: Callable[[FeatureCell, Options, slice, Any], Options]
+    options: Callable[[FeatureCell, Any], Options]
+    told: Callable[[FeatureCell, Options, slice, slice, Any], Options]
     forward: float
     backward: float
     causal: bool = False
@@ -98,7 +99,7 @@ class Feature:
                     yield FeatureCell(direction, "bfloat16", dim, self.causal, seq, batch, self.heads or HIDDEN // dim, self)
 
 
-def _normal(rng: numpy.random.Generator, *shape: int) -> numpy.ndarray:
+def _normal(rng: Any, *shape: int) -> Any:
     return rng.standard_normal(shape, numpy.float32)
 
 
@@ -130,12 +131,12 @@ def _in_ranges(cell: Cell) -> numpy.ndarray:
     return first | near
 
 
-def _column(cell: FeatureCell, given: Options, heads: slice, xp: Any) -> Options:
+def _column(cell: FeatureCell, given: Options, batch: slice, heads: slice, xp: Any) -> Options:
     added = given["arrays"]["t"]
     return {"score": _of_any_head(lambda s: s + added.astype(s.dtype), lambda s: s * 0 + 1)}
 
 
-def _temperature(cell: FeatureCell, given: Options, heads: slice, xp: Any) -> Options:
+def _temperature(cell: FeatureCell, given: Options, batch: slice, heads: slice, xp: Any) -> Options:
     factor = given["arrays"]["t"][heads, None, None]
     return {"score": _of_any_head(lambda s: s * factor.astype(s.dtype), lambda s: s * 0 + factor.astype(s.dtype))}
 
@@ -144,21 +145,22 @@ def _of_any_head(value: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Ha
     return HandScore(value, slope, part=lambda index: _of_any_head(value, slope))
 
 
-def _bias(cell: FeatureCell, given: Options, heads: slice, xp: Any) -> Options:
-    return {"bias": given["bias"][..., heads, :, :]}
+def _bias(cell: FeatureCell, given: Options, batch: slice, heads: slice, xp: Any) -> Options:
+    bias = given["bias"]
+    return {"bias": (bias[batch] if bias.ndim == 4 else bias)[..., heads, :, :]}
 
 
-def _draw_bias(cell: FeatureCell, rng: numpy.random.Generator, *leading: int) -> Options:
+def _draw_bias(cell: FeatureCell, rng: Any, *leading: int) -> Options:
     return {"bias": _normal(rng, *leading, cell.heads, cell.seq, cell.seq).astype(DTYPES[cell.dtype])}
 
 
-def _kept(cell: FeatureCell, given: Options, heads: slice, xp: Any) -> Options:
+def _kept(cell: FeatureCell, given: Options, batch: slice, heads: slice, xp: Any) -> Options:
     tokens, threshold = xp.arange(cell.seq), threshold_of(P_DROPPED)
-    of_heads = [keeps(threshold, SEED, 0, b * cell.heads + heads.start, tokens, tokens) for b in range(cell.batch)]
+    of_heads = [keeps(threshold, SEED, 0, b * cell.heads + heads.start, tokens, tokens) for b in range(cell.batch)[batch]]
     return {"keep": xp.stack(of_heads)[:, None], "keep_scale": keep_scale_of(P_DROPPED)}
 
 
-def _of_mask(cell: FeatureCell, given: Options, heads: slice, xp: Any) -> Options:
+def _of_mask(cell: FeatureCell, given: Options, batch: slice, heads: slice, xp: Any) -> Options:
     return {"seen": xp.asarray(cell.feature.seen(cell))}
 
 
@@ -166,7 +168,7 @@ FEATURES = (
     Feature(
         "alibi",
         lambda cell, rng: {"alibi_slopes": 2.0 ** -numpy.linspace(1, 8, cell.heads, dtype=numpy.float32)},
-        lambda cell, given, heads, xp: {"alibi_slopes": given["alibi_slopes"][heads]},
+        lambda cell, given, batch, heads, xp: {"alibi_slopes": given["alibi_slopes"][heads]},
         0.97,
         0.97,
         causal=True,
@@ -174,7 +176,7 @@ FEATURES = (
     Feature(
         "sinks",
         lambda cell, rng: {"sinks": _normal(rng, cell.heads)},
-        lambda cell, given, heads, xp: {"sinks": given["sinks"][heads]},
+        lambda cell, given, batch, heads, xp: {"sinks": given["sinks"][heads]},
         0.97,
         0.97,
         causal=True,

@@ -19,7 +19,7 @@ from ..api.rotate import rotate
 from .bench import Array, Contender, Failure, Run
 from .lengths import LengthsCell, offsets_of
 from .lengths_machine import captured
-from .peers import NEEDS, _is_installed, _torch_run, _unwritten, _workspace
+from .peers import NEEDS, is_installed, torch_run, unwritten, workspace_of
 
 PEERS = ("torch-flash2", "torch-cudnn", "fa4")
 Inputs = tuple[Array, ...]
@@ -53,7 +53,7 @@ def contenders(
     missing = []
     compared = cell.row == "decode" or (cell.row == "packed" and not cell.alike)
     for name in peers if compared else ():
-        if not _is_installed(NEEDS[name]):
+        if not is_installed(NEEDS[name]):
             missing.append(Failure(name, f"there is no module {NEEDS[name]}"))
         else:
             there.append(Contender(name, partial(_graphed, OF_PEERS[name], name, None)))
@@ -118,7 +118,7 @@ def _pooled(x: Array, size: int, places: numpy.ndarray) -> Array:
     """Rows in a pool of pages, of which what nobody has is NaN."""
     import cupy
 
-    pool = _unwritten(cupy.empty((len(numpy.unique(places // size)), size, *x.shape[1:]), x.dtype))
+    pool = unwritten(cupy.empty((len(numpy.unique(places // size)), size, *x.shape[1:]), x.dtype))
     _bits(pool)[_array(places)] = _bits(x)
     return pool
 
@@ -145,14 +145,14 @@ def _planned(cell: LengthsCell, inputs: Inputs, given: dict[str, Array], rows: C
     q, k, v, *dout = inputs
     options = {"causal": cell.causal, "layout": "bshd", **given}
     if not dout:
-        out = _unwritten(q)
+        out = unwritten(q)
         plan = plan_attention(q, k, v, out=out, **options)
-        launch = partial(plan, q, k, v, out=out, workspace=_workspace(plan), **given)
+        launch = partial(plan, q, k, v, out=out, workspace=workspace_of(plan), **given)
         return Run(launch, lambda out: (rows(out),))
     arguments = (*dout, q, k, v, *attention(q, k, v, **options, return_lse=True))
-    results = dict(zip(("dq", "dk", "dv"), map(_unwritten, (q, k, v))))
+    results = dict(zip(("dq", "dk", "dv"), map(unwritten, (q, k, v))))
     plan = plan_attention_backward(*arguments, **options, **results)
-    return Run(partial(plan, *arguments, workspace=_workspace(plan), **results, **given), lambda found: tuple(map(rows, found)))
+    return Run(partial(plan, *arguments, workspace=workspace_of(plan), **results, **given), lambda found: tuple(map(rows, found)))
 
 
 def _step(size: int, cell: LengthsCell, inputs: Inputs) -> Run:
@@ -190,7 +190,7 @@ def _torch_flash2(cell: LengthsCell, inputs: Inputs) -> Run:
     if cell.decodes and cell.alike:
         return _sdpa("FLASH_ATTENTION", cell, inputs)
     told = (*_torch_offsets(cell), max(cell.lens_q), max(cell.lens_kv), 0.0, cell.causal, False)
-    return _torch_run(lambda q, k, v: torch.ops.aten._flash_attention_forward(q, k, v, *told)[0], inputs, lambda x: x)
+    return torch_run(lambda q, k, v: torch.ops.aten._flash_attention_forward(q, k, v, *told)[0], inputs, lambda x: x)
 
 
 def _torch_cudnn(cell: LengthsCell, inputs: Inputs) -> Run:
@@ -212,7 +212,7 @@ def _torch_cudnn(cell: LengthsCell, inputs: Inputs) -> Run:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return scaled_dot_product_attention(*map(nested, (q, k, v)), is_causal=cell.causal).transpose(1, 2).values()
 
-    return _torch_run(forward, inputs, lambda x: x)
+    return torch_run(forward, inputs, lambda x: x)
 
 
 def _sdpa(backend: str, cell: LengthsCell, inputs: Inputs) -> Run:
@@ -227,7 +227,7 @@ def _sdpa(backend: str, cell: LengthsCell, inputs: Inputs) -> Run:
             out = scaled_dot_product_attention(*map(batched, (q, k, v)), is_causal=cell.causal, enable_gqa=True)
         return out.transpose(1, 2).reshape(q.shape)
 
-    return _torch_run(forward, inputs, lambda x: x)
+    return torch_run(forward, inputs, lambda x: x)
 
 
 def _fa4(cell: LengthsCell, inputs: Inputs) -> Run:
@@ -240,7 +240,7 @@ def _fa4(cell: LengthsCell, inputs: Inputs) -> Run:
         result = flash_attn_varlen_func(q, k, v, causal=cell.causal, **told)
         return result[0] if isinstance(result, tuple) else result
 
-    return _torch_run(forward, inputs, lambda x: x)
+    return torch_run(forward, inputs, lambda x: x)
 
 
 def _torch_offsets(cell: LengthsCell) -> tuple[Any, Any]:

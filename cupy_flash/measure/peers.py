@@ -65,7 +65,7 @@ def contenders(
     missing = []
     for name in peers:
         module = NEEDS.get(name)
-        if module and not _is_installed(module):
+        if module and not is_installed(module):
             missing.append(Failure(name, f"there is no module {module}"))
         else:
             prepare = {"naive": _naive, "fa4": _fa4}.get(name) or partial(_sdpa, SDPA[name])
@@ -73,7 +73,7 @@ def contenders(
     return tuple(there), tuple(missing)
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:  # of the package that it would be in
