@@ -3,7 +3,8 @@
 //
 //   bwd_scores_clear    sums = 0                          where more than one sum goes to an element
 //
-//   bwd_scores          a block, or a few, for each unit of elements, say a head's tile of queries i and tile of keys j
+//   bwd_scores          a block, or a few, for each unit of elements, say a head's tile of queries i and tile of keys j; where units are many,
+//                       a block takes one after the other, and loads the tiles of the next beneath what it computes
 //     G = 0
 //     for each batch element, head and pair of tiles (i, j) that share the unit
 //       S = Q_i K_j^T              dP = dO_i V_j^T
@@ -17,8 +18,8 @@
 //   bwd_scores_store    gradient = sums
 #include "config.cuh"
 #include "params.cuh"
+#include "tile/element_sums.cuh"
 #include "tile/mma.cuh"
-#include "tile/score_sums.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = TILE_Q / WARPS;
@@ -37,7 +38,6 @@ KERNEL(THREADS, 1) bwd_scores_clear(GRID_CONSTANT ScoreGradientParams p) {
 }
 
 KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
-  const u32 unit_number = block_id() / p.splits, split = block_id() - unit_number * p.splits;
   const int warp_row = warp_id() * WARP_ROWS;
   const Mask mask{p.mask, p.len_kv};
 
@@ -48,8 +48,12 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
   const auto v_smem = [=](int stage) { return KeyTile{k_smem(stage).base + KeyTile::bytes}; };
   const auto stats_smem = [=](int stage) { return v_smem(stage).base + KeyTile::bytes; };
 
-  PairCursor now = first_pair(p, mask, unit_number, split), coming = now;
+  // Parts of units: this block's are as far apart as there are blocks.
+  const auto first_of = [&](u32 part) { return first_pair(p, mask, part / p.splits, part % p.splits); };
+  u32 part = block_id(), coming_part = part;
+  PairCursor now = first_of(part), coming = now;
   const auto load_step = [&](int step) {                      // the pair of tiles that comes next, to the stage of this step
+    while (coming.left <= 0 && coming_part + blocks() < p.parts) coming = first_of(coming_part += blocks());
     if (coming.left > 0) {
       const int stage = step % STAGES, head_kv = coming.head / p.heads_per_kv, row0 = coming.q_tile * TILE_Q, col0 = coming.kv_tile * TILE_KV;
       load_async<Block>(q_smem(stage), slice(p.q, coming.batch, coming.head, row0, p.len_q, p.dim));
@@ -69,7 +73,13 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
   #pragma unroll 1
-  for (int step = 0; now.left > 0; ++step, now.advance(p, mask)) {
+  for (int step = 0;; ++step, now.advance(p, mask)) {
+    while (now.left <= 0) {
+      if constexpr (!BY_SCORE) end_unit(p, sum_reg, part / p.splits, part % p.splits, warp_row);
+      if ((part += blocks()) >= p.parts) return;
+      now = first_of(part);
+      fill(sum_reg, 0.f);
+    }
     wait_for_copies<max_of(STAGES - 2, 0)>();                 // without it these tiles are read before this thread's part has arrived
     sync_block();                                             // without it other threads' parts are missing, and the load below overwrites
                                                               // tiles that a slower warp still reads
@@ -107,7 +117,6 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
     if constexpr (BY_SCORE) scatter_by_score(p.sums, gradient_reg, s_reg, x, row0, col0);
     else add(sum_reg, gradient_reg);
   }
-  if constexpr (!BY_SCORE) end_unit(p, sum_reg, unit_number, split, warp_row);
 }
 
 KERNEL(THREADS, 1) bwd_scores_add(GRID_CONSTANT ScoreGradientParams p) {

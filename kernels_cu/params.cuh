@@ -232,13 +232,14 @@ struct ScoreGradientParams : BackwardParams {
   i64 head_kv_stride;                     // the same of key-value heads
   float* places;                          // GATHERED: what each query, key or distance of those batch elements and heads adds to whatever it reads
   i64 first_element;                      // what indices that are numbers add to its offsets
-  float* partials;                        // (units, splits, parts of a block, sums of a unit)  see tile/score_sums.cuh
+  float* partials;                        // (units, splits, parts of a block, sums of a unit)  see tile/element_sums.cuh
   float* sums;                            // (elements)  in float32, where several kernels or blocks add to one element
   i64 elements;                           // of the array
   int through_sums;                       // whether there are sums, from which the gradient is made
   int batch_summed[BATCH_AXES];           // batch elements along each axis that share the elements of a unit: 1 or all
   int heads_summed;                       // heads that do: 1, heads_per_kv or all
   u32 splits;                             // blocks of a unit
+  u32 parts;                              // of all units
   FastDivmod stats_rows_divmod;           // TILE_Q of the backward
   float delta_sign;                       // what its delta is multiplied by
 };

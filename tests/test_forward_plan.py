@@ -248,7 +248,7 @@ def test_blocks_take_turns():
     made = planned(array(2, 3, 400, 64))
     tiles = -(-400 // made.kernel.config.TILE_Q) * 3 * 2
     assert made.launches == (Launch("fwd_hopper", tiles, made.kernel.shared_bytes, made.kernel.config.MIN_BLOCKS),)
-    assert f"{tiles} blocks, at most 1 a multiprocessor, one query tile after the other" in str(made)
+    assert f"{tiles} blocks, at most 1 a multiprocessor, one tile after the other" in str(made)
     [generic] = planned(array(2, 3, 400, 64), kernel="fwd_v2").launches
     assert generic.per_multiprocessor is None
 

@@ -30,7 +30,7 @@ from cupy_flash.plan.kernel import configure
 KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu|classify\.cu", file))
 # Headers, and a kernel that each is a part of.
 PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper", "tile/dq_protocol.cuh": "bwd_hopper"}
-PARTS |= {"tile/score_sums.cuh": "bwd_scores", "tile/schedule.cuh": "fwd_v2"}
+PARTS |= {"tile/score_sums.cuh": "bwd_scores", "tile/element_sums.cuh": "bwd_scores", "tile/schedule.cuh": "fwd_v2"}
 # Or a comment, which may speak of one.
 CALL = re.compile(r"//.*|\b(?:(?:sync|arrive|wait|commit|producer|consumer)_\w+|fence_proxy_async)(?:<[^;]*>)?\([^;]*\);")
 
@@ -228,7 +228,8 @@ def sums_of_reads(kernel, setting):
     def configured(*problem, **knobs):
         return replace(configure(*problem, **knobs), **setting.constants)
 
-    with mock.patch.object(read_gradients, "configure", configured), mock.patch.object(read_gradients, "MOST_BLOCKS", 1):
+    few = {"configure": configured, "MOST_BLOCKS": 1, "AT_A_TIME": 1}  # blocks, each of which takes several units
+    with mock.patch.multiple(read_gradients, **few):
         plan = plan_attention_backward(*given, backend="host", wrt="bias", **options)
         plan = BackwardPlan(plan.problem, plan.kernel)
     assert plan.kernels[1].file == kernel and setting.constants.items() <= asdict(plan.kernels[1].config).items()

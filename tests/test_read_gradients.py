@@ -227,6 +227,25 @@ def test_sums_repeat(arch, schedule, monkeypatch):
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.parametrize("arch", ["80", pytest.param("90a", marks=pytest.mark.release)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_takes_one_unit_after_the_other(arch, causal, monkeypatch):
+    """The bits of as many blocks as units, of which a causal mask leaves some nothing, in memory that was NaN."""
+    q, k, v, dout = inputs("float16")
+    bias = numpy.random.default_rng(0).standard_normal((BATCH, HEADS, LEN_Q, LEN_KV), numpy.float32)
+    out, lse = attention(q, k, v, bias=bias, causal=causal, return_lse=True)
+    given, options = (dout, q, k, v, out, lse), {"bias": bias, "causal": causal, "wrt": "bias", "backend": "host", "arch": arch}
+    found, blocks = [], []
+    for multiprocessors in (10**6, 1):
+        monkeypatch.setattr(host, "MULTIPROCESSORS", multiprocessors)
+        plan = plan_attention_backward(*given, **options)
+        found.append(plan(*given, bias=bias).dbias)
+        (launch,) = (launch.on(multiprocessors) for launch in plan.launches if launch.entry == "bwd_scores")
+        blocks.append(launch.blocks)
+    assert blocks[1] == read_gradients.AT_A_TIME < blocks[0]
+    numpy.testing.assert_array_equal(*found)
+
+
 def test_a_workspace_is_as_large_as_sums_that_blocks_share():
     """And not as a number for each pair, however many batch elements share the bias."""
     q, dout = normal(300, 4, 64, 32), normal(300, 4, 64, 32)

@@ -91,7 +91,7 @@ class Launch:
     def __str__(self) -> str:
         if self.per_multiprocessor is None:
             return f"{self.blocks} blocks"
-        return f"{self.blocks} blocks, at most {self.per_multiprocessor} a multiprocessor, one query tile after the other"
+        return f"{self.blocks} blocks, at most {self.per_multiprocessor} a multiprocessor, one tile after the other"
 
     def on(self, multiprocessors: int) -> Launch:
         """The launch with the number of blocks that it has on a device of so many multiprocessors."""

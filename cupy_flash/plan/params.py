@@ -114,7 +114,7 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
 
 
 def read_gradient_params(
-    problem: BackwardProblem, part: ReadGradient, splits: int, stats_rows: int, delta_sign: int
+    problem: BackwardProblem, part: ReadGradient, units: int, splits: int, stats_rows: int, delta_sign: int
 ) -> numpy.ndarray:
     """A size-1 array of `ScoreGradientParams` with everything but the addresses.
 
@@ -122,8 +122,8 @@ def read_gradient_params(
     ----------
     problem : BackwardProblem
     part : ReadGradient
-    splits : int
-        Blocks of a unit.
+    units, splits : int
+        How many units the elements are cut into, and how many blocks share one.
     stats_rows, delta_sign : int
         Rows of the tiles that the backward has statistics of, and what its delta is multiplied by.
 
@@ -139,7 +139,7 @@ def read_gradient_params(
     params["head_kv_stride"], params["first_element"] = part.head_kv_stride, part.first_element
     params["elements"], params["through_sums"] = part.elements, part.through_sums
     params["batch_summed"] = numpy.where(params["gradient"]["batch_stride"] == 0, params["batch"], 1)
-    params["heads_summed"], params["splits"] = part.heads_summed, splits
+    params["heads_summed"], params["splits"], params["parts"] = part.heads_summed, splits, max(units * splits, 0)
     params["stats_rows_divmod"], params["delta_sign"] = fast_divmod(stats_rows), delta_sign
     return params
 

@@ -36,6 +36,7 @@ from .workspace import Workspace
 FILE = "bwd_scores"
 MOVED = ("q", "k", "v", "dout")
 MOST_BLOCKS = 2 * 132  # of units that blocks share: two for each multiprocessor of an H200
+AT_A_TIME = 8  # blocks a multiprocessor, that take one unit after the other: more than run at once, so that none is waited for long
 ONE = Literal(1.0)
 
 
@@ -109,7 +110,7 @@ def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) ->
     units, splits = _units(problem, part, kernel)
     launches = _launches(problem, part, kernel, units, splits)
     workspace = _workspace(part, kernel, units, splits)
-    params = read_gradient_params(problem, part, splits, backward.config.TILE_Q, delta_sign(backward))
+    params = read_gradient_params(problem, part, units, splits, backward.config.TILE_Q, delta_sign(backward))
     return ReadGradientPlan(part, kernel, launches, workspace, params)
 
 
@@ -180,11 +181,12 @@ def _launches(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan, 
     }
     if problem.zero or not (problem.forward.len_q and problem.forward.len_kv and part.elements):
         blocks = dict.fromkeys(blocks, 0)  # the gradient is what it is allocated as, 0
-    return tuple(checked(Launch(entry, blocks[entry], shared)) for entry, shared in kernel.entries.items())
+    in_turn = {FILE: AT_A_TIME}
+    return tuple(checked(Launch(entry, blocks[entry], shared, in_turn.get(entry))) for entry, shared in kernel.entries.items())
 
 
 def _parts(part: ReadGradient, kernel: KernelPlan, splits: int) -> int:
-    """How many partial sums each element of a unit has, as ``kernels_cu/tile/score_sums.cuh`` makes them; 0 is none."""
+    """How many partial sums each element of a unit has, as ``kernels_cu/tile/element_sums.cuh`` makes them; 0 is none."""
     if part.scattered or (part.of_query and part.of_key and splits == 1):
         return 0
     return splits if part.of_query or part.of_distance else splits * kernel.config.WARPS

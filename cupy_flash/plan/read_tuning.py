@@ -11,11 +11,17 @@ from .tuning import TileConfig
 
 ONE_BLOCK = {"min_blocks": 1}
 THREE_SUMS = "the sums of a tile stay in registers beside S and dP"
+EIGHT = "eight warps share the keys of a block that fills a multiprocessor"
 ONE_STAGE = {"stages": 1}
 SCORES_HALVES_80 = (
     TileConfig(64, 64, 64, THREE_SUMS),
     TileConfig(128, 64, 64, THREE_SUMS, **ONE_BLOCK),
     TileConfig(256, 64, 64, THREE_SUMS, **ONE_STAGE, **ONE_BLOCK),
+)
+SCORES_HALVES_90 = (
+    TileConfig(64, 64, 64, THREE_SUMS),
+    TileConfig(128, 128, 64, EIGHT, warps=8, **ONE_BLOCK),
+    *SCORES_HALVES_80[2:],
 )
 SCORES_HALVES_86 = (
     TileConfig(64, 64, 64, THREE_SUMS),
@@ -52,7 +58,7 @@ READ_GRADIENTS: dict[str, dict[str, tuple[TileConfig, ...]]] = {
     "80": {"half": SCORES_HALVES_80, "float32": SCORES_FLOAT32_80},
     "86": {"half": SCORES_HALVES_86, "float32": SCORES_FLOAT32_86},
     "89": {"half": SCORES_HALVES_86, "float32": SCORES_FLOAT32_86},
-    "90a": {"half": SCORES_HALVES_80, "float32": SCORES_FLOAT32_80},
+    "90a": {"half": SCORES_HALVES_90, "float32": SCORES_FLOAT32_80},
     "100": {"half": SCORES_HALVES_80, "float32": SCORES_FLOAT32_80},
     "120": {"half": SCORES_HALVES_86, "float32": SCORES_FLOAT32_86},
 }

@@ -1,0 +1,209 @@
+// element_sums.cuh -- how the sums of units (score_sums.cuh) reach the elements of a gradient: at once, by partial sums, or by whichever index an
+// expression computes.
+#pragma once
+#include "tile/score_sums.cuh"
+
+// Calls use(row, col, sum) for each sum of a unit that the warp has a part of, whose rows of the tile begin at row0; a row or a column that the
+// elements do not belong to is 0.
+template <int M, int N, typename Use> OP void for_sums(const Acc<M, N>& acc, int row0, Use use) {
+  const auto plus = [](float a, float b) { return a + b; };
+  if constexpr (HAS_ROWS && HAS_COLS) {
+    for_lane(l) {
+      #pragma unroll
+      for (int r = 0; r < acc.regs; ++r) use(row0 + acc.row(l, r), acc.col(l, r), acc.at(l, r));
+    }
+  } else if constexpr (HAS_COLS) {
+    ColVec<N> sums;
+    for_lane(l) {
+      #pragma unroll
+      for (int i = 0; i < sums.slots; ++i) sums.at(l, i) = 0.f;
+      #pragma unroll
+      for (int r = 0; r < acc.regs; ++r) sums.at(l, acc.col_slot(r)) += acc.at(l, r);
+    }
+    reduce_lanes<32, 4>(sums, plus);
+    for_lane(l) {
+      #pragma unroll
+      for (int i = 0; i < sums.slots; ++i)
+        if (l < 4) use(0, sums.col(l, i), sums.at(l, i));
+    }
+  } else {
+    RowVec<M> sums;
+    fill(sums, 0.f);
+    for_lane(l) {
+      #pragma unroll
+      for (int r = 0; r < acc.regs; ++r) sums.at(l, acc.slot(r)) += acc.at(l, r);
+    }
+    quad_reduce(sums, plus);
+    if constexpr (HAS_ROWS) {
+      for_lane(l) {
+        #pragma unroll
+        for (int i = 0; i < sums.slots; ++i)
+          if (l % 4 == 0) use(row0 + sums.row(l, i), 0, sums.at(l, i));
+      }
+    } else {
+      Regs<float, 1> sum;
+      for_lane(l) {
+        sum.at(l, 0) = 0.f;
+        #pragma unroll
+        for (int i = 0; i < sums.slots; ++i) sum.at(l, 0) += sums.at(l, i);
+      }
+      reduce_lanes<32, 4>(sum, plus);
+      for_lane(l) if (l == 0) use(0, 0, sum.at(l, 0));
+    }
+  }
+}
+
+OP bool exists(const ScoreGradientParams& p, int q_idx, int kv_idx) { return q_idx < p.len_q && kv_idx < p.len_kv; }
+
+// how far into the gradient the elements of a query begin, or of a head
+OP i64 offset_of_query(const ScoreGradientParams& p, const PairCursor& unit, int q_idx) {
+  return offset_of(p.gradient, unit.batch, unit.head, q_idx) + unit.head / p.heads_per_kv * p.head_kv_stride;
+}
+
+OP void put_element(const ScoreGradientParams& p, i64 element, float sum) {
+  if (p.through_sums) write(p.sums + element, read(p.sums + element) + sum);
+  else write(static_cast<GradientElement*>(p.gradient.data) + element, sum);
+}
+
+// A sum of a unit goes to its element, which no other sum goes to.
+OP void put_sum(const ScoreGradientParams& p, const PairCursor& unit, int row, int col, float sum) {
+  const int q_idx = unit.q_tile * TILE_Q + row, kv_idx = unit.kv_tile * TILE_KV + col;
+  if (!exists(p, q_idx, kv_idx)) return;
+  const i64 offset = p.first_element + offset_of_query(p, unit, q_idx) + kv_idx * p.gradient.col_stride;
+  if (GATHERED) write(p.places + offset, sum);
+  else put_element(p, offset, sum);
+}
+
+// The same for all pairs of a unit: where the elements of a row begin is found once.
+template <int M, int N> OP void put_sums(const ScoreGradientParams& p, const PairCursor& unit, const Acc<M, N>& acc, int row0) {
+  const int first_row = unit.q_tile * TILE_Q + row0, first_col = unit.kv_tile * TILE_KV;
+  for_lane(l) {
+    i64 offset[M / 8];
+    #pragma unroll
+    for (int slot = 0; slot < M / 8; ++slot) offset[slot] = p.first_element + offset_of_query(p, unit, first_row + RowVec<M>::row(l, slot));
+    #pragma unroll
+    for (int r = 0; r < acc.regs; ++r) {
+      const int kv_idx = first_col + acc.col(l, r);
+      if (!exists(p, first_row + acc.row(l, r), kv_idx)) continue;
+      const i64 element = offset[acc.slot(r)] + kv_idx * p.gradient.col_stride;
+      if (GATHERED) write(p.places + element, acc.at(l, r));
+      else put_element(p, element, acc.at(l, r));
+    }
+  }
+}
+
+// The end of a block: its sums go to their elements where it is the only block of its unit, and else to partial sums, which are added up later.
+// Those of computed indices go to whichever elements they name.
+template <int M, int N> OP void end_unit(const ScoreGradientParams& p, const Acc<M, N>& acc, u32 unit_number, u32 split, int row0) {
+  const PairCursor unit = unit_of(p, unit_number);
+  if constexpr (SCATTERED) {
+    struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{unit.batch, unit.batch_number(p)};
+    const ScoreContext x = score_context(p, here, unit.head);
+    for_sums(acc, row0, [&](int row, int col, float sum) {
+      const int q_idx = unit.q_tile * TILE_Q + row, kv_idx = unit.kv_tile * TILE_KV + col;
+      if (exists(p, q_idx, kv_idx) && sum != 0.f) add_atomically(p.sums + element_of(0.f, place_at(q_idx, kv_idx), x), sum);
+    });
+  } else if (OF_QUERY && OF_KEY && p.splits == 1) {
+    put_sums(p, unit, acc, row0);
+  } else {
+    const u32 part = split * PARTS_OF_BLOCK + (PARTS_OF_BLOCK > 1 ? warp_id() : 0);
+    float* const partials = p.partials + (i64(unit_number) * p.splits * PARTS_OF_BLOCK + part) * UNIT_SUMS;
+    for_sums(acc, row0, [&](int row, int col, float sum) { write(partials + row * (HAS_COLS ? TILE_KV : 1) + col, sum); });
+  }
+}
+
+// The sum of what each warp of a block has, in their order: each lane's own, or with ONE that of all lanes. It is for the first warp alone.
+constexpr int ADD_BYTES = 32 * WARPS * int(sizeof(float));
+template <bool ONE> OP void add_warps(Regs<float, 1>& sum) {
+  const int own = warp_id();                                  // asked by all lanes: it is a shuffle
+  const SharedAddress smem = shared_memory();
+  if (ONE) reduce_lanes<32>(sum, [](float a, float b) { return a + b; });
+  for_lane(l) store_shared(smem + (own * 32 + l) * int(sizeof(float)), sum.at(l, 0));
+  sync_block();                                               // without it sums are read that have not been written
+  for_lane(l) {
+    sum.at(l, 0) = 0.f;
+    for (int warp = 0; warp < WARPS; ++warp) sum.at(l, 0) += load_shared<float>(smem + (warp * 32 + l) * int(sizeof(float)));
+  }
+}
+
+// 32 sums of a unit from their parts, by a block whose warps add up parts in turn.
+constexpr int GROUPS_OF_UNIT = ceil_div(UNIT_SUMS, 32);
+OP void add_partials(const ScoreGradientParams& p) {
+  const int own = warp_id();
+  const u32 unit_number = block_id() / GROUPS_OF_UNIT, parts = p.splits * PARTS_OF_BLOCK;
+  const int first = int(block_id() % GROUPS_OF_UNIT) * 32;
+  const float* const partials = p.partials + i64(unit_number) * parts * UNIT_SUMS;
+  constexpr bool ONE = UNIT_SUMS == 1;                        // whose parts are dealt out to lanes
+  Regs<float, 1> sum;
+  for_lane(l) {
+    sum.at(l, 0) = 0.f;
+    const u32 end = ONE || first + l < UNIT_SUMS ? parts : 0;
+    #pragma unroll 8
+    for (u32 part = ONE ? own * 32 + l : own; part < end; part += ONE ? 32 * WARPS : WARPS)
+      sum.at(l, 0) += read(partials + i64(part) * UNIT_SUMS + (ONE ? 0 : first + l));
+  }
+  add_warps<ONE>(sum);
+  if (own > 0) return;
+  const PairCursor unit = unit_of(p, unit_number);
+  for_lane(l) {
+    const int i = first + l, cols = HAS_COLS ? TILE_KV : 1;
+    if (i < UNIT_SUMS) put_sum(p, unit, i / cols, i % cols, sum.at(l, 0));
+  }
+}
+
+// The same of 32 distances of an owner, each of which is on one diagonal of tiles or on two, once in each row.
+OP void add_diagonals(const ScoreGradientParams& p) {
+  const int own = warp_id(), distances = p.len_q + p.len_kv - 1, groups = ceil_div(distances, 32);
+  const u32 owner_number = block_id() / groups;
+  const int first = int(block_id() % groups) * 32;
+  Regs<float, 1> sum;
+  for_lane(l) {
+    sum.at(l, 0) = 0.f;
+    // from the first key of the first diagonal, whose queries are those of the last tile
+    const int from = first + l - (p.len_q - 1) + (ceil_div(p.len_q, TILE_Q) - 1) * TILE_Q;
+    for (int row = own; row < (first + l < distances ? TILE_Q : 0); row += WARPS) {
+      const int key = from + row;
+      if (key < 0 || key >= diagonals(p) * TILE_KV) continue;
+      const i64 unit = i64(owner_number) * diagonals(p) + key / TILE_KV;
+      #pragma unroll 4
+      for (u32 split = 0; split < p.splits; ++split)
+        sum.at(l, 0) += read(p.partials + (unit * p.splits + split) * UNIT_SUMS + row * TILE_KV + key % TILE_KV);
+    }
+  }
+  add_warps<false>(sum);
+  if (own > 0) return;
+  const i64 place = offset_of_query(p, owner_of(p, owner_number), 0) + first;
+  for_lane(l) if (first + l < distances) write(p.places + place + l, sum.at(l, 0));
+}
+
+// An element from all queries, keys or distances that read it, in one order, by a block.
+OP void gather(const ScoreGradientParams& p) {
+  const int own = warp_id(), count = OF_DISTANCE ? p.len_q + p.len_kv - 1 : OF_QUERY ? p.len_q : OF_KEY ? p.len_kv : 1;
+  const i64 element = block_id();
+  Regs<float, 1> sum;
+  for_lane(l) sum.at(l, 0) = 0.f;
+  for (u32 number = 0; number < owners(p); ++number) {
+    const PairCursor owner = owner_of(p, number);
+    struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{owner.batch, owner.batch_number(p)};
+    const ScoreContext x = score_context(p, here, owner.head);
+    const float* const places = p.places + offset_of_query(p, owner, 0);
+    for_lane(l) {
+      for (int i = own * 32 + l; i < count; i += 32 * WARPS) {
+        const int distance = i - (p.len_q - 1);               // any pair that is so far apart will do
+        const int q_idx = OF_DISTANCE ? max_of(-distance, 0) : OF_QUERY ? i : 0, kv_idx = OF_DISTANCE ? max_of(distance, 0) : OF_KEY ? i : 0;
+        if (element_of(0.f, place_at(q_idx, kv_idx), x) == element) sum.at(l, 0) += read(places + i);
+      }
+    }
+  }
+  add_warps<true>(sum);
+  if (own > 0) return;
+  for_lane(l) if (l == 0) put_element(p, element, sum.at(l, 0));
+}
+
+// Calls use(i) for each element of the array, dealt out to the threads of all blocks.
+template <typename Use> OP void for_elements(const ScoreGradientParams& p, Use use) {
+  for_lane(l) {
+    const i64 i = i64(block_id()) * Block::threads + Block::thread(l);
+    if (i < p.elements) use(i);
+  }
+}
