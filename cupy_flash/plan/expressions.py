@@ -165,7 +165,9 @@ def _pressure(scores: Scores, trees: tuple[Node | None, ...]) -> Pressure:
         return Pressure.BIAS
     if scores.mask_array is not None:
         return Pressure.ARRAY_MASK
-    return Pressure.LOOKUPS if reads or mask is not None else Pressure.TERM
+    if mask is not None:
+        return Pressure.MASK
+    return Pressure.LOOKUPS if reads else Pressure.TERM
 
 
 def _by_two(array: Layout) -> bool:

@@ -274,6 +274,8 @@ def rows_of(
     from .pair_tuning import pair_rows  # late, as the text
 
     pressure = expressions.pressure
+    if pressure is Pressure.MASK and problem.lengths is not None:
+        pressure = Pressure.LOOKUPS  # there are no lists of tiles
     if expressions.kind == "PLUS_LINEAR" and pressure is Pressure.TERM and problem.scores.dropout is None:
         return table_for(kernel, architecture, problem.dtype)  # whose registers hold what a row has of the term
     if problem.scores.dropout is not None:

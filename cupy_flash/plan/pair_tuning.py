@@ -11,7 +11,18 @@ from .expression_text import Pressure
 from .tuning import HOPPER as PLAIN_HOPPER
 from .tuning import HOPPER_BACKWARD as PLAIN_BACKWARD
 from .tuning import HOPPER_BACKWARD_WIDE as PLAIN_BACKWARD_WIDE
-from .tuning import NARROW, ONE_GRADIENT, ONE_GROUP, SHARED, SHORT, THREE_NARROW, TWO, TWO_PINGPONG, TileConfig
+from .tuning import (
+    NARROW,
+    ONE_GRADIENT,
+    ONE_GROUP,
+    SHARED,
+    SHORT,
+    THREE_NARROW,
+    TWO,
+    TWO_PINGPONG,
+    WIDE_STEPS,
+    TileConfig,
+)
 
 REGISTERS = "what is asked for each pair takes registers of wider tiles"
 ONE_BLOCK = {"min_blocks": 1}
@@ -70,6 +81,7 @@ HOPPER_READS = (
     TileConfig(192, 128, 80, REGISTERS, **SHARED),
     TileConfig(256, 128, 64, REGISTERS, **SHARED),
 )
+HOPPER_MASK = (*HOPPER_READS[:2], *(row for row in PLAIN_HOPPER if row.width > 64))  # few pairs are asked
 HOPPER_LOOKUPS = (*HOPPER_READS[:2], TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG), *HOPPER_READS[3:])
 HOPPER_EXPRESSION = (
     *HOPPER_READS[:2],
@@ -133,6 +145,7 @@ BACKWARD_HOPPER_READS = (
     TileConfig(64, 64, 128, REGISTERS, warps=12, min_blocks=1),
     TileConfig(128, 64, 128, REGISTERS, warps=12, min_blocks=1),
 )
+BACKWARD_HOPPER_MASK = (TileConfig(64, 128, 128, WIDE_STEPS, warps=12, min_blocks=1), BACKWARD_HOPPER_READS[1])
 BACKWARD_HOPPER_WIDE = (
     TileConfig(128, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
     TileConfig(192, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),  # wider ones would spill, and are for bwd_v2
@@ -143,7 +156,8 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
     "fwd_hopper": {
         Pressure.TERM: HOPPER_TERM,
         Pressure.BIAS: HOPPER_READS,
-        Pressure.ARRAY_MASK: HOPPER_READS,
+        Pressure.ARRAY_MASK: HOPPER_MASK,
+        Pressure.MASK: HOPPER_MASK,
         Pressure.LOOKUPS: HOPPER_LOOKUPS,
         Pressure.EXPRESSION: HOPPER_EXPRESSION,
         Pressure.DROPOUT: HOPPER_READS,
@@ -153,13 +167,15 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
     "bwd_hopper": {
         Pressure.TERM: PLAIN_BACKWARD,
         Pressure.BIAS: BACKWARD_HOPPER_READS,
-        Pressure.ARRAY_MASK: BACKWARD_HOPPER_READS[:1],
+        Pressure.ARRAY_MASK: BACKWARD_HOPPER_MASK[:1],
+        Pressure.MASK: BACKWARD_HOPPER_MASK,
         Pressure.LOOKUPS: BACKWARD_HOPPER_READS[:1],
     },
     "bwd_hopper_wide": {
         Pressure.TERM: PLAIN_BACKWARD_WIDE,
         Pressure.BIAS: PLAIN_BACKWARD_WIDE,
         Pressure.ARRAY_MASK: PLAIN_BACKWARD_WIDE,
+        Pressure.MASK: PLAIN_BACKWARD_WIDE,
         Pressure.LOOKUPS: PLAIN_BACKWARD_WIDE,
         Pressure.EXPRESSION: PLAIN_BACKWARD_WIDE,
         Pressure.DROPOUT: BACKWARD_HOPPER_WIDE,

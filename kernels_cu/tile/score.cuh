@@ -261,6 +261,20 @@ template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, 
   if constexpr (HAS_BIAS && BIAS_BY_TWO && TRANSPOSED && sizeof(BiasElement) == 2) movmatrix(arrays.bias);
 }
 
+// TILE_LIST: which pairs of a lane take part, a bit for each register. Most tiles are seen wholly and are not asked, so the few that are take a
+// loop, not a text as long as the fragment, whose registers would be the kernel's.
+template <bool TRANSPOSED, int M, int N> OP u64 pairs_that_take_part(const Acc<M, N>& s, int l, const ScoreContext& x, int row0, int col0) {
+  static_assert(Acc<M, N>::regs <= 64, "a bit for each register");
+  u64 bits = 0;
+  #pragma unroll 4
+  for (int r = 0; r < s.regs; ++r) {
+    PairPlace at = place_of<TRANSPOSED>(s, l, r, row0, col0);
+    if (HAS_PAIR_MASK) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
+    bits |= u64(takes_part(at, x)) << r;
+  }
+  return bits;
+}
+
 // Scores become what the expressions say, and those of pairs that take no part become -inf. Where all take part, none is asked (`ask_pairs`).
 template <bool TRANSPOSED, int M, int N>
 OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreContext& x, int first_row, int col0, bool ask_pairs = true) {
@@ -276,12 +290,17 @@ OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreC
       if (SCORES == EXPRESSION) score = score_of(score, at, x) * LOG2E;
     }
     if (MASKED_PAIRS && ask_pairs) {
+      const u64 bits = TILE_LIST ? pairs_that_take_part<TRANSPOSED>(s, l, x, row0, col0) : 0;
       #pragma unroll
       for (int r = 0; r < s.regs; ++r) {
-        PairPlace at = place_of<TRANSPOSED>(s, l, r, row0, col0);
-        if (HAS_PAIR_MASK && (TILE_LIST || !MASK_BY_TWO)) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
-        else if (HAS_PAIR_MASK) at.seen = arrays.seen.at(l, r / 2).x[r % 2] != 0;
-        if (!takes_part(at, x)) s.at(l, r) = -infinity();
+        if constexpr (TILE_LIST) {
+          if (!(bits >> r & 1)) s.at(l, r) = -infinity();
+        } else {
+          PairPlace at = place_of<TRANSPOSED>(s, l, r, row0, col0);
+          if (HAS_PAIR_MASK && !MASK_BY_TWO) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
+          else if (HAS_PAIR_MASK) at.seen = arrays.seen.at(l, r / 2).x[r % 2] != 0;
+          if (!takes_part(at, x)) s.at(l, r) = -infinity();
+        }
       }
     }
   }
