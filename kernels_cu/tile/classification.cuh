@@ -6,7 +6,7 @@
 enum Found : u32 { NO_PAIR = 0, SEEN = 1, MASKED = 2 };       // a pair that takes part; one that does not
 constexpr int COMPARED_ROWS = 8;                              // that lanes go through before they compare what they have found
 
-// By one warp: what there is among the pairs of these queries and keys that exist, one query and 32 keys at a time. Once there is a pair of
+// By one warp: what there is among the pairs of these queries and keys that exist, a few queries and 32 keys at a time. Once there is a pair of
 // each kind, it looks no further.
 OP u32 classify_tile(const ClassifyParams& p, const ScoreContext& x, const Mask& mask, int row0, int col0) {
   const int rows = min_of(row0 + p.tile_q, p.len_q), cols = min_of(col0 + p.tile_kv, p.len_kv);
@@ -15,16 +15,20 @@ OP u32 classify_tile(const ClassifyParams& p, const ScoreContext& x, const Mask&
   u32 found = NO_PAIR;
   #pragma unroll 1
   for (int row = row0; row < rows && found != (SEEN | MASKED); row += COMPARED_ROWS) {
-    #pragma unroll 1
-    for (int q_idx = row; q_idx < min_of(row + COMPARED_ROWS, rows); ++q_idx) {
-      const ColumnRange keys = visible_in_row(mask, q_idx);
-      for_lane(l) {
-        for (int kv_idx = col0 + l; kv_idx < cols; kv_idx += 32) {
+    ColumnRange keys[COMPARED_ROWS];
+    #pragma unroll
+    for (int i = 0; i < COMPARED_ROWS; ++i) keys[i] = visible_in_row(mask, min_of(row + i, rows - 1));
+    for_lane(l) {
+      #pragma unroll 1
+      for (int kv_idx = col0 + l; kv_idx < cols; kv_idx += 32) {
+        #pragma unroll
+        for (int i = 0; i < COMPARED_ROWS; ++i) {             // the last row again, rather than none: all reads are on their way at once
+          const int q_idx = min_of(row + i, rows - 1);
           PairPlace at{false, q_idx, kv_idx, float(q_idx), float(kv_idx), 0.f, 0.f, true};
           read_arrays(at, x);
           const bool takes = takes_part(at, x);
           if (!takes) masked.at(l, 0) = true;
-          else if (keys.first <= kv_idx && kv_idx <= keys.last) seen.at(l, 0) = true;
+          else if (keys[i].first <= kv_idx && kv_idx <= keys[i].last) seen.at(l, 0) = true;
         }
       }
     }
