@@ -39,14 +39,14 @@ class Run:
         From that, the results as CuPy arrays (batch, heads, seq, dim): `out`, or `dq`, `dk` and `dv`.
     library : {'cupy', 'torch'}
         On whose current stream the work is queued: its events measure it.
-    anew : callable, optional
-        Makes `launch` again. PyTorch queues a backward on the stream of its forward, which so has to run where a graph is captured.
+    differentiates : bool
+        Whether PyTorch finds out in each launch what there is to compute.
     """
 
     launch: Callable[[], Any]
     arrays: Callable[[Any], tuple[Array, ...]]
     library: str = "cupy"
-    anew: Callable[[], Callable[[], Any]] | None = None
+    differentiates: bool = False
 
 
 @dataclass(frozen=True)

@@ -247,10 +247,6 @@ def torch_run(
 
         return Run(launch, arrays, "torch")
     leaves = [x.requires_grad_() for x in (q, k, v, *more)]
-
-    def launch_of_backward() -> Callable[[], Any]:
-        out = forward(*leaves)
-        gradient = torch.empty_like(out).copy_(*dout)  # laid out like the result, as that of a following layer would be
-        return lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
-
-    return Run(launch_of_backward(), arrays, "torch", launch_of_backward)
+    out = forward(*leaves)
+    dout = torch.empty_like(out).copy_(*dout)  # laid out like the result, as the gradient of a following layer would be
+    return Run(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), arrays, "torch", differentiates=True)

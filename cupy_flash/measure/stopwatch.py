@@ -87,17 +87,22 @@ class GpuBench:
         return Verdict()
 
     def captured(self, run: Run) -> Run:
-        """The same work from a CUDA graph. Raises what the library of the run raises when it cannot be captured."""
+        """The same work from a CUDA graph.
+
+        Raises what the library of the run raises when it cannot be captured. A backward of PyTorch's is not tried: where one had
+        failed, kernels that came later read memory that was no more.
+        """
+        if run.differentiates:
+            raise NotImplementedError("a backward of PyTorch's")
         self._cupy.cuda.runtime.deviceSynchronize()
         if run.library == "torch":
             torch = sys.modules["torch"]
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
             with torch.cuda.stream(stream):
-                launch = run.anew() if run.anew else run.launch
-                launch()
+                run.launch()
             stream.synchronize()
             with torch.cuda.graph(graph, stream=stream):
-                results = launch()
+                results = run.launch()
             return replace(run, launch=lambda: (graph.replay(), results)[1])
         stream = self._cupy.cuda.Stream(non_blocking=True)
         with stream:

@@ -15,10 +15,12 @@ from .tuning import (
     NARROW,
     ONE_GRADIENT,
     ONE_GROUP,
+    PINGPONG,
     SHARED,
     SHORT,
     THREE_NARROW,
     TWO,
+    TWO_GROUPS,
     TWO_PINGPONG,
     WIDE_STEPS,
     TileConfig,
@@ -81,7 +83,12 @@ HOPPER_READS = (
     TileConfig(192, 128, 80, REGISTERS, **SHARED),
     TileConfig(256, 128, 64, REGISTERS, **SHARED),
 )
-HOPPER_MASK = (*HOPPER_READS[:2], *(row for row in PLAIN_HOPPER if row.width > 64))  # few pairs are asked
+# Those of the plain table, since few pairs are asked, but for tiles of 192 queries: more of them are seen in part.
+HOPPER_MASK = (
+    *HOPPER_READS[:2],
+    TileConfig(128, 128, 128, TWO_GROUPS + PINGPONG, **TWO_PINGPONG),
+    *(row for row in PLAIN_HOPPER if row.width > 128),
+)
 HOPPER_LOOKUPS = (*HOPPER_READS[:2], TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG), *HOPPER_READS[3:])
 HOPPER_EXPRESSION = (
     *HOPPER_READS[:2],

@@ -74,6 +74,11 @@ OP void put_sum(const ScoreGradientParams& p, const PairCursor& unit, int row, i
   else put_element(p, offset, sum);
 }
 
+template <typename T> OP void write_two(T* to, float first, float second) {
+  count_written(2 * sizeof(T));
+  *reinterpret_cast<Two<T>*>(to) = {{from_float<T>(first), from_float<T>(second)}};
+}
+
 // The same for all pairs of a unit: where the elements of a row begin is found once.
 template <int M, int N> OP void put_sums(const ScoreGradientParams& p, const PairCursor& unit, const Acc<M, N>& acc, int row0) {
   const int first_row = unit.q_tile * TILE_Q + row0, first_col = unit.kv_tile * TILE_KV;
@@ -81,13 +86,21 @@ template <int M, int N> OP void put_sums(const ScoreGradientParams& p, const Pai
     i64 offset[M / 8];
     #pragma unroll
     for (int slot = 0; slot < M / 8; ++slot) offset[slot] = p.first_element + offset_of_query(p, unit, first_row + RowVec<M>::row(l, slot));
+    const bool dense = !GATHERED && !p.through_sums && p.gradient.col_stride == 1; // neighbours are written at once, where that is at an even place
     #pragma unroll
-    for (int r = 0; r < acc.regs; ++r) {
-      const int kv_idx = first_col + acc.col(l, r);
-      if (!exists(p, first_row + acc.row(l, r), kv_idx)) continue;
+    for (int r = 0; r < acc.regs; r += 2) {
+      const int q_idx = first_row + acc.row(l, r), kv_idx = first_col + acc.col(l, r);
       const i64 element = offset[acc.slot(r)] + kv_idx * p.gradient.col_stride;
-      if (GATHERED) write(p.places + element, acc.at(l, r));
-      else put_element(p, element, acc.at(l, r));
+      if (dense && exists(p, q_idx, kv_idx + 1) && element % 2 == 0) {
+        write_two(static_cast<GradientElement*>(p.gradient.data) + element, acc.at(l, r), acc.at(l, r + 1));
+        continue;
+      }
+      #pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (!exists(p, q_idx, kv_idx + i)) continue;
+        if (GATHERED) write(p.places + element + i * p.gradient.col_stride, acc.at(l, r + i));
+        else put_element(p, element + i * p.gradient.col_stride, acc.at(l, r + i));
+      }
     }
   }
 }

@@ -266,7 +266,7 @@ template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, 
 template <bool TRANSPOSED, int M, int N> OP u64 pairs_that_take_part(const Acc<M, N>& s, int l, const ScoreContext& x, int row0, int col0) {
   static_assert(Acc<M, N>::regs <= 64, "a bit for each register");
   u64 bits = 0;
-  #pragma unroll 4
+  #pragma unroll 8
   for (int r = 0; r < s.regs; ++r) {
     PairPlace at = place_of<TRANSPOSED>(s, l, r, row0, col0);
     if (HAS_PAIR_MASK) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
