@@ -5,10 +5,10 @@ try:
     import jax.ffi as _ffi  # noqa: F401
     from jax.extend.core import Primitive as _Primitive  # noqa: F401
 except ImportError as error:
-    raise ImportError(f'cupy_flash.jax needs JAX of version 0.6 or newer: pip install "cupy_flash[jax]" ({error})') from error
+    raise ImportError(f'cupy_flash.jax needs JAX of version 0.6.2 or newer: pip install "cupy_flash[jax]" ({error})') from error
 
 if not hasattr(_jax, "typeof"):
-    raise ImportError(f'cupy_flash.jax needs JAX of version 0.6 or newer, got {_jax.__version__}: pip install "cupy_flash[jax]"')
+    raise ImportError(f'cupy_flash.jax needs JAX of version 0.6.2 or newer, got {_jax.__version__}: pip install "cupy_flash[jax]"')
 
 from .entry import attention
 
