@@ -11,5 +11,6 @@ if not hasattr(_jax, "typeof"):
     raise ImportError(f'cupy_flash.jax needs JAX of version 0.6.2 or newer, got {_jax.__version__}: pip install "cupy_flash[jax]"')
 
 from .entry import attention
+from .handler import register
 
-__all__ = ["attention"]
+__all__ = ["attention", "register"]

@@ -1,7 +1,7 @@
 """One computation of a program: a frozen `Call`, which arrays there are and with which options, and its text.
 
 The text is what a compiled program keeps. It says everything, so that a program that was compiled in another process, and comes
-from JAX's cache or from `jax.export`, finds here all that it needs.
+from JAX's cache or from `jax.export`, needs nothing else.
 """
 
 from __future__ import annotations

@@ -20,10 +20,14 @@ Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)  # takes Python's l
 
 @functools.cache
 def register() -> tuple[Any, ...]:
-    """Tell XLA of the functions for CPUs and for GPUs, once in a process: it refuses a second one of a name.
+    """Tell XLA of the functions for CPUs and for GPUs. Programs that `attention` is traced in do so themselves.
 
-    That is why the functions are kept for as long as the process lives, the only state that there is here. Neither is XLA told
-    before a program with attention in it is compiled, nor is CuPy imported before one runs on a GPU.
+    A process that runs one from `jax.export`, which was traced elsewhere, calls this before.
+
+    Notes
+    -----
+    It is done once in a process, since XLA refuses a second function of a name, and keeps the addresses of those it has: so they
+    are kept here for as long as the process lives, the only state that there is. CuPy is imported when one runs on a GPU.
     """
     handlers = Handler(functools.partial(answer, _on_host)), Handler(functools.partial(answer, _on_device))
     for handler, platform in zip(handlers, ("cpu", "CUDA")):
