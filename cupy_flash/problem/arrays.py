@@ -28,8 +28,8 @@ DTYPES = {name: BFLOAT16 if name == "bfloat16" else numpy.dtype(name) for name i
 HOST_MEMORY = (1, 3)
 CUDA_MEMORY = (2, 13)
 TRACED = (
-    "while JAX traces a function, its arrays have no memory; call attention through jax.pure_callback, "
-    "or outside of jit, grad and vmap"
+    "while JAX traces a function, its arrays have no memory; call cupy_flash.jax.attention there, "
+    "or this one outside of jit, grad and vmap"
 )
 
 

@@ -165,9 +165,19 @@ class Edge:
         return rising.start * self.low + len(rising) * (2 * self.shift + rising.start + rising.stop - 1) // 2 + above * self.high
 
 
-def band(len_q: int, len_kv: int, causal: bool | str, window: tuple[int | None, int | None], prefix: int = 0) -> Mask:
-    """The mask of these options: keys near a diagonal, which ends at the last key, or with 'top_left' begins at the first one."""
-    shift = 0 if causal == "top_left" else len_kv - len_q
+def band(
+    len_q: int,
+    len_kv: int,
+    causal: bool | str,
+    window: tuple[int | None, int | None],
+    prefix: int = 0,
+    top_left: bool = False,
+) -> Mask:
+    """The mask of these options: keys near a diagonal, which ends at the last key, or with 'top_left' begins at the first one.
+
+    `top_left` is for a window alone, since `causal` says where it is anchored itself.
+    """
+    shift = 0 if _at_first(causal, top_left) else len_kv - len_q
     left, right = window
     if causal:
         right = 0
@@ -175,14 +185,24 @@ def band(len_q: int, len_kv: int, causal: bool | str, window: tuple[int | None, 
     return Mask(len_q, len_kv, left, right, prefix).simplified()
 
 
+def _at_first(causal: bool | str, top_left: bool) -> bool:
+    """Whether a mask is anchored at the first query and the first key."""
+    return causal == "top_left" or (top_left and not causal)
+
+
 def moving_band(
-    len_q: int, len_kv: int, causal: bool | str, window: tuple[int | None, int | None], prefix: int = 0
+    len_q: int,
+    len_kv: int,
+    causal: bool | str,
+    window: tuple[int | None, int | None],
+    prefix: int = 0,
+    top_left: bool = False,
 ) -> tuple[Mask, bool]:
     """The mask of these options for sequences of at most these lengths, and whether it moves with them.
 
     Its ends are those of a sequence of as many queries as keys. In another one they lie ``len_kv - len_q`` further if it moves.
     """
-    moves = causal != "top_left"
+    moves = not _at_first(causal, top_left)
     left, right = window
     if causal:
         right = 0

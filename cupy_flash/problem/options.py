@@ -61,6 +61,7 @@ class Options:
     mask: str | Expression | None = None
     operands: tuple[str, ...] = ()  # which arrays there are for scores, see `scores`
     arrays: tuple[str, ...] = ()
+    top_left: bool = False  # whether a window without `causal` is anchored there as well, as other libraries have it
 
     def resolve_layout(self) -> str:
         """The order of the axes of all arrays, one of `AXES`."""
@@ -78,7 +79,7 @@ class Options:
         """The same for sequences of at most these lengths, and whether the mask moves with them."""
         return moving_band(len_q, len_kv, *self._mask())
 
-    def _mask(self) -> tuple[bool | str, tuple[int | None, int | None], int]:
+    def _mask(self) -> tuple[bool | str, tuple[int | None, int | None], int, bool]:
         causal = self.causal
         if not is_bool(causal):
             causal = _choice("causal", causal, (False, True, "bottom_right", "top_left"))
@@ -88,7 +89,7 @@ class Options:
         if prefix and window[0] is not None:
             expected = "prefix: expected 0 with a window that has a left end, since a query would see two intervals of keys"
             raise UnsupportedError(f"{expected}, got {shown(prefix)}")
-        return causal, window, prefix
+        return causal, window, prefix, self.top_left
 
     def resolve_softcap(self, dtype: str) -> float | None:
         """Bound of the tanh that the scores go through, as arrays of this dtype are computed with."""

@@ -1,0 +1,137 @@
+"""A call on arrays of a GPU: a plan that is held, launched with addresses on XLA's stream."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cupy
+import numpy
+
+from ..call.addresses import (
+    Description,
+    backward_plan,
+    described,
+    forward_plan,
+    launch_backward,
+    launch_forward,
+    load,
+)
+from ..call.backward import BackwardPlan
+from ..call.forward import AttentionPlan
+from .call import READ, Call, read_call
+from .frame import Frame, Shape, shape_of
+
+ALIGNED = 15  # bits of an address that are 0 of what XLA allocates; plans are made for that
+current_device: Callable[[], int] = cupy.cuda.runtime.getDevice
+Typed = tuple[tuple[int, ...], numpy.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSite:
+    """A place in a program where attention is called, with everything decided.
+
+    Parameters
+    ----------
+    plan : AttentionPlan or BackwardPlan
+    order : tuple of int
+        For each argument of the plan, which address of the frame it is; the last one of all, which is 0, if there is none.
+    of_scores : tuple of (str, int)
+        Of each gradient that `wrt` names, which one.
+    workspace : int
+        Which one is the memory for the plan.
+    """
+
+    plan: AttentionPlan | BackwardPlan
+    order: tuple[int, ...]
+    of_scores: tuple[tuple[str, int], ...]
+    workspace: int
+
+    def launch(self, addresses: list[int], stream: int) -> None:
+        """Queue the kernels on a stream, which is the current one."""
+        found = [*addresses, 0]
+        arguments = [found[i] for i in self.order]
+        if isinstance(self.plan, BackwardPlan):
+            of_scores = {name: found[i] for name, i in self.of_scores}
+            launch_backward(self.plan, arguments, of_scores, found[self.workspace], stream)
+        else:
+            launch_forward(self.plan, arguments, found[self.workspace])
+
+
+def run(frame: Frame) -> None:
+    """Queue what a frame asks for, on the device that is the current one, as XLA leaves it to its functions."""
+    device, low = current_device(), 0
+    for address in frame.addresses:
+        low |= address
+    phases = tuple([address & ALIGNED for address in frame.addresses]) if low & ALIGNED else ()
+    site = _site(frame.text, frame.shapes, device, phases)
+    stream = frame.stream
+    with _stream(stream, device):
+        site.launch(frame.addresses, stream)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(call: Call, types: tuple[Typed, ...], device: int, phases: tuple[int, ...] = ()) -> AttentionPlan | BackwardPlan:
+    """The plan of a call for a device.
+
+    Parameters
+    ----------
+    call : Call
+    types : tuple of ((int, ...), numpy.dtype)
+        Of its operands, and behind them of its results.
+    device : int
+        CUDA ordinal.
+    phases : tuple of int, optional
+        Addresses of the same modulo 16, by default 0.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As `plan_attention`.
+    """
+    results = ("dq", "dk", "dv") if call.backward else ("out", "lse")
+    seen = {name: shape for name, (shape, _) in zip(call.sources, types[len(call.operands) :])}  # as its gradient is
+    given: dict[str, Description] = {}
+    reads: dict[str, Description] = {}
+    for name, (shape, dtype), phase in zip((*call.operands, *results), types, phases or (0,) * len(types)):
+        if name == "seed":
+            shape, dtype = (2,), numpy.dtype(numpy.uint64)
+        description = described(shape, dtype, device, seen.get(name), phase)
+        if name.startswith(READ):
+            reads[name.removeprefix(READ)] = description
+        else:
+            given[name] = description
+    return (backward_plan if call.backward else forward_plan)(given, reads, call.of_plan)
+
+
+def prepare(call: Call, types: tuple[Typed, ...], device: int) -> int:
+    """Plan a call and load its kernels, ahead of its first launch; returns how many bytes of memory a launch is to be given."""
+    plan = plan_of(call, types, device)
+    with cupy.cuda.Device(device):
+        load(plan)
+    return plan.workspace_bytes
+
+
+@functools.lru_cache(maxsize=1024)
+def _site(text: bytes, shapes: tuple[Shape, ...], device: int, phases: tuple[int, ...]) -> DeviceSite:
+    call, types = read_call(text.decode()), tuple(map(shape_of, shapes))
+    places = {name: i for i, name in enumerate(call.operands)}
+    first = len(call.operands)
+    results = ("dq", "dk", "dv") if call.backward else ("out", "lse")
+    places |= {name: first + i for i, name in enumerate(results)}
+    plan = plan_of(call, types[:-1], device, phases[:-1])
+    given = types[-1][0][0]
+    if plan.workspace_bytes > given:
+        raise RuntimeError(
+            f"expected {plan.workspace_bytes} bytes of workspace for device {device}, got {given}; "
+            "the program was compiled for a GPU of another architecture"
+        )
+    order = tuple(places.get(name, -1) for name in call.arguments)
+    of_scores = tuple((name, first + len(results) + i) for i, name in enumerate(call.wrt))
+    return DeviceSite(plan, order, of_scores, len(types) - 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _stream(address: int, device: int) -> cupy.cuda.ExternalStream:
+    return cupy.cuda.ExternalStream(address, device)

@@ -1,0 +1,118 @@
+"""The way of a call on a GPU, of which all but that is here: XLA calls it on a CPU, and kernels are executed there."""
+
+import contextlib
+import ctypes
+import importlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+cupy = pytest.importorskip("cupy")
+jnp = jax.numpy
+mlir = importlib.import_module("jax.interpreters.mlir")
+attention = importlib.import_module("cupy_flash.jax").attention
+frame, handler, on_device, primitive = (
+    importlib.import_module(f"cupy_flash.jax.{name}") for name in ("frame", "handler", "on_device", "primitive")
+)
+Call, text_of = (getattr(importlib.import_module("cupy_flash.jax.call"), name) for name in ("Call", "text_of"))
+backward, forward = (importlib.import_module(f"cupy_flash.call.{name}") for name in ("backward", "forward"))
+device, host = (importlib.import_module(f"cupy_flash.machine.{name}") for name in ("device", "host"))
+HOST = importlib.import_module("cupy_flash.plan.architecture").HOST
+
+TARGET = "cupy_flash.test.on_device"
+
+
+class KernelOnHost:
+    """In place of a kernel on a GPU: takes the same, and executes it here."""
+
+    def __init__(self, kernel, ordinal, params, names, workspace, launches, maps, mask):
+        self.run = lambda words: host.run(kernel, launches, params, words, host.HostOptions.from_environment(), mask)
+        self.names, self.workspace = names, workspace
+
+    def launch(self, addresses, workspace=None):
+        offsets = self.workspace.offsets
+        words = [*addresses, *(workspace.data.ptr + offset for offset in offsets)] if offsets else addresses
+        assert len(words) == len(self.names) + len(offsets)
+        self.run(dict(zip((*self.names, *self.workspace.names), map(int, words))))
+
+
+@pytest.fixture(scope="module")
+def handler_on_cpu():
+    """XLA keeps the address of the function, and so does the module."""
+    function = handler.Handler(lambda address: handler.answer(on_device.run, address))
+    capsule = jax.ffi.pycapsule(ctypes.cast(function, ctypes.c_void_p).value)
+    jax.ffi.register_ffi_target(TARGET, capsule, platform="cpu")
+    return function
+
+
+@pytest.fixture
+def as_on_device(monkeypatch, handler_on_cpu):
+    launches = []
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "architecture_for", lambda backend, device, arch=None: HOST)
+        module._prepared.cache_clear()
+    monkeypatch.setattr(device, "DeviceKernel", KernelOnHost)
+    monkeypatch.setattr(frame.Frame, "stream", 5)
+    monkeypatch.setattr(on_device, "current_device", lambda: 0)
+    monkeypatch.setattr(on_device, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=contextlib.nullcontext)))
+    monkeypatch.setattr(on_device, "_stream", lambda stream, ordinal: launches.append(stream) or contextlib.nullcontext())
+    monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", lambda at, value, size, stream: ctypes.memset(at, value, size))
+    monkeypatch.setattr(primitive, "_ordinal", lambda: 0)
+    monkeypatch.setattr(primitive, "TARGET", TARGET)
+    mlir.register_lowering(primitive.attention_p, primitive._lowered_for_device, platform="cpu")
+    for cache in (on_device.plan_of, on_device._site):
+        cache.cache_clear()
+    yield launches
+    mlir.register_lowering(primitive.attention_p, primitive._lowered_for_host, platform="cpu")
+    for cache in (on_device.plan_of, on_device._site, forward._prepared, backward._prepared):
+        cache.cache_clear()
+    jax.clear_caches()
+
+
+KEYS = jax.random.split(jax.random.key(2), 4)
+Q = jax.random.normal(KEYS[0], (2, 33, 4, 16))
+K, V = jax.random.normal(KEYS[1], (2, 2, 40, 2, 16))
+CASES = {
+    "causal": ({"is_causal": True}, {}),
+    "lengths": ({"key_value_seq_lengths": jnp.array([40, 17], jnp.int32)}, {}),
+    "bias": ({}, {"bias": jax.random.normal(KEYS[2], (1, 4, 33, 40))}),
+    "mask": ({"mask": jax.random.bernoulli(KEYS[3], 0.5, (33, 40)).at[:, 0].set(True)}, {}),
+    "sinks, dropout, arrays": ({"dropout": 0.25, "seed": jnp.uint32(3)}, {"sinks": jnp.linspace(-1, 1, 4), "slope": jnp.ones(())}),
+}
+SLOW = ("bias", "mask", "sinks, dropout, arrays")  # kernels of their own, each a compilation of seconds
+
+
+def computed(options, learned):
+    def loss(q, k, v, learned):
+        reads = {"arrays": {"slope": learned["slope"]}, "score": "score * slope"} if "slope" in learned else {}
+        others = {name: x for name, x in learned.items() if name != "slope"}
+        return (attention(q, k, v, **options, **others, **reads) ** 2).sum()
+
+    return jax.block_until_ready(jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(Q, K, V, learned))
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.release] * (case in SLOW)) for case in CASES])
+def test_the_way_to_a_kernel(case, as_on_device):
+    found = computed(*CASES[case])
+    assert as_on_device == [5, 5]  # a forward and a backward, on the stream of the frame
+    mlir.register_lowering(primitive.attention_p, primitive._lowered_for_host, platform="cpu")
+    primitive.TARGET = handler.TARGET
+    jax.clear_caches()
+    for x, y in zip(*map(jax.tree.leaves, (found, computed(*CASES[case])))):
+        assert x.shape == y.shape and jnp.allclose(x, y, rtol=1e-4, atol=1e-3)  # float32 sums of tens, by TF32 products in three
+
+
+def test_memory_that_is_too_small_is_an_error(as_on_device):
+    """A program may have been compiled where a plan takes less, on another GPU."""
+    call = Call(("q", "k", "v"), (("layout", "bshd"),)).of_backward((), False)
+    shapes = {"q": Q.shape, "k": K.shape, "v": V.shape, "lse": Q.shape[:-1]}
+    shapes = [shapes.get(name, Q.shape) for name in call.operands] + [Q.shape, K.shape, V.shape]
+    plan = on_device.plan_of(call, tuple((shape, np.dtype(np.float32)) for shape in shapes), 0)
+    floats = tuple((11, np.array(shape, np.int64).tobytes()) for shape in shapes)  # as frames have them
+    enough, less = ((6, np.array([plan.workspace_bytes - by], np.int64).tobytes()) for by in (0, 1))
+    site = on_device._site(text_of(call).encode(), (*floats, enough), 0, ())
+    assert site.plan is plan and site.order == (0, 3, 4, 5, 1, 2, -1, -1, 6, 7, 8, -1) and site.workspace == 9
+    with pytest.raises(RuntimeError, match=f"expected {plan.workspace_bytes} bytes of workspace for device 0, got"):
+        on_device._site(text_of(call).encode(), (*floats, less), 0, ())
