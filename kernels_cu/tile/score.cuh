@@ -143,7 +143,7 @@ template <typename Params, typename Coord> OP HeadTerms head_terms(const Params&
   const ScoreContext x = score_context(p, here, head, terms, len_q, len_kv);
   #pragma unroll
   for (int i = 0; i < UNIFORMS; ++i) terms.uniform[i] = uniform_of(i, x);
-  if constexpr (SCORES == PLUS_LINEAR) terms.step = per_key_of(score_context(p, here, head, terms)) * terms.unit;
+  if constexpr (SCORES == PLUS_LINEAR) terms.step = per_key_of(score_context(p, here, head, terms, len_q, len_kv)) * terms.unit;
   return terms;
 }
 template <typename Params, typename Coord> OP HeadTerms head_terms(const Params& p, const Coord& here, int head) {

@@ -1,11 +1,124 @@
-// work.cuh -- what the producer of fwd_hopper.cu tells a consumer warpgroup with its queries: where they are, and which key tiles they need.
+// work.cuh -- what a block of fwd_hopper.cu computes next, and what its producer tells a consumer warpgroup with its queries: where they are, and
+// which key tiles they need.
 #pragma once
+#include "tile/schedule.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/tile_list.cuh"
 
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
 constexpr int ROWS = TILE_Q / GROUPS;                         // of Q, for each of them
 constexpr bool AHEAD = STAGES_Q > GROUPS;                     // a query tile begins before the one before it has ended
+
+using WorkParams = Choose<VARLEN, HopperVarlenParams, HopperForwardParams>;
+
+// Where a query tile is, or the keys of one; VARLEN: and where its sequence lies. `row` counts from the first query of the sequence.
+struct SequenceCoord : BlockCoord {
+  SequenceRows q, kv;
+};
+using TileCoord = Choose<VARLEN, SequenceCoord, BlockCoord>;
+// the rows of its sequence, or without VARLEN what the kernel was told
+template <Side SIDE, typename Params, typename Coord> OP Rows<SIDE, Params> rows_at(const Params& p, const Coord& here) {
+  if constexpr (!VARLEN) return {p, here.batch_number};
+  else if constexpr (SIDE == QUERIES) return here.q;
+  else return here.kv;
+}
+// and its mask, from here on
+template <typename Params, typename Coord> OP void move_mask(Mask& mask, const Params& p, const Coord& here) {
+  if constexpr (VARLEN) {
+    mask = {moved(p.mask, p.sequences.moves ? here.kv.count - here.q.count : 0), here.kv.count};
+    mask.of.prefix = min_of(p.mask.prefix, here.kv.count);
+  }
+}
+
+// What a block computes at a time: a query tile, or a split of one.
+struct WorkTile : TileCoord {
+  SplitTile split;                                            // if there is one
+};
+OP bool is_split(const HopperForwardCommon& p, u32 index) { return SPLIT_KV && index >= u32(p.by_formula); }
+
+// Out and its log-sum-exp from a row of the sequence on, and how many rows all of it has.
+template <typename Params, typename Coord> OP GlobalTile out_rows(const Params& p, const Coord& here, int row) {
+  const auto q = rows_at<QUERIES>(p, here);
+  return rows_of(p.out, here.batch, here.head, q.first() + row, q.end_of_room(), p.dim_v);
+}
+template <typename Params, typename Coord> OP float* lse_rows(const Params& p, const Coord& here, int row) {
+  return row_slice(p.lse, here.batch, here.head, rows_at<QUERIES>(p, here).first() + row);
+}
+template <typename Params, typename Coord> OP int room_at(const Params& p, const Coord& here) {
+  const auto q = rows_at<QUERIES>(p, here);
+  return q.end_of_room() - q.first();
+}
+
+// The number of the query tile that is a block's next one, after `index` others, and whether there is one. A formula keeps the blocks at work
+// on the same heads. At the end it would leave some of them with a tile more, so there the planner deals the tiles out, see schedule.py, or
+// they are split.
+OP u32 work_tile_number(const HopperForwardParams& p, u32 index) {
+  if (!SPLIT_KV && index >= u32(p.by_formula)) return p.by_formula * blocks() + p.table[block_id()][index - p.by_formula];
+  return p.run == 2 ? (index / 2 * blocks() + block_id()) * 2 + index % 2 : index * blocks() + block_id();
+}
+OP bool has_work_tile(const HopperForwardParams& p, u32 index) {
+  if (is_split(p, index)) {
+    const NBlockRange keys = split_of_block(p, index).keys;
+    return keys.begin < keys.end;
+  }
+  if (index >= u32(p.by_formula)) return p.table[block_id()][index - p.by_formula] != NO_TILE;
+  return work_tile_number(p, index) < u32(p.tiles);
+}
+OP WorkTile work_tile_coord(const HopperForwardParams& p, u32 index, int tile_q) {
+  WorkTile here;
+  if (is_split(p, index)) here.split = split_of_block(p, index);
+  static_cast<BlockCoord&>(here) = tile_coord(p, is_split(p, index) ? p.first_split_tile + here.split.tile : work_tile_number(p, index), tile_q);
+  return here;
+}
+
+// VARLEN: query tiles come from a list with the longest first, each for all heads, and blocks take them in turn, from the first block to the last
+// and back again, so that who had a longer one before has a shorter one now.
+OP u32 work_tile_number(const HopperVarlenParams&, u32 index) { return index * blocks() + (index % 2 ? blocks() - 1 - block_id() : block_id()); }
+OP bool has_work_tile(const HopperVarlenParams& p, u32 index) {
+  count_read(sizeof(WorkItem));
+  return work_tile_number(p, index) < u32(p.work[0].row) * p.heads;
+}
+OP SequenceCoord sequence_tile_coord(const HopperVarlenParams& p, u32 number) {
+  const u32 tile = divide(number, p.heads_divmod);
+  count_read(sizeof(PlacedWorkItem));
+  const PlacedWorkItem item = p.work[1 + tile];
+  SequenceCoord here;
+  here.head = int(number - tile * p.heads);
+  here.row = item.row;
+  here.batch_number = u32(item.sequence);
+  batch_element(here.batch, p.batch, here.batch_number);
+  here.q = {item.begin_q, item.len_q, item.room_q, 0, 0};
+  here.kv = {item.begin_kv, item.len_kv, item.len_kv, 0, 0};
+  return here;
+}
+OP WorkTile work_tile_coord(const HopperVarlenParams& p, u32 index, int) {
+  WorkTile here{};
+  static_cast<TileCoord&>(here) = sequence_tile_coord(p, work_tile_number(p, index));
+  return here;
+}
+
+// VARLEN: the results of tiles behind those in the list that have queries, by warps that have nothing else to do: `warp` of so many in a block.
+template <typename Params> OP void clear_rooms(const Params& p, int warp, int warps) {
+  const u32 first = u32(p.work[0].row) * p.heads, end = u32(p.work[0].sequence) * p.heads;
+  #pragma unroll 1
+  for (u32 number = first + block_id() * warps + warp; number < end; number += blocks() * warps) {
+    const SequenceCoord here = sequence_tile_coord(p, number);
+    const int row0 = here.q.begin + here.row;
+    const GlobalTile out = rows_of(p.out, here.batch, here.head, row0, here.q.end_of_room(), p.dim_v);
+    const int rows = min_of(out.rows, TILE_Q);
+    for_lane(l) {
+      #pragma unroll 1
+      for (int row = 0; row < rows; ++row) {
+        for (int col = l * GRANULE; col < out.cols; col += 32 * GRANULE) {
+          count_written(sizeof(Granule));
+          *reinterpret_cast<Granule*>(out.at(row, col)) = Granule{};
+        }
+      }
+      #pragma unroll 1
+      for (int row = l; row < rows && p.lse.data; row += 32) write(row_slice(p.lse, here.batch, here.head, row0 + row), -infinity());
+    }
+  }
+}
 
 // What the producer tells a consumer with its queries. It has the time to work that out; a consumer between two tiles keeps tensor cores waiting.
 enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the next tile begins beneath the last product of this one
@@ -17,15 +130,34 @@ struct alignas(16) WorkDescriptor {
   int next;                                                   // whether and when another one follows
   u32 split;                                                  // number of the split of a query tile, or WHOLE
 };
+// VARLEN: and with these of their sequence, and of its mask.
+struct alignas(16) SequenceDescriptor {
+  int begin_q, len_q, room_q, len_kv;
+  int left, right, prefix;
+};
+template <typename Coord> OP void store_sequence(SharedAddress to, const Mask& mask, const Coord& here) {
+  if constexpr (VARLEN) store_once(to, SequenceDescriptor{here.q.begin, here.q.count, here.q.room, here.kv.count, mask.of.left, mask.of.right, mask.of.prefix});
+}
+template <typename Coord> OP void load_sequence(SharedAddress from, Mask& mask, Coord& here) {
+  if constexpr (VARLEN) {
+    const SequenceDescriptor of = load_shared<SequenceDescriptor>(from);
+    here.q = {uniform(of.begin_q), uniform(of.len_q), uniform(of.room_q), 0, 0};
+    here.kv = {0, uniform(of.len_kv), 0, 0, 0};
+    mask.of.left = uniform(of.left);
+    mask.of.right = uniform(of.right);
+    mask.of.prefix = uniform(of.prefix);
+    mask.len_kv = here.kv.count;
+  }
+}
 // The work of a consumer in a query tile that it begins beneath the end of one of whose key tiles it leaves so many unread (`left`).
-OP WorkDescriptor describe_work(const HopperForwardParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, const TileList& list, int group, int left, bool follows) {
+OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, const TileList& list, int group, int left, bool follows) {
   WorkDescriptor work;
   #pragma unroll
   for (int i = 0; i < 2; ++i) work.batch[i] = here.batch[BATCH_AXES - 2 + i];
   work.head = here.head;
   work.row = here.row;
   const int row = here.row + group * ROWS;
-  const NBlockRange seen = n_block_range(mask, row, min_of(ROWS, p.len_q - row), TILE_KV, tiles), own = SPLIT_KV ? clip_range(tiles, seen) : seen;
+  const NBlockRange seen = n_block_range(mask, row, min_of(ROWS, rows_at<QUERIES>(p, here).len() - row), TILE_KV, tiles), own = SPLIT_KV ? clip_range(tiles, seen) : seen;
   // Tiles are split only where all rows see the first keys. With more tiles before, the producer would wait for stages of V that a consumer
   // has not come to, and the consumer for keys; or, with ping-pong, for other consumers, which wait for the producer.
   work.before = SPLIT_KV ? 0 : min_of(own.begin - tiles.begin, max_of(STAGES_V - 1 - left, 0));
@@ -42,3 +174,23 @@ OP WorkDescriptor describe_work(const HopperForwardParams& p, const Mask& mask, 
   work.split = is_split(p, index) ? here.split.number : WHOLE;
   return work;
 }
+
+// The kinds of step. A step computes S and P of a key tile above the second product of the key tile before:
+//   within   both are of one query tile
+//   across   the one before was the last of another query tile, which ends here. If none is left to end, the second product counts for
+//            nothing: it takes K for V, which need not have come, so that two kinds of step, or all, have one text
+//   alone    a query tile's first, where query tiles do not overlap: there is no second product
+struct Step {
+  bool follows, starts, ends;                                 // there is a second product; the query tile is new; another one ends
+  static OP Step within() { return {true, false, false}; }
+  static OP Step across(bool ends) { return {true, true, ends}; }
+  static OP Step alone() { return {false, false, false}; }
+};
+
+// A pass of the producer brings keys, and the values of the key tile before. Within a query tile both are its own; across two of them, the
+// first keys of the next come with the last values of this one (of none at the very beginning); the end has values only.
+struct Pass {
+  bool last, across;                                          // last: there are no more keys for the query tile
+  OP bool has_keys() const { return across || !last; }
+  OP bool is_end() const { return last && !across; }
+};
