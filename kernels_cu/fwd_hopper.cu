@@ -222,20 +222,20 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     beyond = uniform(work.beyond);
     next = uniform(work.next);
     warp_row = now.row + group * ROWS + warp % 4 * 16;
-    if constexpr (MODIFIED) terms = head_terms(p, now, now.head, rows_at<QUERIES>(p, now).len(), rows_at<KEYS>(p, now).len());
+    if constexpr (MODIFIED) terms = head_terms(p, now, now.head, queries_of_sequence(p, now), rows_at<KEYS>(p, now).len());
   };
-  // The softmax of a query tile has ended, and then, with its last product, the tile, or the split of it with this number.
+  // The softmax of a query tile has ended, and then, with its last product, the tile, or the split of it with this number. VARLEN: rows of a
+  // sequence are counted from the tile on, see `load_sequence`.
   const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
-  const auto row_of = [&](const TileCoord& here) { return here.row + row_of_tile(); };
+  const auto row_of = [&](const TileCoord& here) { return (VARLEN ? 0 : here.row) + row_of_tile(); };
   const auto end_softmax = [&](const TileCoord& here, u32 split, RowVec<16>& weight) {
     RowVec<16> lse, correction;
     if (SINKS != NO_SINKS && split == WHOLE) join_sinks(softmax, correction, p, mask, here.head, row_of(here));  // of splits, when they are combined
     finalize(softmax, lse);
     weight = softmax.sum;
     if (SINKS != NO_SINKS && split == WHOLE) multiply(weight, correction);
-    if (VARLEN) fill_from(lse, rows_at<QUERIES>(p, here).len() - row_of(here), -infinity());
     if (split != WHOLE) store(p.lse_partials + split * p.partial_rows + row_of_tile(), 1, p.partial_rows - row_of_tile(), lse);
-    else if (p.lse.data) store(lse_rows(p, here, row_of(here)), p.lse.row_stride, room_at(p, here) - row_of(here), lse);
+    else if (p.lse.data) store(lse_rows(p, here, row_of(here)), p.lse.row_stride, rows_at<QUERIES>(p, here).len() - row_of(here), lse);
     softmax = OnlineSoftmax<16>(LOWEST);
   };
   const auto end_tile = [&](const TileCoord& here, u32 split, const RowVec<16>& weight) {
@@ -243,7 +243,6 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (split != WHOLE) {
       if (row_of_tile() < p.partial_rows) store(out_partial(p, split), o_reg, row_of_tile(), 0);
     } else if (!TMA_STORE_OUT) {
-      if (VARLEN) fill_from(o_reg, rows_at<QUERIES>(p, here).len() - row_of(here), 0.f);
       store(out_rows(p, here, row_of(here)), o_reg);
     } else {
       const int warp = not_ahead(warp_id());
@@ -257,7 +256,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
 
   const auto first_key = [&] { return (TILE_LIST ? int(number & ~ALL_PAIRS) : tile) * TILE_KV; };
   using Arrays = PairArrays<16, TILE_KV>;
-  const auto context = [&] { return score_context(p, now, now.head, terms, rows_at<QUERIES>(p, now).len(), rows_at<KEYS>(p, now).len()); };
+  const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), rows_at<KEYS>(p, now).len()); };
   const auto load_arrays = [&](Arrays& arrays) {
     if constexpr (MODIFIED) load<false>(arrays, context(), warp_row, first_key());
   };
@@ -274,10 +273,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   // Terms may raise the scores from each key tile to the next, as ALiBi does up to the diagonal. Where they have, a warpgroup looks for the
   // maximum in the next tile as well, which costs less than the product of a redo.
   bool rising = false;
-  // VARLEN: rows that are no queries have no say in either, or the bits of others would depend on what they hold.
+  // VARLEN: rows that are no queries have no say in any of that, or the bits of others would depend on what they hold.
+  const auto queries_left = [&] { return rows_at<QUERIES>(p, now).len() - row_of_tile(); };
   const auto find_maximum = [&](RowVec<16>& correction) {
     raise(softmax, s_reg, correction, scale_log2, terms_reg);
-    if (VARLEN) fill_from(softmax.max, rows_at<QUERIES>(p, now).len() - warp_row, 0.f), fill_from(correction, rows_at<QUERIES>(p, now).len() - warp_row, 1.f);
+    if constexpr (VARLEN) if (queries_left() < 16) fill_from(softmax.max, queries_left(), 0.f), fill_from(correction, queries_left(), 1.f);
     unseen_rows = warp_any(seen_nothing(softmax));
   };
 
@@ -337,7 +337,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     fill(correction, 1.f);
     if (looked) find_maximum(correction);
     exponentiate(softmax, s_reg, sum, scale_log2, terms_reg);
-    if (VARLEN) fill_from(sum, rows_at<QUERIES>(p, now).len() - warp_row, 0.f);
+    if constexpr (VARLEN) fill_from(sum, queries_left(), 0.f);
     const bool again = !first && warpgroup_any(VOTE + group, too_large(sum));
     if (again) redo(k_smem, correction, sum);
     if (MODIFIED) rising = again || (rising && !first && warp_any(below_one(correction)));

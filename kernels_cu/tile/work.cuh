@@ -36,17 +36,13 @@ struct WorkTile : TileCoord {
 };
 OP bool is_split(const HopperForwardCommon& p, u32 index) { return SPLIT_KV && index >= u32(p.by_formula); }
 
-// Out and its log-sum-exp from a row of the sequence on, and how many rows all of it has.
+// Out and its log-sum-exp from a row of the sequence on.
 template <typename Params, typename Coord> OP GlobalTile out_rows(const Params& p, const Coord& here, int row) {
   const auto q = rows_at<QUERIES>(p, here);
-  return rows_of(p.out, here.batch, here.head, q.first() + row, q.end_of_room(), p.dim_v);
+  return rows_of(p.out, here.batch, here.head, q.first() + row, q.end(), p.dim_v);
 }
 template <typename Params, typename Coord> OP float* lse_rows(const Params& p, const Coord& here, int row) {
   return row_slice(p.lse, here.batch, here.head, rows_at<QUERIES>(p, here).first() + row);
-}
-template <typename Params, typename Coord> OP int room_at(const Params& p, const Coord& here) {
-  const auto q = rows_at<QUERIES>(p, here);
-  return q.end_of_room() - q.first();
 }
 
 // The number of the query tile that is a block's next one, after `index` others, and whether there is one. A formula keeps the blocks at work
@@ -97,15 +93,14 @@ OP WorkTile work_tile_coord(const HopperVarlenParams& p, u32 index, int) {
   return here;
 }
 
-// VARLEN: the results of tiles behind those in the list that have queries, by warps that have nothing else to do: `warp` of so many in a block.
+// VARLEN: results of rows that are no queries, which consumers do not write, by warps that have nothing else to do: `warp` of so many in a block.
 template <typename Params> OP void clear_rooms(const Params& p, int warp, int warps) {
-  const u32 first = u32(p.work[0].row) * p.heads, end = u32(p.work[0].sequence) * p.heads;
+  const u32 end = u32(p.work[0].sequence) * p.heads;
   #pragma unroll 1
-  for (u32 number = first + block_id() * warps + warp; number < end; number += blocks() * warps) {
+  for (u32 number = block_id() * warps + warp; number < end; number += blocks() * warps) {
     const SequenceCoord here = sequence_tile_coord(p, number);
-    const int row0 = here.q.begin + here.row;
-    const GlobalTile out = rows_of(p.out, here.batch, here.head, row0, here.q.end_of_room(), p.dim_v);
-    const int rows = min_of(out.rows, TILE_Q);
+    const int first = max_of(here.row, here.q.count), rows = min_of(here.row + TILE_Q, here.q.room) - first, row0 = here.q.begin + first;
+    const GlobalTile out = rows_of(p.out, here.batch, here.head, row0, row0 + rows, p.dim_v);
     for_lane(l) {
       #pragma unroll 1
       for (int row = 0; row < rows; ++row) {
@@ -130,18 +125,19 @@ struct alignas(16) WorkDescriptor {
   int next;                                                   // whether and when another one follows
   u32 split;                                                  // number of the split of a query tile, or WHOLE
 };
-// VARLEN: and with these of their sequence, and of its mask.
+// VARLEN: and with these of their sequence, and of its mask. Its queries before the tile are left out: what a consumer has of two tiles at a time
+// takes registers.
 struct alignas(16) SequenceDescriptor {
-  int begin_q, len_q, room_q, len_kv;
+  int begin_q, len_q, len_kv;
   int left, right, prefix;
 };
 template <typename Coord> OP void store_sequence(SharedAddress to, const Mask& mask, const Coord& here) {
-  if constexpr (VARLEN) store_once(to, SequenceDescriptor{here.q.begin, here.q.count, here.q.room, here.kv.count, mask.of.left, mask.of.right, mask.of.prefix});
+  if constexpr (VARLEN) store_once(to, SequenceDescriptor{here.q.begin + here.row, here.q.count - here.row, here.kv.count, mask.of.left, mask.of.right, mask.of.prefix});
 }
 template <typename Coord> OP void load_sequence(SharedAddress from, Mask& mask, Coord& here) {
   if constexpr (VARLEN) {
     const SequenceDescriptor of = load_shared<SequenceDescriptor>(from);
-    here.q = {uniform(of.begin_q), uniform(of.len_q), uniform(of.room_q), 0, 0};
+    here.q = {uniform(of.begin_q), uniform(of.len_q), 0, 0, 0};
     here.kv = {0, uniform(of.len_kv), 0, 0, 0};
     mask.of.left = uniform(of.left);
     mask.of.right = uniform(of.right);
@@ -149,6 +145,8 @@ template <typename Coord> OP void load_sequence(SharedAddress from, Mask& mask, 
     mask.len_kv = here.kv.count;
   }
 }
+template <typename Params, typename Coord> OP int queries_of_sequence(const Params& p, const Coord& here) { return rows_at<QUERIES>(p, here).len() + (VARLEN ? here.row : 0); }
+
 // The work of a consumer in a query tile that it begins beneath the end of one of whose key tiles it leaves so many unread (`left`).
 OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, const TileList& list, int group, int left, bool follows) {
   WorkDescriptor work;
