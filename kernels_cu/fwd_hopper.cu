@@ -36,7 +36,6 @@
 #include "tile/work.cuh"
 
 constexpr int THREADS = 32 * WARPS;
-static_assert(ROWS == 64, "a warpgroup owns 64 query rows");
 static_assert(GROUPS > 1 || !PINGPONG, "ping-pong takes two warpgroups");
 
 // Of the registers that a launch deals out evenly, the producer gives back most.
@@ -57,9 +56,6 @@ static_assert(STAGES_Q >= GROUPS, "each warpgroup reads a stage");
 constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: compiled a fifth sooner, and level. Narrower rows would lose a tenth
 
 using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
-
-// TILE_LIST: what the producer tells the consumers with each key tile: which it is, and whether all pairs take part.
-constexpr u32 ALL_PAIRS = 1u << 31;
 
 // Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors; numbers of key tiles;
 // descriptors of sequences; the barrier of a tile of V that is clipped.

@@ -164,9 +164,9 @@ def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: E
     lengths = problem.lengths
     if lengths.cache is not None:
         return f"fwd_hopper knows no {'pages' if lengths.paged else 'elements of a cache'}"
-    if not lengths.of_queries and problem.len_q <= FEW or splits_keys("fwd_v2", problem)[0]:
+    if (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem)[0]:
         return "few queries: heads of a group share a tile, or blocks its keys, in fwd_v2"
-    crowded = _crowded(problem, architecture, expressions)
+    crowded = _crowded(problem, architecture, with_linear_terms(problem, expressions))
     no_map = obstacle(problem.batch, _layouts(problem), MOVED)
     return crowded or (no_map and f"no TMA: {no_map}")
 
@@ -174,7 +174,8 @@ def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: E
 def _crowded(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
     """Why registers of fwd_hopper do not hold what is asked for each pair, or ''."""
     widest = padded(max(problem.dim, problem.dim_v))
-    if any(row.width >= widest for row in rows_of("fwd_hopper", architecture, problem, expressions)):
+    rows = rows_of("fwd_hopper", architecture, problem, expressions)
+    if any(row.width >= widest and not (problem.lengths and row.without_lengths) for row in rows):
         return ""
     return "fwd_hopper has no registers for what is asked for each pair"
 

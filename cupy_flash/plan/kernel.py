@@ -29,7 +29,7 @@ PARAMS = {
     "rotate": "RotateParams",
     "append": "AppendParams",
 }
-VARLEN_PARAMS = {"fwd_hopper": "HopperVarlenParams"}  # in place of these for sequences of their own lengths, where it is another one
+VARLEN_PARAMS = {"fwd_hopper": "HopperVarlenParams"}  # in place of these, for sequences of their own lengths
 MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
 
 

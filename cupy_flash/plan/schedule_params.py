@@ -16,7 +16,7 @@ from .split import combining_blocks, partial_rows
 def scheduled(
     plan: KernelPlan, params: numpy.ndarray, launches: tuple[Launch, ...], mask: Mask | None
 ) -> tuple[numpy.ndarray, tuple[Launch, ...]]:
-    """Parameters and launches of fwd_hopper on a device; those of other kernels, and of sequences of their own lengths, as they are.
+    """Parameters and launches of fwd_hopper on a device; those of other kernels, and with VARLEN, as they are.
 
     Parameters
     ----------

@@ -7,6 +7,7 @@
 
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
 constexpr int ROWS = TILE_Q / GROUPS;                         // of Q, for each of them
+static_assert(ROWS == 64, "a warpgroup owns 64 query rows");
 constexpr bool AHEAD = STAGES_Q > GROUPS;                     // a query tile begins before the one before it has ended
 
 using WorkParams = Choose<VARLEN, HopperVarlenParams, HopperForwardParams>;
@@ -118,6 +119,7 @@ template <typename Params> OP void clear_rooms(const Params& p, int warp, int wa
 // What the producer tells a consumer with its queries. It has the time to work that out; a consumer between two tiles keeps tensor cores waiting.
 enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the next tile begins beneath the last product of this one
 constexpr u32 WHOLE = ~u32(0);
+constexpr u32 ALL_PAIRS = 1u << 31;                           // TILE_LIST: with the number of each key tile, if all its pairs take part
 struct alignas(16) WorkDescriptor {
   int batch[2], head, row;                                    // where the block's query tile begins; the last two batch axes, the others are 0
   int first, last;                                            // key tiles that the consumer needs
@@ -132,7 +134,10 @@ struct alignas(16) SequenceDescriptor {
   int left, right, prefix;
 };
 template <typename Coord> OP void store_sequence(SharedAddress to, const Mask& mask, const Coord& here) {
-  if constexpr (VARLEN) store_once(to, SequenceDescriptor{here.q.begin + here.row, here.q.count - here.row, here.kv.count, mask.of.left, mask.of.right, mask.of.prefix});
+  if constexpr (VARLEN) {
+    const MaskParams& of = mask.of;
+    store_once(to, SequenceDescriptor{here.q.begin + here.row, here.q.count - here.row, here.kv.count, of.left, of.right, of.prefix});
+  }
 }
 template <typename Coord> OP void load_sequence(SharedAddress from, Mask& mask, Coord& here) {
   if constexpr (VARLEN) {
@@ -145,7 +150,9 @@ template <typename Coord> OP void load_sequence(SharedAddress from, Mask& mask, 
     mask.len_kv = here.kv.count;
   }
 }
-template <typename Params, typename Coord> OP int queries_of_sequence(const Params& p, const Coord& here) { return rows_at<QUERIES>(p, here).len() + (VARLEN ? here.row : 0); }
+template <typename Params, typename Coord> OP int queries_of_sequence(const Params& p, const Coord& here) {
+  return rows_at<QUERIES>(p, here).len() + (VARLEN ? here.row : 0);
+}
 
 // The work of a consumer in a query tile that it begins beneath the end of one of whose key tiles it leaves so many unread (`left`).
 OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, const TileList& list, int group, int left, bool follows) {
