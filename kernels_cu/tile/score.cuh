@@ -215,7 +215,8 @@ OP void load_lane(Regs<Pair, REGS>& into, int l, const PairTensor& t, const Scor
   constexpr bool QUADS = TRANSPOSED && sizeof(T) == 2;
   const i64 step = t.row_stride * i64(sizeof(T));             // to the next query
   const auto query = [&](int i) { return WHOLE ? i : min_of(i, x.q_len - 1); };
-  const auto key = [&](int i) { return WHOLE ? i : min_of(i, x.kv_len - (TRANSPOSED && !QUADS ? 1 : 2)); };
+  // Two keys begin at an even one. An array has an even number of them, but a sequence may end between two.
+  const auto key = [&](int i) { return WHOLE ? i : min_of(i, TRANSPOSED && !QUADS ? x.kv_len - 1 : VARLEN ? (x.kv_len - 1) & ~1 : x.kv_len - 2); };
   const int first_query = TRANSPOSED ? col0 + (QUADS ? l / 4 : Fragment::col(l, 0)) : row0 + Fragment::row(l, 0);
   const int first_key = TRANSPOSED ? row0 + (QUADS ? l % 4 * 2 : Fragment::row(l, 0)) : col0 + Fragment::col(l, 0);
   const char* from = t.data + first_query * step + first_key * i64(sizeof(T));
