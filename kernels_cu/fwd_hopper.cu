@@ -218,7 +218,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     beyond = uniform(work.beyond);
     next = uniform(work.next);
     warp_row = now.row + group * ROWS + warp % 4 * 16;
-    if constexpr (MODIFIED) terms = head_terms(p, now, now.head, queries_of_sequence(p, now), rows_at<KEYS>(p, now).len());
+    if constexpr (MODIFIED) terms = head_terms(p, now, now.head, queries_of_sequence(p, now), keys_of_sequence(p, now));
   };
   // The softmax of a query tile has ended, and then, with its last product, the tile, or the split of it with this number. VARLEN: rows of a
   // sequence are counted from the tile on, see `load_sequence`.
@@ -252,7 +252,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
 
   const auto first_key = [&] { return (TILE_LIST ? int(number & ~ALL_PAIRS) : tile) * TILE_KV; };
   using Arrays = PairArrays<16, TILE_KV>;
-  const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), rows_at<KEYS>(p, now).len()); };
+  const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), keys_of_sequence(p, now)); };
   const auto load_arrays = [&](Arrays& arrays) {
     if constexpr (MODIFIED) load<false>(arrays, context(), warp_row, first_key());
   };

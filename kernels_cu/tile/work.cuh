@@ -153,6 +153,10 @@ template <typename Coord> OP void load_sequence(SharedAddress from, Mask& mask, 
 template <typename Params, typename Coord> OP int queries_of_sequence(const Params& p, const Coord& here) {
   return rows_at<QUERIES>(p, here).len() + (VARLEN ? here.row : 0);
 }
+// at least one: arrays are read for masked pairs as well
+template <typename Params, typename Coord> OP int keys_of_sequence(const Params& p, const Coord& here) {
+  return VARLEN ? max_of(rows_at<KEYS>(p, here).len(), 1) : rows_at<KEYS>(p, here).len();
+}
 
 // The work of a consumer in a query tile that it begins beneath the end of one of whose key tiles it leaves so many unread (`left`).
 OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, const TileList& list, int group, int left, bool follows) {
