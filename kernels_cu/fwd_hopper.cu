@@ -76,7 +76,6 @@ constexpr int SHARED_BYTES = CLIPPED_BARRIER + VARLEN * Mbarrier::bytes;
 
 // Whether what arrays have for pairs is on its way before the product of the scores has ended: wider heads leave no registers for it.
 constexpr bool ARRAYS_AHEAD = WIDTH_V < 128;
-
 // Before: the query tiles of sequences.
 KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) {
   if constexpr (VARLEN) schedule_queries(p);
@@ -103,13 +102,14 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
     if constexpr (VARLEN) if (warp > 0) clear_rooms(p, warp - 1, 3);
     if (warp > 0) return;
-    u32 index = 0;                                            // of the next query tile among those of the block
+    u32 index = VARLEN ? block_id() : 0, taken = 0;           // of the next query tile among those of the block; VARLEN: its number, and the next one's
     WorkTile here{};                                          // the one begun last
     NBlockRange tiles{};                                      // its key tiles
     TileList list{}, list_of_keys{};                          // TILE_LIST: those of them that are loaded; of the tile whose keys are
     int head_kv = 0;                                          // once a query tile: a division takes as long as some loads
     const auto begin_tile = [&] {
       here = work_tile_coord(p, index, TILE_Q);
+      if constexpr (VARLEN) taken = take_work_tile(p);
       head_kv = here.head / p.heads_per_kv;
       move_mask(mask, p, here);
       tiles = n_block_range(mask, here.row, min_of(TILE_Q, rows_at<QUERIES>(p, here).len() - here.row), TILE_KV, {0, 1});
@@ -123,7 +123,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     static_assert(min_of(STAGES, STAGES_V) <= 16 && GROUPS <= 8, "they hold what a consumer may leave");
     // Queries and work of the consumers first ... end - 1.
     const auto load_queries = [&](int first, int end) {
-      const bool follows = has_work_tile(p, index + 1);
+      const bool follows = has_work_tile(p, VARLEN ? taken : index + 1);
       #pragma unroll 1
       for (int of = first; of < end; ++of) {
         const WorkDescriptor work = describe_work(p, mask, index, here, tiles, list, of, int(left >> 4 * of & 15), follows);
@@ -177,7 +177,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       if (pass.across) {
         end = tiles.end;
         announced = false;
-        ++index;
+        index = VARLEN ? taken : index + 1;
       }
     }
     return;
@@ -195,7 +195,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
 
   RowVec<16> terms_reg;                                       // PLUS_LINEAR: the rows' part of the term, in this key tile
   u32 number = 0;                                             // TILE_LIST: of the key tile, which `tile` only counts
-  int tile, last, before, beyond, next = has_work_tile(p, 0) ? LATER : NOTHING, warp_row;
+  int tile, last, before, beyond, next = has_work_tile(p, VARLEN ? block_id() : 0) ? LATER : NOTHING, warp_row;
   u32 split = WHOLE;
   TileCoord now, ended;                                       // this query tile's, and that of the one before, which ends later than this begins
   HeadTerms terms{};                                          // of the scores of this query tile
@@ -269,7 +269,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   // Terms may raise the scores from each key tile to the next, as ALiBi does up to the diagonal. Where they have, a warpgroup looks for the
   // maximum in the next tile as well, which costs less than the product of a redo.
   bool rising = false;
-  // VARLEN: rows that are no queries have no say in any of that, or the bits of others would depend on what they hold.
+  // VARLEN: rows that are no queries have no say in that, or what they hold would decide the bits of others.
   const auto queries_left = [&] { return rows_at<QUERIES>(p, now).len() - row_of_tile(); };
   const auto find_maximum = [&](RowVec<16>& correction) {
     raise(softmax, s_reg, correction, scale_log2, terms_reg);

@@ -94,7 +94,7 @@ struct WorkItem {
 struct alignas(16) PlacedWorkItem : WorkItem {
   int begin_q, len_q, room_q;             // rows as in SequenceRows, see tile/sequence.cuh
   int begin_kv, len_kv;
-  int unused;
+  u32 taken;                              // of the first one: how many tiles blocks have taken
 };
 
 struct ForwardParams {

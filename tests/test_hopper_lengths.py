@@ -40,7 +40,7 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("options", [OPTIONS[1], *(pytest.param(o, marks=release) for o in (OPTIONS[0], *OPTIONS[2:]))], ids=str)
+@pytest.mark.parametrize("options", [CAUSAL, *(pytest.param(o, marks=release) for o in OPTIONS if o != CAUSAL)], ids=str)
 def test_poison_beyond_lengths_reaches_nothing_and_bits_are_those_of_any_form(options, schedule, taken, monkeypatch):
     """Packed, padded, with room behind, alone, in another order, and in other capacities."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
@@ -92,7 +92,7 @@ def test_what_is_asked_for_each_pair_is_asked_in_places_of_the_sequence(asked, t
     options = {"cu_seqlens_q": OFFSETS, "cu_seqlens_kv": KEYS, "return_lse": True, **ASKED[asked]}
     expected = attention(q, k, v, **options)
     plan = plan_attention(q, k, v, backend="host", arch="90a", **options)
-    operands = {name: x for name, x in options.items() if name in ("cu_seqlens_q", "cu_seqlens_kv", "alibi_slopes", "sinks", "seed")}
+    operands = {name: x for name, x in options.items() if name.startswith("cu_") or name in ("alibi_slopes", "sinks", "seed")}
     found = plan(q, k, v, **operands)
     assert taken == ["fwd_hopper"] and not found[0][:, 265:].any() and (found[1][:, 265:] == -numpy.inf).all()
     numpy.testing.assert_allclose(found[0].astype(float), expected[0].astype(float), **NUMPY)
@@ -101,7 +101,7 @@ def test_what_is_asked_for_each_pair_is_asked_in_places_of_the_sequence(asked, t
 
 @pytest.mark.parametrize("arch, file", [("90a", "fwd_hopper"), ("80", "fwd_v2")])
 def test_arrays_of_padded_pairs(arch, file, taken):
-    """A bias and a mask, which hold poison for pairs beyond a length; a sequence that ends between two keys that are read at once."""
+    """A bias and a mask, with poison for pairs beyond a length. A sequence ends between two keys that are read at once."""
     q, k, v = (RNG.standard_normal((2, heads, rows, 64)).astype(numpy.float16) for heads, rows in ((2, 150), (1, 170), (1, 170)))
     lens_q, lens_kv = numpy.array([77, 150]), numpy.array([170, 33])
     bias, mask = RNG.standard_normal((2, 2, 150, 170)).astype(numpy.float32), RNG.random((2, 1, 150, 170)) < 0.7

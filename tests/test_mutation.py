@@ -86,7 +86,8 @@ def settings_of(kernel):
         split = replace(TWO_GROUPS.but(SPLIT_KV=True), case=replace(HOPPER_CASE, len_q=100))  # three tiles on two blocks
         lanes_store = TWO_GROUPS.but(STAGES_Q=3, TMA_STORE_OUT=False)
         sequences = {"sequences": replace(lanes_store, case=SEQUENCES.case, offsets=FEW_OFFSETS)}
-        settings = sequences | {"two stages": TWO_GROUPS, "one stage": lanes_store.but(STAGES=1, STAGES_V=1, STAGES_Q=2), "leaps": leaps}
+        settings = sequences | {"two stages": TWO_GROUPS, "leaps": leaps}
+        settings |= {"one stage": lanes_store.but(STAGES=1, STAGES_V=1, STAGES_Q=2)}
         settings |= {"ping-pong": pingpong, "ping-pong, far apart": pingpong.but(STAGES=1, STAGES_V=1)}
         settings |= {"lists": replace(TWO_GROUPS, seen=SOME_TILES)}
         settings |= {"three groups, four stages": TWO_GROUPS.but(TILE_Q=192, WARPS=16)}

@@ -97,8 +97,8 @@ def test_tiles_of_fwd_hopper_know_where_their_sequence_lies(causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_documents_leave_persistent_blocks_idle_for_nine_percent_at_most(causal):
-    """They take tiles in turn, from the first block to the last and back again; what beginning one takes is a step."""
+def test_documents_leave_persistent_blocks_idle_for_four_percent_at_most(causal):
+    """A block takes its next tile when it begins one; beginning one takes a step."""
     rng, found = np.random.default_rng(2), []
     for _ in range(10):
         lengths = documents(rng)
@@ -107,12 +107,16 @@ def test_documents_leave_persistent_blocks_idle_for_nine_percent_at_most(causal)
         plan = plan_attention(x, x, x, causal=causal, backend="host", arch="90a", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
         assert plan.kernel.file == "fwd_hopper"
         tiles = scheduled(plan, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
-        costs = np.repeat([1 + cost(plan.kernel.config, row, lengths[i], causal) for i, row in tiles], HEADS)
-        rounds = np.r_[costs, np.zeros(-len(costs) % MULTIPROCESSORS)].reshape(-1, MULTIPROCESSORS)
-        rounds[1::2] = rounds[1::2, ::-1]
-        loads = rounds.sum(0)
-        found.append(1 - loads.mean() / loads.max())
-    assert max(found) <= 0.09 and np.mean(found) <= 0.04, found
+        costs = iter(np.repeat([1 + cost(plan.kernel.config, row, lengths[i], causal) for i, row in tiles], HEADS).tolist())
+        blocks, ends = [(0, next(costs)) for _ in range(MULTIPROCESSORS)], []  # when each begins a tile, and which it has taken
+        while blocks:
+            begun, taken = heapq.heappop(blocks)
+            if taken == 0:
+                ends.append(begun)
+            else:
+                heapq.heappush(blocks, (begun + taken, next(costs, 0)))
+        found.append(1 - sum(ends) / (MULTIPROCESSORS * max(ends)))
+    assert max(found) <= 0.04, found
 
 
 @pytest.mark.parametrize("causal", [False, True])

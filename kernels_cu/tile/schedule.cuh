@@ -23,6 +23,9 @@ template <typename Seq> OP void place(PlacedWorkItem& item, const Seq& seq) {
   item.begin_q = seq.q.begin, item.len_q = seq.q.count, item.room_q = seq.q.room;
   item.begin_kv = seq.kv.begin, item.len_kv = seq.kv.count;
 }
+// and of all, in their first item: how many there are, and how many of these have queries
+OP void begin_list(WorkItem& first, int tiles, int with_queries) { first = {tiles, with_queries}; }
+OP void begin_list(PlacedWorkItem& first, int tiles, int with_queries) { first.sequence = tiles, first.row = with_queries, first.taken = 0; }
 
 // Query tile number `number` of those that there is room for, and how many key tiles it visits; its row is below 0 if no sequence has it. Of a
 // query that sees no key it is 1, of rows that are no queries 0: those come last.
@@ -74,7 +77,7 @@ template <typename Params> OP void schedule_queries(const Params& p) {
       u32 longer = 0;
       for (int bin = i + 1; bin < BINS; ++bin) longer += load_shared<u32>(counts_smem + bin * int(sizeof(u32)));
       store_shared(starts_smem + i * int(sizeof(u32)), longer);
-      if (i == 0) p.work[0].sequence = int(longer + load_shared<u32>(counts_smem)), p.work[0].row = int(longer);
+      if (i == 0) begin_list(p.work[0], int(longer + load_shared<u32>(counts_smem)), int(longer));
     }
   }
   sync_block();                                               // without it tiles have places that are not known yet

@@ -1,6 +1,7 @@
 // work.cuh -- what a block of fwd_hopper.cu computes next, and what its producer tells a consumer warpgroup with its queries: where they are, and
 // which key tiles they need.
 #pragma once
+#include "tile/accum.cuh"
 #include "tile/schedule.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/tile_list.cuh"
@@ -68,13 +69,13 @@ OP WorkTile work_tile_coord(const HopperForwardParams& p, u32 index, int tile_q)
   return here;
 }
 
-// VARLEN: query tiles come from a list with the longest first, each for all heads, and blocks take them in turn, from the first block to the last
-// and back again, so that who had a longer one before has a shorter one now.
-OP u32 work_tile_number(const HopperVarlenParams&, u32 index) { return index * blocks() + (index % 2 ? blocks() - 1 - block_id() : block_id()); }
-OP bool has_work_tile(const HopperVarlenParams& p, u32 index) {
+// VARLEN: query tiles come from a list with the longest first, each for all heads. A block begins with the one of its own number, and takes one
+// more whenever it begins one: who had longer ones takes fewer. So the number of a tile stands in place of `index` here.
+OP bool has_work_tile(const HopperVarlenParams& p, u32 number) {
   count_read(sizeof(WorkItem));
-  return work_tile_number(p, index) < u32(p.work[0].row) * p.heads;
+  return number < u32(p.work[0].row) * p.heads;
 }
+template <typename Params> OP u32 take_work_tile(const Params& p) { return blocks() + count_up(&p.work[0].taken); }
 OP SequenceCoord sequence_tile_coord(const HopperVarlenParams& p, u32 number) {
   const u32 tile = divide(number, p.heads_divmod);
   count_read(sizeof(PlacedWorkItem));
@@ -88,9 +89,9 @@ OP SequenceCoord sequence_tile_coord(const HopperVarlenParams& p, u32 number) {
   here.kv = {item.begin_kv, item.len_kv, item.len_kv, 0, 0};
   return here;
 }
-OP WorkTile work_tile_coord(const HopperVarlenParams& p, u32 index, int) {
+OP WorkTile work_tile_coord(const HopperVarlenParams& p, u32 number, int) {
   WorkTile here{};
-  static_cast<TileCoord&>(here) = sequence_tile_coord(p, work_tile_number(p, index));
+  static_cast<TileCoord&>(here) = sequence_tile_coord(p, number);
   return here;
 }
 
