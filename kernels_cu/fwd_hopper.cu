@@ -18,10 +18,12 @@
 //               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed
 //
 //   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are.
+//   VARLEN: Q_i of sequences of their own lengths, which fwd_hopper_schedule finds before.
 //   Tiles Q_i that would keep some blocks busy and others idle are split along the keys: a block computes a split, which is some of the K_j,
 //   and fwd_hopper_combine makes one result of all splits.
 #include "config.cuh"
 #include "params.cuh"
+#include "tile/clipped.cuh"
 #include "tile/combine.cuh"
 #include "tile/copy.cuh"
 #include "tile/mask.cuh"
@@ -34,7 +36,6 @@
 #include "tile/work.cuh"
 
 constexpr int THREADS = 32 * WARPS;
-static_assert(ROWS == 64, "a warpgroup owns 64 query rows");
 static_assert(GROUPS > 1 || !PINGPONG, "ping-pong takes two warpgroups");
 
 // Of the registers that a launch deals out evenly, the producer gives back most.
@@ -56,10 +57,8 @@ constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: comp
 
 using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
 
-// TILE_LIST: what the producer tells the consumers with each key tile: which it is, and whether all pairs take part.
-constexpr u32 ALL_PAIRS = 1u << 31;
-
-// Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors; numbers of key tiles.
+// Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors; numbers of key tiles;
+// descriptors of sequences; the barrier of a tile of V that is clipped.
 constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
 constexpr int LEAD = (GROUPS - 1) * ROWS / TILE_KV;           // key tiles: under a mask, so many may be left when the first consumer ends its query tile
 constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
@@ -71,58 +70,49 @@ constexpr int V_BARRIERS = K_BARRIERS + STAGES * STAGE_BARRIERS;
 constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * STAGE_BARRIERS;
 constexpr int WORK_OFFSET = Q_BARRIERS + STAGES_Q * STAGE_BARRIERS;
 constexpr int NUMBERS_OFFSET = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
-constexpr int SHARED_BYTES = NUMBERS_OFFSET + TILE_LIST * STAGES * int(sizeof(u32));
+constexpr int SEQUENCES_OFFSET = NUMBERS_OFFSET + TILE_LIST * STAGES * int(sizeof(u32));
+constexpr int CLIPPED_BARRIER = SEQUENCES_OFFSET + VARLEN * STAGES_Q * int(sizeof(SequenceDescriptor));
+constexpr int SHARED_BYTES = CLIPPED_BARRIER + VARLEN * Mbarrier::bytes;
 
 // Whether what arrays have for pairs is on its way before the product of the scores has ended: wider heads leave no registers for it.
 constexpr bool ARRAYS_AHEAD = WIDTH_V < 128;
+// Before: the query tiles of sequences.
+KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) {
+  if constexpr (VARLEN) schedule_queries(p);
+}
 
-// The kinds of step. A step computes S and P of a key tile above the second product of the key tile before:
-//   within   both are of one query tile
-//   across   the one before was the last of another query tile, which ends here. If none is left to end, the second product counts for
-//            nothing: it takes K for V, which need not have come, so that two kinds of step, or all, have one text
-//   alone    a query tile's first, where query tiles do not overlap: there is no second product
-struct Step {
-  bool follows, starts, ends;                                 // there is a second product; the query tile is new; another one ends
-  static OP Step within() { return {true, false, false}; }
-  static OP Step across(bool ends) { return {true, true, ends}; }
-  static OP Step alone() { return {false, false, false}; }
-};
-
-// A pass of the producer brings keys, and the values of the key tile before. Within a query tile both are its own; across two of them, the
-// first keys of the next come with the last values of this one (of none at the very beginning); the end has values only.
-struct Pass {
-  bool last, across;                                          // last: there are no more keys for the query tile
-  OP bool has_keys() const { return across || !last; }
-  OP bool is_end() const { return last && !across; }
-};
-
-KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
+KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   const SharedAddress smem = shared_memory();
   const int warp = int(uniform(u32(warp_id()))), group = warp / 4 - 1;
   Pipeline<KeyTile, STAGES, ELECT_ONE> keys{smem + K_OFFSET, smem + K_BARRIERS};
   Pipeline<ValueTile, STAGES_V, ELECT_ONE> values{smem + V_OFFSET, smem + V_BARRIERS};
   Queries queries{smem, smem + Q_BARRIERS};                   // those of the consumers, one after the other
-  const Mask mask{p.mask, p.len_kv};
+  Clipping clipping{smem + CLIPPED_BARRIER};
+  Mask mask{p.mask, p.len_kv};                                // VARLEN: of the sequence at hand
 
   if (warp == 0) {
     init_pipeline(keys, 4 * GROUPS);                          // warps that hand a tile back
     init_pipeline(values, 4 * GROUPS);
     init_pipeline(queries, SHARED_STAGES ? 4 * GROUPS : 4);
+    if (VARLEN) init_clipping(clipping);
   }
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
 
   if (group < 0) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+    if constexpr (VARLEN) if (warp > 0) clear_rooms(p, warp - 1, 3);
     if (warp > 0) return;
-    u32 index = 0;                                            // of the next query tile among those of the block
+    u32 index = VARLEN ? block_id() : 0, taken = 0;           // of the next query tile among those of the block; VARLEN: its number, and the next one's
     WorkTile here{};                                          // the one begun last
     NBlockRange tiles{};                                      // its key tiles
     TileList list{}, list_of_keys{};                          // TILE_LIST: those of them that are loaded; of the tile whose keys are
     int head_kv = 0;                                          // once a query tile: a division takes as long as some loads
     const auto begin_tile = [&] {
       here = work_tile_coord(p, index, TILE_Q);
+      if constexpr (VARLEN) taken = take_work_tile(p);
       head_kv = here.head / p.heads_per_kv;
-      tiles = n_block_range(mask, here.row, min_of(TILE_Q, p.len_q - here.row), TILE_KV, {0, 1});
+      move_mask(mask, p, here);
+      tiles = n_block_range(mask, here.row, min_of(TILE_Q, rows_at<QUERIES>(p, here).len() - here.row), TILE_KV, {0, 1});
       if (is_split(p, index)) tiles = clip_range(here.split.keys, tiles);
       if constexpr (TILE_LIST) {
         list = list_of_queries(p, here.batch_number, here.head, here.row / TILE_Q);
@@ -133,19 +123,20 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     static_assert(min_of(STAGES, STAGES_V) <= 16 && GROUPS <= 8, "they hold what a consumer may leave");
     // Queries and work of the consumers first ... end - 1.
     const auto load_queries = [&](int first, int end) {
-      const bool follows = has_work_tile(p, index + 1);
+      const bool follows = has_work_tile(p, VARLEN ? taken : index + 1);
       #pragma unroll 1
       for (int of = first; of < end; ++of) {
         const WorkDescriptor work = describe_work(p, mask, index, here, tiles, list, of, int(left >> 4 * of & 15), follows);
         left = (left & ~(15u << 4 * of)) | u32(work.next == DIRECTLY ? work.beyond : 0) << 4 * of;
         producer_acquire(queries);                            // without it queries are overwritten that are still read
         store_once(smem + WORK_OFFSET + queries.stage() * int(sizeof(WorkDescriptor)), work);
+        store_sequence(smem + SEQUENCES_OFFSET + queries.stage() * int(sizeof(SequenceDescriptor)), mask, here);
         sync_warp();                                          // without it work is read that has not been written
-        load_async(queries, p.q_map, here.batch, here.head, here.row + of * ROWS);
+        load_async(queries, p.q_map, here.batch, here.head, rows_at<QUERIES>(p, here).first() + here.row + of * ROWS);
       }
     };
     // Keys come just in time: whatever is done between a stage that becomes free and its load, the consumers wait for.
-    BlockCoord of_keys{}, of_values{};                        // whose head is that of keys
+    TileCoord of_keys{}, of_values{};                         // whose head is that of keys
     int tile = 0, end = 1;                                    // of values, and beyond the last one of the query tile; at first there are none
     bool values_due = false, announced = false;               // announced: queries of the next query tile are on their way
     #pragma unroll 1
@@ -170,11 +161,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
           store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), u32(next) | (list_of_keys.is_whole(next) ? ALL_PAIRS : 0));
           sync_warp();                                        // without it a number is read that has not been written
         }
-        load_async(keys, p.k_map, of_keys.batch, of_keys.head, next * TILE_KV);
+        load_async(keys, p.k_map, of_keys.batch, of_keys.head, rows_at<KEYS>(p, of_keys).first() + next * TILE_KV);
       }
       if (values_due) {
         producer_acquire(values);                             // without it values are overwritten that a slower warp still reads
-        load_async(values, p.v_map, of_values.batch, of_values.head, tile * TILE_KV);
+        const int row = rows_at<KEYS>(p, of_values).first() + tile * TILE_KV, left = rows_at<KEYS>(p, of_values).len() - tile * TILE_KV;
+        if (VARLEN && left < TILE_KV) load_clipped(values, clipping, p.v_map, of_values.batch, of_values.head, row, left);
+        else load_async(values, p.v_map, of_values.batch, of_values.head, row);
         if (EARLY < GROUPS && pass.across) load_queries(EARLY, GROUPS);
       }
       if (pass.is_end()) break;
@@ -184,7 +177,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
       if (pass.across) {
         end = tiles.end;
         announced = false;
-        ++index;
+        index = VARLEN ? taken : index + 1;
       }
     }
     return;
@@ -202,9 +195,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
 
   RowVec<16> terms_reg;                                       // PLUS_LINEAR: the rows' part of the term, in this key tile
   u32 number = 0;                                             // TILE_LIST: of the key tile, which `tile` only counts
-  int tile, last, before, beyond, next = has_work_tile(p, 0) ? LATER : NOTHING, warp_row;
+  int tile, last, before, beyond, next = has_work_tile(p, VARLEN ? block_id() : 0) ? LATER : NOTHING, warp_row;
   u32 split = WHOLE;
-  BlockCoord now, ended;                                      // this query tile's, and that of the one before, which ends later than this begins
+  TileCoord now, ended;                                       // this query tile's, and that of the one before, which ends later than this begins
   HeadTerms terms{};                                          // of the scores of this query tile
   int others = group;                                         // stages filled for other consumers since this one's last
   const auto begin_tile = [&] {
@@ -215,7 +208,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     consumer_wait(queries);                                   // without it the products read queries that have not arrived
     const WorkDescriptor work = load_shared<WorkDescriptor>(smem + WORK_OFFSET + queries.stage() * int(sizeof(WorkDescriptor)));
     ended = now;
-    now = {{0, 0, uniform(work.batch[0]), uniform(work.batch[1])}, uniform(work.head), uniform(work.row), 0};
+    static_cast<BlockCoord&>(now) = {{0, 0, uniform(work.batch[0]), uniform(work.batch[1])}, uniform(work.head), uniform(work.row), 0};
+    load_sequence(smem + SEQUENCES_OFFSET + queries.stage() * int(sizeof(SequenceDescriptor)), mask, now);
     if (MODIFIED || DROPOUT) now.batch_number = now.batch[BATCH_AXES - 2] * p.batch[BATCH_AXES - 1] + now.batch[BATCH_AXES - 1];
     if (SPLIT_KV) split = uniform(work.split);
     tile = uniform(work.first);                               // and what follows is kept once for a warp
@@ -224,27 +218,28 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     beyond = uniform(work.beyond);
     next = uniform(work.next);
     warp_row = now.row + group * ROWS + warp % 4 * 16;
-    if constexpr (MODIFIED) terms = head_terms(p, now, now.head);
+    if constexpr (MODIFIED) terms = head_terms(p, now, now.head, queries_of_sequence(p, now), keys_of_sequence(p, now));
   };
-  // The softmax of a query tile has ended, and then, with its last product, the tile, or the split of it with this number.
+  // The softmax of a query tile has ended, and then, with its last product, the tile, or the split of it with this number. VARLEN: rows of a
+  // sequence are counted from the tile on, see `load_sequence`.
   const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
-  const auto row_of = [&](const BlockCoord& here) { return here.row + row_of_tile(); };
-  const auto end_softmax = [&](const BlockCoord& here, u32 split, RowVec<16>& weight) {
+  const auto row_of = [&](const TileCoord& here) { return (VARLEN ? 0 : here.row) + row_of_tile(); };
+  const auto end_softmax = [&](const TileCoord& here, u32 split, RowVec<16>& weight) {
     RowVec<16> lse, correction;
     if (SINKS != NO_SINKS && split == WHOLE) join_sinks(softmax, correction, p, mask, here.head, row_of(here));  // of splits, when they are combined
     finalize(softmax, lse);
     weight = softmax.sum;
     if (SINKS != NO_SINKS && split == WHOLE) multiply(weight, correction);
     if (split != WHOLE) store(p.lse_partials + split * p.partial_rows + row_of_tile(), 1, p.partial_rows - row_of_tile(), lse);
-    else if (p.lse.data) store(row_slice(p.lse, here.batch, here.head, row_of(here)), p.lse.row_stride, p.len_q - row_of(here), lse);
+    else if (p.lse.data) store(lse_rows(p, here, row_of(here)), p.lse.row_stride, rows_at<QUERIES>(p, here).len() - row_of(here), lse);
     softmax = OnlineSoftmax<16>(LOWEST);
   };
-  const auto end_tile = [&](const BlockCoord& here, u32 split, const RowVec<16>& weight) {
+  const auto end_tile = [&](const TileCoord& here, u32 split, const RowVec<16>& weight) {
     rescale(o_reg, weight);
     if (split != WHOLE) {
       if (row_of_tile() < p.partial_rows) store(out_partial(p, split), o_reg, row_of_tile(), 0);
     } else if (!TMA_STORE_OUT) {
-      store(rows_of(p.out, here.batch, here.head, row_of(here), p.len_q, p.dim_v), o_reg);
+      store(out_rows(p, here, row_of(here)), o_reg);
     } else {
       const int warp = not_ahead(warp_id());
       const OutTile out_smem{smem + OUT_OFFSET + (warp / 4 - 1) * OutTile::bytes};
@@ -257,14 +252,15 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
 
   const auto first_key = [&] { return (TILE_LIST ? int(number & ~ALL_PAIRS) : tile) * TILE_KV; };
   using Arrays = PairArrays<16, TILE_KV>;
+  const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), keys_of_sequence(p, now)); };
   const auto load_arrays = [&](Arrays& arrays) {
-    if constexpr (MODIFIED) load<false>(arrays, score_context(p, now, now.head, terms), warp_row, first_key());
+    if constexpr (MODIFIED) load<false>(arrays, context(), warp_row, first_key());
   };
   const auto scores_of_tile = [&](const Arrays& arrays) {
     const int col0 = first_key();
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if constexpr (MODIFIED) modify_scores<false>(s_reg, arrays, score_context(p, now, now.head, terms), warp_row, col0, !(number & ALL_PAIRS));
-    if (SCORES == PLUS_LINEAR) terms_of_rows<false>(terms_reg, s_reg, score_context(p, now, now.head, terms), warp_row, col0);
+    if constexpr (MODIFIED) modify_scores<false>(s_reg, arrays, context(), warp_row, col0, !(number & ALL_PAIRS));
+    if (SCORES == PLUS_LINEAR) terms_of_rows<false>(terms_reg, s_reg, context(), warp_row, col0);
     if (!unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
   };
 
@@ -273,8 +269,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   // Terms may raise the scores from each key tile to the next, as ALiBi does up to the diagonal. Where they have, a warpgroup looks for the
   // maximum in the next tile as well, which costs less than the product of a redo.
   bool rising = false;
+  // VARLEN: rows that are no queries have no say in that, or what they hold would decide the bits of others.
+  const auto queries_left = [&] { return rows_at<QUERIES>(p, now).len() - row_of_tile(); };
   const auto find_maximum = [&](RowVec<16>& correction) {
     raise(softmax, s_reg, correction, scale_log2, terms_reg);
+    if constexpr (VARLEN) if (queries_left() < 16) fill_from(softmax.max, queries_left(), 0.f), fill_from(correction, queries_left(), 1.f);
     unseen_rows = warp_any(seen_nothing(softmax));
   };
 
@@ -334,6 +333,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
     fill(correction, 1.f);
     if (looked) find_maximum(correction);
     exponentiate(softmax, s_reg, sum, scale_log2, terms_reg);
+    if constexpr (VARLEN) fill_from(sum, queries_left(), 0.f);
     const bool again = !first && warpgroup_any(VOTE + group, too_large(sum));
     if (again) redo(k_smem, correction, sum);
     if (MODIFIED) rising = again || (rising && !first && warp_any(below_one(correction)));
@@ -395,6 +395,6 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
 }
 
 // After: the splits of query tiles become one.
-KERNEL(THREADS, 1) fwd_hopper_combine(GRID_CONSTANT HopperForwardParams p) {
+KERNEL(THREADS, 1) fwd_hopper_combine(GRID_CONSTANT WorkParams p) {
   if constexpr (SPLIT_KV) combine_splits<(REGISTERS - 64) / 16>(p); // on their way, as far as registers hold them
 }

@@ -90,6 +90,12 @@ struct SequenceParams {
 struct WorkItem {
   int sequence, row;
 };
+// The same with where the sequence lies: a persistent block between two tiles has no time to look for it.
+struct alignas(16) PlacedWorkItem : WorkItem {
+  int begin_q, len_q, room_q;             // rows as in SequenceRows, see tile/sequence.cuh
+  int begin_kv, len_kv;
+  u32 taken;                              // of the first one: how many tiles blocks have taken
+};
 
 struct ForwardParams {
   Tensor q;                               // (*batch, heads,    len_q,  dim)
@@ -127,10 +133,8 @@ struct alignas(64) TensorMap {
   u64 words[16];
 };
 
-constexpr int TABLE_BLOCKS = 144;
-constexpr int TABLE_TILES = 9;
-constexpr u16 NO_TILE = 0xffff;
-struct HopperForwardParams {
+// What every fwd_hopper is told.
+struct HopperForwardCommon {
   TensorMap q_map;                        // (*batch, heads,    len_q,  dim)    in boxes of 64 x 64
   TensorMap k_map;                        // (*batch, heads_kv, len_kv, dim)    in boxes of TILE_KV x 64
   TensorMap v_map;                        // (*batch, heads_kv, len_kv, dim_v)  the same
@@ -145,7 +149,6 @@ struct HopperForwardParams {
   int by_formula;                         // work tiles of a block before those in the table, or before its splits
   FastDivmod tiles_of_head_divmod;
   FastDivmod heads_divmod;
-  u16 table[TABLE_BLOCKS][TABLE_TILES];   // for each block its last work tiles, by their distance from the first of all of them, then NO_TILE
   int len_q;
   int len_kv;
   int dim;
@@ -165,7 +168,21 @@ struct HopperForwardParams {
   i64 sinks_of_head;
   ScoreParams scores;
 };
+
+constexpr int TABLE_BLOCKS = 144;
+constexpr int TABLE_TILES = 9;
+constexpr u16 NO_TILE = 0xffff;
+struct HopperForwardParams : HopperForwardCommon {
+  u16 table[TABLE_BLOCKS][TABLE_TILES];   // for each block its last work tiles, by their distance from the first of all of them, then NO_TILE
+};
 static_assert(sizeof(HopperForwardParams) <= 4096, "what a kernel can be passed by every driver");
+
+// The same with VARLEN, where query tiles are found on the device.
+struct HopperVarlenParams : HopperForwardCommon {
+  SequenceParams sequences;
+  PlacedWorkItem* work;                   // how many query tiles there are, and how many of these have queries, as a first sequence and row; then those of a head
+};
+static_assert(sizeof(HopperVarlenParams) <= 4096, "what a kernel can be passed by every driver");
 
 struct BackwardParams {
   Tensor q;                               // (*batch, heads,    len_q,  dim)

@@ -192,14 +192,13 @@ def test_plan_and_kernel_agree_on_shared_memory(kernel, change, tmp_path):
 
 def test_every_entry_is_a_kernel_of_its_file():
     for plan in every_plan([SM_80, SM_90A], ["float16"]):
-        if plan.file == "fwd_hopper":  # where keys are not split there is nothing to merge
-            plan = replace(plan, config=replace(plan.config, SPLIT_KV=True))
-        if plan.file == "fwd_v2":  # nor is there a schedule where all sequences are alike
+        if plan.file in ("fwd_v2", "fwd_hopper"):  # where keys are whole there is nothing to merge, nor a schedule without lengths
             plan = replace(plan, config=replace(plan.config, SPLIT_KV=True, VARLEN=True))
         if plan.file.startswith("bwd"):  # nor where there are no sinks
             plan = replace(plan, config=replace(plan.config, SINKS="SINKS_FLOAT32"))
         found = re.findall(r"^KERNEL\(.*?\) (\w+)\(GRID_CONSTANT (\w+) p\)", source.files()[f"{plan.file}.cu"], re.MULTILINE)
-        assert found == [(entry, PARAMS[plan.file]) for entry in plan.entries]
+        told = "WorkParams" if plan.file == "fwd_hopper" else plan.params  # one of two
+        assert found == [(entry, told) for entry in plan.entries]
 
 
 # The constants

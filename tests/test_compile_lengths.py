@@ -39,6 +39,50 @@ def plan_for(architecture, dtype, dim, way):
     return plan_attention(q, k, k, seqlens_kv=LENS, **options)
 
 
+LENGTHS_OF_PAIRS = {"seqlens_q": LENS, "seqlens_kv": LENS}
+MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (100, 0)}, "prefix": {"causal": True, "prefix": 20}}
+GROUPS = {"group": numpy.zeros(128, numpy.int32), "first": OFFSETS[:-1]}
+ASKED = MASKS | {
+    "softcap": {"softcap": 5.0, "causal": True},
+    "sinks": {"sinks": numpy.zeros(4, numpy.float32), "causal": True},
+    "alibi": {"alibi_slopes": numpy.ones(4, numpy.float32), "causal": True},
+    "linear": {"score": "score + 0.1 * (kv_idx - q_idx)", "causal": True},
+    "gate": {"score": "score * t[h]", "arrays": {"t": numpy.ones(4, numpy.float32)}},
+    "lookup": {"score": "score + t[kv_idx - q_idx + 128, h]", "arrays": {"t": numpy.ones((300, 4), numpy.float32)}},
+    "documents": {"mask": "group[first[b] + q_idx] == group[first[b] + kv_idx]", "arrays": GROUPS},
+    "dropout": {"dropout": 0.1, "seed": 3, "causal": True},
+    "bias": {"bias": numpy.zeros((2, 4, 128, 128), numpy.float32), **LENGTHS_OF_PAIRS},
+    "mask": {"mask": numpy.ones((2, 1, 128, 128), bool), **LENGTHS_OF_PAIRS},
+    "bias, mask": {"bias": numpy.zeros((4, 128, 128), numpy.float16), "mask": numpy.ones((128, 128), bool), **LENGTHS_OF_PAIRS},
+}
+# Causal and full in each width; of what is asked for each pair most is for a release.
+QUICK_HOPPER = {(64, "full"), (64, "causal"), (128, "causal"), (128, "full"), (256, "causal")}
+
+
+def settings_of_hopper():
+    for dtype in ("float16", "bfloat16"):
+        for dim in WIDTHS:
+            for asked in ASKED:
+                quick = dtype == "bfloat16" and (dim, asked) in QUICK_HOPPER
+                yield pytest.param(dtype, dim, asked, marks=() if quick else pytest.mark.release)
+
+
+@pytest.mark.parametrize("dtype, dim, asked", list(settings_of_hopper()))
+def test_no_spill_in_fwd_hopper(dtype, dim, asked):
+    """What is asked for each pair of wide heads may be for fwd_v2, and only that."""
+    options = {"backend": "host", "arch": "90a", **ASKED[asked]}
+    padded = "seqlens_q" in options
+    q = numpy.zeros((2, 4, 128, dim) if padded else (4, 128, dim), DTYPES[dtype])
+    options |= {} if padded else {"cu_seqlens_q": OFFSETS, "cu_seqlens_kv": OFFSETS}
+    kernel = plan_attention(q, q[..., :2, :, :], q[..., :2, :, :], **options).kernel
+    if kernel.file != "fwd_hopper":
+        assert dim > 128 and asked not in (*MASKS, "softcap", "sinks") and "no registers" in kernel.reasons[0]
+        return
+    code, log = nvrtc.compile_plan(kernel)
+    assert kernel.config.VARLEN and "C75" not in log
+    assert {entry: read(code)[entry].stack_bytes for entry in kernel.entries} == {"fwd_hopper_schedule": 0, "fwd_hopper": 0}
+
+
 def settings():
     for architecture in ARCHITECTURES:
         for dtype in ("float16", "float32"):

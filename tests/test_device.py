@@ -8,7 +8,6 @@ import numpy
 import pytest
 
 from cupy_flash import plan_attention, plan_attention_backward
-from cupy_flash.plan.kernel import PARAMS
 from cupy_flash.plan.structs import struct
 from cupy_flash.plan.tensor_map import TENSOR_MAP
 from cupy_flash.problem.backward import BACKWARD_ARRAYS
@@ -42,7 +41,7 @@ def launched(monkeypatch):
         return 0
 
     def module(kernel, ordinal):  # what points to a function is here the size of the struct that it takes
-        size = struct(PARAMS[kernel.file]).itemsize
+        size = struct(kernel.params).itemsize
         return SimpleNamespace(get_function=lambda entry: SimpleNamespace(ptr=size))
 
     cuda = SimpleNamespace(

@@ -18,6 +18,11 @@ quick = "80"
 arches = pytest.mark.parametrize("arch", [None, quick, *(pytest.param(arch, marks=pytest.mark.release) for arch in ("75", "90a"))])
 
 
+def alike(kinds, arch):
+    """Those forms that one kernel serves: on sm_90a caches have another one than keys in rows of their own."""
+    return kinds if arch != "90a" else [(q, kv) for q, kv in kinds if kv in KINDS_KV[:3]]
+
+
 def several(kinds, arch):
     """Of kernels, which take longer, those forms that between them have each kind."""
     return kinds if arch is None else kinds[::2]
@@ -29,7 +34,7 @@ def test_a_forward_has_the_same_bits_in_every_form(arch, options):
     ragged = Ragged(LENS)
     expected = forward(ragged, "packed", "packed", arch, **options)
     assert all(numpy.isfinite(out).all() for out, _ in expected)
-    for turn, (kind_q, kind_kv) in enumerate(several(FORMS, arch)):
+    for turn, (kind_q, kind_kv) in enumerate(several(alike(FORMS, arch), arch)):
         assert_same_bits(forward(ragged, kind_q, kind_kv, arch, turn, **options), expected)
 
 
@@ -37,9 +42,10 @@ def test_a_forward_has_the_same_bits_in_every_form(arch, options):
 def test_a_forward_of_one_sequence_has_the_bits_that_it_has_among_others(arch):
     ragged = Ragged(LENS)
     expected = forward(ragged, "packed", "packed", arch, **CAUSAL)
-    assert_same_bits(forward(ragged.some(*ORDER), "padded", "pages", arch, **CAUSAL), [expected[i] for i in ORDER])
+    pages = "pages" if arch != "90a" else "roomy"
+    assert_same_bits(forward(ragged.some(*ORDER), "padded", pages, arch, **CAUSAL), [expected[i] for i in ORDER])
     for number in range(len(LENS)):
-        for kinds in (("packed", "padded"), ("padded", "pages")):
+        for kinds in (("packed", "padded"), ("padded", pages)):
             assert_same_bits(forward(ragged.some(number), *kinds, arch, number, **CAUSAL), [expected[number]])
 
 
@@ -62,8 +68,10 @@ def test_bits_of_other_kernels(arch, dtype, dim):
     dtype = numpy.dtype(dtype) if dtype != "bfloat16" else pytest.importorskip("ml_dtypes").bfloat16
     ragged = Ragged(LENS, (2, 1), dim, dtype)
     expected = forward(ragged, "packed", "packed", arch, **CAUSAL), backward(ragged, "packed", "packed", arch, **CAUSAL)
-    assert_same_bits(forward(ragged, "padded", "pages", arch, **CAUSAL), expected[0])
-    assert_same_bits(forward(ragged.some(2, 0), "roomy", "cache", arch, **CAUSAL), [expected[0][i] for i in (2, 0)])
+    of_hopper = arch == "90a" and dtype != "float32"  # which keys in rows of their own are for, and caches are not
+    of_caches = forward(ragged, "packed", "pages", arch, **CAUSAL) if of_hopper else expected[0]
+    assert_same_bits(forward(ragged, "padded", "padded" if of_hopper else "pages", arch, **CAUSAL), expected[0])
+    assert_same_bits(forward(ragged.some(2, 0), "roomy", "cache", arch, **CAUSAL), [of_caches[i] for i in (2, 0)])
     assert_same_bits(backward(ragged, "padded", "roomy", arch, **CAUSAL), expected[1])
     assert_same_bits(backward(ragged.some(6), "roomy", "padded", arch, **CAUSAL), expected[1][6:])
 

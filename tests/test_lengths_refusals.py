@@ -111,9 +111,16 @@ HALF = [x.astype(numpy.float16) for x in (Q, K, K)]
 LENGTHS = {"seqlens_kv": ints(1, 2)}
 
 
-@pytest.mark.parametrize("kernel, arch", [("fwd_hopper", "90a"), ("fwd_v1", "80")])
-def test_kernels_that_know_no_lengths_are_refused(kernel, arch):
-    with pytest.raises(UnsupportedError, match=f"^kernel: expected None or 'fwd_v2' with lengths of sequences, got '{kernel}'"):
+@pytest.mark.parametrize(
+    "kernel, arch, why",
+    [
+        ("fwd_v1", "80", "None, 'fwd_v2' or 'fwd_hopper' with lengths of sequences, got 'fwd_v1'"),
+        ("fwd_hopper", "80", "None or 'fwd_v2' for float16 on sm_80, got 'fwd_hopper'"),
+        ("fwd_hopper", "90a", "None or 'fwd_v2' for these sequences, got 'fwd_hopper': few queries"),
+    ],
+)
+def test_kernels_that_know_no_lengths_are_refused(kernel, arch, why):
+    with pytest.raises(UnsupportedError, match=f"^kernel: expected {why}"):
         plan_attention(*HALF, **LENGTHS, backend="host", arch=arch, kernel=kernel)
 
 
@@ -129,10 +136,15 @@ def test_backward_kernels_that_know_no_lengths_are_refused(kernel):
         plan_attention_backward(q, q, k, v, q, ones(2, HEADS, ROWS), **LENGTHS, backend="host", arch="90a", kernel=kernel)
 
 
-@pytest.mark.parametrize("arch, kernel", [("90a", "fwd_hopper knows no sequences"), ("80", None)])
-def test_a_plan_says_why_it_is_not_the_kernel_of_the_architecture(arch, kernel):
-    text = str(plan_attention(*HALF, **LENGTHS, backend="host", arch=arch))
-    assert "fwd_v2 for sm_" in text and ("knows no sequences" in text) == (kernel is not None)
+ROWS_OF_CACHE = {"cache_batch_idx": ints(1, 0), "seqlens_kv": ints(1, 2)}
+WHY_NOT = [(LENGTHS, "few queries: heads of a group"), (ROWS_OF_CACHE, "fwd_hopper knows no elements of a cache")]
+
+
+@pytest.mark.parametrize("given, why", WHY_NOT)
+@pytest.mark.parametrize("arch", ["90a", "80"])
+def test_a_plan_says_why_it_is_not_the_kernel_of_the_architecture(arch, given, why):
+    text = str(plan_attention(*HALF, **given, backend="host", arch=arch))
+    assert "fwd_v2 for sm_" in text and (why in text) == (arch == "90a")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

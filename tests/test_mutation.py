@@ -30,7 +30,8 @@ from cupy_flash.plan.kernel import configure
 KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu|classify\.cu", file))
 # Headers, and a kernel that each is a part of.
 PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper", "tile/dq_protocol.cuh": "bwd_hopper"}
-PARTS |= {"tile/score_sums.cuh": "bwd_scores", "tile/element_sums.cuh": "bwd_scores", "tile/schedule.cuh": "fwd_v2"}
+PARTS |= {"tile/score_sums.cuh": "bwd_scores", "tile/element_sums.cuh": "bwd_scores"}
+PARTS |= {"tile/schedule.cuh": "fwd_v2", "tile/clipped.cuh": "fwd_hopper"}
 # Or a comment, which may speak of one.
 CALL = re.compile(r"//.*|\b(?:(?:sync|arrive|wait|commit|producer|consumer)_\w+|fence_proxy_async)(?:<[^;]*>)?\([^;]*\);")
 
@@ -69,6 +70,9 @@ ONE_GRADIENT = Setting(HOPPER_BACKWARD_CASE, {"WIDTH": 128, "WIDTH_V": 128})
 OFFSETS = [*range(80), 120], [*range(0, 3 * 80, 3), 300]
 SEQUENCES = replace(TWO_STAGES, case=Case("float16", 130, 310, dim=32, heads_q=2), offsets=OFFSETS)
 
+# The same with work tiles of several lengths for each block, whose keys end within a tile.
+FEW_OFFSETS = [0, 20, 20, 85, 120], [0, 75, 80, 190, 300]
+
 # Of many tiles of keys some: others for each tile of queries.
 SOME_TILES = numpy.add.outer(numpy.arange(150) // 20, numpy.arange(75) // 10) % 3 > 0
 
@@ -82,7 +86,9 @@ def settings_of(kernel):
         leaps = replace(TWO_GROUPS, case=replace(HOPPER_CASE, values="large"))  # of the maximum, in later tiles of keys
         split = replace(TWO_GROUPS.but(SPLIT_KV=True), case=replace(HOPPER_CASE, len_q=100))  # three tiles on two blocks
         lanes_store = TWO_GROUPS.but(STAGES_Q=3, TMA_STORE_OUT=False)
-        settings = {"two stages": TWO_GROUPS, "one stage": lanes_store.but(STAGES=1, STAGES_V=1, STAGES_Q=2), "leaps": leaps}
+        sequences = {"sequences": replace(lanes_store, case=SEQUENCES.case, offsets=FEW_OFFSETS)}
+        settings = sequences | {"two stages": TWO_GROUPS, "leaps": leaps}
+        settings |= {"one stage": lanes_store.but(STAGES=1, STAGES_V=1, STAGES_Q=2)}
         settings |= {"ping-pong": pingpong, "ping-pong, far apart": pingpong.but(STAGES=1, STAGES_V=1)}
         settings |= {"lists": replace(TWO_GROUPS, seen=SOME_TILES)}
         settings |= {"three groups, four stages": TWO_GROUPS.but(TILE_Q=192, WARPS=16)}
@@ -172,7 +178,7 @@ def results(kernel, setting):
     kernel = "fwd_v2" if kernel == "classify" else kernel
     masks = {} if setting.seen is None else {"mask": setting.seen}
     if setting.offsets is not None:
-        return packed_results(setting, inputs)
+        return packed_results(kernel, setting, inputs)
     plan = plan_attention(*inputs, backend="host", arch=arch_of(kernel), kernel=kernel, **masks, **case.options)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
     computed = AttentionPlan(plan.problem, changed, True)(*inputs, **masks)
@@ -180,11 +186,13 @@ def results(kernel, setting):
     return compare(*computed, *inputs, **seen, **case.scores)
 
 
-def packed_results(setting, inputs):
-    """The same of sequences; rows that belong to none are 0."""
+def packed_results(kernel, setting, inputs):
+    """The same of sequences; rows that belong to none are 0, and what lies there is no number."""
     q, k, v = (x.reshape(x.shape[-3:]) for x in inputs)
+    for x, offsets in zip((q, k, v), (setting.offsets[0], *setting.offsets[1:] * 2)):
+        x[:, offsets[-1] :] = numpy.nan
     lengths = {f"cu_seqlens_{side}": numpy.array(x, numpy.int32) for side, x in zip(("q", "kv"), setting.offsets)}
-    plan = plan_attention(q, k, v, backend="host", return_lse=True, **lengths)
+    plan = plan_attention(q, k, v, backend="host", arch=arch_of(kernel), return_lse=True, **lengths)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
     out, lse = AttentionPlan(plan.problem, changed, True)(q, k, v, **lengths)
     (*_, end), (*_, end_kv) = setting.offsets

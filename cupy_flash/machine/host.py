@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy
 
 from ..errors import DeadlockError, FaultError, SanitizerError
-from ..plan.kernel import PARAMS, KernelPlan, Launch
+from ..plan.kernel import KernelPlan, Launch
 from ..plan.params import places_of
 from ..plan.schedule_params import scheduled
 from ..plan.sources import files
@@ -88,7 +88,7 @@ def name_of(plan: KernelPlan, options: HostOptions) -> str:
 def _task(plan: KernelPlan, options: HostOptions) -> tuple[str, list[str], dict[str, str]]:
     """The file to compile, flags, and the text of each file."""
     main = "host_main.cpp" if options.sanitize else "host.cpp"
-    flags = [*OPTIONS, f'-DKERNEL_FILE="{plan.file}.cu"', f"-DPARAMS={PARAMS[plan.file]}"]
+    flags = [*OPTIONS, f'-DKERNEL_FILE="{plan.file}.cu"', f"-DPARAMS={plan.params}"]
     if options.sanitize:  # the program finds the entries of the kernel by name, which -rdynamic lets it
         flags += [f"-fsanitize={SANITIZERS[options.sanitize]}", "-fno-sanitize-recover=all", "-g", "-rdynamic"]
     else:

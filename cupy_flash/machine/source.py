@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict
 
 from ..plan.expression_text import ExpressionText
-from ..plan.kernel import PARAMS, Config, KernelPlan
+from ..plan.kernel import Config, KernelPlan
 from ..plan.sources import files
 from ..plan.structs import struct
 from ..problem.options import BACKWARD_KERNELS, FORWARD_KERNELS
@@ -32,7 +32,7 @@ def source_of(plan: KernelPlan) -> dict[str, str]:
 
 def assertions(plan: KernelPlan) -> str:
     """The sizes that a plan counts on, to be compiled with the kernel."""
-    name = PARAMS[plan.file]
+    name = plan.params
     sizes = {f"sizeof({name})": struct(name).itemsize}
     sizes |= {STATED[entry]: size for entry, size in plan.entries.items() if entry in STATED}
     return "".join(f'static_assert({stated} == {size}, "the plan counts on {size} bytes");\n' for stated, size in sizes.items())

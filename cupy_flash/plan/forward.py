@@ -23,7 +23,7 @@ from .kernel import (
     text_of,
     with_linear_terms,
 )
-from .packing import packing_of
+from .packing import FEW, packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
 from .sequences import elements_of, row_length, tiles_of
 from .split import WARP_ROWS, KeySplits, combining_blocks, key_splits, most_splits, partial_rows, splits_keys
@@ -35,7 +35,7 @@ MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in 
 LISTED = ("fwd_v2", "fwd_hopper")  # kernels that visit the tiles of a list where pairs are masked
 NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
 EVEN = 0.75  # of the longest query tile that the shortest has to have
-WORK_ITEM_BYTES = 8  # sequence and row of a query tile
+WORK_ITEM_BYTES = {"fwd_v2": 8, "fwd_hopper": 32}  # sequence and row of a query tile, and for a persistent block, where that lies
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
 
 
@@ -61,7 +61,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     asked, packing = problem, packing_of(problem)
     problem = packing.problem
     expressions = text_of(problem)
-    kernel, why_kernel = _forward_kernel(problem, architecture, expressions)
+    kernel, why_kernel = _forward_kernel(problem if problem.lengths is None else asked, architecture, expressions)
     width, width_v = padded(problem.dim), padded(problem.dim_v)
     if kernel == "fwd_hopper":
         expressions = with_linear_terms(problem, expressions)
@@ -88,7 +88,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         lengths=problem.lengths is not None or (split and kernel == "fwd_v2"),
         rows=rows_of(kernel, architecture, problem, expressions),
     )
-    if copy_bytes < 16:  # TMA would write beyond a row's end, see `obstacle`
+    if copy_bytes < 16 or problem.lengths is not None:  # TMA would write beyond a row's end, see `obstacle`, or that of a sequence
         row = replace(row, tma_store_out=False)
     return KernelPlan(
         file=kernel,
@@ -122,7 +122,7 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
         expected = "'auto' or 'v2' with score, mask, bias, alibi_slopes or dropout"
         raise UnsupportedError(f"algorithm: expected {expected}, got 'v1'")
     if problem.lengths is not None:
-        return _varlen_kernel(problem, architecture)
+        return _varlen_kernel(problem, architecture, expressions)
     if asked in ("fwd_v1", "fwd_v2"):
         return asked, f"{asked} was asked for"
     exists = bool(table_for("fwd_hopper", architecture, problem.dtype))
@@ -140,27 +140,50 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
     raise UnsupportedError(f"kernel: expected {expected}, got {asked!r}: {why_not}")
 
 
-def _varlen_kernel(problem: Problem, architecture: Architecture) -> tuple[str, str]:
+def _varlen_kernel(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> tuple[str, str]:
     """The same of sequences of their own lengths."""
     asked = problem.kernel
-    if asked not in (None, "fwd_v2"):
-        raise UnsupportedError(f"kernel: expected None or 'fwd_v2' with lengths of sequences, got {asked!r}")
+    if asked not in (None, "fwd_v2", "fwd_hopper"):
+        raise UnsupportedError(f"kernel: expected None, 'fwd_v2' or 'fwd_hopper' with lengths of sequences, got {asked!r}")
     if problem.algorithm == "v1":
         raise UnsupportedError("algorithm: expected 'auto' or 'v2' with lengths of sequences, got 'v1'")
-    exists = bool(table_for("fwd_hopper", architecture, problem.dtype))
-    return "fwd_v2", "fwd_hopper knows no sequences of their own lengths yet" if exists else ""
+    if asked == "fwd_v2":
+        return asked, "fwd_v2 was asked for"
+    if not table_for("fwd_hopper", architecture, problem.dtype):
+        if asked is None:
+            return "fwd_v2", ""
+        raise UnsupportedError(f"kernel: expected None or 'fwd_v2' for {problem.dtype} on {architecture}, got {asked!r}")
+    why_not = _why_not_varlen(problem, architecture, expressions)
+    if not why_not or asked is None:
+        return ("fwd_v2" if why_not else "fwd_hopper"), why_not
+    raise UnsupportedError(f"kernel: expected None or 'fwd_v2' for these sequences, got {asked!r}: {why_not}")
+
+
+def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
+    """Why sequences of their own lengths are not for fwd_hopper, or ''."""
+    lengths = problem.lengths
+    if lengths.cache is not None:
+        return f"fwd_hopper knows no {'pages' if lengths.paged else 'elements of a cache'}"
+    if (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem)[0]:
+        return "few queries: heads of a group share a tile, or blocks its keys, in fwd_v2"
+    crowded = _crowded(problem, architecture, with_linear_terms(problem, expressions))
+    no_map = obstacle(problem.batch, _layouts(problem), MOVED)
+    return crowded or (no_map and f"no TMA: {no_map}")
 
 
 def _crowded(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
     """Why registers of fwd_hopper do not hold what is asked for each pair, or ''."""
     widest = padded(max(problem.dim, problem.dim_v))
-    if any(row.width >= widest for row in rows_of("fwd_hopper", architecture, problem, expressions)):
+    rows = rows_of("fwd_hopper", architecture, problem, expressions)
+    if any(row.width >= widest and not (problem.lengths and row.without_lengths) for row in rows):
         return ""
     return "fwd_hopper has no registers for what is asked for each pair"
 
 
 def _split_kv(problem: Problem) -> tuple[bool, str]:
     """Whether blocks may share query tiles, which have to be long and about equally so, and why."""
+    if problem.lengths is not None:
+        return False, ""
     mask, shortest, longest = problem.mask, problem.len_kv, problem.len_kv
     if mask.queries is None:  # or else every tile has rows of several heads, and all are alike
         shortest, longest = (mask.some(row, 1)[1] for row in (0, problem.len_q - 1))
@@ -186,6 +209,9 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     if plan.file != "fwd_hopper":
         blocks = -(-tiles_of(problem, c.TILE_Q, "q") // c.Q_TILES) * elements_of(problem, "q") * problem.heads_q
         return (checked(Launch(entry, blocks, shared_bytes)),)
+    if c.VARLEN:
+        [(main, main_bytes)] = others
+        return Launch(entry, int(tiles > 0), shared_bytes), checked(Launch(main, tiles, main_bytes, c.MIN_BLOCKS))
     if not c.SPLIT_KV:
         return (checked(Launch(entry, tiles, shared_bytes, c.MIN_BLOCKS)),)
     splits = -(-problem.len_kv // (c.TILE_KV * least_split(c.TILE_KV)))
@@ -210,7 +236,7 @@ def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
     tiles = _tiles(plan, problem) * problem.heads_q
     if plan.file == "fwd_v1":
         return Workspace((("state", 4 * (c.TILE_Q * c.WIDTH_V + 2 * c.TILE_Q) * tiles),))
-    work = [("work", WORK_ITEM_BYTES * (1 + _tiles(plan, problem)))] if c.VARLEN else []
+    work = [("work", WORK_ITEM_BYTES[plan.file] * (1 + _tiles(plan, problem)))] if c.VARLEN else []
     if not c.SPLIT_KV:
         return Workspace(tuple(work))
     # In fwd_hopper each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.

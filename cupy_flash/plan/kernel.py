@@ -29,6 +29,7 @@ PARAMS = {
     "rotate": "RotateParams",
     "append": "AppendParams",
 }
+VARLEN_PARAMS = {"fwd_hopper": "HopperVarlenParams"}  # in place of these, for sequences of their own lengths
 MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
 
 
@@ -111,6 +112,11 @@ class KernelPlan:
     expressions: ExpressionText = NOTHING
 
     @property
+    def params(self) -> str:
+        """The struct that every entry is launched with."""
+        return (VARLEN_PARAMS if self.config.VARLEN else {}).get(self.file, PARAMS[self.file])
+
+    @property
     def threads(self) -> int:
         """Threads of a block, for every entry."""
         return 32 * self.config.WARPS
@@ -148,13 +154,17 @@ class KernelPlan:
             queries = 64 * c.STAGES_Q * panels + c.TMA_STORE_OUT * c.TILE_Q * panels_v  # and out
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
             barriers = 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q)
-            main = {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers + 48 * c.STAGES_Q}  # and work
-            main["fwd_hopper"] += 4 * c.STAGES * c.TILE_LIST
-            return main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
+            work = (48 + 32 * c.VARLEN) * c.STAGES_Q + 4 * c.STAGES * c.TILE_LIST + 8 * c.VARLEN
+            main = {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers + work}
+            return self._schedule | main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         main = {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
-        before = {f"{self.file}_schedule": 4 * 2 * 128} if c.VARLEN else {}  # bins of query tiles
-        return before | main | ({f"{self.file}_combine": 0} if c.SPLIT_KV else {})
+        return self._schedule | main | ({f"{self.file}_combine": 0} if c.SPLIT_KV else {})
+
+    @property
+    def _schedule(self) -> dict[str, int]:
+        """The entry of a forward that finds query tiles of sequences, with its bins."""
+        return {f"{self.file}_schedule": 4 * 2 * 128} if self.config.VARLEN else {}
 
     @property
     def _of_sinks(self) -> dict[str, int]:

@@ -7,6 +7,8 @@ but those of `NARROWER`. Where head dims are above 192, some still spill a few b
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .expression_text import Pressure
 from .tuning import HOPPER as PLAIN_HOPPER
 from .tuning import HOPPER_BACKWARD as PLAIN_BACKWARD
@@ -74,33 +76,43 @@ FLOAT32_75 = (
     TileConfig(256, 32, 16, REGISTERS, warps=2, stages=1, **ONE_BLOCK),
 )
 # Those of the plain table whose registers hold a term besides.
-HOPPER_TERM = tuple(row for row in PLAIN_HOPPER if (row.width, row.tile_q, row.tile_kv) not in SPILLING)
+HOPPER_TERM = tuple(
+    replace(row, without_lengths=row.width > 128)
+    for row in PLAIN_HOPPER
+    if (row.width, row.tile_q, row.tile_kv) not in SPILLING
+)
 HOPPER_FEW = TileConfig(64, 64, 64, ONE_GROUP, warps=8, stages=4, stages_v=4, min_blocks=1, max_len_q=SHORT)
 HOPPER_READS = (
     HOPPER_FEW,
     TileConfig(64, 192, 64, THREE_NARROW, warps=16, stages=4, stages_v=4, stages_q=6, tma_store_out=True, min_blocks=1),
-    TileConfig(128, 192, 64, THREE_NARROW, **NARROW),
+    TileConfig(128, 192, 64, THREE_NARROW, **NARROW, without_lengths=True),
     TileConfig(192, 128, 80, REGISTERS, **SHARED),
-    TileConfig(256, 128, 64, REGISTERS, **SHARED),
+    TileConfig(256, 128, 64, REGISTERS, **SHARED, without_lengths=True),
 )
+HOPPER_DROPOUT = tuple(replace(row, without_lengths=False) for row in HOPPER_READS)
 # Those of the plain table, since few pairs are asked, but for tiles of 192 queries: more of them are seen in part.
 HOPPER_MASK = (
     *HOPPER_READS[:2],
-    TileConfig(128, 128, 128, TWO_GROUPS + PINGPONG, **TWO_PINGPONG),
-    *(row for row in PLAIN_HOPPER if row.width > 128),
+    TileConfig(128, 128, 128, TWO_GROUPS + PINGPONG, **TWO_PINGPONG, without_lengths=True),
+    *(replace(row, without_lengths=True) for row in PLAIN_HOPPER if row.width > 128),
 )
 HOPPER_LOOKUPS = (*HOPPER_READS[:2], TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG), *HOPPER_READS[3:])
+# Behind all of these: where sequences have lengths of their own as well.
+HOPPER_LENGTHS = (
+    TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG),
+    TileConfig(192, 128, 80, REGISTERS, **SHARED),  # wider ones would spill, and are for fwd_v2
+)
 HOPPER_EXPRESSION = (
     *HOPPER_READS[:2],
     TileConfig(128, 128, 112, REGISTERS, **TWO_PINGPONG),
     TileConfig(192, 128, 96, REGISTERS, **SHARED, pingpong=True),
-    HOPPER_READS[-1],
+    replace(HOPPER_READS[-1], without_lengths=False),
 )
 HOPPER_SEVERAL = (
     HOPPER_FEW,
     TileConfig(64, 128, 64, REGISTERS, **TWO, tma_store_out=True),
     TileConfig(128, 128, 64, REGISTERS, **TWO_PINGPONG),
-    TileConfig(192, 128, 64, REGISTERS, **SHARED, pingpong=True),
+    TileConfig(192, 128, 64, REGISTERS, **SHARED, pingpong=True, without_lengths=True),
 )
 
 BACKWARD_HALVES_80 = (
@@ -161,13 +173,13 @@ BACKWARD_HOPPER_WIDE = (
 # Of the Hopper kernels, for 16-bit dtypes. One that is missing has no registers for it.
 HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
     "fwd_hopper": {
-        Pressure.TERM: HOPPER_TERM,
-        Pressure.BIAS: HOPPER_READS,
-        Pressure.ARRAY_MASK: HOPPER_MASK,
+        Pressure.TERM: HOPPER_TERM + HOPPER_LENGTHS[1:],
+        Pressure.BIAS: HOPPER_READS + HOPPER_LENGTHS,
+        Pressure.ARRAY_MASK: HOPPER_MASK + HOPPER_LENGTHS,
         Pressure.MASK: HOPPER_MASK,
-        Pressure.LOOKUPS: HOPPER_LOOKUPS,
+        Pressure.LOOKUPS: HOPPER_LOOKUPS + HOPPER_LENGTHS[1:],
         Pressure.EXPRESSION: HOPPER_EXPRESSION,
-        Pressure.DROPOUT: HOPPER_READS,
+        Pressure.DROPOUT: HOPPER_DROPOUT,
         Pressure.SEVERAL: HOPPER_SEVERAL,
         Pressure.MANY: HOPPER_SEVERAL,
     },

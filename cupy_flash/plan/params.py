@@ -52,7 +52,8 @@ def forward_params(problem: Problem, splits: KeySplits | None = None) -> numpy.n
 def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: int) -> numpy.ndarray:
     """A size-1 array of `HopperForwardParams` with everything but the addresses, its maps in the clear.
 
-    Which tiles a block takes is not in it yet, see `schedule_params`.
+    Which tiles a block takes is not in it yet, see `schedule_params`. Of sequences of their own lengths it is `HopperVarlenParams`:
+    there a block finds its tiles on the device.
 
     Raises
     ------
@@ -60,7 +61,8 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
         As `forward_params`.
     """
     layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS}
-    params = _with_strides("HopperForwardParams", problem.batch, layouts, problem.scores)
+    struct_name = "HopperForwardParams" if problem.lengths is None else "HopperVarlenParams"
+    params = _with_strides(struct_name, problem.batch, layouts, problem.scores, problem.lengths)
     for name, described in maps.items():
         params[name] = described.in_the_clear()
     _add_scores(params, problem)
@@ -68,9 +70,12 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
     _add_pairs(params, problem)
     with numpy.errstate(over="ignore"):  # where scores are scaled one by one, nobody reads it
         params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
-    tiles_of_head = -(-problem.len_q // tile_q)
-    params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
-    params["tiles_of_head_divmod"], params["heads_divmod"] = fast_divmod(tiles_of_head), fast_divmod(problem.heads_q)
+    _add_lengths(params, problem.lengths)
+    params["heads_divmod"] = fast_divmod(problem.heads_q)
+    if problem.lengths is None:
+        tiles_of_head = -(-problem.len_q // tile_q)
+        params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
+        params["tiles_of_head_divmod"] = fast_divmod(tiles_of_head)
     return params
 
 

@@ -16,7 +16,7 @@ from .split import combining_blocks, partial_rows
 def scheduled(
     plan: KernelPlan, params: numpy.ndarray, launches: tuple[Launch, ...], mask: Mask | None
 ) -> tuple[numpy.ndarray, tuple[Launch, ...]]:
-    """Parameters and launches of fwd_hopper on a device; those of other kernels as they are.
+    """Parameters and launches of fwd_hopper on a device; those of other kernels, and with VARLEN, as they are.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def scheduled(
     launches : tuple of Launch
         Merging as many tiles as are shared, and left out if none is.
     """
-    if plan.file != "fwd_hopper" or mask is None or not launches:
+    if plan.file != "fwd_hopper" or plan.config.VARLEN or mask is None or not launches:
         return params, launches
     params = params.copy()
     p, c = params[0], plan.config

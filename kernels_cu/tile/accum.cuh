@@ -163,6 +163,16 @@ OP void count_block(u32* counters, int heads, u32 blocks, SharedAddress others) 
   store_shared(others, bits);
 #endif
 }
+// Counts one up, by one warp, and says how many there were before.
+OP u32 count_up(u32* counter) {
+#if ON_GPU
+  u32 before = 0;
+  if (lane_id() == 0) asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return __shfl_sync(0xffffffffu, before, 0);
+#else
+  return host::self->count_up<__ATOMIC_RELAXED>(*counter) - 1;
+#endif
+}
 OP void semaphore_clear(u32* semaphore) {
   for_lane(l) if (l == 0) *semaphore = 0;
 }

@@ -8,13 +8,13 @@
 #include "tile/softmax.cuh"
 
 using PartialTile = AccumTile<TILE_Q, WIDTH_V>;               // out of a split of a query tile, in device memory
-OP PartialTile out_partial(const HopperForwardParams& p, u32 number) { return {p.out_partials + i64(number) * p.partial_rows * WIDTH_V}; }
+OP PartialTile out_partial(const HopperForwardCommon& p, u32 number) { return {p.out_partials + i64(number) * p.partial_rows * WIDTH_V}; }
 
 // Each warp combines 16 rows and 32 columns of a split query tile, AT_ONCE splits on their way at a time.
 //
 //   for each split:  m' = max(m, lse_i);  O = e^(m - m') O + e^(lse_i - m') out_i;  l = e^(m - m') l + e^(lse_i - m');  m = m'
 //   out = O / l,  lse = m + log l
-template <int AT_ONCE> OP void combine_splits(const HopperForwardParams& p) {
+template <int AT_ONCE> OP void combine_splits(const HopperForwardCommon& p) {
   constexpr int COLS = 32, ACROSS = WIDTH_V / COLS;
   const u32 own = block_id() * WARPS + warp_id(), fragment = own / ACROSS, fragments = p.partial_rows / 16, tile = fragment / fragments;
   if (tile >= u32(p.split_tiles)) return;

@@ -40,6 +40,21 @@ template <int M> OP void fill(RowVec<M>& rows, float x) {
     for (int s = 0; s < rows.slots; ++s) rows.at(l, s) = x;
   }
 }
+// the same of rows from `first` on, whatever they hold
+template <int M, int N> OP void fill_from(Acc<M, N>& acc, int first, float x) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < acc.regs; ++r)
+      if (acc.row(l, r) >= first) acc.at(l, r) = x;
+  }
+}
+template <int M> OP void fill_from(RowVec<M>& rows, int first, float x) {
+  for_lane(l) {
+    #pragma unroll
+    for (int s = 0; s < rows.slots; ++s)
+      if (rows.row(l, s) >= first) rows.at(l, s) = x;
+  }
+}
 
 // The operands of a product come in three families. A step covers STEP_K of the inner extent and STEP_N = 16 columns.
 //   halves     float16, bfloat16: two elements a register

@@ -17,9 +17,20 @@ OP int bin_of(int tiles) {
   return 4 * (exponent - 1) + (tiles >> (exponent - 2) & 3);
 }
 
-// Query tile number `number` of those that there is room for, and how many key tiles it visits; its row is below 0 if no sequence has it.
-struct ScheduledTile { WorkItem item; int key_tiles; };
-OP ScheduledTile scheduled_tile(const ForwardParams& p, u32 number) {
+// What blocks are told of a query tile: which it is, or where its sequence lies as well.
+template <typename Seq> OP void place(WorkItem&, const Seq&) {}
+template <typename Seq> OP void place(PlacedWorkItem& item, const Seq& seq) {
+  item.begin_q = seq.q.begin, item.len_q = seq.q.count, item.room_q = seq.q.room;
+  item.begin_kv = seq.kv.begin, item.len_kv = seq.kv.count;
+}
+// and of all, in their first item: how many there are, and how many of these have queries
+OP void begin_list(WorkItem& first, int tiles, int with_queries) { first = {tiles, with_queries}; }
+OP void begin_list(PlacedWorkItem& first, int tiles, int with_queries) { first.sequence = tiles, first.row = with_queries, first.taken = 0; }
+
+// Query tile number `number` of those that there is room for, and how many key tiles it visits; its row is below 0 if no sequence has it. Of a
+// query that sees no key it is 1, of rows that are no queries 0: those come last.
+template <typename Item> struct ScheduledTile { Item item; int key_tiles; };
+template <typename Item, typename Params> OP ScheduledTile<Item> scheduled_tile(const Params& p, const Item*, u32 number) {
   const SequenceParams& s = p.sequences;
   const u32 tiles = tiles_of<QUERIES>(p);
   u32 sequence = number / tiles;
@@ -36,14 +47,18 @@ OP ScheduledTile scheduled_tile(const ForwardParams& p, u32 number) {
   }
   const auto seq = sequence_of(p, sequence);
   const int row = (tile - seq.q.first_tile()) * TILE_Q;
-  if (row >= seq.q.end_of_room() - seq.q.first()) return {{int(sequence), -1}, 0};
+  ScheduledTile<Item> found{};
+  found.item.sequence = int(sequence);
+  found.item.row = row < seq.q.end_of_room() - seq.q.first() ? row : -1;
+  place(found.item, seq);
+  if (found.item.row < 0 || row >= seq.q.len()) return found;
   const ColumnRange keys = visible_keys(Mask{seq.mask(), seq.kv.len()}, row, min_of(TILE_Q, seq.q.len() - row));
-  const bool sees = row < seq.q.len() && keys.first <= keys.last;
-  return {{int(sequence), row}, sees ? keys.last / TILE_KV - keys.first / TILE_KV + 1 : 0};
+  found.key_tiles = max_of(keys.last < keys.first ? 0 : keys.last / TILE_KV - keys.first / TILE_KV + 1, 1);
+  return found;
 }
 
 // By one block.
-OP void schedule_queries(const ForwardParams& p) {
+template <typename Params> OP void schedule_queries(const Params& p) {
   const SharedAddress counts_smem = shared_memory(), starts_smem = counts_smem + BINS * int(sizeof(u32));
   const u32 most = tiles_of<QUERIES>(p) * (offsets_of<QUERIES>(p) ? 1 : p.batch[BATCH_AXES - 1]);
   for_lane(l) {
@@ -52,7 +67,7 @@ OP void schedule_queries(const ForwardParams& p) {
   sync_block();                                               // without it counts begin with what was there
   for_lane(l) {
     for (u32 i = Block::thread(l); i < most; i += Block::threads) {
-      const ScheduledTile tile = scheduled_tile(p, i);
+      const auto tile = scheduled_tile(p, p.work, i);
       if (tile.item.row >= 0) add_shared(counts_smem + bin_of(tile.key_tiles) * int(sizeof(u32)), 1);
     }
   }
@@ -62,17 +77,17 @@ OP void schedule_queries(const ForwardParams& p) {
       u32 longer = 0;
       for (int bin = i + 1; bin < BINS; ++bin) longer += load_shared<u32>(counts_smem + bin * int(sizeof(u32)));
       store_shared(starts_smem + i * int(sizeof(u32)), longer);
-      if (i == 0) p.work[0] = {int(longer + load_shared<u32>(counts_smem)), 0};
+      if (i == 0) begin_list(p.work[0], int(longer + load_shared<u32>(counts_smem)), int(longer));
     }
   }
   sync_block();                                               // without it tiles have places that are not known yet
   for_lane(l) {
     for (u32 i = Block::thread(l); i < most; i += Block::threads) {
-      const ScheduledTile tile = scheduled_tile(p, i);
+      const auto tile = scheduled_tile(p, p.work, i);
       if (tile.item.row < 0) continue;
       const u32 place = add_shared(starts_smem + bin_of(tile.key_tiles) * int(sizeof(u32)), 1);
       if (place >= most) continue;                            // lengths have changed meanwhile, and nothing else is written over
-      count_written(sizeof(WorkItem));
+      count_written(sizeof tile.item);
       p.work[1 + place] = tile.item;
     }
   }

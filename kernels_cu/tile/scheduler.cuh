@@ -52,7 +52,7 @@ OP void batch_element(int (&element)[BATCH_AXES], u32 inner, u32 number) {
 
 // Query tiles by number, head after head, so that the blocks at work share keys and values in the L2 cache. Of a head the last tile comes
 // first, then the first, the last but one, the second ...: under a causal mask two neighbours are as long together as any other two.
-OP BlockCoord tile_coord(const HopperForwardParams& p, u32 number, int tile_q) {
+OP BlockCoord tile_coord(const HopperForwardCommon& p, u32 number, int tile_q) {
   const u32 head = divide(number, p.tiles_of_head_divmod), position = number - head * p.tiles_of_head_divmod.divisor;
   const u32 tile = position % 2 ? position / 2 : p.tiles_of_head_divmod.divisor - 1 - position / 2;
   BlockCoord here;
@@ -72,44 +72,16 @@ struct SplitTile {
 
 // The key tiles of all split query tiles, one query tile's after the other's, are cut into equal runs, one for each block. A run is no longer
 // than a query tile, so it is a split of one, or of two. Beyond these, a block finds splits without keys.
-OP SplitTile split_of_block(const HopperForwardParams& p, u32 index) {
+OP SplitTile split_of_block(const HopperForwardCommon& p, u32 index) {
   const u32 key_tiles = p.key_tiles_divmod.divisor, first = block_id() * p.key_tiles_per_block, end = min_of(first + p.key_tiles_per_block, p.split_tiles * key_tiles);
   const u32 tile = divide(first, p.key_tiles_divmod) + index - p.by_formula, start = tile * key_tiles;
   return {tile, tile + block_id(), {int(max_of(first, start) - start), int(min_of(end, start + key_tiles) - start)}};
 }
 // The splits of a query tile, first ... last.
 struct SplitRange { u32 first, last; };
-OP SplitRange splits_of_tile(const HopperForwardParams& p, u32 tile) {
+OP SplitRange splits_of_tile(const HopperForwardCommon& p, u32 tile) {
   const u32 key_tiles = p.key_tiles_divmod.divisor;
   return {tile + tile * key_tiles / p.key_tiles_per_block, tile + ((tile + 1) * key_tiles - 1) / p.key_tiles_per_block};
-}
-
-// What a block computes at a time: a query tile, or a split of one.
-struct WorkTile : BlockCoord {
-  SplitTile split;                                            // if there is one
-};
-OP bool is_split(const HopperForwardParams& p, u32 index) { return SPLIT_KV && index >= u32(p.by_formula); }
-
-// The number of the query tile that is a block's next one, after `index` others, and whether there is one. A formula keeps the blocks at work
-// on the same heads. At the end it would leave some of them with a tile more, so there the planner deals the tiles out, see schedule.py, or
-// they are split.
-OP u32 work_tile_number(const HopperForwardParams& p, u32 index) {
-  if (!SPLIT_KV && index >= u32(p.by_formula)) return p.by_formula * blocks() + p.table[block_id()][index - p.by_formula];
-  return p.run == 2 ? (index / 2 * blocks() + block_id()) * 2 + index % 2 : index * blocks() + block_id();
-}
-OP bool has_work_tile(const HopperForwardParams& p, u32 index) {
-  if (is_split(p, index)) {
-    const NBlockRange keys = split_of_block(p, index).keys;
-    return keys.begin < keys.end;
-  }
-  if (index >= u32(p.by_formula)) return p.table[block_id()][index - p.by_formula] != NO_TILE;
-  return work_tile_number(p, index) < u32(p.tiles);
-}
-OP WorkTile work_tile_coord(const HopperForwardParams& p, u32 index, int tile_q) {
-  WorkTile here;
-  if (is_split(p, index)) here.split = split_of_block(p, index);
-  static_cast<BlockCoord&>(here) = tile_coord(p, is_split(p, index) ? p.first_split_tile + here.split.tile : work_tile_number(p, index), tile_q);
-  return here;
 }
 
 // Blocks of the backward own keys. Neighbours alternate among `together` heads: with few, they share q and dout in the L2 cache; with

@@ -143,7 +143,7 @@ template <typename Params, typename Coord> OP HeadTerms head_terms(const Params&
   const ScoreContext x = score_context(p, here, head, terms, len_q, len_kv);
   #pragma unroll
   for (int i = 0; i < UNIFORMS; ++i) terms.uniform[i] = uniform_of(i, x);
-  if constexpr (SCORES == PLUS_LINEAR) terms.step = per_key_of(score_context(p, here, head, terms)) * terms.unit;
+  if constexpr (SCORES == PLUS_LINEAR) terms.step = per_key_of(score_context(p, here, head, terms, len_q, len_kv)) * terms.unit;
   return terms;
 }
 template <typename Params, typename Coord> OP HeadTerms head_terms(const Params& p, const Coord& here, int head) {
@@ -215,8 +215,8 @@ OP void load_lane(Regs<Pair, REGS>& into, int l, const PairTensor& t, const Scor
   constexpr bool QUADS = TRANSPOSED && sizeof(T) == 2;
   const i64 step = t.row_stride * i64(sizeof(T));             // to the next query
   const auto query = [&](int i) { return WHOLE ? i : min_of(i, x.q_len - 1); };
-  const int keys = VARLEN && !(TRANSPOSED && !QUADS) ? x.kv_len + x.kv_len % 2 : x.kv_len; // an array has a number that is even, if not a sequence
-  const auto key = [&](int i) { return WHOLE ? i : min_of(i, keys - (TRANSPOSED && !QUADS ? 1 : 2)); };
+  // Two keys begin at an even one. An array has an even number of them, but a sequence may end between two.
+  const auto key = [&](int i) { return WHOLE ? i : min_of(i, TRANSPOSED && !QUADS ? x.kv_len - 1 : VARLEN ? (x.kv_len - 1) & ~1 : x.kv_len - 2); };
   const int first_query = TRANSPOSED ? col0 + (QUADS ? l / 4 : Fragment::col(l, 0)) : row0 + Fragment::row(l, 0);
   const int first_key = TRANSPOSED ? row0 + (QUADS ? l % 4 * 2 : Fragment::row(l, 0)) : col0 + Fragment::col(l, 0);
   const char* from = t.data + first_query * step + first_key * i64(sizeof(T));

@@ -210,14 +210,8 @@ template <typename Params> OP void batch_of_keys(int (&batch)[BATCH_AXES], const
 
 // Rows that are no queries become what a row is that sees nothing, whatever they are.
 template <int M, int D> OP void clear_rows(Acc<M, D>& o, RowVec<M>& lse, int rows) {
-  for_lane(l) {
-    #pragma unroll
-    for (int r = 0; r < o.regs; ++r)
-      if (o.row(l, r) >= rows) o.at(l, r) = 0.f;
-    #pragma unroll
-    for (int i = 0; i < lse.slots; ++i)
-      if (lse.row(l, i) >= rows) lse.at(l, i) = -infinity();
-  }
+  fill_from(o, rows, 0.f);
+  fill_from(lse, rows, -infinity());
 }
 
 // Keys, or values, in pages: row i is in page number i / page of those of its sequence.

@@ -1,15 +1,126 @@
-// work.cuh -- what the producer of fwd_hopper.cu tells a consumer warpgroup with its queries: where they are, and which key tiles they need.
+// work.cuh -- what a block of fwd_hopper.cu computes next, and what its producer tells a consumer warpgroup with its queries: where they are, and
+// which key tiles they need.
 #pragma once
+#include "tile/accum.cuh"
+#include "tile/schedule.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/tile_list.cuh"
 
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
 constexpr int ROWS = TILE_Q / GROUPS;                         // of Q, for each of them
+static_assert(ROWS == 64, "a warpgroup owns 64 query rows");
 constexpr bool AHEAD = STAGES_Q > GROUPS;                     // a query tile begins before the one before it has ended
+
+using WorkParams = Choose<VARLEN, HopperVarlenParams, HopperForwardParams>;
+
+// Where a query tile is, or the keys of one; VARLEN: and where its sequence lies. `row` counts from the first query of the sequence.
+struct SequenceCoord : BlockCoord {
+  SequenceRows q, kv;
+};
+using TileCoord = Choose<VARLEN, SequenceCoord, BlockCoord>;
+// the rows of its sequence, or without VARLEN what the kernel was told
+template <Side SIDE, typename Params, typename Coord> OP Rows<SIDE, Params> rows_at(const Params& p, const Coord& here) {
+  if constexpr (!VARLEN) return {p, here.batch_number};
+  else if constexpr (SIDE == QUERIES) return here.q;
+  else return here.kv;
+}
+// and its mask, from here on
+template <typename Params, typename Coord> OP void move_mask(Mask& mask, const Params& p, const Coord& here) {
+  if constexpr (VARLEN) {
+    mask = {moved(p.mask, p.sequences.moves ? here.kv.count - here.q.count : 0), here.kv.count};
+    mask.of.prefix = min_of(p.mask.prefix, here.kv.count);
+  }
+}
+
+// What a block computes at a time: a query tile, or a split of one.
+struct WorkTile : TileCoord {
+  SplitTile split;                                            // if there is one
+};
+OP bool is_split(const HopperForwardCommon& p, u32 index) { return SPLIT_KV && index >= u32(p.by_formula); }
+
+// Out and its log-sum-exp from a row of the sequence on.
+template <typename Params, typename Coord> OP GlobalTile out_rows(const Params& p, const Coord& here, int row) {
+  const auto q = rows_at<QUERIES>(p, here);
+  return rows_of(p.out, here.batch, here.head, q.first() + row, q.end(), p.dim_v);
+}
+template <typename Params, typename Coord> OP float* lse_rows(const Params& p, const Coord& here, int row) {
+  return row_slice(p.lse, here.batch, here.head, rows_at<QUERIES>(p, here).first() + row);
+}
+
+// The number of the query tile that is a block's next one, after `index` others, and whether there is one. A formula keeps the blocks at work
+// on the same heads. At the end it would leave some of them with a tile more, so there the planner deals the tiles out, see schedule.py, or
+// they are split.
+OP u32 work_tile_number(const HopperForwardParams& p, u32 index) {
+  if (!SPLIT_KV && index >= u32(p.by_formula)) return p.by_formula * blocks() + p.table[block_id()][index - p.by_formula];
+  return p.run == 2 ? (index / 2 * blocks() + block_id()) * 2 + index % 2 : index * blocks() + block_id();
+}
+OP bool has_work_tile(const HopperForwardParams& p, u32 index) {
+  if (is_split(p, index)) {
+    const NBlockRange keys = split_of_block(p, index).keys;
+    return keys.begin < keys.end;
+  }
+  if (index >= u32(p.by_formula)) return p.table[block_id()][index - p.by_formula] != NO_TILE;
+  return work_tile_number(p, index) < u32(p.tiles);
+}
+OP WorkTile work_tile_coord(const HopperForwardParams& p, u32 index, int tile_q) {
+  WorkTile here;
+  if (is_split(p, index)) here.split = split_of_block(p, index);
+  static_cast<BlockCoord&>(here) = tile_coord(p, is_split(p, index) ? p.first_split_tile + here.split.tile : work_tile_number(p, index), tile_q);
+  return here;
+}
+
+// VARLEN: query tiles come from a list with the longest first, each for all heads. A block begins with the one of its own number, and takes one
+// more whenever it begins one: who had longer ones takes fewer. So the number of a tile stands in place of `index` here.
+OP bool has_work_tile(const HopperVarlenParams& p, u32 number) {
+  count_read(sizeof(WorkItem));
+  return number < u32(p.work[0].row) * p.heads;
+}
+template <typename Params> OP u32 take_work_tile(const Params& p) { return blocks() + count_up(&p.work[0].taken); }
+OP SequenceCoord sequence_tile_coord(const HopperVarlenParams& p, u32 number) {
+  const u32 tile = divide(number, p.heads_divmod);
+  count_read(sizeof(PlacedWorkItem));
+  const PlacedWorkItem item = p.work[1 + tile];
+  SequenceCoord here;
+  here.head = int(number - tile * p.heads);
+  here.row = item.row;
+  here.batch_number = u32(item.sequence);
+  batch_element(here.batch, p.batch, here.batch_number);
+  here.q = {item.begin_q, item.len_q, item.room_q, 0, 0};
+  here.kv = {item.begin_kv, item.len_kv, item.len_kv, 0, 0};
+  return here;
+}
+OP WorkTile work_tile_coord(const HopperVarlenParams& p, u32 number, int) {
+  WorkTile here{};
+  static_cast<TileCoord&>(here) = sequence_tile_coord(p, number);
+  return here;
+}
+
+// VARLEN: results of rows that are no queries, which consumers do not write, by warps that have nothing else to do: `warp` of so many in a block.
+template <typename Params> OP void clear_rooms(const Params& p, int warp, int warps) {
+  const u32 end = u32(p.work[0].sequence) * p.heads;
+  #pragma unroll 1
+  for (u32 number = block_id() * warps + warp; number < end; number += blocks() * warps) {
+    const SequenceCoord here = sequence_tile_coord(p, number);
+    const int first = max_of(here.row, here.q.count), rows = min_of(here.row + TILE_Q, here.q.room) - first, row0 = here.q.begin + first;
+    const GlobalTile out = rows_of(p.out, here.batch, here.head, row0, row0 + rows, p.dim_v);
+    for_lane(l) {
+      #pragma unroll 1
+      for (int row = 0; row < rows; ++row) {
+        for (int col = l * GRANULE; col < out.cols; col += 32 * GRANULE) {
+          count_written(sizeof(Granule));
+          *reinterpret_cast<Granule*>(out.at(row, col)) = Granule{};
+        }
+      }
+      #pragma unroll 1
+      for (int row = l; row < rows && p.lse.data; row += 32) write(row_slice(p.lse, here.batch, here.head, row0 + row), -infinity());
+    }
+  }
+}
 
 // What the producer tells a consumer with its queries. It has the time to work that out; a consumer between two tiles keeps tensor cores waiting.
 enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the next tile begins beneath the last product of this one
 constexpr u32 WHOLE = ~u32(0);
+constexpr u32 ALL_PAIRS = 1u << 31;                           // TILE_LIST: with the number of each key tile, if all its pairs take part
 struct alignas(16) WorkDescriptor {
   int batch[2], head, row;                                    // where the block's query tile begins; the last two batch axes, the others are 0
   int first, last;                                            // key tiles that the consumer needs
@@ -17,15 +128,46 @@ struct alignas(16) WorkDescriptor {
   int next;                                                   // whether and when another one follows
   u32 split;                                                  // number of the split of a query tile, or WHOLE
 };
+// VARLEN: and with these of their sequence, and of its mask. Its queries before the tile are left out: what a consumer has of two tiles at a time
+// takes registers.
+struct alignas(16) SequenceDescriptor {
+  int begin_q, len_q, len_kv;
+  int left, right, prefix;
+};
+template <typename Coord> OP void store_sequence(SharedAddress to, const Mask& mask, const Coord& here) {
+  if constexpr (VARLEN) {
+    const MaskParams& of = mask.of;
+    store_once(to, SequenceDescriptor{here.q.begin + here.row, here.q.count - here.row, here.kv.count, of.left, of.right, of.prefix});
+  }
+}
+template <typename Coord> OP void load_sequence(SharedAddress from, Mask& mask, Coord& here) {
+  if constexpr (VARLEN) {
+    const SequenceDescriptor of = load_shared<SequenceDescriptor>(from);
+    here.q = {uniform(of.begin_q), uniform(of.len_q), 0, 0, 0};
+    here.kv = {0, uniform(of.len_kv), 0, 0, 0};
+    mask.of.left = uniform(of.left);
+    mask.of.right = uniform(of.right);
+    mask.of.prefix = uniform(of.prefix);
+    mask.len_kv = here.kv.count;
+  }
+}
+template <typename Params, typename Coord> OP int queries_of_sequence(const Params& p, const Coord& here) {
+  return rows_at<QUERIES>(p, here).len() + (VARLEN ? here.row : 0);
+}
+// at least one: arrays are read for masked pairs as well
+template <typename Params, typename Coord> OP int keys_of_sequence(const Params& p, const Coord& here) {
+  return VARLEN ? max_of(rows_at<KEYS>(p, here).len(), 1) : rows_at<KEYS>(p, here).len();
+}
+
 // The work of a consumer in a query tile that it begins beneath the end of one of whose key tiles it leaves so many unread (`left`).
-OP WorkDescriptor describe_work(const HopperForwardParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, const TileList& list, int group, int left, bool follows) {
+OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, const TileList& list, int group, int left, bool follows) {
   WorkDescriptor work;
   #pragma unroll
   for (int i = 0; i < 2; ++i) work.batch[i] = here.batch[BATCH_AXES - 2 + i];
   work.head = here.head;
   work.row = here.row;
   const int row = here.row + group * ROWS;
-  const NBlockRange seen = n_block_range(mask, row, min_of(ROWS, p.len_q - row), TILE_KV, tiles), own = SPLIT_KV ? clip_range(tiles, seen) : seen;
+  const NBlockRange seen = n_block_range(mask, row, min_of(ROWS, rows_at<QUERIES>(p, here).len() - row), TILE_KV, tiles), own = SPLIT_KV ? clip_range(tiles, seen) : seen;
   // Tiles are split only where all rows see the first keys. With more tiles before, the producer would wait for stages of V that a consumer
   // has not come to, and the consumer for keys; or, with ping-pong, for other consumers, which wait for the producer.
   work.before = SPLIT_KV ? 0 : min_of(own.begin - tiles.begin, max_of(STAGES_V - 1 - left, 0));
@@ -42,3 +184,23 @@ OP WorkDescriptor describe_work(const HopperForwardParams& p, const Mask& mask, 
   work.split = is_split(p, index) ? here.split.number : WHOLE;
   return work;
 }
+
+// The kinds of step. A step computes S and P of a key tile above the second product of the key tile before:
+//   within   both are of one query tile
+//   across   the one before was the last of another query tile, which ends here. If none is left to end, the second product counts for
+//            nothing: it takes K for V, which need not have come, so that two kinds of step, or all, have one text
+//   alone    a query tile's first, where query tiles do not overlap: there is no second product
+struct Step {
+  bool follows, starts, ends;                                 // there is a second product; the query tile is new; another one ends
+  static OP Step within() { return {true, false, false}; }
+  static OP Step across(bool ends) { return {true, true, ends}; }
+  static OP Step alone() { return {false, false, false}; }
+};
+
+// A pass of the producer brings keys, and the values of the key tile before. Within a query tile both are its own; across two of them, the
+// first keys of the next come with the last values of this one (of none at the very beginning); the end has values only.
+struct Pass {
+  bool last, across;                                          // last: there are no more keys for the query tile
+  OP bool has_keys() const { return across || !last; }
+  OP bool is_end() const { return last && !across; }
+};

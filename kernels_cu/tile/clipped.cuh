@@ -1,0 +1,40 @@
+// clipped.cuh -- the last tile of a sequence that ends within it (VARLEN). TMA brings what lies behind it as well, such as the next sequence, and
+// zeros only beyond the array. Of keys that does not matter, since their scores are selected away; but a probability of 0 times a value that is
+// no number is none.
+#pragma once
+#include "tile/copy.cuh"
+#include "tile/pipeline.cuh"
+
+// Where the bytes of such a tile arrive, one tile at a time: the barrier of its stage shall open when there are zeros, too.
+struct Clipping {
+  Mbarrier arrived;
+  u32 count = 0;                                              // of tiles before
+  OP Clipping(SharedAddress barrier) : arrived{barrier} {}
+};
+OP void init_clipping(const Clipping& clipping) { init_mbarrier(clipping.arrived, 1); }
+
+// tile[rows :] = 0, by a warp
+template <int ROWS, int WIDTH> OP void clear_rows(const PanelTile<ROWS, WIDTH>& tile, int rows) {
+  for_lane(l) {
+    #pragma unroll 1
+    for (int chunk = rows * 8 + l; chunk < ROWS * 8; chunk += 32) {
+      #pragma unroll
+      for (int i = 0; i < tile.panels; ++i) store_shared(tile.base + i * tile.panel_bytes + chunk * 16, Vector<16>{});
+    }
+  }
+}
+
+// The stage at hand = this part of the array, of which the first `rows` rows count and the others become zeros; goes on to the next one.
+template <typename T, int DEPTH, Lanes LANES>
+OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row,
+                     int rows, CallSite at = call_site()) {
+  Pipeline<T, 1, LANES> alone(pipeline.tile().base, clipping.arrived.address);   // in the place of the stage
+  alone.count = clipping.count++;
+  const Pipeline<T, 1, LANES> before = alone;
+  load_async(alone, map, batch, head, row, at);
+  consumer_wait(before, at);                                  // without it TMA writes over the zeros
+  clear_rows(pipeline.tile(), max_of(rows, 0));
+  fence_proxy_async();                                        // without it products read what was there before the zeros
+  arrive_at<LANES>(pipeline.full(), at);                      // without it the consumers wait for ever
+  pipeline.advance();
+}
