@@ -34,6 +34,7 @@ constexpr int   STAGES_Q = 2;             // fwd_hopper: stages of 64 queries ea
 constexpr bool  TMA_STORE_OUT = false;    // fwd_hopper: out goes through shared memory, and TMA stores it; if not, lanes store what they hold
 constexpr bool  PINGPONG = false;         // fwd_hopper: warpgroups start the products of a step one after the other (ping-pong)
 constexpr bool  TMA_REDUCE_DQ = false;    // bwd_hopper: dQ goes through shared memory, and TMA adds it; if not, lanes add what they hold
+constexpr bool  FROM_LAST = false;        // fwd_hopper: the last key tiles first, which have the largest scores where a term rises towards the diagonal
 constexpr bool  SPLIT_KV = false;         // query tiles are split along the keys among blocks: in fwd_hopper those that whole rounds leave over, in fwd_v2 those of few queries
 constexpr bool  PACK_GQA = false;         // forward: the heads of a group share query tiles, so that row i is query i % queries of some head
 constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the registers of a thread

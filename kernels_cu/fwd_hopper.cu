@@ -17,7 +17,7 @@
 //               O = O + P V_last
 //               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed
 //
-//   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are.
+//   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are. FROM_LAST: the last first.
 //   VARLEN: Q_i of sequences of their own lengths, which fwd_hopper_schedule finds before.
 //   Tiles Q_i that would keep some blocks busy and others idle are split along the keys: a block computes a split, which is some of the K_j,
 //   and fwd_hopper_combine makes one result of all splits.
@@ -70,7 +70,7 @@ constexpr int V_BARRIERS = K_BARRIERS + STAGES * STAGE_BARRIERS;
 constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * STAGE_BARRIERS;
 constexpr int WORK_OFFSET = Q_BARRIERS + STAGES_Q * STAGE_BARRIERS;
 constexpr int NUMBERS_OFFSET = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
-constexpr int SEQUENCES_OFFSET = NUMBERS_OFFSET + TILE_LIST * STAGES * int(sizeof(u32));
+constexpr int SEQUENCES_OFFSET = NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
 constexpr int CLIPPED_BARRIER = SEQUENCES_OFFSET + VARLEN * STAGES_Q * int(sizeof(SequenceDescriptor));
 constexpr int SHARED_BYTES = CLIPPED_BARRIER + VARLEN * Mbarrier::bytes;
 
@@ -137,13 +137,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     };
     // Keys come just in time: whatever is done between a stage that becomes free and its load, the consumers wait for.
     TileCoord of_keys{}, of_values{};                         // whose head is that of keys
-    int tile = 0, end = 1;                                    // of values, and beyond the last one of the query tile; at first there are none
+    int tile = 0, end = 1, placed = 0;                        // of values, and beyond the last one of the query tile; at first there are none
     bool values_due = false, announced = false;               // announced: queries of the next query tile are on their way
     #pragma unroll 1
     for (;;) {
       const int following = TILE_LIST ? list_of_keys.next(tile + 1, end) : tile + 1;
       const bool last = following == end;
-      if (!announced && following + (TILE_LIST ? 0 : LEAD) >= end && has_work_tile(p, index)) {
+      if (!announced && following + (NUMBERED ? 0 : LEAD) >= end && has_work_tile(p, index)) {
         begin_tile();
         load_queries(0, values_due ? EARLY : GROUPS);
         announced = true;
@@ -154,18 +154,18 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         of_keys.head = head_kv;
         list_of_keys = list;
       }
-      const int next = pass.across ? tiles.begin : following;
+      const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
       if (pass.has_keys()) {
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
-        if constexpr (TILE_LIST) {
-          store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), u32(next) | (list_of_keys.is_whole(next) ? ALL_PAIRS : 0));
+        if constexpr (NUMBERED) {
+          store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), u32(place) | (TILE_LIST && list_of_keys.is_whole(next) ? ALL_PAIRS : 0));
           sync_warp();                                        // without it a number is read that has not been written
         }
-        load_async(keys, p.k_map, of_keys.batch, of_keys.head, rows_at<KEYS>(p, of_keys).first() + next * TILE_KV);
+        load_async(keys, p.k_map, of_keys.batch, of_keys.head, rows_at<KEYS>(p, of_keys).first() + place * TILE_KV);
       }
       if (values_due) {
         producer_acquire(values);                             // without it values are overwritten that a slower warp still reads
-        const int row = rows_at<KEYS>(p, of_values).first() + tile * TILE_KV, left = rows_at<KEYS>(p, of_values).len() - tile * TILE_KV;
+        const int key = (FROM_LAST ? placed : tile) * TILE_KV, row = rows_at<KEYS>(p, of_values).first() + key, left = rows_at<KEYS>(p, of_values).len() - key;
         if (VARLEN && left < TILE_KV) load_clipped(values, clipping, p.v_map, of_values.batch, of_values.head, row, left);
         else load_async(values, p.v_map, of_values.batch, of_values.head, row);
         if (EARLY < GROUPS && pass.across) load_queries(EARLY, GROUPS);
@@ -173,7 +173,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       if (pass.is_end()) break;
       of_values = of_keys;
       values_due = true;
-      tile = next;
+      tile = next, placed = place;
       if (pass.across) {
         end = tiles.end;
         announced = false;
@@ -194,7 +194,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
   RowVec<16> terms_reg;                                       // PLUS_LINEAR: the rows' part of the term, in this key tile
-  u32 number = 0;                                             // TILE_LIST: of the key tile, which `tile` only counts
+  u32 number = 0;                                             // NUMBERED: of the key tile, which `tile` only counts
   int tile, last, before, beyond, next = has_work_tile(p, VARLEN ? block_id() : 0) ? LATER : NOTHING, warp_row;
   u32 split = WHOLE;
   TileCoord now, ended;                                       // this query tile's, and that of the one before, which ends later than this begins
@@ -250,7 +250,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
   };
 
-  const auto first_key = [&] { return (TILE_LIST ? int(number & ~ALL_PAIRS) : tile) * TILE_KV; };
+  const auto first_key = [&] { return (NUMBERED ? int(number & ~ALL_PAIRS) : tile) * TILE_KV; };
   using Arrays = PairArrays<16, TILE_KV>;
   const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), keys_of_sequence(p, now)); };
   const auto load_arrays = [&](Arrays& arrays) {
@@ -308,7 +308,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
     if (follows) to_operands(p_reg, s_reg);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
-    if constexpr (TILE_LIST) number = uniform(load_shared<u32>(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32))));
+    if constexpr (NUMBERED) number = uniform(load_shared<u32>(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32))));
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it products of several warpgroups queue, and no scores are done soon
     start_product_transposed(s_reg, q_smem, 0, k_smem);
     RowVec<16> weight;

@@ -90,6 +90,10 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     )
     if copy_bytes < 16 or problem.lengths is not None:  # TMA would write beyond a row's end, see `obstacle`, or that of a sequence
         row = replace(row, tma_store_out=False)
+    listed = bool(expressions.takes_part) and kernel in LISTED and problem.lengths is None
+    rises = problem.scores.alibi_slopes is not None and problem.mask.shape == "causal" and kernel == "fwd_hopper"
+    rises &= not (listed or split)
+    why_last = "the last keys first: towards them ALiBi makes scores larger" * rises
     return KernelPlan(
         file=kernel,
         architecture=architecture,
@@ -108,10 +112,11 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             sinks=kind_of_sinks(problem),
             problem=problem,
             expressions=expressions,
-            tile_list=bool(expressions.takes_part) and kernel in LISTED and problem.lengths is None,
+            tile_list=listed,
+            from_last=rises,
         ),
         expressions=expressions,
-        reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_split, why_copy, why_scores))),
+        reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_split, why_copy, why_scores, why_last))),
     )
 
 

@@ -60,6 +60,7 @@ class Config:
     TMA_STORE_OUT: bool
     PINGPONG: bool
     TMA_REDUCE_DQ: bool
+    FROM_LAST: bool
     SPLIT_KV: bool
     PACK_GQA: bool
     MIN_BLOCKS: int
@@ -154,7 +155,7 @@ class KernelPlan:
             queries = 64 * c.STAGES_Q * panels + c.TMA_STORE_OUT * c.TILE_Q * panels_v  # and out
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
             barriers = 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q)
-            work = (48 + 32 * c.VARLEN) * c.STAGES_Q + 4 * c.STAGES * c.TILE_LIST + 8 * c.VARLEN
+            work = (48 + 32 * c.VARLEN) * c.STAGES_Q + 4 * c.STAGES * (c.TILE_LIST or c.FROM_LAST) + 8 * c.VARLEN
             main = {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers + work}
             return self._schedule | main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
@@ -188,7 +189,7 @@ class KernelPlan:
         else:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"s{c.STAGES}"] * (self.file == "fwd_v2" and c.STAGES != 2)
             words.append(f"copy{c.COPY_BYTES or 'elements'}")
-        words += ["split"] * c.SPLIT_KV + ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
+        words += ["split"] * c.SPLIT_KV + ["fromlast"] * c.FROM_LAST + ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED
         words += ["dropout"] * c.DROPOUT
@@ -311,6 +312,7 @@ def configure(
     problem: Problem | None = None,
     expressions: ExpressionText = NOTHING,
     tile_list: bool = False,
+    from_last: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     lengths = None if problem is None else problem.lengths
@@ -322,6 +324,7 @@ def configure(
         "WIDTH_V": width_v,
         "COPY_BYTES": copy_bytes,
         "EXPLICIT_SCORES": explicit,
+        "FROM_LAST": from_last,
         "SPLIT_KV": split_kv,
         "PACK_GQA": pack_gqa,
         "MASK": mask,

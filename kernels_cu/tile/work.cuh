@@ -120,6 +120,7 @@ template <typename Params> OP void clear_rooms(const Params& p, int warp, int wa
 // What the producer tells a consumer with its queries. It has the time to work that out; a consumer between two tiles keeps tensor cores waiting.
 enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the next tile begins beneath the last product of this one
 constexpr u32 WHOLE = ~u32(0);
+constexpr bool NUMBERED = TILE_LIST || FROM_LAST;             // consumers count key tiles, and are told which each is
 constexpr u32 ALL_PAIRS = 1u << 31;                           // TILE_LIST: with the number of each key tile, if all its pairs take part
 struct alignas(16) WorkDescriptor {
   int batch[2], head, row;                                    // where the block's query tile begins; the last two batch axes, the others are 0
@@ -159,6 +160,10 @@ template <typename Params, typename Coord> OP int keys_of_sequence(const Params&
   return VARLEN ? max_of(rows_at<KEYS>(p, here).len(), 1) : rows_at<KEYS>(p, here).len();
 }
 
+// FROM_LAST: the range of those tiles if they are counted from the last of all on, and where a tile then is.
+OP int mirrored(const NBlockRange& all, int tile) { return all.begin + all.end - 1 - tile; }
+OP NBlockRange mirrored(const NBlockRange& all, const NBlockRange& some) { return {mirrored(all, some.end - 1), mirrored(all, some.begin) + 1}; }
+
 // The work of a consumer in a query tile that it begins beneath the end of one of whose key tiles it leaves so many unread (`left`).
 OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, const TileList& list, int group, int left, bool follows) {
   WorkDescriptor work;
@@ -167,7 +172,7 @@ OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index
   work.head = here.head;
   work.row = here.row;
   const int row = here.row + group * ROWS;
-  const NBlockRange seen = n_block_range(mask, row, min_of(ROWS, rows_at<QUERIES>(p, here).len() - row), TILE_KV, tiles), own = SPLIT_KV ? clip_range(tiles, seen) : seen;
+  const NBlockRange seen = n_block_range(mask, row, min_of(ROWS, rows_at<QUERIES>(p, here).len() - row), TILE_KV, tiles), own = FROM_LAST ? mirrored(tiles, seen) : SPLIT_KV ? clip_range(tiles, seen) : seen;
   // Tiles are split only where all rows see the first keys. With more tiles before, the producer would wait for stages of V that a consumer
   // has not come to, and the consumer for keys; or, with ping-pong, for other consumers, which wait for the producer.
   work.before = SPLIT_KV ? 0 : min_of(own.begin - tiles.begin, max_of(STAGES_V - 1 - left, 0));
