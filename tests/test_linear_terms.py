@@ -130,3 +130,19 @@ def test_a_distance_of_one_sign_has_no_abs(text, mask, expected):
 def test_steps(text, steps):
     found = steps_of(score_expression(f"{text} + 0 * score", DECLARED).tree.args[0])
     assert (found and (str(found.per_key), str(found.per_query))) == steps
+
+
+@pytest.mark.parametrize("len_q, len_kv", [(150, 417), pytest.param(300, 131, marks=pytest.mark.release)])
+def test_the_last_keys_come_first_where_alibi_rises_towards_them(schedule, len_q, len_kv):
+    options, hand = masked("causal", len_q, len_kv)
+    options |= {"alibi_slopes": abs(SLOPES)}
+    forward, backward = check("float16", options, hand | {"alibi_slopes": abs(SLOPES)}, len_q, len_kv)
+    assert forward.config.FROM_LAST and not backward.config.FROM_LAST
+    assert "the last keys first: towards them ALiBi makes scores larger" in forward.reasons
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "mask": "kv_idx % 3 == 0"}, {"window": (40, 30)}], ids=str)
+def test_keys_come_in_order_where_nothing_rises_to_the_last(options):
+    q, k, v, _ = inputs("float16", 90, 100)
+    kernel = plan_attention(q, k, v, alibi_slopes=SLOPES, **options, **WHERE).kernel
+    assert kernel.file == "fwd_hopper" and not kernel.config.FROM_LAST
