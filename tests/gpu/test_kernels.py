@@ -180,6 +180,15 @@ def test_keys_split_anywhere_merge_to_the_whole(case, split):
     judge(case, (q, k, v), merge_states(*parts[0], *parts[1]))
 
 
+@pytest.mark.parametrize("case", MERGED, ids=str)
+def test_keys_in_many_parts_merge_to_the_whole(case):
+    q, k, v = make_inputs(case, cupy)
+    ends = [0, 1, 70, 70, 333, 500]
+    parts = [attention(q, k[..., a:b, :], v[..., a:b, :], return_lse=True) for a, b in zip(ends[:-1], ends[1:])]
+    judge(case, (q, k, v), merge_states(*parts))
+    assert bool((merge_states(parts[0])[0] == parts[0][0]).all())
+
+
 def test_a_state_over_no_keys_may_hold_anything():
     q, k, v = make_inputs(MERGED[0], cupy)
     out, lse = attention(q, k, v, return_lse=True)
