@@ -209,9 +209,10 @@ STATES_REFUSED = [
     ((A, (B[0].astype("f4"), B[1]), C), {}, TypeError, r"states\[1\]\[0\]: expected float16, got float32"),
     ((A, B, C), {"layout": "sbhd"}, ValueError, r"layout: expected one of"),
     ((A, B, C), {"backend": "cuda"}, ValueError, r"backend: expected 'host' or 'numpy'"),
-    ((A, B), {"out_b": C[0]}, TypeError, r"out_b: expected out_a, lse_a, out_b and lse_b together and no other states"),
+    ((A, B), {"out_b": C[0]}, TypeError, r"out_b: expected out_a, lse_a, out_b and lse_b and no other states"),
     ((*A, *B), {"out_a": C[0]}, TypeError, r"out_a: expected one array, got two"),
-    ((), {"out_a": A[0], "lse_a": A[1]}, TypeError, r"out_a, lse_a: expected out_a, lse_a, out_b and lse_b together"),
+    ((), {"out_a": A[0], "lse_a": A[1]}, TypeError, r"out_b: expected a NumPy or CuPy array .* got NoneType"),
+    (A, {"out_b": B[0], "lse_b": None}, TypeError, r"lse_b: expected a NumPy or CuPy array .* got NoneType"),
 ]
 
 

@@ -80,16 +80,15 @@ def merge(states: tuple[Any, ...], named: dict[str, Any], layout: str, backend: 
 def _listed(states: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """The out and the lse of each state, behind what error messages call them."""
     pairs = [isinstance(state, (tuple, list)) for state in states]
-    if not any(pairs) and len(states) <= 4:
+    if not any(pairs) and (len(states) == 4 or (named and len(states) < 4)):
         flat = dict(zip(MERGE_ARRAYS, states))
         twice = flat.keys() & named.keys()
         if twice:
             raise TypeError(f"{min(twice)}: expected one array, got two, of which one by position")
         flat |= named
-        if len(flat) == 4:
-            return MERGE_ARRAYS[:4], tuple(flat[name] for name in MERGE_ARRAYS[:4])
+        return MERGE_ARRAYS[:4], tuple(flat.get(name) for name in MERGE_ARRAYS[:4])  # None is refused by name
     if named:
-        raise TypeError(f"{', '.join(named)}: expected out_a, lse_a, out_b and lse_b together and no other states")
+        raise TypeError(f"{min(named)}: expected out_a, lse_a, out_b and lse_b and no other states")
     if not states:
         raise ValueError("states: expected at least one, got none")
     for i, (state, is_pair) in enumerate(zip(states, pairs)):
