@@ -1,6 +1,7 @@
 """merge_states: two results over different keys become the one over all, on NumPy and by the kernel."""
 
 import dataclasses
+import itertools
 
 import ml_dtypes
 import numpy
@@ -103,6 +104,125 @@ def test_float64_stays_float64():
     numpy.testing.assert_allclose(lse, expected_lse, rtol=1e-13, atol=1e-14)
     with pytest.raises(UnsupportedError, match="out_a: expected float16, bfloat16 or float32 on backend 'host', got float64"):
         merge_states(*given, backend="host")
+
+
+# Any number of states
+
+
+def many(count, *shape, dtype=numpy.float16):
+    """So many results of this shape, as if over different keys."""
+    rng = numpy.random.default_rng(1)
+    wide = "float64" if dtype == "float64" else "float32"
+    pairs = [(rng.standard_normal(shape), rng.standard_normal(shape[:-1])) for _ in range(count)]
+    return [(out.astype(dtype), lse.astype(wide)) for out, lse in pairs]
+
+
+@backends
+@pytest.mark.parametrize("dtype, unit", [("float16", 2.0**-11), (ml_dtypes.bfloat16, 2.0**-8), ("float32", 2.0**-24)])
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 13])
+def test_many_are_rounded_once(backend, dtype, unit, count):
+    """Whatever their number: rounded at each merge, halves would be off by several units."""
+    given = many(count, 3, 20, 33, dtype=dtype)
+    out, lse = merge_states(*given, backend=backend)
+    weights = numpy.exp([lse.astype("f8") for _, lse in given])[..., None]
+    outs = numpy.stack([out for out, _ in given]).astype("f8")
+    expected, expected_lse = (weights * outs).sum(0) / weights.sum(0), numpy.log(weights.sum(0))[..., 0]
+    assert out.dtype == dtype and out.shape == (3, 20, 33) and lse.dtype == numpy.float32 and lse.shape == (3, 20)
+    merges = numpy.ceil(numpy.log2(count)) + 1  # that a state goes through; each has the roundings of two states above
+    assert (abs(out.astype("f8") - expected) <= (unit + 16 * merges * 2.0**-23) * abs(outs).max(0)).all()
+    assert (abs(lse - expected_lse) <= 8 * merges * 2.0**-23 * (1 + abs(expected_lse))).all()
+
+
+@backends
+def test_two_pairs_are_four_arrays(backend):
+    pairs = many(2, 2, 20, 64)
+    names = dict(zip(MERGE_ARRAYS, (*pairs[0], *pairs[1])))
+    first, *others = (
+        merge_states(*pairs, backend=backend),
+        merge_states(*pairs[0], *pairs[1], backend=backend),
+        merge_states(**names, backend=backend),
+        merge_states(*pairs[0], out_b=pairs[1][0], lse_b=pairs[1][1], backend=backend),
+        merge_states(*map(list, pairs), backend=backend),
+    )
+    assert all(numpy.array_equal(x, y) for other in others for x, y in zip(first, other))
+
+
+@backends
+def test_of_many_what_has_weight_0_may_be_anything(backend):
+    given = many(5, 2, 40, 64)
+    for i in (0, 3):
+        given[i][0][...], given[i][1][...] = numpy.nan, -numpy.inf
+    left = [given[i] for i in (1, 2, 4)]
+    given[2][1][:, ::2] = -numpy.inf
+    given[2][0][:, ::2] = numpy.inf
+    for found, expected in zip(merge_states(*given, backend=backend), merge_states(*left, backend=backend)):
+        assert numpy.isfinite(found).all() and abs(found.astype("f8") - expected).max() <= 2.0**-10
+    out, lse = merge_states(given[0], backend=backend)  # one alone, too
+    assert (out == 0).all() and (lse == -numpy.inf).all()
+    out, lse = merge_states(given[1], backend=backend)
+    assert out is not given[1][0] and numpy.array_equal(out, given[1][0]) and numpy.array_equal(lse, given[1][1])
+
+
+@backends
+def test_keys_in_many_parts_merge_to_the_whole(backend):
+    case = Case("float16", 40, 300, dim=32, heads_q=4, heads_kv=2)
+    q, k, v = make_inputs(case)
+    ends = [0, 1, 70, 70, 150, 233, 300]
+    parts = [attention(q, k[..., a:b, :], v[..., a:b, :], return_lse=True) for a, b in itertools.pairwise(ends)]
+    judged = compare(*merge_states(*parts, backend=backend), q, k, v, **case.scores)
+    assert judged.ok, judged.message
+
+
+@backends
+def test_of_many_the_first_says_memory_order(backend):
+    given = [(out.swapaxes(1, 2).copy().swapaxes(1, 2), lse) for out, lse in many(3, 2, 3, 20, 64)]
+    out, lse = merge_states(*given, backend=backend)
+    assert out.strides == given[0][0].strides and lse.flags.c_contiguous
+    swapped = [(out.swapaxes(1, 2), lse.swapaxes(1, 2)) for out, lse in given]
+    other, other_lse = merge_states(*swapped, layout="bshd", backend=backend)
+    assert numpy.array_equal(out.swapaxes(1, 2), other) and numpy.array_equal(lse.swapaxes(1, 2), other_lse)
+
+
+def test_many_of_float64():
+    given = many(4, 5, 8, dtype="float64")
+    out, lse = merge_states(*given)
+    weights = numpy.exp([lse for _, lse in given])[..., None]
+    expected = (weights * [out for out, _ in given]).sum(0) / weights.sum(0)
+    assert out.dtype == lse.dtype == numpy.float64
+    numpy.testing.assert_allclose(out, expected, rtol=1e-13, atol=1e-14)
+    with pytest.raises(UnsupportedError, match=r"states\[0\]\[0\]: expected float16, .* on backend 'host', got float64"):
+        merge_states(*given, backend="host")
+
+
+A, B, C = many(3, 2, 5, 8)
+STATES_REFUSED = [
+    ((), {}, ValueError, r"states: expected at least one, got none"),
+    ((A, B, C[0]), {}, TypeError, r"states\[2\]: expected a pair of arrays, \(out, lse\), got ndarray"),
+    ((*A, *B, *C), {}, TypeError, r"states\[0\]: expected a pair of arrays, \(out, lse\), got ndarray"),
+    ((A, (*B, *C)), {}, TypeError, r"states\[1\]: expected a pair of arrays, \(out, lse\), got 4 of them"),
+    ((A, None), {}, TypeError, r"states\[1\]: expected a pair of arrays, \(out, lse\), got NoneType"),
+    (A, {}, TypeError, r"states\[0\]: expected a pair of arrays, \(out, lse\), got ndarray"),
+    ((A, (B[0], None)), {}, TypeError, r"states\[1\]\[1\]: expected a NumPy or CuPy array .* got NoneType"),
+    ((A, B, (C[0][:1], C[1])), {}, ValueError, r"states\[2\]\[0\]: expected shape \(2, 5, 8\), got \(1, 5, 8\)"),
+    ((A, (B[0], B[1][:1])), {}, ValueError, r"states\[1\]\[1\]: expected shape \(2, 5\), got \(1, 5\)"),
+    ((A, B, (C[0], C[0][..., 0])), {}, TypeError, r"states\[2\]\[1\]: expected float32, got float16"),
+    ((A, (B[0].astype("f4"), B[1]), C), {}, TypeError, r"states\[1\]\[0\]: expected float16, got float32"),
+    ((A, B, C), {"layout": "sbhd"}, ValueError, r"layout: expected one of"),
+    ((A, B, C), {"backend": "cuda"}, ValueError, r"backend: expected 'host' or 'numpy'"),
+    ((A, B), {"out_b": C[0]}, TypeError, r"out_b: expected out_a, lse_a, out_b and lse_b and no other states"),
+    ((*A, *B), {"out_a": C[0]}, TypeError, r"out_a: expected one array, got two"),
+    ((), {"out_a": A[0], "lse_a": A[1]}, TypeError, r"out_b: expected a NumPy or CuPy array .* got NoneType"),
+    (A, {"out_b": B[0], "lse_b": None}, TypeError, r"lse_b: expected a NumPy or CuPy array .* got NoneType"),
+]
+
+
+@pytest.mark.parametrize("given, named, exception, message", STATES_REFUSED)
+def test_refusals_name_the_state(given, named, exception, message):
+    with pytest.raises(exception, match=f"^{message}"):
+        merge_states(*given, **named)
+
+
+# Problems
 
 
 OUT, LSE = laid(2, 5, 8), laid(2, 5, dtype="float32")

@@ -190,7 +190,11 @@ def _exported(result: Array, like: Any) -> Any:
         return sys.modules["numba"].cuda.as_cuda_array(result)
     if hasattr(like, "__array_namespace__"):
         library = like.__array_namespace__()
-        return library.from_dlpack(result) if exportable else library.asarray(result, device=like.device)
+        if not exportable:
+            return library.asarray(result, device=like.device)
+        made = library.from_dlpack(result)
+        # A library may have several devices in the memory of one, and finds the first of them.
+        return made if getattr(made, "device", like.device) == like.device else made.to_device(like.device)
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import UnsupportedError
@@ -31,8 +32,28 @@ class MergeProblem:
         return {name: getattr(self, name).broadcast_to(shape if name.startswith("out") else shape[:-1]) for name in MERGE_ARRAYS}
 
 
-def make_merge_problem(out_a: Layout, lse_a: Layout, out_b: Layout, lse_b: Layout, layout: str, backend: str) -> MergeProblem:
-    """Check the arguments of `merge_states`.
+def make_merge_problem(
+    out_a: Layout, lse_a: Layout, out_b: Layout, lse_b: Layout, layout: str, backend: str, names: Sequence[str] = MERGE_ARRAYS[:4]
+) -> MergeProblem:
+    """Check two states for `merge_states`, and say where and how their result lies; errors are those of `check_states`."""
+    backend = check_states((out_a, lse_a, out_b, lse_b), names, layout, backend)
+    # In memory the rows of a head lie together, as `attention` leaves them.
+    order, shape = Options(layout=layout).resolve_layout(), out_a.shape
+    rows = in_order(shape[:-1], order, HEADS_OF_LSE)
+    lse = dense_layout(rows, reversed(range(len(rows))), lse_a.dtype, out_a.device).in_order(order, HEADS_OF_LSE)
+    return MergeProblem(out_a, lse_a, out_b, lse_b, result_layout(out_a, shape), lse, backend)
+
+
+def check_states(given: Sequence[Layout], names: Sequence[str], layout: str, backend: str) -> str:
+    """Check the arguments of `merge_states`, and return the backend that merges them.
+
+    Parameters
+    ----------
+    given : sequence of Layout
+        The out and the lse of one state after the other.
+    names : sequence of str
+        What error messages call them.
+    layout, backend : str
 
     Raises
     ------
@@ -41,25 +62,22 @@ def make_merge_problem(out_a: Layout, lse_a: Layout, out_b: Layout, lse_b: Layou
     UnsupportedError
         For float64 where kernels compute.
     """
-    if out_a.dtype not in FLOATS:
-        raise TypeError(f"out_a: expected float16, bfloat16, float32 or float64, got {out_a.dtype}")
+    out, first = given[0], names[0]
+    if out.dtype not in FLOATS:
+        raise TypeError(f"{first}: expected float16, bfloat16, float32 or float64, got {out.dtype}")
     options = Options(layout=layout, backend=backend)
     order = options.resolve_layout()
-    if len(out_a.shape) < 2:
-        raise ValueError(f"out_a: expected at least 2 axes, {AXES[order]}, got shape {out_a.shape}")
-    shape, device = out_a.shape, out_a.device
-    check_place("out_a", out_a, device, "out_a")
-    check_operand("out_b", out_b, shape, out_a.dtype, device, "out_a")
-    lse_dtype = lse_dtype_of(out_a.dtype)
-    for name, given in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_operand(name, given, shape[:-1], lse_dtype, device, "out_a")
-    backend = options.resolve_backend(device)
-    if out_a.dtype == "float64" and backend != "numpy":
+    if len(out.shape) < 2:
+        raise ValueError(f"{first}: expected at least 2 axes, {AXES[order]}, got shape {out.shape}")
+    check_place(first, out, out.device, first)
+    for name, other in zip(names[2::2], given[2::2]):
+        check_operand(name, other, out.shape, out.dtype, out.device, first)
+    for name, lse in zip(names[1::2], given[1::2]):
+        check_operand(name, lse, out.shape[:-1], lse_dtype_of(out.dtype), out.device, first)
+    backend = options.resolve_backend(out.device)
+    if out.dtype == "float64" and backend != "numpy":
         raise UnsupportedError(
-            f"out_a: expected float16, bfloat16 or float32 on backend {backend!r}, got float64, "
+            f"{first}: expected float16, bfloat16 or float32 on backend {backend!r}, got float64, "
             "which only backend 'numpy' computes, from arrays in host memory"
         )
-    # In memory the rows of a head lie together, as `attention` leaves them.
-    rows = in_order(shape[:-1], order, HEADS_OF_LSE)
-    lse = dense_layout(rows, reversed(range(len(rows))), lse_dtype, device).in_order(order, HEADS_OF_LSE)
-    return MergeProblem(out_a, lse_a, out_b, lse_b, result_layout(out_a, shape), lse, backend)
+    return backend

@@ -1,5 +1,6 @@
 """What only a device can show of a forward and of a merge: repeats, streams, graphs, devices, memory."""
 
+import itertools
 import threading
 
 import ml_dtypes
@@ -178,6 +179,15 @@ def test_keys_split_anywhere_merge_to_the_whole(case, split):
     q, k, v = make_inputs(case, cupy)
     parts = [attention(q, k[..., keys, :], v[..., keys, :], return_lse=True) for keys in numpy.s_[:split, split:]]
     judge(case, (q, k, v), merge_states(*parts[0], *parts[1]))
+
+
+@pytest.mark.parametrize("case", MERGED, ids=str)
+def test_keys_in_many_parts_merge_to_the_whole(case):
+    q, k, v = make_inputs(case, cupy)
+    ends = [0, 1, 70, 70, 333, 500]
+    parts = [attention(q, k[..., a:b, :], v[..., a:b, :], return_lse=True) for a, b in itertools.pairwise(ends)]
+    judge(case, (q, k, v), merge_states(*parts))
+    assert bool((merge_states(parts[0])[0] == parts[0][0]).all())
 
 
 def test_a_state_over_no_keys_may_hold_anything():

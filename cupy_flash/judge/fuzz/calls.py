@@ -201,6 +201,9 @@ def _parameters(function: str) -> dict[str, inspect.Parameter]:
     }.get(function) or getattr(cupy_flash, function)
     parameters = dict(inspect.signature(target).parameters)
     parameters.pop("self", None)
+    if parameters.pop("states", None):  # of merge_states, which is called with its four arrays by name here
+        of_pair = {name: parameters[name].replace(default=inspect.Parameter.empty) for name in _arrays_of(function)}
+        parameters |= of_pair
     if parameters.pop("lengths", None):  # what a plan takes besides
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters |= {name: inspect.Parameter(name, keyword, default=None) for name in LENGTHS}
