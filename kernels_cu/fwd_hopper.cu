@@ -57,8 +57,8 @@ constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: comp
 
 using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
 
-// Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors; numbers of key tiles;
-// descriptors of sequences; the barrier of a tile of V that is clipped.
+// Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors;
+// descriptors of sequences; the barrier of a tile of V that is clipped; numbers of key tiles.
 constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
 constexpr int LEAD = (GROUPS - 1) * ROWS / TILE_KV;           // key tiles: under a mask, so many may be left when the first consumer ends its query tile
 constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
@@ -69,10 +69,10 @@ constexpr int K_BARRIERS = V_OFFSET + STAGES_V * ValueTile::bytes;
 constexpr int V_BARRIERS = K_BARRIERS + STAGES * STAGE_BARRIERS;
 constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * STAGE_BARRIERS;
 constexpr int WORK_OFFSET = Q_BARRIERS + STAGES_Q * STAGE_BARRIERS;
-constexpr int NUMBERS_OFFSET = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
-constexpr int SEQUENCES_OFFSET = NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
+constexpr int SEQUENCES_OFFSET = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
 constexpr int CLIPPED_BARRIER = SEQUENCES_OFFSET + VARLEN * STAGES_Q * int(sizeof(SequenceDescriptor));
-constexpr int SHARED_BYTES = CLIPPED_BARRIER + VARLEN * Mbarrier::bytes;
+constexpr int NUMBERS_OFFSET = CLIPPED_BARRIER + VARLEN * Mbarrier::bytes; // last: what lies behind them would not be aligned
+constexpr int SHARED_BYTES = NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
 
 // Whether what arrays have for pairs is on its way before the product of the scores has ended: wider heads leave no registers for it.
 constexpr bool ARRAYS_AHEAD = WIDTH_V < 128;

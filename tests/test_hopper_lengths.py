@@ -171,3 +171,17 @@ def test_sanitizers_find_nothing(kinds, tool, monkeypatch):
     expected = forward(ragged, *kinds, "90a", **CAUSAL)
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", tool)
     assert_same_bits(forward(ragged, *kinds, "90a", **CAUSAL), expected)
+
+
+@pytest.mark.release
+def test_shared_memory_is_aligned_where_the_last_keys_come_first(monkeypatch):
+    """Descriptors of sequences lie at multiples of 16, which a sanitized build requires as a GPU does."""
+    monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")
+    q, k, v = (numpy.random.default_rng(i).standard_normal((2, 220, 128)).astype("float16") for i in range(3))
+    offsets = numpy.array([0, 70, 220])
+    options = {"causal": True, "alibi_slopes": numpy.array([0.5, 0.01], numpy.float32)}
+    lengths = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
+    plan = plan_attention(q, k, v, **options, **lengths, backend="host", arch="90a")
+    assert plan.kernel.config.FROM_LAST and plan.kernel.config.VARLEN
+    got, right = plan(q, k, v, alibi_slopes=options["alibi_slopes"], **lengths), attention(q, k, v, **options, **lengths)
+    assert abs(got.astype(float) - right).max() <= 2**-8

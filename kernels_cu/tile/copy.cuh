@@ -43,7 +43,11 @@ template <int BYTES> OP void cp_async(SharedAddress dst, const void* src, bool s
                  :: "r"(dst), "l"(src), "r"(int(skip)), "n"(BYTES) : "memory");
 }
 #else
-template <int BYTES> OP void cp_async(SharedAddress dst, const void* src, bool skip) { host::self->copy_async(dst, skip ? nullptr : src, BYTES); }
+template <int BYTES> OP void cp_async(SharedAddress dst, const void* src, bool skip) {
+  host::self->require_aligned(dst, BYTES, "cp.async");
+  host::self->require_aligned(src, BYTES, "cp.async");         // also where it is skipped
+  host::self->copy_async(dst, skip ? nullptr : src, BYTES);
+}
 #endif
 
 // Closes a group of asynchronous copies. Groups complete in order.

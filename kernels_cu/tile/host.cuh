@@ -43,6 +43,15 @@ struct Warp {
   u64 asked = 0;                                              // so many lanes have asked for what the warp does together,
   CallSite asked_at = {};                                     // the last one here
 
+  // An instruction of a GPU that moves several bytes at once wants them at a multiple of as many. Asked in sanitized builds.
+  void require_aligned(const void* address, int bytes, const char* what) {
+#ifdef __SANITIZE_ADDRESS__
+    if (reinterpret_cast<std::uintptr_t>(address) % bytes != 0)
+      block->fail(warp, std::string("hands ") + what + " an address that is no multiple of " + std::to_string(bytes));
+#else
+    (void)address, (void)bytes, (void)what;
+#endif
+  }
   void copy_async(void* dst, const void* src, int bytes) {
     if (src) counts.read_bytes += bytes;
     if (block->schedule == EAGER) perform({dst, src, bytes});

@@ -47,6 +47,7 @@ template <typename T> OP T load_shared(SharedAddress address) {
 #if ON_GPU
   return *static_cast<const T*>(__cvta_shared_to_generic(address));
 #else
+  host::self->require_aligned(address, alignof(T), "ld.shared");
   T value;
   std::memcpy(&value, address, sizeof value);
   return value;
@@ -76,6 +77,7 @@ template <typename T> OP void store_shared(SharedAddress address, T value) {
   *static_cast<T*>(__cvta_shared_to_generic(address)) = value;
 #else
   static_assert(sizeof value <= sizeof host::Store::value, "it waits there until others see it");
+  host::self->require_aligned(address, alignof(T), "st.shared");
   host::self->store_shared(address, &value, sizeof value);
 #endif
 }
@@ -111,7 +113,7 @@ template <int N, typename Row> OP void ldmatrix(Regs<u32, N>& frag, int first, R
   ldmatrix_x4(frag.v + first, row(lane_id()));
 #else
   SharedAddress rows[32];
-  for_lane(l) rows[l] = row(l);
+  for_lane(l) host::self->require_aligned(rows[l] = row(l), 16, "ldmatrix");
   for_lane(l) for (int i = 0; i < 4; ++i)
     frag.at(l, first + i) = load_shared<u32>(rows[8 * i + l / 4] + l % 4 * 4);
 #endif
@@ -123,7 +125,7 @@ template <int N, typename Row> OP void ldmatrix_trans(Regs<u32, N>& frag, int fi
   ldmatrix_x4_trans(frag.v + first, row(lane_id()));
 #else
   SharedAddress rows[32];
-  for_lane(l) rows[l] = row(l);
+  for_lane(l) host::self->require_aligned(rows[l] = row(l), 16, "ldmatrix");
   for_lane(l) for (int i = 0; i < 4; ++i) {
     const SharedAddress *pair = rows + 8 * i + l % 4 * 2;
     frag.at(l, first + i) = load_shared<u16>(pair[0] + l / 4 * 2) | u32(load_shared<u16>(pair[1] + l / 4 * 2)) << 16;
