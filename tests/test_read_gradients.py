@@ -210,21 +210,44 @@ def test_behind_every_backward(behind):
     assert abs(got.dalibi_slopes - expected.dalibi_slopes).max() <= 2**-12 * abs(expected.dalibi_slopes).max()
 
 
+def repeated():
+    """Options with everything that has a gradient besides q, k and v, what to ask for, and a function that gives its bytes."""
+    arrays = {"w": normal(LEN_KV, HEADS_KV), "t": normal(40)}
+    options = {"score": "score + w[kv_idx, h_kv] + t[abs(kv_idx - q_idx)] * score", "arrays": arrays, "causal": True}
+    options |= {"bias": normal(HEADS, LEN_Q, LEN_KV), "alibi_slopes": abs(normal(HEADS)), "sinks": normal(2, HEADS)}
+
+    def bits(grads):
+        found = grads.dbias, grads.dalibi_slopes, grads.dsinks, grads.darrays["w"], grads.darrays["t"]
+        assert all(x.any() for x in found)
+        return [x.tobytes() for x in found]
+
+    return options, ("bias", "alibi_slopes", "w", "t"), bits
+
+
 @pytest.mark.parametrize("schedule", host.SCHEDULES)
 @pytest.mark.parametrize("arch", thinned(["90a", "80"]))
 def test_sums_repeat(arch, schedule, monkeypatch):
     """Bit by bit, however many blocks run at the same time, and whatever was in the workspace."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
-    options = {"bias": normal(HEADS, LEN_Q, LEN_KV), "alibi_slopes": abs(normal(HEADS)), "causal": True}
-    plan, given, operands = planned(inputs("float16"), ("bias", "alibi_slopes"), arch, deterministic=True, **options)
+    options, wrt, bits = repeated()
+    plan, given, operands = planned(inputs("float16"), wrt, arch, deterministic=True, **options)
     results = []
     for blocks, poison in ((1, 255), (3, 0), (3, 255)):
         monkeypatch.setattr(host.os, "sched_getaffinity", lambda _, blocks=blocks: range(blocks * 12))
         memory = numpy.full(plan.workspace_bytes + 4096, poison, numpy.uint8)
         grads = plan(*given, **operands, workspace=memory[: plan.workspace_bytes])
         assert (memory[plan.workspace_bytes :] == poison).all()
-        results.append([x.tobytes() for x in (grads.dbias, grads.dalibi_slopes)])
+        results.append(bits(grads))
     assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sums_of_numpy_repeat(dtype):
+    options, wrt, bits = repeated()
+    q, k, v, dout = inputs(dtype)
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    results = [bits(attention_backward(dout, q, k, v, out, lse, wrt=wrt, deterministic=True, **options)) for _ in range(2)]
+    assert results[0] == results[1]
 
 
 def test_a_workspace_is_as_large_as_sums_that_blocks_share():
