@@ -5,6 +5,7 @@ import math
 import os
 from dataclasses import replace
 
+import one_thread  # noqa: F401
 import pytest
 from hypothesis import settings
 
