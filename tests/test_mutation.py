@@ -301,7 +301,8 @@ def test_left_out_call_is_noticed(kernel, number, faults_without):
 BY_LANES, LATER = ("  add(DqAccum{",), ("    add_async(", f"  wait_for_reductions();{'':38}// without it the block")
 
 
-SLOW = (*product([False], [None, "acquired", "ended", "last"]), *product([True], [None, "reductions", "ended", "last"]))
+SLOW = [(False, None), (False, "acquired"), (False, "ended"), (False, "last"), (True, None), (True, "reductions")]
+SLOW += [pytest.param(True, name, marks=pytest.mark.release) for name in ("ended", "last")]
 
 
 @pytest.mark.parametrize("staged, left_out", SLOW)
@@ -342,7 +343,8 @@ def test_blocks_wait_for_one_that_is_slow(staged, left_out, monkeypatch, change_
     assert (right_in_order and right and numpy.array_equal(sums, expected)) == (left_out is None)
 
 
-USED_AGAIN = (*product([False], [None, *BEFORE_USE]), *product([True], [None, "read", "zeros", "calls"]))
+USED_AGAIN = [*product([False], [None, *BEFORE_USE]), (True, None)]
+USED_AGAIN += [pytest.param(True, name, marks=pytest.mark.release) for name in ("read", "zeros", "calls")]
 
 
 @pytest.mark.parametrize("heads_per_block", thinned([1, 2]))
