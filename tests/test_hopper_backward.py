@@ -345,6 +345,7 @@ def test_address_sanitizer_finds_nothing(kernel, case, monkeypatch):
     judge(case, given, computed(plan, given))
 
 
+@pytest.mark.release
 def test_address_sanitizer_finds_nothing_in_the_tile_of_long_sequences(staged, monkeypatch):
     """In order, where each warpgroup has a turn of its own."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")
