@@ -82,7 +82,7 @@ def test_alibi(shape, schedule):
 
 def test_places_far_apart(schedule):
     # Near the last key of 20,000, slopes of 1 make terms that float32 holds to 2^-10 only; distances stay small.
-    q, k, v, _ = inputs("float16", 70, 20_000)
+    q, k, v = (x[:1] for x in inputs("float16", 70, 20_000)[:3])
     slopes = numpy.ones(HEADS, numpy.float32)
     plan = plan_attention(q, k, v, causal=True, alibi_slopes=slopes, return_lse=True, **WHERE)
     out, lse = plan(q, k, v, alibi_slopes=slopes)
