@@ -116,7 +116,7 @@ def judged_with(knobs, q, k, v, **options):
 
 @pytest.mark.parametrize("order", host.SCHEDULES)
 @pytest.mark.parametrize("pingpong", ORDERS, ids=ORDERS.get)
-@pytest.mark.parametrize("depth", thinned(DEPTHS))
+@pytest.mark.parametrize("depth", thinned(DEPTHS, keep=4))
 @pytest.mark.parametrize("keys", thinned([16, 64]))
 def test_windows_of_narrow_key_tiles(keys, depth, pingpong, order, monkeypatch):
     """A warpgroup sees nothing of up to four tiles at either end of what its block sees, more than there are stages for."""
