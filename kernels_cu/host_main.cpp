@@ -46,7 +46,7 @@ int main(int, char** arguments) {
   u64 counts[3] = {};
   Run* run;
   launch(&run, kernel, params.data(), blocks, int(shared_bytes), int(deferred), 1);
-  run->failure.wait();
+  run->thread.join();
   const int fault = finish(run, counts, message, sizeof message);
   std::puts(message);
   for (const Array& array : arrays) {

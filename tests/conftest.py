@@ -3,15 +3,21 @@
 import functools
 import math
 import os
+import re
+import subprocess
+from contextlib import suppress
 from dataclasses import replace
 
+import one_thread  # noqa: F401
 import pytest
 from hypothesis import settings
 
+from cupy_flash import CompileError
 from cupy_flash.call import backward, forward
 from cupy_flash.machine import host, source
+from cupy_flash.machine.toolchain import compiler
 from cupy_flash.plan import forward as forward_plan
-from cupy_flash.plan import schedule
+from cupy_flash.plan import schedule, sources
 from cupy_flash.plan.tuning import HOPPER_BACKWARD, KERNEL_TABLES, MASKS
 
 settings.register_profile("cupy_flash", deadline=None)  # an example may have to wait for a compiler
@@ -56,10 +62,26 @@ def change_kernel(monkeypatch):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_builds():
-    """Kernels for the host are built in half the time, and run more slowly: most of a test is the compiler's time."""
+def quick_builds(tmp_path_factory):
+    """Kernels for the host are built in half the time, and run more slowly: most of a test is the compiler's time.
+
+    The standard library's headers are compiled once, which g++ heeds where all options are the same. Builds by commands that
+    tests start do without.
+    """
+    options = (*host.OPTIONS, "-Og")
+    header = tmp_path_factory.mktemp("headers") / "standard.hpp"
+    names = {name for text in sources.files().values() for name in re.findall(r"^#include <(\w+)>", text, re.MULTILINE)}
+    header.write_text("".join(f"#include <{name}>\n" for name in sorted(names)))
+    with suppress(CompileError):  # there are tests without a compiler
+        subprocess.run([*compiler(), *options, "-fPIC", "-x", "c++-header", header, "-o", f"{header}.gch"], capture_output=True)
+
+    def compiled(title, main, flags, texts):
+        return compiled_without(title, main, flags if "-rdynamic" in flags else [*flags, "-include", str(header)], texts)
+
+    compiled_without = host.compiled
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "OPTIONS", (*host.OPTIONS, "-Og"))
+        patch.setattr(host, "OPTIONS", options)
+        patch.setattr(host, "compiled", compiled)
         yield
 
 

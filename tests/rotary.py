@@ -4,9 +4,14 @@ import mmap
 
 import ml_dtypes
 import numpy
+import pytest
 
 MAP_NORESERVE = 0x4000  # of Linux: nothing of it has to exist before it is touched
 DTYPES = {"float16": numpy.float16, "bfloat16": ml_dtypes.bfloat16, "float32": numpy.float32, "float64": numpy.float64}
+# Of random problems. Each dtype costs kernels of its own, and other tests have those of the first and the last.
+HALVES_AND_SINGLES = ("float16", "bfloat16", "float32")
+BACKENDS_AND_DTYPES = [("numpy", HALVES_AND_SINGLES), ("host", ("bfloat16",))]
+BACKENDS_AND_DTYPES += [pytest.param("host", HALVES_AND_SINGLES, marks=pytest.mark.release)]
 UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 
 

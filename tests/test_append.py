@@ -1,10 +1,13 @@
 """append_kv: new rows of keys and values in caches, contiguous and paged, on NumPy and by the kernel; nothing else is touched."""
 
+from itertools import product
+
 import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rotary import angles, bits, check, noise, normal, untouched
+from rotary import BACKENDS_AND_DTYPES, angles, bits, check, noise, normal, untouched
+from thinned import thinned
 
 from cupy_flash import UnsupportedError, append_kv, attention
 from cupy_flash.call import append as call
@@ -63,11 +66,11 @@ def draw_tables(data, rng, batch, new):
     return {"pages": pages}, seqlens, batch * columns + 5, page_size
 
 
-@backends
+@pytest.mark.parametrize("backend, dtypes", BACKENDS_AND_DTYPES)
 @settings(max_examples=80)
 @given(data=st.data())
-def test_new_rows_are_where_they_belong_and_nothing_else_is_touched(backend, data):
-    dtype = data.draw(st.sampled_from(["float16", "bfloat16", "float32"]))
+def test_new_rows_are_where_they_belong_and_nothing_else_is_touched(backend, dtypes, data):
+    dtype = data.draw(st.sampled_from(dtypes))
     dim, dim_v = data.draw(st.sampled_from([(64, 64), (64, 40), (33, 64), (128, 7), (2, 1)]))
     batch, heads, new = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 17, 40]))
     rng = numpy.random.default_rng(data.draw(st.integers(0, 9)))
@@ -102,20 +105,20 @@ def test_new_rows_are_where_they_belong_and_nothing_else_is_touched(backend, dat
 
 
 @pytest.mark.parametrize("schedule", ["eager", "deferred"])
-@pytest.mark.parametrize("arch", ["75", "80", "90a"])
-def test_every_architecture_appends(arch, schedule, monkeypatch):
+@pytest.mark.parametrize("kind", thinned(product(("float16", "float32"), ("75", "80", "90a"))), ids="-".join)
+def test_every_architecture_appends(kind, schedule, monkeypatch):
+    dtype, arch = kind
     monkeypatch.setattr(execution, "HOST", ARCHITECTURES[arch])
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     call._prepared.cache_clear()
     rng = numpy.random.default_rng(0)
-    for dtype in ("float16", "float32"):
-        k, v = normal(rng, 2, 2, 3, 40, 64, dtype=dtype)
-        caches = noise(rng, 2, 40, 3, 16, 64, dtype=dtype)
-        before, pages, cos_sin = caches.copy(), rng.permutation(40)[:8].reshape(2, 4), angles(64, 16)
-        append_kv(*caches, k, v, 24, pages=pages, cos=cos_sin[0], sin=cos_sin[1], backend="host")
-        where = list(places([24, 24], [40, 40], 16, 40, pages))
-        assert len(where) == 80
-        hold_against_copies(caches, before, (k, v), where, (*cos_sin, numpy.tile(numpy.arange(24, 64), (2, 1)), False))
+    k, v = normal(rng, 2, 2, 3, 40, 64, dtype=dtype)
+    caches = noise(rng, 2, 40, 3, 16, 64, dtype=dtype)
+    before, pages, cos_sin = caches.copy(), rng.permutation(40)[:8].reshape(2, 4), angles(64, 16)
+    append_kv(*caches, k, v, 24, pages=pages, cos=cos_sin[0], sin=cos_sin[1], backend="host")
+    where = list(places([24, 24], [40, 40], 16, 40, pages))
+    assert len(where) == 80
+    hold_against_copies(caches, before, (k, v), where, (*cos_sin, numpy.tile(numpy.arange(24, 64), (2, 1)), False))
     call._prepared.cache_clear()
 
 

@@ -1,5 +1,11 @@
 """Which results have the same bits whatever else is computed with them: what docs/guide/results.md says of it."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy
 import pytest
 from thinned import thinned
@@ -30,6 +36,16 @@ def element_by_element(case, **options):
 @pytest.mark.parametrize("case", [*CASES, Case("float32", 1, 2000, heads_q=8, heads_kv=2, batch=(3,))], ids=str)
 def test_an_element_of_a_batch_with_numpy(case):
     assert_same(*element_by_element(case))
+
+
+def test_bits_where_numpy_multiplies_with_several_threads():
+    """The tests of bits with NumPy, this one's neighbours and those of other files, which have one thread otherwise."""
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST")} | {"OPENBLAS_NUM_THREADS": "2"}
+    files = [Path(__file__).with_name(f"test_{name}.py") for name in ("bits", "lengths_bits", "read_gradients")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "with_numpy or None or of_numpy_repeat"]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, env=environment, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 9 and "skipped" not in done.stdout
 
 
 @pytest.mark.parametrize("kernel", ["fwd_v1", "fwd_v2", "fwd_hopper"])

@@ -7,6 +7,7 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinned import thinned
 
 from cupy_flash import CompileError, DeadlockError, SanitizerError, attention, plan_attention
 from cupy_flash.judge import check
@@ -35,7 +36,7 @@ def judge(case, inputs, result):
 
 
 @schedules
-@pytest.mark.parametrize("case", [case for case in quick_cases() if case.dtype != "float64"], ids=str)
+@pytest.mark.parametrize("case", thinned((case for case in quick_cases() if case.dtype != "float64"), first=1), ids=str)
 def test_quick_case(case, schedule, schedule_as):
     schedule_as(schedule)
     inputs = make_inputs(case)

@@ -258,12 +258,12 @@ def faults_without(monkeypatch):
     monkeypatch.setattr(schedule, "LEAST_SPLIT", 32)  # so that blocks share even short tiles
     monkeypatch.setattr(schedule, "COMBINING", 0)
 
-    def run(kernel, number):
+    def run(kernel, number, keep=1):
         monkeypatch.setenv("LEFT_OUT", "-1" if number is None else str(number))
         texts = with_choice(kernel)
         monkeypatch.setattr(host, "source_of", lambda plan: source.source_of(plan) | texts)
         compute = sums_of_reads if kernel == "bwd_scores" else gradients if kernel.startswith("bwd") else results
-        for (name, setting), order in product(settings_of(kernel).items(), SCHEDULES):
+        for (name, setting), order in product(list(settings_of(kernel).items())[::keep], SCHEDULES):
             monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
             try:
                 comparison = compute(kernel, setting)
@@ -275,9 +275,10 @@ def faults_without(monkeypatch):
     return run
 
 
+@pytest.mark.parametrize("keep", [3, pytest.param(1, marks=pytest.mark.release)])  # of settings
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_kernel_as_it_is(kernel, faults_without):
-    assert list(faults_without(kernel, None)) == []
+def test_kernel_as_it_is(kernel, keep, faults_without):
+    assert list(faults_without(kernel, None, keep)) == []
 
 
 # Waits that only matter where blocks run at the same time, and one of them is slow.
@@ -298,7 +299,8 @@ def every_call():
         for number, (file, call) in enumerate(calls_of(kernel)):
             if not any(wait.match(call.string, call.start()) for wait in (*BETWEEN_BLOCKS.values(), *BEFORE_USE.values())):
                 line = call.string.count("\n", 0, call.start()) + 1
-                yield pytest.param(kernel, number, id=f"{file}:{line}:{call[0]}")
+                marks = pytest.mark.release if number % 2 else ()
+                yield pytest.param(kernel, number, id=f"{file}:{line}:{call[0]}", marks=marks)
 
 
 @pytest.mark.parametrize("kernel, number", list(every_call()))
@@ -310,7 +312,8 @@ def test_left_out_call_is_noticed(kernel, number, faults_without):
 BY_LANES, LATER = ("  add(DqAccum{",), ("    add_async(", f"  wait_for_reductions();{'':38}// without it the block")
 
 
-SLOW = (*product([False], [None, "acquired", "ended", "last"]), *product([True], [None, "reductions", "ended", "last"]))
+SLOW = [(False, None), (False, "acquired"), (False, "ended"), (False, "last"), (True, None), (True, "reductions")]
+SLOW += [pytest.param(True, name, marks=pytest.mark.release) for name in ("ended", "last")]
 
 
 @pytest.mark.parametrize("staged, left_out", SLOW)
@@ -351,7 +354,8 @@ def test_blocks_wait_for_one_that_is_slow(staged, left_out, monkeypatch, change_
     assert (right_in_order and right and numpy.array_equal(sums, expected)) == (left_out is None)
 
 
-USED_AGAIN = (*product([False], [None, *BEFORE_USE]), *product([True], [None, "read", "zeros", "calls"]))
+USED_AGAIN = [*product([False], [None, *BEFORE_USE]), (True, None)]
+USED_AGAIN += [pytest.param(True, name, marks=pytest.mark.release) for name in ("read", "zeros", "calls")]
 
 
 @pytest.mark.parametrize("heads_per_block", thinned([1, 2]))

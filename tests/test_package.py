@@ -1,5 +1,6 @@
 """The house rules that a program can check."""
 
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,9 @@ PACKAGE = Path(cupy_flash.__file__).parent
 
 
 def python(program, *options):
-    done = subprocess.run([sys.executable, *options, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent)
+    environment = {name: x for name, x in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}  # a user's, see `one_thread`
+    command = [sys.executable, *options, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, env=environment)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -73,11 +73,12 @@ def agree(pairs):
         assert abs(got - expected).max(initial=0) <= 2**-15 * max(abs(expected).max(initial=0), 1), name
 
 
-def test_sums_in_one_order_are_those_of_numpy():
+@pytest.mark.parametrize("wrt", ["gwyz", pytest.param("guwxyz", marks=pytest.mark.release)])
+def test_sums_in_one_order_are_those_of_numpy(wrt):
     options = made(ORDERED) | {"window": (30, 25)}
-    pairs, plan = by_both(inputs("float32"), tuple("guwxyz"), **options)
+    pairs, plan = by_both(inputs("float32"), tuple(wrt), **options)
     agree(pairs)
-    assert [kernel.file for kernel in plan.kernels] == ["bwd_v2"] + ["bwd_scores"] * 7
+    assert [kernel.file for kernel in plan.kernels] == ["bwd_v2"] + ["bwd_scores"] * (len(wrt) + 1)
     assert "in any order" not in str(plan) and "gradient of z[h, 7]: sums in one order" in str(plan)
     zeros = pairs["y"][0][:2, 1], pairs["y"][0][2:, 0], pairs["z"][0][:, 0]
     assert not any(x.any() for x in zeros)  # of elements that nobody reads
@@ -210,20 +211,34 @@ def test_behind_every_backward(behind):
     assert abs(got.dalibi_slopes - expected.dalibi_slopes).max() <= 2**-12 * abs(expected.dalibi_slopes).max()
 
 
+def repeated():
+    """Options with everything that has a gradient besides q, k and v, what to ask for, and a function that gives its bytes."""
+    arrays = {"w": normal(LEN_KV, HEADS_KV), "t": normal(40)}
+    options = {"score": "score + w[kv_idx, h_kv] + t[abs(kv_idx - q_idx)] * score", "arrays": arrays, "causal": True}
+    options |= {"bias": normal(HEADS, LEN_Q, LEN_KV), "alibi_slopes": abs(normal(HEADS)), "sinks": normal(2, HEADS)}
+
+    def bits(grads):
+        found = grads.dbias, grads.dalibi_slopes, grads.dsinks, grads.darrays["w"], grads.darrays["t"]
+        assert all(x.any() for x in found)
+        return [x.tobytes() for x in found]
+
+    return options, ("bias", "alibi_slopes", "w", "t"), bits
+
+
 @pytest.mark.parametrize("schedule", host.SCHEDULES)
 @pytest.mark.parametrize("arch", thinned(["90a", "80"]))
 def test_sums_repeat(arch, schedule, monkeypatch):
     """Bit by bit, however many blocks run at the same time, and whatever was in the workspace."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
-    options = {"bias": normal(HEADS, LEN_Q, LEN_KV), "alibi_slopes": abs(normal(HEADS)), "causal": True}
-    plan, given, operands = planned(inputs("float16"), ("bias", "alibi_slopes"), arch, deterministic=True, **options)
+    options, wrt, bits = repeated()
+    plan, given, operands = planned(inputs("float16"), wrt, arch, deterministic=True, **options)
     results = []
     for blocks, poison in ((1, 255), (3, 0), (3, 255)):
         monkeypatch.setattr(host.os, "sched_getaffinity", lambda _, blocks=blocks: range(blocks * 12))
         memory = numpy.full(plan.workspace_bytes + 4096, poison, numpy.uint8)
         grads = plan(*given, **operands, workspace=memory[: plan.workspace_bytes])
         assert (memory[plan.workspace_bytes :] == poison).all()
-        results.append([x.tobytes() for x in (grads.dbias, grads.dalibi_slopes)])
+        results.append(bits(grads))
     assert results[0] == results[1] == results[2]
 
 
@@ -244,6 +259,15 @@ def test_a_block_takes_one_unit_after_the_other(arch, causal, monkeypatch):
         blocks.append(launch.blocks)
     assert blocks[1] == read_gradients.AT_A_TIME < blocks[0]
     numpy.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sums_of_numpy_repeat(dtype):
+    options, wrt, bits = repeated()
+    q, k, v, dout = inputs(dtype)
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    results = [bits(attention_backward(dout, q, k, v, out, lse, wrt=wrt, deterministic=True, **options)) for _ in range(2)]
+    assert results[0] == results[1]
 
 
 def test_a_workspace_is_as_large_as_sums_that_blocks_share():

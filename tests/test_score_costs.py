@@ -24,7 +24,7 @@ ASKED = {  # at most so many instructions a score: one for a linear term, and wh
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", thinned(ASKED))
 @pytest.mark.parametrize("dtype", thinned(["float16", "bfloat16"]))
 def test_instructions_of_a_score(dtype, asked):
     options, *most = ASKED[asked]

@@ -3,6 +3,6 @@
 import pytest
 
 
-def thinned(values, keep=2):
-    """The values, of which each `keep`-th stays and the others get the mark `release`."""
-    return [value if i % keep == 0 else pytest.param(value, marks=pytest.mark.release) for i, value in enumerate(values)]
+def thinned(values, keep=2, first=0):
+    """The values, of which each `keep`-th from `first` on stays and the others get the mark `release`."""
+    return [value if i % keep == first else pytest.param(value, marks=pytest.mark.release) for i, value in enumerate(values)]

@@ -90,7 +90,7 @@ def _task(plan: KernelPlan, options: HostOptions) -> tuple[str, list[str], dict[
     main = "host_main.cpp" if options.sanitize else "host.cpp"
     flags = [*OPTIONS, f'-DKERNEL_FILE="{plan.file}.cu"', f"-DPARAMS={plan.params}"]
     if options.sanitize:  # the program finds the entries of the kernel by name, which -rdynamic lets it
-        flags += [f"-fsanitize={SANITIZERS[options.sanitize]}", "-fno-sanitize-recover=all", "-g", "-rdynamic"]
+        flags += [f"-fsanitize={SANITIZERS[options.sanitize]}", "-fno-sanitize-recover=all", "-g1", "-rdynamic"]
     else:
         flags += ["-shared", "-fPIC"]
     return main, flags, source_of(plan) | {name: text for name, text in files().items() if name.endswith(".cpp")}
