@@ -111,8 +111,7 @@ def captured(
     TypeError, ValueError
         If an argument is not of the kind that it has to be, or a function is no expression.
     """
-    of_scores = score is None and mask is None and arrays is None and bias is None and alibi_slopes is None and seed is None
-    if of_scores and not lengths:
+    if not lengths and score is mask is arrays is bias is alibi_slopes is seed is None:
         return NOTHING
     kept = mask if isinstance(mask, TileMask) else None
     if kept is not None:
@@ -136,6 +135,8 @@ def captured(
 
 def all_lengths(given: dict[str, Any]) -> dict[str, Any]:
     """What a plan is called with besides the arguments that it names, which has to be lengths of sequences."""
+    if not given:
+        return given
     for name in given:
         if name not in LENGTHS:
             raise TypeError(f"{name}: expected an argument of a plan; beside those that it names there are {', '.join(LENGTHS)}")
