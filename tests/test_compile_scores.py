@@ -29,6 +29,7 @@ ASKED = {
     "clip": lambda dtype: CLIP,
     "table": lambda dtype: TABLE,
     "bias": bias,
+    "float32 bias": lambda dtype: bias("float32"),
     "documents": lambda dtype: DOCUMENTS,
     "mask": lambda dtype: {"mask": SEEN},
     "dropout": lambda dtype: {"dropout": 0.1, "seed": 1},

@@ -287,6 +287,8 @@ def rows_of(
     pressure = expressions.pressure
     if pressure is Pressure.MASK and problem.lengths is not None:
         pressure = Pressure.LOOKUPS  # there are no lists of tiles
+    if pressure is Pressure.BIAS and kernel == "fwd_hopper" and problem.scores.bias.dtype == "float32":
+        pressure = Pressure.SEVERAL  # it takes twice the registers of a bias of 16 bits
     if expressions.kind == "PLUS_LINEAR" and pressure is Pressure.TERM and problem.scores.dropout is None:
         return table_for(kernel, architecture, problem.dtype)  # whose registers hold what a row has of the term
     if problem.scores.dropout is not None:
