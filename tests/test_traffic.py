@@ -142,11 +142,12 @@ def test_documents_cost_their_share(arch):
 
 @pytest.mark.parametrize("arch", ["90a", pytest.param("80", marks=pytest.mark.release)])
 def test_a_bias_is_read_once_for_each_pair_of_tiles(arch):
-    """By each kernel: told from what queries, keys and values take, and of backwards from what elements add that are twice as wide."""
+    """By each kernel: told from what else forwards read, and of backwards from what elements add that are twice as wide."""
     shape, length = (2, 2), 384  # whole tiles of all these kernels
     rng = numpy.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((*shape, length, 40)).astype(numpy.float16) for _ in range(4))
-    whole, read, of_forwards = rng.standard_normal((*shape, length, length + 1)), [], []  # of odd strides, whose kernels these are
+    whole = rng.standard_normal((*shape, length, length + 1))  # of odd strides, as elsewhere, whose kernels these are
+    read, of_forwards = [], []
     for dtype in (numpy.float16, numpy.float32):
         bias = {"bias": whole.astype(dtype)[..., 1:]}
         plan = plan_attention(q, k, v, backend="host", arch=arch, return_lse=True, **bias)
