@@ -227,6 +227,7 @@ MANY_80 = (MANY_64, TileConfig(96, 32, 32, REGISTERS, **ONE_BLOCK))
 MANY_100 = (MANY_32, *BACKWARD_HALVES_100[:3], TileConfig(256, 16, 32, REGISTERS, stages=1, **ONE_BLOCK))
 SEVERAL_100 = (MANY_64, TileConfig(96, 64, 64, REGISTERS, stages=1, **EIGHT))
 CROWDED_FLOAT32_100 = (FLOAT32_80[0], TileConfig(128, 64, 32, REGISTERS, **ONE_BLOCK, stages=1))
+MASKED_100 = (*BACKWARD_FLOAT32_80[:2], TileConfig(192, 16, 32, REGISTERS, stages=1, **ONE_BLOCK))
 NARROWER: dict[tuple[str, str, str, Pressure], tuple[TileConfig, ...]] = {
     ("fwd_v2", "75", "half", Pressure.MANY): (*HALVES_75[:2], TileConfig(256, 64, 16, REGISTERS, stages=1, **ONE_BLOCK)),
     **{("fwd_v2", "100", "float32", pressure): CROWDED_FLOAT32_100 for pressure in (Pressure.SEVERAL, Pressure.MANY)},
@@ -234,6 +235,7 @@ NARROWER: dict[tuple[str, str, str, Pressure], tuple[TileConfig, ...]] = {
     ("bwd_v2", "100", "half", Pressure.MANY): MANY_100,
     ("bwd_v2", "120", "half", Pressure.MANY): (MANY_32, *MANY_80),
     ("bwd_v2", "100", "float32", Pressure.SEVERAL): SEVERAL_100,
+    ("bwd_v2", "100", "float32", Pressure.ARRAY_MASK): MASKED_100,
 }
 
 
