@@ -38,6 +38,29 @@ def test_import_loads_no_gpu_library_and_makes_no_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_gradients_and_caches_are_loaded_when_they_are_asked_for():
+    """They take a quarter of the time of the import, and many programs have neither. Names are there all the same."""
+    late = "{'call.append', 'call.backward', 'call.merge', 'call.rotate', 'plan.backward', 'problem.backward'}"
+    loaded = f"print(sorted({late} & {{name.removeprefix('cupy_flash.') for name in sys.modules}}))"
+    program = f"""if True:
+        import sys, cupy_flash
+        {loaded}
+        assert set(cupy_flash.__all__) <= set(dir(cupy_flash))
+        from cupy_flash import *
+        {loaded}
+        assert Gradients(1, 2, 3).dk == 2 and isinstance(BackwardPlan, type)
+        try:
+            cupy_flash.no_such_name
+        except AttributeError as error:
+            print(error)
+    """
+    assert python(program).stdout.splitlines() == [
+        "[]",
+        "['call.backward', 'plan.backward', 'problem.backward']",
+        "module 'cupy_flash' has no attribute 'no_such_name'",
+    ]
+
+
 def test_import_takes_no_longer_than_that_of_numpy():
     """In the best of several, because other work on the machine slows down whichever of the two it hits."""
     program = """if True:
