@@ -74,6 +74,17 @@ def test_import_takes_no_longer_than_that_of_numpy():
     assert any(float(python(program).stdout) <= 1 for _ in range(10))
 
 
+# Memory
+
+
+def test_memory_of_a_device_comes_from_the_allocator_of_cupy_alone():
+    """So that who sets another one, such as that of RMM, has all of it there."""
+    files = [file for floor in ("call", "jax", "machine", "problem") for file in (PACKAGE / floor).rglob("*.py")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    taken = re.findall(r"cuda\.alloc\w*|\b\w*[mM]alloc\w*|\w*MemoryPool|cuda\.\w*Memory\(|driver\.\w*[aA]lloc\w*", text)
+    assert set(taken) == {"cuda.alloc"}
+
+
 # Files
 
 ALGORITHMS = sorted(file for file in source.files() if file.endswith(".cu"))
