@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,12 @@ def test_no_file_is_longer_than_400_lines(path):
 @pytest.mark.parametrize("file", [file for file in ALGORITHMS if file.startswith(("fwd", "bwd"))])
 def test_algorithm_is_long_enough_to_be_read_alone(file):
     assert LINES[shelf() / file] >= 80
+
+
+def test_a_wheel_is_smaller_than_a_megabyte():
+    """What is in one, compressed as there."""
+    files = {*PACKAGE.rglob("*.py"), *(path for path in shelf().rglob("*") if path.is_file())}
+    assert 300_000 < sum(len(zlib.compress(path.read_bytes())) for path in files) < 950_000
 
 
 def test_the_package_is_a_house_of_few_floors():
