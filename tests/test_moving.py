@@ -210,6 +210,14 @@ def test_a_step_of_decoding(rows, options, interleaved, paged):
     assert all(np.allclose(x, y, rtol=0, atol=1e-12) for x, y in zip(caches, theirs))
 
 
+def test_gradients_of_a_packed_array_are_not_written_into_one():
+    qkv = normal(2, 5, 3, 2, 8)
+    parts, into = ([x[:, :, i] for i in range(3)] for x in (qkv, np.empty_like(qkv)))
+    out, lse = cupy_flash.attention(*parts, layout="bshd", return_lse=True)
+    with pytest.raises(ValueError, match=r"^dq: expected memory apart from that of dk"):
+        cupy_flash.attention_backward(out, *parts, out, lse, layout="bshd", **dict(zip(("dq", "dk", "dv"), into)))
+
+
 def test_merged_parts():
     given = of_xformers()
     q, k, v = (given[name] for name in "qkv")
