@@ -41,15 +41,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """The classes of gradients, which are loaded when somebody asks for gradients, or for the classes by their names."""
-    if name == "BackwardPlan":
-        from .call.backward import BackwardPlan as found
-    elif name == "Gradients":
-        from .problem.backward import Gradients as found
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return found
+if not TYPE_CHECKING:  # who checks types knows the names above, and that there are no others
+
+    def __getattr__(name: str) -> Any:
+        """The classes of gradients, which are loaded when somebody asks for gradients, or for the classes by their names."""
+        if name == "BackwardPlan":
+            from .call.backward import BackwardPlan as found
+        elif name == "Gradients":
+            from .problem.backward import Gradients as found
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return found
 
 
 def __dir__() -> list[str]:
