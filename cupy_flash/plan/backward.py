@@ -27,7 +27,7 @@ from .kernel import (
     with_linear_terms,
 )
 from .schedule import L2_BYTES
-from .sequences import elements_of, row_length, tiles_of
+from .sequences import elements_of, tiles_of
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig, row_for, table_for
 from .workspace import Workspace
@@ -46,6 +46,7 @@ FEW_TILES = 8  # of keys: blocks that add in order are apart only if more heads 
 CLEARING_BLOCKS = 200  # that start between those of a head and those that clear what it leaves
 MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
+LENGTH_OF_MANY = 4096  # of sequences of their own lengths: tiles, and heads together, are those of about so many rows, whatever they are
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
 
 
@@ -117,7 +118,8 @@ def _row_for(
     rows = rows_of(kernel, architecture, p, expressions)
     kinds = (explicit, problem.deterministic, p.mask.shape)
     lengths = p.lengths is not None
-    return row_for(kernel, architecture, p.dtype, _width(p), row_length(p), copy_bytes, *kinds, lengths=lengths, rows=rows)
+    len_q = LENGTH_OF_MANY if lengths else p.len_q
+    return row_for(kernel, architecture, p.dtype, _width(p), len_q, copy_bytes, *kinds, lengths=lengths, rows=rows)
 
 
 def _layouts(problem: BackwardProblem) -> dict[str, Layout]:
@@ -299,7 +301,9 @@ def heads_together(plan: KernelPlan, problem: BackwardProblem) -> int:
     the rate in any order, two at 0.77, four at 0.55. In order without a mask, each block waits for the one before: of 512 and
     1,024 keys, 16 heads run 1.02 to 1.09 times as fast as 8, of 2,048 keys 1.04 times at dim 64, 0.95 at dim 128.
     """
-    tiles = max(_key_tiles(plan, problem), 1)
+    tiles, rows = max(_key_tiles(plan, problem), 1), max(problem.forward.len_q, 1)
+    if problem.forward.lengths is not None:
+        tiles, rows = -(-LENGTH_OF_MANY // plan.config.TILE_KV), LENGTH_OF_MANY
     if plan.file not in HOPPER_KERNELS:
         return max(1, BLOCKS_TOGETHER // tiles)
     least = 4
@@ -310,7 +314,7 @@ def heads_together(plan: KernelPlan, problem: BackwardProblem) -> int:
     together = min(max(HOPPER_BLOCKS_TOGETHER // tiles, least), most)
     if problem.deterministic:
         return together
-    bytes_of_head = (4 + 2 + 2) * max(problem.forward.len_q, 1) * plan.config.WIDTH  # sums, q and dout
+    bytes_of_head = (4 + 2 + 2) * rows * plan.config.WIDTH  # sums, q and dout
     return max(1, min(together, L2_BYTES // bytes_of_head))
 
 
