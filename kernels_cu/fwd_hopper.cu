@@ -150,7 +150,6 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       if (pass.across) {
         of_keys = here;
         of_keys.head = head_kv;
-        if constexpr (VARLEN) batch_of_keys(of_keys.batch, p, here);
         list_of_keys = list;
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;

@@ -88,6 +88,28 @@ def test_no_spill_in_hopper_kernels(dtype, dim, asked, way):
     assert {entry: read(code)[entry].stack_bytes for entry in kernel.entries} == dict.fromkeys(kernel.entries, 0)
 
 
+def settings_of_pages():
+    for dtype in ("float16", "bfloat16"):
+        for dim in WIDTHS:
+            for asked in (*MASKS, "softcap", "sinks"):
+                quick = (dtype, dim, asked) == ("bfloat16", 128, "causal")
+                yield pytest.param(dtype, dim, asked, marks=() if quick else pytest.mark.release)
+
+
+@pytest.mark.parametrize("dtype, dim, asked", list(settings_of_pages()))
+def test_no_spill_in_fwd_hopper_with_pages(dtype, dim, asked):
+    q, pages = numpy.zeros((2, 4, 128, dim), DTYPES[dtype]), numpy.zeros((9, 2, 16, dim), DTYPES[dtype])
+    table = numpy.zeros((2, 7), numpy.int32)
+    options = {"seqlens_kv": LENS, "pages": table, "backend": "host", "arch": "90a", **ASKED[asked]}
+    kernel = plan_attention(q, pages, pages, **options).kernel
+    if kernel.file == "fwd_v2":
+        assert dim > 192 and asked in ("prefix", "softcap") and "no registers for pages" in kernel.reasons[0]
+        return
+    code, log = nvrtc.compile_plan(kernel)
+    assert kernel.file == "fwd_hopper" and kernel.config.PAGED and "C75" not in log
+    assert {entry: read(code)[entry].stack_bytes for entry in kernel.entries} == dict.fromkeys(kernel.entries, 0)
+
+
 def settings():
     for architecture in ARCHITECTURES:
         for dtype in ("float16", "float32"):

@@ -169,11 +169,15 @@ def _varlen_kernel(problem: Problem, architecture: Architecture, expressions: Ex
 def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
     """Why sequences of their own lengths are not for fwd_hopper, or ''."""
     lengths = problem.lengths
+    if lengths.cache is not None and not lengths.paged:
+        return "fwd_hopper knows no elements of a cache"
     if lengths.paged and lengths.page_size % LEAST_PIECE:
         return f"no TMA: pages have {lengths.page_size} keys, which {LEAST_PIECE} do not divide"
     if (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem)[0]:
         return "few queries: heads of a group share a tile, or blocks its keys, in fwd_v2"
     crowded = _crowded(problem, architecture, with_linear_terms(problem, expressions))
+    if lengths.paged and _crowded_by_pages(problem):
+        crowded = "fwd_hopper has no registers for pages and what is asked besides"
     layouts, cached = _layouts(problem), lengths.caches
     named = [name for name in MOVED if name not in cached]
     no_map = obstacle(problem.batch, {name: x for name, x in layouts.items() if name not in cached}, named)
@@ -189,6 +193,12 @@ def _crowded(problem: Problem, architecture: Architecture, expressions: Expressi
     if any(row.width >= widest and not (problem.lengths and row.without_lengths) for row in rows):
         return ""
     return "fwd_hopper has no registers for what is asked for each pair"
+
+
+def _crowded_by_pages(problem: Problem) -> bool:
+    """Whether the registers that say where pages are would be missed elsewhere, as compiled for each."""
+    asked = problem.softcap is not None or problem.mask.kind != "BAND"
+    return bool(problem.scores) or (asked and max(problem.dim, problem.dim_v) > 192)
 
 
 def _split_kv(problem: Problem) -> tuple[bool, str]:
