@@ -36,6 +36,26 @@ class Dropout:
         return WORDS / (WORDS - self.threshold)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a call's pairs lie among those that dropout numbers: on several devices each computes some of them.
+
+    Parameters
+    ----------
+    q, kv : int
+        The place in its sequence of the first query, and of the first key.
+    head : int
+        The number of the first head, counted over all batch elements.
+    heads : int
+        How many heads a batch element has.
+    """
+
+    q: int
+    kv: int
+    head: int
+    heads: int
+
+
 def make_dropout(probability: float) -> Dropout | None:
     """The `Dropout` of the probability that a pair is dropped; None where that rounds to 0 in units of 2**-32.
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, shown
 from .layout import AXES, FLOATS, HEADS_OF_LSE, Layout, dense_layout, in_order, result_layout
 from .lengths import LENGTHS, Lengths, resolved
 from .mask import Mask
@@ -188,6 +188,11 @@ def make_problem(
         raise ValueError("seed: expected an integer, or a pair of seed and offset, with dropout, got None")
     if options.dropout is None and "seed" in operands:
         raise ValueError("seed: expected None without dropout, got one; with dropout=0.0, which drops nothing, it may be given")
+    if dropout and options.place is not None and backend != "numpy":
+        raise UnsupportedError(
+            f"dropout: expected None for a part of the pairs on backend {backend!r}, whose kernels count them from 0 on, "
+            f"got {shown(options.dropout)}"
+        )
     scores = make_scores(
         score=options.score,
         mask=options.mask,
@@ -202,6 +207,7 @@ def make_problem(
         len_kv=len_kv,
         device=q.device,
         lengths=lengths,
+        place=options.place,
     )
     full_sinks = None if sinks is None else _of_heads(sinks, heads_q, q)
     return Problem(

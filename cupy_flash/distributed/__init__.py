@@ -1,0 +1,25 @@
+"""Attention of sequences that are divided among several devices or processes: context parallelism.
+
+    from cupy_flash import distributed
+    out = distributed.attention(q, k, v, comm=comm, causal=True)       # each rank its own rows
+"""
+
+from ..errors import CommunicationError
+from .communicator import Communicator
+from .entry import attention, attention_backward, attention_vjp
+from .sharding import part_lengths, positions, shard, unshard
+from .threads import ThreadCommunicator, on_threads
+
+__all__ = [
+    "CommunicationError",
+    "Communicator",
+    "ThreadCommunicator",
+    "attention",
+    "attention_backward",
+    "attention_vjp",
+    "on_threads",
+    "part_lengths",
+    "positions",
+    "shard",
+    "unshard",
+]

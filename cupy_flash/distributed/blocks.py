@@ -1,0 +1,141 @@
+"""Blocks of pairs of queries and keys: what one call on one device computes, of ranks that have parts of sequences.
+
+A mask is an interval of keys for each query, in places of the sequence. Of a block it is again one, moved, and once the rows and
+the keys that see nothing are cut off, it is a window anchored at the first query and the first key, which is an option of a call. So
+masks need no positions in kernels. What else depends on positions is told by numbers, see `places`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..problem.mask import Mask
+from .sharding import Run
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence within what is packed, or all there is.
+
+    Parameters
+    ----------
+    number : int
+    q, kv : (int, int)
+        Its queries and keys, as positions in what is packed.
+    mask : Mask
+        In places of the sequence.
+    """
+
+    number: int
+    q: Interval
+    kv: Interval
+    mask: Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some queries and some keys of a sequence, and which see each other.
+
+    Parameters
+    ----------
+    span : Span
+    rows : (int, int)
+        The queries, as rows of what this rank has.
+    keys : (int, int)
+        The keys, as rows of where they lie.
+    q_from, kv_from : int
+        The place in the sequence of the first of each.
+    window : (int or None, int or None)
+        How many keys before and behind its own row a query sees, both counted from the first of the block.
+    prefix : int
+        Keys of the block that all its queries see.
+    """
+
+    span: Span
+    rows: Interval
+    keys: Interval
+    q_from: int
+    kv_from: int
+    window: tuple[int | None, int | None]
+    prefix: int
+
+    @property
+    def mask(self) -> Mask:
+        """The mask of the block, its rows and keys counted from 0."""
+        left, right = self.window
+        return Mask(self.rows[1] - self.rows[0], self.keys[1] - self.keys[0], None if left is None else -left, right, self.prefix)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of a query and a key see each other."""
+        return self.mask.pairs
+
+
+def blocks_of(spans: Iterable[Span], q_runs: Sequence[Run], kv_runs: Sequence[Run]) -> list[Block]:
+    """The blocks of all pairs that see each other, in a fixed order: by query runs, sequences, then keys."""
+    spans = tuple(spans)
+    return [
+        block
+        for q_run in q_runs
+        for span in _within(spans, q_run)
+        for kv_run in kv_runs
+        for block in _blocks(span, q_run, kv_run)
+    ]
+
+
+def seen_keys(spans: Iterable[Span], q_runs: Sequence[Run], kv_run: Run) -> Interval | None:
+    """The rows of a run of keys that some of the queries see: from the first to behind the last; None if they see none."""
+    keys = [block.keys for block in blocks_of(spans, q_runs, [kv_run])]
+    return (min(start for start, _ in keys), max(stop for _, stop in keys)) if keys else None
+
+
+def _within(spans: Sequence[Span], q_run: Run) -> Iterator[Span]:
+    return (span for span in spans if span.q[0] < q_run.stop and q_run.first < span.q[1])
+
+
+def _blocks(span: Span, q_run: Run, kv_run: Run) -> Iterator[Block]:
+    q0, q1 = max(q_run.first, span.q[0]), min(q_run.stop, span.q[1])
+    k0, k1 = max(kv_run.first, span.kv[0]), min(kv_run.stop, span.kv[1])
+    if q0 >= q1 or k0 >= k1:
+        return
+    q_from, kv_from = q0 - span.q[0], k0 - span.kv[0]
+    row, key = q_run.row + q0 - q_run.first, kv_run.row + k0 - kv_run.first
+    for rows, keys, window, prefix in _cut(span.mask, q_from, q1 - q0, kv_from, k1 - k0):
+        yield Block(
+            span,
+            (row + rows[0], row + rows[1]),
+            (key + keys[0], key + keys[1]),
+            q_from + rows[0],
+            kv_from + keys[0],
+            window,
+            prefix,
+        )
+
+
+Cut = tuple[Interval, Interval, tuple[int | None, int | None], int]
+
+
+def _cut(mask: Mask, q_from: int, rows: int, kv_from: int, keys: int) -> Iterator[Cut]:
+    """What is seen of a block, without rows and keys that see nothing: one part, or two if a prefix lies before a gap."""
+    by = q_from - kv_from
+    left, right = (None if end is None else end + by for end in (mask.left, mask.right))
+    prefix = min(max(mask.prefix - kv_from, 0), keys)
+    first = 0
+    if prefix and right is not None and right < 0:  # the first rows see nothing but the prefix, and are cut off from the rest
+        yield (0, rows), (0, prefix), (None, None), 0
+        first, prefix = prefix, 0
+    row0 = max(0, -right + first) if right is not None else 0
+    row1 = min(rows, keys - left) if left is not None else rows
+    if row0 >= row1:
+        return
+    key0 = max(first, left + row0) if left is not None else first
+    key1 = min(keys, max(row1 + right, prefix)) if right is not None else keys
+    if key0 >= key1:
+        return
+    by = row0 - key0
+    before = None if left is None or left + by <= 1 - (row1 - row0) else -(left + by)
+    behind = None if right is None or right + by >= key1 - key0 - 1 else right + by
+    yield (row0, row1), (key0, key1), (before, behind), prefix if behind is not None and prefix > behind + 1 else 0

@@ -1,0 +1,184 @@
+"""Rows of arrays: how they are packed to be sent, where received ones lie, and partial results that add up.
+
+What travels has its rows outermost, `(rows, *batch, heads, dim)`, so that any rows that follow each other are one piece of memory,
+which needs no copy to be sent or received. Kernels read it in place, by its strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from .blocks import Interval
+from .sharding import Run
+
+
+def library(x: Any) -> Any:
+    """The module whose array this is, `numpy` or `cupy`."""
+    if isinstance(x, numpy.ndarray):
+        return numpy
+    import cupy  # late: who has an array of it has it
+
+    return cupy
+
+
+def outermost(x: Any) -> Any:
+    """A view with the rows, the last axis but one, outermost."""
+    return x.swapaxes(0, -2) if x.ndim == 2 else library(x).moveaxis(x, -2, 0)
+
+
+def innermost(x: Any) -> Any:
+    """The opposite of `outermost`."""
+    return x.swapaxes(0, -2) if x.ndim == 2 else library(x).moveaxis(x, 0, -2)
+
+
+def rows_of(x: Any, rows: Interval) -> Any:
+    """Some rows of an array `(..., rows, dim)`."""
+    return x[..., rows[0] : rows[1], :]
+
+
+def located(runs: Iterable[Run], intervals: Iterable[Interval]) -> Iterator[Interval]:
+    """Where the rows of intervals of positions lie, of which each is within a run."""
+    for first, stop in intervals:
+        run = next(run for run in runs if run.first <= first and stop <= run.stop)
+        yield run.row + first - run.first, run.row + stop - run.first
+
+
+def behind_each_other(intervals: Iterable[Interval]) -> tuple[Run, ...]:
+    """The runs of an array that has the rows of these intervals one behind the other."""
+    runs, row = [], 0
+    for first, stop in intervals:
+        runs.append(Run(first, stop, row))
+        row += stop - first
+    return tuple(runs)
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    """How many rows there are."""
+    return sum(stop - first for first, stop in intervals)
+
+
+def common(a: Iterable[Interval], b: Sequence[Interval]) -> tuple[Interval, ...]:
+    """What two sets of intervals have in common."""
+    both = ((max(first, other), min(stop, end)) for first, stop in a for other, end in b)
+    return tuple((first, stop) for first, stop in both if first < stop)
+
+
+def joined(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
+    """Intervals in order, those that overlap or meet made one."""
+    found: list[Interval] = []
+    for first, stop in sorted(intervals):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((first, stop))
+    return tuple(found)
+
+
+def hull(sets: Iterable[Sequence[Interval]], runs: Iterable[Run]) -> tuple[Interval, ...]:
+    """Of each run the smallest interval that holds all that any of the sets has of it."""
+    sets = list(sets)
+    found = []
+    for run in runs:
+        inside = [interval for intervals in sets for interval in common(intervals, [(run.first, run.stop)])]
+        if inside:
+            found.append((min(first for first, _ in inside), max(stop for _, stop in inside)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys and values, and the positions of their rows.
+
+    Parameters
+    ----------
+    k, v : array, shape (..., rows, dim)
+    runs : tuple of Run
+    """
+
+    k: Any
+    v: Any
+    runs: tuple[Run, ...]
+
+    @classmethod
+    def room(cls, like: Keys, intervals: Sequence[Interval]) -> Keys:
+        """Memory for rows of these positions."""
+        return cls(*(empty_rows(x, length(intervals)) for x in (like.k, like.v)), behind_each_other(intervals))
+
+    def pieces(self, intervals: Sequence[Interval]) -> list[Any]:
+        """The memory of rows of these positions, in pieces without gaps; copies where rows of k or v are not outermost."""
+        return [piece for x in (self.k, self.v) for piece in pieces(x, located(self.runs, intervals))]
+
+    def take(self, other: Keys, intervals: Sequence[Interval]) -> None:
+        """Copy rows of these positions from other keys."""
+        for to, of in zip(located(self.runs, intervals), located(other.runs, intervals)):
+            rows_of(self.k, to)[...] = rows_of(other.k, of)
+            rows_of(self.v, to)[...] = rows_of(other.v, of)
+
+    def some(self, intervals: Sequence[Interval]) -> Keys:
+        """A copy of rows of these positions."""
+        found = Keys.room(self, intervals)
+        found.take(self, intervals)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of k and v."""
+        return self.k.nbytes + self.v.nbytes
+
+
+def empty_rows(like: Any, rows: int, dtype: Any = None) -> Any:
+    """An array of so many rows in the shape of another, with its rows outermost in memory."""
+    x = outermost(like)
+    return innermost(library(like).empty((rows, *x.shape[1:]), x.dtype if dtype is None else dtype))
+
+
+def pieces(x: Any, rows: Iterable[Interval]) -> list[Any]:
+    """The memory of some rows, in pieces without gaps."""
+    x, xp = outermost(x), library(x)
+    return [xp.ascontiguousarray(x[start:stop]) for start, stop in rows]
+
+
+class Partial:
+    """A result and its log-sum-exp that grow by what is computed over other keys.
+
+    Parameters
+    ----------
+    out, lse : array, shape (..., rows, dim_v) and (..., rows)
+        Of the dtype of partial results; `lse` is -inf and `out` is 0 where nothing is seen yet.
+    """
+
+    def __init__(self, out: Any, lse: Any) -> None:
+        self.out, self.lse = out, lse
+        out[...] = 0
+        lse[...] = -numpy.inf
+
+    def add(self, rows: Interval, out: Any, lse: Any) -> None:
+        """Merge a result over other keys into some rows."""
+        xp, rows = library(out), slice(*rows)
+        with numpy.errstate(all="ignore"):
+            old, old_lse = self.out[..., rows, :], self.lse[..., rows]
+            top = xp.maximum(old_lse, lse)
+            top = xp.where(top == -numpy.inf, 0, top)
+            before, new = xp.exp(old_lse - top), xp.exp(lse - top)
+            total = before + new
+            share = xp.where(new == 0, 0, new / total)[..., None]
+            old *= xp.where(before == 0, 0, before / total)[..., None]
+            for at in numpy.ndindex(out.shape[:-2]) if xp is numpy else [()]:  # of heads at a time, so that little is copied
+                part = out[at] * share[at]
+                old[at] += xp.where(share[at] == 0, 0, part)
+            old_lse[...] = top + xp.log(total)
+
+    def add_sinks(self, sinks: Any) -> None:
+        """Merge logits that belong to no value, `(heads,)` or `(n, heads)`."""
+        xp = library(self.out)
+        logits = sinks.reshape(-1, sinks.shape[-1]).astype(self.lse.dtype)
+        with numpy.errstate(all="ignore"):
+            top = logits.max(axis=0)
+            lse = xp.where(top == -numpy.inf, top, xp.log(xp.exp(logits - xp.where(top == -numpy.inf, 0, top)).sum(axis=0)) + top)
+        nothing = xp.zeros((*self.out.shape[:-1], 1), self.out.dtype)
+        zeros = xp.broadcast_to(nothing, self.out.shape)
+        self.add((0, self.out.shape[-2]), zeros, xp.broadcast_to(lse[:, None], self.lse.shape))
