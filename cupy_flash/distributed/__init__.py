@@ -6,17 +6,23 @@
 
 from ..errors import CommunicationError
 from .communicator import Communicator
+from .counted import Counted
 from .entry import attention, attention_backward, attention_vjp
+from .mpi import mpi
+from .nccl import nccl
 from .sharding import part_lengths, positions, shard, unshard
 from .threads import ThreadCommunicator, on_threads
 
 __all__ = [
     "CommunicationError",
     "Communicator",
+    "Counted",
     "ThreadCommunicator",
     "attention",
     "attention_backward",
     "attention_vjp",
+    "mpi",
+    "nccl",
     "on_threads",
     "part_lengths",
     "positions",
