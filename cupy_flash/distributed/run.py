@@ -112,7 +112,7 @@ def run_forward(call: Call) -> tuple[Any, Any]:
     xp, rows = library(q), q.shape[-2]
     p = whole.problem
     calls = call.calls()
-    shape = (*p.batch, p.heads_q, rows, p.dim_v)
+    shape = (*whole.batch, p.heads_q, rows, p.dim_v)
     if call.scheme == "ulysses":
         partial = Partial(xp.empty(shape, q.dtype), xp.empty(shape[:-1], whole.wide))
         ulysses.forward(call.comm, calls, q, *(call.inputs[name] for name in "kv"), call.sinks, partial)

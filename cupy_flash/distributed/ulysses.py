@@ -115,7 +115,7 @@ def forward(comm: Communicator, calls: Calls, q: Any, k: Any, v: Any, sinks: Any
     (q, first), (k, second), (v, third) = (change.to_heads(x, of_keys) for x, of_keys in ((q, False), (k, True), (v, True)))
     for pending in (first, second, third):
         pending.wait()
-    shape = (*whole.problem.batch, *q.shape[-3:-1], v.shape[-1])
+    shape = (*whole.batch, *q.shape[-3:-1], v.shape[-1])
     out = empty_rows(library(q).broadcast_to(q[..., :1, :1], shape), shape[-2], q.dtype)
     lse = library(q).empty(out.shape[:-1], whole.wide)
     for heads, key_heads in even_groups(whole, whole.rank):

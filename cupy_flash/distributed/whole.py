@@ -74,6 +74,11 @@ class Whole:
         return self.problem.lengths is not None
 
     @property
+    def batch(self) -> tuple[int, ...]:
+        """The batch axes of results, of which packed sequences have none."""
+        return () if self.packed else self.problem.batch
+
+    @property
     def wide(self) -> str:
         """The dtype of partial results."""
         return "float64" if self.problem.dtype == "float64" else "float32"
