@@ -9,7 +9,7 @@ from .api.rotate import rotate
 from .call.backward import BackwardPlan
 from .call.forward import AttentionPlan
 from .call.tile_mask import TileMask
-from .errors import CompileError, DeadlockError, FaultError, SanitizerError, UnsupportedError
+from .errors import CommunicationError, CompileError, DeadlockError, FaultError, SanitizerError, UnsupportedError
 from .problem.backward import Gradients
 from .problem.key_ranges import KeyRanges
 
@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionPlan",
     "BackwardPlan",
+    "CommunicationError",
     "CompileError",
     "DeadlockError",
     "FaultError",

@@ -1,8 +1,8 @@
 """Blocks of pairs of queries and keys: what one call on one device computes, of ranks that have parts of sequences.
 
 A mask is an interval of keys for each query, in places of the sequence. Of a block it is again one, moved, and once the rows and
-the keys that see nothing are cut off, it is a window anchored at the first query and the first key, which is an option of a call. So
-masks need no positions in kernels. What else depends on positions is told by numbers, see `places`.
+the keys that see nothing are cut off, it is a window anchored at the first query and the first key, which is an option of a call.
+So masks need no positions in kernels. What else depends on positions is told by numbers, see `places`.
 """
 
 from __future__ import annotations

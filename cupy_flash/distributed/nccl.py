@@ -1,10 +1,10 @@
 """Ranks that are devices, by NCCL through CuPy.
 
-Messages travel on a stream of their own, beneath the work that the caller's stream has: that stream waits for what it reads only, and
-the other one for what it sends only, by events, and no process waits for either.
+Messages travel on a stream of their own, beneath the work that the caller's stream has: that stream waits for what it reads only,
+and the other one for what it sends only, by events, and no process waits for either.
 
-What ranks say of a call before it goes through a communicator of processes, if one is given. Without one it goes through NCCL itself,
-once for each different call, because the process has to wait for the device then. A thread looks after exchanges that take too long:
+What ranks say of a call before it goes through a communicator of processes, if one is given. Without one it goes through NCCL
+itself, once for each different call, because the process has to wait for the device then. A thread looks after exchanges that take too long:
 it aborts the communicator, which ends the kernels of NCCL that wait, and every later use raises an error.
 """
 
@@ -15,6 +15,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+
+import numpy
 
 from ..errors import CommunicationError
 from .communicator import Communicator, Message, as_communicator
@@ -109,7 +111,8 @@ class NcclCommunicator:
         if len(data) > ROOM - 8:
             data = data[: ROOM - 8]  # the text of a mismatch, of which the beginning tells
         cupy, library = self._cupy, self._library
-        own = cupy.asarray(bytearray(len(data).to_bytes(8, "little") + data.ljust(ROOM - 8, b"\0")), cupy.uint8)
+        said = len(data).to_bytes(8, "little") + data.ljust(ROOM - 8, b"\0")
+        own = cupy.asarray(numpy.frombuffer(said, numpy.uint8))
         found = cupy.empty((self.size, ROOM), cupy.uint8)
         self._stream.wait_event(cupy.cuda.get_current_stream().record())
         self._comm.allGather(own.data.ptr, found.data.ptr, ROOM, library.NCCL_UINT8, self._stream.ptr)

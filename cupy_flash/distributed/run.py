@@ -79,7 +79,7 @@ def begin(
     try:
         layout = Options(layout=options.get("layout", "bhsd")).resolve_layout()
         given = captured_of(**of_scores, lengths=taken_lengths(options))
-        views = {name: None if x is None else arrays.view(x, name) for name, x in inputs.items()}
+        views = {name: None if x is None and name == "dlse" else arrays.view(x, name) for name, x in inputs.items()}
         axes = max(views[name].ndim for name in "qkv")
         for name, x in views.items():
             _check_axes(name, x, comm)
