@@ -5,11 +5,12 @@
 """
 
 from ..errors import CommunicationError
+from .adapters import mpi, nccl
 from .communicator import Communicator
 from .counted import Counted
-from .entry import attention, attention_backward, attention_vjp
-from .mpi import mpi
-from .nccl import nccl
+from .entry import attention, attention_backward, attention_vjp, plan_attention
+from .model import Machine
+from .plan import DistributedPlan
 from .sharding import part_lengths, positions, shard, unshard
 from .threads import ThreadCommunicator, on_threads
 
@@ -17,6 +18,8 @@ __all__ = [
     "CommunicationError",
     "Communicator",
     "Counted",
+    "DistributedPlan",
+    "Machine",
     "ThreadCommunicator",
     "attention",
     "attention_backward",
@@ -25,6 +28,7 @@ __all__ = [
     "nccl",
     "on_threads",
     "part_lengths",
+    "plan_attention",
     "positions",
     "shard",
     "unshard",

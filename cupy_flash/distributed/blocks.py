@@ -8,7 +8,7 @@ So masks need no positions in kernels. What else depends on positions is told by
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..problem.mask import Mask
 from .sharding import Run
@@ -63,6 +63,11 @@ class Block:
     prefix: int
 
     @property
+    def whole(self) -> bool:
+        """Whether all its queries see all its keys."""
+        return self.window == (None, None)
+
+    @property
     def mask(self) -> Mask:
         """The mask of the block, its rows and keys counted from 0."""
         left, right = self.window
@@ -84,6 +89,44 @@ def blocks_of(spans: Iterable[Span], q_runs: Sequence[Run], kv_runs: Sequence[Ru
         for kv_run in kv_runs
         for block in _blocks(span, q_run, kv_run)
     ]
+
+
+def fused(blocks: Sequence[Block], movable: bool) -> list[Block]:
+    """The blocks, neighbours that one call can compute made one.
+
+    These are blocks of the same rows, of which the first one's keys lie before those of the other one and are seen whole; and blocks
+    of the same keys, seen whole by neighbouring rows. Rows and keys of one may then be apart in the sequence, so it is only done
+    where nothing asks for places.
+    """
+    if not movable:
+        return list(blocks)
+    found: list[Block] = []
+    for block in blocks:
+        last = found[-1] if found else None
+        if last is not None and last.span == block.span and last.whole and _meets(last, block):
+            found[-1] = _joined(last, block)
+        else:
+            found.append(block)
+    # Rows of which the keys are one by now.
+    rows: list[Block] = []
+    for block in found:
+        last = rows[-1] if rows else None
+        same = last is not None and last.span == block.span and last.keys == block.keys and last.rows[1] == block.rows[0]
+        if same and last.whole and block.whole:
+            rows[-1] = replace(last, rows=(last.rows[0], block.rows[1]))
+        else:
+            rows.append(block)
+    return rows
+
+
+def _meets(a: Block, b: Block) -> bool:
+    return a.rows == b.rows and a.keys[1] == b.keys[0] and b.window[0] is None and not b.prefix
+
+
+def _joined(a: Block, b: Block) -> Block:
+    right = b.window[1]
+    window = None, None if right is None else right + a.keys[1] - a.keys[0]
+    return replace(a, keys=(a.keys[0], b.keys[1]), window=window)
 
 
 def seen_keys(spans: Iterable[Span], q_runs: Sequence[Run], kv_run: Run) -> Interval | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,9 @@ from ..call.captured import Captured, captured
 from ..call.forward import ForwardOperands, prepared
 from ..problem.backward import Gradients
 from ..problem.dropout import Place
-from .blocks import Block
+from .blocks import Block, fused
 from .places import Placed, placed
+from .sharding import Run
 from .whole import Whole
 
 OF_BLOCKS = ("q_idx", "kv_idx", "q_len", "kv_len")
@@ -49,14 +50,13 @@ class Calls:
         of_blocks = (*OF_BLOCKS, "b") if self.whole.packed else OF_BLOCKS
         self._of_blocks, self._of_heads = (placed(scores, shape, moving) for moving in (of_blocks, OF_HEADS))
 
-    @property
-    def widens(self) -> bool:
-        """Whether parts are computed of wider copies, so that partial results are not rounded: NumPy computes in float32 anyway."""
-        return self.whole.problem.backend == "numpy" and self.whole.problem.dtype in ("float16", "bfloat16")
+    def blocks(self, kv_runs: Sequence[Run]) -> list[Block]:
+        """What is computed with keys that lie so, in as few calls as can be."""
+        return fused(self.whole.blocks(kv_runs), self.whole.movable)
 
     def forward(self, block: Block, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Result and log-sum-exp of a block, from its own rows and keys, without sinks."""
-        if self.widens:
+        if self.whole.widens:
             q, k, v = (x.astype(numpy.float32) for x in (q, k, v))
         given = ForwardOperands(q, k, v, None, None, None, self._captured(self._of_blocks, self._at(block)))
         plan = prepared(given, {**self._options(block.window, block.prefix), **self._place_of(block), "return_lse": True})
@@ -64,7 +64,7 @@ class Calls:
 
     def backward(self, block: Block, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any) -> Gradients:
         """Gradients of a block, from its rows of the results of the whole."""
-        if self.widens:
+        if self.whole.widens:
             dout, q, k, v, out = (x.astype(numpy.float32) for x in (dout, q, k, v, out))
         others = self._captured(self._of_blocks, self._at(block))
         options = {**self._options(block.window, block.prefix), **self._place_of(block)}
@@ -78,7 +78,7 @@ class Calls:
 
     def backward_of_heads(self, heads: tuple[int, int], inputs: tuple[Any, ...]) -> Gradients:
         """Gradients of all rows for some heads, from dout, q, k, v, out, lse and dlse."""
-        if self.widens:  # a key head may be on several ranks, each of which has a part of its gradient
+        if self.whole.widens:  # a key head may be on several ranks, each of which has a part of its gradient
             inputs = (*(x.astype(numpy.float32) for x in inputs[:5]), *inputs[5:])
         others = self._captured(self._of_heads, dict(zip(OF_HEADS, heads)), self._lengths)
         return self._gradients(inputs, others, self._options_of_heads(heads), self._of_heads)

@@ -1,12 +1,11 @@
-"""How ranks reach each other: the calls that every communicator has, and which adapter belongs to what a user gives."""
+"""How ranks reach each other: the calls that every communicator has."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ..errors import shown
+from ..problem.scalars import integer
 
 Message = tuple[int, Any]  # the other rank, and an array whose elements lie without gaps in C order
 
@@ -52,33 +51,26 @@ class Communicator(Protocol):
         """Begin to send arrays to ranks and to fill arrays by what ranks send; none is this rank itself."""
 
 
-def as_communicator(comm: Any) -> Communicator:
-    """The adapter of what a user gives as `comm`.
+class Alone:
+    """Ranks that are only planned for: each says what this one says, and nothing is sent.
 
-    Raises
-    ------
-    TypeError
+    Parameters
+    ----------
+    ranks : int
     """
-    if isinstance(comm, Communicator):
-        return comm
-    kind = type(comm)
-    library = str(kind.__module__)
-    if library.partition(".")[0] == "mpi4py":
-        from .mpi import MpiCommunicator
 
-        return MpiCommunicator(comm)
-    if "cupy" in sys.modules and library.startswith(("cupy.cuda.nccl", "cupy_backends.cuda.libs.nccl")):
-        from .nccl import NcclCommunicator
+    rank = 0
 
-        return NcclCommunicator(comm)
-    raise TypeError(
-        "comm: expected a communicator of mpi4py, a cupy.cuda.nccl.NcclCommunicator, or an object with rank, size, on_devices, "
-        f"gather and start, got {shown(comm)}"
-    )
+    def __init__(self, ranks: int) -> None:
+        self.size = integer("ranks", ranks, "an integer")
+        if self.size < 1:
+            raise ValueError(f"ranks: expected at least 1, got {ranks}")
+        self.on_devices = False
 
+    def gather(self, data: bytes) -> list[bytes]:
+        """The same from each."""
+        return [data] * self.size
 
-class Done:
-    """An exchange with nothing to wait for."""
-
-    def wait(self) -> None:
-        """Return at once."""
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Refuse."""
+        raise RuntimeError("comm: expected a communicator that sends, got one for plans")

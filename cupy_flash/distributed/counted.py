@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .communicator import Communicator, Message, Pending, as_communicator
+from .adapters import as_communicator
+from .communicator import Communicator, Message, Pending
 
 
 class Counted:

@@ -9,6 +9,10 @@ from ..api.absent import answers_absent
 from ..api.signature import takes_options
 from ..problem.backward import Gradients
 from ..problem.options import check_flag
+from .choice import Choice, chosen
+from .communicator import Alone
+from .model import Machine
+from .plan import DistributedPlan
 from .run import begin, run_backward, run_forward
 
 if TYPE_CHECKING:
@@ -260,3 +264,69 @@ def attention_vjp(
         return attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, deterministic=deterministic, **shared)
 
     return ((out, lse) if return_lse else out), vjp
+
+
+@answers_absent
+@takes_options
+def plan_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    comm: Any = None,
+    ranks: int | None = None,
+    scheme: str = "auto",
+    order: str = "contiguous",
+    memory: int | None = None,
+    machine: Machine | None = None,
+    score: Any = None,
+    mask: Any = None,
+    arrays: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    seed: Any = None,
+    **options: Unpack[CommonOptions],
+) -> DistributedPlan:
+    """Decide how `attention` on several ranks would compute, without computing.
+
+    Parameters
+    ----------
+    q, k, v : array
+        The rows of this rank; only their layouts matter.
+    comm : communicator, optional
+        As in `attention`, called by all ranks.
+    ranks : int, optional
+        In place of `comm`: so many ranks, each of which has as many rows as these arrays. No other rank is asked.
+    machine : Machine, optional
+        What the model is told of devices and links. By default those of one host with H200s.
+    scheme, order, memory, score, mask, arrays, alibi_slopes, sinks, seed, **options
+        As in `attention`.
+
+    Returns
+    -------
+    DistributedPlan
+        Prints itself: the scheme and why, bytes sent, memory, steps, and times by the model.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CommunicationError
+        As `attention`.
+
+    Examples
+    --------
+    A million tokens on 8 devices, without any:
+
+    >>> import numpy as np
+    >>> from cupy_flash import distributed
+    >>> rows = np.broadcast_to(np.float16(0), (64, 1 << 17, 128))
+    >>> plan = distributed.plan_attention(rows, rows[:8], rows[:8], ranks=8, order="zigzag", causal=True)
+    >>> plan.scheme in ("all_gather", "ulysses", "ring")
+    True
+    """
+    if (comm is None) == (ranks is None):
+        raise TypeError("comm, ranks: expected one of them, got both or none")
+    of_scores = {"score": score, "mask": mask, "arrays": arrays, "alibi_slopes": alibi_slopes, "seed": seed}
+    comm = Alone(ranks) if comm is None else comm
+    call = begin("attention", comm, {"q": q, "k": k, "v": v}, sinks, of_scores, options, scheme, order, memory)
+    choice = chosen(call.whole, False, memory, machine) if scheme == "auto" else Choice(scheme, "it was asked for")
+    return DistributedPlan(call.whole, choice, machine or Machine())

@@ -18,7 +18,11 @@ from .whole import Whole
 
 def needs(whole: Whole, rank: int) -> tuple[Interval, ...]:
     """The positions of all keys that queries of a rank see."""
-    return joined(interval for source in range(whole.size) for interval in whole.reach(rank, source))
+    found = whole.known.get(("needs", rank))
+    if found is None:
+        found = joined(interval for source in range(whole.size) for interval in whole.reach(rank, source))
+        whole.known["needs", rank] = found
+    return found
 
 
 def gather(comm: Communicator, whole: Whole, own: Keys) -> Keys:
@@ -42,7 +46,7 @@ def gather(comm: Communicator, whole: Whole, own: Keys) -> Keys:
 def forward(comm: Communicator, calls: Calls, q: Any, own: Keys, partial: Partial) -> None:
     """Attention of this rank's queries, merged into a partial result."""
     keys = gather(comm, calls.whole, own)
-    for block in calls.whole.blocks(keys.runs):
+    for block in calls.blocks(keys.runs):
         of_keys = (rows_of(x, block.keys) for x in (keys.k, keys.v))
         partial.add(block.rows, *calls.forward(block, rows_of(q, block.rows), *of_keys))
 

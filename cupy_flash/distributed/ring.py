@@ -14,71 +14,92 @@ adds them up in the order of steps, so that repeats give the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from ..problem.backward import Gradients
 from .blocks import Interval
 from .calls import Calls
-from .communicator import Communicator
-from .rows import Keys, Partial, hull, located, rows_of
+from .communicator import Communicator, Pending
+from .rows import Keys, Partial, add, hull, located, rows_of
 from .whole import Whole
 
 
 def parcel(whole: Whole, source: int, hop: int) -> tuple[Interval, ...]:
     """The positions of the keys of `source` that go on to the rank `hop` behind it, for that one and for those ahead."""
-    ahead = [whole.reach((source + h) % whole.size, source) for h in range(hop, whole.size)]
-    return hull(ahead, whole.kv_runs[source])
+    found = whole.known.get(("parcels", source))
+    if found is None:  # from the last rank back: each gets what it sees and what goes on
+        found = [()]
+        for h in range(whole.size - 1, 0, -1):
+            found.append(hull((whole.reach((source + h) % whole.size, source), found[-1]), whole.kv_runs[source]))
+        whole.known["parcels", source] = found
+    return found[whole.size - hop]
 
 
 def hops(whole: Whole) -> int:
     """How many steps there are beside the one with a rank's own keys."""
-    return max((hop for hop in range(1, whole.size) for source in range(whole.size) if parcel(whole, source, hop)), default=0)
+    found = whole.known.get("hops")
+    if found is None:
+        backwards = range(whole.size - 1, 0, -1)
+        found = next((hop for hop in backwards if any(parcel(whole, source, hop) for source in range(whole.size))), 0)
+        whole.known["hops"] = found
+    return found
 
 
 class Ring:
-    """The steps of the ring, each with what is at hand."""
+    """The steps of the ring.
+
+    Attributes
+    ----------
+    held : Keys
+        The keys at hand. Nothing else may keep them beyond a step, or there would be three blocks in memory.
+    """
 
     def __init__(self, whole: Whole, comm: Communicator, own: Keys) -> None:
         self._whole, self._comm, self._own = whole, comm, own
+        self.held = own
 
-    def __iter__(self) -> Any:
-        """Yield the rank whose keys are at hand, and them; the next ones are on their way meanwhile."""
-        whole, rank, size = self._whole, self._whole.rank, self._whole.size
-        held, last = self._own, hops(whole)
+    def __iter__(self) -> Iterator[int]:
+        """Yield the rank whose keys are at hand; the next ones are on their way meanwhile."""
+        rank, size, last = self._whole.rank, self._whole.size, hops(self._whole)
         for step in range(last + 1):
-            source = (rank - step) % size
-            pending = coming = None
-            if step < last:
-                goes, comes = parcel(whole, source, step + 1), parcel(whole, (source - 1) % size, step + 1)
-                coming = Keys.room(self._own, comes)
-                sends = [((rank + 1) % size, piece) for piece in held.pieces(goes)]
-                pending = self._comm.start(sends, [((rank - 1) % size, piece) for piece in coming.pieces(comes)])
-            yield source, held
-            if pending is not None:
+            under_way = self._begin(step) if step < last else None
+            yield (rank - step) % size
+            if under_way is not None:
+                pending, coming = under_way
                 pending.wait()
-                held = coming
+                self.held = coming
+                del under_way, pending, coming
+
+    def _begin(self, step: int) -> tuple[Pending, Keys]:
+        whole, rank, size = self._whole, self._whole.rank, self._whole.size
+        goes = parcel(whole, (rank - step) % size, step + 1)
+        comes = parcel(whole, (rank - step - 1) % size, step + 1)
+        coming = Keys.room(self._own, comes)
+        sends = [((rank + 1) % size, piece) for piece in self.held.pieces(goes)]
+        return self._comm.start(sends, [((rank - 1) % size, piece) for piece in coming.pieces(comes)]), coming
 
 
 def forward(comm: Communicator, calls: Calls, q: Any, own: Keys, partial: Partial) -> None:
     """Attention of this rank's queries, merged into a partial result."""
-    for _, held in Ring(calls.whole, comm, own):
-        for block in calls.whole.blocks(held.runs):
-            keys = (rows_of(x, block.keys) for x in (held.k, held.v))
-            partial.add(block.rows, *calls.forward(block, rows_of(q, block.rows), *keys))
+    ring = Ring(calls.whole, comm, own)
+    for _ in ring:
+        for block in calls.blocks(ring.held.runs):
+            of_keys = (rows_of(x, block.keys) for x in (ring.held.k, ring.held.v))
+            partial.add(block.rows, *calls.forward(block, rows_of(q, block.rows), *of_keys))
 
 
 def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Keys, sums: Gradients) -> None:
     """Gradients of this rank's queries and keys, added to sums; `inputs` are dout, q, out, lse and dlse of its rows."""
     whole, rank, size = calls.whole, calls.whole.rank, calls.whole.size
-    home = Home(comm, calls, own, sums)
-    for step, (source, held) in enumerate(Ring(whole, comm, own)):
+    home, ring = Home(comm, calls, own, sums), Ring(whole, comm, own)
+    for step, source in enumerate(ring):
         if source == rank:
-            add_gradients(calls, inputs, held, sums.dq, sums.dk, sums.dv)
+            add_gradients(calls, inputs, ring.held, sums.dq, sums.dk, sums.dv)
             continue
-        reach = whole.reach(rank, source)
-        part = Keys.room(home.like, reach)
+        part = Keys.room(home.like, whole.reach(rank, source))
         part.k[...], part.v[...] = 0, 0
-        add_gradients(calls, inputs, held, sums.dq, part.k, part.v, part)
+        add_gradients(calls, inputs, ring.held, sums.dq, part.k, part.v, part)
         home.send(source, part, (rank + step) % size)
     home.end()
 
@@ -88,7 +109,7 @@ def add_gradients(
 ) -> None:
     """Add what all blocks with these keys give; `part` says where the rows of `dk` and `dv` lie, if not as the keys do."""
     dout, q, out, lse, dlse = inputs
-    for block in calls.whole.blocks(held.runs):
+    for block in calls.blocks(held.runs):
         rows = slice(*block.rows)
         of_rows = (rows_of(dout, block.rows), rows_of(q, block.rows), rows_of(out, block.rows))
         of_lse = [None if x is None else x[..., rows] for x in (lse, dlse)]
@@ -96,9 +117,10 @@ def add_gradients(
         keys = block.keys
         if part is not None:
             first = block.span.kv[0] + block.kv_from
-            [keys] = located(part.runs, [(first, first + keys[1] - keys[0])])
+            [(start, _)] = located(part.runs, [(first, first + 1)])  # keys of two runs that one call reads are neighbours there too
+            keys = start, start + keys[1] - keys[0]
         for total, gradient, own in ((dq, found.dq, block.rows), (dk, found.dk, keys), (dv, found.dv, keys)):
-            total[..., own[0] : own[1], :] += gradient
+            add(total[..., own[0] : own[1], :], gradient)
 
 
 class Home:

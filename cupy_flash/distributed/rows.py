@@ -142,8 +142,20 @@ def pieces(x: Any, rows: Iterable[Interval]) -> list[Any]:
     return [xp.ascontiguousarray(x[start:stop]) for start, stop in rows]
 
 
+def add(total: Any, part: Any) -> None:
+    """Add to a sum in place, which may be wider than what is added."""
+    if isinstance(total, numpy.ndarray):
+        total += part
+        return
+    from .on_device import add as add_on_device  # late: who has arrays on a device has CuPy
+
+    add_on_device(total, part)
+
+
 class Partial:
     """A result and its log-sum-exp that grow by what is computed over other keys.
+
+    On a device two results of the same rows are merged in one pass, so that the sum is read and written half as often.
 
     Parameters
     ----------
@@ -153,32 +165,58 @@ class Partial:
 
     def __init__(self, out: Any, lse: Any) -> None:
         self.out, self.lse = out, lse
+        self._waiting: tuple[Interval, Any, Any] | None = None
         out[...] = 0
         lse[...] = -numpy.inf
 
     def add(self, rows: Interval, out: Any, lse: Any) -> None:
         """Merge a result over other keys into some rows."""
-        xp, rows = library(out), slice(*rows)
-        with numpy.errstate(all="ignore"):
-            old, old_lse = self.out[..., rows, :], self.lse[..., rows]
-            top = xp.maximum(old_lse, lse)
-            top = xp.where(top == -numpy.inf, 0, top)
-            before, new = xp.exp(old_lse - top), xp.exp(lse - top)
-            total = before + new
-            share = xp.where(new == 0, 0, new / total)[..., None]
-            old *= xp.where(before == 0, 0, before / total)[..., None]
-            for at in numpy.ndindex(out.shape[:-2]) if xp is numpy else [()]:  # of heads at a time, so that little is copied
-                part = out[at] * share[at]
-                old[at] += xp.where(share[at] == 0, 0, part)
-            old_lse[...] = top + xp.log(total)
+        if isinstance(out, numpy.ndarray):
+            self._merge(slice(*rows), out, lse)
+            return
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            self._waiting = rows, out, lse
+        elif waiting[0] == rows:
+            self._merge_on_device(rows, [waiting[1:], (out, lse)])
+        else:
+            self._merge_on_device(waiting[0], [waiting[1:]])
+            self._waiting = rows, out, lse
+
+    def end(self) -> None:
+        """Merge what waits for another one."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._merge_on_device(waiting[0], [waiting[1:]])
 
     def add_sinks(self, sinks: Any) -> None:
-        """Merge logits that belong to no value, `(heads,)` or `(n, heads)`."""
+        """Merge logits that belong to no value, `(heads,)` or `(n, heads)`, at the end."""
         xp = library(self.out)
         logits = sinks.reshape(-1, sinks.shape[-1]).astype(self.lse.dtype)
         with numpy.errstate(all="ignore"):
             top = logits.max(axis=0)
-            lse = xp.where(top == -numpy.inf, top, xp.log(xp.exp(logits - xp.where(top == -numpy.inf, 0, top)).sum(axis=0)) + top)
-        nothing = xp.zeros((*self.out.shape[:-1], 1), self.out.dtype)
-        zeros = xp.broadcast_to(nothing, self.out.shape)
-        self.add((0, self.out.shape[-2]), zeros, xp.broadcast_to(lse[:, None], self.lse.shape))
+            safe = xp.where(top == -numpy.inf, 0, top)
+            of_sinks = (xp.log(xp.exp(logits - safe).sum(axis=0)) + safe)[:, None]
+            top = xp.maximum(self.lse, of_sinks)
+            top = xp.where(top == -numpy.inf, 0, top)
+            lse = xp.log(xp.exp(self.lse - top) + xp.exp(of_sinks - top)) + top
+            self.out *= xp.where(lse == -numpy.inf, 0, xp.exp(self.lse - lse))[..., None]
+        self.lse[...] = lse
+
+    def _merge(self, rows: slice, out: numpy.ndarray, lse: numpy.ndarray) -> None:
+        with numpy.errstate(all="ignore"):
+            old, old_lse = self.out[..., rows, :], self.lse[..., rows]
+            top = numpy.maximum(old_lse, lse)
+            top = numpy.where(top == -numpy.inf, 0, top)
+            before, new = numpy.exp(old_lse - top), numpy.exp(lse - top)
+            total = before + new
+            keep, share = (numpy.where(weight == 0, 0, weight / total)[..., None] for weight in (before, new))
+            for at in numpy.ndindex(out.shape[:-2]):  # a head at a time, so that little is copied
+                part = numpy.where(share[at] == 0, 0, out[at] * share[at])  # what has weight 0 is left out, whatever it holds
+                old[at] = numpy.where(keep[at] == 0, 0, old[at] * keep[at]) + part
+            old_lse[...] = top + numpy.log(total)
+
+    def _merge_on_device(self, rows: Interval, parts: list[tuple[Any, Any]]) -> None:
+        from .on_device import merge  # late: who has arrays on a device has CuPy
+
+        merge(self.out[..., slice(*rows), :], self.lse[..., slice(*rows)], parts)

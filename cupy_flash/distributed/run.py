@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,9 +18,10 @@ from ..problem.layout import HEADS_OF_LSE
 from ..problem.options import Options, check_flag
 from ..problem.scalars import integer
 from . import gathered, ring, ulysses
+from .adapters import as_communicator
 from .agreement import agree, said_of
 from .calls import Calls
-from .communicator import Communicator, as_communicator
+from .communicator import Communicator
 from .rows import Keys, Partial, library
 from .sharding import check_order
 from .whole import Whole, make_whole
@@ -98,12 +101,40 @@ def begin(
     rows = (0, 0) if error is not None else (views["q"].shape[-2], views["k"].shape[-2])
     found = agree(comm, said, rows, error)
     of_all = tuple(n for n, _ in found), tuple(n for _, n in found)
-    own = {name: value for name, value in options.items() if name != "layout"}
-    whole = make_whole(comm.rank, order, of_all, tuple(views[name] for name in "qkv"), of_sinks, given, own, wrt)
-    from .choice import chosen  # late: it takes the model, which calls with a scheme need not
 
-    scheme = scheme if scheme != "auto" else chosen(whole, kind != "attention", memory).scheme
+    def make() -> tuple[Whole, str]:
+        own = {name: value for name, value in options.items() if name != "layout"}
+        has_dlse = views.get("dlse") is not None
+        whole = make_whole(comm.rank, order, of_all, tuple(views[name] for name in "qkv"), of_sinks, given, own, wrt, has_dlse)
+        if scheme != "auto":
+            return whole, scheme
+        from .choice import chosen  # late: calls that name a scheme need no model
+
+        return whole, chosen(whole, kind == "attention_backward", memory).scheme
+
+    devices = tuple("host" if isinstance(x, numpy.ndarray) else x.device.id for x in views.values() if x is not None)
+    whole, scheme = _KNOWN.found((comm.rank, *of_all, devices, *said.items()), make)
     return Call(comm, whole, scheme, views, of_sinks, given, inputs["q"], layout, axes)
+
+
+class _Known:
+    """Wholes that were made before, by all that they were made of; the last ones, as of plans of one device. They hold no array."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._found, self._lock = most, {}, threading.Lock()
+
+    def found(self, key: tuple[Any, ...], make: Callable[[], tuple[Whole, str]]) -> tuple[Whole, str]:
+        with self._lock:
+            known = self._found.pop(key, None)
+        known = make() if known is None else known
+        with self._lock:
+            self._found[key] = known
+            if len(self._found) > self._most:
+                self._found.pop(next(iter(self._found)))
+        return known
+
+
+_KNOWN = _Known(most=256)
 
 
 def run_forward(call: Call) -> tuple[Any, Any]:
@@ -120,6 +151,7 @@ def run_forward(call: Call) -> tuple[Any, Any]:
     partial = Partial(xp.empty(shape, whole.wide), xp.empty(shape[:-1], whole.wide))
     scheme = ring if call.scheme == "ring" else gathered
     scheme.forward(call.comm, calls, q, call.own, partial)
+    partial.end()
     if call.sinks is not None:
         partial.add_sinks(call.sinks)
     return partial.out.astype(q.dtype, copy=False), partial.lse

@@ -13,7 +13,7 @@ from ..problem.backward import Gradients
 from .blocks import Interval
 from .calls import Calls
 from .communicator import Communicator, Pending
-from .rows import Partial, empty_rows, library, outermost
+from .rows import Partial, add, empty_rows, library, outermost
 from .sharding import Run
 from .whole import Whole
 
@@ -148,7 +148,7 @@ def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], k: Any, 
             (heads[0], key_heads[0]), (*of_rows[:2], _of_heads(k, keys), _of_heads(v, keys), of_rows[2], *of_lse)
         )
         for total, part, of in zip(found, gradients, (own, keys, keys)):
-            _of_heads(total, of)[...] += part
+            add(_of_heads(total, of), part)
     for total, x, of_keys in zip(sums, found, (False, True, True)):
         change.to_rows(x, total, of_keys, adds=True)
 

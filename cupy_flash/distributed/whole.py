@@ -40,8 +40,12 @@ class Whole:
         That of all rows on one device.
     spans : tuple of Span
         The sequences: one, unless they are packed.
+    inputs : three Layouts
+        Of all queries, keys and values.
     wrt : tuple of str
         What else gradients are asked for.
+    has_dlse : bool
+        Whether there is a gradient with respect to the log-sum-exp.
     """
 
     rank: int
@@ -51,7 +55,34 @@ class Whole:
     asked: Options
     problem: Problem
     spans: tuple[Span, ...]
+    inputs: tuple[Layout, Layout, Layout]
     wrt: tuple[str, ...] = ()
+    has_dlse: bool = False
+
+    @property
+    def of_q(self) -> Layout:
+        """All queries, with an axis of heads."""
+        return self.inputs[0]
+
+    @property
+    def of_k(self) -> Layout:
+        """All keys."""
+        return self.inputs[1]
+
+    @property
+    def of_v(self) -> Layout:
+        """All values."""
+        return self.inputs[2]
+
+    @property
+    def widens(self) -> bool:
+        """Whether parts are computed of wider copies, so that partial results are not rounded: NumPy computes in float32 anyway."""
+        return self.problem.backend == "numpy" and self.problem.dtype in ("float16", "bfloat16")
+
+    @property
+    def movable(self) -> bool:
+        """Whether nothing but masks asks where pairs are."""
+        return not (self.problem.scores or self.wrt)
 
     @property
     def size(self) -> int:
@@ -91,6 +122,11 @@ class Whole:
     def _reaches(self) -> dict[tuple[int, int], tuple[Interval, ...]]:
         return {}
 
+    @functools.cached_property
+    def known(self) -> dict[Any, Any]:
+        """What modules of schemes have found out about it, by what and of whom."""
+        return {}
+
     def reach(self, rank: int, source: int) -> tuple[Interval, ...]:
         """The positions of the keys of `source` that queries of `rank` see, one interval for each run of keys that has any."""
         known = self._reaches.get((rank, source))
@@ -110,6 +146,7 @@ def make_whole(
     given: Captured,
     options: dict[str, Any],
     wrt: Any = (),
+    has_dlse: bool = False,
 ) -> Whole:
     """The whole, from what each rank has and from the arrays of this one.
 
@@ -127,6 +164,7 @@ def make_whole(
     options : dict
         Fields of `Options`.
     wrt : str or tuple of str
+    has_dlse : bool
 
     Raises
     ------
@@ -146,7 +184,8 @@ def make_whole(
         )
     if problem.algorithm == "v1":
         raise UnsupportedError("algorithm: expected 'auto' or 'v2' on several ranks, got 'v1'")
-    return Whole(rank, order, *rows, asked, problem, _spans(problem, given), check_wrt(wrt, problem.scores))
+    spans, wrt = _spans(problem, given), check_wrt(wrt, problem.scores)
+    return Whole(rank, order, *rows, asked, problem, spans, tuple(layouts), wrt, has_dlse)
 
 
 def _of_all_rows(x: Any, rows: int) -> Layout:

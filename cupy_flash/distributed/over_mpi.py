@@ -16,38 +16,6 @@ from .communicator import Message
 
 TAG = 23_117  # of our messages; below what MPI lets every implementation have
 LARGEST = 1 << 30  # bytes of a message; MPI counts with 32 bits
-TIMEOUT = 300.0
-
-
-def mpi(comm: Any, *, timeout: float = TIMEOUT) -> MpiCommunicator:
-    """A communicator of mpi4py with a time limit.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm
-        Such as ``MPI.COMM_WORLD``. `attention` takes it as it is as well, with the usual time limit.
-    timeout : float
-        Seconds after which waiting for another rank is an error. More than ranks may be apart.
-
-    Returns
-    -------
-    MpiCommunicator
-
-    Notes
-    -----
-    Start programs as ``mpiexec -n 4 python -m mpi4py program.py``: so an error on one rank ends all of them at once. A process that
-    is killed is noticed by ``mpiexec``, which ends the others, or by this time limit.
-
-    Messages have the tag 23117 of the communicator itself. Give a duplicate, ``comm.Dup()``, to a program that has such ones.
-
-    Examples
-    --------
-    >>> from cupy_flash import distributed
-    >>> def main():
-    ...     from mpi4py import MPI
-    ...     return distributed.mpi(MPI.COMM_WORLD, timeout=60)
-    """
-    return MpiCommunicator(comm, timeout)
 
 
 class MpiCommunicator:
@@ -55,7 +23,7 @@ class MpiCommunicator:
 
     on_devices = False
 
-    def __init__(self, comm: Any, timeout: float = TIMEOUT) -> None:
+    def __init__(self, comm: Any, timeout: float) -> None:
         self.rank, self.size, self.timeout = comm.Get_rank(), comm.Get_size(), timeout
         self._comm = comm
 

@@ -4,8 +4,8 @@ Messages travel on a stream of their own, beneath the work that the caller's str
 and the other one for what it sends only, by events, and no process waits for either.
 
 What ranks say of a call before it goes through a communicator of processes, if one is given. Without one it goes through NCCL
-itself, once for each different call, because the process has to wait for the device then. A thread looks after exchanges that take too long:
-it aborts the communicator, which ends the kernels of NCCL that wait, and every later use raises an error.
+itself, once for each different call, because the process has to wait for the device then. A thread looks after exchanges that take
+too long: it aborts the communicator, which ends the kernels of NCCL that wait, and every later use raises an error.
 """
 
 from __future__ import annotations
@@ -19,43 +19,9 @@ from typing import Any
 import numpy
 
 from ..errors import CommunicationError
-from .communicator import Communicator, Message, as_communicator
+from .communicator import Communicator, Message
 
-TIMEOUT = 300.0
 ROOM = 512  # bytes of what a rank says, where it goes through NCCL
-
-
-def nccl(comm: Any, *, host: Any = None, timeout: float = TIMEOUT) -> NcclCommunicator:
-    """A communicator of NCCL with a time limit, and with a way for processes to agree.
-
-    Parameters
-    ----------
-    comm : cupy.cuda.nccl.NcclCommunicator
-        Of the devices, in which each rank has one. `attention` takes it as it is as well.
-    host : communicator, optional
-        Of the same ranks, of mpi4py or another `Communicator` for host memory: through it ranks compare their calls, in each of
-        them, without waiting for devices. Without it calls are compared once for each different one.
-    timeout : float
-        Seconds after which an exchange that has not ended is an error. More than ranks may be apart.
-
-    Returns
-    -------
-    NcclCommunicator
-        To be made once, and used for all calls. `close` ends what looks after time.
-
-    Examples
-    --------
-    >>> from cupy_flash import distributed
-    >>> def main():                                     # mpiexec -n 4 python -m mpi4py program.py
-    ...     import cupy
-    ...     from cupy.cuda import nccl
-    ...     from mpi4py import MPI
-    ...     ranks = MPI.COMM_WORLD
-    ...     cupy.cuda.Device(ranks.rank % cupy.cuda.runtime.getDeviceCount()).use()
-    ...     name = ranks.bcast(nccl.get_unique_id() if ranks.rank == 0 else None)
-    ...     return distributed.nccl(nccl.NcclCommunicator(ranks.size, name, ranks.rank), host=ranks)
-    """
-    return NcclCommunicator(comm, host, timeout)
 
 
 class NcclCommunicator:
@@ -63,13 +29,13 @@ class NcclCommunicator:
 
     on_devices = True
 
-    def __init__(self, comm: Any, host: Any = None, timeout: float = TIMEOUT) -> None:
+    def __init__(self, comm: Any, host: Communicator | None, timeout: float) -> None:
         import cupy
         from cupy.cuda import nccl as library
 
         self.rank, self.size, self.timeout = comm.rank_id(), comm.size(), timeout
         self._comm, self._library, self._cupy = comm, library, cupy
-        self._host: Communicator | None = None if host is None else as_communicator(host)
+        self._host: Communicator | None = host
         if self._host is not None and (self._host.rank, self._host.size) != (self.rank, self.size):
             expected, got = f"rank {self.rank} of {self.size}", f"rank {self._host.rank} of {self._host.size}"
             raise ValueError(f"host: expected {expected}, as comm has it, got {got}")
