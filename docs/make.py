@@ -6,7 +6,7 @@
 import sys
 from pathlib import Path
 
-from drawing import bars, kernels, machines, masks, sequences, softmax
+from drawing import bars, kernels, machines, masks, ranks, sequences, softmax
 from tables import FOLDER, filled
 
 PICTURES = FOLDER / "pictures"
@@ -22,6 +22,8 @@ DRAWINGS = {
     "online-softmax": softmax.states,
     "two-machines": machines.two_machines,
     "sequences": sequences.layouts,
+    "ranks-orders": ranks.orders,
+    "ranks-schemes": ranks.schemes,
 }
 
 

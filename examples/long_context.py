@@ -4,8 +4,8 @@
     mpiexec -n 4 python -m mpi4py examples/long_context.py --device cuda --seq 1048576 --memory 0
 
 Each rank has a part of the text and all weights. Only attention needs the other parts: `cupy_flash.distributed` computes it. The
-gradients of the weights are added up over the ranks. So the losses are those of one process, which `mpiexec -n 1` shows if it has the
-memory: `--memory` is a limit for each process, in MB, that the system keeps.
+gradients of the weights are added up over the ranks. So the losses are those of one process, which `mpiexec -n 1` shows if it has
+the memory: `--memory` is a limit for each process, in MB, that the system keeps.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def loss_and_gradient(model: Model, ranks: Ranks, weights: Array, text: Array) -
     return float(of_all[-1]), xp.asarray(of_all[:-1].astype(weights.dtype))
 
 
-def train(model: Model, ranks: Ranks, text: np.ndarray, seq: int, steps: int, xp: ModuleType = np, rate: float = 3e-3) -> list[float]:
+def train(
+    model: Model, ranks: Ranks, text: np.ndarray, seq: int, steps: int, xp: ModuleType = np, rate: float = 3e-3
+) -> list[float]:
     """Return the loss of each step."""
     char_lm.ATTENTION["ranks"] = ranks.attention_vjp
     weights = xp.asarray(model.initial_weights(0), np.float32)
@@ -124,7 +126,8 @@ def main(device: str, scheme: str, order: str, seq: int, steps: int, memory: int
     try:
         losses = train(MODEL, ranks, text, seq, steps, xp)
     except MemoryError as error:
-        click.echo(f"rank {world.rank} of {world.size} may take {memory} MB more, which is too little for {seq:,} bytes: {error}", err=True)
+        limit = f"rank {world.rank} of {world.size} may take {memory} MB more"
+        click.echo(f"{limit}, which is too little for {seq:,} bytes: {error}", err=True)
         world.Abort(1)
     if world.rank == 0:
         click.echo(f"losses {' '.join(f'{loss:.6f}' for loss in losses)}, {(time.perf_counter() - begun) / steps:.2f} s a step")

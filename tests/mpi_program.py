@@ -1,4 +1,4 @@
-"""A program that mpiexec starts several times: `python mpi_program.py TASK [ARGUMENT]`. It says `well` on each rank that is content."""
+"""A program that mpiexec starts several times: `python mpi_program.py TASK [ARGUMENT]`. Each rank that is content says `well`."""
 
 import os
 import signal
@@ -28,7 +28,8 @@ def right(scheme):
     *qkv, dout = inputs()
     lengths = distributed.part_lengths(101 - 7, SIZE)
     lengths = (lengths[0] + 7, *lengths[1:])
-    for order, options in (("zigzag", {"causal": True}), ("contiguous", {"window": (20, 4), "sinks": numpy.ones(8, numpy.float32)})):
+    sinks = numpy.ones(8, numpy.float32)
+    for order, options in (("zigzag", {"causal": True}), ("contiguous", {"window": (20, 4), "sinks": sinks})):
         (out, lse), vjp = attention_vjp(*qkv, return_lse=True, **options)
         wanted = (out, lse[..., None], *vjp(dout))
 
@@ -61,21 +62,21 @@ def refused(scheme):
     """What differs is an error on every rank, and the next call works."""
     q, k, v, _ = inputs()
     comm = distributed.mpi(WORLD, timeout=20)
-    last = SIZE - 1
+    last, is_last = SIZE - 1, RANK == SIZE - 1
     own = [distributed.shard(x, RANK, SIZE) for x in (q, k, v)]
-    narrower = own if RANK < last else [x[..., :8] for x in own]
+    narrower = [x[..., :8] for x in own] if is_last else own
     mistakes = {
         "q": lambda: distributed.attention(*narrower, comm=comm, scheme=scheme),
-        "causal": lambda: distributed.attention(*own, comm=comm, scheme=scheme, causal=RANK < last),
-        "scheme": lambda: distributed.attention(*own, comm=comm, scheme=scheme if RANK < last else "auto"),
-        "v": lambda: distributed.attention(*own[:2], own[2] if RANK < last else None, comm=comm, scheme=scheme),
+        "causal": lambda: distributed.attention(*own, comm=comm, scheme=scheme, causal=not is_last),
+        "scheme": lambda: distributed.attention(*own, comm=comm, scheme="auto" if is_last else scheme),
+        "v": lambda: distributed.attention(*own[:2], None if is_last else own[2], comm=comm, scheme=scheme),
     }
     for name, call in mistakes.items():
         try:
             call()
         except (ValueError, TypeError) as error:
             assert f"{name}:" in str(error), error
-            assert RANK == last or f"rank {last}" in str(error), error
+            assert is_last or f"rank {last}" in str(error), error
         else:
             raise AssertionError(f"{name} was not refused on rank {RANK}")
     distributed.attention(*own, comm=comm, scheme=scheme)

@@ -1,6 +1,7 @@
 """Which rows ranks have, and how a mask is cut into blocks: each pair that sees each other is in exactly one, and no other is."""
 
 import random
+from itertools import pairwise
 
 import numpy
 import pytest
@@ -24,7 +25,7 @@ def drawn(number):
 
     def parts(total):
         ends = [0, *sorted(rng.randint(0, total) for _ in range(ranks - 1)), total]
-        return [b - a for a, b in zip(ends, ends[1:])]
+        return [b - a for a, b in pairwise(ends)]
 
     return mask, runs_of(parts(len_q), order), runs_of(parts(len_kv), order)
 

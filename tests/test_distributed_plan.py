@@ -76,7 +76,8 @@ def test_auto_of_one_rank_sends_nothing():
 
 def test_a_plan_prints_what_it_knows():
     text = str(plan(8, 8192, "ring"))
-    for part in ("on 8 ranks in zigzag order", "ring: it was asked for", "sends", "steps", "bytes of keys and values", "that shows"):
+    wanted = "on 8 ranks in zigzag order", "ring: it was asked for", "sends", "steps", "bytes of keys and values", "that shows"
+    for part in wanted:
         assert part in text
     numbers = plan(8, 8192, "ring").as_dict()
     assert numbers["forward"]["keys_bytes"] == 2 * 2 * 8 * 8192 * 128 * 2  # two blocks of k and v

@@ -133,9 +133,9 @@ def test_a_rank_that_never_calls_is_an_error_within_the_limit():
 
 def test_a_communicator_is_asked_for():
     for comm in (None, 3, "world", object()):
-        with pytest.raises(TypeError, match="^comm: expected a communicator"):
+        with pytest.raises(TypeError, match=r"^comm: expected a communicator"):
             attend(comm)
-    with pytest.raises(TypeError, match="^comm, ranks: expected one of them"):
+    with pytest.raises(TypeError, match=r"^comm, ranks: expected one of them"):
         distributed.plan_attention(X, X, X)
 
 
@@ -163,7 +163,7 @@ def test_what_takes_too_long_is_aborted():
     assert not aborted.is_set()
     watch.add(stuck)
     assert aborted.wait(LIMIT)
-    with pytest.raises(CommunicationError, match="^comm: expected an exchange to end within 0[.]2 s"):
+    with pytest.raises(CommunicationError, match=r"^comm: expected an exchange to end within 0[.]2 s"):
         watch.check()
     closed = Watch(9.0, lambda event: False, aborted.set)
     closed.add(stuck)

@@ -94,9 +94,9 @@ def blocks_of(spans: Iterable[Span], q_runs: Sequence[Run], kv_runs: Sequence[Ru
 def fused(blocks: Sequence[Block], movable: bool) -> list[Block]:
     """The blocks, neighbours that one call can compute made one.
 
-    These are blocks of the same rows, of which the first one's keys lie before those of the other one and are seen whole; and blocks
-    of the same keys, seen whole by neighbouring rows. Rows and keys of one may then be apart in the sequence, so it is only done
-    where nothing asks for places.
+    These are blocks of the same rows, of which the first one's keys lie before those of the other one and are seen whole; and
+    blocks of the same keys, seen whole by neighbouring rows. Rows and keys of one may then be apart in the sequence, so it is only
+    done where nothing asks for places.
     """
     if not movable:
         return list(blocks)
