@@ -5,14 +5,15 @@ Gradients of keys and values go to their owners in rounds, in each to the rank o
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from ..problem.backward import Gradients
-from .blocks import Interval
+from .blocks import Interval, fused
 from .calls import Calls
 from .communicator import Communicator
 from .ring import Home, add_gradients
-from .rows import Keys, Partial, common, joined, located, rows_of
+from .rows import Keys, Partial, behind_each_other, common, joined, located, rows_of
 from .whole import Whole
 
 
@@ -23,6 +24,13 @@ def needs(whole: Whole, rank: int) -> tuple[Interval, ...]:
         found = joined(interval for source in range(whole.size) for interval in whole.reach(rank, source))
         whole.known["needs", rank] = found
     return found
+
+
+def once(whole: Whole, rank: int) -> bool:
+    """Whether one call computes all that a row sees, for each row of a rank."""
+    runs = behind_each_other(needs(whole, rank)) if whole.size > 1 else whole.kv_runs[rank]
+    rows = sorted(block.rows for block in fused(whole.blocks(runs, rank), whole.movable))
+    return all(before[1] <= after[0] for before, after in pairwise(rows))
 
 
 def gather(comm: Communicator, whole: Whole, own: Keys) -> Keys:

@@ -161,16 +161,21 @@ class Partial:
     ----------
     out, lse : array, shape (..., rows, dim_v) and (..., rows)
         Of the dtype of partial results; `lse` is -inf and `out` is 0 where nothing is seen yet.
+    once : bool
+        Whether each row gets one result at most, which then is what it is, in whatever dtype.
     """
 
-    def __init__(self, out: Any, lse: Any) -> None:
-        self.out, self.lse = out, lse
+    def __init__(self, out: Any, lse: Any, once: bool = False) -> None:
+        self.out, self.lse, self._once = out, lse, once
         self._waiting: tuple[Interval, Any, Any] | None = None
         out[...] = 0
         lse[...] = -numpy.inf
 
     def add(self, rows: Interval, out: Any, lse: Any) -> None:
         """Merge a result over other keys into some rows."""
+        if self._once:
+            self.out[..., slice(*rows), :], self.lse[..., slice(*rows)] = out, lse
+            return
         if isinstance(out, numpy.ndarray):
             self._merge(slice(*rows), out, lse)
             return

@@ -148,7 +148,8 @@ def run_forward(call: Call) -> tuple[Any, Any]:
         partial = Partial(xp.empty(shape, q.dtype), xp.empty(shape[:-1], whole.wide))
         ulysses.forward(call.comm, calls, q, *(call.inputs[name] for name in "kv"), call.sinks, partial)
         return partial.out, partial.lse
-    partial = Partial(xp.empty(shape, whole.wide), xp.empty(shape[:-1], whole.wide))
+    once = call.scheme == "all_gather" and call.sinks is None and gathered.once(whole, whole.rank)
+    partial = Partial(xp.empty(shape, q.dtype if once else whole.wide), xp.empty(shape[:-1], whole.wide), once)
     scheme = ring if call.scheme == "ring" else gathered
     scheme.forward(call.comm, calls, q, call.own, partial)
     partial.end()

@@ -120,9 +120,11 @@ def _all_gather(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
     keys = behind_each_other(mine) if whole.size > 1 else whole.kv_runs[rank]
     blocks = fused(whole.blocks(keys, rank), whole.movable)
     steps = [Step((), Exchange(sum(goes), sum(comes), _some(goes, comes)))]
-    rows = sum(block.rows[1] - block.rows[0] for block in blocks)
-    merged = rows * p.heads_q * (p.dim if backward else p.dim_v) * _product(whole.batch)
-    stored = _stored(whole, rank, p.dim if backward else p.dim_v)
+    merged = stored = 0
+    if backward or not _once(whole, rank):
+        rows = sum(block.rows[1] - block.rows[0] for block in blocks)
+        merged = rows * p.heads_q * (p.dim if backward else p.dim_v) * _product(whole.batch)
+        stored = _stored(whole, rank, p.dim if backward else p.dim_v)
     steps.append(Step(tuple((block, p.heads_q) for block in blocks), merged=merged, stored=stored))
     if backward:
         wide = _row_bytes(whole, wide=True)
@@ -170,6 +172,10 @@ def _stored(whole: Whole, rank: int, width: int) -> int:
     return narrower * whole.rows_q[rank] * whole.problem.heads_q * width * _product(whole.batch)
 
 
+def _once(whole: Whole, rank: int) -> bool:
+    return whole.problem.sinks is None and gathered.once(whole, rank)
+
+
 def _whole_blocks(whole: Whole, every: list[Run]) -> list[Block]:
     return blocks_of(whole.spans, every[:1], every[1:])
 
@@ -189,7 +195,11 @@ def memory_of(whole: Whole, scheme: str, rank: int, backward: bool = False) -> M
     width = p.dim if backward else p.dim_v
     # A partial result of the tallest block, and the sum of them where it is wider than the result.
     tallest = max((block.rows[1] - block.rows[0] for block in _blocks(whole, scheme, rank)), default=0)
-    partial = p.heads_q * batch * width * (tallest * size + rows_q * ITEMSIZE[whole.wide] * narrow) + sums
+    alone = scheme == "all_gather" and not backward and _once(whole, rank)
+    # On a device two results wait for each other, see `Partial`.
+    held = 1 if alone or backward or p.backend == "numpy" else 2
+    sum_bytes = 0 if alone else rows_q * ITEMSIZE[whole.wide] * narrow
+    partial = p.heads_q * batch * width * (held * tallest * size + sum_bytes) + sums
     if scheme == "all_gather":
         keys = length(gathered.needs(whole, rank)) if whole.size > 1 else 0
         home = max((length(whole.reach(rank, owner)) for owner in range(whole.size) if owner != rank), default=0)

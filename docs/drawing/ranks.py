@@ -57,7 +57,7 @@ def _ulysses(card: Card, left: float) -> None:
                 colour = COLOURS[rank] if top < 200 else COLOURS[head]
                 card.rect(left + rank * 46, top + head * 22, 44, 20, colour, radius=2)
     card.text(left + 92, 228, "every rank to every rank", 11, "faint", "middle")
-    card.arrow(left + 92, 234, left + 92, 252)
+    card.arrow(left + 174, 216, left + 174, 248)
     card.text(left, 372, "rows to the right, heads down,", 11, "faint")
     card.text(left, 388, "a colour is a rank", 11, "faint")
 
