@@ -21,19 +21,20 @@ def _gigabytes(number: float) -> str:
     return f"{number / 2**30:.2f}" if number < 10 * 2**30 else f"{number / 2**30:.0f}"
 
 
-def _most(plan: DistributedPlan, backward: bool) -> int:
-    return max(plan.memory(rank, backward=backward).total for rank in range(plan.ranks))
+def _most(plan: DistributedPlan, backward: bool) -> str:
+    most = max((plan.memory(rank, backward=backward) for rank in range(plan.ranks)), key=lambda memory: memory.total)
+    return f"{_gigabytes(most.keys)} + {_gigabytes(most.partial)}"
 
 
 def memory() -> str:
-    """What a rank needs, in GiB: inputs and results, and besides them each scheme."""
+    """What a rank needs, in GiB: inputs and results, and besides them each scheme for others' rows, and for partial results."""
     lines = []
     for tokens, ranks in ((1 << 16, 8), (1 << 18, 8), (1 << 20, 8), (1 << 22, 8), (1 << 23, 64)):
         rows = 2 * tokens // ranks * DIM  # bytes of a head
         own = [(2 * HEADS + 2 * HEADS_KV) * rows, (4 * HEADS + 4 * HEADS_KV) * rows]
         plans = [_plan(tokens, ranks, scheme) for scheme in SCHEMES]
         for backward, name in enumerate(("forward", "backward")):
-            besides = [_gigabytes(_most(plan, bool(backward))) for plan in plans]
+            besides = [_most(plan, bool(backward)) for plan in plans]
             lines.append([f"{SIZES[tokens]} on {ranks}", name, _gigabytes(own[backward]), *besides])
     return markdown(["tokens, ranks", "", "inputs, results", *(f"`{scheme}`" for scheme in SCHEMES)], lines)
 
