@@ -7,8 +7,8 @@ import numpy
 import pytest
 
 from cupy_flash import distributed
-from cupy_flash.distributed.blocks import Span, blocks_of, fused, seen_keys
-from cupy_flash.distributed.sharding import ORDERS, runs_of
+from cupy_flash.distributed.blocks import Group, Span, blocks_of, fused, grouped, seen_keys
+from cupy_flash.distributed.sharding import ORDERS, Run, runs_of
 from cupy_flash.problem.mask import band
 
 DRAWN = 600
@@ -76,6 +76,19 @@ def test_neighbours_that_see_all_are_one_call():
         for source in range(4):
             blocks = fused(blocks_of([span], runs[rank], runs[source]), True)
             assert len(blocks) == (1 if source != rank or rank == 3 else 2)
+
+
+def test_short_sequences_are_computed_together():
+    """Those that one rank has whole are one call; of those that are cut each has its own."""
+    ends = [0, 5, 9, 9, 20, 26, 31, 40]
+    spans = [Span(i, own, own, band(own[1] - own[0], own[1] - own[0], True, (None, None))) for i, own in enumerate(pairwise(ends))]
+    q_runs, kv_runs = (runs_of([24, 16], "contiguous") for _ in range(2))
+    own = grouped(blocks_of(spans, q_runs[0], kv_runs[0]))
+    assert [(block.span.number, block.rows) for block in own] == [(0, (0, 9)), (3, (9, 20)), (4, (20, 24))]
+    assert isinstance(own[0], Group)
+    assert own[0].offsets == {"cu_seqlens_q": [0, 5, 9], "cu_seqlens_kv": [0, 5, 9]}
+    behind = grouped(blocks_of(spans, q_runs[1], [Run(0, 40, 0)]))
+    assert [(block.span.number, block.rows, block.keys) for block in behind] == [(4, (0, 2), (20, 26)), (5, (2, 16), (26, 40))]
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -127,7 +127,7 @@ def test_a_mask_by_an_expression_masks_the_pairs_of_one_process():
         assert numpy.array_equal(out != 0, whole != 0)
 
 
-PACKED = numpy.array([0, 9, 9, 30, 31, 52])  # of 60 rows, of which the last ones belong to no sequence
+PACKED = numpy.array([0, 4, 9, 9, 11, 30, 31, 52])  # of 60 rows, of which the last ones belong to no sequence
 
 
 @pytest.mark.parametrize("order", ORDERS)

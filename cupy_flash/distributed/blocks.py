@@ -79,6 +79,65 @@ class Block:
         return self.mask.pairs
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Blocks of whole sequences that lie one behind the other, which one call for packed sequences computes.
+
+    Parameters
+    ----------
+    blocks : tuple of Block
+    """
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def span(self) -> Span:
+        """The first sequence."""
+        return self.blocks[0].span
+
+    @property
+    def kv_from(self) -> int:
+        """The place of the first key in it."""
+        return 0
+
+    @property
+    def rows(self) -> Interval:
+        """All queries, as rows of what this rank has."""
+        return self.blocks[0].rows[0], self.blocks[-1].rows[1]
+
+    @property
+    def keys(self) -> Interval:
+        """All keys, as rows of where they lie."""
+        return self.blocks[0].keys[0], self.blocks[-1].keys[1]
+
+    @property
+    def offsets(self) -> dict[str, list[int]]:
+        """Where each sequence begins in these, and where the last one ends, by the options that say so."""
+        sides = {"cu_seqlens_q": [block.rows for block in self.blocks], "cu_seqlens_kv": [block.keys for block in self.blocks]}
+        return {name: [0, *(stop - ends[0][0] for _, stop in ends)] for name, ends in sides.items()}
+
+
+def grouped(blocks: Iterable[Block]) -> list[Block | Group]:
+    """The blocks, those of neighbouring whole sequences in groups: with many short ones, few calls."""
+    found: list[list[Block]] = []
+    for block in blocks:
+        last = found[-1][-1] if found else None
+        if last is not None and _whole_span(last) and _whole_span(block) and _follows(last, block):
+            found[-1].append(block)
+        else:
+            found.append([block])
+    return [Group(tuple(several)) if len(several) > 1 else several[0] for several in found]
+
+
+def _whole_span(block: Block) -> bool:
+    pairs = (block.rows, block.span.q), (block.keys, block.span.kv)
+    return all(own[1] - own[0] == span[1] - span[0] for own, span in pairs)
+
+
+def _follows(a: Block, b: Block) -> bool:
+    return a.span.number + 1 == b.span.number and a.rows[1] == b.rows[0] and a.keys[1] == b.keys[0]
+
+
 def blocks_of(spans: Iterable[Span], q_runs: Sequence[Run], kv_runs: Sequence[Run]) -> list[Block]:
     """The blocks of all pairs that see each other, in a fixed order: by query runs, sequences, then keys."""
     spans = tuple(spans)

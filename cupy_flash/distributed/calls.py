@@ -13,12 +13,13 @@ from ..call.captured import Captured, captured
 from ..call.forward import ForwardOperands, prepared
 from ..problem.backward import Gradients
 from ..problem.dropout import Place
-from .blocks import Block, fused
+from .blocks import Block, Group, fused, grouped
 from .places import Placed, placed
 from .sharding import Run
 from .whole import Whole
 
 OF_BLOCKS = ("q_idx", "kv_idx", "q_len", "kv_len")
+OF_GROUPS = ("b",)  # counted from the first sequence of a group
 OF_HEADS = ("h", "h_kv")
 
 
@@ -48,27 +49,29 @@ class Calls:
         self._lengths = {name: views[name] for name in ("cu_seqlens_q", "cu_seqlens_kv") if name in views}
         shape = () if self._slopes is None else self._slopes.shape
         of_blocks = (*OF_BLOCKS, "b") if self.whole.packed else OF_BLOCKS
-        self._of_blocks, self._of_heads = (placed(scores, shape, moving) for moving in (of_blocks, OF_HEADS))
+        moving = of_blocks, OF_GROUPS, OF_HEADS
+        self._of_blocks, self._of_groups, self._of_heads = (placed(scores, shape, names) for names in moving)
 
-    def blocks(self, kv_runs: Sequence[Run]) -> list[Block]:
+    def blocks(self, kv_runs: Sequence[Run]) -> list[Block | Group]:
         """What is computed with keys that lie so, in as few calls as can be."""
-        return fused(self.whole.blocks(kv_runs), self.whole.movable)
+        blocks = fused(self.whole.blocks(kv_runs), self.whole.movable)
+        if not self.whole.packed or (self.whole.wrt and self.whole.problem.backend != "numpy"):
+            return blocks  # of packed sequences kernels have no gradients of what scores read
+        return grouped(blocks)
 
-    def forward(self, block: Block, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def forward(self, block: Block | Group, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Result and log-sum-exp of a block, from its own rows and keys, without sinks."""
         if self.whole.widens:
             q, k, v = (x.astype(numpy.float32) for x in (q, k, v))
-        given = ForwardOperands(q, k, v, None, None, None, self._captured(self._of_blocks, self._at(block)))
-        plan = prepared(given, {**self._options(block.window, block.prefix), **self._place_of(block), "return_lse": True})
-        return plan.run(given)
+        others, options, _ = self._told(block)
+        given = ForwardOperands(q, k, v, None, None, None, others)
+        return prepared(given, {**options, "return_lse": True}).run(given)
 
-    def backward(self, block: Block, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any) -> Gradients:
+    def backward(self, block: Block | Group, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any) -> Gradients:
         """Gradients of a block, from its rows of the results of the whole."""
         if self.whole.widens:
             dout, q, k, v, out = (x.astype(numpy.float32) for x in (dout, q, k, v, out))
-        others = self._captured(self._of_blocks, self._at(block))
-        options = {**self._options(block.window, block.prefix), **self._place_of(block)}
-        return self._gradients((dout, q, k, v, out, lse, dlse), others, options, self._of_blocks)
+        return self._gradients((dout, q, k, v, out, lse, dlse), *self._told(block))
 
     def forward_of_heads(self, heads: tuple[int, int], q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any) -> None:
         """Attention of all rows for some heads: the first query head and the first key head are given, results are written."""
@@ -93,6 +96,16 @@ class Calls:
             self.sums[name] = self.sums[name] + part if name in self.sums else part
         return found
 
+    def _told(self, block: Block | Group) -> tuple[Captured, dict[str, Any], Placed]:
+        """What a call of a block is told: arrays, options, and which expressions these are for."""
+        if isinstance(block, Group):
+            offsets = {name: numpy.array(ends) for name, ends in block.offsets.items()}
+            others = self._captured(self._of_groups, {"b": block.span.number}, offsets)
+            return others, {**self._options_of_whole(), **self._place(0, 0, block.span.number)}, self._of_groups
+        others = self._captured(self._of_blocks, self._at(block))
+        place = self._place(block.q_from, block.kv_from, block.span.number)
+        return others, {**self._options(block.window, block.prefix), **place}, self._of_blocks
+
     def _captured(self, of: Placed, at: Mapping[str, int], lengths: Mapping[str, Any] | None = None) -> Captured:
         arrays = of.arrays(self._arrays, self._slopes, at)
         return captured(score=of.score, mask=of.mask, arrays=arrays or None, seed=self._seed, lengths=dict(lengths or {}))
@@ -116,17 +129,14 @@ class Calls:
         }
 
     def _options_of_heads(self, heads: tuple[int, int]) -> dict[str, Any]:
-        p, asked = self.whole.problem, self.whole.asked
-        options = {**self._options(asked.window, asked.prefix), "causal": asked.causal, "top_left": asked.top_left}
-        return {**options, "place": Place(0, 0, heads[0], p.heads_q)} if p.scores.dropout else options
-
-    def _place_of(self, block: Block) -> dict[str, Any]:
         p = self.whole.problem
-        if not p.scores.dropout:
-            return {}
-        head = block.span.number * p.heads_q
-        if not (block.q_from or block.kv_from or head):
-            return {}  # counted from 0 on, as kernels do
-        return {"place": Place(block.q_from, block.kv_from, head, p.heads_q)}
+        return self._options_of_whole() | ({"place": Place(0, 0, heads[0], p.heads_q)} if p.scores.dropout else {})
 
+    def _options_of_whole(self) -> dict[str, Any]:
+        asked = self.whole.asked
+        return {**self._options(asked.window, asked.prefix), "causal": asked.causal, "top_left": asked.top_left}
 
+    def _place(self, q: int, kv: int, sequence: int) -> dict[str, Any]:
+        """Where dropout numbers pairs from, if not from 0 on, as kernels do."""
+        p, head = self.whole.problem, sequence * self.whole.problem.heads_q
+        return {"place": Place(q, kv, head, p.heads_q)} if p.scores.dropout and (q or kv or head) else {}

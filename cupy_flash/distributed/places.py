@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..problem.expression.entry import Expression
     from ..problem.expression.tree import Node
 
-MOVED = ("q_idx", "kv_idx", "h", "h_kv")  # coordinates that a number is added to; others are replaced by one
+MOVED = ("b", "q_idx", "kv_idx", "h", "h_kv")  # coordinates that a number is added to; the others, lengths, are replaced by one
 SLOPES = "alibi_slopes"
 
 

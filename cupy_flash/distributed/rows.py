@@ -168,8 +168,8 @@ class Partial:
     def __init__(self, out: Any, lse: Any, once: bool = False) -> None:
         self.out, self.lse, self._once = out, lse, once
         self._waiting: tuple[Interval, Any, Any] | None = None
-        out[...] = 0
-        lse[...] = -numpy.inf
+        out.fill(0)  # which CuPy does without arithmetic, and so in any dtype
+        lse.fill(-numpy.inf)
 
     def add(self, rows: Interval, out: Any, lse: Any) -> None:
         """Merge a result over other keys into some rows."""
