@@ -60,14 +60,17 @@ class NcclCommunicator:
         self._watch.check()
         library, current = self._library, self._cupy.cuda.get_current_stream()
         self._stream.wait_event(current.record())
-        library.groupStart()
         try:
-            for rank, array in sends:
-                self._comm.send(array.data.ptr, array.nbytes, library.NCCL_UINT8, rank, self._stream.ptr)
-            for rank, array in receives:
-                self._comm.recv(array.data.ptr, array.nbytes, library.NCCL_UINT8, rank, self._stream.ptr)
-        finally:
-            library.groupEnd()
+            library.groupStart()
+            try:
+                for rank, array in sends:
+                    self._comm.send(array.data.ptr, array.nbytes, library.NCCL_UINT8, rank, self._stream.ptr)
+                for rank, array in receives:
+                    self._comm.recv(array.data.ptr, array.nbytes, library.NCCL_UINT8, rank, self._stream.ptr)
+            finally:
+                library.groupEnd()
+        except library.NcclError as error:
+            raise CommunicationError(f"comm: expected an exchange with other ranks, got an error of NCCL: {error}") from error
         ended = self._stream.record()
         self._watch.add(ended)
         # The arrays are kept until the current stream waits for the exchange: a pool would give their memory to others before.
