@@ -6,7 +6,10 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
 import pytest
+
+from cupy_flash.distributed import over_mpi
 
 PROGRAM = Path(__file__).parent / "mpi_program.py"
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
@@ -26,6 +29,16 @@ def test_mpi_is_installed():
     """The extra `test` brings both: without them what follows would be skipped unseen."""
     assert MPIEXEC.exists()
     __import__("mpi4py")
+
+
+def test_large_messages_are_sent_in_parts_that_mpi_can_count(monkeypatch):
+    monkeypatch.setattr(over_mpi, "LARGEST", 10)
+    x = numpy.arange(12, dtype=numpy.int16).reshape(3, 4)
+    parts = over_mpi._parts(x)
+    assert [part.size for part in parts] == [10, 10, 4]
+    assert b"".join(part.tobytes() for part in parts) == x.tobytes()
+    parts[2][...] = 0  # they are the array's own memory
+    assert x[2].tolist() == [8, 9, 0, 0]
 
 
 @pytest.mark.parametrize("ranks, scheme", [(2, "ring"), (3, "ulysses"), (4, "all_gather")])

@@ -85,7 +85,7 @@ OF_ALL = {
     "mask of ranges": ({"mask": KeyRanges(numpy.zeros((24, 1), int), 5)}, UnsupportedError),
     "seqlens_kv": ({"seqlens_kv": numpy.array([12, 3])}, UnsupportedError),
     "algorithm": ({"algorithm": "v1"}, UnsupportedError),
-    "dropout": ({"dropout": 0.5, "seed": 1, "backend": "host"}, UnsupportedError),
+    "dropout": ({"dropout": 0.5, "seed": 1, "backend": "host", "scheme": "ring"}, UnsupportedError),  # of 12 rows each
     "causal": ({"causal": "left"}, ValueError),
     "scheme": ({"scheme": 3}, TypeError),
     "order": ({"order": "striped"}, ValueError),

@@ -190,6 +190,13 @@ def test_kernels_on_the_host(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+def test_dropout_in_kernels_on_the_host(scheme):
+    """Kernels drop the pairs of one process as well, told where a part begins: at multiples of 16 rows."""
+    case = Case("float16", 96, 96, dim=64, heads_q=4, heads_kv=2, causal=True, dropout=0.3)
+    check(case, run(case, 2, scheme, "contiguous", backend="host"))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_expressions_in_kernels_on_the_host(scheme):
     case = Case("float16", 67, 67, dim=64, heads_q=4, heads_kv=2, score="relative", causal=True)
     check(case, run(case, 2, scheme, "contiguous", backend="host", gradients=False))

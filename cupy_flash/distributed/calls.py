@@ -12,7 +12,7 @@ from ..call.backward import operands, prepared_backward
 from ..call.captured import Captured, captured
 from ..call.forward import ForwardOperands, prepared
 from ..problem.backward import Gradients
-from ..problem.dropout import Place
+from ..problem.dropout import Place, check_place_in_kernels
 from .blocks import Block, Group, fused, grouped
 from .places import Placed, placed
 from .sharding import Run
@@ -21,6 +21,25 @@ from .whole import Whole
 OF_BLOCKS = ("q_idx", "kv_idx", "q_len", "kv_len")
 OF_GROUPS = ("b",)  # counted from the first sequence of a group
 OF_HEADS = ("h", "h_kv")
+
+
+def check_dropout(whole: Whole, scheme: str) -> None:
+    """Refuse dropout that kernels cannot number on some rank; all ranks find the same.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    p = whole.problem
+    if not p.scores.dropout or p.backend == "numpy" or whole.size == 1:
+        return
+    if scheme == "ulysses":
+        check_place_in_kernels(Place(0, 0, 0, p.heads_q), p.batch, p.heads_q // whole.size)
+        return
+    for rank in range(whole.size):
+        for runs in whole.kv_runs:
+            for block in whole.blocks(runs, rank):
+                check_place_in_kernels(Place(block.q_from, block.kv_from, 0, p.heads_q), p.batch, p.heads_q)
 
 
 @dataclass

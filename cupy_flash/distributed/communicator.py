@@ -65,7 +65,7 @@ class Alone:
         self.size = integer("ranks", ranks, "an integer")
         if self.size < 1:
             raise ValueError(f"ranks: expected at least 1, got {ranks}")
-        self.on_devices = False
+        self.on_devices = None  # arrays of either kind may be planned for
 
     def gather(self, data: bytes) -> list[bytes]:
         """The same from each."""

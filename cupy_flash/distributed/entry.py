@@ -92,8 +92,9 @@ def attention(
     Results over parts of the keys are merged in float32. NumPy computes them in float32 as well; kernels round each to the dtype of
     q. Sums that several ranks have a part in are added up in a fixed order, so that a repeat gives the same bits.
 
-    `bias`, `mask` as an array, `KeyRanges`, padded sequences and pages are for one device. Dropout on several ranks needs backend
-    'numpy': it drops the same pairs as on one.
+    `bias`, `mask` as an array, `KeyRanges`, padded sequences and pages are for one device. Dropout drops the same pairs as on one
+    device, whichever scheme and order. Kernels take parts for it that begin at multiples of 16 rows, and with 'ulysses' one batch
+    element.
 
     Examples
     --------

@@ -20,7 +20,7 @@ from ..problem.scalars import integer
 from . import gathered, ring, ulysses
 from .adapters import as_communicator
 from .agreement import agree, said_of
-from .calls import Calls
+from .calls import Calls, check_dropout
 from .communicator import Communicator
 from .rows import Keys, Partial, library
 from .sharding import check_order
@@ -107,10 +107,13 @@ def begin(
         has_dlse = views.get("dlse") is not None
         whole = make_whole(comm.rank, order, of_all, tuple(views[name] for name in "qkv"), of_sinks, given, own, wrt, has_dlse)
         if scheme != "auto":
+            check_dropout(whole, scheme)
             return whole, scheme
         from .choice import chosen  # late: calls that name a scheme need no model
 
-        return whole, chosen(whole, kind == "attention_backward", memory).scheme
+        found = chosen(whole, kind == "attention_backward", memory).scheme
+        check_dropout(whole, found)
+        return whole, found
 
     devices = tuple("host" if isinstance(x, numpy.ndarray) else x.device.id for x in views.values() if x is not None)
     whole, scheme = _KNOWN.found((comm.rank, *of_all, devices, *said.items()), make)
@@ -229,7 +232,7 @@ def _check_axes(name: str, x: Any, comm: Communicator) -> None:
     if x.ndim < 2 - (name in ("lse", "dlse")):
         raise ValueError(f"{name}: expected at least 2 axes, got shape {x.shape}")
     on_device = not isinstance(x, numpy.ndarray)
-    if comm.size > 1 and on_device != comm.on_devices:
+    if comm.size > 1 and comm.on_devices is not None and on_device != comm.on_devices:
         places = "in device memory" if comm.on_devices else "in host memory"
         raise ValueError(f"{name}: expected an array {places}, which is what comm sends, got one that is not")
 

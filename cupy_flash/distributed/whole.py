@@ -177,11 +177,6 @@ def make_whole(
     layouts = [_of_all_rows(x, sum(rows[name != "q"])) for name, x in zip("qkv", inputs)]
     of_sinks = None if sinks is None else _dense(sinks, sinks.shape)
     problem = make_problem(*layouts, asked, sinks=of_sinks, operands=operands, arrays=arrays)
-    if problem.scores.dropout and problem.backend != "numpy" and len(rows[0]) > 1:
-        raise UnsupportedError(
-            f"dropout: expected None on several ranks with backend {problem.backend!r}, whose kernels number pairs from 0 on, "
-            f"got {asked.dropout}"
-        )
     if problem.algorithm == "v1":
         raise UnsupportedError("algorithm: expected 'auto' or 'v2' on several ranks, got 'v1'")
     spans, wrt = _spans(problem, given), check_wrt(wrt, problem.scores)

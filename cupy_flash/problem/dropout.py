@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..errors import shown
+from ..errors import UnsupportedError, shown
 from .scalars import integer, real
 
 WORDS = 1 << 32  # values that a word of random bits takes, each as often as the others
@@ -54,6 +55,26 @@ class Place:
     kv: int
     head: int
     heads: int
+
+
+DRAWN_TOGETHER = 16  # queries, and keys, of a fragment that kernels draw random bits for
+
+
+def check_place_in_kernels(place: Place, batch: tuple[int, ...], heads: int) -> None:
+    """Refuse a place that no kernel numbers pairs from.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    for what, first in (("query", place.q), ("key", place.kv)):
+        if first % DRAWN_TOGETHER:
+            expected = f"parts that begin at a multiple of {DRAWN_TOGETHER} rows in kernels"
+            raise UnsupportedError(f"dropout: expected {expected}, got {what} {first} as the first")
+    if place.heads != heads and math.prod(batch) != 1:
+        raise UnsupportedError(
+            f"dropout: expected one batch element in kernels that compute {heads} of {place.heads} heads, got {math.prod(batch)}"
+        )
 
 
 def make_dropout(probability: float) -> Dropout | None:

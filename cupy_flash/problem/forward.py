@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ..errors import UnsupportedError, shown
+from ..errors import UnsupportedError
+from .dropout import check_place_in_kernels
 from .layout import AXES, FLOATS, HEADS_OF_LSE, Layout, dense_layout, in_order, result_layout
 from .lengths import LENGTHS, Lengths, resolved
 from .mask import Mask
@@ -188,11 +189,9 @@ def make_problem(
         raise ValueError("seed: expected an integer, or a pair of seed and offset, with dropout, got None")
     if options.dropout is None and "seed" in operands:
         raise ValueError("seed: expected None without dropout, got one; with dropout=0.0, which drops nothing, it may be given")
-    if dropout and options.place is not None and backend != "numpy":
-        raise UnsupportedError(
-            f"dropout: expected None for a part of the pairs on backend {backend!r}, whose kernels count them from 0 on, "
-            f"got {shown(options.dropout)}"
-        )
+    place = options.place if dropout else None
+    if place is not None and backend != "numpy":
+        check_place_in_kernels(place, batch, heads_q)
     scores = make_scores(
         score=options.score,
         mask=options.mask,
@@ -207,7 +206,7 @@ def make_problem(
         len_kv=len_kv,
         device=q.device,
         lengths=lengths,
-        place=options.place,
+        place=place,
     )
     full_sinks = None if sinks is None else _of_heads(sinks, heads_q, q)
     return Problem(
