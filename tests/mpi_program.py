@@ -82,12 +82,17 @@ def refused(scheme):
     distributed.attention(*own, comm=comm, scheme=scheme)
 
 
+def stay_until_noticed(folder):
+    """Until all others have left word, or much later."""
+    end = time.monotonic() + 15
+    while len(list(Path(folder).iterdir())) < SIZE - 1 and time.monotonic() < end:
+        time.sleep(0.05)
+
+
 def noticed(folder, error):
     """Leave word, and stay until the others have: mpiexec ends all, and forgets what they say, once one has failed."""
     (Path(folder) / str(RANK)).write_text(str(error))
-    end = time.monotonic() + 10
-    while len(list(Path(folder).iterdir())) < SIZE - 1 and time.monotonic() < end:
-        time.sleep(0.05)
+    stay_until_noticed(folder)
     os._exit(3)  # MPI's own end would wait for the rank that is gone
 
 
@@ -114,7 +119,7 @@ def late(scheme, folder):
     q, k, v, _ = inputs()
     own = [distributed.shard(x, RANK, SIZE) for x in (q, k, v)]
     if RANK == SIZE - 1:
-        time.sleep(20)
+        stay_until_noticed(folder)
         os._exit(0)
     try:
         distributed.attention(*own, comm=distributed.mpi(WORLD, timeout=2), scheme=scheme)
@@ -128,6 +133,7 @@ def say(text):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # by which mpiexec tells others of a rank that is gone, and would end them
     task, *arguments = sys.argv[1:]
     {"right": right, "narrow": narrow, "refused": refused, "killed": killed, "late": late}[task](*arguments)
     say("well")
