@@ -4,7 +4,9 @@ import numpy
 import pytest
 
 from cupy_flash import distributed
+from cupy_flash.distributed import run
 from cupy_flash.distributed.model import Machine
+from cupy_flash.distributed.whole import make_whole
 
 
 def rows(number, heads=64, dim=128):
@@ -87,3 +89,23 @@ def test_64_ranks_of_a_model_with_8_million_tokens():
     """What the forecast in the guide is made from; each scheme is near one device's rate there, since work grows as the square."""
     for scheme in ("ring", "ulysses"):
         assert plan(64, 131072, scheme).forward.efficiency > 0.97
+
+
+def test_what_is_decided_is_decided_once(monkeypatch):
+    """Calls alike find it again, whatever the seed; other options and other parts do not."""
+    made = []
+    monkeypatch.setattr(run, "_KNOWN", run._Known(most=2))
+    monkeypatch.setattr(run, "make_whole", lambda *args: made.append(args) or make_whole(*args))
+    x = numpy.ones((2, 8, 4), numpy.float32)
+
+    def call(comm, rows=8, **options):
+        distributed.attention(*[x[:, :rows]] * 3, comm=comm, **options)
+
+    for seed in (1, 2):
+        distributed.on_threads(1, lambda comm, seed=seed: call(comm, dropout=0.5, seed=seed))
+    assert len(made) == 1
+    distributed.on_threads(1, lambda comm: call(comm, dropout=0.25, seed=1))
+    distributed.on_threads(1, lambda comm: call(comm, rows=6, dropout=0.5, seed=1))
+    assert len(made) == 3
+    distributed.on_threads(1, lambda comm: call(comm, dropout=0.5, seed=1))  # forgotten: there is room for two
+    assert len(made) == 4

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from .bits import raw
+
 WEIGHTS = """
 float top = max(max(old, a), b);
 top = isinf(top) && top < 0 ? 0.f : top;
@@ -57,13 +59,9 @@ def merge(total: Any, lse: Any, parts: list[tuple[Any, Any]]) -> None:
     new_lse, keep, share_a, share_b = (cupy.empty(lse.shape, lse.dtype) for _ in range(4))
     _weights()(lse, lse_a, lse_b, new_lse, keep, share_a, share_b)
     lse[...] = new_lse
-    _sum(a.dtype.name)(_bits(a), _bits(b), keep[..., None], share_a[..., None], share_b[..., None], total)
+    _sum(a.dtype.name)(raw(a), raw(b), keep[..., None], share_a[..., None], share_b[..., None], total)
 
 
 def add(total: Any, part: Any) -> None:
     """Add to a sum in float32, in place."""
-    _gradient(part.dtype.name)(_bits(part), total)
-
-
-def _bits(x: Any) -> Any:
-    return x.view("uint16") if x.dtype.name == "bfloat16" else x
+    _gradient(part.dtype.name)(raw(part), total)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 
+from .bits import raw
 from .blocks import Interval
 from .sharding import Run
 
@@ -115,8 +116,8 @@ class Keys:
     def take(self, other: Keys, intervals: Sequence[Interval]) -> None:
         """Copy rows of these positions from other keys."""
         for to, of in zip(located(self.runs, intervals), located(other.runs, intervals)):
-            rows_of(self.k, to)[...] = rows_of(other.k, of)
-            rows_of(self.v, to)[...] = rows_of(other.v, of)
+            rows_of(raw(self.k), to)[...] = rows_of(raw(other.k), of)
+            rows_of(raw(self.v), to)[...] = rows_of(raw(other.v), of)
 
     def some(self, intervals: Sequence[Interval]) -> Keys:
         """A copy of rows of these positions."""
@@ -138,7 +139,7 @@ def empty_rows(like: Any, rows: int, dtype: Any = None) -> Any:
 
 def pieces(x: Any, rows: Iterable[Interval]) -> list[Any]:
     """The memory of some rows, in pieces without gaps."""
-    x, xp = outermost(x), library(x)
+    x, xp = outermost(raw(x)), library(x)
     return [xp.ascontiguousarray(x[start:stop]) for start, stop in rows]
 
 
@@ -174,7 +175,7 @@ class Partial:
     def add(self, rows: Interval, out: Any, lse: Any) -> None:
         """Merge a result over other keys into some rows."""
         if self._once:
-            self.out[..., slice(*rows), :], self.lse[..., slice(*rows)] = out, lse
+            raw(self.out)[..., slice(*rows), :], self.lse[..., slice(*rows)] = raw(out.astype(self.out.dtype, copy=False)), lse
             return
         if isinstance(out, numpy.ndarray):
             self._merge(slice(*rows), out, lse)

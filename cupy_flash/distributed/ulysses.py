@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..problem.backward import Gradients
+from .bits import raw
 from .blocks import Interval
 from .calls import Calls
 from .communicator import Communicator, Pending
@@ -63,20 +64,22 @@ class Change:
         heads, runs, rank = self._sides(of_keys)
         own = heads(rank)
         all_rows = sum(len(run) for theirs in runs for run in theirs)
-        found = outermost(empty_rows(_of_heads(x, own), all_rows))
-        rows = outermost(x)
+        made = empty_rows(_of_heads(x, own), all_rows)
+        found, rows = outermost(raw(made)), outermost(raw(x))
         self._copy(found, rows[..., slice(*own), :], runs[rank])
         sends = [
             (other, _dense(rows[run.row : run.row + len(run), ..., slice(*heads(other)), :]))
             for other in self._others for run in runs[rank]
         ]  # fmt: skip
         receives = [(other, found[run.first : run.stop]) for other in reversed(self._others) for run in runs[other]]
-        return library(x).moveaxis(found, 0, -2), self._comm.start(_some(sends), _some(receives))
+        return made, self._comm.start(_some(sends), _some(receives))
 
     def to_rows(self, x: Any, to: Any, of_keys: bool, adds: bool = False) -> None:
         """Give back all rows of this rank's heads, and write its own rows of all heads, or add them where a head is on several."""
         heads, runs, rank = self._sides(of_keys)
         rows, target = outermost(x), outermost(to)
+        if not adds:
+            rows, target = raw(rows), raw(target)
         sends = [(other, _dense(rows[run.first : run.stop])) for other in self._others for run in runs[other]]
         # In the order of ranks, so that sums do not depend on which rank computes them.
         parts: list[tuple[Run, Interval, Any]] = []
@@ -87,7 +90,7 @@ class Change:
                 if other == rank:
                     part = rows[run.first : run.stop]
                 else:
-                    part = library(x).empty((len(run), *rows.shape[1:-2], theirs[1] - theirs[0], rows.shape[-1]), x.dtype)
+                    part = library(x).empty((len(run), *rows.shape[1:-2], theirs[1] - theirs[0], rows.shape[-1]), rows.dtype)
                     receives.append((other, part))
                 parts.append((run, theirs, part))
         self._comm.start(_some(sends), _some(receives)).wait()
