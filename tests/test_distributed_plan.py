@@ -19,9 +19,9 @@ def plan(ranks, number, scheme="auto", heads=(64, 8), order="zigzag", **options)
     return distributed.plan_attention(q, kv, kv, ranks=ranks, scheme=scheme, order=order, causal=True, **options)
 
 
-@pytest.mark.parametrize("scheme, forward, backward", [("ulysses", 0.90, 0.93), ("ring", 0.90, 0.90), ("all_gather", 0.90, 0.90)])
+@pytest.mark.parametrize("scheme, forward, backward", [("ulysses", 0.90, 0.93), ("ring", 0.90, 0.92), ("all_gather", 0.90, 0.93)])
 def test_eight_ranks_of_8k_tokens(scheme, forward, backward):
-    """The share of one device's rate, by the model. That of the ring's gradients is short of what is wanted, 0.93."""
+    """The share of one device's rate, by the model. That of the ring's gradients, 0.929, is short of the 0.93 that is wanted."""
     found = plan(8, 8192, scheme)
     assert found.forward.efficiency >= forward
     assert found.backward.efficiency >= backward
@@ -33,7 +33,7 @@ def test_the_model_is_what_it_says_it_is():
     assert alone.shown == 0
     assert alone.seconds - alone.merging == pytest.approx(alone.alone)
     work = 2 * 256 * (16384 * 16385 / 2) * 64
-    assert alone.alone == pytest.approx(work / 746e12)  # what docs/benchmarks.md has for 16k, causal, dim 128
+    assert alone.alone == pytest.approx(work / 746e12, rel=1e-4)  # what docs/benchmarks.md has for 16k, causal, dim 128
     slow = plan(8, 8192, "ring", machine=Machine(link=1e9)).forward
     keys = 2 * 8 * 8192 * 128 * 2
     assert slow.seconds >= 7 * keys / 2 / 1e9

@@ -32,6 +32,14 @@ extern "C" void run(int rows, int dim, const float* olds, const float* as, const
     }}
   }}
 }}
+extern "C" void gradients(int elements, const {kind}* a_, const {kind}* b_, float* sums) {{
+  for (int i = 0; i < elements; ++i) {{
+    const {kind} a = a_[i], b = b_[i];
+    float& sum = sums[i];
+    {one};
+    {two};
+  }}
+}}
 """
 
 
@@ -39,11 +47,12 @@ def built(dtype, folder):
     """The loops around the texts of `on_device`, as CuPy makes them around an element."""
     kind = {"bfloat16": "unsigned short", "float32": "float"}[dtype]
     convert = {name: on_device.AS_FLOAT.get(dtype, "(float){name}").format(name=name) for name in "ab"}
-    text = PROGRAM.format(kind=kind, weights=on_device.WEIGHTS, sum=on_device.SUM.format(**convert))
+    texts = {"one": on_device.GRADIENT[1].format(**convert), "two": on_device.GRADIENT[2].format(**convert)}
+    text = PROGRAM.format(kind=kind, weights=on_device.WEIGHTS, sum=on_device.SUM.format(**convert), **texts)
     (folder / "sums.cpp").write_text(text)
     library = folder / f"sums-{dtype}.so"
     subprocess.run([*compiler(), "-shared", "-fPIC", "-O1", "-o", library, folder / "sums.cpp"], check=True)
-    return ctypes.CDLL(str(library)).run
+    return ctypes.CDLL(str(library))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -64,12 +73,17 @@ def test_the_text_for_devices_merges_as_array_code_does(dtype, tmp_path):
     partial.add((0, 40), b, twos)
     found, lses = old.copy(), numpy.empty(40, numpy.float32)
     pointers = [ctypes.c_void_p(x.ctypes.data) for x in (olds, ones, twos, a, b, lses, found)]
-    built(dtype, tmp_path)(40, 8, *pointers)
+    library = built(dtype, tmp_path)
+    library.run(40, 8, *pointers)
     # Each rounds a few times, of terms that are no larger than the largest of what is merged.
     numpy.testing.assert_allclose(found, partial.out, rtol=0, atol=16 * 2.0**-24 * 4)
     numpy.testing.assert_allclose(lses, partial.lse, rtol=4 * 2.0**-24, atol=0)
     assert (found[0] == 0).all()
     assert lses[0] == -numpy.inf
+    a, b, total = (x[8:].copy() for x in (a, b, old))
+    wanted = total + a.astype("f4") + a.astype("f4") + b.astype("f4")
+    library.gradients(a.size, *[ctypes.c_void_p(x.ctypes.data) for x in (a, b, total)])
+    assert numpy.array_equal(total, wanted)
 
 
 def test_partial_results_merge_as_merge_states_does():

@@ -13,7 +13,7 @@ from .blocks import Interval, fused
 from .calls import Calls
 from .communicator import Communicator
 from .ring import Home, add_gradients
-from .rows import Keys, Partial, behind_each_other, common, joined, located, rows_of
+from .rows import Keys, Partial, RowSums, behind_each_other, common, joined, located, rows_of
 from .whole import Whole
 
 
@@ -66,7 +66,9 @@ def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Key
     home = Home(comm, calls, own, sums)
     found = Keys.room(home.like, [(run.first, run.stop) for run in keys.runs])
     found.k[...], found.v[...] = 0, 0
-    add_gradients(calls, inputs, keys, sums.dq, found.k, found.v)
+    dq = RowSums(sums.dq)
+    add_gradients(calls, inputs, keys, dq, found.k, found.v)
+    dq.end()
     mine = whole.reach(rank, rank)
     for to, of in zip(located(own.runs, mine), located(found.runs, mine)):
         for total, part in ((sums.dk, found.k), (sums.dv, found.v)):

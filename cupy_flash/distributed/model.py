@@ -60,7 +60,14 @@ class Machine:
         direction = "backward" if backward else "forward"
         known = sorted({width for way, width, _ in self.rates if way == direction})
         width = min(known, key=lambda own: abs(math.log(own / dim)))
-        of_shape = self.rates[direction, width, "full" if mask.shape == "full" else "causal"]
+        # A causal call hides half of its pairs. One that hides less goes through fewer tiles that the mask cuts, in proportion.
+        hidden = 1 - mask.pairs / max(mask.len_q * mask.len_kv, 1)
+        causal = min(2 * hidden, 1.0)
+        full_rate, causal_rate = (self._measured(direction, width, shape, mask) for shape in ("full", "causal"))
+        return 1 / ((1 - causal) / full_rate + causal / causal_rate)
+
+    def _measured(self, direction: str, width: int, shape: str, mask: Mask) -> float:
+        of_shape = self.rates[direction, width, shape]
         place = math.log2(math.sqrt(max(mask.len_q * mask.len_kv, 1)) / LENGTHS[0])
         if place <= 0:
             return of_shape[0] * 1e12 * 2**place  # a short call leaves the device idle
@@ -150,9 +157,9 @@ def _compute(whole: Whole, step: Step, backward: bool, machine: Machine) -> tupl
     p, total = whole.problem, 0.0
     for block, heads in step.blocks:
         total += flops(whole, block, heads, backward) / machine.rate(backward, p.dim, block.mask)
-    # A result is read in its own dtype. The sum in float32 is read and written, in a forward once for two results, see `Partial`.
+    # A result is read in its own dtype. The sum in float32 is read and written, once for two results, see `Partial` and `RowSums`.
     narrow = ITEMSIZE[p.dtype]
-    bytes_moved = step.merged * (narrow + (8 if backward else 4)) + step.stored * (narrow + 4)
+    bytes_moved = step.merged * (narrow + 4) + step.stored * (narrow + 4)
     return total, bytes_moved / machine.memory
 
 

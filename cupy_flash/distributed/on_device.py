@@ -20,6 +20,7 @@ lse = top + logf(total);
 """
 # What has weight 0 is left out, whatever it holds.
 SUM = "sum = (keep == 0.f ? 0.f : sum * keep) + (share_a == 0.f ? 0.f : {a} * share_a) + (share_b == 0.f ? 0.f : {b} * share_b)"
+GRADIENT = {1: "sum += {a}", 2: "sum = sum + {a} + {b}"}
 AS_FLOAT = {"bfloat16": "__uint_as_float((unsigned int){name} << 16)"}
 
 
@@ -42,12 +43,13 @@ def _sum(dtype: str) -> Any:
 
 
 @functools.cache
-def _gradient(dtype: str) -> Any:
+def _gradient(dtype: str, parts: int) -> Any:
     import cupy
 
     kind = "uint16" if dtype == "bfloat16" else dtype
-    text = f"sum += {AS_FLOAT.get(dtype, '(float){name}').format(name='a')}"
-    return cupy.ElementwiseKernel(f"{kind} a", "float32 sum", text, f"cupy_flash_gradient_{dtype}")
+    a, b = (AS_FLOAT.get(dtype, "(float){name}").format(name=name) for name in "ab")
+    inputs = ", ".join(f"{kind} {name}" for name in ("a", "b")[:parts])
+    return cupy.ElementwiseKernel(inputs, "float32 sum", GRADIENT[parts].format(a=a, b=b), f"cupy_flash_gradient_{dtype}_{parts}")
 
 
 def merge(total: Any, lse: Any, parts: list[tuple[Any, Any]]) -> None:
@@ -62,6 +64,6 @@ def merge(total: Any, lse: Any, parts: list[tuple[Any, Any]]) -> None:
     _sum(a.dtype.name)(raw(a), raw(b), keep[..., None], share_a[..., None], share_b[..., None], total)
 
 
-def add(total: Any, part: Any) -> None:
-    """Add to a sum in float32, in place."""
-    _gradient(part.dtype.name)(raw(part), total)
+def add(total: Any, parts: list[Any]) -> None:
+    """Add one or two parts to a sum in float32, in place, in their order."""
+    _gradient(parts[0].dtype.name, len(parts))(*map(raw, parts), total)

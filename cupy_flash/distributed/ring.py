@@ -21,7 +21,7 @@ from ..problem.backward import Gradients
 from .blocks import Interval
 from .calls import Calls
 from .communicator import Communicator, Pending
-from .rows import Keys, Partial, add, hull, located, rows_of
+from .rows import Keys, Partial, RowSums, add, hull, located, rows_of
 from .whole import Whole
 
 
@@ -92,20 +92,21 @@ def forward(comm: Communicator, calls: Calls, q: Any, own: Keys, partial: Partia
 def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Keys, sums: Gradients) -> None:
     """Gradients of this rank's queries and keys, added to sums; `inputs` are dout, q, out, lse and dlse of its rows."""
     whole, rank, size = calls.whole, calls.whole.rank, calls.whole.size
-    home, ring = Home(comm, calls, own, sums), Ring(whole, comm, own)
+    home, ring, dq = Home(comm, calls, own, sums), Ring(whole, comm, own), RowSums(sums.dq)
     for step, source in enumerate(ring):
         if source == rank:
-            add_gradients(calls, inputs, ring.held, sums.dq, sums.dk, sums.dv)
+            add_gradients(calls, inputs, ring.held, dq, sums.dk, sums.dv)
             continue
         part = Keys.room(home.like, whole.reach(rank, source))
         part.k[...], part.v[...] = 0, 0
-        add_gradients(calls, inputs, ring.held, sums.dq, part.k, part.v, part)
+        add_gradients(calls, inputs, ring.held, dq, part.k, part.v, part)
         home.send(source, part, (rank + step) % size)
     home.end()
+    dq.end()
 
 
 def add_gradients(
-    calls: Calls, inputs: tuple[Any, ...], held: Keys, dq: Any, dk: Any, dv: Any, part: Keys | None = None
+    calls: Calls, inputs: tuple[Any, ...], held: Keys, dq: RowSums, dk: Any, dv: Any, part: Keys | None = None
 ) -> None:
     """Add what all blocks with these keys give; `part` says where the rows of `dk` and `dv` lie, if not as the keys do."""
     dout, q, out, lse, dlse = inputs
@@ -119,8 +120,9 @@ def add_gradients(
             first = block.span.kv[0] + block.kv_from
             [(start, _)] = located(part.runs, [(first, first + 1)])  # keys of two runs that one call reads are neighbours there too
             keys = start, start + keys[1] - keys[0]
-        for total, gradient, own in ((dq, found.dq, block.rows), (dk, found.dk, keys), (dv, found.dv, keys)):
-            add(total[..., own[0] : own[1], :], gradient)
+        dq.add(block.rows, found.dq)
+        for total, gradient in ((dk, found.dk), (dv, found.dv)):
+            add(rows_of(total, keys), gradient)
 
 
 class Home:

@@ -150,7 +150,46 @@ def add(total: Any, part: Any) -> None:
         return
     from .on_device import add as add_on_device  # late: who has arrays on a device has CuPy
 
-    add_on_device(total, part)
+    add_on_device(total, [part])
+
+
+class RowSums:
+    """Gradients of rows that several calls add to. On a device two of the same rows are added in one pass.
+
+    Parameters
+    ----------
+    total : array, shape (..., rows, dim)
+        The sums, of the dtype of partial results.
+    """
+
+    def __init__(self, total: Any) -> None:
+        self.total = total
+        self._waiting: tuple[Interval, Any] | None = None
+
+    def add(self, rows: Interval, part: Any) -> None:
+        """Add to some rows."""
+        if isinstance(part, numpy.ndarray):
+            rows_of(self.total, rows)[...] += part
+            return
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            self._waiting = rows, part
+        elif waiting[0] == rows:
+            self._add_on_device(rows, [waiting[1], part])
+        else:
+            self._add_on_device(waiting[0], [waiting[1]])
+            self._waiting = rows, part
+
+    def end(self) -> None:
+        """Add what waits for another one."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._add_on_device(waiting[0], [waiting[1]])
+
+    def _add_on_device(self, rows: Interval, parts: list[Any]) -> None:
+        from .on_device import add as add_on_device  # late, as in `add`
+
+        add_on_device(rows_of(self.total, rows), parts)
 
 
 class Partial:

@@ -197,7 +197,7 @@ def memory_of(whole: Whole, scheme: str, rank: int, backward: bool = False) -> M
     tallest = max((block.rows[1] - block.rows[0] for block in _blocks(whole, scheme, rank)), default=0)
     alone = scheme == "all_gather" and not backward and _once(whole, rank)
     # On a device two results wait for each other, see `Partial`.
-    held = 1 if alone or backward or p.backend == "numpy" else 2
+    held = 1 if alone or p.backend == "numpy" else 2
     sum_bytes = 0 if alone else rows_q * ITEMSIZE[whole.wide] * narrow
     partial = p.heads_q * batch * width * (held * tallest * size + sum_bytes) + sums
     if scheme == "all_gather":
