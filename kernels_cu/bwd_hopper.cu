@@ -83,6 +83,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const int warp = int(uniform(u32(warp_id())));
   if (block_id() >= p.owners) return postprocess_last_heads<Accum>(p);
   KeyBlock block(p);
+  if (VARLEN && block.here.tile < 0) return;
   if (warp == 0) start_barriers(block);
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
   if (warp < 4) {
@@ -151,13 +152,13 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
       const bool ask_pairs = !TILE_LIST || !block.list_of(p, block.now.head).is_whole(block.now.tile);
       if (!KEEPS_TERMS || head_of != block.now.head) {
         head_of = block.now.head;
-        of_head = head_terms(p, block.here, head_of);
+        of_head = head_terms(p, block.here, head_of, block.seq(p).q.len(), block.seq(p).kv.len());
       }
-      const ScoreContext x = score_context(p, block.here, head_of, of_head);
+      const ScoreContext x = score_context(p, block.here, head_of, of_head, block.seq(p).q.len(), block.seq(p).kv.len());
       modify_scores<true>(s_reg, x, row0, col0, ask_pairs);
       if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(block.row0) + own_row, col0);
     }
-    if (masked) apply_mask(s_reg, block.mask, row0, col0);
+    if (masked) apply_mask(s_reg, mask_again(block), row0, col0);
     probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, terms);
     if (!follows && !LATE) let_begin();
     start_product(dv_reg, p_reg, do_smem);
@@ -166,7 +167,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if (early) wait_for_products<2>(dp_reg);                  // without it dP is read that does not exist yet
     else wait_for_products<1>(dp_reg);                        // the same: here no product of dQ runs
     if (!follows && LATE) let_begin();
-    if (masked) apply_mask(dp_reg, block.mask, row0, col0, 0.f);    // 0 times whatever dP was may be NaN
+    if (masked) apply_mask(dp_reg, mask_again(block), row0, col0, 0.f);   // 0 times whatever dP was may be NaN
     score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES ? factor_reg : p_reg, dp_reg, block.delta_smem());
     if (follows && !early) start_dq(dq_reg);
     store_transposed(block.ds_smem(block.queries.count), ds_reg, TMA_REDUCE_DQ ? not_ahead(own_row) : own_row);
@@ -200,9 +201,10 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
 
   if (!TMA_REDUCE_DQ) arrive_at<LANES>(block.ended);          // without it the block is never counted
   sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
+  load_place(block);
   scale(dk_reg, p.scale);
-  store_gradient(p, block, p.dk_map, p.dk_accum, k_smem, dk_reg, own_row);
-  store_gradient(p, block, p.dv_map, p.dv_accum, v_smem, dv_reg, own_row);
+  store_gradient(p, block, p.dk_map, false, p.dk_accum, k_smem, dk_reg, own_row);
+  store_gradient(p, block, p.dv_map, true, p.dv_accum, v_smem, dv_reg, own_row);
   postprocess_heads<Accum>(p, block);
   wait_for_stores();                                          // without it the block, and its shared memory, may end before
 }

@@ -67,6 +67,7 @@ template <int N> OP void end_steps(const HopperBackwardParams& p, const KeyBlock
 KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   if (block_id() >= p.owners) return postprocess_last_heads(p);
   KeyBlock block(p);
+  if (VARLEN && block.here.tile < 0) return;
   if (warp_id() == 0) start_barriers(block);
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
   if (warp_id() < 4) {
@@ -85,6 +86,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   const auto cut = [&](int col0) {                            // asked anew in each step: kept, the range would take registers
     return !unmasked_queries(block.mask, not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q);
   };
+  const auto context = [&](int head) { return score_context(p, block.here, head, block.seq(p).q.len(), block.seq(p).kv.len()); };
   const auto passed = [&](u32 step) { return PASSED + int(step % 2) * 4 + pair; };
   const auto p_smem = [&](u32 step) { return Passed{block.smem + P_OFFSET + (step % 2 * 4 + pair) * P_BYTES}; };
 
@@ -105,13 +107,13 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     const bool ask_pairs = !TILE_LIST || !block.list_of(p, head).is_whole(block.now.tile);
     RowVec<16> terms;
     if constexpr (MODIFIED && SCORES != EXPRESSION) {
-      const ScoreContext x = score_context(p, block.here, head);
+      const ScoreContext x = context(head);
       modify_scores<true>(s_reg, x, row0, col0, ask_pairs);
       if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(row0), col0);
     }
     if (SCORES != EXPRESSION && cut(col0)) apply_mask(s_reg, block.mask, row0, col0);
     if constexpr (SCORES == EXPRESSION || DROPOUT) {
-      probabilities(s_reg, factor_reg, block.lse_smem(), score_context(p, block.here, head), block.mask, cut(col0), row0, col0, scale_log2, p.softcap, terms, ask_pairs);
+      probabilities(s_reg, factor_reg, block.lse_smem(), context(head), block.mask, cut(col0), row0, col0, scale_log2, p.softcap, terms, ask_pairs);
       if constexpr (DROPOUT) drop<true>(s_reg, seeded(p.scores), block.here.batch_number * p.heads + head, row0, col0);
       to_operands(p_reg, s_reg);
       pass(p_smem(block.queries.count), factor_reg);
@@ -160,8 +162,10 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
 
   arrive_at(block.ended);                                     // without it the block is never counted
   sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
+  load_place(block);
   if (!for_values) scale(sum_reg, p.scale);
-  store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values ? p.dv_accum : p.dk_accum, KeyTile{for_values ? v_smem.base : k_smem.base}, sum_reg, own_row);
+  store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values, for_values ? p.dv_accum : p.dk_accum,
+                 KeyTile{for_values ? v_smem.base : k_smem.base}, sum_reg, own_row);
   postprocess_heads(p, block);
   wait_for_stores();                                          // without it the block, and its shared memory, may end before
 }

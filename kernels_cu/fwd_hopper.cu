@@ -23,12 +23,10 @@
 //   and fwd_hopper_combine makes one result of all splits.
 #include "config.cuh"
 #include "params.cuh"
-#include "tile/clipped.cuh"
 #include "tile/combine.cuh"
-#include "tile/copy.cuh"
 #include "tile/mask.cuh"
+#include "tile/paged.cuh"
 #include "tile/pipeline.cuh"
-#include "tile/scheduler.cuh"
 #include "tile/score.cuh"
 #include "tile/sinks.cuh"
 #include "tile/softmax.cuh"
@@ -152,6 +150,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       if (pass.across) {
         of_keys = here;
         of_keys.head = head_kv;
+        if constexpr (VARLEN) batch_of_keys(of_keys.batch, p, here);
         list_of_keys = list;
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
@@ -161,12 +160,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
           store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), u32(place) | (TILE_LIST && list_of_keys.is_whole(next) ? ALL_PAIRS : 0));
           sync_warp();                                        // without it a number is read that has not been written
         }
-        load_async(keys, p.k_map, of_keys.batch, of_keys.head, rows_at<KEYS>(p, of_keys).first() + place * TILE_KV);
+        if constexpr (VARLEN) load_keys(keys, p, of_keys, place * TILE_KV);
+        else load_async(keys, p.k_map, of_keys.batch, of_keys.head, place * TILE_KV);
       }
       if (values_due) {
         producer_acquire(values);                             // without it values are overwritten that a slower warp still reads
-        const int key = (FROM_LAST ? placed : tile) * TILE_KV, row = rows_at<KEYS>(p, of_values).first() + key, left = rows_at<KEYS>(p, of_values).len() - key;
-        if (VARLEN && left < TILE_KV) load_clipped(values, clipping, p.v_map, of_values.batch, of_values.head, row, left);
+        const int row = (FROM_LAST ? placed : tile) * TILE_KV;
+        if constexpr (VARLEN) load_values(values, clipping, p, of_values, row);
         else load_async(values, p.v_map, of_values.batch, of_values.head, row);
         if (EARLY < GROUPS && pass.across) load_queries(EARLY, GROUPS);
       }

@@ -60,9 +60,11 @@ def programs():
     """The Python of the pages for users: each block with what its first line says that it needs, and with the text behind it."""
     for page in GUIDES:
         for i, (code, printed) in enumerate(PYTHON.findall(page.read_text(encoding="utf-8"))):
-            needs = re.match("# needs (.*)", code)
-            marks = [pytest.mark.gpu] if needs and needs[1] == "a GPU" else []
-            yield pytest.param(code, needs and not marks and needs[1], printed, id=f"{page.relative_to(ROOT)}-{i}", marks=marks)
+            first = re.match("# needs (.*)", code)
+            needs = first[1].split(" and ") if first else []
+            library = next((need for need in needs if need != "a GPU"), None)
+            marks = [pytest.mark.gpu] if "a GPU" in needs else []
+            yield pytest.param(code, library, printed, id=f"{page.relative_to(ROOT)}-{i}", marks=marks)
 
 
 @pytest.mark.parametrize("code, library, printed", list(programs()))

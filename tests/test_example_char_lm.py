@@ -199,6 +199,11 @@ def test_wrong_options_are_refused(example, arguments, message):
     assert message in result.output
 
 
+def test_help_says_what_to_expect_without_a_gpu(example):
+    said = " ".join(CliRunner().invoke(example.main, ["--help"]).output.split())
+    assert "OPENBLAS_NUM_THREADS=1" in said and "With --steps 3000 they are lines" in said
+
+
 def test_import_needs_neither_cupy_nor_matplotlib():
     code = "import sys, train_char_lm; print(*sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples")))}

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,8 +50,8 @@ def small(example):
     return example.make_model(config, small_weights(config))
 
 
-def recomputed(config, weights, tokens, dtype):
-    """The logits behind the last of some tokens: the model over the whole text, with a dense softmax of each head."""
+def recomputed(config, weights, tokens, dtype, places=-1):
+    """The logits behind the last of some tokens, or at other places: the model over the whole text, with dense softmaxes."""
     w = {name: x.astype(dtype) for name, x in weights.items()}
     group, dim, count = config.heads // config.heads_kv, config.dim, len(tokens)
 
@@ -79,7 +80,7 @@ def recomputed(config, weights, tokens, dtype):
         y = normalised(x, w[f"blk.{layer}.ffn_norm.weight"])
         gate, up = y @ w[f"blk.{layer}.ffn_gate.weight"].T, y @ w[f"blk.{layer}.ffn_up.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"blk.{layer}.ffn_down.weight"].T
-    return normalised(x[-1], w["output_norm.weight"]) @ w["token_embd.weight"].T
+    return normalised(x[places], w["output_norm.weight"]) @ w["token_embd.weight"].T
 
 
 def error_of(logits, expected):
@@ -284,6 +285,26 @@ def test_logits_of_the_model(example, loaded):
     prompts = [example.Prompt(words.of_chat("What is the capital of France?"), 3), example.Prompt(words.of("Once upon"), 3)]
     found = list(example.Batch(model, cache_of(example, model, 20, 16), prompts, chunk=20))
     judged(model, prompts, found)
+
+
+@needs_weights
+@pytest.mark.release
+def test_answers_of_the_page_are_the_likeliest_texts(example, loaded):
+    """Each token is the likeliest one behind those before by the model written out: so it would have written the same text."""
+    model, words = loaded
+    end = words.control["<|im_end|>"]
+    page = (ROOT / "docs/examples.md").read_text(encoding="utf-8")
+    answers = dict(re.findall(r"^> (.*)\n(.*)$", page, re.MULTILINE))
+    assert [*answers] == [*example.EXAMPLE_PROMPTS]
+    for question, answer in answers.items():
+        prompt = words.of_chat(question)
+        batch = example.Batch(model, cache_of(example, model, 20, 16), [example.Prompt(prompt, 120, end)])
+        found = [token.token for token in batch]
+        text = [*prompt, *found]
+        logits = recomputed(model.config, model.weights, text, np.float32, slice(len(prompt) - 1, len(text) - 1))
+        assert logits.argmax(-1).tolist() == found and found[-1] == end
+        read = words.reader()
+        assert "".join(map(read, found)).strip() == answer
 
 
 @needs_weights

@@ -1,5 +1,6 @@
 """The transcription of examples/ against its model written out plainly, in NumPy alone, and against a voice where there is one."""
 
+import difflib
 import importlib.util
 import itertools
 import math
@@ -324,6 +325,34 @@ def test_a_spoken_sentence(example, loaded, frames, attention):
     [tokens] = example.transcribed(model, words, frames, example.ATTENTION[attention], "en")
     heard = words.text(tokens).lower().strip(".").split()
     assert {"open", "window", "close", "door"} <= {*heard} and tokens[-1] == words.end
+
+
+SENTENCES = (
+    "Please open the window and close the door.",
+    "The train to the city leaves at nine in the morning.",
+    "She bought bread, milk and three red apples at the market.",
+)
+
+
+def words_of(text):
+    return [word.strip(".,").lower() for word in text.split()]
+
+
+@needs_weights
+@needs_voice
+@pytest.mark.release
+def test_nine_of_ten_words_of_three_sentences(example, loaded, tmp_path):
+    """In their order, by a voice that speaks slowly."""
+    model, words = loaded
+    found = 0
+    for i, said in enumerate(SENTENCES):
+        sound = tmp_path / f"{i}.wav"
+        subprocess.run(["espeak-ng", "-v", "en-us", "-s", "140", "-w", sound, said], check=True, timeout=60)
+        frames = example.log_mel(example.read_wave(sound))[None]
+        [tokens] = example.transcribed(model, words, frames, example.ATTENTION["flash"], "en")
+        matcher = difflib.SequenceMatcher(None, words_of(said), words_of(words.text(tokens)), autojunk=False)
+        found += sum(block.size for block in matcher.get_matching_blocks())
+    assert found >= 0.9 * sum(len(words_of(said)) for said in SENTENCES), found
 
 
 @needs_weights

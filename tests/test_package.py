@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,29 @@ def test_import_loads_no_gpu_library_and_makes_no_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_gradients_and_caches_are_loaded_when_they_are_asked_for():
+    """They take a quarter of the time of the import, and many programs have neither. Names are there all the same."""
+    late = "{'call.append', 'call.backward', 'call.merge', 'call.rotate', 'plan.backward', 'problem.backward'}"
+    loaded = f"print(sorted({late} & {{name.removeprefix('cupy_flash.') for name in sys.modules}}))"
+    program = f"""if True:
+        import sys, cupy_flash
+        {loaded}
+        assert set(cupy_flash.__all__) <= set(dir(cupy_flash))
+        from cupy_flash import *
+        {loaded}
+        assert Gradients(1, 2, 3).dk == 2 and isinstance(BackwardPlan, type)
+        try:
+            cupy_flash.no_such_name
+        except AttributeError as error:
+            print(error)
+    """
+    assert python(program).stdout.splitlines() == [
+        "[]",
+        "['call.backward', 'plan.backward', 'problem.backward']",
+        "module 'cupy_flash' has no attribute 'no_such_name'",
+    ]
+
+
 def test_import_takes_no_longer_than_that_of_numpy():
     """In the best of several, because other work on the machine slows down whichever of the two it hits."""
     program = """if True:
@@ -49,6 +73,17 @@ def test_import_takes_no_longer_than_that_of_numpy():
         print((perf_counter() - middle) / (middle - start))
     """
     assert any(float(python(program).stdout) <= 1 for _ in range(10))
+
+
+# Memory
+
+
+def test_memory_of_a_device_comes_from_the_allocator_of_cupy_alone():
+    """So that who sets another one, such as that of RMM, has all of it there."""
+    files = [file for floor in ("call", "jax", "machine", "problem") for file in (PACKAGE / floor).rglob("*.py")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    taken = re.findall(r"cuda\.alloc\w*|\b\w*[mM]alloc\w*|\w*MemoryPool|cuda\.\w*Memory\(|driver\.\w*[aA]lloc\w*", text)
+    assert set(taken) == {"cuda.alloc"}
 
 
 # Files
@@ -87,6 +122,12 @@ def test_no_file_is_longer_than_400_lines(path):
 @pytest.mark.parametrize("file", [file for file in ALGORITHMS if file.startswith(("fwd", "bwd"))])
 def test_algorithm_is_long_enough_to_be_read_alone(file):
     assert LINES[shelf() / file] >= 80
+
+
+def test_a_wheel_is_smaller_than_a_megabyte():
+    """What is in one, compressed as there."""
+    files = {*PACKAGE.rglob("*.py"), *(path for path in shelf().rglob("*") if path.is_file())}
+    assert 300_000 < sum(len(zlib.compress(path.read_bytes())) for path in files) < 950_000
 
 
 def test_the_package_is_a_house_of_few_floors():

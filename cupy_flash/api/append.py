@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from ..call.append import append
 from .absent import answers_absent
 
 K = TypeVar("K")
@@ -94,6 +93,8 @@ def append_kv(
     >>> bool(np.array_equal(k_cache[2, :, 499], k[2, :, 0]))
     True
     """
+    from ..call.append import append  # late: who has no cache does without
+
     others = {"seqlens_new": seqlens_new, "pages": pages, "cache_batch_idx": cache_batch_idx}
     others |= {"cos": cos, "sin": sin, "positions": positions, "interleaved": interleaved}
     return append(k_cache, v_cache, k, v, seqlens, layout=layout, backend=backend, **others)

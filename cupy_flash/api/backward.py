@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from ..call.backward import BackwardPlan, attention_and_vjp, operands, prepared_backward
 from ..call.captured import captured, taken_lengths
-from ..problem.backward import Gradients
 from .absent import answers_absent
 from .forward import A
 from .signature import takes_options
@@ -15,6 +13,8 @@ from .signature import takes_options
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ..call.backward import BackwardPlan
+    from ..problem.backward import Gradients
     from ..problem.options import CommonOptions
 
 
@@ -118,6 +118,8 @@ def attention_backward(
     >>> dq.shape
     (8, 100, 64)
     """
+    from ..call.backward import operands, prepared_backward  # late: who infers needs no gradients
+
     lengths = taken_lengths(options)
     others = captured(
         score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=lengths
@@ -203,6 +205,8 @@ def attention_vjp(
     >>> bool(np.allclose(dv.sum(axis=1), 100, rtol=1e-4))  # the weights of each of the 100 queries add up to 1
     True
     """
+    from ..call.backward import attention_and_vjp  # late, likewise
+
     lengths = taken_lengths(options)
     others = captured(
         score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=lengths
@@ -272,6 +276,8 @@ def plan_attention_backward(
     >>> plan.workspace.names
     ('stats', 'dq_accum')
     """
+    from ..call.backward import operands, prepared_backward  # late, likewise
+
     lengths = taken_lengths(options)
     others = captured(
         score=score, mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=lengths

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..call import rotate as call
 from .absent import answers_absent
 from .forward import A
 
@@ -85,4 +84,6 @@ def rotate(
     >>> bool(np.array_equal(last, rotated[:, :, -1:]))
     True
     """
+    from ..call import rotate as call  # late: many models do not rotate
+
     return call.rotate(x, cos, sin, positions, interleaved, layout, backend, out)

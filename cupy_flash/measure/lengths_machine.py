@@ -168,8 +168,8 @@ def captured(run: Run, report: Callable[[int], None] | None = None) -> Run:
             report(count)
         launch = graph.launch
 
-    def launched() -> Any:
-        launch()
+    def launched(queues: Any = run.launch) -> Any:
+        launch()  # which knows where arrays are that nothing but `queues` keeps
         return results
 
     return replace(run, launch=launched)

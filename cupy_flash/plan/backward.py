@@ -27,7 +27,7 @@ from .kernel import (
     with_linear_terms,
 )
 from .schedule import L2_BYTES
-from .sequences import elements_of, row_length, tiles_of
+from .sequences import elements_of, tiles_of
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig, row_for, table_for
 from .workspace import Workspace
@@ -46,6 +46,7 @@ FEW_TILES = 8  # of keys: blocks that add in order are apart only if more heads 
 CLEARING_BLOCKS = 200  # that start between those of a head and those that clear what it leaves
 MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
+LENGTH_OF_MANY = 4096  # of sequences of their own lengths: tiles, and heads together, are those of about so many rows, whatever they are
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
 
 
@@ -72,7 +73,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     expressions = text_of(p)
     explicit, why_scores = explicit_scores(p, expressions, of_lse=p.dtype != "float32")
     kernel, why_kernel = _backward_kernel(problem, architecture, explicit, expressions)
-    if kernel in HOPPER_KERNELS:
+    if kernel in HOPPER_KERNELS and not (p.lengths and p.sinks):  # gradients of sinks tell no sequences apart
         expressions = with_linear_terms(p, expressions)
     moved = BY_THREADS if kernel in HOPPER_KERNELS else MOVED
     copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in moved})
@@ -117,7 +118,8 @@ def _row_for(
     rows = rows_of(kernel, architecture, p, expressions)
     kinds = (explicit, problem.deterministic, p.mask.shape)
     lengths = p.lengths is not None
-    return row_for(kernel, architecture, p.dtype, _width(p), row_length(p), copy_bytes, *kinds, lengths=lengths, rows=rows)
+    len_q = LENGTH_OF_MANY if lengths else p.len_q
+    return row_for(kernel, architecture, p.dtype, _width(p), len_q, copy_bytes, *kinds, lengths=lengths, rows=rows)
 
 
 def _layouts(problem: BackwardProblem) -> dict[str, Layout]:
@@ -133,9 +135,9 @@ def _backward_kernel(
     asked = problem.kernel
     if p.scores:
         check_sums(p.scores, problem.wrt, problem.deterministic)
-    if p.lengths is not None:
-        return _varlen_kernel(problem, architecture)
     tables = {kernel: rows_of(kernel, architecture, p, expressions) for kernel in HOPPER_KERNELS}
+    if p.lengths is not None:
+        tables = {kernel: tuple(row for row in rows if not row.without_lengths) for kernel, rows in tables.items()}
     exists = bool(table_for("bwd_hopper", architecture, p.dtype))
     if asked == "bwd_hopper" and exists and not tables[asked]:
         expected = "None, 'bwd_v2' or 'bwd_hopper_wide' with these scores, masks or dropout"
@@ -155,14 +157,6 @@ def _backward_kernel(
         why_not = why_not or "it has no tile for such head dims and scores"
         raise UnsupportedError(f"kernel: expected None or 'bwd_v2', got {asked!r}: {why_not}")
     return "bwd_v2", (why_not or "no Hopper kernel has the registers for these scores") if exists else ""
-
-
-def _varlen_kernel(problem: BackwardProblem, architecture: Architecture) -> tuple[str, str]:
-    """The same of sequences of their own lengths."""
-    if problem.kernel not in (None, "bwd_v2"):
-        raise UnsupportedError(f"kernel: expected None or 'bwd_v2' with lengths of sequences, got {problem.kernel!r}")
-    exists = bool(table_for("bwd_hopper", architecture, problem.forward.dtype))
-    return "bwd_v2", "the Hopper kernels know no sequences of their own lengths yet" if exists else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +193,9 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     heads = p.heads_q * elements_of(p, "q")
     group, blocks = together * per_block, together * tiles
     owners = p.heads_kv * _splits(plan, problem) * elements_of(p, "kv") * tiles
+    if p.lengths is not None:  # all sums are there at once, and an order of sums that is the same for all sequences
+        counted = p.heads_q * (math.prod(p.batch) + 1)
+        return Grouping(per_block, together, blocks, owners, max(counted, 1), backwards=_backwards(problem, counted, 0))
     backwards = _backwards(problem, heads, group)
     if not _finishes_queries(plan, problem) or not owners:
         return Grouping(per_block, together, blocks, owners, max(heads, 1), backwards=backwards)
@@ -222,7 +219,7 @@ def _backwards(problem: BackwardProblem, heads: int, group: int) -> int:
     p = problem.forward
     if not problem.deterministic or not p.mask.hides_last:
         return 0
-    if p.mask.hides_first or heads <= group:
+    if p.mask.hides_first or heads <= group or not group:
         return heads
     return (heads - 1) // group * group
 
@@ -249,14 +246,14 @@ def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
     c, p = plan.config, problem.forward
     query_tiles = _query_tiles(plan, problem) * p.heads_q * elements_of(p, "q")
     key_tiles = _key_tiles(plan, problem) * p.heads_kv * _splits(plan, problem) * elements_of(p, "kv")
-    sum_tiles = _query_tiles(plan, problem) * make_grouping(plan, problem).accum_heads
+    sum_tiles = query_tiles if p.lengths is not None else _query_tiles(plan, problem) * make_grouping(plan, problem).accum_heads
     parts = [("stats", 4 * query_tiles * 2 * c.TILE_Q), ("dq_accum", 4 * sum_tiles * c.TILE_Q * c.WIDTH)]
     if _stores_parts(plan, problem):
         parts += [(name, 4 * key_tiles * c.TILE_KV * c.WIDTH) for name in ("dk_accum", "dv_accum")]
     if problem.deterministic:
         parts.append(("dq_semaphore", 4 * query_tiles * (c.TILE_KV // 64 if c.TMA_REDUCE_DQ else 1)))  # of each warpgroup, or all
     if _finishes_queries(plan, problem):
-        parts.append(("dq_progress", 4 * p.heads_q * math.prod(p.batch)))
+        parts.append(("dq_progress", 4 * p.heads_q * (math.prod(p.batch) + (p.lengths is not None))))  # and of rows behind all
     return Workspace(tuple(parts))
 
 
@@ -282,9 +279,9 @@ def heads_per_block(plan: KernelPlan, problem: BackwardProblem) -> int:
     they are more than one warp counts: then fewer.
     """
     p = problem.forward
-    if p.lengths is not None:  # the same whatever else is in the batch: how sums are made decides their bits
-        return p.heads_per_kv
     blocks = _key_tiles(plan, problem) * p.heads_kv * math.prod(p.batch)
+    if p.lengths is not None:  # the same whatever else is in the batch: how sums are made decides their bits
+        blocks = FEWEST_BLOCKS
     most = MOST_HEADS_COUNTED if plan.file in HOPPER_KERNELS else p.heads_per_kv
     together = p.heads_per_kv
     while together > 1 and (together > most or blocks * (p.heads_per_kv // together) < FEWEST_BLOCKS):
@@ -304,7 +301,9 @@ def heads_together(plan: KernelPlan, problem: BackwardProblem) -> int:
     the rate in any order, two at 0.77, four at 0.55. In order without a mask, each block waits for the one before: of 512 and
     1,024 keys, 16 heads run 1.02 to 1.09 times as fast as 8, of 2,048 keys 1.04 times at dim 64, 0.95 at dim 128.
     """
-    tiles = max(_key_tiles(plan, problem), 1)
+    tiles, rows = max(_key_tiles(plan, problem), 1), max(problem.forward.len_q, 1)
+    if problem.forward.lengths is not None:
+        tiles, rows = -(-LENGTH_OF_MANY // plan.config.TILE_KV), LENGTH_OF_MANY
     if plan.file not in HOPPER_KERNELS:
         return max(1, BLOCKS_TOGETHER // tiles)
     least = 4
@@ -315,7 +314,7 @@ def heads_together(plan: KernelPlan, problem: BackwardProblem) -> int:
     together = min(max(HOPPER_BLOCKS_TOGETHER // tiles, least), most)
     if problem.deterministic:
         return together
-    bytes_of_head = (4 + 2 + 2) * max(problem.forward.len_q, 1) * plan.config.WIDTH  # sums, q and dout
+    bytes_of_head = (4 + 2 + 2) * rows * plan.config.WIDTH  # sums, q and dout
     return max(1, min(together, L2_BYTES // bytes_of_head))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ..errors import UnsupportedError
@@ -36,6 +37,7 @@ LISTED = ("fwd_v2", "fwd_hopper")  # kernels that visit the tiles of a list wher
 NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
 EVEN = 0.75  # of the longest query tile that the shortest has to have
 WORK_ITEM_BYTES = {"fwd_v2": 8, "fwd_hopper": 32}  # sequence and row of a query tile, and for a persistent block, where that lies
+LEAST_PIECE = 8  # keys of a page that TMA brings at a time: rows of shared memory are swizzled in eights
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
 
 
@@ -167,12 +169,16 @@ def _varlen_kernel(problem: Problem, architecture: Architecture, expressions: Ex
 def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
     """Why sequences of their own lengths are not for fwd_hopper, or ''."""
     lengths = problem.lengths
-    if lengths.cache is not None:
-        return f"fwd_hopper knows no {'pages' if lengths.paged else 'elements of a cache'}"
+    if lengths.paged and lengths.page_size % LEAST_PIECE:
+        return f"no TMA: pages have {lengths.page_size} keys, which {LEAST_PIECE} do not divide"
     if (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem)[0]:
         return "few queries: heads of a group share a tile, or blocks its keys, in fwd_v2"
     crowded = _crowded(problem, architecture, with_linear_terms(problem, expressions))
-    no_map = obstacle(problem.batch, _layouts(problem), MOVED)
+    layouts, cached = _layouts(problem), lengths.caches
+    named = [name for name in MOVED if name not in cached]
+    no_map = obstacle(problem.batch, {name: x for name, x in layouts.items() if name not in cached}, named)
+    if cached:
+        no_map = no_map or obstacle(lengths.cache.shape[:1], cached, cached)
     return crowded or (no_map and f"no TMA: {no_map}")
 
 
@@ -259,9 +265,19 @@ def forward_maps(plan: KernelPlan, problem: Problem) -> dict[str, TensorMap]:
     """The tensor maps that a kernel is given in place of arrays."""
     if plan.file != "fwd_hopper":
         return {}
-    keys = plan.config.TILE_KV
-    boxes = {"q": GROUP_ROWS, "k": keys, "v": keys} | ({"out": WARP_ROWS} if plan.config.TMA_STORE_OUT else {})
-    return {f"{name}_map": described for name, described in tensor_maps(problem.batch, _layouts(problem), boxes).items()}
+    cached = {} if problem.lengths is None else problem.lengths.caches
+    rows = {"q": GROUP_ROWS} | dict.fromkeys("kv", keys_of_box(plan, problem)) | ({"out": WARP_ROWS} if plan.config.TMA_STORE_OUT else {})
+    layouts = {name: x for name, x in _layouts(problem).items() if name not in cached}
+    maps = tensor_maps(problem.batch, layouts, {name: rows[name] for name in rows if name not in cached})
+    if cached:
+        maps |= tensor_maps(problem.lengths.cache.shape[:1], cached, {name: rows[name] for name in cached})
+    return {f"{name}_map": described for name, described in maps.items()}
+
+
+def keys_of_box(plan: KernelPlan, problem: Problem) -> int:
+    """Keys that fwd_hopper has brought at a time: a tile, or of pages so many that they divide a tile and a page."""
+    tile = plan.config.TILE_KV
+    return math.gcd(tile, problem.lengths.page_size) if plan.config.PAGED else tile
 
 
 def _tiles(plan: KernelPlan, problem: Problem) -> int:

@@ -140,7 +140,7 @@ class KernelPlan:
         if self.file in ("bwd_hopper", "bwd_hopper_wide"):
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
             stats, sums = c.STAGES * 2 * c.TILE_Q * 4, c.TMA_REDUCE_DQ * c.TILE_Q * c.WIDTH * 4
-            barriers = 8 * (12 + 4 * c.STAGES + c.TMA_REDUCE_DQ)
+            barriers = 8 * (12 + 4 * c.STAGES + c.TMA_REDUCE_DQ) + c.VARLEN * (8 + 20 + 32 + 2 * 20)
             main = itemsize * (keys + queries + 2 * c.TILE_Q * c.TILE_KV) + stats + sums + barriers
             if self.file == "bwd_hopper_wide":
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P

@@ -162,9 +162,9 @@ BACKWARD_FLOAT32_75 = (
 
 BACKWARD_HOPPER_READS = (
     TileConfig(64, 64, 128, REGISTERS, warps=12, min_blocks=1),
-    TileConfig(128, 64, 128, REGISTERS, warps=12, min_blocks=1),
+    TileConfig(128, 64, 128, REGISTERS, warps=12, min_blocks=1, without_lengths=True),
 )
-BACKWARD_HOPPER_MASK = (TileConfig(64, 128, 128, WIDE_STEPS, warps=12, min_blocks=1), BACKWARD_HOPPER_READS[1])
+BACKWARD_HOPPER_MASK = (TileConfig(64, 128, 128, WIDE_STEPS, warps=12, min_blocks=1, without_lengths=True), *BACKWARD_HOPPER_READS)
 BACKWARD_HOPPER_WIDE = (
     TileConfig(128, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
     TileConfig(192, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),  # wider ones would spill, and are for bwd_v2
@@ -186,7 +186,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
     "bwd_hopper": {
         Pressure.TERM: PLAIN_BACKWARD,
         Pressure.BIAS: BACKWARD_HOPPER_READS,
-        Pressure.ARRAY_MASK: BACKWARD_HOPPER_MASK[:1],
+        Pressure.ARRAY_MASK: BACKWARD_HOPPER_MASK[:2],
         Pressure.MASK: BACKWARD_HOPPER_MASK,
         Pressure.LOOKUPS: BACKWARD_HOPPER_READS[:1],
     },

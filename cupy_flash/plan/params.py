@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy
 
 from ..errors import UnsupportedError
-from ..problem.backward import BackwardProblem
 from ..problem.forward import FORWARD_ARRAYS, Problem
 from ..problem.layout import BATCH_AXES, Layout, merge_batch_axes
 from ..problem.lengths import FIELDS, Lengths
 from ..problem.mask import UNBOUNDED
-from ..problem.merge import MergeProblem
-from ..problem.read_gradients import ReadGradient
 from ..problem.scores import Scores, told_apart
-from .backward import Grouping
 from .split import KeySplits
 from .structs import struct
 from .tensor_map import TensorMap
+
+if TYPE_CHECKING:
+    from ..problem.backward import BackwardProblem
+    from ..problem.merge import MergeProblem
+    from ..problem.read_gradients import ReadGradient
+    from .backward import Grouping
 
 SCORES = "scores."  # what the names of words in `ScoreParams` begin with
 TILES = "tile_"  # and those of parts of workspace in `TileLists`
@@ -76,6 +79,8 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
         tiles_of_head = -(-problem.len_q // tile_q)
         params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
         params["tiles_of_head_divmod"] = fast_divmod(tiles_of_head)
+    else:
+        params["page_rows"] = maps["k_map"].box_rows
     return params
 
 

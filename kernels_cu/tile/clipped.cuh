@@ -24,17 +24,29 @@ template <int ROWS, int WIDTH> OP void clear_rows(const PanelTile<ROWS, WIDTH>& 
   }
 }
 
-// The stage at hand = this part of the array, of which the first `rows` rows count and the others become zeros; goes on to the next one.
-template <typename T, int DEPTH, Lanes LANES>
-OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row,
-                     int rows, CallSite at = call_site()) {
+// The stage at hand = what `load` brings, of whose rows the first `rows` count and the others become zeros; goes on to the next one.
+template <typename T, int DEPTH, Lanes LANES, typename Load>
+OP void clip(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, int rows, const Load& load, CallSite at) {
   Pipeline<T, 1, LANES> alone(pipeline.tile().base, clipping.arrived.address);   // in the place of the stage
   alone.count = clipping.count++;
   const Pipeline<T, 1, LANES> before = alone;
-  load_async(alone, map, batch, head, row, at);
+  load(alone);
   consumer_wait(before, at);                                  // without it TMA writes over the zeros
   clear_rows(pipeline.tile(), max_of(rows, 0));
   fence_proxy_async();                                        // without it products read what was there before the zeros
   arrive_at<LANES>(pipeline.full(), at);                      // without it the consumers wait for ever
   pipeline.advance();
+}
+template <typename T, int DEPTH, Lanes LANES>
+OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row,
+                     int rows, CallSite at = call_site()) {
+  if (rows >= T::rows) return load_async(pipeline, map, batch, head, row, at);
+  clip(pipeline, clipping, rows, [&](Pipeline<T, 1, LANES>& alone) { load_async(alone, map, batch, head, row, at); }, at);
+}
+// The same, and with the tile comes one number for each of its rows.
+template <typename T, int DEPTH, Lanes LANES>
+OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row,
+                     int rows, const float* from, SharedAddress to, CallSite at = call_site()) {
+  if (rows >= T::rows) return load_async(pipeline, map, batch, head, row, from, to, at);
+  clip(pipeline, clipping, rows, [&](Pipeline<T, 1, LANES>& alone) { load_async(alone, map, batch, head, row, from, to, at); }, at);
 }

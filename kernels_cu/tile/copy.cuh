@@ -108,6 +108,19 @@ OP void for_granules(SharedTile<ROWS, WIDTH> tile, const GlobalTile& global, Mov
   }
 }
 
+// dst = 0
+template <typename Scope> OP void clear(const GlobalTile& dst) {
+  for_lane(l) {
+    #pragma unroll 1
+    for (int row = Scope::thread(l) / 32; row < dst.rows; row += Scope::threads / 32) {
+      for (int col = Scope::thread(l) % 32 * GRANULE; col < dst.cols; col += 32 * GRANULE) {
+        count_written(sizeof(Granule));
+        *reinterpret_cast<Granule*>(dst.at(row, col)) = Granule{};
+      }
+    }
+  }
+}
+
 // A granule to shared memory, or zeros.
 OP void copy_granule(SharedAddress to, const Element* from, bool exists) {
   if constexpr (ASYNCHRONOUS) {

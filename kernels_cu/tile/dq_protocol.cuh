@@ -13,6 +13,7 @@
 //   A block only waits for blocks that started earlier, so that none waits for ever.
 //   Nobody uses the sums of heads from `reused` on again, and nothing is counted for them behind ADDING. Of heads from `last_heads` on no
 //   block is the last one: blocks that own no keys wait until ADDING has ended, and make the sums dq (postprocess_last_heads).
+//   Of sequences of their own lengths (VARLEN) each has counters of its own, and no sums are used again: there is ADDING alone.
 //
 //   dq_semaphore, one for each query tile, where blocks add in order: block number b of a tile adds when it is b, and makes it b + 1.
 //   Consumers do not wait for it themselves. Lanes that add are told by one warp, and another releases it:
@@ -67,8 +68,9 @@ OP u32 semaphore_value(const HopperBackwardParams& p, const KeyBlock& block) {
     const int tile = block.here.tile, tiles = ceil_div(p.len_kv, TILE_KV);
     return count_column(p, block.here.batch_number, block.now.head, block.now.tile, block.backwards ? tile + 1 : 0, block.backwards ? tiles : tile);
   }
+  const auto seq = block.seq(p);
   const int row = block.now.tile * TILE_Q;
-  const ColumnRange keys = visible_keys(Mask{p.mask, p.len_kv}, row, min_of(TILE_Q, p.len_q - row));
+  const ColumnRange keys = visible_keys(Mask{seq.mask(), seq.kv.len()}, row, min_of(TILE_Q, seq.q.len() - row));
   return block.backwards ? keys.last / TILE_KV - block.here.tile : block.here.tile - keys.first / TILE_KV;
 }
 OP void acquire_dq_order(const HopperBackwardParams& p, KeyBlock& block) {
@@ -126,15 +128,16 @@ OP void send_queries(const HopperBackwardParams& p, KeyBlock& block, int group, 
 
 // READING. One warp counts the block, which takes a while, and tells the consumers of which heads it is the last one.
 OP void count_heads(const HopperBackwardParams& p, const KeyBlock& block) {
-  if (!p.dq_progress) return;
+  if (!p.dq_progress || !block.is_counted(p)) return;
   wait_for<LANES>(block.ended, 0);                            // without it the block is counted before all has been added
-  const u32 blocks = block.head < p.last_heads ? ceil_div(p.len_kv, TILE_KV) : ~0u;       // of the last heads, no block finishes dq by itself
+  const u32 blocks = VARLEN || block.head < p.last_heads ? block.key_tiles(p) : ~0u;       // of the last heads, no block finishes dq by itself
   count_block(p.dq_progress + block.head, p.heads_per_block, blocks, block.smem + LAST_OFFSET);
   sync_warp();                                                // without it consumers are told before one lane has written
   arrive_at<LANES>(block.counted);                            // without it the consumers wait for ever
 }
 template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwardParams& p, const KeyBlock& block) {
-  if (!p.dq_progress) return;
+  if (!p.dq_progress || !block.is_counted(p)) return;
+  const auto queries = block.seq(p).q;
   wait_for<LANES>(block.counted, 0);                          // without it warps read what has not been written
   const u32 others = load_shared<u32>(block.smem + LAST_OFFSET);
   const OutTile out_smem{block.smem + Q_OFFSET};
@@ -142,12 +145,17 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
   #pragma unroll 1
   for (int i = 0; i < p.heads_per_block; ++i) {
     if (others >> i & 1) continue;
-    const i64 first = i64(block.head + i) * ceil_div(p.len_q, TILE_Q) - block.tiles_before;
+    const i64 first = VARLEN ? i64(block.number_of(p, block.here.first_head + i, 0)) : i64(block.head + i) * ceil_div(p.len_q, TILE_Q) - block.tiles_before;
+    const int rows = queries.end_of_room() - queries.first();
     #pragma unroll 1
-    for (int row = own_row; row < p.len_q; row += OutTile::rows) {
+    for (int row = own_row; row < rows; row += OutTile::rows) {
       Acc<16, WIDTH> sum_reg;
       load(sum_reg, Accum{p.dq_accum + (first + row / TILE_Q) * Accum::size}, row % TILE_Q, 0);
       scale(sum_reg, p.scale);
+      if constexpr (VARLEN) {                                 // TMA would write beyond the sequence
+        store(rows_of(p.dq, block.here.batch, block.here.first_head + i, queries.first() + row, queries.end_of_room(), p.dim), sum_reg);
+        continue;
+      }
       wait_for_stores();                                      // without it rows are overwritten that have not left
       store(out_smem, sum_reg, own_row);
       fence_proxy_async();                                    // without it rows leave that have not been written

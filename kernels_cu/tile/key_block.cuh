@@ -1,7 +1,7 @@
 // key_block.cuh -- a block of the backward for sm_90a, whichever way its warpgroups share the products: it owns TILE_KV keys, and the query
 // tiles that see one of them pass through it. The first warpgroup is the producer; the others are consumers, which compute.
 #pragma once
-#include "tile/pipeline.cuh"
+#include "tile/clipped.cuh"
 #include "tile/mask.cuh"
 #include "tile/passes.cuh"
 #include "tile/tile_list.cuh"
@@ -39,7 +39,9 @@ constexpr int DS_BARRIER = DO_BARRIERS + STAGES * STAGE_BARRIERS;
 constexpr int ORDER_BARRIERS = DS_BARRIER + Mbarrier::bytes;
 constexpr int END_BARRIERS = ORDER_BARRIERS + (TMA_REDUCE_DQ ? 2 * GROUPS : 3) * Mbarrier::bytes;
 constexpr int LAST_OFFSET = END_BARRIERS + 3 * Mbarrier::bytes;
-constexpr int BLOCK_BYTES = LAST_OFFSET + 2 * int(sizeof(u32));
+constexpr int CLIPPING_BARRIER = LAST_OFFSET + 2 * int(sizeof(u32));
+constexpr int PLACE_OFFSET = CLIPPING_BARRIER + VARLEN * Mbarrier::bytes;            // of what a block needs again later
+constexpr int BLOCK_BYTES = PLACE_OFFSET + VARLEN * int(sizeof(TransposedMask) + sizeof(KeyBlockCoord) + 2 * sizeof(SequenceRows));
 
 constexpr Lanes LANES = WIDTH <= 64 ? CONVERGENT : DIVERGENT; // as measured: 5 % at dim 64, and nothing or 5 % the other way at dim 128
 
@@ -57,36 +59,49 @@ struct KeyBlock {
   Mbarrier ended{smem + END_BARRIERS};                        // the block adds nothing more
   Mbarrier counted{smem + END_BARRIERS + Mbarrier::bytes};    // the block has been counted
   Mbarrier cleared{counted.address + Mbarrier::bytes};        // the sums are zero, and the block may add
-  KeyBlockCoord here;
+  KeyBlockCoord here;                                         // VARLEN: without a tile if no sequence has it
+  KeptSequence<HopperBackwardParams> kept;
   TransposedMask mask;
-  u32 head;                                                   // the first query head, counted over all batch elements
-  int row0;                                                   // the first key
+  u32 head;                                                   // the first query head, counted over all batch elements, or sequences
+  int row0;                                                   // the first key, counted from that of the sequence
   int from, to;                                               // the first tile of queries and the last one to come
   int steps;
+  u32 first_number;                                           // VARLEN: of the query tiles of the sequence, in head 0
   bool backwards;                                             // the last keys before the first ones, see semaphore_value
   QueryCursor now;
   u32 last_number;                                            // TILE_LIST: tile_number of the step before
   u32 tiles_before;                                           // query tiles of heads that had the same sums before, and of all in between
 
   OP KeyBlock(const HopperBackwardParams& p)
-      : here(key_block_coord(p, TILE_KV)),
-        mask(transposed(p.mask, p.len_q, p.len_kv)), head(here.batch_number * p.heads + here.first_head) {
+      : here(VARLEN ? key_block_coord(p) : key_block_coord(p, TILE_KV)),
+        head(here.batch_number * p.heads + here.first_head) {
+    keep_sequence(kept, p, here.batch_number);
+    mask = transposed_mask(kept, p);
     backwards = head < p.backwards;
-    if (backwards) here.tile = ceil_div(p.len_kv, TILE_KV) - 1 - here.tile;
+    if (backwards && (!VARLEN || here.tile < key_tiles(p))) here.tile = key_tiles(p) - 1 - here.tile;
     row0 = here.tile * TILE_KV;
     const ColumnRange seeing = visible_queries(mask, row0, TILE_KV);
     const int first = seeing.first / TILE_Q, last = seeing.last / TILE_Q;
     steps = seeing.last < seeing.first ? 0 : (last + 1 - first) * p.heads_per_block;
+    if constexpr (VARLEN) if (row0 >= seq(p).kv.len()) steps = 0;
     from = backwards ? first : last;
     to = backwards ? last : first;
     now = {here.first_head, from};
+    if constexpr (VARLEN) first_number = query_tile_number(p, seq(p).q, 0, 0);
     if constexpr (TILE_LIST) {
       if (steps > 0) {
         steps = count_listed(here.first_head, p.heads_per_block, first, last + 1, [&](int head) { return list_of(p, head); });
         find_tile(p);
       }
     }
-    tiles_before = divide(head, p.accum_heads_divmod) * p.accum_heads_divmod.divisor * ceil_div(p.len_q, TILE_Q);
+    tiles_before = VARLEN ? 0 : divide(head, p.accum_heads_divmod) * p.accum_heads_divmod.divisor * ceil_div(p.len_q, TILE_Q);
+  }
+  OP SequenceAtHand<HopperBackwardParams> seq(const HopperBackwardParams& p) const { return kept_sequence(kept, p, here.batch_number); }
+  OP int key_tiles(const HopperBackwardParams& p) const { return ceil_div(VARLEN ? seq(p).kv.len() : p.len_kv, TILE_KV); }
+  // with which dq may be complete
+  OP bool is_counted(const HopperBackwardParams& p) const {
+    const auto& of = seq(p);
+    return !VARLEN || (row0 < of.kv.len() && of.q.end_of_room() > of.q.first());
   }
   OP TileList list_of(const HopperBackwardParams& p, int head) const { return list_of_keys(p, here.batch_number, head, here.tile); }
   OP void find_tile(const HopperBackwardParams& p) {
@@ -97,12 +112,16 @@ struct KeyBlock {
     now.advance(from, to);
     if constexpr (TILE_LIST) find_tile(p);
   }
-  OP u32 tile_number(const BackwardParams& p) const { return query_tile_number(p, here.batch_number, now.head, now.tile); }
+  OP u32 number_of(const BackwardParams& p, int head, int tile) const {
+    if constexpr (VARLEN) return first_number + head * tiles_of<QUERIES>(p) + tile;
+    else return query_tile_number(p, here.batch_number, head, tile);
+  }
+  OP u32 tile_number(const BackwardParams& p) const { return number_of(p, now.head, now.tile); }
   OP u32 number_before(const BackwardParams& p) const {        // the same of the tile before
     if constexpr (TILE_LIST) return last_number;
     const bool of_last_head = now.tile == from;
     const int tile = of_last_head ? to : now.tile - (from < to ? 1 : -1);
-    return query_tile_number(p, here.batch_number, now.head - of_last_head, tile);
+    return number_of(p, now.head - of_last_head, tile);
   }
   OP u32 accum_number(const BackwardParams& p) const { return tile_number(p) - tiles_before; }  // of the tile among those that have sums at a time
   OP SharedAddress lse_smem() const { return smem + LSE_OFFSET + queries.stage() * STAT_BYTES; }
@@ -110,6 +129,35 @@ struct KeyBlock {
   OP SharedAddress dq_smem(int group) const { return smem + DQ_OFFSET + group * DQ_BYTES; }
   OP GradientTile ds_smem(u32 step) const { return {smem + DS_OFFSET + step % 2 * GradientTile::bytes}; }
 };
+
+// VARLEN: what would take registers of the loop is kept in shared memory: the mask of the sequence, which few steps ask, and where it and the
+// block are, which is asked behind the loop. Stored by one warp, before a sync_block.
+struct BlockPlace {
+  SharedAddress mask, here, q, kv;
+  OP BlockPlace(SharedAddress smem)
+      : mask(smem + PLACE_OFFSET), here(mask + int(sizeof(TransposedMask))), q(here + int(sizeof(KeyBlockCoord))), kv(q + int(sizeof(SequenceRows))) {}
+};
+template <typename Block> OP void store_place(const Block& block) {
+  if constexpr (VARLEN) {
+    const BlockPlace place(block.smem);
+    store_once(place.mask, block.mask);
+    store_once(place.here, block.here);
+    store_once(place.q, block.kept.q);
+    store_once(place.kv, block.kept.kv);
+  }
+}
+template <typename Block> OP void load_place(Block& block) {
+  if constexpr (VARLEN) {
+    const BlockPlace place(block.smem);
+    block.here = load_shared<KeyBlockCoord>(place.here);
+    block.kept.q = load_shared<SequenceRows>(place.q);
+    block.kept.kv = load_shared<SequenceRows>(place.kv);
+  }
+}
+OP decltype(auto) mask_again(const KeyBlock& block) {
+  if constexpr (VARLEN) return load_shared<TransposedMask>(BlockPlace(block.smem).mask);
+  else return (block.mask);
+}
 
 // By one warp, before a sync_block.
 OP void start_barriers(const KeyBlock& block) {
@@ -131,11 +179,32 @@ OP void start_barriers(const KeyBlock& block) {
   init_mbarrier(block.ended, TMA_REDUCE_DQ ? GROUPS : 4 * GROUPS);
   init_mbarrier(block.counted, 1);
   init_mbarrier(block.cleared, 1);
+  if (VARLEN) init_clipping(Clipping{block.smem + CLIPPING_BARRIER});
+  store_place(block);
+}
+
+// What load_tiles does for a sequence, whose last tiles end within it.
+OP void load_tiles_of_sequence(const HopperBackwardParams& p, KeyBlock& block) {
+  const KeyBlockCoord& here = block.here;
+  const auto seq = block.seq(p);
+  Clipping clipping(block.smem + CLIPPING_BARRIER);
+  const int key = seq.kv.first() + block.row0, keys = seq.kv.len() - block.row0;
+  load_clipped(block.keys, clipping, p.k_map, here.batch, here.head_kv, key, keys);
+  #pragma unroll 1
+  for (int step = 0; step < block.steps; ++step, block.advance(p)) {
+    const float* const stats = p.stats + i64(block.tile_number(p)) * 2 * TILE_Q;
+    const int row = block.now.tile * TILE_Q, query = seq.q.first() + row, queries = seq.q.len() - row;
+    producer_acquire(block.queries);                          // without it tiles are overwritten that a slower warp still reads
+    load_clipped(block.queries, clipping, p.q_map, here.batch, block.now.head, query, queries, stats, block.lse_smem());
+    if (step == 0) load_clipped(block.values, clipping, p.v_map, here.batch, here.head_kv, key, keys);
+    load_clipped(block.douts, clipping, p.dout_map, here.batch, block.now.head, query, queries, stats + TILE_Q, block.delta_smem());
+  }
 }
 
 // One warp loads, as far ahead as there is room. Stages of Q and dO are released together, when the step is over.
 OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
   if (block.steps == 0) return;
+  if constexpr (VARLEN) return load_tiles_of_sequence(p, block);
   const KeyBlockCoord& here = block.here;
   load_async(block.keys, p.k_map, here.batch, here.head_kv, block.row0);
   #pragma unroll 1
@@ -150,13 +219,17 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
 }
 
 // 16 rows of dk or dv leave: to the result through the warp's rows of a tile that nobody reads any more, or to the sums of several blocks.
-OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, const TensorMap& map, float* accum, const KeyTile& tile,
-                       const Acc<16, WIDTH>& acc, int row) {
+OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, const TensorMap& map, bool of_values, float* accum,
+                       const KeyTile& tile, const Acc<16, WIDTH>& acc, int row) {
   const KeyBlockCoord& here = block.here;
   if (accum) {
-    const u32 unit = (here.batch_number * p.heads + here.first_head) / p.heads_per_block;
-    const i64 number = i64(unit) * ceil_div(p.len_kv, TILE_KV) + here.tile;
+    const auto& keys = block.seq(p).kv;
+    const u32 unit = (keys.batch_number() * p.heads + here.first_head) / p.heads_per_block;
+    const i64 number = i64(unit) * tiles_of<KEYS>(p) + keys.first_tile() + here.tile;
     store(DkvAccum{accum + number * DkvAccum::size}, acc, row, 0);
+  } else if constexpr (VARLEN) {                              // TMA would write beyond the sequence
+    const auto& keys = block.seq(p).kv;
+    store(rows_of(of_values ? p.dv : p.dk, here.batch, here.head_kv, keys.first() + block.row0 + row, keys.end_of_room(), of_values ? p.dim_v : p.dim), acc);
   } else {
     store(tile, acc, row);
     fence_proxy_async();                                      // without it rows leave that have not been written

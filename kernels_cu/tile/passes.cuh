@@ -26,6 +26,9 @@ OP void clear_stats(const BackwardParams& p, float sign) {
   }
 }
 
+// how many keys a sequence has
+OP int keys_of(const BackwardParams& p, u32 number) { return rows_of_sequence<KEYS>(p, number).len(); }
+
 // Before: one query tile's sums become 0, its statistics those that P and dS are computed from. Delta is multiplied by `sign`. `parts` of a
 // tile have a semaphore each. Heads from `accum_heads` on will use the sums of others.
 OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum_heads = ~0u) {
@@ -34,20 +37,27 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
   const auto queries = rows_of_sequence<QUERIES>(p, here.batch_number);
   const u32 number = query_tile_number(p, queries, here.head, here.row / TILE_Q);
   if (p.dq_semaphore && warp_id() < parts) semaphore_clear(p.dq_semaphore + number * parts + warp_id());
-  if (p.dq_progress && warp_id() == 0 && here.row == 0) semaphore_clear(p.dq_progress + number / tiles_of<QUERIES>(p));
+  if (p.dq_progress && warp_id() == 0 && here.row == 0)
+    semaphore_clear(p.dq_progress + (VARLEN ? here.batch_number * p.heads + here.head : number / tiles_of<QUERIES>(p)));
 
   const GlobalTile out = slice(p.out, here.batch, here.head, queries.first() + here.row, queries.end(), p.dim_v);
   const GlobalTile dout = slice(p.dout, here.batch, here.head, queries.first() + here.row, queries.end(), p.dim_v);
   const float* lse = row_slice(p.lse, here.batch, here.head, queries.first() + here.row);
   const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, queries.first() + here.row) : nullptr;
   float* const stats = p.stats + i64(number) * 2 * TILE_Q;
-  const float per_query = per_query_log2(p, here, here.head);
+  const float per_query = VARLEN ? per_query_log2(p, here, here.head, queries.len(), keys_of(p, here.batch_number)) : per_query_log2(p, here, here.head);
   for_row_dots<TILE_Q, WIDTH>(out, dout, [&](int row, bool exists, float dot) {
     const float row_lse = exists ? read(lse + row * p.lse.row_stride) : -infinity();
     const float less = SCORES == PLUS_LINEAR ? fmaf(row_lse, LOG2E, -part_of_query(per_query, row, TILE_Q)) : row_lse * LOG2E;
     write(stats + row, row_lse == -infinity() ? infinity() : less);     // a row that sees nothing: P = 2^(S - inf) = 0
     write(stats + TILE_Q + row, sign * (exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot));
   });
+  if constexpr (VARLEN) {                                     // where no block owns keys, none makes sums dq
+    if (p.dq_progress && keys_of(p, here.batch_number) == 0) {
+      const int row = queries.first() + here.row;
+      clear<Block>(rows_of(p.dq, here.batch, here.head, row, min_of(row + TILE_Q, queries.end_of_room()), p.dim));
+    }
+  }
   if (here.batch_number * p.heads + here.head < accum_heads)
     clear(DqAccum{p.dq_accum + i64(number) * DqAccum::size});         // last: ahead of what is read, it would delay that
 }

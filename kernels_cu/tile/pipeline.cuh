@@ -226,6 +226,27 @@ OP void start_load(const Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& m
   }
 #endif
 }
+// The same in pieces of so many rows as a box of the map has, each from a row and a batch element of its own: that of a lane.
+template <typename T, int DEPTH, Lanes LANES>
+OP void start_pieces(const Pipeline<T, DEPTH, LANES>& pipeline, int pieces, int rows, const TensorMap& map, const Regs<int, 1>& element, int head,
+                     const Regs<int, 1>& row, CallSite at) {
+#if ON_GPU
+  const int l = lane_id();
+  if (l < pieces) {
+    #pragma unroll
+    for (int i = 0; i < T::panels; ++i)
+      cp_async_bulk_tensor_5d(pipeline.tile().base + i * T::panel_bytes + l * rows * 128, map, pipeline.full().address, 64 * i, row.at(l, 0), head, element.at(l, 0), 0);
+  }
+  __syncwarp();                                               // for the assembler, which would have the lanes meet later, and more often
+#else
+  for (int l = 0; l < pieces; ++l) {
+    for (int i = 0; i < T::panels; ++i) {
+      const Box box(map, pipeline.tile().base + i * T::panel_bytes + l * rows * 128, rows, 64 * i, row.at(l, 0), head, {0, 0, 0, element.at(l, 0)}, at);
+      host::self->block->load_async(warp_id(), pipeline.full().address, {rows * 128, [=] { box.load(); }}, at);
+    }
+  }
+#endif
+}
 // The stage at hand = this part of the array; goes on to the next one.
 template <typename T, int DEPTH, Lanes LANES>
 OP void load_async(Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, CallSite at = call_site()) {

@@ -159,8 +159,8 @@ template <typename Params, typename Coord> OP ScoreContext score_context(const P
 
 // PLUS_LINEAR: what the statistics of a query are without, in units of log 2: its part of the term, counted from the middle of a tile of so many
 // rows. It belongs to a pair, but is the same for all keys.
-template <typename Params, typename Coord> OP float per_query_log2(const Params& p, const Coord& here, int head) {
-  return SCORES == PLUS_LINEAR ? per_query_of(score_context(p, here, head)) * LOG2E : 0.f;
+template <typename Params, typename Coord, typename... Lengths> OP float per_query_log2(const Params& p, const Coord& here, int head, Lengths... lengths) {
+  return SCORES == PLUS_LINEAR ? per_query_of(score_context(p, here, head, lengths...)) * LOG2E : 0.f;
 }
 OP float part_of_query(float per_query, int row, int rows) { return per_query * float(row % rows - rows / 2); }
 

@@ -119,6 +119,20 @@ template <typename Params> OP Sequence<Params> sequence_of(const Params& p, u32 
   }
 }
 
+// What a block keeps of its sequence: without VARLEN nothing, since it is what the kernel was told.
+struct NoSequence {};
+template <typename Params> using KeptSequence = typename ChooseType<VARLEN, VarlenSequence<Params>, NoSequence>::type;
+template <typename Params> using SequenceAtHand = typename ChooseType<VARLEN, const VarlenSequence<Params>&, UniformSequence<Params>>::type;
+template <typename Params> OP void keep_sequence(VarlenSequence<Params>& kept, const Params& p, u32 number) { kept = sequence_of(p, number); }
+template <typename Params> OP void keep_sequence(NoSequence&, const Params&, u32) {}
+template <typename Params> OP const VarlenSequence<Params>& kept_sequence(const VarlenSequence<Params>& kept, const Params&, u32) { return kept; }
+template <typename Params> OP UniformSequence<Params> kept_sequence(const NoSequence&, const Params& p, u32 number) { return {{p, number}, {p, number}}; }
+
+template <typename Params> OP TransposedMask transposed_mask(const NoSequence&, const Params& p) { return transposed(p.mask, p.len_q, p.len_kv); }
+template <typename Params> OP TransposedMask transposed_mask(const VarlenSequence<Params>& of, const Params&) {
+  return transposed(of.mask(), of.q.len(), of.kv.len());
+}
+
 // the offsets of the sequences of a side, or null
 template <Side SIDE, typename Params> OP const void* offsets_of(const Params& p) {
   if constexpr (!VARLEN) return nullptr;

@@ -102,15 +102,8 @@ template <typename Params> OP void clear_rooms(const Params& p, int warp, int wa
   for (u32 number = block_id() * warps + warp; number < end; number += blocks() * warps) {
     const SequenceCoord here = sequence_tile_coord(p, number);
     const int first = max_of(here.row, here.q.count), rows = min_of(here.row + TILE_Q, here.q.room) - first, row0 = here.q.begin + first;
-    const GlobalTile out = rows_of(p.out, here.batch, here.head, row0, row0 + rows, p.dim_v);
+    clear<Warp>(rows_of(p.out, here.batch, here.head, row0, row0 + rows, p.dim_v));
     for_lane(l) {
-      #pragma unroll 1
-      for (int row = 0; row < rows; ++row) {
-        for (int col = l * GRANULE; col < out.cols; col += 32 * GRANULE) {
-          count_written(sizeof(Granule));
-          *reinterpret_cast<Granule*>(out.at(row, col)) = Granule{};
-        }
-      }
       #pragma unroll 1
       for (int row = l; row < rows && p.lse.data; row += 32) write(row_slice(p.lse, here.batch, here.head, row0 + row), -infinity());
     }
