@@ -10,7 +10,7 @@ from .api.merge import merge_states
 from .api.rotate import rotate
 from .call.forward import AttentionPlan
 from .call.tile_mask import TileMask
-from .errors import CompileError, DeadlockError, FaultError, SanitizerError, UnsupportedError
+from .errors import CommunicationError, CompileError, DeadlockError, FaultError, SanitizerError, UnsupportedError
 from .problem.key_ranges import KeyRanges
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionPlan",
     "BackwardPlan",
+    "CommunicationError",
     "CompileError",
     "DeadlockError",
     "FaultError",

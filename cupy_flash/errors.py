@@ -32,3 +32,7 @@ class DeadlockError(FaultError):
 
 class SanitizerError(RuntimeError):
     """A sanitizer found a fault while a kernel ran on the host. The message carries its report."""
+
+
+class CommunicationError(RuntimeError):
+    """A rank did not answer in time, or is gone. What other ranks have computed is not complete."""

@@ -6,7 +6,8 @@
 import sys
 from pathlib import Path
 
-from drawing import bars, kernels, machines, masks, sequences, softmax
+import forecasts
+from drawing import bars, kernels, machines, masks, ranks, sequences, softmax
 from tables import FOLDER, filled
 
 PICTURES = FOLDER / "pictures"
@@ -22,6 +23,8 @@ DRAWINGS = {
     "online-softmax": softmax.states,
     "two-machines": machines.two_machines,
     "sequences": sequences.layouts,
+    "ranks-orders": ranks.orders,
+    "ranks-schemes": ranks.schemes,
 }
 
 
@@ -29,6 +32,8 @@ def made() -> dict[Path, str]:
     """The text of every file that this command writes."""
     page = FOLDER / "benchmarks.md"
     files = {page: filled(page.read_text(encoding="utf-8"))}
+    guide = FOLDER / "guide" / "distributed.md"
+    files[guide] = filled(guide.read_text(encoding="utf-8"), forecasts.TABLES)
     return files | {PICTURES / f"{name}.svg": draw() for name, draw in DRAWINGS.items()}
 
 

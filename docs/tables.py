@@ -6,6 +6,7 @@ A page says where a table belongs: between ``<!-- table NAME -->`` and ``<!-- /t
 import csv
 import math
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -28,17 +29,18 @@ def rates(run: str) -> dict[Cell, dict[str, int]]:
     return cells
 
 
-def filled(page: str) -> str:
-    """A page with its tables made anew."""
+def filled(page: str, tables: Mapping[str, Callable[[], str]] | None = None) -> str:
+    """A page with its tables made anew, by default those from measurements."""
+    makers = TABLES if tables is None else tables
     return re.sub(
         r"(<!-- table ([\w-]+) -->\n).*?(<!-- /table -->)",
-        lambda found: found[1] + TABLES[found[2]]() + "\n" + found[3],
+        lambda found: found[1] + makers[found[2]]() + "\n" + found[3],
         page,
         flags=re.DOTALL,
     )
 
 
-def _markdown(head: list[str], rows: list[list[str]]) -> str:
+def markdown(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("|" + "|".join(f" {cell} " if cell != "---" else cell for cell in line) + "|" for line in lines)
 
@@ -54,7 +56,7 @@ def _pivot(run: str) -> str:
     first, last = int(one_dtype), -1 if one_peer else None
     seqs = list(next(iter(lines.values())))
     head = ["dtype", "dim", "mask"][first:] + [f"{int(seq):,}" for seq in seqs] + ([] if one_peer else ["peer"])
-    return _markdown(head, [[*line[first:3], *cells.values(), *line[3:last]] for line, cells in lines.items()])
+    return markdown(head, [[*line[first:3], *cells.values(), *line[3:last]] for line, cells in lines.items()])
 
 
 def _ratios(run: str) -> str:
@@ -67,18 +69,18 @@ def _ratios(run: str) -> str:
         mean = math.exp(sum(map(math.log, times)) / len(times))
         ahead = sum(ratio > 1 for ratio in times)
         rows.append([name, f"{mean:.2f}", f"{min(times):.2f}", f"{max(times):.2f}", f"{ahead} of {len(times)}"])
-    return _markdown(["times as fast as", "geometric mean", "least", "most", "cells ahead"], rows)
+    return markdown(["times as fast as", "geometric mean", "least", "most", "cells ahead"], rows)
 
 
 def _run(run: str) -> str:
     """What is known of a run."""
     row = next(row for row in read("runs") if row["run"] == run)
-    return _markdown(["run", row.pop("run")], [[name, value] for name, value in row.items()])
+    return markdown(["run", row.pop("run")], [[name, value] for name, value in row.items()])
 
 
 def _as_is(name: str) -> str:
     rows = read(name)
-    return _markdown(list(rows[0]), [list(row.values()) for row in rows])
+    return markdown(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def _others(table: str) -> str:
@@ -86,7 +88,7 @@ def _others(table: str) -> str:
     head = ["", OURS, "beside", "date"]
     if not any(row[2] for row in rows):
         head, rows = [*head[:2], head[3]], [[*row[:2], row[3]] for row in rows]
-    return _markdown(head, rows)
+    return markdown(head, rows)
 
 
 RUNS = ("forward", "backward", "forward-v2", "backward-v2")

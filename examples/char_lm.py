@@ -71,22 +71,28 @@ class Model:
         return {name: flat[start:end].reshape(self.shapes[name]) for name, start, end in zip(self.shapes, starts, ends)}
 
 
-def loss_vjp(model: Model, weights: Array, tokens: Array, targets: Array) -> tuple[Array, Callable[[], Array]]:
+def loss_vjp(
+    model: Model, weights: Array, tokens: Array, targets: Array, positions: Array | None = None
+) -> tuple[Array, Callable[[], Array]]:
     """Return the mean cross-entropy, in nats, of predicting `targets` from `tokens`, and what gives the weights' gradient."""
-    logits, model_vjp = logits_vjp(model, weights, tokens)
+    logits, model_vjp = logits_vjp(model, weights, tokens, positions)
     loss, entropy_vjp = cross_entropy_vjp(logits, targets.ravel())
     return loss, lambda: model_vjp(entropy_vjp())
 
 
-def logits_vjp(model: Model, weights: Array, tokens: Array) -> tuple[Array, Callable[[Array], Array]]:
+def logits_vjp(
+    model: Model, weights: Array, tokens: Array, positions: Array | None = None
+) -> tuple[Array, Callable[[Array], Array]]:
     """Return ``(batch * seq, 256)`` scores for the byte that follows each of `tokens`, uint8 ``(batch, seq)``.
+
+    `positions` are those of the tokens in their text, ``(seq,)``, by default from 0 on.
 
     `weights` and their gradient are vectors in at least float32; see `Model.views`. So is `x`, the sum of what the blocks
     add, and its gradient. All activations are ``(batch * seq, features)``: CuPy multiplies bfloat16 matrices, but no stacks.
     """
     xp, dtype = namespace(tokens), DTYPES[model.dtype]
     full, narrow = model.views(weights), model.views(weights.astype(dtype))
-    phases = rotary_phases(model, tokens.shape[1], xp)
+    phases = rotary_phases(model, xp.arange(tokens.shape[1]) if positions is None else positions)
     vjps = []
     x = full["embed"][tokens.ravel()]
     for layer in range(model.layers):
@@ -194,10 +200,10 @@ def cross_entropy_vjp(logits: Array, targets: Array) -> tuple[Array, Callable]:
     return loss, vjp
 
 
-def rotary_phases(model: Model, seq: int, xp: ModuleType) -> Array:
+def rotary_phases(model: Model, positions: Array) -> Array:
     """Return unit complex numbers ``(seq, 1, head_dim / 2)``: a pair of features turns with its place, each at its own pace."""
-    pairs = model.dim // model.heads // 2
-    angles = xp.arange(seq)[:, None, None] * 10_000.0 ** -(xp.arange(pairs) / pairs)
+    xp, pairs = namespace(positions), model.dim // model.heads // 2
+    angles = positions[:, None, None] * 10_000.0 ** -(xp.arange(pairs) / pairs)
     return xp.exp(1j * angles).astype(np.complex128 if model.dtype == "float64" else np.complex64)
 
 

@@ -69,7 +69,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
 
   Acc<WARP_ROWS, TILE_KV> sum_reg;                            // G
   fill(sum_reg, 0.f);
-  DropoutParams dropout{};
+  Dropping dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
   #pragma unroll 1

@@ -116,7 +116,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   Acc<PAIR_KEYS, WIDTH> sum_reg;                              // dV or dK
   fill(sum_reg, 0.f);
   u32 number = 0;                                             // of the query tile
-  DropoutParams dropout{};
+  Dropping dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
   #pragma unroll 1

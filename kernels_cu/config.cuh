@@ -20,6 +20,7 @@ constexpr bool  VARLEN = false;           // batch elements have lengths of thei
 constexpr bool  PAGED = false;            // of VARLEN: keys and values lie in pages
 constexpr bool  TILE_LIST = false;        // of MASKED_PAIRS: blocks visit the tiles of a list, see tile/tile_list.cuh
 constexpr bool  DROPOUT = false;          // probabilities are dropped, see tile/dropout.cuh
+constexpr bool  PLACED = false;           // of DROPOUT: pairs are numbered from elsewhere than the first query, key and head, as a part of a problem that several devices share
 
 constexpr int   TILE_Q = 128;             // query rows a block owns; in the backward, query rows per step
 constexpr int   TILE_KV = 64;             // key rows per step of the KV loop; in the backward, key rows a block owns

@@ -189,7 +189,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   Acc<16, WIDTH_V> o_reg;
   OnlineSoftmax<16> softmax(LOWEST);
   const float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
-  DropoutParams dropout{};
+  Dropping dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
   RowVec<16> terms_reg;                                       // PLUS_LINEAR: the rows' part of the term, in this key tile

@@ -125,7 +125,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
     if (is_whole) start_with_sinks(softmax, p, mask, here.head, warp_row);   // of splits, when they are combined
   HeadTerms terms{};
   if constexpr (MODIFIED) terms = head_terms(p, here, here.head, seq.q.len(), seq.kv.len());
-  DropoutParams dropout{};
+  Dropping dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
   #pragma unroll 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from .. import __version__
-from . import bench, bench_lengths, bench_scores, cache, check, compile, doctor, plan, source, trace, traffic
+from . import bench, bench_distributed, bench_lengths, bench_scores, cache, check, compile, doctor, plan, source, trace, traffic
 from .output import wants_no_colour
 from .process import Program
 
@@ -36,6 +36,7 @@ for command in (
     bench.bench,
     bench_scores.bench_scores,
     bench_lengths.bench_lengths,
+    bench_distributed.bench_distributed,
     traffic.traffic,
     trace.trace,
 ):

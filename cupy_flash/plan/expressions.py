@@ -81,8 +81,9 @@ def expression_text(scores: Scores, softcap: bool, longest: int) -> ExpressionTe
     """
     arrays = dict(scores.arrays)
     limits = constants()
-    if len(arrays) > limits["CAPTURED"]:
-        raise UnsupportedError(f"arrays: expected at most {limits['CAPTURED']} of them for kernels, got {len(arrays)}")
+    most = limits["CAPTURED"] - (scores.place is not None)  # a part of a problem is told in one where it is
+    if len(arrays) > most:
+        raise UnsupportedError(f"arrays: expected at most {most} of them for kernels, got {len(arrays)}")
     for name, layout in arrays.items():
         if len(layout.shape) > limits["CAPTURED_AXES"]:
             expected = f"at most {limits['CAPTURED_AXES']} axes for kernels"

@@ -48,6 +48,7 @@ class Config:
     PAGED: bool
     TILE_LIST: bool
     DROPOUT: bool
+    PLACED: bool
     TILE_Q: int
     TILE_KV: int
     Q_TILES: int
@@ -192,7 +193,7 @@ class KernelPlan:
         words += ["split"] * c.SPLIT_KV + ["fromlast"] * c.FROM_LAST + ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED
-        words += ["dropout"] * c.DROPOUT
+        words += ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
         return "-".join(words)
 
@@ -337,6 +338,7 @@ def configure(
         "PAGED": lengths is not None and lengths.paged,
         "TILE_LIST": tile_list,
         "DROPOUT": problem is not None and problem.scores.dropout is not None,
+        "PLACED": problem is not None and problem.scores.place is not None,
         "SOFTCAP": problem is None or expressions.kind == "UNCHANGED" or problem.softcap is not None,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})

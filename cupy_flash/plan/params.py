@@ -260,6 +260,10 @@ def _add_pairs(params: numpy.ndarray, problem: Problem) -> None:
         into["tiles"]["batches"], into["tiles"]["heads"] = apart
     if scores.dropout is not None:
         into["dropout"]["threshold"], into["dropout"]["scale"] = scores.dropout.threshold, scores.dropout.scale
+    if scores.place is not None:  # in the last array, which no expression reads then
+        last = into["captured"]
+        last["data"][:, -1] = scores.place.q | scores.place.kv << 32
+        last["extent"][:, -1, 0] = scores.place.head
 
 
 def _add_lengths(params: numpy.ndarray, lengths: Lengths | None) -> None:

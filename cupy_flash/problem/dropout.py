@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..errors import shown
+from ..errors import UnsupportedError, shown
 from .scalars import integer, real
 
 WORDS = 1 << 32  # values that a word of random bits takes, each as often as the others
@@ -34,6 +35,46 @@ class Dropout:
     def scale(self) -> float:
         """Factor of the pairs that are kept: 1 over the share of all words that keep one, which is not quite 1 - p."""
         return WORDS / (WORDS - self.threshold)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a call's pairs lie among those that dropout numbers: on several devices each computes some of them.
+
+    Parameters
+    ----------
+    q, kv : int
+        The place in its sequence of the first query, and of the first key.
+    head : int
+        The number of the first head, counted over all batch elements.
+    heads : int
+        How many heads a batch element has.
+    """
+
+    q: int
+    kv: int
+    head: int
+    heads: int
+
+
+DRAWN_TOGETHER = 16  # queries, and keys, of a fragment that kernels draw random bits for
+
+
+def check_place_in_kernels(place: Place, batch: tuple[int, ...], heads: int) -> None:
+    """Refuse a place that no kernel numbers pairs from.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    for what, first in (("query", place.q), ("key", place.kv)):
+        if first % DRAWN_TOGETHER:
+            expected = f"parts that begin at a multiple of {DRAWN_TOGETHER} rows in kernels"
+            raise UnsupportedError(f"dropout: expected {expected}, got {what} {first} as the first")
+    if place.heads != heads and math.prod(batch) != 1:
+        raise UnsupportedError(
+            f"dropout: expected one batch element in kernels that compute {heads} of {place.heads} heads, got {math.prod(batch)}"
+        )
 
 
 def make_dropout(probability: float) -> Dropout | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from ..errors import UnsupportedError
+from .dropout import check_place_in_kernels
 from .layout import AXES, FLOATS, HEADS_OF_LSE, Layout, dense_layout, in_order, result_layout
 from .lengths import LENGTHS, Lengths, resolved
 from .mask import Mask
@@ -188,6 +189,9 @@ def make_problem(
         raise ValueError("seed: expected an integer, or a pair of seed and offset, with dropout, got None")
     if options.dropout is None and "seed" in operands:
         raise ValueError("seed: expected None without dropout, got one; with dropout=0.0, which drops nothing, it may be given")
+    place = options.place if dropout else None
+    if place is not None and backend != "numpy":
+        check_place_in_kernels(place, batch, heads_q)
     scores = make_scores(
         score=options.score,
         mask=options.mask,
@@ -202,6 +206,7 @@ def make_problem(
         len_kv=len_kv,
         device=q.device,
         lengths=lengths,
+        place=place,
     )
     full_sinks = None if sinks is None else _of_heads(sinks, heads_q, q)
     return Problem(

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import numpy
 
 from ..errors import UnsupportedError, shown
-from .dropout import Dropout, make_dropout
+from .dropout import Dropout, Place, make_dropout
 from .expression.entry import Expression
 from .layout import AXES
 from .mask import Mask, band, moving_band
@@ -61,6 +61,7 @@ class Options:
     mask: str | Expression | None = None
     operands: tuple[str, ...] = ()  # which arrays there are for scores, see `scores`
     arrays: tuple[str, ...] = ()
+    place: Place | None = None  # where the pairs are that dropout numbers, if not from 0 on
     top_left: bool = False  # whether a window without `causal` is anchored there as well, as other libraries have it
 
     def resolve_layout(self) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError, shown
-from .dropout import Dropout
+from .dropout import Dropout, Place
 from .expression.entry import Expression, mask_expression, score_expression
 from .key_ranges import START, STOP, check_ranges, expression_of, squeezed
 from .layout import FLOATS, INTEGERS, Layout
@@ -46,6 +46,8 @@ class Scores:
         Whether the seed is read where it is when a kernel runs, and not told by its value.
     free_axes : tuple of str
         The coordinates of which an axis of an array that one of them indexes may have any number: places in packed sequences.
+    place : Place or None
+        Where the pairs are that dropout numbers; None is from 0 on.
     """
 
     score: Expression | None = None
@@ -58,6 +60,7 @@ class Scores:
     operands: tuple[str, ...] = ()
     seed_on_device: bool = False
     free_axes: tuple[str, ...] = ()
+    place: Place | None = None
 
     def __bool__(self) -> bool:
         return any(x is not None for x in (self.score, self.mask, self.bias, self.mask_array, self.alibi_slopes, self.dropout))
@@ -158,6 +161,7 @@ def make_scores(
     len_kv: int,
     device: int | None,
     lengths: Lengths | None = None,
+    place: Place | None = None,
 ) -> Scores:
     """Check what was given for scores.
 
@@ -178,6 +182,8 @@ def make_scores(
         Where its arrays are.
     lengths : Lengths or None
         Those of sequences, where these differ.
+    place : Place or None
+        Where the pairs are that dropout numbers.
 
     Returns
     -------
@@ -221,6 +227,7 @@ def make_scores(
         operands=tuple(operands),
         seed_on_device="seed" in operands and operands["seed"].device is not None,
         free_axes=free,
+        place=place if dropout else None,
     )
 
 

@@ -12,6 +12,17 @@
 #include "params.cuh"
 #include "tile/fragment.cuh"
 
+// What a kernel drops, and with PLACED where among the pairs that are numbered its first one is; `seeded` in tile/score.cuh makes it.
+struct Dropping : DropoutParams {
+  u32 first_query, first_key, first_head;                     // the first two multiples of 16
+};
+OP u32 first_query(const DropoutParams&) { return 0; }
+OP u32 first_query(const Dropping& dropout) { return PLACED ? dropout.first_query : 0; }
+OP u32 first_key(const DropoutParams&) { return 0; }
+OP u32 first_key(const Dropping& dropout) { return PLACED ? dropout.first_key : 0; }
+OP u32 first_head(const DropoutParams&) { return 0; }
+OP u32 first_head(const Dropping& dropout) { return PLACED ? dropout.first_head : 0; }
+
 struct RandomWords {
   u32 x[4];
 };
@@ -31,8 +42,12 @@ OP RandomWords philox4x32_10(u32 x0, u32 x1, u32 x2, u32 x3, u32 key0, u32 key1)
 
 // Elements of pairs that are kept are multiplied by the scale, those of pairs that are dropped become 0: by selection, whatever they were.
 // The fragment starts at row0 and col0, multiples of 16. Rows are queries and columns keys, or TRANSPOSED the other way round.
-template <bool TRANSPOSED, int M, int N> OP void drop(Acc<M, N>& x, const DropoutParams& dropout, u32 batch_head, int first_row, int col0) {
-  const int row0 = not_ahead(first_row);                      // or rounds of Philox that a row decides would be kept for all key tiles
+template <bool TRANSPOSED, int M, int N, typename Dropout>
+OP void drop(Acc<M, N>& x, const Dropout& dropout, u32 batch_head, int first_row, int first_col) {
+  // Not ahead, or rounds of Philox that a row decides would be kept for all key tiles.
+  const int row0 = not_ahead(first_row) + int(TRANSPOSED ? first_key(dropout) : first_query(dropout));
+  const int col0 = first_col + int(TRANSPOSED ? first_query(dropout) : first_key(dropout));
+  batch_head += first_head(dropout);
   static_assert(M % 16 == 0 && N % 16 == 0, "four pairs that share what is drawn are in one fragment");
   for_lane(l) {
     #pragma unroll

@@ -311,9 +311,14 @@ template <bool TRANSPOSED, int M, int N> OP void modify_scores(Acc<M, N>& s, con
   modify_scores<TRANSPOSED>(s, arrays, x, row0, col0, ask_pairs);
 }
 
-// Before the loop: seed and offset from where they are.
-OP DropoutParams seeded(const ScoreParams& s) {
-  DropoutParams dropout = s.dropout;
+// Before the loop: seed and offset from where they are. With PLACED the last array that an expression might read is none, but says where
+// pairs are numbered from: queries and keys in the halves of its address, heads in its first extent.
+OP Dropping seeded(const ScoreParams& s) {
+  Dropping dropout{s.dropout, 0, 0, 0};
+  if constexpr (PLACED) {
+    const CapturedArray& place = s.captured[CAPTURED - 1];
+    dropout.first_query = u32(place.data), dropout.first_key = u32(place.data >> 32), dropout.first_head = u32(place.extent[0]);
+  }
   if (s.seed) {
     const u64 seed = read_at<u64>(u64(s.seed), 0);
     dropout.seed_low = u32(seed), dropout.seed_high = u32(seed >> 32), dropout.offset = u32(read_at<u64>(u64(s.seed), 1));

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy
 
+from ...problem.dropout import Place
 from ...problem.expression.derivative import derivative
 from ...problem.expression.evaluate import evaluate
 from ...problem.expression.reads import axes_of
@@ -123,7 +124,9 @@ class TileOfScores:
         if dropout is None:
             return None
         heads, queries, keys = self._names["h"].ravel(), self._names["q_idx"].ravel(), self._names["kv_idx"]
-        of_heads = [self._number * self._of.heads_q + int(head) for head in heads]
+        place = self._of.scores.place or Place(0, 0, 0, self._of.heads_q)
+        of_heads = [place.head + self._number * place.heads + int(head) for head in heads]
+        queries, keys = queries + place.q, keys + place.kv
         kept = numpy.stack([keeps(dropout.threshold, *self._of.seed, head, queries, keys) for head in of_heads])
         group, rows, keys = self.shape
         return numpy.where(kept, self._wide(dropout.scale), self._wide(0)).reshape(group * rows, keys)

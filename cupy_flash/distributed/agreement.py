@@ -1,0 +1,90 @@
+"""What ranks tell each other before a call: that they make the same one, and how many rows each has.
+
+Each sends a digest of its call, 32 bytes, with its numbers of rows. Only where digests differ, or a rank has refused its arguments,
+the texts follow, so that every rank raises the same error, which names what differs. Nothing has been sent or written then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+
+from ..call.captured import Captured
+from ..errors import CommunicationError
+from ..problem.lengths import LENGTHS
+from .communicator import Communicator
+
+RECORD = struct.Struct("<?32sqq")  # whether it is well, digest, queries, keys
+
+
+def said_of(
+    kind: str, inputs: Mapping[str, Any], given: Captured, options: Mapping[str, Any]
+) -> dict[str, str]:
+    """What has to be the same on all ranks, by the names of arguments: contents of arrays only where they decide who sends what."""
+    said = {"function": kind}
+    for name, x in inputs.items():
+        # Rows are the last axis but one, of which ranks may have other numbers.
+        shape = None if x is None else (*x.shape[:-2], "rows", x.shape[-1])
+        said[name] = "None" if x is None else f"{x.dtype} of shape {shape}".replace("'", "")
+    for name, x in zip(given.names, given.views):
+        said[name] = f"{x.dtype} of shape {x.shape}"
+        if isinstance(x, numpy.ndarray) and (name in LENGTHS or name == "seed"):
+            said[name] += f", {x.tolist()}" if x.size <= 16 else f", digest {_digest(x.tobytes()).hex()[:16]}"
+    named = {**options, "score": given.options["score"], "mask": given.options["mask"]}
+    return said | {name: repr(value) if isinstance(value, str) else str(value) for name, value in named.items()}
+
+
+def agree(
+    comm: Communicator, said: Mapping[str, str] | None, rows: tuple[int, int], error: Exception | None
+) -> list[tuple[int, int]]:
+    """The numbers of queries and keys of every rank, once all make the same call.
+
+    Parameters
+    ----------
+    comm : Communicator
+    said : dict of str to str or None
+        What this rank is about to compute; None with an error.
+    rows : (int, int)
+        Its queries and keys.
+    error : Exception or None
+        Why this rank refuses, which is raised once the others know.
+
+    Raises
+    ------
+    ValueError
+        If another rank refuses, or makes another call.
+    CommunicationError
+        If a rank does not answer.
+    """
+    text = "" if said is None else "\n".join(f"{name}={value}" for name, value in said.items())
+    records = comm.gather(RECORD.pack(error is None, _digest(text.encode()), *rows))
+    if any(len(record) != RECORD.size for record in records):
+        raise CommunicationError("comm: expected all ranks to begin the same call, got other messages")
+    found = [RECORD.unpack(record) for record in records]
+    if all(well for well, *_ in found) and len({digest for _, digest, *_ in found}) == 1:
+        return [(queries, keys) for _, _, queries, keys in found]
+    texts = [data.decode() for data in comm.gather((text if error is None else f"{type(error).__name__}: {error}").encode())]
+    if error is not None:
+        raise error
+    for rank, (well, *_) in enumerate(found):
+        if not well:
+            raise ValueError(f"comm: expected all ranks to begin, got an error on rank {rank}: {texts[rank]}")
+    raise ValueError(_difference([dict(line.partition("=")[::2] for line in text.split("\n")) for text in texts]))
+
+
+def _difference(said: list[dict[str, str]]) -> str:
+    names = dict.fromkeys(name for of_rank in said for name in of_rank)
+    for name in names:
+        values = [of_rank.get(name, "nothing") for of_rank in said]
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                return f"{name}: expected the same on all ranks, got {values[0]} on rank 0 and {value} on rank {rank}"
+    return "comm: expected the same call on all ranks, got others"
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()

@@ -1,0 +1,166 @@
+"""Ranks that are devices, by NCCL through CuPy.
+
+Messages travel on a stream of their own, beneath the work that the caller's stream has: that stream waits for what it reads only,
+and the other one for what it sends only, by events, and no process waits for either.
+
+What ranks say of a call before it goes through a communicator of processes, if one is given. Without one it goes through NCCL
+itself, once for each different call, because the process has to wait for the device then. A thread looks after exchanges that take
+too long: it aborts the communicator, which ends the kernels of NCCL that wait, and every later use raises an error.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+
+from ..errors import CommunicationError
+from .communicator import Communicator, Message
+
+ROOM = 512  # bytes of what a rank says, where it goes through NCCL
+
+
+class NcclCommunicator:
+    """A `Communicator` of NCCL; made by `nccl`."""
+
+    on_devices = True
+
+    def __init__(self, comm: Any, host: Communicator | None, timeout: float) -> None:
+        import cupy
+        from cupy.cuda import nccl as library
+
+        self.rank, self.size, self.timeout = comm.rank_id(), comm.size(), timeout
+        self._comm, self._library, self._cupy = comm, library, cupy
+        self._host: Communicator | None = host
+        if self._host is not None and (self._host.rank, self._host.size) != (self.rank, self.size):
+            expected, got = f"rank {self.rank} of {self.size}", f"rank {self._host.rank} of {self._host.size}"
+            raise ValueError(f"host: expected {expected}, as comm has it, got {got}")
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._said: dict[bytes, list[bytes]] = {}
+        self._watch = Watch(timeout, lambda event: event.done, comm.abort)
+
+    def close(self) -> None:
+        """End the thread that looks after time."""
+        self._watch.close()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank gives."""
+        if self._host is not None:
+            return self._host.gather(data)
+        if data not in self._said:
+            self._said[data] = self._gathered(data)
+        return self._said[data]
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Exchange:
+        """Queue an exchange on the stream of messages, behind what the current stream has so far."""
+        self._watch.check()
+        library, current = self._library, self._cupy.cuda.get_current_stream()
+        self._stream.wait_event(current.record())
+        try:
+            library.groupStart()
+            try:
+                for rank, array in sends:
+                    self._comm.send(array.data.ptr, array.nbytes, library.NCCL_UINT8, rank, self._stream.ptr)
+                for rank, array in receives:
+                    self._comm.recv(array.data.ptr, array.nbytes, library.NCCL_UINT8, rank, self._stream.ptr)
+            finally:
+                library.groupEnd()
+        except library.NcclError as error:
+            raise CommunicationError(f"comm: expected an exchange with other ranks, got an error of NCCL: {error}") from error
+        ended = self._stream.record()
+        self._watch.add(ended)
+        # The arrays are kept until the current stream waits for the exchange: a pool would give their memory to others before.
+        return _Exchange(self, ended, (sends, receives))
+
+    def _gathered(self, data: bytes) -> list[bytes]:
+        if len(data) > ROOM - 8:
+            data = data[: ROOM - 8]  # the text of a mismatch, of which the beginning tells
+        cupy, library = self._cupy, self._library
+        said = len(data).to_bytes(8, "little") + data.ljust(ROOM - 8, b"\0")
+        own = cupy.asarray(numpy.frombuffer(said, numpy.uint8))
+        found = cupy.empty((self.size, ROOM), cupy.uint8)
+        self._stream.wait_event(cupy.cuda.get_current_stream().record())
+        self._comm.allGather(own.data.ptr, found.data.ptr, ROOM, library.NCCL_UINT8, self._stream.ptr)
+        ended = self._stream.record()
+        self._watch.add(ended)
+        while not ended.done:
+            self._watch.check()
+            time.sleep(1e-4)
+        self._watch.check()
+        texts = [row.tobytes() for row in found.get()]
+        return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
+
+
+class _Exchange:
+    def __init__(self, comm: NcclCommunicator, ended: Any, kept: Any) -> None:
+        self._comm, self._ended, self._kept = comm, ended, kept
+
+    def wait(self) -> None:
+        """Let the current stream wait for the exchange."""
+        if self._kept is not None:
+            self._comm._watch.check()
+            self._comm._cupy.cuda.get_current_stream().wait_event(self._ended)
+            self._kept = None
+
+
+class Watch:
+    """A thread that looks whether what was begun has ended in time, and calls for an end of all if not.
+
+    Parameters
+    ----------
+    timeout : float
+        Seconds.
+    done : callable
+        Whether one of the things that were added has ended.
+    abort : callable
+        Called once, if one has not.
+    """
+
+    def __init__(self, timeout: float, done: Any, abort: Any) -> None:
+        self._timeout, self._done, self._abort = timeout, done, abort
+        self._begun: deque[tuple[float, Any]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._failed, self._closed = "", False
+
+    def add(self, event: Any) -> None:
+        """Look after something that has just begun. They end in the order in which they begin."""
+        with self._changed:
+            self._begun.append((time.monotonic() + self._timeout, event))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="cupy_flash: time limit of NCCL", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def check(self) -> None:
+        """Raise what was found."""
+        if self._failed:
+            raise CommunicationError(self._failed)
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._begun and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                end, event = self._begun[0]
+            if self._done(event):
+                with self._changed:
+                    self._begun.popleft()
+            elif time.monotonic() > end:
+                self._failed = f"comm: expected an exchange to end within {self._timeout:g} s, got none; NCCL was aborted"
+                self._abort()
+                return
+            else:
+                time.sleep(min(self._timeout / 100, 0.05))

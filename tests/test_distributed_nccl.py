@@ -1,0 +1,196 @@
+"""The adapter of NCCL, with stand-ins for CuPy and NCCL: what is queued where, in which order. On devices: `gpu/test_nccl.py`."""
+
+import ctypes
+import sys
+import threading
+import types
+from collections import defaultdict, deque
+
+import numpy
+import pytest
+
+from cupy_flash import CommunicationError, distributed
+from cupy_flash.distributed import on_device
+from cupy_flash.distributed.rows import Partial, RowSums
+
+RANKS = 3
+
+
+class Array:
+    """What the adapter asks of an array on a device: an address, and how many bytes there are."""
+
+    def __init__(self, x):
+        self.x, self.nbytes = x, x.nbytes
+        self.data = types.SimpleNamespace(ptr=x.ctypes.data)
+
+
+class Event:
+    done = True
+
+    def __init__(self, stream):
+        self.stream = stream
+
+
+class Stream:
+    def __init__(self, name, log):
+        self.name, self.log, self.ptr = name, log, id(self)
+
+    def record(self):
+        self.log.append(f"{self.name} records")
+        return Event(self.name)
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event.stream}")
+
+
+class Nccl(types.ModuleType):
+    """NCCL among threads: what is sent goes into boxes when a group ends."""
+
+    NCCL_UINT8 = 1
+    NcclError = type("NcclError", (RuntimeError,), {})
+
+    def __init__(self):
+        super().__init__("cupy.cuda.nccl")
+        self.boxes, self.changed, self.own = defaultdict(deque), threading.Condition(), threading.local()
+
+    def groupStart(self):
+        self.own.queued = []
+
+    def groupEnd(self):
+        for kind, rank, other, pointer, count in self.own.queued:
+            with self.changed:
+                if kind == "send":
+                    self.boxes[rank, other].append(ctypes.string_at(pointer, count))
+                    self.changed.notify_all()
+                else:
+                    self.changed.wait_for(lambda other=other, rank=rank: self.boxes[other, rank], 20)
+                    data = self.boxes[other, rank].popleft()
+                    assert len(data) == count
+                    ctypes.memmove(pointer, data, count)
+
+
+class Comm:
+    """A communicator with the methods of CuPy's."""
+
+    def __init__(self, nccl, rank, broken=False):
+        self.nccl, self.rank, self.broken = nccl, rank, broken
+
+    def rank_id(self):
+        return self.rank
+
+    def size(self):
+        return RANKS
+
+    def send(self, pointer, count, dtype, peer, stream):
+        if self.broken:
+            raise self.nccl.NcclError("a rank is gone")
+        self._queue("send", pointer, count, dtype, peer)
+
+    def recv(self, pointer, count, dtype, peer, stream):
+        self._queue("recv", pointer, count, dtype, peer)
+
+    def _queue(self, kind, pointer, count, dtype, peer):
+        assert dtype == Nccl.NCCL_UINT8
+        self.nccl.own.queued.append((kind, self.rank, peer, pointer, count))
+
+    def abort(self):
+        raise AssertionError("nothing takes too long here")
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """CuPy as far as the adapter asks for it; each thread has its own streams, which write down what happens."""
+    found, own = Nccl(), threading.local()
+    cupy, cuda = types.ModuleType("cupy"), types.ModuleType("cupy.cuda")
+
+    def log():
+        if not hasattr(own, "log"):
+            own.log = []
+            own.current = Stream("current", own.log)
+        return own.log
+
+    def current():
+        log()
+        return own.current
+
+    cuda.Stream, cuda.get_current_stream = (lambda non_blocking: Stream("messages", log())), current
+    cuda.nccl, cupy.cuda = found, cuda
+    found.log = log
+    for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", found)):
+        monkeypatch.setitem(sys.modules, name, module)
+    return found
+
+
+def test_messages_arrive_on_a_stream_of_their_own(nccl):
+    def part(host):
+        comm = distributed.nccl(Comm(nccl, host.rank), host=host, timeout=20)
+        before, behind = (host.rank - 1) % RANKS, (host.rank + 1) % RANKS
+        sent = [Array(numpy.full((4, 2), 10 * host.rank + i, numpy.float32)) for i in range(2)]
+        received = [Array(numpy.empty((4, 2), numpy.float32)) for _ in range(2)]
+        nccl.log().clear()
+        pending = comm.start([(behind, x) for x in sent], [(before, x) for x in received])
+        begun = list(nccl.log())
+        pending.wait()
+        pending.wait()  # has nothing more to wait for
+        comm.close()
+        assert comm.gather(b"%d" % host.rank) == [b"0", b"1", b"2"]
+        return begun, nccl.log()[len(begun) :], [x.x[0, 0] for x in received]
+
+    for rank, (begun, ended, numbers) in enumerate(distributed.on_threads(RANKS, part)):
+        # What is sent is there before messages go; what is read has arrived; no process waits.
+        assert begun == ["current records", "messages waits for current", "messages records"]
+        assert ended == ["current waits for messages"]
+        assert numbers == [10 * ((rank - 1) % RANKS) + i for i in range(2)]
+
+
+def test_an_error_of_nccl_is_one_of_communication(nccl):
+    def part(host):
+        comm = distributed.nccl(Comm(nccl, host.rank, broken=True), host=host)
+        with pytest.raises(CommunicationError, match=r"^comm: expected an exchange with other ranks"):
+            comm.start([((host.rank + 1) % RANKS, Array(numpy.zeros(2)))], [])
+
+    distributed.on_threads(RANKS, part)
+
+
+def test_a_host_of_other_ranks_is_refused(nccl):
+    def part(host):
+        with pytest.raises(ValueError, match=r"^host: expected rank 0 of 3"):
+            distributed.nccl(Comm(nccl, 0), host=host)
+
+    distributed.on_threads(2, part)
+
+
+def test_two_results_of_the_same_rows_are_merged_at_once(monkeypatch):
+    """On a device; what has no partner is merged at the end, or when other rows come."""
+    merged = []
+
+    def merge(total, lse, parts):
+        merged.append([part.name for part, _ in parts])
+        total += sum(part.value for part, _ in parts)
+
+    monkeypatch.setattr(on_device, "merge", merge)
+    partial = Partial(numpy.empty((2, 8, 3)), numpy.empty((2, 8)))
+    rows = {"a": (0, 4), "b": (0, 4), "c": (0, 8), "d": (4, 8), "e": (4, 8), "f": (0, 4)}
+    for i, (name, own) in enumerate(rows.items()):
+        partial.add(own, types.SimpleNamespace(name=name, value=10.0**i), None)
+    partial.end()
+    partial.end()
+    assert merged == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert partial.out[0, :, 0].tolist() == [100111] * 4 + [11100] * 4
+
+
+def test_two_gradients_of_the_same_rows_are_added_at_once(monkeypatch):
+    added = []
+
+    def add(total, parts):
+        added.append([part.name for part in parts])
+        total += sum(part.value for part in parts)
+
+    monkeypatch.setattr(on_device, "add", add)
+    sums = RowSums(numpy.zeros((2, 8, 3)))
+    for i, (name, own) in enumerate({"a": (0, 8), "b": (0, 8), "c": (4, 8), "d": (0, 8)}.items()):
+        sums.add(own, types.SimpleNamespace(name=name, value=10.0**i))
+    sums.end()
+    sums.end()
+    assert added == [["a", "b"], ["c"], ["d"]]
+    assert sums.total[0, :, 0].tolist() == [1011] * 4 + [1111] * 4
