@@ -160,7 +160,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   if (!is_whole) {
     const u32 number = partial_number(p, tile_of_block(p), split_of_block(p));
     const int row = warp_id() * WARP_ROWS;
-    if (row < p.partial_rows) store(out_partial(p, number), o_reg, row, 0);
+    if (row < p.partial_rows) store_existing(out_partial(p, number), o_reg, row, seq.q.len() - warp_row);
     store(lse_partial(p, number, row), 1, p.partial_rows - row, lse);
     return;
   }
@@ -177,5 +177,5 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
 
 // After: the splits of query tiles become one.
 KERNEL(THREADS, 1) fwd_v2_combine(GRID_CONSTANT ForwardParams p) {
-  if constexpr (SPLIT_KV) combine_key_splits<4>(p);
+  if constexpr (SPLIT_KV) combine_key_splits<8>(p);
 }

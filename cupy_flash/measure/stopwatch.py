@@ -89,7 +89,8 @@ class GpuBench:
     def captured(self, run: Run) -> Run:
         """The same work from a CUDA graph.
 
-        Raises what the library of the run raises when it cannot be captured. A backward of PyTorch's is not tried: where one had
+        It keeps what it was captured from, which has the arrays that the graph knows by their addresses alone. Raises what the library
+        of the run raises when it cannot be captured. A backward of PyTorch's is not tried: where one had
         failed, kernels that came later read memory that was no more.
         """
         if run.differentiates:
@@ -103,7 +104,7 @@ class GpuBench:
             stream.synchronize()
             with torch.cuda.graph(graph, stream=stream):
                 results = run.launch()
-            return replace(run, launch=lambda: (graph.replay(), results)[1])
+            return replace(run, launch=lambda queues=run.launch: (graph.replay(), results)[1])
         stream = self._cupy.cuda.Stream(non_blocking=True)
         with stream:
             stream.begin_capture()
@@ -111,7 +112,7 @@ class GpuBench:
                 results = run.launch()
             finally:
                 graph = stream.end_capture()
-        return replace(run, launch=lambda: (graph.launch(), results)[1])
+        return replace(run, launch=lambda queues=run.launch: (graph.launch(), results)[1])
 
     def time(self, run: Run, launches: int) -> list[float]:
         """Seconds of each of so many launches, each behind a write of `FLUSH_BYTES` that leaves nothing useful in the cache.

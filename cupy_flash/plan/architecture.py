@@ -28,6 +28,11 @@ class Architecture:
     def __str__(self) -> str:
         return f"sm_{self.name}"
 
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether it has asynchronous copies to shared memory."""
+        return self.number >= 80
+
 
 ARCHITECTURES = {
     a.name: a

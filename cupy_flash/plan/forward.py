@@ -27,7 +27,7 @@ from .kernel import (
 from .packing import FEW, packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
 from .sequences import elements_of, row_length, tiles_of
-from .split import WARP_ROWS, KeySplits, combining_blocks, key_splits, most_splits, partial_rows, splits_keys
+from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, most_splits, partial_rows, splits_keys
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import SHORT, row_for, table_for
 from .workspace import Workspace
@@ -90,6 +90,8 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         lengths=problem.lengths is not None or (split and kernel == "fwd_v2"),
         rows=rows_of(kernel, architecture, problem, expressions),
     )
+    if split and kernel == "fwd_v2":
+        row = deeper(row, architecture, 4 if problem.dtype == "float32" else 2, width, width_v)
     if copy_bytes < 16 or problem.lengths is not None:  # TMA would write beyond a row's end, see `obstacle`, or that of a sequence
         row = replace(row, tma_store_out=False)
     listed = bool(expressions.takes_part) and kernel in LISTED and problem.lengths is None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..problem.forward import Problem
+from .architecture import Architecture
 from .kernel import KernelPlan
 from .packing import FEW
+from .tuning import TileConfig
 
-SPLIT_KEYS = 1024  # of a split, at least: what it hands on is a 64th of what it reads, or less
+SPLIT_KEYS = 512  # of a split, at least: what it hands on is a 32nd of what it reads, or less
+MOST_STAGES = 4  # of keys and values
+RESERVED_BYTES = 1024  # of shared memory that the system takes of each block
 MOST_SPLITS = 64  # of a query tile, as the header has it
 WARP_ROWS, COMBINED_COLUMNS = 16, 32  # of a query tile: rows that a warp merges, and with so many columns
 
@@ -56,6 +60,15 @@ def key_splits(plan: KernelPlan, problem: Problem, tiles: int) -> KeySplits | No
     if plan.file != "fwd_v2" or not plan.config.SPLIT_KV:
         return None
     return KeySplits(SPLIT_KEYS, most_splits(problem), tiles, partial_rows(plan, problem.len_q))
+
+
+def deeper(row: TileConfig, architecture: Architecture, itemsize: int, width: int, width_v: int) -> TileConfig:
+    """The row with as many stages as leave room for a second block: what splits wait for is memory alone."""
+    if not architecture.copies_ahead:
+        return row
+    queries, stage = itemsize * row.tile_q * max(width, width_v), itemsize * row.tile_kv * (width + width_v)
+    room = architecture.shared_bytes // 2 - RESERVED_BYTES
+    return replace(row, stages=max(row.stages, min((room - queries) // stage, MOST_STAGES)))
 
 
 def partial_rows(plan: KernelPlan, len_q: int) -> int:

@@ -263,13 +263,22 @@ OP Choose<IN_PAGES, PagedTile, GlobalTile> key_slice(const Params& p, const Tens
 
 template <typename Scope, int ROWS, int WIDTH> OP void load_async(SharedTile<ROWS, WIDTH> tile, const PagedTile& src) {
   if constexpr (Scope::threads == 32) sync_warp();            // without it a lane overwrites what its neighbours still read there
-  constexpr int per_row = WIDTH / GRANULE;
+  constexpr int per_row = WIDTH / GRANULE, granules = ROWS * per_row, at_once = 4;
   for_lane(l) {
-    #pragma unroll 1                                          // addresses of several pages take registers
-    for (int i = Scope::thread(l); i < ROWS * per_row; i += Scope::threads) {
-      const int row = i / per_row, col = i % per_row * GRANULE;
-      const bool exists = row < src.rows && col < src.cols;
-      copy_granule(tile.at(row, col), exists ? src.at(row, col) : src.base, exists);
+    #pragma unroll 1                                          // addresses in all pages of a tile would take registers
+    for (int first = Scope::thread(l); first < granules; first += at_once * Scope::threads) {
+      const Element* from[at_once];
+      const auto exists = [&](int i) { return i < granules && i / per_row < src.rows && i % per_row * GRANULE < src.cols; };
+      #pragma unroll
+      for (int n = 0; n < at_once; ++n) {                     // all entries of the table on their way before one is needed
+        const int i = first + n * Scope::threads;
+        from[n] = exists(i) ? src.at(i / per_row, i % per_row * GRANULE) : src.base;
+      }
+      #pragma unroll
+      for (int n = 0; n < at_once; ++n) {
+        const int i = first + n * Scope::threads;
+        if (granules % (at_once * Scope::threads) == 0 || i < granules) copy_granule(tile.at(i / per_row, i % per_row * GRANULE), from[n], exists(i));
+      }
     }
   }
 }

@@ -62,10 +62,11 @@ template <int AT_ONCE> OP void combine_key_splits(const ForwardParams& p) {
     Acc<16, COLS> partial_reg[AT_ONCE];
     RowVec<16> lse_reg[AT_ONCE], correction, weight;
     #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {                       // all on their way before one is needed; the last one more than once
-      const u32 number = partial_number(p, tile, min_of(split + i, splits.last));
+    for (int i = 0; i < AT_ONCE; ++i) {                       // all on their way before one is needed
+      if (split + i > splits.last) continue;
+      const u32 number = partial_number(p, tile, split + i);
       load(lse_reg[i], lse_partial(p, number, row));
-      load(partial_reg[i], out_partial(p, number), row, col0);
+      load_existing(partial_reg[i], out_partial(p, number), row, col0, seq.q.len() - here.row - row);
     }
     #pragma unroll
     for (int i = 0; i < AT_ONCE && split + i <= splits.last; ++i) {
