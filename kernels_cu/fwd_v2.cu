@@ -141,6 +141,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
 
     const int place = place_of_tile(tile, after_used), col0 = place * TILE_KV, stage = tile % STAGES;
     if (!warp_keys.overlaps(col0, TILE_KV)) continue;         // other warps of the block see this tile, this one does not
+    if (VARLEN && warp_row >= seq.q.len()) continue;          // it only loads
     const KeyTile k_smem{smem + K_OFFSET + stage * KeyTile::bytes};
     const ValueTile v_smem{smem + V_OFFSET + stage * ValueTile::bytes};
 

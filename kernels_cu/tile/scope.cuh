@@ -200,6 +200,15 @@ OP bool warpgroup_any(int name, const Regs<bool, 1>& flag, [[maybe_unused]] Call
 #endif
 }
 
+// What lane `lane` has, which each lane may ask of another one.
+template <typename T> OP T value_of_lane(const Regs<T, 1>& x, int lane) {
+#if ON_GPU
+  return __shfl_sync(0xffffffffu, x.v[0], lane);
+#else
+  return x.at(lane, 0);
+#endif
+}
+
 // dst[d] = the value of src[s] in lane `member` of each quad (the four lanes that share a fragment row)
 template <int N, int M> OP void from_quad(Regs<float, N>& dst, int d, const Regs<float, M>& src, int s, int member) {
 #if ON_GPU

@@ -240,11 +240,11 @@ struct PagedTile {
     tile.row0 += row, tile.rows -= row;
     return tile;
   }
-  // of a row that exists: no entry beyond is read
-  OP Element* at(int row, int col) const {
+  // where a row begins that exists: no entry beyond is read
+  OP i64 offset(int row) const {
     const int key = row0 + row, number = int(divide(key, of->page_divmod));
     const i64 page = read_length(*of, of->pages, PAGES, first_page + number, of->rows_of_cache - 1);
-    return base + page * page_stride + (key - number * int(of->page_divmod.divisor)) * row_stride + col * col_stride;
+    return page * page_stride + (key - number * int(of->page_divmod.divisor)) * row_stride;
   }
 };
 using KeySlice = Choose<PAGED, PagedTile, GlobalTile>;
@@ -261,24 +261,22 @@ OP Choose<IN_PAGES, PagedTile, GlobalTile> key_slice(const Params& p, const Tens
   }
 }
 
+// tile = src, as of rows that lie in a line. A warp brings neighbouring rows, and each lane finds one of them for all: a granule so takes a
+// handful of instructions, where its own search for the page would take forty, more than the products of a few queries with it.
 template <typename Scope, int ROWS, int WIDTH> OP void load_async(SharedTile<ROWS, WIDTH> tile, const PagedTile& src) {
   if constexpr (Scope::threads == 32) sync_warp();            // without it a lane overwrites what its neighbours still read there
-  constexpr int per_row = WIDTH / GRANULE, granules = ROWS * per_row, at_once = 4;
+  constexpr int per_row = WIDTH / GRANULE, rows = ceil_div(ROWS, Scope::threads / 32), granules = rows * per_row;
+  static_assert(rows <= 32, "a lane finds one");
+  const int first = Scope::thread(0) / 32 * rows, exist = min_of(ROWS, src.rows) - first;
+  Regs<i64, 1> offset;
+  for_lane(l) offset.at(l, 0) = l < min_of(rows, exist) ? src.offset(first + l) : 0;
   for_lane(l) {
-    #pragma unroll 1                                          // addresses in all pages of a tile would take registers
-    for (int first = Scope::thread(l); first < granules; first += at_once * Scope::threads) {
-      const Element* from[at_once];
-      const auto exists = [&](int i) { return i < granules && i / per_row < src.rows && i % per_row * GRANULE < src.cols; };
-      #pragma unroll
-      for (int n = 0; n < at_once; ++n) {                     // all entries of the table on their way before one is needed
-        const int i = first + n * Scope::threads;
-        from[n] = exists(i) ? src.at(i / per_row, i % per_row * GRANULE) : src.base;
-      }
-      #pragma unroll
-      for (int n = 0; n < at_once; ++n) {
-        const int i = first + n * Scope::threads;
-        if (granules % (at_once * Scope::threads) == 0 || i < granules) copy_granule(tile.at(i / per_row, i % per_row * GRANULE), from[n], exists(i));
-      }
+    #pragma unroll 4
+    for (int i = l; i < ceil_div(granules, 32) * 32; i += 32) {
+      const int row = i / per_row, col = i % per_row * GRANULE;
+      const Element* const from = src.base + value_of_lane(offset, row % 32) + col * src.col_stride;
+      if ((granules % 32 == 0 || i < granules) && (ROWS % rows == 0 || first + row < ROWS))
+        copy_granule(tile.at(first + row, col), from, row < exist && col < src.cols);
     }
   }
 }
