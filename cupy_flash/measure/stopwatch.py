@@ -89,8 +89,8 @@ class GpuBench:
     def captured(self, run: Run) -> Run:
         """The same work from a CUDA graph.
 
-        It keeps what it was captured from, which has the arrays that the graph knows by their addresses alone. Raises what the library
-        of the run raises when it cannot be captured. A backward of PyTorch's is not tried: where one had
+        It keeps what it was captured from, which has the arrays that the graph knows by their addresses alone. Raises what the
+        library of the run raises when it cannot be captured. A backward of PyTorch's is not tried: where one had
         failed, kernels that came later read memory that was no more.
         """
         if run.differentiates:

@@ -46,7 +46,7 @@ FEW_TILES = 8  # of keys: blocks that add in order are apart only if more heads 
 CLEARING_BLOCKS = 200  # that start between those of a head and those that clear what it leaves
 MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
-LENGTH_OF_MANY = 4096  # of sequences of their own lengths: tiles, and heads together, are those of about so many rows, whatever they are
+LENGTH_OF_MANY = 4096  # of sequences of their own lengths: they have the tiles, and heads together, of so many rows
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
 
 

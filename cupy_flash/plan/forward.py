@@ -278,7 +278,8 @@ def forward_maps(plan: KernelPlan, problem: Problem) -> dict[str, TensorMap]:
     if plan.file != "fwd_hopper":
         return {}
     cached = {} if problem.lengths is None else problem.lengths.caches
-    rows = {"q": GROUP_ROWS} | dict.fromkeys("kv", keys_of_box(plan, problem)) | ({"out": WARP_ROWS} if plan.config.TMA_STORE_OUT else {})
+    rows = {"q": GROUP_ROWS} | dict.fromkeys("kv", keys_of_box(plan, problem))
+    rows |= {"out": WARP_ROWS} if plan.config.TMA_STORE_OUT else {}
     layouts = {name: x for name, x in _layouts(problem).items() if name not in cached}
     maps = tensor_maps(problem.batch, layouts, {name: rows[name] for name in rows if name not in cached})
     if cached:
