@@ -267,7 +267,7 @@ template <typename Scope, int ROWS, int WIDTH> OP void load_async(SharedTile<ROW
   if constexpr (Scope::threads == 32) sync_warp();            // without it a lane overwrites what its neighbours still read there
   constexpr int per_row = WIDTH / GRANULE, rows = ceil_div(ROWS, Scope::threads / 32), granules = rows * per_row;
   static_assert(rows <= 32, "a lane finds one");
-  constexpr int AT_ONCE = per_row > 32 ? 1 : per_row % 8 ? 2 : 4;    // where a warp's granules lie otherwise in each pass, more would spill
+  constexpr int AT_ONCE = per_row > 48 ? 1 : per_row % 8 ? 2 : 4;    // where a warp's granules lie otherwise in each pass, more would spill
   const int first = Scope::thread(0) / 32 * rows, exist = min_of(ROWS, src.rows) - first;
   Regs<i64, 1> offset;
   for_lane(l) offset.at(l, 0) = l < min_of(rows, exist) ? src.offset(first + l) : 0;
