@@ -204,7 +204,7 @@ def _torch_cudnn(cell: LengthsCell, inputs: Inputs) -> Run:
     if cell.decodes:
         raise NotImplementedError("caches of several lengths have no call of cuDNN in PyTorch")
     if cell.direction == "backward":  # on an H200, PyTorch 2.11 with cuDNN 9.19
-        raise NotImplementedError("gradients of nested tensors were wrong, and whatever ran behind them found an illegal address")
+        raise NotImplementedError("gradients of nested tensors were found wrong")
     offsets, longest = _torch_offsets(cell)[0], max(cell.lens_q)
 
     def nested(x: Any) -> Any:
