@@ -157,9 +157,10 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
       const ScoreContext x = score_context(p, block.here, head_of, of_head, block.seq(p).q.len(), block.seq(p).kv.len());
       modify_scores<true>(s_reg, x, row0, col0, ask_pairs);
       if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(block.row0) + own_row, col0);
+      if (SCORES == PLUS_COLUMN) terms_of_keys(terms, x, not_ahead(block.row0) + own_row);
     }
-    if (masked) apply_mask(s_reg, mask_again(block), row0, col0);
-    probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, terms);
+    if (masked) apply_mask(s_reg, mask_again(block), row0, col0, masked_score(of_head));
+    probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : scale_of_head(p.scale * LOG2E, of_head), p.softcap, terms);
     if (!follows && !LATE) let_begin();
     start_product(dv_reg, p_reg, do_smem);
     const bool early = follows && EARLY;
@@ -168,7 +169,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     else wait_for_products<1>(dp_reg);                        // the same: here no product of dQ runs
     if (!follows && LATE) let_begin();
     if (masked) apply_mask(dp_reg, mask_again(block), row0, col0, 0.f);   // 0 times whatever dP was may be NaN
-    score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES ? factor_reg : p_reg, dp_reg, block.delta_smem());
+    score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES ? factor_reg : p_reg, dp_reg, block.delta_smem(), of_head.factor);
     if (follows && !early) start_dq(dq_reg);
     store_transposed(block.ds_smem(block.queries.count), ds_reg, TMA_REDUCE_DQ ? not_ahead(own_row) : own_row);
     fence_proxy_async();                                      // without it the product does not see what lanes have stored

@@ -102,7 +102,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     start_product_transposed(s_reg, k_smem, 0, q_smem);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    const float scale_log2 = exponent_scale(p.scale);
+    float scale_log2 = exponent_scale(p.scale), masked = -infinity(), slope = 1.f;
     const int head = block.now.head;
     const bool ask_pairs = !TILE_LIST || !block.list_of(p, head).is_whole(block.now.tile);
     RowVec<16> terms;
@@ -110,16 +110,18 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
       const ScoreContext x = context(head);
       modify_scores<true>(s_reg, x, row0, col0, ask_pairs);
       if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(row0), col0);
+      if (SCORES == PLUS_COLUMN) terms_of_keys(terms, x, not_ahead(row0));
+      if (SCORES == SCALED) scale_log2 = scale_of_head(scale_log2, x), masked = masked_score(x), slope = x.factor;
     }
-    if (SCORES != EXPRESSION && cut(col0)) apply_mask(s_reg, block.mask, row0, col0);
+    if (SCORES != EXPRESSION && cut(col0)) apply_mask(s_reg, block.mask, row0, col0, masked);
     if constexpr (SCORES == EXPRESSION || DROPOUT) {
       probabilities(s_reg, factor_reg, block.lse_smem(), context(head), block.mask, cut(col0), row0, col0, scale_log2, p.softcap, terms, ask_pairs);
       if constexpr (DROPOUT) drop<true>(s_reg, seeded(p.scores), block.here.batch_number * p.heads + head, row0, col0);
       to_operands(p_reg, s_reg);
       pass(p_smem(block.queries.count), factor_reg);
     } else {
-      probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), scale_log2, p.softcap, terms);
-      pass(p_smem(block.queries.count), EXPLICIT_SCORES ? factor_reg : p_reg);
+      probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), scale_log2, p.softcap, terms, slope);
+      pass(p_smem(block.queries.count), EXPLICIT_SCORES || SCORES == SCALED ? factor_reg : p_reg);
     }
     arrive_pair(passed(block.queries.count));                 // without it the other warp waits for P for ever
     consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived

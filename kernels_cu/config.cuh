@@ -5,7 +5,7 @@
 enum Dtype { FLOAT16, BFLOAT16, FLOAT32 };
 enum MaskKind { BAND, PREFIX };           // see tile/mask.cuh
 enum SinkKind { NO_SINKS, SINKS_OF_DTYPE, SINKS_FLOAT32 };
-enum ScoreKind { UNCHANGED, PLUS_TERM, PLUS_LINEAR, EXPRESSION };     // see tile/score.cuh
+enum ScoreKind { UNCHANGED, PLUS_TERM, PLUS_LINEAR, PLUS_COLUMN, SCALED, EXPRESSION };     // see tile/score_context.cuh
 
 constexpr int   ARCH = 80;                // 10 * compute capability: from 80 on m16n8k16, tf32, cp.async and packed conversions exist
 constexpr Dtype DTYPE = FLOAT16;          // of q, k, v and out
@@ -14,7 +14,7 @@ constexpr int   TF32_PASSES = 3;          // float32 products from ARCH 80 on: 3
 constexpr MaskKind MASK = BAND;           // which keys a query sees
 constexpr SinkKind SINKS = NO_SINKS;      // logits of each row besides those of its keys, see tile/sinks.cuh: none, in the dtype of q, or in float32
 
-constexpr ScoreKind SCORES = UNCHANGED;   // what becomes of scores: nothing; a term is added that does not depend on them, such as a bias, or that is linear in the places of a pair; or any expression, which needs EXPLICIT_SCORES
+constexpr ScoreKind SCORES = UNCHANGED;   // what becomes of scores: nothing; a term is added that does not depend on them, such as a bias, or that is linear in the places of a pair, or depends on the key alone; they are scaled; or any expression, which needs EXPLICIT_SCORES
 constexpr bool  MASKED_PAIRS = false;     // pairs are masked by an expression or an array as well
 constexpr bool  VARLEN = false;           // batch elements have lengths of their own, packed or padded, see tile/sequence.cuh
 constexpr bool  PAGED = false;            // of VARLEN: keys and values lie in pages

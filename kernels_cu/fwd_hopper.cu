@@ -23,23 +23,14 @@
 //   and fwd_hopper_combine makes one result of all splits.
 #include "config.cuh"
 #include "params.cuh"
+#include "tile/column_terms.cuh"
 #include "tile/combine.cuh"
 #include "tile/mask.cuh"
 #include "tile/paged.cuh"
 #include "tile/pipeline.cuh"
-#include "tile/score.cuh"
 #include "tile/sinks.cuh"
-#include "tile/softmax.cuh"
 #include "tile/wgmma.cuh"
 #include "tile/work.cuh"
-
-constexpr int THREADS = 32 * WARPS;
-static_assert(GROUPS > 1 || !PINGPONG, "ping-pong takes two warpgroups");
-
-// Of the registers that a launch deals out evenly, the producer gives back most.
-constexpr int REGISTERS = 65536 / (THREADS * MIN_BLOCKS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24;
-constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
 using KeyTile = PanelTile<TILE_KV, WIDTH>;
 using ValueTile = PanelTile<TILE_KV, WIDTH_V>;
@@ -50,13 +41,12 @@ using OutTile = PanelTile<ROWS, WIDTH_V>;
 enum NamedBarrier { VOTE = 1, ORDER = 8 };
 static_assert(VOTE + GROUPS <= ORDER && ORDER + GROUPS <= NAMED_BARRIERS);
 
-static_assert(STAGES_Q >= GROUPS, "each warpgroup reads a stage");
 constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: compiled a fifth sooner, and level. Narrower rows would lose a tenth
 
 using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
 
 // Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors;
-// descriptors of sequences; the barrier of a tile of V that is clipped; numbers of key tiles.
+// descriptors of sequences; the barrier of a tile of V that is clipped; numbers of key tiles; terms of keys.
 constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
 constexpr int LEAD = (GROUPS - 1) * ROWS / TILE_KV;           // key tiles: under a mask, so many may be left when the first consumer ends its query tile
 constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
@@ -70,12 +60,12 @@ constexpr int WORK_OFFSET = Q_BARRIERS + STAGES_Q * STAGE_BARRIERS;
 constexpr int SEQUENCES_OFFSET = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
 constexpr int CLIPPED_BARRIER = SEQUENCES_OFFSET + VARLEN * STAGES_Q * int(sizeof(SequenceDescriptor));
 constexpr int NUMBERS_OFFSET = CLIPPED_BARRIER + VARLEN * Mbarrier::bytes; // last: what lies behind them would not be aligned
-constexpr int SHARED_BYTES = NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
+constexpr int COLUMNS_OFFSET = (NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32)) + 15) / 16 * 16;
+constexpr int SHARED_BYTES = COLUMNS ? COLUMNS_OFFSET + STAGES * COLUMN_BYTES : NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
 
 // Whether what arrays have for pairs is on its way before the product of the scores has ended: wider heads leave no registers for it.
 constexpr bool ARRAYS_AHEAD = WIDTH_V < 128;
-// Before: the query tiles of sequences.
-KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) {
+KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: the query tiles of sequences
   if constexpr (VARLEN) schedule_queries(p);
 }
 
@@ -135,7 +125,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     };
     // Keys come just in time: whatever is done between a stage that becomes free and its load, the consumers wait for.
     TileCoord of_keys{}, of_values{};                         // whose head is that of keys
-    int tile = 0, end = 1, placed = 0;                        // of values, and beyond the last one of the query tile; at first there are none
+    PagePlaces pages_of_values{};                             // PAGED: as found for the keys
+    int tile = 0, end = 1, placed = 0, head = 0;              // of values, and beyond the last one of the query tile; at first there are none. COLUMNS: its head
     bool values_due = false, announced = false;               // announced: queries of the next query tile are on their way
     #pragma unroll 1
     for (;;) {
@@ -149,30 +140,34 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       const Pass pass{last, last && announced};
       if (pass.across) {
         of_keys = here;
+        head = here.head;
         of_keys.head = head_kv;
         list_of_keys = list;
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
+      ColumnTerms columns;                                    // found before a stage is waited for
+      PagePlaces pages{};
       if (pass.has_keys()) {
+        if constexpr (COLUMNS) find_columns(columns, p, of_keys, head, place * TILE_KV);
+        find_pages(pages, p, of_keys, place * TILE_KV);
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
-        if constexpr (NUMBERED) {
-          store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), u32(place) | (TILE_LIST && list_of_keys.is_whole(next) ? ALL_PAIRS : 0));
-          sync_warp();                                        // without it a number is read that has not been written
-        }
-        if constexpr (VARLEN) load_keys(keys, p, of_keys, place * TILE_KV);
+        if constexpr (NUMBERED) store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), u32(place) | (TILE_LIST && list_of_keys.is_whole(next) ? ALL_PAIRS : 0));
+        if constexpr (COLUMNS) store(smem + COLUMNS_OFFSET + keys.stage() * COLUMN_BYTES, columns);
+        if constexpr (NUMBERED || COLUMNS) sync_warp();       // without it a number or a term is read that has not been written
+        if constexpr (VARLEN) load_keys(keys, p, of_keys, pages, place * TILE_KV);
         else load_async(keys, p.k_map, of_keys.batch, of_keys.head, place * TILE_KV);
       }
       if (values_due) {
         producer_acquire(values);                             // without it values are overwritten that a slower warp still reads
         const int row = (FROM_LAST ? placed : tile) * TILE_KV;
-        if constexpr (VARLEN) load_values(values, clipping, p, of_values, row);
+        if constexpr (VARLEN) load_values(values, clipping, p, of_values, pages_of_values, row);
         else load_async(values, p.v_map, of_values.batch, of_values.head, row);
         if (EARLY < GROUPS && pass.across) load_queries(EARLY, GROUPS);
       }
       if (pass.is_end()) break;
       of_values = of_keys;
       values_due = true;
-      tile = next, placed = place;
+      tile = next, placed = place, pages_of_values = pages;
       if (pass.across) {
         end = tiles.end;
         announced = false;
@@ -188,11 +183,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   OperandA<16> p_reg[TILE_KV / 16];
   Acc<16, WIDTH_V> o_reg;
   OnlineSoftmax<16> softmax(LOWEST);
-  const float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
+  float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
   Dropping dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
-  RowVec<16> terms_reg;                                       // PLUS_LINEAR: the rows' part of the term, in this key tile
+  RowVec<16> terms_reg;                                       // WITH_TERMS: the rows' part of the term, in this key tile
+  float common = 0.f, largest = LOWEST;                       // COLUMNS: what these have in common, and of all key tiles of the query tile so far
   u32 number = 0;                                             // NUMBERED: of the key tile, which `tile` only counts
   int tile, last, before, beyond, next = has_work_tile(p, VARLEN ? block_id() : 0) ? LATER : NOTHING, warp_row;
   u32 split = WHOLE;
@@ -218,6 +214,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     next = uniform(work.next);
     warp_row = now.row + group * ROWS + warp % 4 * 16;
     if constexpr (MODIFIED) terms = head_terms(p, now, now.head, queries_of_sequence(p, now), keys_of_sequence(p, now));
+    if (SCORES == SCALED) scale_log2 = scale_of_head(p.scale_log2, terms);
   };
   // The softmax of a query tile has ended, and then, with its last product, the tile, or the split of it with this number. VARLEN: rows of a
   // sequence are counted from the tile on, see `load_sequence`.
@@ -225,6 +222,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   const auto row_of = [&](const TileCoord& here) { return (VARLEN ? 0 : here.row) + row_of_tile(); };
   const auto end_softmax = [&](const TileCoord& here, u32 split, RowVec<16>& weight) {
     RowVec<16> lse, correction;
+    if (COLUMNS) count_largest(softmax, largest);
     if (SINKS != NO_SINKS && split == WHOLE) join_sinks(softmax, correction, p, mask, here.head, row_of(here));  // of splits, when they are combined
     finalize(softmax, lse);
     weight = softmax.sum;
@@ -257,10 +255,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   };
   const auto scores_of_tile = [&](const Arrays& arrays) {
     const int col0 = first_key();
+    if (COLUMNS) leave_out_largest(softmax, terms_reg, common, largest);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if constexpr (MODIFIED) modify_scores<false>(s_reg, arrays, context(), warp_row, col0, !(number & ALL_PAIRS));
     if (SCORES == PLUS_LINEAR) terms_of_rows<false>(terms_reg, s_reg, context(), warp_row, col0);
-    if (!unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
+    if (!unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0, masked_score(terms));
   };
 
   // A warp whose rows have not all seen something yet looks for the maximum in the next tile as well.
@@ -289,9 +288,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   };
 
   // Where the maximum so far was too small: S once more, and P with the maximum of S.
-  const auto redo = [&](const KeyTile& k_smem, RowVec<16>& correction, RowVec<16>& sum) {
+  const auto redo = [&](const KeyTile& k_smem, SharedAddress columns, RowVec<16>& correction, RowVec<16>& sum) {
     Arrays arrays;
-    start_product_transposed(s_reg, q_smem, 0, k_smem);
+    if constexpr (COLUMNS) start_from_columns(s_reg, columns);
+    start_product_transposed(s_reg, q_smem, 0, k_smem, COLUMNS);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     load_arrays(arrays);
     scores_of_tile(arrays);
@@ -308,8 +308,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (follows) to_operands(p_reg, s_reg);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
     if constexpr (NUMBERED) number = uniform(load_shared<u32>(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32))));
+    const SharedAddress columns = smem + COLUMNS_OFFSET + keys.stage() * COLUMN_BYTES;
+    if constexpr (COLUMNS) common = start_from_columns(s_reg, columns);
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it products of several warpgroups queue, and no scores are done soon
-    start_product_transposed(s_reg, q_smem, 0, k_smem);
+    start_product_transposed(s_reg, q_smem, 0, k_smem, COLUMNS);
     RowVec<16> weight;
     if (follows) {
       if (real) consumer_wait(values);                        // without it the product reads values that have not arrived
@@ -334,7 +336,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     exponentiate(softmax, s_reg, sum, scale_log2, terms_reg);
     if constexpr (VARLEN) fill_from(sum, queries_left(), 0.f);
     const bool again = !first && warpgroup_any(VOTE + group, too_large(sum));
-    if (again) redo(k_smem, correction, sum);
+    if (again) redo(k_smem, columns, correction, sum);
     if (MODIFIED) rising = again || (rising && !first && warp_any(below_one(correction)));
     if constexpr (DROPOUT) drop<false>(s_reg, dropout, now.batch_number * p.heads + now.head, warp_row, first_key());
     consumer_release(keys);                                   // without it the producer waits for ever
@@ -350,8 +352,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
   };
 
-  fill(o_reg, 0.f);
-  fill(s_reg, 0.f);
+  fill(o_reg, 0.f), fill(s_reg, 0.f);
   #pragma unroll 1
   while (next != NOTHING) {
     bool ends = false;                                        // a query tile is left that has to end

@@ -23,8 +23,8 @@ from .kernel import (
     kind_of_sinks,
     padded,
     rows_of,
+    taken_apart,
     text_of,
-    with_linear_terms,
 )
 from .schedule import L2_BYTES
 from .sequences import elements_of, tiles_of
@@ -71,10 +71,11 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     p = problem.forward
     check_kind(architecture, "q", p.dtype, p.precision)
     expressions = text_of(p)
-    explicit, why_scores = explicit_scores(p, expressions, of_lse=p.dtype != "float32")
-    kernel, why_kernel = _backward_kernel(problem, architecture, explicit, expressions)
-    if kernel in HOPPER_KERNELS and not (p.lengths and p.sinks):  # gradients of sinks tell no sequences apart
-        expressions = with_linear_terms(p, expressions)
+    # Gradients of sinks tell no sequences apart.
+    apart = expressions if p.lengths and p.sinks else taken_apart(p, expressions)
+    kernel, why_kernel = _backward_kernel(problem, architecture, apart)
+    expressions = apart if kernel in HOPPER_KERNELS else expressions
+    explicit, why_scores = _explicit(p, expressions)
     moved = BY_THREADS if kernel in HOPPER_KERNELS else MOVED
     copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in moved})
     row = _row_for(kernel, problem, architecture, copy_bytes, explicit, expressions)
@@ -102,6 +103,10 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     )
 
 
+def _explicit(problem: Problem, expressions: ExpressionText) -> tuple[bool, str]:
+    return explicit_scores(problem, expressions, of_lse=problem.dtype != "float32")
+
+
 def _width(problem: Problem) -> int:
     return padded(max(problem.dim, problem.dim_v))  # one for all: warps that own either gradient run the same code
 
@@ -127,12 +132,10 @@ def _layouts(problem: BackwardProblem) -> dict[str, Layout]:
     return {name: layout for name, layout in problem.layouts.items() if layout is not None} | problem.forward.scores.layouts
 
 
-def _backward_kernel(
-    problem: BackwardProblem, architecture: Architecture, explicit: bool, expressions: ExpressionText
-) -> tuple[str, str]:
+def _backward_kernel(problem: BackwardProblem, architecture: Architecture, expressions: ExpressionText) -> tuple[str, str]:
     """The kernel file, and why it is not the one that the architecture is best at, or ''."""
     p = problem.forward
-    asked = problem.kernel
+    asked, (explicit, _) = problem.kernel, _explicit(p, expressions)
     if p.scores:
         check_sums(p.scores, problem.wrt, problem.deterministic)
     tables = {kernel: rows_of(kernel, architecture, p, expressions) for kernel in HOPPER_KERNELS}

@@ -12,7 +12,6 @@ from ..problem.expression.reads import AXES
 from ..problem.expression.simplify import simplify
 from ..problem.expression.tree import SCORE, Apply, Name, Node, Read, fold, walk
 from ..problem.layout import Layout
-from ..problem.mask import Mask
 from ..problem.scores import Scores, kind_of, label
 from .expression_text import ExpressionText, Pressure
 from .hoisting import (
@@ -28,7 +27,6 @@ from .hoisting import (
     times_unit,
     uniform,
 )
-from .linear import steps_of, without_abs
 from .structs import constants
 
 NAMES = {
@@ -107,44 +105,6 @@ def expression_text(scores: Scores, softcap: bool, longest: int) -> ExpressionTe
     return ExpressionText(kind, term, score, slope, mask, of_head, tuple(stated.items()), _pressure(scores, trees))
 
 
-def linear_text(scores: Scores, mask: Mask, text: ExpressionText) -> ExpressionText:
-    """The text with a term that is linear in places taken apart; any other as it is.
-
-    Parameters
-    ----------
-    scores : Scores
-    mask : Mask
-        Pairs that it hides may have any term.
-    text : ExpressionText
-        That of `expression_text`.
-    """
-    if text.kind != "PLUS_TERM" or scores.bias is not None:
-        return text
-    term = simplify(without_abs(without_score(value_tree(scores)), mask))
-    steps = steps_of(term)
-    if steps is None:
-        return text
-    # Of the term, a row of a tile is asked for one pair, whose places as ints take fewer operations.
-    *of_term, takes_part = (term, steps.per_key, steps.per_query, mask_tree(scores))
-    of_pairs = _of_places((takes_part,), max(mask.len_q, mask.len_kv))
-    trees, uniforms = hoisted((*of_term, *of_pairs))
-    arrays = dict(scores.arrays)
-    term, per_key, per_query, takes_part = (written(tree, arrays) for tree in trees)
-    of_head = tuple(written(tree, arrays) for tree in uniforms)
-    constants = {name: value for name, value in text.constants if name != "UNIFORMS"}
-    constants |= {"UNIFORMS": str(len(uniforms))} if uniforms else {}
-    return replace(
-        text,
-        kind="PLUS_LINEAR",
-        term=term,
-        per_key=per_key,
-        per_query=per_query,
-        takes_part=takes_part,
-        uniforms=of_head,
-        constants=tuple(constants.items()),
-    )
-
-
 def _pressure(scores: Scores, trees: tuple[Node | None, ...]) -> Pressure:
     """What the trees of `_kernel_trees` take."""
     term, value, _, mask = trees
@@ -188,10 +148,10 @@ def _kernel_trees(scores: Scores, softcap: bool, longest: int) -> tuple[Node | N
         value = slope = None
     elif slope == ONE and not softcap and _is_sum_with_score(value):
         term, value, slope = times_unit(simplify(without_score(value))), None, None
-    return _of_places((term, value, slope, mask), longest)
+    return of_places((term, value, slope, mask), longest)
 
 
-def _of_places(trees: tuple[Node | None, ...], longest: int) -> tuple[Node | None, ...]:
+def of_places(trees: tuple[Node | None, ...], longest: int) -> tuple[Node | None, ...]:
     """Trees with places as floats, if these hold them exactly, and factors gathered."""
     if longest < EXACT:
         trees = tuple(tree and places_as_floats(tree) for tree in trees)

@@ -21,8 +21,8 @@ from .kernel import (
     kind_of_sinks,
     padded,
     rows_of,
+    taken_apart,
     text_of,
-    with_linear_terms,
 )
 from .packing import FEW, packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
@@ -66,7 +66,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     kernel, why_kernel = _forward_kernel(problem if problem.lengths is None else asked, architecture, expressions)
     width, width_v = padded(problem.dim), padded(problem.dim_v)
     if kernel == "fwd_hopper":
-        expressions = with_linear_terms(problem, expressions)
+        expressions = taken_apart(problem, expressions)
         width, width_v = max(width, NARROWEST_PANEL), max(width_v, NARROWEST_PANEL)
     copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by TMA
     in_memory = {} if problem.lengths is None else problem.lengths.caches  # pages are as far apart as these say
@@ -177,7 +177,7 @@ def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: E
         return f"no TMA: pages have {lengths.page_size} keys, which {LEAST_PIECE} do not divide"
     if (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem)[0]:
         return "few queries: heads of a group share a tile, or blocks its keys, in fwd_v2"
-    crowded = _crowded(problem, architecture, with_linear_terms(problem, expressions))
+    crowded = _crowded(problem, architecture, taken_apart(problem, expressions))
     if lengths.paged and _crowded_by_pages(problem):
         crowded = "fwd_hopper has no registers for pages and what is asked besides"
     layouts, cached = _layouts(problem), lengths.caches

@@ -158,6 +158,8 @@ class KernelPlan:
             barriers = 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q)
             work = (48 + 32 * c.VARLEN) * c.STAGES_Q + 4 * c.STAGES * (c.TILE_LIST or c.FROM_LAST) + 8 * c.VARLEN
             main = {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers + work}
+            if c.SCORES == "PLUS_COLUMN":  # terms of keys
+                main["fwd_hopper"] = -(-main["fwd_hopper"] // 16) * 16 + 4 * (c.TILE_KV + 4) * c.STAGES
             return self._schedule | main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         main = {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
@@ -226,6 +228,7 @@ def check_kind(architecture: Architecture, name: str, dtype: str, precision: str
 # the largest score too may be lost. Up to this scale, scores are not so large unless their inputs are.
 LARGEST_SCALE = 1024
 LEAST_SCALE = 2.0**-20  # what is added to products is divided by the scale
+APART = ("PLUS_LINEAR", "PLUS_COLUMN", "SCALED")  # kinds of scores of which pairs have parts in common
 
 
 def kind_of_sinks(problem: Problem) -> str:
@@ -265,16 +268,17 @@ def text_of(problem: Problem) -> ExpressionText:
     return expression_text(problem.scores, problem.softcap is not None, max(problem.len_q, problem.len_kv))
 
 
-def with_linear_terms(problem: Problem, expressions: ExpressionText) -> ExpressionText:
-    """The text of what becomes of scores for a kernel that takes linear terms apart.
+def taken_apart(problem: Problem, expressions: ExpressionText) -> ExpressionText:
+    """The text of what becomes of scores for a kernel that takes it apart, where not every pair has a part of its own.
 
     Of scores that are scaled one by one it takes none: there a term is added to each.
     """
-    if expressions.kind != "PLUS_TERM" or problem.softcap is not None or not LEAST_SCALE <= problem.scale <= LARGEST_SCALE:
+    asked = expressions.kind in ("PLUS_TERM", "EXPRESSION")
+    if not asked or problem.softcap is not None or not LEAST_SCALE <= problem.scale <= LARGEST_SCALE:
         return expressions
-    from .expressions import linear_text  # late, as the text
+    from .apart import apart_text  # late, as the text
 
-    return linear_text(problem.scores, problem.mask, expressions)
+    return apart_text(problem.scores, problem.mask, expressions)
 
 
 def rows_of(
@@ -283,15 +287,16 @@ def rows_of(
     """The rows of a kernel for a problem: where something is asked for each pair, not those of its table; none if it has none."""
     if not problem.scores:
         return table_for(kernel, architecture, problem.dtype)
-    from .pair_tuning import pair_rows  # late, as the text
+    from .pair_tuning import APART_ROWS, pair_rows  # late, as the text
 
     pressure = expressions.pressure
     if pressure is Pressure.MASK and problem.lengths is not None:
         pressure = Pressure.LOOKUPS  # there are no lists of tiles
     if pressure is Pressure.BIAS and kernel == "fwd_hopper" and problem.scores.bias.dtype == "float32":
         pressure = Pressure.SEVERAL  # it takes twice the registers of a bias of 16 bits
-    if expressions.kind == "PLUS_LINEAR" and pressure is Pressure.TERM and problem.scores.dropout is None:
-        return table_for(kernel, architecture, problem.dtype)  # whose registers hold what a row has of the term
+    if expressions.kind in APART and pressure is Pressure.TERM and problem.scores.dropout is None:
+        # Registers of plain rows hold what a row or a head has in common, but of a few.
+        return APART_ROWS.get((kernel, expressions.kind)) or table_for(kernel, architecture, problem.dtype)
     if problem.scores.dropout is not None:
         asked = expressions.takes_part or expressions.kind != "UNCHANGED"
         crowded = pressure in (Pressure.SEVERAL, Pressure.MANY)

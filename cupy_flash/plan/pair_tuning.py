@@ -170,6 +170,13 @@ BACKWARD_HOPPER_WIDE = (
     TileConfig(192, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),  # wider ones would spill, and are for bwd_v2
 )
 
+# Of what is taken apart, see `apart`, where a plain row has no registers for it: for 80 queries and a factor, or lengths and terms
+# of keys.
+APART_ROWS = {
+    ("bwd_hopper", "SCALED"): (*PLAIN_BACKWARD[:2], replace(PLAIN_BACKWARD[2], max_len_q=None)),
+    ("bwd_hopper", "PLUS_COLUMN"): tuple(replace(row, without_lengths=row.masks == ("causal",)) for row in PLAIN_BACKWARD),
+}
+
 # Of the Hopper kernels, for 16-bit dtypes. One that is missing has no registers for it.
 HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
     "fwd_hopper": {

@@ -25,8 +25,8 @@ from .kernel import (
     explicit_scores,
     kind_of_sinks,
     padded,
+    taken_apart,
     text_of,
-    with_linear_terms,
 )
 from .params import read_gradient_params
 from .read_tuning import read_rows
@@ -130,7 +130,7 @@ def _text(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) ->
     stated = {name.upper(): "true" for name, is_so in (flags | {"has_factor": factor != ONE}).items() if is_so}
     text = text_of(problem.forward)
     if backward.config.SCORES == "PLUS_LINEAR":  # whose statistics are taken apart as well
-        text = with_linear_terms(problem.forward, text)
+        text = taken_apart(problem.forward, text)
     element = ""
     if part.scattered or part.gathered:
         number = scores.captured.index(part.name)

@@ -52,16 +52,16 @@ template <int M, int N> OP void score_gradients(Acc<M, N>& dp, const ColVec<N>& 
   }
 }
 
-// Of a score, less the log-sum-exp. PLUS_LINEAR: the statistics are without what belongs to the key, which is `term`.
+// Of a score, less the log-sum-exp. WITH_TERMS: the score is without what belongs to the key, which is `term`.
 OP float exponent(float score, float scale_log2, float lse, float term) {
-  return fmaf(score, scale_log2, SCORES == PLUS_LINEAR ? term - lse : -lse);
+  return fmaf(score, scale_log2, WITH_TERMS ? term - lse : -lse);
 }
 
 // The same where one warp has both S and dP, which leaves no registers for P in float32: p_reg becomes P as an A operand, and with a
-// softcap factor_reg the same times its derivative. The log-sum-exp of the columns is read from shared memory when it is needed.
+// softcap factor_reg the same times its derivative, SCALED times `slope`. The log-sum-exp of the columns is read from shared memory when it is needed.
 template <int N>
 OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16> (&factor_reg)[N / 16], SharedAddress lse, float scale_log2,
-                      float softcap, const RowVec<16>& terms) {
+                      float softcap, const RowVec<16>& terms, float slope = 1.f) {
   const float inverse = softcap > 0.f ? LN2 / softcap : 0.f;     // of a score in units of log 2
   for_lane(l) {
     const int lane = TMA_REDUCE_DQ ? not_ahead(l) : l;
@@ -75,10 +75,10 @@ OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16>
         for (int i = 0; i < 2; ++i) {
           const float score = s.at(l, r + 2 * row + i), bent = score * inverse;
           p[i] = exp2_approx(exponent(score, scale_log2, stat.x[i], terms.at(l, row)));
-          factor[i] = p[i] == 0.f ? 0.f : p[i] * (1.f - bent * bent);      // of a masked pair, bent is infinite or NaN
+          factor[i] = p[i] == 0.f ? 0.f : p[i] * (SCORES == SCALED ? slope : 1.f - bent * bent);      // of a masked pair, bent is infinite or NaN
         }
         p_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(p[0], p[1]);
-        if (EXPLICIT_SCORES) factor_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(factor[0], factor[1]);
+        if (EXPLICIT_SCORES || SCORES == SCALED) factor_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(factor[0], factor[1]);
       }
     }
   }
@@ -101,9 +101,10 @@ template <int N> OP void receive(OperandA<16> (&a)[N / 16], PassedTile<16, N> fr
     }
   }
 }
-// ds_reg = factor_reg o (dp - delta), as an A operand; delta of the columns is in shared memory, or has been subtracted
+// ds_reg = factor_reg o (dp - delta), as an A operand; delta of the columns is in shared memory, or has been subtracted. SCALED: times `slope`,
+// where factor_reg is not.
 template <bool SUBTRACT, int N>
-OP void score_gradients(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&factor_reg)[N / 16], const Acc<16, N>& dp, SharedAddress delta) {
+OP void score_gradients(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&factor_reg)[N / 16], const Acc<16, N>& dp, SharedAddress delta, float slope = 1.f) {
   for_lane(l) {
     const int lane = not_ahead(l);
     #pragma unroll
@@ -117,6 +118,7 @@ OP void score_gradients(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&fac
         for (int i = 0; i < 2; ++i) {
           const float of_pair = unpack<Element>(factor, i);
           ds[i] = of_pair * (SUBTRACT ? dp.at(l, r + 2 * row + i) - stat.x[i] : dp.at(l, r + 2 * row + i));
+          if (SCORES == SCALED) ds[i] *= slope;               // 1 where factor_reg is
           if (MASKED_PAIRS && of_pair == 0.f) ds[i] = 0.f;
         }
         ds_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(ds[0], ds[1]);

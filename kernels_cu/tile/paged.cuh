@@ -1,40 +1,52 @@
 // paged.cuh -- keys and values in pages by TMA (PAGED). A tile is brought in pieces, each of which lies within one page: a piece has so many rows
-// that they divide a page and a tile. A lane finds the page of a piece and has its boxes brought, so that all entries of a tile are read at once.
+// that they divide a page and a tile. A lane finds the page of a piece and has its boxes brought, so that all entries of a tile are read at once:
+// before a stage is waited for, and once for keys and their values.
 #pragma once
 #include "tile/clipped.cuh"
 #include "tile/work.cuh"
 
-// The stage at hand = keys or values of a sequence from `row` on, of which `rows` exist; goes on to the next one. Pieces without any are not read,
-// and leave there what there was.
+// Where the pieces of a tile are, one for each lane.
+struct PagePlaces {
+  Regs<int, 1> page, row;
+};
+// Those of the tile of a sequence from `row` on; of pieces beyond its end no entry is read.
+template <typename Params, typename Coord> OP void find_pages(PagePlaces& places, const Params& p, const Coord& of, int row) {
+  if constexpr (PAGED) {
+    const SequenceParams& s = p.sequences;
+    const int pieces = ceil_div(max_of(min_of(of.kv.len() - row, TILE_KV), 0), p.page_rows);
+    for_lane(l) {
+      const int key = row + l * p.page_rows, number = int(divide(key, s.page_divmod));
+      places.row.at(l, 0) = key - number * int(s.page_divmod.divisor);
+      if (l < pieces) places.page.at(l, 0) = read_length(s, s.pages, PAGES, i64(of.batch_number) * s.pages_of_sequence + number, s.rows_of_cache - 1);
+    }
+  }
+}
+
+// The stage at hand = keys or values there, of which `rows` exist; goes on to the next one. Pieces without any are not read, and leave there what
+// there was.
 template <typename T, int DEPTH, Lanes LANES>
-OP void load_pages(Pipeline<T, DEPTH, LANES>& pipeline, const HopperVarlenParams& p, const TensorMap& map, u32 sequence, int head, int row, int rows,
+OP void load_pages(Pipeline<T, DEPTH, LANES>& pipeline, const HopperVarlenParams& p, const TensorMap& map, const PagePlaces& places, int head, int rows,
                    CallSite at = call_site()) {
   static_assert(T::rows / 8 <= 32, "each lane has one piece, of 8 rows at least");
-  const SequenceParams& s = p.sequences;
   const int pieces = ceil_div(max_of(min_of(rows, T::rows), 0), p.page_rows);
   arrive_expect_tx(pipeline.full(), pieces * p.page_rows * T::panels * 128, at);
-  Regs<int, 1> page, in_page;                                 // of the piece of a lane
-  for_lane(l) {
-    const int key = row + l * p.page_rows, number = int(divide(key, s.page_divmod));
-    in_page.at(l, 0) = key - number * int(s.page_divmod.divisor);
-    if (l < pieces) page.at(l, 0) = read_length(s, s.pages, PAGES, i64(sequence) * s.pages_of_sequence + number, s.rows_of_cache - 1);
-  }
-  start_pieces(pipeline, pieces, p.page_rows, map, page, head, in_page, at);
+  start_pieces(pipeline, pieces, p.page_rows, map, places.page, head, places.row, at);
   pipeline.advance();
 }
 template <typename T, int DEPTH, Lanes LANES>
-OP void load_pages_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const HopperVarlenParams& p, const TensorMap& map, u32 sequence, int head,
-                           int row, int rows, CallSite at = call_site()) {
-  if (rows >= T::rows) return load_pages(pipeline, p, map, sequence, head, row, rows, at);
-  clip(pipeline, clipping, rows, [&](Pipeline<T, 1, LANES>& alone) { load_pages(alone, p, map, sequence, head, row, rows, at); }, at);
+OP void load_pages_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const HopperVarlenParams& p, const TensorMap& map, const PagePlaces& places,
+                           int head, int rows, CallSite at = call_site()) {
+  if (rows >= T::rows) return load_pages(pipeline, p, map, places, head, rows, at);
+  clip(pipeline, clipping, rows, [&](Pipeline<T, 1, LANES>& alone) { load_pages(alone, p, map, places, head, rows, at); }, at);
 }
 
 // Keys, or values, of a sequence wherever they are. Of values, rows beyond its end become zeros.
-template <typename Keys, typename Params, typename Coord> OP void load_keys(Keys& keys, const Params& p, const Coord& of, int row) {
-  if constexpr (PAGED) load_pages(keys, p, p.k_map, of.batch_number, of.head, row, of.kv.len() - row);
+template <typename Keys, typename Params, typename Coord> OP void load_keys(Keys& keys, const Params& p, const Coord& of, const PagePlaces& places, int row) {
+  if constexpr (PAGED) load_pages(keys, p, p.k_map, places, of.head, of.kv.len() - row);
   else load_async(keys, p.k_map, of.batch, of.head, of.kv.first() + row);
 }
-template <typename Values, typename Params, typename Coord> OP void load_values(Values& values, Clipping& clipping, const Params& p, const Coord& of, int row) {
-  if constexpr (PAGED) load_pages_clipped(values, clipping, p, p.v_map, of.batch_number, of.head, row, of.kv.len() - row);
+template <typename Values, typename Params, typename Coord>
+OP void load_values(Values& values, Clipping& clipping, const Params& p, const Coord& of, const PagePlaces& places, int row) {
+  if constexpr (PAGED) load_pages_clipped(values, clipping, p, p.v_map, places, of.head, of.kv.len() - row);
   else load_clipped(values, clipping, p.v_map, of.batch, of.head, of.kv.first() + row, of.kv.len() - row);
 }

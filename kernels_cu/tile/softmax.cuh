@@ -5,7 +5,7 @@
 
 // Over the scores seen so far: max = scale_log2 * largest score, sum = sum of 2^(scale_log2 * score - max).
 // The sum is this lane's share until finalize(): adding the four shares once costs less than adding them in every step.
-// PLUS_LINEAR: a score is what the fragment has, scaled, and a number for the rows of a lane, `terms`, which a tile has in common.
+// WITH_TERMS: a score is what the fragment has, scaled, and a number for the rows of a lane, `terms`, which a tile has in common.
 template <int M> struct OnlineSoftmax {
   RowVec<M> max, sum;
   OP OnlineSoftmax(float nothing = -infinity()) { fill(max, nothing); fill(sum, 0.f); }
@@ -65,19 +65,19 @@ OP void raise(OnlineSoftmax<M>& state, const Acc<M, N>& s, RowVec<M>& correction
     #pragma unroll
     for (int r = 0; r < s.regs; ++r) {
       float& max = r % 2 ? top.at(l, s.slot(r)) : other.at(l, s.slot(r));
-      max = fmaxf(max, s.at(l, r));
+      max = fmaxf(max, SCORES == SCALED ? s.at(l, r) * scale_log2 : s.at(l, r));  // by a factor of either sign
     }
     #pragma unroll
     for (int i = 0; i < top.slots; ++i) {
       top.at(l, i) = fmaxf(top.at(l, i), other.at(l, i));
-      if (SCORES == PLUS_LINEAR) top.at(l, i) = fma_up(top.at(l, i), scale_log2, terms.at(l, i));   // not below it, however large: P would be
+      if (WITH_TERMS) top.at(l, i) = fma_up(top.at(l, i), scale_log2, terms.at(l, i));   // not below it, however large: P would be
     }
   }
   quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < top.slots; ++i) {
-      const float max = fmaxf(state.max.at(l, i), SCORES == PLUS_LINEAR ? top.at(l, i) : top.at(l, i) * scale_log2);
+      const float max = fmaxf(state.max.at(l, i), WITH_TERMS || SCORES == SCALED ? top.at(l, i) : top.at(l, i) * scale_log2);
       const float factor = exp2_approx(state.max.at(l, i) - max);
       state.max.at(l, i) = max;
       state.sum.at(l, i) *= factor;
@@ -103,7 +103,7 @@ OP void exponentiate(const OnlineSoftmax<M>& state, Acc<M, N>& s, RowVec<M>& sum
     #pragma unroll
     for (int r = 0; r < s.regs; ++r) {
       const int row = s.slot(r);
-      const float less = SCORES == PLUS_LINEAR ? terms.at(l, row) - state.max.at(l, row) : -state.max.at(l, row);
+      const float less = WITH_TERMS ? terms.at(l, row) - state.max.at(l, row) : -state.max.at(l, row);
       const float p = exp2_approx(fmaf(s.at(l, r), scale_log2, less));
       s.at(l, r) = p;
       sum.at(l, s.slot(r)) += p;

@@ -10,6 +10,14 @@ constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgr
 constexpr int ROWS = TILE_Q / GROUPS;                         // of Q, for each of them
 static_assert(ROWS == 64, "a warpgroup owns 64 query rows");
 constexpr bool AHEAD = STAGES_Q > GROUPS;                     // a query tile begins before the one before it has ended
+static_assert(STAGES_Q >= GROUPS, "each warpgroup reads a stage");
+static_assert(GROUPS > 1 || !PINGPONG, "ping-pong takes two warpgroups");
+
+// Of the registers that a launch deals out evenly, the producer gives back most.
+constexpr int THREADS = 32 * WARPS;
+constexpr int REGISTERS = 65536 / (THREADS * MIN_BLOCKS) / 8 * 8;
+constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24;
+constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
 using WorkParams = Choose<VARLEN, HopperVarlenParams, HopperForwardParams>;
 

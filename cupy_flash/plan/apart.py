@@ -1,0 +1,88 @@
+"""What becomes of scores taken apart: what a head, a key or a row of a tile has in common is not computed again for each pair."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..problem.expression.simplify import simplify
+from ..problem.expression.tree import SCORE, Apply, Name, Node, walk
+from ..problem.mask import Mask
+from ..problem.scores import Scores
+from .expression_text import ExpressionText, Pressure
+from .expressions import mask_tree, of_places, value_tree, without_score, written
+from .hoisting import hoisted, is_uniform
+from .linear import Steps, steps_of, without_abs
+
+
+def apart_text(scores: Scores, mask: Mask, text: ExpressionText) -> ExpressionText:
+    """The text with a factor of all scores of a head, a term of the key alone or one that is linear in places taken apart.
+
+    Any other is left as it is.
+
+    Parameters
+    ----------
+    scores : Scores
+    mask : Mask
+        Pairs that it hides may have any term.
+    text : ExpressionText
+        That of `expression_text`.
+    """
+    value = simplify(value_tree(scores))
+    if text.kind == "EXPRESSION":
+        return replace(text, kind="SCALED", score="", pressure=_pressure(scores, text)) if _is_scaled(value) else text
+    term = simplify(without_abs(without_score(value), mask))
+    steps = steps_of(term) if scores.bias is None else None
+    if steps is not None:
+        return _with_term(scores, mask, text, "PLUS_LINEAR", term, steps)
+    return _with_term(scores, mask, text, "PLUS_COLUMN", term) if _is_of_key(term, scores) else text
+
+
+def _with_term(
+    scores: Scores, mask: Mask, text: ExpressionText, kind: str, term: Node, steps: Steps | None = None
+) -> ExpressionText:
+    # Of the term, a row or a key of a tile is asked for one pair, whose places as ints take fewer operations.
+    of_steps = (None, None) if steps is None else (steps.per_key, steps.per_query)
+    of_pairs = of_places((mask_tree(scores),), max(mask.len_q, mask.len_kv))
+    trees, uniforms = hoisted((term, *of_steps, *of_pairs))
+    arrays = dict(scores.arrays)
+    term, per_key, per_query, takes_part = (written(tree, arrays, scores.free_axes) for tree in trees)
+    of_head = tuple(written(tree, arrays, scores.free_axes) for tree in uniforms)
+    changed = ("UNIFORMS", "BIAS_BY_TWO") if kind == "PLUS_COLUMN" else ("UNIFORMS",)
+    constants = {name: value for name, value in text.constants if name not in changed}
+    constants |= {"UNIFORMS": str(len(uniforms))} if uniforms else {}
+    return replace(
+        text,
+        kind=kind,
+        term=term,
+        per_key=per_key,
+        per_query=per_query,
+        takes_part=takes_part,
+        uniforms=of_head,
+        constants=tuple(constants.items()),
+        pressure=_pressure(scores, text),
+    )
+
+
+def _is_scaled(value: Node) -> bool:
+    """Whether it is the score times what all pairs of a head have in common."""
+    if value == SCORE:
+        return True
+    match value:
+        case Apply(op="neg", args=(x,)):
+            return _is_scaled(x)
+        case Apply(op="*", args=(x, y)) if is_uniform(x):
+            return _is_scaled(y)
+        case Apply(op="*" | "/", args=(x, y)) if is_uniform(y):
+            return _is_scaled(x)
+    return False
+
+
+def _is_of_key(term: Node, scores: Scores) -> bool:
+    """Whether a term is the same for all queries of a head."""
+    if scores.bias is not None and scores.bias.strides[-2] != 0:
+        return False
+    return not any(isinstance(node, Name) and node.name == "q_idx" for node in walk(term))
+
+
+def _pressure(scores: Scores, text: ExpressionText) -> Pressure:
+    return text.pressure if mask_tree(scores) is not None else Pressure.TERM
