@@ -10,8 +10,6 @@ import numpy
 import pytest
 
 from cupy_flash import CommunicationError, distributed
-from cupy_flash.distributed import on_device
-from cupy_flash.distributed.rows import Partial, RowSums
 
 RANKS = 3
 
@@ -158,39 +156,3 @@ def test_a_host_of_other_ranks_is_refused(nccl):
             distributed.nccl(Comm(nccl, 0), host=host)
 
     distributed.on_threads(2, part)
-
-
-def test_two_results_of_the_same_rows_are_merged_at_once(monkeypatch):
-    """On a device; what has no partner is merged at the end, or when other rows come."""
-    merged = []
-
-    def merge(total, lse, parts):
-        merged.append([part.name for part, _ in parts])
-        total += sum(part.value for part, _ in parts)
-
-    monkeypatch.setattr(on_device, "merge", merge)
-    partial = Partial(numpy.empty((2, 8, 3)), numpy.empty((2, 8)))
-    rows = {"a": (0, 4), "b": (0, 4), "c": (0, 8), "d": (4, 8), "e": (4, 8), "f": (0, 4)}
-    for i, (name, own) in enumerate(rows.items()):
-        partial.add(own, types.SimpleNamespace(name=name, value=10.0**i), None)
-    partial.end()
-    partial.end()
-    assert merged == [["a", "b"], ["c"], ["d", "e"], ["f"]]
-    assert partial.out[0, :, 0].tolist() == [100111] * 4 + [11100] * 4
-
-
-def test_two_gradients_of_the_same_rows_are_added_at_once(monkeypatch):
-    added = []
-
-    def add(total, parts):
-        added.append([part.name for part in parts])
-        total += sum(part.value for part in parts)
-
-    monkeypatch.setattr(on_device, "add", add)
-    sums = RowSums(numpy.zeros((2, 8, 3)))
-    for i, (name, own) in enumerate({"a": (0, 8), "b": (0, 8), "c": (4, 8), "d": (0, 8)}.items()):
-        sums.add(own, types.SimpleNamespace(name=name, value=10.0**i))
-    sums.end()
-    sums.end()
-    assert added == [["a", "b"], ["c"], ["d"]]
-    assert sums.total[0, :, 0].tolist() == [1011] * 4 + [1111] * 4

@@ -19,9 +19,9 @@ def plan(ranks, number, scheme="auto", heads=(64, 8), order="zigzag", **options)
     return distributed.plan_attention(q, kv, kv, ranks=ranks, scheme=scheme, order=order, causal=True, **options)
 
 
-@pytest.mark.parametrize("scheme, forward, backward", [("ulysses", 0.90, 0.93), ("ring", 0.90, 0.92), ("all_gather", 0.90, 0.93)])
+@pytest.mark.parametrize("scheme, forward, backward", [("ulysses", 0.90, 0.93), ("ring", 0.90, 0.93), ("all_gather", 0.90, 0.93)])
 def test_eight_ranks_of_8k_tokens(scheme, forward, backward):
-    """The share of one device's rate, by the model. That of the ring's gradients, 0.929, is short of the 0.93 that is wanted."""
+    """The share of one device's rate, by the model."""
     found = plan(8, 8192, scheme)
     assert found.forward.efficiency >= forward
     assert found.backward.efficiency >= backward

@@ -20,9 +20,11 @@ from ..problem.scalars import integer
 from . import gathered, ring, ulysses
 from .adapters import as_communicator
 from .agreement import agree, said_of
-from .calls import Calls, check_dropout
+from .calls import Calls, Job, check_dropout
 from .communicator import Communicator
-from .rows import Keys, Partial, library
+from .growing import Growing, Results
+from .merging import Order
+from .rows import Keys, library
 from .sharding import check_order
 from .whole import Whole, make_whole
 
@@ -144,22 +146,20 @@ _KNOWN = _Known(most=256)
 def run_forward(call: Call) -> tuple[Any, Any]:
     """Result and log-sum-exp of this rank's rows, with axes in the order of kernels."""
     whole, q = call.whole, call.inputs["q"]
-    xp, rows = library(q), q.shape[-2]
-    p = whole.problem
+    xp, rows, p = library(q), q.shape[-2], whole.problem
     calls = call.calls()
     shape = (*whole.batch, p.heads_q, rows, p.dim_v)
+    sinks = call.sinks is not None and call.scheme != "ulysses"  # which come last, and until then nothing is rounded
+    out, lse = xp.empty(shape, whole.wide if sinks else q.dtype), xp.empty(shape[:-1], whole.wide)
     if call.scheme == "ulysses":
-        partial = Partial(xp.empty(shape, q.dtype), xp.empty(shape[:-1], whole.wide))
-        ulysses.forward(call.comm, calls, q, *(call.inputs[name] for name in "kv"), call.sinks, partial)
-        return partial.out, partial.lse
-    once = call.scheme == "all_gather" and call.sinks is None and gathered.once(whole, whole.rank)
-    partial = Partial(xp.empty(shape, q.dtype if once else whole.wide), xp.empty(shape[:-1], whole.wide), once)
+        ulysses.forward(call.comm, calls, q, *(call.inputs[name] for name in "kv"), call.sinks, out, lse)
+        return out, lse
     scheme = ring if call.scheme == "ring" else gathered
-    scheme.forward(call.comm, calls, q, call.own, partial)
-    partial.end()
-    if call.sinks is not None:
-        partial.add_sinks(call.sinks)
-    return partial.out.astype(q.dtype, copy=False), partial.lse
+    results = Results(out, lse, _order(calls, call.scheme, scheme.jobs_of(calls), rows, out.dtype, q.dtype), whole.wide)
+    scheme.forward(call.comm, calls, q, call.own, results)
+    if sinks:
+        results.add_sinks(call.sinks)
+    return out.astype(q.dtype, copy=False), lse
 
 
 def run_backward(call: Call, deterministic: bool) -> Gradients:
@@ -168,20 +168,27 @@ def run_backward(call: Call, deterministic: bool) -> Gradients:
     q, k, v = (inputs[name] for name in "qkv")
     xp = library(q)
     calls = call.calls(deterministic)
-    sums = Gradients(*(xp.zeros(x.shape, whole.wide) for x in (q, k, v)))
+    dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in (q, k, v))
     lse = inputs["lse"][..., 0]
     dlse = None if inputs["dlse"] is None else inputs["dlse"][..., 0]
     of_rows = (inputs["dout"], q, inputs["out"], lse, dlse)
     if call.scheme == "ulysses":
-        ulysses.backward(call.comm, calls, of_rows, k, v, sums)
+        ulysses.backward(call.comm, calls, of_rows, k, v, (dq, dk, dv))
     else:
-        (ring if call.scheme == "ring" else gathered).backward(call.comm, calls, of_rows, call.own, sums)
+        scheme = ring if call.scheme == "ring" else gathered
+        order = _order(calls, call.scheme, scheme.jobs_of(calls), q.shape[-2], q.dtype, q.dtype)
+        scheme.backward(call.comm, calls, of_rows, call.own, Growing((dq,), order, whole.wide), (dk, dv))
     shared = _of_all_ranks(call, calls, of_rows)
-    own = [total.astype(x.dtype, copy=False) for total, x in zip(sums, (q, k, v))]
     names = call.whole.problem.scores.captured
     options = {f"d{name}": shared.get(name) for name in ("alibi_slopes",) if name not in names}
     darrays = {name: x for name, x in shared.items() if name in names}
-    return Gradients(*own, dsinks=shared.get("sinks "), **options, darrays=darrays)
+    return Gradients(dq, dk, dv, dsinks=shared.get("sinks "), **options, darrays=darrays)
+
+
+def _order(calls: Calls, scheme: str, jobs: tuple[tuple[Job, ...], ...], rows: int, dtype: Any, of_parts: Any) -> Order:
+    """In which order the jobs' results become one of a dtype."""
+    parts = [job.rows for step in jobs for job in step]
+    return calls.order((scheme, str(dtype)), parts, rows, dtype != calls.whole.wide, [dtype == of_parts] * len(parts))
 
 
 def _of_all_ranks(call: Call, calls: Calls, of_rows: tuple[Any, ...]) -> dict[str, Any]:
