@@ -5,6 +5,7 @@ import pytest
 
 from cupy_flash import distributed
 from cupy_flash.distributed import run
+from cupy_flash.distributed.known import Known
 from cupy_flash.distributed.model import Machine
 from cupy_flash.distributed.whole import make_whole
 
@@ -94,7 +95,7 @@ def test_64_ranks_of_a_model_with_8_million_tokens():
 def test_what_is_decided_is_decided_once(monkeypatch):
     """Calls alike find it again, whatever the seed; other options and other parts do not."""
     made = []
-    monkeypatch.setattr(run, "_KNOWN", run._Known(most=2))
+    monkeypatch.setattr(run, "_KNOWN", Known(most=2))
     monkeypatch.setattr(run, "make_whole", lambda *args: made.append(args) or make_whole(*args))
     x = numpy.ones((2, 8, 4), numpy.float32)
 
