@@ -10,6 +10,7 @@ import numpy
 import pytest
 
 from cupy_flash import CommunicationError, distributed
+from cupy_flash.distributed.over_nccl import Watch
 
 RANKS = 3
 
@@ -25,17 +26,20 @@ class Array:
 class Event:
     done = True
 
-    def __init__(self, stream):
-        self.stream = stream
+    stream = None
+
+    def __init__(self, disable_timing):
+        assert disable_timing
 
 
 class Stream:
     def __init__(self, name, log):
         self.name, self.log, self.ptr = name, log, id(self)
 
-    def record(self):
+    def record(self, event):
         self.log.append(f"{self.name} records")
-        return Event(self.name)
+        event.stream = self.name
+        return event
 
     def wait_event(self, event):
         self.log.append(f"{self.name} waits for {event.stream}")
@@ -112,7 +116,7 @@ def nccl(monkeypatch):
         return own.current
 
     cuda.Stream, cuda.get_current_stream = (lambda non_blocking: Stream("messages", log())), current
-    cuda.nccl, cupy.cuda = found, cuda
+    cuda.nccl, cuda.Event, cupy.cuda = found, Event, cuda
     found.log = log
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", found)):
         monkeypatch.setitem(sys.modules, name, module)
@@ -148,6 +152,42 @@ def test_an_error_of_nccl_is_one_of_communication(nccl):
             comm.start([((host.rank + 1) % RANKS, Array(numpy.zeros(2)))], [])
 
     distributed.on_threads(RANKS, part)
+
+
+def test_an_exchange_that_does_not_even_begin_is_aborted(nccl):
+    """The first messages between two ranks connect them, and NCCL waits for that in the call itself."""
+    aborted = threading.Event()
+
+    class Waiting(Comm):
+        def send(self, *args):
+            assert aborted.wait(20)
+            raise self.nccl.NcclError("aborted")
+
+        def abort(self):
+            aborted.set()
+
+    def part(host):
+        comm = distributed.nccl(Waiting(nccl, 0), timeout=0.2)
+        for _ in range(2):  # the second time at once
+            with pytest.raises(CommunicationError, match=r"^comm: expected an exchange to end within 0.2 s"):
+                comm.start([(1, Array(numpy.zeros(2)))], [])
+
+    distributed.on_threads(1, part)
+
+
+def test_the_thread_that_looks_after_time_ends():
+    """By itself, once there is nothing to look after; and it begins anew."""
+    done, watch = set(), Watch(1.0, lambda event: event in done, pytest.fail)
+    for number in range(2):
+        watch.add(number)
+        watch.remove(watch.add())
+        thread = watch._thread
+        assert thread.is_alive()
+        assert not thread.daemon  # a program that ends waits for what is under way
+        done.add(number)
+        thread.join(20)
+        assert not thread.is_alive()
+        assert watch._thread is None
 
 
 def test_a_host_of_other_ranks_is_refused(nccl):

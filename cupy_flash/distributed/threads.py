@@ -139,11 +139,16 @@ def on_threads(ranks: int, function: Callable[[ThreadCommunicator], Result], *, 
                     shared.failed = rank
                 shared.changed.notify_all()
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(ranks)]
+    # One that a device keeps for ever is left behind when another one has failed: it must not keep the program as well.
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.is_alive() and shared.failed is None:
+            thread.join(0.1)
+    end = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(end - time.monotonic(), 0) if errors else None)
     if errors:
         raise errors[0][1]
     return results
