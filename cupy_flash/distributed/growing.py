@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 
+from .bits import raw
 from .blocks import Interval
 from .merging import Merge, Order
 from .rows import library, rows_of
@@ -60,17 +61,17 @@ class Growing:
 
     def _clear(self, rows: Interval) -> None:
         for x in self._outs:
-            rows_of(x, rows).fill(0)  # which CuPy does without arithmetic, and so in any dtype
+            raw(rows_of(x, rows)).fill(0)
 
     def _merge(self, merge: Merge, parts: list[tuple[Any, ...]]) -> None:
-        for i, (out, total) in enumerate(zip(self._outs, self._sums)):
-            into, base = _places(merge, out, total)
-            if isinstance(out, numpy.ndarray):
-                _add(into, base, [part[i] for part in parts])
-            else:
-                from .on_device import add  # late: who has arrays on a device has CuPy
+        intos, bases = zip(*[_places(merge, out, total) for out, total in zip(self._outs, self._sums)])
+        if not isinstance(self._outs[0], numpy.ndarray):
+            from .on_device import add  # late: who has arrays on a device has CuPy
 
-                add(into, base, [part[i] for part in parts])
+            add(intos, bases, parts)
+            return
+        for into, base, *own in zip(intos, bases, *parts):
+            _add(into, base, own)
 
 
 class Results(Growing):
@@ -141,7 +142,7 @@ def store(into: Any, part: Any) -> None:
         return
     from .on_device import add  # late, as above
 
-    add(into, None, [part])
+    add([into], [None], [[part]])
 
 
 def _places(merge: Merge, out: Any, total: Any) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ A kernel of CuPy is compiled for each number of parts and their dtypes when it i
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from .bits import raw
@@ -17,10 +18,10 @@ AS_FLOAT = {"bfloat16": "__uint_as_float((unsigned int){name} << 16)", "float16"
 ROUNDED = {
     "bfloat16": """
 const unsigned int bits = __float_as_uint(value);
-out = isnan(value) ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+{out} = isnan(value) ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 """,
-    "float16": "out = (float16)value;",
-    "float32": "out = value;",
+    "float16": "{out} = (float16)value;",
+    "float32": "{out} = value;",
 }
 KINDS = {"bfloat16": "uint16"}
 
@@ -38,26 +39,44 @@ def merged(names: tuple[str, ...], dtypes: tuple[str, ...], into: str) -> str:
     """What of results of these dtypes is one of another dtype, as text."""
     terms = [WEIGHED.format(name=name, x=AS_FLOAT[dtype].format(name=name)) for name, dtype in zip(names, dtypes)]
     lines = [weights(names), "const float part = total == 0.f ? 0.f : 1.f / total;", f"const float value = {' + '.join(terms)};"]
-    return "\n".join([*lines, ROUNDED[into]])
+    return "\n".join([*lines, ROUNDED[into].format(out="out")])
 
 
-def added(names: tuple[str, ...], dtypes: tuple[str, ...], into: str) -> str:
+def added(names: tuple[str, ...], dtypes: tuple[str, ...], into: str, out: str = "out") -> str:
     """The sum, as text."""
     terms = [AS_FLOAT[dtype].format(name=name) for name, dtype in zip(names, dtypes)]
-    return f"const float value = {' + '.join(terms)};\n{ROUNDED[into]}"
+    return f"const float value = {' + '.join(terms)};\n{ROUNDED[into].format(out=out)}"
 
 
 @functools.cache
-def _kernel(text: Any, names: tuple[str, ...], dtypes: tuple[Any, ...], into: Any) -> Any:
+def _merging(names: tuple[str, ...], dtypes: tuple[Any, ...], into: Any) -> Any:
     import cupy
 
     known = tuple(dtype.name for dtype in dtypes)
-    inputs = [f"{KINDS.get(dtype, dtype)} {name}" for name, dtype in zip(names, known)]
-    if text is merged:
-        inputs += [f"float32 lse_{name}" for name in names]
-    name = "_".join(("cupy_flash", text.__name__, *known, into.name))
-    result = f"{KINDS.get(into.name, into.name)} out"
-    return cupy.ElementwiseKernel(", ".join(inputs), result, text(names, known, into.name), name)
+    inputs = [*_declared(names, known), *(f"float32 lse_{name}" for name in names)]
+    [result] = _declared(("out",), (into.name,))
+    return cupy.ElementwiseKernel(", ".join(inputs), result, merged(names, known, into.name), _named("merged", known, into.name))
+
+
+@functools.cache
+def _adding(names: tuple[str, ...], dtypes: tuple[Any, ...], into: Any, sums: int) -> Any:
+    import cupy
+
+    known, inputs, outs, texts = tuple(dtype.name for dtype in dtypes), [], [], []
+    for i in range(sums):
+        own = tuple(f"{name}{i}" for name in names)
+        inputs += _declared(own, known)
+        outs += _declared((f"out{i}",), (into.name,))
+        texts.append(f"{{ {added(own, known, into.name, f'out{i}')} }}")
+    return cupy.ElementwiseKernel(", ".join(inputs), ", ".join(outs), "\n".join(texts), _named(f"added_{sums}", known, into.name))
+
+
+def _declared(names: tuple[str, ...], dtypes: tuple[str, ...]) -> list[str]:
+    return [f"{KINDS.get(dtype, dtype)} {name}" for name, dtype in zip(names, dtypes)]
+
+
+def _named(what: str, dtypes: tuple[str, ...], into: str) -> str:
+    return "_".join(("cupy_flash", what, *dtypes, into))
 
 
 @functools.cache
@@ -74,13 +93,20 @@ def merge(into: Any, base: Any, lse: Any, parts: list[tuple[Any, Any]]) -> None:
     given = [*([] if base is None else [(base, lse)]), *parts]
     names = tuple("abc"[: len(given)])
     lses = [x for _, x in given]
-    kernel = _kernel(merged, names, tuple([x.dtype for x, _ in given]), into.dtype)
+    kernel = _merging(names, tuple([x.dtype for x, _ in given]), into.dtype)
     kernel(*[raw(x) for x, _ in given], *[x[..., None] for x in lses], raw(into))
     _of_lse(names)(*lses, lse)
 
 
-def add(into: Any, base: Any, parts: list[Any]) -> None:
-    """Add one or two parts, and `base` if there is any, in this order."""
-    given = parts if base is None else [base, *parts]
-    kernel = _kernel(added, tuple("abc"[: len(given)]), tuple([x.dtype for x in given]), into.dtype)
-    kernel(*map(raw, given), raw(into))
+def add(intos: Sequence[Any], bases: Sequence[Any], parts: Sequence[Sequence[Any]]) -> None:
+    """Add one or two parts, and bases if there are any, in this order: to several sums in one pass, if they are of one shape."""
+    of_sums = [list(of) if base is None else [base, *of] for base, of in zip(bases, zip(*parts))]
+    first, into, names = of_sums[0], intos[0], tuple("abc"[: len(of_sums[0])])
+    dtypes = tuple([x.dtype for x in first])
+    if all(x.shape == into.shape for x in intos):
+        kernel = _adding(names, dtypes, into.dtype, len(intos))
+        kernel(*[raw(x) for of in of_sums for x in of], *map(raw, intos))
+        return
+    kernel = _adding(names, dtypes, into.dtype, 1)
+    for total, of in zip(intos, of_sums):
+        kernel(*map(raw, of), raw(total))
