@@ -14,7 +14,7 @@ from .blocks import Interval
 from .calls import Calls, Job
 from .communicator import Communicator
 from .growing import Growing, Results
-from .ring import Home, gradients_of
+from .ring import Home, gradients_of, runs_seen
 from .rows import Keys, behind_each_other, common, joined, located, rows_of
 from .sharding import Run
 from .whole import Whole
@@ -31,7 +31,12 @@ def needs(whole: Whole, rank: int) -> tuple[Interval, ...]:
 
 def held_runs(whole: Whole, rank: int) -> tuple[Run, ...]:
     """Where the keys lie that a rank has once all are there."""
-    return behind_each_other(needs(whole, rank)) if whole.size > 1 else whole.kv_runs[rank]
+    if whole.size == 1:
+        return whole.kv_runs[rank]
+    found = whole.known.get(("gathered", rank))
+    if found is None:
+        found = whole.known["gathered", rank] = behind_each_other(needs(whole, rank))
+    return found
 
 
 def jobs_of(calls: Calls) -> tuple[tuple[Job, ...], ...]:
@@ -91,7 +96,7 @@ def gather(comm: Communicator, whole: Whole, own: Keys) -> Keys:
     if whole.size == 1:
         return own
     exchange = exchange_of(whole)
-    found = Keys.room(own, needs(whole, whole.rank))
+    found = Keys.room(own, held_runs(whole, whole.rank))
     found.take(exchange.becomes, own, exchange.own)
     given = own if exchange.from_own else found
     sends = [(other, piece) for other, rows in exchange.sends for piece in given.pieces(rows)]
@@ -126,7 +131,7 @@ def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Key
     _take(home.own, found, mine)
     for step in range(1, size):
         owner, other = (rank - step) % size, (rank + step) % size
-        part, theirs = Keys.room(own, whole.reach(rank, owner), whole.wide), shares(calls, owner)
+        part, theirs = Keys.room(own, runs_seen(whole, rank, owner), whole.wide), shares(calls, owner)
         order = calls.order(("part of", owner), theirs.rows, part.k.shape[-2], False, [False] * len(theirs.rows))
         _take(Growing((part.k, part.v), order, whole.wide), found, theirs)
         home.send(owner, part, other)
@@ -158,7 +163,7 @@ def shares(calls: Calls, owner: int) -> Shares:
     found = whole.known.get(("shares", owner))
     if found is None:
         held, reach = held_runs(whole, whole.rank), whole.reach(whole.rank, owner)
-        runs = whole.kv_runs[owner] if owner == whole.rank else behind_each_other(reach)
+        runs = whole.kv_runs[owner] if owner == whole.rank else runs_seen(whole, whole.rank, owner)
         places = list(zip(located(held, reach), located(runs, reach)))
         both = [
             ((row + max(first, job.keys[0]) - first, row + min(stop, job.keys[1]) - first), number,

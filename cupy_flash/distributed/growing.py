@@ -35,7 +35,7 @@ class Growing:
     def room(self) -> tuple[Any, ...]:
         """Where the next part is to be written; None where it is to be in memory of its own."""
         if self._order.direct[self._number]:
-            return tuple([_some(x, self._order.rows[self._number]) for x in self._targets])
+            return tuple([rows_of(x, self._order.rows[self._number]) for x in self._targets])
         return (None,) * len(self._targets)
 
     def take(self, part: tuple[Any, ...]) -> None:
@@ -57,7 +57,7 @@ class Growing:
     def _part(self, number: int, rows: Interval) -> tuple[Any, ...]:
         first, stop = self._order.rows[number]
         part = self._waiting[number]
-        return part if (first, stop) == rows else tuple([_some(x, (rows[0] - first, rows[1] - first)) for x in part])
+        return part if (first, stop) == rows else tuple([rows_of(x, (rows[0] - first, rows[1] - first)) for x in part])
 
     def _clear(self, rows: Interval) -> None:
         for x in self._outs:
@@ -96,14 +96,14 @@ class Results(Growing):
         """Where the next part is to be written; None where it is to be in memory of its own."""
         if self._order.direct[self._number]:
             rows = self._order.rows[self._number]
-            return _some(self.out, rows), _some_of_lse(self.lse, rows)
+            return rows_of(self.out, rows), _some_of_lse(self.lse, rows)
         return None, None
 
     def _part(self, number: int, rows: Interval) -> tuple[Any, ...]:
         first, stop = self._order.rows[number]
         out, lse = self._waiting[number]
         own = rows[0] - first, rows[1] - first
-        return (out, lse) if (first, stop) == rows else (_some(out, own), _some_of_lse(lse, own))
+        return (out, lse) if (first, stop) == rows else (rows_of(out, own), _some_of_lse(lse, own))
 
     def _clear(self, rows: Interval) -> None:
         super()._clear(rows)
@@ -148,11 +148,7 @@ def store(into: Any, part: Any) -> None:
 def _places(merge: Merge, out: Any, total: Any) -> tuple[Any, Any]:
     """Where a merge goes, and what it begins with."""
     found = {"out": out, "sum": total}
-    return _some(found[merge.into], merge.rows), _some(found[merge.base], merge.rows) if merge.base else None
-
-
-def _some(x: Any, rows: Interval) -> Any:
-    return x if rows == (0, x.shape[-2]) else x[..., rows[0] : rows[1], :]
+    return rows_of(found[merge.into], merge.rows), rows_of(found[merge.base], merge.rows) if merge.base else None
 
 
 def _some_of_lse(x: Any, rows: Interval) -> Any:

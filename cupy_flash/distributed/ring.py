@@ -74,7 +74,7 @@ class Ring:
 
     def _begin(self, step: int) -> tuple[Pending, Keys]:
         whole, rank, size = self._whole, self._whole.rank, self._whole.size
-        coming = Keys.room(self._own, parcel(whole, (rank - step - 1) % size, step + 1))
+        coming = Keys.room(self._own, held_runs(whole, step + 1, rank))
         goes, comes = messages(whole, step, rank), messages(whole, step, (rank - 1) % size)
         sends = [((rank + 1) % size, piece) for piece in self.held.pieces([rows for rows, _ in goes])]
         return self._comm.start(sends, [((rank - 1) % size, piece) for piece in coming.pieces([rows for _, rows in comes])]), coming
@@ -95,7 +95,18 @@ def held_runs(whole: Whole, step: int, rank: int) -> tuple[Run, ...]:
     """Where the keys lie that a rank has in a step."""
     if not step:
         return whole.kv_runs[rank]
-    return behind_each_other(parcel(whole, (rank - step) % whole.size, step))
+    found = whole.known.get(("held", step, rank))
+    if found is None:
+        found = whole.known["held", step, rank] = behind_each_other(parcel(whole, (rank - step) % whole.size, step))
+    return found
+
+
+def runs_seen(whole: Whole, rank: int, source: int) -> tuple[Run, ...]:
+    """Where the keys of a source lie that queries of a rank see, without others between them."""
+    found = whole.known.get(("seen", rank, source))
+    if found is None:
+        found = whole.known["seen", rank, source] = behind_each_other(whole.reach(rank, source))
+    return found
 
 
 def jobs_of(calls: Calls) -> tuple[tuple[Job, ...], ...]:
@@ -129,7 +140,7 @@ def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Key
         if not step:
             _gradients(calls, steps[0], inputs, ring.held, dq, home.own)
             continue
-        part = Keys.room(own, whole.reach(rank, source), whole.wide)
+        part = Keys.room(own, runs_seen(whole, rank, source), whole.wide)
         places = part_rows(whole, source, steps[step])
         direct = [part.k.dtype == own.k.dtype] * len(places)
         rows = part.k.shape[-2]
@@ -143,7 +154,7 @@ def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Key
 
 def part_rows(whole: Whole, source: int, jobs: Sequence[Job]) -> list[Interval]:
     """Where the keys of jobs lie in the rows of a source that this rank sees: as neighbours, where one call reads them as such."""
-    runs = behind_each_other(whole.reach(whole.rank, source))
+    runs = runs_seen(whole, whole.rank, source)
     firsts = [next(located(runs, [(job.key_at, job.key_at + 1)]))[0] for job in jobs]
     return [(first, first + job.keys[1] - job.keys[0]) for first, job in zip(firsts, jobs)]
 
@@ -201,7 +212,7 @@ class Home:
         """Send a part to the owner of its keys, receive what `other` has of this rank's, and add what was sent before."""
         self.end()
         whole = self._whole
-        coming = Keys.room(self._keys, whole.reach(other, whole.rank), whole.wide)
+        coming = Keys.room(self._keys, runs_seen(whole, other, whole.rank), whole.wide)
         sends, receives = ([(rank, x) for x in keys.pieces(keys.all)] for rank, keys in ((owner, part), (other, coming)))
         self._pending, self._part, self._coming, self._other = self._comm.start(sends, receives), part, coming, other
 
@@ -221,7 +232,8 @@ class Home:
         if found is None:
             comes = whole.reach(other, whole.rank)
             own = located(whole.kv_runs[whole.rank], comes)
-            found = tuple(neighbours(zip(own, ((run.row, run.row + len(run)) for run in behind_each_other(comes)))))
+            there = ((run.row, run.row + len(run)) for run in runs_seen(whole, other, whole.rank))
+            found = tuple(neighbours(zip(own, there)))
             whole.known["places", other] = found
         return found
 

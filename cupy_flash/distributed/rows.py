@@ -40,7 +40,7 @@ def innermost(x: Any) -> Any:
 
 def rows_of(x: Any, rows: Interval) -> Any:
     """Some rows of an array `(..., rows, dim)`."""
-    return x[..., rows[0] : rows[1], :]
+    return x if rows == (0, x.shape[-2]) else x[..., rows[0] : rows[1], :]
 
 
 def located(runs: Iterable[Run], intervals: Iterable[Interval]) -> Iterator[Interval]:
@@ -118,10 +118,10 @@ class Keys:
     runs: tuple[Run, ...]
 
     @classmethod
-    def room(cls, like: Keys, intervals: Sequence[Interval], dtype: Any = None) -> Keys:
-        """Memory for rows of these positions."""
-        rows = length(intervals)
-        return cls(empty_rows(like.k, rows, dtype), empty_rows(like.v, rows, dtype), behind_each_other(intervals))
+    def room(cls, like: Keys, runs: Sequence[Run], dtype: Any = None) -> Keys:
+        """Memory for rows of these runs, which lie one behind the other."""
+        rows = runs[-1].row + len(runs[-1]) if runs else 0
+        return cls(empty_rows(like.k, rows, dtype), empty_rows(like.v, rows, dtype), tuple(runs))
 
     @property
     def all(self) -> list[Interval]:
@@ -145,7 +145,8 @@ def empty_rows(like: Any, rows: int, dtype: Any = None) -> Any:
     return innermost(library(like).empty((rows, *lead, dim), like.dtype if dtype is None else dtype))
 
 
-def pieces(x: Any, rows: Iterable[Interval]) -> list[Any]:
+def pieces(x: Any, rows: Sequence[Interval]) -> list[Any]:
     """The memory of some rows, in pieces without gaps."""
-    x, xp = outermost(raw(x)), library(x)
-    return [xp.ascontiguousarray(x[start:stop]) for start, stop in rows]
+    x = outermost(raw(x))
+    found = [x if own == (0, x.shape[0]) else x[own[0] : own[1]] for own in rows]
+    return found if x.flags.c_contiguous else [library(x).ascontiguousarray(piece) for piece in found]
