@@ -114,7 +114,8 @@ class Change:
         else:
             parts = {other: rows[..., slice(*side.heads[other]), :] for other in self._others}
         for other in self._others:
-            self._sends += [(other, _dense(parts[other][run.row : run.row + len(run)])) for run in side.runs[rank]]
+            part = parts[other]
+            self._sends += [(other, _dense(part[run.row : run.row + len(run)])) for run in side.runs[rank]]
         for other in reversed(self._others):
             self._receives += [(other, found[run.first : run.stop]) for run in side.runs[other]]
         return made
@@ -245,7 +246,7 @@ def _counted_from(heads: Interval, own: Interval) -> Interval:
 
 
 def _dense(x: Any) -> Any:
-    return library(x).ascontiguousarray(x)
+    return x if x.flags.c_contiguous else library(x).ascontiguousarray(x)
 
 
 def _some(messages: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
