@@ -14,7 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -64,8 +65,7 @@ class NcclCommunicator:
         self._watch.check()
         library, comm, stream = self._library, self._comm, self._stream
         stream.wait_event(self._cupy.cuda.get_current_stream().record(self._before))
-        begun = self._watch.add()  # already: the first messages between two ranks connect them, and the call itself waits for that
-        try:
+        with self._looked_after() as begun:
             library.groupStart()
             try:
                 for rank, array in sends:
@@ -74,13 +74,25 @@ class NcclCommunicator:
                     comm.recv(array.data.ptr, array.nbytes, library.NCCL_UINT8, rank, stream.ptr)
             finally:
                 library.groupEnd()
-        except library.NcclError as error:
+        # The arrays are kept until the current stream waits for the exchange: a pool would give their memory to others before.
+        return _Exchange(self, begun.event, (sends, receives))
+
+    @contextmanager
+    def _looked_after(self) -> Iterator[Begun]:
+        """Queue something on the stream of messages, within the time limit.
+
+        It holds already here: the first messages between two ranks connect them, and the call itself waits for that.
+        """
+        begun = self._watch.add()
+        try:
+            yield begun
+        except BaseException as error:
             self._watch.remove(begun)
+            if not isinstance(error, self._library.NcclError):
+                raise
             self._watch.check()  # what was aborted meanwhile has another reason
             raise CommunicationError(f"comm: expected an exchange with other ranks, got an error of NCCL: {error}") from error
-        begun.event = ended = stream.record(self._event())
-        # The arrays are kept until the current stream waits for the exchange: a pool would give their memory to others before.
-        return _Exchange(self, ended, (sends, receives))
+        begun.event = self._stream.record(self._event())
 
     def _event(self) -> Any:
         return self._cupy.cuda.Event(disable_timing=True)  # with times it takes longer
@@ -93,10 +105,9 @@ class NcclCommunicator:
         own = cupy.asarray(numpy.frombuffer(said, numpy.uint8))
         found = cupy.empty((self.size, ROOM), cupy.uint8)
         self._stream.wait_event(cupy.cuda.get_current_stream().record(self._before))
-        begun = self._watch.add()
-        self._comm.allGather(own.data.ptr, found.data.ptr, ROOM, library.NCCL_UINT8, self._stream.ptr)
-        begun.event = ended = self._stream.record(self._event())
-        while not ended.done:
+        with self._looked_after() as begun:
+            self._comm.allGather(own.data.ptr, found.data.ptr, ROOM, library.NCCL_UINT8, self._stream.ptr)
+        while not begun.event.done:
             self._watch.check()
             time.sleep(1e-4)
         self._watch.check()
