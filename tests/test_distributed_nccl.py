@@ -10,8 +10,7 @@ import numpy
 import pytest
 
 from cupy_flash import CommunicationError, distributed
-from cupy_flash.distributed import on_device
-from cupy_flash.distributed.rows import Partial, RowSums
+from cupy_flash.distributed.over_nccl import Watch
 
 RANKS = 3
 
@@ -27,17 +26,20 @@ class Array:
 class Event:
     done = True
 
-    def __init__(self, stream):
-        self.stream = stream
+    stream = None
+
+    def __init__(self, disable_timing):
+        assert disable_timing
 
 
 class Stream:
     def __init__(self, name, log):
         self.name, self.log, self.ptr = name, log, id(self)
 
-    def record(self):
+    def record(self, event):
         self.log.append(f"{self.name} records")
-        return Event(self.name)
+        event.stream = self.name
+        return event
 
     def wait_event(self, event):
         self.log.append(f"{self.name} waits for {event.stream}")
@@ -114,7 +116,7 @@ def nccl(monkeypatch):
         return own.current
 
     cuda.Stream, cuda.get_current_stream = (lambda non_blocking: Stream("messages", log())), current
-    cuda.nccl, cupy.cuda = found, cuda
+    cuda.nccl, cuda.Event, cupy.cuda = found, Event, cuda
     found.log = log
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", found)):
         monkeypatch.setitem(sys.modules, name, module)
@@ -152,45 +154,45 @@ def test_an_error_of_nccl_is_one_of_communication(nccl):
     distributed.on_threads(RANKS, part)
 
 
+def test_an_exchange_that_does_not_even_begin_is_aborted(nccl):
+    """The first messages between two ranks connect them, and NCCL waits for that in the call itself."""
+    aborted = threading.Event()
+
+    class Waiting(Comm):
+        def send(self, *args):
+            assert aborted.wait(20)
+            raise self.nccl.NcclError("aborted")
+
+        def abort(self):
+            aborted.set()
+
+    def part(host):
+        comm = distributed.nccl(Waiting(nccl, 0), timeout=0.2)
+        for _ in range(2):  # the second time at once
+            with pytest.raises(CommunicationError, match=r"^comm: expected an exchange to end within 0.2 s"):
+                comm.start([(1, Array(numpy.zeros(2)))], [])
+
+    distributed.on_threads(1, part)
+
+
+def test_the_thread_that_looks_after_time_ends():
+    """By itself, once there is nothing to look after; and it begins anew."""
+    done, watch = set(), Watch(1.0, lambda event: event in done, pytest.fail)
+    for number in range(2):
+        watch.add(number)
+        watch.remove(watch.add())
+        thread = watch._thread
+        assert thread.is_alive()
+        assert not thread.daemon  # a program that ends waits for what is under way
+        done.add(number)
+        thread.join(20)
+        assert not thread.is_alive()
+        assert watch._thread is None
+
+
 def test_a_host_of_other_ranks_is_refused(nccl):
     def part(host):
         with pytest.raises(ValueError, match=r"^host: expected rank 0 of 3"):
             distributed.nccl(Comm(nccl, 0), host=host)
 
     distributed.on_threads(2, part)
-
-
-def test_two_results_of_the_same_rows_are_merged_at_once(monkeypatch):
-    """On a device; what has no partner is merged at the end, or when other rows come."""
-    merged = []
-
-    def merge(total, lse, parts):
-        merged.append([part.name for part, _ in parts])
-        total += sum(part.value for part, _ in parts)
-
-    monkeypatch.setattr(on_device, "merge", merge)
-    partial = Partial(numpy.empty((2, 8, 3)), numpy.empty((2, 8)))
-    rows = {"a": (0, 4), "b": (0, 4), "c": (0, 8), "d": (4, 8), "e": (4, 8), "f": (0, 4)}
-    for i, (name, own) in enumerate(rows.items()):
-        partial.add(own, types.SimpleNamespace(name=name, value=10.0**i), None)
-    partial.end()
-    partial.end()
-    assert merged == [["a", "b"], ["c"], ["d", "e"], ["f"]]
-    assert partial.out[0, :, 0].tolist() == [100111] * 4 + [11100] * 4
-
-
-def test_two_gradients_of_the_same_rows_are_added_at_once(monkeypatch):
-    added = []
-
-    def add(total, parts):
-        added.append([part.name for part in parts])
-        total += sum(part.value for part in parts)
-
-    monkeypatch.setattr(on_device, "add", add)
-    sums = RowSums(numpy.zeros((2, 8, 3)))
-    for i, (name, own) in enumerate({"a": (0, 8), "b": (0, 8), "c": (4, 8), "d": (0, 8)}.items()):
-        sums.add(own, types.SimpleNamespace(name=name, value=10.0**i))
-    sums.end()
-    sums.end()
-    assert added == [["a", "b"], ["c"], ["d"]]
-    assert sums.total[0, :, 0].tolist() == [1011] * 4 + [1111] * 4

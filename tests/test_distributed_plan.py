@@ -5,6 +5,7 @@ import pytest
 
 from cupy_flash import distributed
 from cupy_flash.distributed import run
+from cupy_flash.distributed.known import Known
 from cupy_flash.distributed.model import Machine
 from cupy_flash.distributed.whole import make_whole
 
@@ -19,9 +20,9 @@ def plan(ranks, number, scheme="auto", heads=(64, 8), order="zigzag", **options)
     return distributed.plan_attention(q, kv, kv, ranks=ranks, scheme=scheme, order=order, causal=True, **options)
 
 
-@pytest.mark.parametrize("scheme, forward, backward", [("ulysses", 0.90, 0.93), ("ring", 0.90, 0.92), ("all_gather", 0.90, 0.93)])
+@pytest.mark.parametrize("scheme, forward, backward", [("ulysses", 0.90, 0.93), ("ring", 0.90, 0.93), ("all_gather", 0.90, 0.93)])
 def test_eight_ranks_of_8k_tokens(scheme, forward, backward):
-    """The share of one device's rate, by the model. That of the ring's gradients, 0.929, is short of the 0.93 that is wanted."""
+    """The share of one device's rate, by the model."""
     found = plan(8, 8192, scheme)
     assert found.forward.efficiency >= forward
     assert found.backward.efficiency >= backward
@@ -94,7 +95,7 @@ def test_64_ranks_of_a_model_with_8_million_tokens():
 def test_what_is_decided_is_decided_once(monkeypatch):
     """Calls alike find it again, whatever the seed; other options and other parts do not."""
     made = []
-    monkeypatch.setattr(run, "_KNOWN", run._Known(most=2))
+    monkeypatch.setattr(run, "_KNOWN", Known(most=2))
     monkeypatch.setattr(run, "make_whole", lambda *args: made.append(args) or make_whole(*args))
     x = numpy.ones((2, 8, 4), numpy.float32)
 

@@ -79,6 +79,21 @@ def test_other_offsets_of_packed_sequences_are_an_error_on_all():
         assert str(error).startswith("cu_seqlens_q: expected the same on all ranks"), error
 
 
+def test_contents_are_compared_in_each_call():
+    """Also once a call alike has been made, of which most is found again."""
+
+    def call(comm):
+        for last in (11, 9, 11):
+            ends = numpy.array([0, last, 24])
+            out = attend(comm, X[0], X[0], X[0], cu_seqlens_q=ends, cu_seqlens_kv=ends, dropout=0.5, seed=last)
+            assert numpy.isfinite(out).all()
+        attend(comm, X[0], X[0], X[0], cu_seqlens_q=ends, cu_seqlens_kv=ends, dropout=0.5, seed=11 + comm.rank)
+
+    for error in errors_of(2, call):
+        assert str(error).startswith("seed: expected the same on all ranks"), error
+        assert "[11, 0] on rank 0 and" in str(error), error
+
+
 OF_ALL = {
     "bias": ({"bias": numpy.zeros((24, 24), numpy.float32)}, TypeError),
     "mask": ({"mask": numpy.ones((24, 24), bool)}, UnsupportedError),

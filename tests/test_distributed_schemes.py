@@ -189,6 +189,12 @@ def test_kernels_on_the_host(scheme):
     check(case, run(case, 2, scheme, "zigzag", backend="host"))
 
 
+def test_many_results_of_kernels_that_round_them():
+    """Each is of 16 bits, as on a device, and what they are merged into is wider between the first and the last."""
+    case = Case("bfloat16", 96, 96, dim=64, heads_q=4, heads_kv=2, causal=True)
+    check(case, run(case, 5, "ring", "zigzag", backend="host"))
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_dropout_in_kernels_on_the_host(scheme):
     """Kernels drop the pairs of one process as well, told where a part begins: at multiples of 16 rows."""

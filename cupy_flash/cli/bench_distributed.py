@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
 from .. import __version__
-from ..measure.distributed import SCHEMES, Measured, Setting, forecasts, measured
+from ..measure.distributed import SCHEMES, Measured, Setting, forecasts, machine, measured
 from .lists import SIZES, names
 from .output import table, terminal_width, tflops
 from .plotting import OUTPUT
@@ -25,6 +26,7 @@ from .plotting import OUTPUT
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Times of which the median is taken.")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=120.0, show_default=True, help="Seconds.")
 @click.option("--forecast", is_flag=True, help="What the model says, of any number of devices, without any.")
+@click.option("--mpi", is_flag=True, help="Ranks are the processes that mpiexec has started, not threads of this one.")
 @click.option("--json", "json_path", type=OUTPUT, metavar="FILE", help="Write what was found.")
 @click.pass_context
 def bench_distributed(
@@ -38,41 +40,59 @@ def bench_distributed(
     rounds: int,
     timeout: float,
     forecast: bool,
+    mpi: bool,
     json_path: Path | None,
 ) -> None:
     """Measure attention on several GPUs.
 
     In bfloat16, causal, in zigzag order: each scheme through NCCL, forward and backward, in TFLOP/s of each device and as a share
-    of what one device does, beside the share that the model says. Results are judged before they are timed. Exits with 1 if one
-    fails.
+    of what it does alone, beside the share that the model says. What a device does alone is measured in the same rounds, on all
+    devices at the same time. "host ms" is how long a call takes until it returns: if that is as long as the call, the device waits
+    for Python, which threads take turns with and processes (--mpi) do not. Results are judged before they are timed. Exits with 1
+    if one fails.
 
     \b
     Examples:
       cupy-flash bench-distributed --devices 2,4,8 --rows 8192,65536 --json found.json
+      mpiexec -n 2 cupy-flash bench-distributed --mpi
       cupy-flash bench-distributed --forecast --devices 8,64 --rows 131072
     """
+    world = None
+    if mpi and not forecast:
+        world = _world()
+        devices = (world.size,)
+    shows = world is None or world.rank == 0
     if not forecast:
-        _check_devices(max(devices))
+        _check_devices(max(devices) if world is None else 1)
+    report: dict[str, Any] = {"version": __version__}
+    if not forecast:
+        report |= {"machine": machine(), "ranks": "threads" if world is None else "processes"}
     found: list[Measured] = []
     for count in devices:
         for tokens in rows:
             setting = Setting(tokens, heads, heads_kv, dim)
-            source = forecasts(setting, count, schemes) if forecast else measured(setting, count, schemes, rounds, timeout)
+            source = forecasts(setting, count, schemes) if forecast else measured(setting, count, schemes, rounds, timeout, world)
             found += source
-            if json_path is not None:
-                report = {"version": __version__, "results": [asdict(row) for row in found]}
-                json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    head = ("devices", "tokens", "scheme", "direction", "ms", "TFLOP/s", "share", "model", "sent MB", "memory MB")
+            if json_path is not None and shows:
+                text = json.dumps({**report, "results": [asdict(row) for row in found]}, indent=2)
+                json_path.write_text(text + "\n", encoding="utf-8")
+    failed = [row for row in found if row.error]
+    if not shows:
+        context.exit(int(bool(failed)))
+    if "machine" in report:
+        click.echo(f"{report['machine']}; ranks are {report['ranks']}")
+    times = ("ms", "host ms", "TFLOP/s", "alone", "share", "model")
+    head = ("devices", "tokens", "scheme", "direction", *times, "sent MB", "memory MB")
     lines = [
         (
-            str(row.ranks), str(row.rows), row.scheme, row.direction, "-" if row.seconds is None else f"{row.seconds * 1e3:.3f}",
-            "-" if row.rate is None else tflops(row.rate), "-" if row.share is None else f"{row.share:.3f}", f"{row.forecast:.3f}",
+            str(row.ranks), str(row.rows), row.scheme, row.direction, _milliseconds(row.seconds), _milliseconds(row.host),
+            *("-" if rate is None else tflops(rate) for rate in (row.rate, row.alone)),
+            "-" if row.share is None else f"{row.share:.3f}", f"{row.forecast:.3f}",
             f"{row.sent_bytes / 1e6:.0f}", f"{row.memory_bytes / 1e6:.0f}",
         )
         for row in found
     ]  # fmt: skip
-    click.echo("\n".join(table(head, lines, ">><<>>>>>>", terminal_width())))
-    failed = [row for row in found if row.error]
+    click.echo("\n".join(table(head, lines, ">><<>>>>>>>>", terminal_width())))
     for row in failed:
         click.echo(f"{row.scheme}, {row.direction}, {row.ranks} devices: {row.error}", err=True)
     context.exit(int(bool(failed)))
@@ -91,3 +111,15 @@ def _check_devices(devices: int) -> None:
         from cupy.cuda import nccl  # noqa: F401  which CuPy has where it finds the library
     except ImportError:
         raise click.UsageError("several devices need NCCL: pip install nvidia-nccl-cu12, or -cu13 beside CuPy of CUDA 13") from None
+
+
+def _world() -> Any:
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise click.UsageError("--mpi: expected mpi4py, which is not installed: pip install -e '.[mpi]'") from None
+    return MPI.COMM_WORLD
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.3f}"

@@ -6,9 +6,11 @@ the texts follow, so that every rank raises the same error, which names what dif
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -19,12 +21,34 @@ from ..problem.lengths import LENGTHS
 from .communicator import Communicator
 
 RECORD = struct.Struct("<?32sqq")  # whether it is well, digest, queries, keys
+NO_DIGEST = bytes(32)
 
 
-def said_of(
-    kind: str, inputs: Mapping[str, Any], given: Captured, options: Mapping[str, Any]
-) -> dict[str, str]:
-    """What has to be the same on all ranks, by the names of arguments: contents of arrays only where they decide who sends what."""
+@dataclass(frozen=True)
+class Said:
+    """What a rank says of its call, which has to be the same on all ranks.
+
+    Parameters
+    ----------
+    text : str
+        Lines of what an argument is called and what is said of it.
+    """
+
+    text: str
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """32 bytes that tell texts apart."""
+        return _digest(self.text.encode())
+
+    def and_of(self, given: Captured) -> Said:
+        """The same with contents of arrays, only where they decide who sends what or what is dropped."""
+        lines = contents(given, (*LENGTHS, "seed"))
+        return Said("\n".join([self.text, *lines])) if lines else self
+
+
+def said_of(kind: str, inputs: Mapping[str, Any], given: Captured, options: Mapping[str, Any]) -> Said:
+    """What is said of a call, without contents of arrays."""
     said = {"function": kind}
     for name, x in inputs.items():
         # Rows are the last axis but one, of which ranks may have other numbers.
@@ -32,21 +56,28 @@ def said_of(
         said[name] = "None" if x is None else f"{x.dtype} of shape {shape}".replace("'", "")
     for name, x in zip(given.names, given.views):
         said[name] = f"{x.dtype} of shape {x.shape}"
-        if isinstance(x, numpy.ndarray) and (name in LENGTHS or name == "seed"):
-            said[name] += f", {x.tolist()}" if x.size <= 16 else f", digest {_digest(x.tobytes()).hex()[:16]}"
     named = {**options, "score": given.options["score"], "mask": given.options["mask"]}
-    return said | {name: repr(value) if isinstance(value, str) else str(value) for name, value in named.items()}
+    said |= {name: repr(value) if isinstance(value, str) else str(value) for name, value in named.items()}
+    return Said("\n".join(f"{name}={value}" for name, value in said.items()))
+
+
+def contents(given: Captured, names: Sequence[str]) -> list[str]:
+    """Lines for arrays of these names that are in host memory."""
+    return [
+        f"{name}={x.dtype} of shape {x.shape}, {x.tolist() if x.size <= 16 else 'digest ' + _digest(x.tobytes()).hex()[:16]}"
+        for name, x in zip(given.names, given.views) if name in names and isinstance(x, numpy.ndarray)
+    ]  # fmt: skip
 
 
 def agree(
-    comm: Communicator, said: Mapping[str, str] | None, rows: tuple[int, int], error: Exception | None
-) -> list[tuple[int, int]]:
-    """The numbers of queries and keys of every rank, once all make the same call.
+    comm: Communicator, said: Said | None, rows: tuple[int, int], error: Exception | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of queries and of keys of every rank, once all make the same call.
 
     Parameters
     ----------
     comm : Communicator
-    said : dict of str to str or None
+    said : Said or None
         What this rank is about to compute; None with an error.
     rows : (int, int)
         Its queries and keys.
@@ -60,14 +91,17 @@ def agree(
     CommunicationError
         If a rank does not answer.
     """
-    text = "" if said is None else "\n".join(f"{name}={value}" for name, value in said.items())
-    records = comm.gather(RECORD.pack(error is None, _digest(text.encode()), *rows))
+    own = RECORD.pack(error is None, NO_DIGEST if said is None else said.digest, *rows)
+    records = comm.gather(own)
+    if error is None and all(record == own for record in records):
+        return (rows[0],) * len(records), (rows[1],) * len(records)
     if any(len(record) != RECORD.size for record in records):
         raise CommunicationError("comm: expected all ranks to begin the same call, got other messages")
     found = [RECORD.unpack(record) for record in records]
     if all(well for well, *_ in found) and len({digest for _, digest, *_ in found}) == 1:
-        return [(queries, keys) for _, _, queries, keys in found]
-    texts = [data.decode() for data in comm.gather((text if error is None else f"{type(error).__name__}: {error}").encode())]
+        return tuple(queries for _, _, queries, _ in found), tuple(keys for *_, keys in found)
+    text = f"{type(error).__name__}: {error}" if error is not None or said is None else said.text
+    texts = [data.decode() for data in comm.gather(text.encode())]
     if error is not None:
         raise error
     for rank, (well, *_) in enumerate(found):

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy
 
+from ..problem.arrays import BFLOAT16
+
 
 def raw(x: Any) -> Any:
     """A view of the same bits that any library copies: CuPy has few operations for bfloat16."""
-    return x if isinstance(x, numpy.ndarray) or x.dtype.name != "bfloat16" else x.view("uint16")
+    return x if isinstance(x, numpy.ndarray) or x.dtype != BFLOAT16 else x.view("uint16")

@@ -9,11 +9,11 @@ from typing import Any
 import numpy
 
 from ..call.backward import operands, prepared_backward
-from ..call.captured import Captured, captured
+from ..call.captured import NOTHING, Captured, captured
 from ..call.forward import ForwardOperands, prepared
-from ..problem.backward import Gradients
 from ..problem.dropout import Place, check_place_in_kernels
-from .blocks import Block, Group, fused, grouped
+from .blocks import Block, Group, Interval, fused, grouped
+from .merging import Order, order_of
 from .places import Placed, placed
 from .sharding import Run
 from .whole import Whole
@@ -42,6 +42,34 @@ def check_dropout(whole: Whole, scheme: str) -> None:
                 check_place_in_kernels(Place(block.q_from, block.kv_from, 0, p.heads_q), p.batch, p.heads_q)
 
 
+@dataclass(frozen=True)
+class Job:
+    """One call, with all that it is told but arrays: made once for a whole, and found again.
+
+    Parameters
+    ----------
+    rows, keys : (int, int)
+        Its queries, as rows of what this rank has, and its keys, as rows of where they lie.
+    key_at : int
+        The position in the sequence of the first key.
+    options : dict
+    of : Placed
+        The expressions.
+    at : dict of str to int
+        Where it is.
+    lengths : dict of str to array
+        Offsets of packed sequences.
+    """
+
+    rows: Interval
+    keys: Interval
+    key_at: int
+    options: dict[str, Any]
+    of: Placed
+    at: Mapping[str, int]
+    lengths: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass
 class Calls:
     """What computes parts of a whole on this rank.
@@ -66,68 +94,111 @@ class Calls:
         self._arrays = {name: views[label] for name, label in zip(scores.captured, scores.names[len(scores.operands) :])}
         self._slopes, self._seed = views.get("alibi_slopes"), views.get("seed")
         self._lengths = {name: views[name] for name in ("cu_seqlens_q", "cu_seqlens_kv") if name in views}
-        shape = () if self._slopes is None else self._slopes.shape
-        of_blocks = (*OF_BLOCKS, "b") if self.whole.packed else OF_BLOCKS
-        moving = of_blocks, OF_GROUPS, OF_HEADS
-        self._of_blocks, self._of_groups, self._of_heads = (placed(scores, shape, names) for names in moving)
+        self._reads = bool(self._arrays) or self._slopes is not None or self._seed is not None
 
-    def blocks(self, kv_runs: Sequence[Run]) -> list[Block | Group]:
-        """What is computed with keys that lie so, in as few calls as can be."""
-        blocks = fused(self.whole.blocks(kv_runs), self.whole.movable)
-        if not self.whole.packed or (self.whole.wrt and self.whole.problem.backend != "numpy"):
-            return blocks  # of packed sequences kernels have no gradients of what scores read
-        return grouped(blocks)
+    def jobs(self, name: Any, kv_runs: Sequence[Run]) -> tuple[Job, ...]:
+        """What is computed with keys that lie so, in as few calls as can be; found again by a name."""
+        known = self.whole.known
+        found = known.get(("jobs", name))
+        if found is None:
+            found = known["jobs", name] = tuple(map(self._job, calls_of(self.whole, kv_runs)))
+        return found
 
-    def forward(self, block: Block | Group, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        """Result and log-sum-exp of a block, from its own rows and keys, without sinks."""
-        if self.whole.widens:
-            q, k, v = (x.astype(numpy.float32) for x in (q, k, v))
-        others, options, _ = self._told(block)
-        given = ForwardOperands(q, k, v, None, None, None, others)
-        return prepared(given, {**options, "return_lse": True}).run(given)
+    def order(self, name: Any, parts: Sequence[Interval], total: int, narrow: bool, direct: Sequence[bool] | None = None) -> Order:
+        """How parts of these rows become one result; found again by a name."""
+        known = self.whole.known
+        found = known.get(("order", name, narrow))
+        if found is None:
+            direct = [True] * len(parts) if direct is None else direct
+            found = known["order", name, narrow] = order_of(parts, total, direct, narrow, not self.whole.widens)
+        return found
 
-    def backward(self, block: Block | Group, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any) -> Gradients:
-        """Gradients of a block, from its rows of the results of the whole."""
-        if self.whole.widens:
-            dout, q, k, v, out = (x.astype(numpy.float32) for x in (dout, q, k, v, out))
-        return self._gradients((dout, q, k, v, out, lse, dlse), *self._told(block))
+    def forward(self, job: Job, q: Any, k: Any, v: Any, room: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Result and log-sum-exp of a job, from its own rows and keys, without sinks; where there is room for them, if there is."""
+        given = ForwardOperands(*self._wider(q, k, v), *self._places(room), None, self._captured(job))
+        found = prepared(given, job.options).run(given)
+        return self._put(found, room)
+
+    def backward(self, job: Job, inputs: tuple[Any, ...], room: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        """Gradients of a job, from dout, q, k, v, out, lse and dlse of its rows of the whole and of its keys."""
+        return self._gradients(job, inputs, room)
 
     def forward_of_heads(self, heads: tuple[int, int], q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any) -> None:
         """Attention of all rows for some heads: the first query head and the first key head are given, results are written."""
-        others = self._captured(self._of_heads, dict(zip(OF_HEADS, heads)), self._lengths)
-        given = ForwardOperands(q, k, v, out, lse, sinks, others)
-        prepared(given, {**self._options_of_heads(heads), "return_lse": True}).run(given)
+        job = self._job_of_heads(heads)
+        given = ForwardOperands(q, k, v, out, lse, sinks, self._captured(job, self._lengths))
+        prepared(given, job.options).run(given)
 
-    def backward_of_heads(self, heads: tuple[int, int], inputs: tuple[Any, ...]) -> Gradients:
+    def backward_of_heads(
+        self, heads: tuple[int, int], inputs: tuple[Any, ...], room: tuple[Any, Any, Any]
+    ) -> tuple[Any, Any, Any]:
         """Gradients of all rows for some heads, from dout, q, k, v, out, lse and dlse."""
-        if self.whole.widens:  # a key head may be on several ranks, each of which has a part of its gradient
-            inputs = (*(x.astype(numpy.float32) for x in inputs[:5]), *inputs[5:])
-        others = self._captured(self._of_heads, dict(zip(OF_HEADS, heads)), self._lengths)
-        return self._gradients(inputs, others, self._options_of_heads(heads), self._of_heads)
+        return self._gradients(self._job_of_heads(heads), inputs, room, self._lengths)
 
-    def _gradients(self, inputs: tuple[Any, ...], others: Captured, options: dict[str, Any], of: Placed) -> Gradients:
-        given = operands(*inputs, None, None, None, None, None, others=others)
-        own = {name: of.slopes if name == "alibi_slopes" and name not in self._arrays else name for name in self.whole.wrt}
-        options = {**options, "wrt": tuple(own.values()), "deterministic": self.deterministic}
-        found = prepared_backward(given, options).run(given)
+    def _gradients(
+        self, job: Job, inputs: tuple[Any, ...], room: tuple[Any, Any, Any], lengths: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Any, Any]:
+        dout, q, k, v, out, lse, dlse = inputs
+        dout, q, k, v, out = self._wider(dout, q, k, v, out)
+        others = self._captured(job, lengths)
+        given = operands(dout, q, k, v, out, lse, dlse, None, *self._places(room), None, others=others)
+        own = {name: job.of.slopes if name == "alibi_slopes" and name not in self._arrays else name for name in self.whole.wrt}
+        options = {name: value for name, value in job.options.items() if name != "return_lse"}
+        found = prepared_backward(given, {**options, "wrt": tuple(own.values()), "deterministic": self.deterministic}).run(given)
         for name, theirs in own.items():
             part = found.darrays[theirs].astype(self.whole.wide)
             self.sums[name] = self.sums[name] + part if name in self.sums else part
+        return self._put((found.dq, found.dk, found.dv), room)
+
+    def _wider(self, *inputs: Any) -> tuple[Any, ...]:
+        return tuple(x.astype(numpy.float32) for x in inputs) if self.whole.widens else inputs
+
+    def _places(self, room: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Where kernels write: what is computed wider than it will be, is written later."""
+        return (None,) * len(room) if self.whole.widens else room
+
+    def _put(self, found: tuple[Any, ...], room: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.whole.widens:
+            for x, place in zip(found, room):
+                if place is not None:
+                    place[...] = x
         return found
 
-    def _told(self, block: Block | Group) -> tuple[Captured, dict[str, Any], Placed]:
-        """What a call of a block is told: arrays, options, and which expressions these are for."""
+    def _job(self, block: Block | Group) -> Job:
+        whole = self.whole
         if isinstance(block, Group):
             offsets = {name: numpy.array(ends) for name, ends in block.offsets.items()}
-            others = self._captured(self._of_groups, {"b": block.span.number}, offsets)
-            return others, {**self._options_of_whole(), **self._place(0, 0, block.span.number)}, self._of_groups
-        others = self._captured(self._of_blocks, self._at(block))
-        place = self._place(block.q_from, block.kv_from, block.span.number)
-        return others, {**self._options(block.window, block.prefix), **place}, self._of_blocks
+            options = {**self._options_of_whole(), **self._place(0, 0, block.span.number)}
+            told = (options, self._placed("groups", OF_GROUPS), {"b": block.span.number}, offsets)
+        else:
+            options = {**self._options(block.window, block.prefix), **self._place(block.q_from, block.kv_from, block.span.number)}
+            of_blocks = (*OF_BLOCKS, "b") if whole.packed else OF_BLOCKS
+            told = (options, self._placed("blocks", of_blocks), self._at(block), {})
+        return Job(block.rows, block.keys, block.span.kv[0] + block.kv_from, *told)
 
-    def _captured(self, of: Placed, at: Mapping[str, int], lengths: Mapping[str, Any] | None = None) -> Captured:
-        arrays = of.arrays(self._arrays, self._slopes, at)
-        return captured(score=of.score, mask=of.mask, arrays=arrays or None, seed=self._seed, lengths=dict(lengths or {}))
+    def _job_of_heads(self, heads: tuple[int, int]) -> Job:
+        known = self.whole.known
+        found = known.get(("job of heads", heads))
+        if found is None:
+            place = {"place": Place(0, 0, heads[0], self.whole.problem.heads_q)} if self.whole.problem.scores.dropout else {}
+            options = self._options_of_whole() | place
+            found = Job((0, 0), (0, 0), 0, options, self._placed("heads", OF_HEADS), dict(zip(OF_HEADS, heads)))
+            known["job of heads", heads] = found
+        return found
+
+    def _placed(self, name: str, moving: tuple[str, ...]) -> Placed:
+        known = self.whole.known
+        if ("placed", name) not in known:
+            shape = () if self._slopes is None else self._slopes.shape
+            known["placed", name] = placed(self.whole.problem.scores, shape, moving)
+        return known["placed", name]
+
+    def _captured(self, job: Job, lengths: Mapping[str, Any] | None = None) -> Captured:
+        lengths = job.lengths if lengths is None else lengths
+        if not self._reads and job.of.is_nothing and not lengths:
+            return NOTHING
+        arrays = job.of.arrays(self._arrays, self._slopes, job.at)
+        return captured(score=job.of.score, mask=job.of.mask, arrays=arrays or None, seed=self._seed, lengths=dict(lengths))
 
     def _at(self, block: Block) -> dict[str, int]:
         span = block.span
@@ -145,11 +216,8 @@ class Calls:
             "precision": p.precision,
             "backend": p.backend,
             "top_left": True,
+            "return_lse": True,
         }
-
-    def _options_of_heads(self, heads: tuple[int, int]) -> dict[str, Any]:
-        p = self.whole.problem
-        return self._options_of_whole() | ({"place": Place(0, 0, heads[0], p.heads_q)} if p.scores.dropout else {})
 
     def _options_of_whole(self) -> dict[str, Any]:
         asked = self.whole.asked
@@ -159,3 +227,11 @@ class Calls:
         """Where dropout numbers pairs from, if not from 0 on, as kernels do."""
         p, head = self.whole.problem, sequence * self.whole.problem.heads_q
         return {"place": Place(q, kv, head, p.heads_q)} if p.scores.dropout and (q or kv or head) else {}
+
+
+def calls_of(whole: Whole, kv_runs: Sequence[Run]) -> list[Block | Group]:
+    """What this rank computes with keys that lie so, in as few calls as can be."""
+    blocks = fused(whole.blocks(kv_runs), whole.movable)
+    if not whole.packed or (whole.wrt and whole.problem.backend != "numpy"):
+        return blocks  # of packed sequences kernels have no gradients of what scores read
+    return grouped(blocks)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..problem.layout import ITEMSIZE
 from ..problem.mask import Mask
 from .blocks import Block
 from .traffic import Exchange, Step, steps_of
@@ -157,10 +156,7 @@ def _compute(whole: Whole, step: Step, backward: bool, machine: Machine) -> tupl
     p, total = whole.problem, 0.0
     for block, heads in step.blocks:
         total += flops(whole, block, heads, backward) / machine.rate(backward, p.dim, block.mask)
-    # A result is read in its own dtype. The sum in float32 is read and written, once for two results, see `Partial` and `RowSums`.
-    narrow = ITEMSIZE[p.dtype]
-    bytes_moved = step.merged * (narrow + 4) + step.stored * (narrow + 4)
-    return total, bytes_moved / machine.memory
+    return total, step.merged / machine.memory
 
 
 def _alone(whole: Whole, backward: bool, machine: Machine) -> float:

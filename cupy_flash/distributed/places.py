@@ -40,6 +40,11 @@ class Placed:
     numbers: dict[str, str]
     slopes: str | None
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether there are no expressions."""
+        return self.score is None and self.mask is None
+
     def arrays(self, given: Mapping[str, Any], slopes: Any, at: Mapping[str, int]) -> dict[str, Any]:
         """What the expressions read: the user's arrays, and numbers for where a part is."""
         found = dict(given)

@@ -14,14 +14,15 @@ adds them up in the order of steps, so that repeats give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..problem.backward import Gradients
 from .blocks import Interval
-from .calls import Calls
+from .calls import Calls, Job
 from .communicator import Communicator, Pending
-from .rows import Keys, Partial, RowSums, add, hull, located, rows_of
+from .growing import Growing, Results
+from .rows import Keys, behind_each_other, hull, located, neighbours, rows_of
+from .sharding import Run
 from .whole import Whole
 
 
@@ -73,85 +74,167 @@ class Ring:
 
     def _begin(self, step: int) -> tuple[Pending, Keys]:
         whole, rank, size = self._whole, self._whole.rank, self._whole.size
-        goes = parcel(whole, (rank - step) % size, step + 1)
-        comes = parcel(whole, (rank - step - 1) % size, step + 1)
-        coming = Keys.room(self._own, comes)
-        sends = [((rank + 1) % size, piece) for piece in self.held.pieces(goes)]
-        return self._comm.start(sends, [((rank - 1) % size, piece) for piece in coming.pieces(comes)]), coming
+        coming = Keys.room(self._own, held_runs(whole, step + 1, rank))
+        goes, comes = messages(whole, step, rank), messages(whole, step, (rank - 1) % size)
+        sends = [((rank + 1) % size, piece) for piece in self.held.pieces([rows for rows, _ in goes])]
+        return self._comm.start(sends, [((rank - 1) % size, piece) for piece in coming.pieces([rows for _, rows in comes])]), coming
 
 
-def forward(comm: Communicator, calls: Calls, q: Any, own: Keys, partial: Partial) -> None:
-    """Attention of this rank's queries, merged into a partial result."""
+def messages(whole: Whole, step: int, rank: int) -> list[tuple[Interval, Interval]]:
+    """What a rank sends in a step: rows of what it has, and which of the next rank these become."""
+    found = whole.known.get(("messages", step, rank))
+    if found is None:
+        goes = parcel(whole, (rank - step) % whole.size, step + 1)
+        becomes = ((run.row, run.row + len(run)) for run in behind_each_other(goes))
+        found = neighbours(zip(located(held_runs(whole, step, rank), goes), becomes))
+        whole.known["messages", step, rank] = found
+    return found
+
+
+def held_runs(whole: Whole, step: int, rank: int) -> tuple[Run, ...]:
+    """Where the keys lie that a rank has in a step."""
+    if not step:
+        return whole.kv_runs[rank]
+    found = whole.known.get(("held", step, rank))
+    if found is None:
+        found = whole.known["held", step, rank] = behind_each_other(parcel(whole, (rank - step) % whole.size, step))
+    return found
+
+
+def runs_seen(whole: Whole, rank: int, source: int) -> tuple[Run, ...]:
+    """Where the keys of a source lie that queries of a rank see, without others between them."""
+    found = whole.known.get(("seen", rank, source))
+    if found is None:
+        found = whole.known["seen", rank, source] = behind_each_other(whole.reach(rank, source))
+    return found
+
+
+def jobs_of(calls: Calls) -> tuple[tuple[Job, ...], ...]:
+    """What is computed in each step."""
+    whole = calls.whole
+    found = whole.known.get("jobs of ring")
+    if found is None:
+        steps = range(hops(whole) + 1)
+        found = tuple(calls.jobs(("ring", step), held_runs(whole, step, whole.rank)) for step in steps)
+        whole.known["jobs of ring"] = found
+    return found
+
+
+def forward(comm: Communicator, calls: Calls, q: Any, own: Keys, results: Results) -> None:
+    """Attention of this rank's queries, merged into results."""
     ring = Ring(calls.whole, comm, own)
-    for _ in ring:
-        for block in calls.blocks(ring.held.runs):
-            of_keys = (rows_of(x, block.keys) for x in (ring.held.k, ring.held.v))
-            partial.add(block.rows, *calls.forward(block, rows_of(q, block.rows), *of_keys))
+    for jobs, _ in zip(jobs_of(calls), ring):
+        for job in jobs:
+            of_keys = (rows_of(x, job.keys) for x in (ring.held.k, ring.held.v))
+            results.take(calls.forward(job, rows_of(q, job.rows), *of_keys, results.room()))
 
 
-def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Keys, sums: Gradients) -> None:
-    """Gradients of this rank's queries and keys, added to sums; `inputs` are dout, q, out, lse and dlse of its rows."""
+def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Keys, dq: Growing, dkv: tuple[Any, Any]) -> None:
+    """Gradients of this rank's queries and keys; `inputs` are dout, q, out, lse and dlse of its rows."""
     whole, rank, size = calls.whole, calls.whole.rank, calls.whole.size
-    home, ring, dq = Home(comm, calls, own, sums), Ring(whole, comm, own), RowSums(sums.dq)
+    steps = jobs_of(calls)
+    others = [(rank + step) % size for step in range(1, len(steps))]
+    home = Home(comm, calls, "ring", own, dkv, [job.keys for job in steps[0]], others, direct=True)
+    ring = Ring(whole, comm, own)
     for step, source in enumerate(ring):
-        if source == rank:
-            add_gradients(calls, inputs, ring.held, dq, sums.dk, sums.dv)
+        if not step:
+            _gradients(calls, steps[0], inputs, ring.held, dq, home.own)
             continue
-        part = Keys.room(home.like, whole.reach(rank, source))
-        part.k[...], part.v[...] = 0, 0
-        add_gradients(calls, inputs, ring.held, dq, part.k, part.v, part)
-        home.send(source, part, (rank + step) % size)
+        part = Keys.room(own, runs_seen(whole, rank, source), whole.wide)
+        places = part_rows(whole, source, steps[step])
+        direct = [part.k.dtype == own.k.dtype] * len(places)
+        rows = part.k.shape[-2]
+        _gradients(
+            calls, steps[step], inputs, ring.held, dq,
+            Growing((part.k, part.v), calls.order(("part", step), places, rows, False, direct), whole.wide),
+        )  # fmt: skip
+        home.send(source, part, others[step - 1])
     home.end()
-    dq.end()
 
 
-def add_gradients(
-    calls: Calls, inputs: tuple[Any, ...], held: Keys, dq: RowSums, dk: Any, dv: Any, part: Keys | None = None
-) -> None:
-    """Add what all blocks with these keys give; `part` says where the rows of `dk` and `dv` lie, if not as the keys do."""
+def part_rows(whole: Whole, source: int, jobs: Sequence[Job]) -> list[Interval]:
+    """Where the keys of jobs lie in the rows of a source that this rank sees: as neighbours, where one call reads them as such."""
+    runs = runs_seen(whole, whole.rank, source)
+    firsts = [next(located(runs, [(job.key_at, job.key_at + 1)]))[0] for job in jobs]
+    return [(first, first + job.keys[1] - job.keys[0]) for first, job in zip(firsts, jobs)]
+
+
+def _gradients(calls: Calls, jobs: Sequence[Job], inputs: tuple[Any, ...], held: Keys, dq: Growing, dkv: Growing) -> None:
+    for job in jobs:
+        found = gradients_of(calls, job, inputs, held, (*dq.room(), *dkv.room()))
+        dq.take(found[:1])
+        dkv.take(found[1:])
+
+
+def gradients_of(calls: Calls, job: Job, inputs: tuple[Any, ...], held: Keys, room: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """The gradients of one job, of its rows and of its keys."""
     dout, q, out, lse, dlse = inputs
-    for block in calls.blocks(held.runs):
-        rows = slice(*block.rows)
-        of_rows = (rows_of(dout, block.rows), rows_of(q, block.rows), rows_of(out, block.rows))
-        of_lse = [None if x is None else x[..., rows] for x in (lse, dlse)]
-        found = calls.backward(block, *of_rows[:2], *(rows_of(x, block.keys) for x in (held.k, held.v)), of_rows[2], *of_lse)
-        keys = block.keys
-        if part is not None:
-            first = block.span.kv[0] + block.kv_from
-            [(start, _)] = located(part.runs, [(first, first + 1)])  # keys of two runs that one call reads are neighbours there too
-            keys = start, start + keys[1] - keys[0]
-        dq.add(block.rows, found.dq)
-        for total, gradient in ((dk, found.dk), (dv, found.dv)):
-            add(rows_of(total, keys), gradient)
+    rows = slice(*job.rows)
+    dout, q, out = (rows_of(x, job.rows) for x in (dout, q, out))
+    lse, dlse = lse[..., rows], None if dlse is None else dlse[..., rows]
+    return calls.backward(job, (dout, q, rows_of(held.k, job.keys), rows_of(held.v, job.keys), out, lse, dlse), room)
 
 
 class Home:
-    """Gradients of keys on their way to the ranks that have these."""
+    """Gradients of keys on their way to the ranks that have these.
 
-    def __init__(self, comm: Communicator, calls: Calls, own: Keys, sums: Gradients) -> None:
-        self._comm, self._whole, self._sums = comm, calls.whole, sums
-        self.like = Keys(sums.dk, sums.dv, own.runs)
-        self._pending = self._part = self._coming = None
+    Parameters
+    ----------
+    comm : Communicator
+    calls : Calls
+    name : str
+        Of the scheme.
+    keys : Keys
+        This rank's.
+    dkv : (array, array)
+        Where this rank's own go.
+    parts : sequence of (int, int)
+        The rows of parts that it computes itself, which come first.
+    others : sequence of int
+        The ranks whose parts it gets, in this order.
+    direct : bool
+        Whether its own parts can be written where gradients go.
+    """
+
+    def __init__(
+        self, comm: Communicator, calls: Calls, name: str, keys: Keys, dkv: tuple[Any, Any], parts: Sequence[Interval],
+        others: Sequence[int], direct: bool,
+    ) -> None:  # fmt: skip
+        self._comm, self._whole, self._keys = comm, calls.whole, keys
+        wide = calls.whole.wide
+        rows = [*parts, *(own for other in others for own, _ in self._places(other))]
+        narrow = dkv[0].dtype != wide
+        can = [direct] * len(parts) + [False] * (len(rows) - len(parts))
+        self.own = Growing(dkv, calls.order(("home", name), rows, dkv[0].shape[-2], narrow, can), wide)
+        self._pending = self._part = self._coming = self._other = None
 
     def send(self, owner: int, part: Keys, other: int) -> None:
         """Send a part to the owner of its keys, receive what `other` has of this rank's, and add what was sent before."""
         self.end()
         whole = self._whole
-        comes = whole.reach(other, whole.rank)
-        coming = Keys.room(self.like, comes)
-        sends = [(owner, piece) for piece in part.pieces([(run.first, run.stop) for run in part.runs])]
-        receives = [(other, piece) for piece in coming.pieces(comes)]
-        self._pending, self._part, self._coming = self._comm.start(sends, receives), part, coming
+        coming = Keys.room(self._keys, runs_seen(whole, other, whole.rank), whole.wide)
+        sends, receives = ([(rank, x) for x in keys.pieces(keys.all)] for rank, keys in ((owner, part), (other, coming)))
+        self._pending, self._part, self._coming, self._other = self._comm.start(sends, receives), part, coming, other
 
     def end(self) -> None:
         """Add what has arrived."""
         if self._pending is None:
             return
         self._pending.wait()
-        for run in self._coming.runs:
-            [own] = located(self.like.runs, [(run.first, run.stop)])
-            for total, part in ((self._sums.dk, self._coming.k), (self._sums.dv, self._coming.v)):
-                total[..., own[0] : own[1], :] += part[..., run.row : run.row + len(run), :]
+        for _, rows in self._places(self._other):
+            self.own.take((rows_of(self._coming.k, rows), rows_of(self._coming.v, rows)))
         self._pending = self._part = self._coming = None
+
+    def _places(self, other: int) -> tuple[tuple[Interval, Interval], ...]:
+        """Where rows of a part from another rank go, and where they are in it."""
+        whole = self._whole
+        found = whole.known.get(("places", other))
+        if found is None:
+            comes = whole.reach(other, whole.rank)
+            own = located(whole.kv_runs[whole.rank], comes)
+            there = ((run.row, run.row + len(run)) for run in runs_seen(whole, other, whole.rank))
+            found = tuple(neighbours(zip(own, there)))
+            whole.known["places", other] = found
+        return found
 
 

@@ -28,17 +28,19 @@ def library(x: Any) -> Any:
 
 def outermost(x: Any) -> Any:
     """A view with the rows, the last axis but one, outermost."""
-    return x.swapaxes(0, -2) if x.ndim == 2 else library(x).moveaxis(x, -2, 0)
+    n = x.ndim
+    return x.swapaxes(0, -2) if n <= 3 else x.transpose(n - 2, *range(n - 2), n - 1)
 
 
 def innermost(x: Any) -> Any:
     """The opposite of `outermost`."""
-    return x.swapaxes(0, -2) if x.ndim == 2 else library(x).moveaxis(x, 0, -2)
+    n = x.ndim
+    return x.swapaxes(0, -2) if n <= 3 else x.transpose(*range(1, n - 1), 0, n - 1)
 
 
 def rows_of(x: Any, rows: Interval) -> Any:
     """Some rows of an array `(..., rows, dim)`."""
-    return x[..., rows[0] : rows[1], :]
+    return x if rows == (0, x.shape[-2]) else x[..., rows[0] : rows[1], :]
 
 
 def located(runs: Iterable[Run], intervals: Iterable[Interval]) -> Iterator[Interval]:
@@ -79,6 +81,17 @@ def joined(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     return tuple(found)
 
 
+def neighbours(pairs: Iterable[tuple[Interval, Interval]]) -> list[tuple[Interval, Interval]]:
+    """Pairs of intervals, those of which both meet made one."""
+    found: list[tuple[Interval, Interval]] = []
+    for a, b in pairs:
+        if found and (found[-1][0][1], found[-1][1][1]) == (a[0], b[0]):
+            found[-1] = (found[-1][0][0], a[1]), (found[-1][1][0], b[1])
+        else:
+            found.append((a, b))
+    return found
+
+
 def hull(sets: Iterable[Sequence[Interval]], runs: Iterable[Run]) -> tuple[Interval, ...]:
     """Of each run the smallest interval that holds all that any of the sets has of it."""
     sets = list(sets)
@@ -105,163 +118,35 @@ class Keys:
     runs: tuple[Run, ...]
 
     @classmethod
-    def room(cls, like: Keys, intervals: Sequence[Interval]) -> Keys:
-        """Memory for rows of these positions."""
-        return cls(*(empty_rows(x, length(intervals)) for x in (like.k, like.v)), behind_each_other(intervals))
-
-    def pieces(self, intervals: Sequence[Interval]) -> list[Any]:
-        """The memory of rows of these positions, in pieces without gaps; copies where rows of k or v are not outermost."""
-        return [piece for x in (self.k, self.v) for piece in pieces(x, located(self.runs, intervals))]
-
-    def take(self, other: Keys, intervals: Sequence[Interval]) -> None:
-        """Copy rows of these positions from other keys."""
-        for to, of in zip(located(self.runs, intervals), located(other.runs, intervals)):
-            rows_of(raw(self.k), to)[...] = rows_of(raw(other.k), of)
-            rows_of(raw(self.v), to)[...] = rows_of(raw(other.v), of)
-
-    def some(self, intervals: Sequence[Interval]) -> Keys:
-        """A copy of rows of these positions."""
-        found = Keys.room(self, intervals)
-        found.take(self, intervals)
-        return found
+    def room(cls, like: Keys, runs: Sequence[Run], dtype: Any = None) -> Keys:
+        """Memory for rows of these runs, which lie one behind the other."""
+        rows = runs[-1].row + len(runs[-1]) if runs else 0
+        return cls(empty_rows(like.k, rows, dtype), empty_rows(like.v, rows, dtype), tuple(runs))
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of k and v."""
-        return self.k.nbytes + self.v.nbytes
+    def all(self) -> list[Interval]:
+        """All rows, if there are any."""
+        return [(0, self.k.shape[-2])] if self.k.shape[-2] else []
+
+    def pieces(self, rows: Sequence[Interval]) -> list[Any]:
+        """The memory of some rows, in pieces without gaps; copies where rows of k or v are not outermost."""
+        return [piece for x in (self.k, self.v) for piece in pieces(x, rows)]
+
+    def take(self, rows: Sequence[Interval], other: Keys, others: Sequence[Interval]) -> None:
+        """Copy rows of other keys to rows of these."""
+        for own, of in ((raw(self.k), raw(other.k)), (raw(self.v), raw(other.v))):
+            for to, at in zip(rows, others):
+                rows_of(own, to)[...] = rows_of(of, at)
 
 
 def empty_rows(like: Any, rows: int, dtype: Any = None) -> Any:
     """An array of so many rows in the shape of another, with its rows outermost in memory."""
-    x = outermost(like)
-    return innermost(library(like).empty((rows, *x.shape[1:]), x.dtype if dtype is None else dtype))
+    *lead, _, dim = like.shape
+    return innermost(library(like).empty((rows, *lead, dim), like.dtype if dtype is None else dtype))
 
 
-def pieces(x: Any, rows: Iterable[Interval]) -> list[Any]:
+def pieces(x: Any, rows: Sequence[Interval]) -> list[Any]:
     """The memory of some rows, in pieces without gaps."""
-    x, xp = outermost(raw(x)), library(x)
-    return [xp.ascontiguousarray(x[start:stop]) for start, stop in rows]
-
-
-def add(total: Any, part: Any) -> None:
-    """Add to a sum in place, which may be wider than what is added."""
-    if isinstance(total, numpy.ndarray):
-        total += part
-        return
-    from .on_device import add as add_on_device  # late: who has arrays on a device has CuPy
-
-    add_on_device(total, [part])
-
-
-class RowSums:
-    """Gradients of rows that several calls add to. On a device two of the same rows are added in one pass.
-
-    Parameters
-    ----------
-    total : array, shape (..., rows, dim)
-        The sums, of the dtype of partial results.
-    """
-
-    def __init__(self, total: Any) -> None:
-        self.total = total
-        self._waiting: tuple[Interval, Any] | None = None
-
-    def add(self, rows: Interval, part: Any) -> None:
-        """Add to some rows."""
-        if isinstance(part, numpy.ndarray):
-            rows_of(self.total, rows)[...] += part
-            return
-        waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            self._waiting = rows, part
-        elif waiting[0] == rows:
-            self._add_on_device(rows, [waiting[1], part])
-        else:
-            self._add_on_device(waiting[0], [waiting[1]])
-            self._waiting = rows, part
-
-    def end(self) -> None:
-        """Add what waits for another one."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            self._add_on_device(waiting[0], [waiting[1]])
-
-    def _add_on_device(self, rows: Interval, parts: list[Any]) -> None:
-        from .on_device import add as add_on_device  # late, as in `add`
-
-        add_on_device(rows_of(self.total, rows), parts)
-
-
-class Partial:
-    """A result and its log-sum-exp that grow by what is computed over other keys.
-
-    On a device two results of the same rows are merged in one pass, so that the sum is read and written half as often.
-
-    Parameters
-    ----------
-    out, lse : array, shape (..., rows, dim_v) and (..., rows)
-        Of the dtype of partial results; `lse` is -inf and `out` is 0 where nothing is seen yet.
-    once : bool
-        Whether each row gets one result at most, which then is what it is, in whatever dtype.
-    """
-
-    def __init__(self, out: Any, lse: Any, once: bool = False) -> None:
-        self.out, self.lse, self._once = out, lse, once
-        self._waiting: tuple[Interval, Any, Any] | None = None
-        out.fill(0)  # which CuPy does without arithmetic, and so in any dtype
-        lse.fill(-numpy.inf)
-
-    def add(self, rows: Interval, out: Any, lse: Any) -> None:
-        """Merge a result over other keys into some rows."""
-        if self._once:
-            raw(self.out)[..., slice(*rows), :], self.lse[..., slice(*rows)] = raw(out.astype(self.out.dtype, copy=False)), lse
-            return
-        if isinstance(out, numpy.ndarray):
-            self._merge(slice(*rows), out, lse)
-            return
-        waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            self._waiting = rows, out, lse
-        elif waiting[0] == rows:
-            self._merge_on_device(rows, [waiting[1:], (out, lse)])
-        else:
-            self._merge_on_device(waiting[0], [waiting[1:]])
-            self._waiting = rows, out, lse
-
-    def end(self) -> None:
-        """Merge what waits for another one."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            self._merge_on_device(waiting[0], [waiting[1:]])
-
-    def add_sinks(self, sinks: Any) -> None:
-        """Merge logits that belong to no value, `(heads,)` or `(n, heads)`, at the end."""
-        xp = library(self.out)
-        logits = sinks.reshape(-1, sinks.shape[-1]).astype(self.lse.dtype)
-        with numpy.errstate(all="ignore"):
-            top = logits.max(axis=0)
-            safe = xp.where(top == -numpy.inf, 0, top)
-            of_sinks = (xp.log(xp.exp(logits - safe).sum(axis=0)) + safe)[:, None]
-            top = xp.maximum(self.lse, of_sinks)
-            top = xp.where(top == -numpy.inf, 0, top)
-            lse = xp.log(xp.exp(self.lse - top) + xp.exp(of_sinks - top)) + top
-            self.out *= xp.where(lse == -numpy.inf, 0, xp.exp(self.lse - lse))[..., None]
-        self.lse[...] = lse
-
-    def _merge(self, rows: slice, out: numpy.ndarray, lse: numpy.ndarray) -> None:
-        with numpy.errstate(all="ignore"):
-            old, old_lse = self.out[..., rows, :], self.lse[..., rows]
-            top = numpy.maximum(old_lse, lse)
-            top = numpy.where(top == -numpy.inf, 0, top)
-            before, new = numpy.exp(old_lse - top), numpy.exp(lse - top)
-            total = before + new
-            keep, share = (numpy.where(weight == 0, 0, weight / total)[..., None] for weight in (before, new))
-            for at in numpy.ndindex(out.shape[:-2]):  # a head at a time, so that little is copied
-                part = numpy.where(share[at] == 0, 0, out[at] * share[at])  # what has weight 0 is left out, whatever it holds
-                old[at] = numpy.where(keep[at] == 0, 0, old[at] * keep[at]) + part
-            old_lse[...] = top + numpy.log(total)
-
-    def _merge_on_device(self, rows: Interval, parts: list[tuple[Any, Any]]) -> None:
-        from .on_device import merge  # late: who has arrays on a device has CuPy
-
-        merge(self.out[..., slice(*rows), :], self.lse[..., slice(*rows)], parts)
+    x = outermost(raw(x))
+    found = [x if own == (0, x.shape[0]) else x[own[0] : own[1]] for own in rows]
+    return found if x.flags.c_contiguous else [library(x).ascontiguousarray(piece) for piece in found]

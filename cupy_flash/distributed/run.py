@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,14 +13,18 @@ from ..errors import shown
 from ..problem import arrays
 from ..problem.backward import Gradients
 from ..problem.layout import HEADS_OF_LSE
+from ..problem.lengths import LENGTHS
 from ..problem.options import Options, check_flag
 from ..problem.scalars import integer
 from . import gathered, ring, ulysses
 from .adapters import as_communicator
-from .agreement import agree, said_of
-from .calls import Calls, check_dropout
+from .agreement import Said, agree, contents, said_of
+from .calls import Calls, Job, check_dropout
 from .communicator import Communicator
-from .rows import Keys, Partial, library
+from .growing import Growing, Results
+from .known import Known, key_of
+from .merging import Order
+from .rows import Keys, library
 from .sharding import check_order
 from .whole import Whole, make_whole
 
@@ -82,25 +84,31 @@ def begin(
     try:
         layout = Options(layout=options.get("layout", "bhsd")).resolve_layout()
         given = captured_of(**of_scores, lengths=taken_lengths(options))
-        views = {name: None if x is None and name == "dlse" else arrays.view(x, name) for name, x in inputs.items()}
-        axes = max(views[name].ndim for name in "qkv")
-        for name, x in views.items():
-            _check_axes(name, x, comm)
-        views = {name: _in_order(name, x, layout) for name, x in views.items()}
         of_sinks = None if sinks is None else arrays.view(sinks, "sinks")
-        _check_choices(scheme, order, memory)
-        _check_names(options)
-        for name, value in (flags or {}).items():
-            check_flag(name, value)
+        views = {name: None if x is None and name == "dlse" else arrays.view(x, name) for name, x in inputs.items()}
+        axes = max(views["q"].ndim, views["k"].ndim, views["v"].ndim)
         named = {"scheme": scheme, "order": order, "memory": memory, "wrt": wrt, **(flags or {}), **options}
-        named.pop("layout", None)  # memory order, which ranks may choose for themselves
-        said = said_of(kind, views, given, named)
-        said["sinks"] = "None" if of_sinks is None else f"{of_sinks.dtype} of shape {of_sinks.shape}"
+        key = (kind, layout, comm.size, comm.on_devices, *map(_about, (*views.values(), of_sinks, *given.views)), given.names)
+
+        def say() -> Said:
+            for name, x in views.items():
+                _check_axes(name, x, comm)
+            _check_choices(scheme, order, memory)
+            _check_names(options)
+            for name, value in (flags or {}).items():
+                check_flag(name, value)
+            all_of = {name: _in_order(name, x, layout) for name, x in views.items()}
+            named.pop("layout", None)  # memory order, which ranks may choose for themselves
+            about_sinks = "None" if of_sinks is None else f"{of_sinks.dtype} of shape {of_sinks.shape}"
+            return said_of(kind, all_of, given, {**named, "sinks": about_sinks})
+
+        of_expressions = given.options["score"], given.options["mask"]
+        said = _SAID.found((*key, *key_of(named), *of_expressions), say)
+        views = {name: _in_order(name, x, layout) for name, x in views.items()}
     except Exception as problem:  # told to the others first
         error = problem
     rows = (0, 0) if error is not None else (views["q"].shape[-2], views["k"].shape[-2])
-    found = agree(comm, said, rows, error)
-    of_all = tuple(n for n, _ in found), tuple(n for _, n in found)
+    of_all = agree(comm, None if error is not None else said.and_of(given), rows, error)
 
     def make() -> tuple[Whole, str]:
         own = {name: value for name, value in options.items() if name != "layout"}
@@ -115,51 +123,42 @@ def begin(
         check_dropout(whole, found)
         return whole, found
 
-    devices = tuple("host" if isinstance(x, numpy.ndarray) else x.device.id for x in views.values() if x is not None)
-    decisive = [item for item in said.items() if item[0] != "seed"]  # another one in each step of training
-    whole, scheme = _KNOWN.found((comm.rank, *of_all, devices, *decisive), make)
+    # Another seed in each step of training decides nothing here.
+    devices = tuple([_device(x) for x in views.values() if x is not None])
+    whole, scheme = _KNOWN.found((comm.rank, *of_all, devices, said.text, *contents(given, LENGTHS)), make)
     return Call(comm, whole, scheme, views, of_sinks, given, inputs["q"], layout, axes)
 
 
-class _Known:
-    """Wholes that were made before, by all that they were made of; the last ones, as of plans of one device. They hold no array."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._found, self._lock = most, {}, threading.Lock()
-
-    def found(self, key: tuple[Any, ...], make: Callable[[], tuple[Whole, str]]) -> tuple[Whole, str]:
-        with self._lock:
-            known = self._found.pop(key, None)
-        known = make() if known is None else known
-        with self._lock:
-            self._found[key] = known
-            if len(self._found) > self._most:
-                self._found.pop(next(iter(self._found)))
-        return known
+_SAID: Known[Said] = Known(most=256)
+_KNOWN: Known[tuple[Whole, str]] = Known(most=256)  # which hold no array but offsets of packed sequences
 
 
-_KNOWN = _Known(most=256)
+def _about(x: Any) -> tuple[Any, ...] | None:
+    """What is said of an array depends on this."""
+    return None if x is None else (x.shape, x.dtype, isinstance(x, numpy.ndarray))
+
+
+def _device(x: Any) -> int | None:
+    return None if isinstance(x, numpy.ndarray) else x.data.device_id
 
 
 def run_forward(call: Call) -> tuple[Any, Any]:
     """Result and log-sum-exp of this rank's rows, with axes in the order of kernels."""
     whole, q = call.whole, call.inputs["q"]
-    xp, rows = library(q), q.shape[-2]
-    p = whole.problem
+    xp, rows, p = library(q), q.shape[-2], whole.problem
     calls = call.calls()
     shape = (*whole.batch, p.heads_q, rows, p.dim_v)
+    sinks = call.sinks is not None and call.scheme != "ulysses"  # which come last, and until then nothing is rounded
+    out, lse = xp.empty(shape, whole.wide if sinks else q.dtype), xp.empty(shape[:-1], whole.wide)
     if call.scheme == "ulysses":
-        partial = Partial(xp.empty(shape, q.dtype), xp.empty(shape[:-1], whole.wide))
-        ulysses.forward(call.comm, calls, q, *(call.inputs[name] for name in "kv"), call.sinks, partial)
-        return partial.out, partial.lse
-    once = call.scheme == "all_gather" and call.sinks is None and gathered.once(whole, whole.rank)
-    partial = Partial(xp.empty(shape, q.dtype if once else whole.wide), xp.empty(shape[:-1], whole.wide), once)
+        ulysses.forward(call.comm, calls, q, *(call.inputs[name] for name in "kv"), call.sinks, out, lse)
+        return out, lse
     scheme = ring if call.scheme == "ring" else gathered
-    scheme.forward(call.comm, calls, q, call.own, partial)
-    partial.end()
-    if call.sinks is not None:
-        partial.add_sinks(call.sinks)
-    return partial.out.astype(q.dtype, copy=False), partial.lse
+    results = Results(out, lse, _order(calls, call.scheme, scheme.jobs_of(calls), rows, out.dtype, q.dtype), whole.wide)
+    scheme.forward(call.comm, calls, q, call.own, results)
+    if sinks:
+        results.add_sinks(call.sinks)
+    return out.astype(q.dtype, copy=False), lse
 
 
 def run_backward(call: Call, deterministic: bool) -> Gradients:
@@ -168,20 +167,27 @@ def run_backward(call: Call, deterministic: bool) -> Gradients:
     q, k, v = (inputs[name] for name in "qkv")
     xp = library(q)
     calls = call.calls(deterministic)
-    sums = Gradients(*(xp.zeros(x.shape, whole.wide) for x in (q, k, v)))
+    dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in (q, k, v))
     lse = inputs["lse"][..., 0]
     dlse = None if inputs["dlse"] is None else inputs["dlse"][..., 0]
     of_rows = (inputs["dout"], q, inputs["out"], lse, dlse)
     if call.scheme == "ulysses":
-        ulysses.backward(call.comm, calls, of_rows, k, v, sums)
+        ulysses.backward(call.comm, calls, of_rows, k, v, (dq, dk, dv))
     else:
-        (ring if call.scheme == "ring" else gathered).backward(call.comm, calls, of_rows, call.own, sums)
+        scheme = ring if call.scheme == "ring" else gathered
+        order = _order(calls, call.scheme, scheme.jobs_of(calls), q.shape[-2], q.dtype, q.dtype)
+        scheme.backward(call.comm, calls, of_rows, call.own, Growing((dq,), order, whole.wide), (dk, dv))
     shared = _of_all_ranks(call, calls, of_rows)
-    own = [total.astype(x.dtype, copy=False) for total, x in zip(sums, (q, k, v))]
     names = call.whole.problem.scores.captured
     options = {f"d{name}": shared.get(name) for name in ("alibi_slopes",) if name not in names}
     darrays = {name: x for name, x in shared.items() if name in names}
-    return Gradients(*own, dsinks=shared.get("sinks "), **options, darrays=darrays)
+    return Gradients(dq, dk, dv, dsinks=shared.get("sinks "), **options, darrays=darrays)
+
+
+def _order(calls: Calls, scheme: str, jobs: tuple[tuple[Job, ...], ...], rows: int, dtype: Any, of_parts: Any) -> Order:
+    """In which order the jobs' results become one of a dtype."""
+    parts = [job.rows for step in jobs for job in step]
+    return calls.order((scheme, str(dtype)), parts, rows, dtype != calls.whole.wide, [dtype == of_parts] * len(parts))
 
 
 def _of_all_ranks(call: Call, calls: Calls, of_rows: tuple[Any, ...]) -> dict[str, Any]:

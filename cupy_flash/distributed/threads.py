@@ -22,7 +22,8 @@ class _Shared:
     def __init__(self, size: int) -> None:
         self.changed = threading.Condition()
         self.boxes: dict[tuple[int, int], deque[numpy.ndarray]] = {(a, b): deque() for a in range(size) for b in range(size)}
-        self.rounds: list[dict[int, bytes]] = []  # what every rank said, in order
+        self.rounds: dict[int, dict[int, bytes]] = {}  # what every rank said, by the number of the round
+        self.heard: dict[int, int] = {}  # how many ranks know it; what all of them know is forgotten
         self.failed: int | None = None
 
 
@@ -49,13 +50,15 @@ class ThreadCommunicator:
         shared, number = self._shared, self._round
         self._round += 1
         with shared.changed:
-            rounds = shared.rounds
-            while len(rounds) <= number:
-                rounds.append({})
-            rounds[number][self.rank] = bytes(data)
-            shared.changed.notify_all()
-            self._wait(lambda: len(rounds[number]) == self.size, "for what all ranks say of a call")
-            return [rounds[number][rank] for rank in range(self.size)]
+            said = shared.rounds.setdefault(number, {})
+            said[self.rank] = bytes(data)
+            if len(said) == self.size:
+                shared.changed.notify_all()
+            self._wait(lambda: len(said) == self.size, "for what all ranks say of a call")
+            shared.heard[number] = shared.heard.get(number, 0) + 1
+            if shared.heard[number] == self.size:
+                del shared.rounds[number], shared.heard[number]
+            return [said[rank] for rank in range(self.size)]
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Receiving:
         """Put copies of what is sent into letter boxes."""
@@ -139,11 +142,16 @@ def on_threads(ranks: int, function: Callable[[ThreadCommunicator], Result], *, 
                     shared.failed = rank
                 shared.changed.notify_all()
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(ranks)]
+    # One that a device keeps for ever is left behind when another one has failed: it must not keep the program as well.
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.is_alive() and shared.failed is None:
+            thread.join(0.1)
+    end = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(end - time.monotonic(), 0) if errors else None)
     if errors:
         raise errors[0][1]
     return results

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..problem.layout import ITEMSIZE
 from . import gathered, ring, ulysses
 from .blocks import Block, blocks_of, fused
-from .rows import behind_each_other, common, length
+from .merging import Order, order_of
+from .rows import common, length
 from .sharding import Run
 from .whole import Whole
 
@@ -36,16 +37,13 @@ class Step:
     overlaps : bool
         Whether the exchange is beneath the computation, or the computation waits for it.
     merged : int
-        Elements of results that are added to sums.
-    stored : int
-        Elements of sums that become results of a narrower dtype.
+        Bytes of results that are read and written to be merged.
     """
 
     blocks: tuple[tuple[Block, int], ...] = ()
     exchange: Exchange = Exchange()
     overlaps: bool = False
     merged: int = 0
-    stored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +86,11 @@ def _row_bytes(whole: Whole, wide: bool = False) -> int:
 
 
 def _ring(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
-    p, size, last = whole.problem, whole.size, ring.hops(whole)
-    width = p.dim if backward else p.dim_v
+    size, last = whole.size, ring.hops(whole)
+    of_steps = [_fused(whole, ring.held_runs(whole, step, rank), rank) for step in range(last + 1)]
     steps = []
-    for step in range(last + 1):
+    for step, (blocks, merged) in enumerate(zip(of_steps, _merged(whole, of_steps, rank, backward))):
         source = (rank - step) % size
-        own = [(run.first, run.stop) for run in whole.kv_runs[rank]]
-        blocks = fused(whole.blocks(behind_each_other(ring.parcel(whole, source, step) if step else own), rank), whole.movable)
         goes, comes = (), ()
         if step < last:
             goes, comes = ring.parcel(whole, source, step + 1), ring.parcel(whole, (rank - step - 1) % size, step + 1)
@@ -103,29 +99,21 @@ def _ring(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
             sent += length(whole.reach(rank, source)) * _row_bytes(whole, wide=True)
             received += length(whole.reach((rank + step) % size, rank)) * _row_bytes(whole, wide=True)
         exchange = Exchange(sent, received, (1 + (backward and step > 0)) if sent or received else 0)
-        rows = sum(block.rows[1] - block.rows[0] for block in blocks)
-        merged = rows * p.heads_q * width * _product(whole.batch)
-        stored = (step == last) * _stored(whole, rank, width)
-        steps.append(Step(tuple((block, p.heads_q) for block in blocks), exchange, True, merged, stored))
+        steps.append(Step(tuple((block, whole.problem.heads_q) for block in blocks), exchange, True, merged))
     return tuple(steps)
 
 
 def _all_gather(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
-    p, row = whole.problem, _row_bytes(whole)
+    row = _row_bytes(whole)
     runs = [[(run.first, run.stop) for run in runs] for runs in whole.kv_runs]
     others = [other for other in range(whole.size) if other != rank]
     mine = gathered.needs(whole, rank)
     goes = [length(common(runs[rank], gathered.needs(whole, other))) * row for other in others]
     comes = [length(common(runs[other], mine)) * row for other in others]
-    keys = behind_each_other(mine) if whole.size > 1 else whole.kv_runs[rank]
-    blocks = fused(whole.blocks(keys, rank), whole.movable)
+    blocks = _fused(whole, gathered.held_runs(whole, rank), rank)
+    [merged] = _merged(whole, [blocks], rank, backward)
     steps = [Step((), Exchange(sum(goes), sum(comes), _some(goes, comes)))]
-    merged = stored = 0
-    if backward or not _once(whole, rank):
-        rows = sum(block.rows[1] - block.rows[0] for block in blocks)
-        merged = rows * p.heads_q * (p.dim if backward else p.dim_v) * _product(whole.batch)
-        stored = _stored(whole, rank, p.dim if backward else p.dim_v)
-    steps.append(Step(tuple((block, p.heads_q) for block in blocks), merged=merged, stored=stored))
+    steps.append(Step(tuple((block, whole.problem.heads_q) for block in blocks), merged=merged))
     if backward:
         wide = _row_bytes(whole, wide=True)
         for step in range(1, whole.size):
@@ -153,7 +141,8 @@ def _ulysses(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
     results = [(batch * p.dim_v * size, False), (batch * wide, False)]
     if backward:
         inputs += [*results, (batch * p.dim_v * size, False)] + [(batch * wide, False)] * whole.has_dlse
-        results = [(batch_q * p.dim * wide, False), (batch_k * p.dim * wide, True), (batch_v * p.dim_v * wide, True)]
+        of_keys = wide if ulysses.side_of(whole, True).shared else size  # several ranks add to a head
+        results = [(batch_q * p.dim * size, False), (batch_k * p.dim * of_keys, True), (batch_v * p.dim_v * of_keys, True)]
     goes, comes = zip(*(to_heads(*item) for item in inputs))
     back, home = zip(*(to_heads(*item)[::-1] for item in results))
     every = [Run(0, sum(rows), 0) for rows in (whole.rows_q, whole.rows_kv)]
@@ -167,13 +156,37 @@ def _ulysses(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
     )
 
 
-def _stored(whole: Whole, rank: int, width: int) -> int:
-    narrower = ITEMSIZE[whole.problem.dtype] < ITEMSIZE[whole.wide]
-    return narrower * whole.rows_q[rank] * whole.problem.heads_q * width * _product(whole.batch)
+def _fused(whole: Whole, keys: Sequence[Run], rank: int) -> list[Block]:
+    return fused(whole.blocks(keys, rank), whole.movable)
 
 
-def _once(whole: Whole, rank: int) -> bool:
-    return whole.problem.sinks is None and gathered.once(whole, rank)
+def _order(whole: Whole, of_steps: Sequence[Sequence[Block]], rank: int, backward: bool, widens: bool) -> Order:
+    """In which order the results of blocks, or the gradients of their queries, become those of this rank."""
+    parts = [block.rows for blocks in of_steps for block in blocks]
+    sinks = not backward and whole.problem.sinks is not None
+    narrow = not sinks and _narrow(whole)
+    return order_of(parts, whole.rows_q[rank], [not sinks or not _narrow(whole)] * len(parts), narrow, not widens)
+
+
+def _merged(whole: Whole, of_steps: Sequence[Sequence[Block]], rank: int, backward: bool) -> list[int]:
+    """Bytes that merging reads and writes in each step, on a device."""
+    p, order, found, after = whole.problem, _order(whole, of_steps, rank, backward, widens=False), [], 0
+    row = p.heads_q * _product(whole.batch) * (p.dim if backward else p.dim_v)
+    size, wide = ITEMSIZE[p.dtype], ITEMSIZE[whole.wide]
+    sinks = not backward and p.sinks is not None
+    of = {"": 0, "out": wide if sinks else ITEMSIZE[p.dtype], "sum": wide}
+    for blocks in of_steps:
+        merges = [merge for merges in order.after[after : after + len(blocks)] for merge in merges]
+        after += len(blocks)
+        each = ((merge.rows[1] - merge.rows[0]) * (of[merge.base] + len(merge.parts) * size + of[merge.into]) for merge in merges)
+        found.append(row * sum(each))
+    if sinks:  # which are merged with all, which then is of the dtype of results
+        found[-1] += row * whole.rows_q[rank] * (3 * wide + ITEMSIZE[p.dtype])
+    return found
+
+
+def _narrow(whole: Whole) -> bool:
+    return ITEMSIZE[whole.problem.dtype] < ITEMSIZE[whole.wide]
 
 
 def _whole_blocks(whole: Whole, every: list[Run]) -> list[Block]:
@@ -182,38 +195,40 @@ def _whole_blocks(whole: Whole, every: list[Run]) -> list[Block]:
 
 def memory_of(whole: Whole, scheme: str, rank: int, backward: bool = False) -> Memory:
     """What a rank holds besides inputs and results."""
-    p, row, wide = whole.problem, _row_bytes(whole), _row_bytes(whole, wide=True)
-    rows_q, batch = whole.rows_q[rank], _product(whole.batch)
-    narrow = ITEMSIZE[p.dtype] < ITEMSIZE[whole.wide]
-    size = ITEMSIZE[whole.wide if whole.widens else p.dtype]
-    sums = backward * narrow * whole.rows_kv[rank] * wide  # of gradients, where results are narrower
+    row, wide = _row_bytes(whole), _row_bytes(whole, wide=True)
     if scheme == "ulysses":
         steps = _ulysses(whole, rank, backward)
         mine = steps[0].exchange.received * whole.size // max(whole.size - 1, 1)
         results = steps[-1].exchange.sent * whole.size // max(whole.size - 1, 1)
+        sums = backward * ulysses.side_of(whole, True).shared * whole.rows_kv[rank] * wide
         return Memory(mine + steps[0].exchange.sent, results + steps[-1].exchange.received + sums)
-    width = p.dim if backward else p.dim_v
-    # A partial result of the tallest block, and the sum of them where it is wider than the result.
-    tallest = max((block.rows[1] - block.rows[0] for block in _blocks(whole, scheme, rank)), default=0)
-    alone = scheme == "all_gather" and not backward and _once(whole, rank)
-    # On a device two results wait for each other, see `Partial`.
-    held = 1 if alone or p.backend == "numpy" else 2
-    sum_bytes = 0 if alone else rows_q * ITEMSIZE[whole.wide] * narrow
-    partial = p.heads_q * batch * width * (held * tallest * size + sum_bytes) + sums
+    of_steps = [[block for block, _ in step.blocks] for step in steps_of(whole, scheme, rank, backward)]
+    partial = _partial(whole, of_steps, rank, backward)
+    # Gradients of this rank's own keys, where results are narrower: of a call, and the sum of them.
+    sums = backward * _narrow(whole) * whole.rows_kv[rank] * wide
     if scheme == "all_gather":
         keys = length(gathered.needs(whole, rank)) if whole.size > 1 else 0
+        given = sum(block.keys[1] - block.keys[0] for blocks in of_steps for block in blocks) * row
         home = max((length(whole.reach(rank, owner)) for owner in range(whole.size) if owner != rank), default=0)
-        return Memory(keys * row + backward * (keys + 2 * home) * wide, partial)
+        received = max((length(whole.reach(other, rank)) for other in range(whole.size) if other != rank), default=0)
+        return Memory(max(keys * row, backward * (home + received) * wide) + backward * given, partial + sums)
     parcels = [length(ring.parcel(whole, (rank - step) % whole.size, step)) for step in range(1, ring.hops(whole) + 1)]
     pairs = [a + b for a, b in zip(parcels, [*parcels[1:], 0])]
     own = parcels[0] if parcels else 0
     home = max((length(whole.reach(rank, source)) for source in range(whole.size) if source != rank), default=0)
     # At first its own rows, copied where they do not lie so that they can be sent, and what comes.
-    return Memory(max([2 * own, *pairs], default=0) * row + backward * 3 * home * wide, partial)
+    return Memory(max([2 * own, *pairs], default=0) * row + backward * 3 * home * wide, partial + sums)
 
 
-def _blocks(whole: Whole, scheme: str, rank: int) -> Iterable[Block]:
-    return (block for step in steps_of(whole, scheme, rank) for block, _ in step.blocks)
+def _partial(whole: Whole, of_steps: Sequence[Sequence[Block]], rank: int, backward: bool) -> int:
+    """Bytes of results that wait to be merged, of a sum of them that is wider, and of a result that is wider than what is given."""
+    p, order = whole.problem, _order(whole, of_steps, rank, backward, whole.widens)
+    size, wide = ITEMSIZE[whole.wide if whole.widens else p.dtype], ITEMSIZE[whole.wide]
+    sinks = not backward and p.sinks is not None and _narrow(whole)
+    # What is computed wider than it is kept is in memory of its own first.
+    tallest = max((rows[1] - rows[0] for rows in order.rows), default=0) if whole.widens else 0
+    rows = max(order.waiting, tallest) * size + (order.sums or sinks) * whole.rows_q[rank] * wide
+    return p.heads_q * _product(whole.batch) * (p.dim if backward else p.dim_v) * rows
 
 
 def _some(*sides: list[int]) -> int:

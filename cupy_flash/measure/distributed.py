@@ -1,13 +1,15 @@
-"""Attention on several GPUs of a host, measured: a thread for each device, NCCL between them, and one device beside.
+"""Attention on several GPUs of a host, measured: a thread or a process for each device, and NCCL between them.
 
-What is forecast comes from the model alone and needs no GPU.
+What one device does is measured beside, in the same rounds, on all devices at the same time, each with a problem of its own: so it
+has the clocks, the power and the neighbours that devices have together. What is forecast comes from the model and needs no GPU.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -16,6 +18,7 @@ from .. import attention, attention_vjp, distributed
 from ..problem.arrays import DTYPES
 
 SCHEMES = ("ulysses", "all_gather", "ring")
+MOST_ALONE = 1 << 16  # rows of the problem of one device, which has memory for no more
 CLOSE = 2.0**-5  # of the largest element: a few roundings of bfloat16, for a look before times are taken
 
 
@@ -36,7 +39,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measured:
-    """One scheme on so many devices. Rates are of each device, in FLOP/s; shares are of one device's rate."""
+    """One scheme on so many devices. Rates are of each device, in FLOP/s; shares are of what each does alone.
+
+    `host` is how long a call takes until it returns, before the device has done what it queued.
+    """
 
     scheme: str
     ranks: int
@@ -44,65 +50,153 @@ class Measured:
     direction: str
     seconds: float | None
     rate: float | None
+    alone: float | None
     share: float | None
+    host: float | None
     forecast: float
     sent_bytes: int
     memory_bytes: int
     error: str = ""
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a call: of the device, and of the host until it returns."""
+
+    device: float
+    host: float
+
+    def __sub__(self, other: Times) -> Times:
+        return Times(self.device - other.device, self.host - other.host)
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """What one rank has measured: forward and backward, of the scheme and alone; and how far results are off."""
+
+    off: float
+    scheme: tuple[Times, Times]
+    alone: tuple[Times, Times]
+
+
+Rank = Callable[[Any, Any], OfRank]  # of a communicator of NCCL and one of the host
+
+
 def forecasts(setting: Setting, ranks: int, schemes: tuple[str, ...] = SCHEMES) -> Iterator[Measured]:
     """What the model says."""
     for scheme in schemes:
         for direction in ("forward", "backward"):
-            yield _row(setting, ranks, scheme, direction, None, None)
+            yield _row(setting, ranks, scheme, direction)
 
 
 def measured(
-    setting: Setting, devices: int, schemes: tuple[str, ...] = SCHEMES, rounds: int = 5, timeout: float = 120.0
+    setting: Setting, devices: int, schemes: tuple[str, ...] = SCHEMES, rounds: int = 5, timeout: float = 120.0, world: Any = None
 ) -> Iterator[Measured]:
-    """What devices do, once the results of a smaller problem have been held against one device's."""
+    """What devices do, once the results of a smaller problem have been held against one device's.
+
+    Parameters
+    ----------
+    setting : Setting
+    devices : int
+    schemes : tuple of str
+    rounds : int
+        Times of which the median is taken.
+    timeout : float
+        Seconds.
+    world : mpi4py.MPI.Comm, optional
+        Of as many processes, each of which calls this. By default ranks are threads.
+    """
+    on_ranks = _on_threads(devices, timeout) if world is None else _on_processes(world, timeout)
+    for scheme in schemes:
+        try:
+            found = on_ranks(lambda comm, host, scheme=scheme: _of_rank(comm, host, setting, scheme, rounds))
+        except Exception as error:  # whatever fails in one scheme leaves the others to be measured
+            text = f"{type(error).__name__}: {error}"
+            yield from (_row(setting, devices, scheme, way, error=text) for way in ("forward", "backward"))
+            continue
+        off = max(of.off for of in found)
+        for i, way in enumerate(("forward", "backward")):
+            times = Times(max(of.scheme[i].device for of in found), max(of.scheme[i].host for of in found))
+            flops = _alone(setting, devices).flops(1, bool(i))
+            alone = statistics.mean(flops / of.alone[i].device for of in found)
+            yield _row(setting, devices, scheme, way, times, alone, "" if off <= CLOSE else f"results are off by {off:.3g}")
+
+
+def machine() -> str:
+    """The name of the device, and its highest clock."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    return f"{properties['name'].decode()}, {cupy.cuda.Device().attributes['ClockRate'] // 1000} MHz at most"
+
+
+def _on_threads(devices: int, timeout: float) -> Callable[[Rank], list[OfRank]]:
     from cupy.cuda import nccl
 
     comms = nccl.NcclCommunicator.initAll(list(range(devices)))
-    alone = _alone(setting, devices, rounds)
-    for scheme in schemes:
-        def rank(host: Any, scheme: str = scheme) -> tuple[float, float, float]:
-            import cupy
 
-            with cupy.cuda.Device(host.rank):
-                comm = distributed.nccl(comms[host.rank], host=host, timeout=timeout)
-                try:
-                    off = _judged(comm, scheme)
-                    return (*_timed(comm, host, setting, scheme, rounds), off)
-                finally:
-                    comm.close()
+    def run(rank: Rank) -> list[OfRank]:
+        def on_device(host: Any) -> OfRank:
+            return _with_nccl(rank, comms[host.rank], host, host.rank, timeout)
 
+        return distributed.on_threads(devices, on_device, timeout=timeout)
+
+    return run
+
+
+def _on_processes(world: Any, timeout: float) -> Callable[[Rank], list[OfRank]]:
+    import cupy
+    from cupy.cuda import nccl
+
+    device = world.rank % cupy.cuda.runtime.getDeviceCount()
+    cupy.cuda.Device(device).use()
+    name = world.bcast(nccl.get_unique_id() if world.rank == 0 else None)
+    comm, host = nccl.NcclCommunicator(world.size, name, world.rank), distributed.mpi(world, timeout=timeout)
+
+    def run(rank: Rank) -> list[OfRank]:
         try:
-            found = distributed.on_threads(devices, rank, timeout=timeout)
-        except Exception as error:  # whatever fails in one scheme leaves the others to be measured
-            text = f"{type(error).__name__}: {error}"
-            yield from (_row(setting, devices, scheme, way, None, None, text) for way in ("forward", "backward"))
-            continue
-        forward, both, off = (max(times) for times in zip(*found))
-        text = "" if off <= CLOSE else f"results are off by {off:.3g}"
-        for way, seconds, rate in (("forward", forward, alone[0]), ("backward", both - forward, alone[1])):
-            yield _row(setting, devices, scheme, way, seconds, rate, text)
+            found = _with_nccl(rank, comm, host, device, timeout)
+        except Exception as error:  # told to the others, which have failed as well
+            found = error
+        all_of = world.allgather(found)
+        for of in all_of:
+            if isinstance(of, Exception):
+                raise of
+        return all_of
+
+    return run
+
+
+def _with_nccl(rank: Rank, comm: Any, host: Any, device: int, timeout: float) -> OfRank:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        adapter = distributed.nccl(comm, host=host, timeout=timeout)
+        try:
+            return rank(adapter, host)
+        finally:
+            adapter.close()
 
 
 def _row(
-    setting: Setting, ranks: int, scheme: str, direction: str, seconds: float | None, alone: float | None, error: str = ""
-) -> Measured:
+    setting: Setting, ranks: int, scheme: str, direction: str,
+    times: Times | None = None, alone: float | None = None, error: str = "",
+) -> Measured:  # fmt: skip
     zero, sizes = numpy.zeros((), DTYPES["bfloat16"]), (setting.heads, setting.heads_kv)
     heads, keys = (numpy.broadcast_to(zero, (n, setting.rows, setting.dim)) for n in sizes)  # which take no memory
     plan = distributed.plan_attention(heads, keys, keys, ranks=ranks, scheme=scheme, order="zigzag", causal=True, backend="host")
     backward = direction == "backward"
-    times = plan.backward if backward else plan.forward
-    rate = None if seconds is None else setting.flops(ranks, backward) / ranks / seconds
+    forecast = plan.backward if backward else plan.forward
+    rate = None if times is None else setting.flops(ranks, backward) / ranks / times.device
     return Measured(
-        scheme, ranks, setting.rows, direction, seconds, rate, rate and alone and rate / alone, times.efficiency,
-        plan.sent(backward=backward), plan.memory(backward=backward).total, error,
+        scheme, ranks, setting.rows, direction, times and times.device, rate, alone, rate and alone and rate / alone,
+        times and times.host, forecast.efficiency, plan.sent(backward=backward), plan.memory(backward=backward).total, error,
     )  # fmt: skip
+
+
+def _alone(setting: Setting, devices: int) -> Setting:
+    """What each device computes alone: all rows, as many as it has memory for."""
+    return replace(setting, rows=min(setting.rows * devices, MOST_ALONE))
 
 
 def _inputs(setting: Setting, rows: int, seed: int) -> tuple[Any, ...]:
@@ -129,48 +223,36 @@ def _judged(comm: Any, scheme: str) -> float:
     return most
 
 
-def _timed(comm: Any, host: Any, setting: Setting, scheme: str, rounds: int) -> tuple[float, float]:
-    """Seconds of a forward, and of a forward with its gradients: the medians of what events say."""
+def _of_rank(comm: Any, host: Any, setting: Setting, scheme: str, rounds: int) -> OfRank:
+    """Times of a rank: in each round one call of each kind, which all ranks begin together."""
+    off = _judged(comm, scheme)
+    alone = _alone(setting, comm.size)
     q, k, v, dout = _inputs(setting, setting.rows, seed=comm.rank)
+    whole_q, whole_k, whole_v, whole_dout = _inputs(alone, alone.rows, seed=comm.rank)
     options = {"comm": comm, "scheme": scheme, "order": "zigzag", "causal": True}
+    calls = (
+        lambda: distributed.attention(q, k, v, **options),
+        lambda: distributed.attention_vjp(q, k, v, **options)[1](dout),
+        lambda: attention(whole_q, whole_k, whole_v, causal=True),
+        lambda: attention_vjp(whole_q, whole_k, whole_v, causal=True)[1](whole_dout),
+    )
+    found = [[_timed(call, host) for call in calls] for _ in range(rounds + 1)][1:]  # kernels are loaded in the first round
+    forward, both, forward_alone, both_alone = (
+        Times(statistics.median(times.device for times in of), statistics.median(times.host for times in of)) for of in zip(*found)
+    )
+    return OfRank(off, (forward, both - forward), (forward_alone, both_alone - forward_alone))
 
-    def both() -> None:
-        _, vjp = distributed.attention_vjp(q, k, v, **options)
-        vjp(dout)
 
-    return _median(lambda: distributed.attention(q, k, v, **options), rounds, host), _median(both, rounds, host)
-
-
-def _alone(setting: Setting, devices: int, rounds: int) -> tuple[float, float]:
-    """One device's rates, forward and backward, for all the rows that it has memory for, at most those of all devices."""
+def _timed(call: Callable[[], Any], host: Any) -> Times:
     import cupy
 
-    with cupy.cuda.Device(0):
-        rows = min(setting.rows * devices, 1 << 16)
-        q, k, v, dout = _inputs(setting, rows, seed=0)
-        whole = Setting(rows, setting.heads, setting.heads_kv, setting.dim)
-
-        def both() -> None:
-            _, vjp = attention_vjp(q, k, v, causal=True)
-            vjp(dout)
-
-        forward = _median(lambda: attention(q, k, v, causal=True), rounds)
-        return whole.flops(1, False) / forward, whole.flops(1, True) / (_median(both, rounds) - forward)
-
-
-def _median(run: Any, rounds: int, host: Any = None) -> float:
-    import cupy
-
-    run()
-    times = []
-    for _ in range(rounds):
-        cupy.cuda.get_current_stream().synchronize()
-        if host is not None:
-            host.gather(b"begin")
-        begun, ended = cupy.cuda.Event(), cupy.cuda.Event()
-        begun.record()
-        run()
-        ended.record()
-        ended.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(begun, ended) / 1e3)
-    return statistics.median(times)
+    cupy.cuda.get_current_stream().synchronize()
+    host.gather(b"begin")
+    begun, ended = cupy.cuda.Event(), cupy.cuda.Event()
+    begun.record()
+    before = time.perf_counter()
+    call()
+    after = time.perf_counter()
+    ended.record()
+    ended.synchronize()
+    return Times(cupy.cuda.get_elapsed_time(begun, ended) / 1e3, after - before)
