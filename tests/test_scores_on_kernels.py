@@ -69,7 +69,7 @@ def test_two_at_once_on_sm_90a(two, schedule):
     assert kernel.file == "fwd_hopper" and kernel.config.SCORES != "UNCHANGED"
 
 
-@pytest.mark.parametrize("asked", thinned(product(BIASES, ("float16", "float32")), keep=3), ids="-".join)
+@pytest.mark.parametrize("asked", thinned(product(BIASES, ("float16", "float32")), keep=3, first=1), ids="-".join)
 def test_biases(asked):
     shape, dtype = asked
     bias = BIASES[shape](numpy.random.default_rng(2)).astype(dtype)
