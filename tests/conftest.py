@@ -65,18 +65,23 @@ def change_kernel(monkeypatch):
 def quick_builds(tmp_path_factory):
     """Kernels for the host are built in half the time, and run more slowly: most of a test is the compiler's time.
 
-    The standard library's headers are compiled once, which g++ heeds where all options are the same. Builds by commands that
-    tests start do without.
+    The standard library's headers are compiled once for each set of options, which g++ heeds where all are the same. Builds by
+    commands that tests start do without.
     """
     options = (*host.OPTIONS, "-Og")
-    header = tmp_path_factory.mktemp("headers") / "standard.hpp"
     names = {name for text in sources.files().values() for name in re.findall(r"^#include <(\w+)>", text, re.MULTILINE)}
-    header.write_text("".join(f"#include <{name}>\n" for name in sorted(names)))
-    with suppress(CompileError):  # there are tests without a compiler
-        subprocess.run([*compiler(), *options, "-fPIC", "-x", "c++-header", header, "-o", f"{header}.gch"], capture_output=True)
+
+    @functools.cache
+    def header(flags):
+        file = tmp_path_factory.mktemp("headers") / "standard.hpp"
+        file.write_text("".join(f"#include <{name}>\n" for name in sorted(names)))
+        with suppress(CompileError):  # there are tests without a compiler
+            subprocess.run([*compiler(), *flags, "-x", "c++-header", file, "-o", f"{file}.gch"], capture_output=True)
+        return str(file)
 
     def compiled(title, main, flags, texts):
-        return compiled_without(title, main, flags if "-rdynamic" in flags else [*flags, "-include", str(header)], texts)
+        file = header(tuple(flag for flag in flags if not flag.startswith("-D") and flag not in ("-shared", "-rdynamic")))
+        return compiled_without(title, main, [*flags, "-include", file], texts)
 
     compiled_without = host.compiled
     with pytest.MonkeyPatch.context() as patch:

@@ -28,8 +28,12 @@ from cupy_flash.problem import options
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 12  # whose kernels are compiled sooner than those of most
-MALFORMED, PROBLEMS = 200, 30  # at a time
-several_times = pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.release) for turn in range(1, 14))])
+MALFORMED, PROBLEMS = 100, 30  # at a time
+
+
+def several_times(turns):
+    return pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.release) for turn in range(1, turns))])
+
 
 
 def fuzz(*arguments):
@@ -40,13 +44,13 @@ def fuzz(*arguments):
 # The package
 
 
-@several_times
+@several_times(28)
 def test_malformed_calls_are_refused(turn):
     done = fuzz("calls", "--count", MALFORMED, "--seed", SEED, "--start", turn * MALFORMED)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr
 
 
-@several_times
+@several_times(14)
 def test_random_problems_are_computed_right(turn):
     """In this process, where kernels are built sooner than by the command."""
     drawn = range(turn * PROBLEMS, (turn + 1) * PROBLEMS)

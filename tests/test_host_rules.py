@@ -17,6 +17,7 @@ from cupy_flash.machine.host import SCHEDULES
 
 # A small kernel in the place of a large one, with a few things at hand.
 SMALL_KERNEL = """\
+#include <cstdlib>
 #include "tile/pipeline.cuh"
 #include "tile/accum.cuh"
 #include "tile/wgmma.cuh"
@@ -27,6 +28,7 @@ KERNEL(32 * WARPS, 1) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
   Acc<16, 64> acc, other;
   float out = 1.f;
   u32* const counters = static_cast<u32*>(p.lse.data);
+  const int chosen = std::atoi(std::getenv("CHOSEN"));
   BODY
   if (warp_id() == 0 && block_id() == 0) *static_cast<float*>(p.lse.data) = out;
 }
@@ -36,11 +38,17 @@ BODY_LINE = SMALL_KERNEL[: SMALL_KERNEL.index("BODY")].count("\n") + 1
 
 @pytest.fixture(params=SCHEDULES)
 def run(request, monkeypatch, change_kernel):
-    """A function that executes a kernel with this body, in each schedule, and returns the number it leaves in `out`."""
+    """A function that executes a kernel with this body, in each schedule, and returns the number it leaves in `out`.
+
+    Bodies of tables are in one kernel, which is built once and chooses when it runs.
+    """
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
 
     def run_body(body, blocks=1, at_a_time=1):
-        change_kernel("fwd_hopper.cu", SMALL_KERNEL.replace("BODY", body))
+        bodies = TOGETHER if body in TOGETHER else [body]
+        monkeypatch.setenv("CHOSEN", str(bodies.index(body)))
+        choices = " ".join(f"if (chosen == {number}) {{ {body} }}" for number, body in enumerate(bodies))
+        change_kernel("fwd_hopper.cu", SMALL_KERNEL.replace("BODY", choices))
         inputs = make_inputs(Case("float16", 65, 64))  # of 64 queries out would leave from registers, without a map
         plan = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", return_lse=True)
         monkeypatch.setattr(host, "scheduled", lambda _, params, launches, mask: (params, (replace(launches[0], blocks=blocks),)))
@@ -143,6 +151,10 @@ LANES = {
 }
 
 
+def by_one_warp(body):
+    return f"if (warp_id() == 0) {{ {body} }}"
+
+
 def assert_fault(run, body, message):
     expected = message.format(W="warp 0 of block 0", B="the barrier at byte 0 of shared memory")
     with pytest.raises(FaultError, match=expected):
@@ -156,7 +168,7 @@ def test_rules_of_barriers(body, message, run):
 
 @pytest.mark.parametrize("body, message", COPIES.values(), ids=COPIES)
 def test_rules_of_copies(body, message, run):
-    assert_fault(run, f"if (warp_id() == 0) {{ {body} }}", message)
+    assert_fault(run, by_one_warp(body), message)
 
 
 @pytest.mark.parametrize("body, message", PRODUCTS.values(), ids=PRODUCTS)
@@ -211,7 +223,7 @@ STUCK = {
 @pytest.mark.parametrize("blocks, at_a_time, body, awaited", STUCK.values(), ids=STUCK)
 def test_deadlock_says_which_counter_is_what(blocks, at_a_time, body, awaited, run):
     with pytest.raises(DeadlockError) as caught:
-        run(f"if (warp_id() == 0) {{ {body} }}", blocks, at_a_time)
+        run(by_one_warp(body), blocks, at_a_time)
     report = re.sub(r"(?<= at )\S*/", "", str(caught.value)).partition("deadlock")[2].splitlines()
     assert report[:2] == [" in block 0:", f"  warp 0 waits for {awaited} at fwd_hopper.cu:{BODY_LINE}"]
     assert set(report[2:]) == {f"  warp {warp} waits for nothing: it has finished" for warp in range(1, len(report) - 1)}
@@ -262,10 +274,19 @@ NAMED = {
 }
 
 
+def of_zeros(body):
+    zeros = "if (warp_id() == 0) std::memset(tile.base, 0, tile.bytes); sync_block();"
+    return f"{zeros} start_product_transposed(acc, tile, 0, tile); {body}"
+
+
 @pytest.mark.parametrize("body, expected", NAMED.values(), ids=NAMED)
 def test_product_is_in_its_registers_when_a_wait_names_it(body, expected, run):
-    zeros = "if (warp_id() == 0) std::memset(tile.base, 0, tile.bytes); sync_block();"
-    numpy.testing.assert_equal(run(f"{zeros} start_product_transposed(acc, tile, 0, tile); {body}"), numpy.float32(expected))
+    numpy.testing.assert_equal(run(of_zeros(body)), numpy.float32(expected))
+
+
+TOGETHER = [body for table in (BARRIERS, PRODUCTS, LANES) for body, _ in table.values()]
+TOGETHER += [by_one_warp(body) for body in (*(body for body, _ in COPIES.values()), *(stuck[2] for stuck in STUCK.values()))]
+TOGETHER += [of_zeros(body) for body, _ in NAMED.values()]
 
 
 def test_products_for_the_same_registers_add_up(run):

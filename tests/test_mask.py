@@ -13,11 +13,11 @@ DEFINITION = """\
 #include "tile/pipeline.cuh"
 #include "tile/mask.cuh"
 
-bool sees(const Mask& mask, i64 query, i64 key) {
+static bool sees(const Mask& mask, i64 query, i64 key) {
   const bool near = query + mask.of.left <= key && key <= query + mask.of.right;
   return (near || key < mask.of.prefix) && 0 <= key && key < mask.len_kv;
 }
-bool sees(const TransposedMask& mask, i64 key, i64 query) {
+static bool sees(const TransposedMask& mask, i64 key, i64 query) {
   const bool near = key + mask.left <= query && query <= key + mask.right;
   return (near || key < mask.prefix) && 0 <= query && query < mask.len_q && 0 <= key && key < mask.len_kv;
 }
@@ -28,13 +28,16 @@ template <int M, int N, typename AnyMask> int faults(const AnyMask& mask, int ro
   const float masked = MASKED;
   Acc<M, N> s;
   const auto number = [&](int l, int r) { return float(s.row(l, r) * N + s.col(l, r)); };
-  const auto seen = [&](int l, int r) { return sees(mask, i64(row0) + s.row(l, r), i64(col0) + s.col(l, r)); };
+  Regs<bool, s.regs> seen;
   for_lane(l)
-    for (int r = 0; r < s.regs; ++r) s.at(l, r) = seen(l, r) ? number(l, r) : bits_float(0x7fc00000u);
+    for (int r = 0; r < s.regs; ++r) {
+      seen.at(l, r) = sees(mask, i64(row0) + s.row(l, r), i64(col0) + s.col(l, r));
+      s.at(l, r) = seen.at(l, r) ? number(l, r) : bits_float(0x7fc00000u);
+    }
   apply_mask(s, mask, row0, col0, masked);
   int found = 0;
   for_lane(l)
-    for (int r = 0; r < s.regs; ++r) found += s.at(l, r) != (seen(l, r) ? number(l, r) : masked);
+    for (int r = 0; r < s.regs; ++r) found += s.at(l, r) != (seen.at(l, r) ? number(l, r) : masked);
   return found;
 }
 

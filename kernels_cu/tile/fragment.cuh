@@ -90,3 +90,17 @@ template <> struct OperandB<REPLICATED> : Regs<float, 32> {
   static OP int k(int, int r) { return r / 4; }
   static OP int n(int lane, int r) { return lane % 4 * 2 + r % 2 + 8 * (r / 2 % 2); }
 };
+
+#if !ON_GPU
+// sum += a b. The host spends most of its time here, so four columns are added at once, however little the compiler is asked to do.
+template <int M, int K, int N> void add_product(float (&sum)[M][N], const float (&a)[M][K], const float (&b)[K][N]) {
+  typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+  static_assert(N % 4 == 0);
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < N; j += 4) {
+      Four total = reinterpret_cast<const Four&>(sum[i][j]);
+      for (int k = 0; k < K; ++k) total += a[i][k] * reinterpret_cast<const Four&>(b[k][j]);
+      reinterpret_cast<Four&>(sum[i][j]) = total;
+    }
+}
+#endif

@@ -49,7 +49,7 @@ template <int M, int N> OP void tensor_mma(Acc<M, N>& acc, int n0, const Operand
     float a_f32[16][STEP_K], sum[16][16] = {};
     for_lane(l) for (int r = 0; r < 4; ++r) for (int i = 0; i < PER_REG; ++i)
       a_f32[a.row(l, r)][a.k(l, r) + i] = value(a.at(l, 4 * m + r), i);
-    for (int i = 0; i < 16; ++i) for (int k = 0; k < STEP_K; ++k) for (int j = 0; j < 16; ++j) sum[i][j] += a_f32[i][k] * b_f32[k][j];
+    add_product(sum, a_f32, b_f32);
     for_lane(l) for (int r = 0; r < 8; ++r)
       acc.at(l, m * acc.per_16_rows + n0 / 2 + r) += sum[acc.row(l, r)][acc.col(l, r)];
   }

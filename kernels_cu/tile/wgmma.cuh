@@ -195,9 +195,7 @@ template <int ROWS, int WIDTH, typename Put> void read_rows(const PanelTile<ROWS
 template <int K, int N> void multiply_add(Acc<16, N>& d, const float (&a_f32)[16][K], const float (&b_f32)[K][N]) {
   count_flops(2 * 16 * K * N);
   float sum[16][N] = {};
-  for (int i = 0; i < 16; ++i)
-    for (int k = 0; k < K; ++k)
-      for (int j = 0; j < N; ++j) sum[i][j] += a_f32[i][k] * b_f32[k][j];
+  add_product(sum, a_f32, b_f32);
   for_lane(l) for (int r = 0; r < d.regs; ++r) d.at(l, r) += sum[d.row(l, r)][d.col(l, r)];
 }
 // d becomes what compute(d) makes of it when a wait names it, and is NaN until then. It adds to d, or it makes a new d.
