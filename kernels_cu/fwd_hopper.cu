@@ -108,7 +108,6 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       }
     };
     u32 left = 0;                                             // key tiles that a consumer leaves unread, where it goes on directly: four bits for each
-    static_assert(min_of(STAGES, STAGES_V) <= 16 && GROUPS <= 8, "they hold what a consumer may leave");
     // Queries and work of the consumers first ... end - 1.
     const auto load_queries = [&](int first, int end) {
       const bool follows = has_work_tile(p, VARLEN ? taken : index + 1);
@@ -145,7 +144,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         list_of_keys = list;
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
-      ColumnTerms columns;                                    // found before a stage is waited for
+      ColumnTerms columns;                                    // found before a stage is waited for, as pages
       PagePlaces pages{};
       if (pass.has_keys()) {
         if constexpr (COLUMNS) find_columns(columns, p, of_keys, head, place * TILE_KV);

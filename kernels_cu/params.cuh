@@ -180,7 +180,7 @@ static_assert(sizeof(HopperForwardParams) <= 4096, "what a kernel can be passed 
 // The same with VARLEN, where query tiles are found on the device.
 struct HopperVarlenParams : HopperForwardCommon {
   SequenceParams sequences;
-  int page_rows;                          // PAGED: keys of a box of the maps, which divide a page and a tile
+  FastDivmod piece_divmod;                // PAGED: keys of a box of the maps, which divide a page and a tile
   PlacedWorkItem* work;                   // how many query tiles there are, and how many of these have queries, as a first sequence and row; then those of a head
 };
 static_assert(sizeof(HopperVarlenParams) <= 4096, "what a kernel can be passed by every driver");

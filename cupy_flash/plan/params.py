@@ -80,7 +80,7 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
         params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
         params["tiles_of_head_divmod"] = fast_divmod(tiles_of_head)
     else:
-        params["page_rows"] = maps["k_map"].box_rows
+        params["piece_divmod"] = fast_divmod(maps["k_map"].box_rows)
     return params
 
 

@@ -9,28 +9,31 @@
 struct PagePlaces {
   Regs<int, 1> page, row;
 };
+// How many hold some of so many rows of a tile.
+OP int pieces_of(const HopperVarlenParams& p, int rows, int most) {
+  return int(divide(max_of(min_of(rows, most), 0) + p.piece_divmod.divisor - 1, p.piece_divmod));
+}
 // Those of the tile of a sequence from `row` on; of pieces beyond its end no entry is read.
 template <typename Params, typename Coord> OP void find_pages(PagePlaces& places, const Params& p, const Coord& of, int row) {
   if constexpr (PAGED) {
+    static_assert(TILE_KV / 8 <= 32, "each lane has one piece, of 8 rows at least");
     const SequenceParams& s = p.sequences;
-    const int pieces = ceil_div(max_of(min_of(of.kv.len() - row, TILE_KV), 0), p.page_rows);
+    const int pieces = pieces_of(p, of.kv.len() - row, TILE_KV);
     for_lane(l) {
-      const int key = row + l * p.page_rows, number = int(divide(key, s.page_divmod));
+      const int key = row + l * int(p.piece_divmod.divisor), number = int(divide(key, s.page_divmod));
       places.row.at(l, 0) = key - number * int(s.page_divmod.divisor);
       if (l < pieces) places.page.at(l, 0) = read_length(s, s.pages, PAGES, i64(of.batch_number) * s.pages_of_sequence + number, s.rows_of_cache - 1);
     }
   }
 }
 
-// The stage at hand = keys or values there, of which `rows` exist; goes on to the next one. Pieces without any are not read, and leave there what
-// there was.
+// The stage at hand = keys or values there; goes on to the next one. Pieces of which no row exists are not read, and leave there what there was.
 template <typename T, int DEPTH, Lanes LANES>
 OP void load_pages(Pipeline<T, DEPTH, LANES>& pipeline, const HopperVarlenParams& p, const TensorMap& map, const PagePlaces& places, int head, int rows,
                    CallSite at = call_site()) {
-  static_assert(T::rows / 8 <= 32, "each lane has one piece, of 8 rows at least");
-  const int pieces = ceil_div(max_of(min_of(rows, T::rows), 0), p.page_rows);
-  arrive_expect_tx(pipeline.full(), pieces * p.page_rows * T::panels * 128, at);
-  start_pieces(pipeline, pieces, p.page_rows, map, places.page, head, places.row, at);
+  const int pieces = pieces_of(p, rows, T::rows), rows_of_piece = int(p.piece_divmod.divisor);
+  arrive_expect_tx(pipeline.full(), pieces * rows_of_piece * T::panels * 128, at);
+  start_pieces(pipeline, pieces, rows_of_piece, map, places.page, head, places.row, at);
   pipeline.advance();
 }
 template <typename T, int DEPTH, Lanes LANES>

@@ -11,6 +11,7 @@ constexpr int ROWS = TILE_Q / GROUPS;                         // of Q, for each 
 static_assert(ROWS == 64, "a warpgroup owns 64 query rows");
 constexpr bool AHEAD = STAGES_Q > GROUPS;                     // a query tile begins before the one before it has ended
 static_assert(STAGES_Q >= GROUPS, "each warpgroup reads a stage");
+static_assert(min_of(STAGES, STAGES_V) <= 16 && GROUPS <= 8, "four bits for each consumer hold how many key tiles it may leave");
 static_assert(GROUPS > 1 || !PINGPONG, "ping-pong takes two warpgroups");
 
 // Of the registers that a launch deals out evenly, the producer gives back most.
