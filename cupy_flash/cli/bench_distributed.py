@@ -24,6 +24,7 @@ from .plotting import OUTPUT
 @click.option("--dim", type=click.IntRange(1), default=128, show_default=True, help="Head dim.")
 @click.option("--schemes", type=names(*SCHEMES), default=",".join(SCHEMES), show_default=True, help="What is measured.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Times of which the median is taken.")
+@click.option("--calls", type=click.IntRange(1), default=4, show_default=True, help="In a round, one behind the other.")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=120.0, show_default=True, help="Seconds.")
 @click.option("--forecast", is_flag=True, help="What the model says, of any number of devices, without any.")
 @click.option("--mpi", is_flag=True, help="Ranks are the processes that mpiexec has started, not threads of this one.")
@@ -38,6 +39,7 @@ def bench_distributed(
     dim: int,
     schemes: tuple[str, ...],
     rounds: int,
+    calls: int,
     timeout: float,
     forecast: bool,
     mpi: bool,
@@ -71,8 +73,10 @@ def bench_distributed(
     for count in devices:
         for tokens in rows:
             setting = Setting(tokens, heads, heads_kv, dim)
-            source = forecasts(setting, count, schemes) if forecast else measured(setting, count, schemes, rounds, timeout, world)
-            found += source
+            if forecast:
+                found += forecasts(setting, count, schemes)
+            else:
+                found += measured(setting, count, schemes, rounds, calls, timeout, world)
             if json_path is not None and shows:
                 text = json.dumps({**report, "results": [asdict(row) for row in found]}, indent=2)
                 json_path.write_text(text + "\n", encoding="utf-8")

@@ -90,7 +90,13 @@ def forecasts(setting: Setting, ranks: int, schemes: tuple[str, ...] = SCHEMES) 
 
 
 def measured(
-    setting: Setting, devices: int, schemes: tuple[str, ...] = SCHEMES, rounds: int = 5, timeout: float = 120.0, world: Any = None
+    setting: Setting,
+    devices: int,
+    schemes: tuple[str, ...] = SCHEMES,
+    rounds: int = 5,
+    calls: int = 4,
+    timeout: float = 120.0,
+    world: Any = None,
 ) -> Iterator[Measured]:
     """What devices do, once the results of a smaller problem have been held against one device's.
 
@@ -101,6 +107,8 @@ def measured(
     schemes : tuple of str
     rounds : int
         Times of which the median is taken.
+    calls : int
+        In a round, one behind the other.
     timeout : float
         Seconds.
     world : mpi4py.MPI.Comm, optional
@@ -109,7 +117,7 @@ def measured(
     on_ranks = _on_threads(devices, timeout) if world is None else _on_processes(world, timeout)
     for scheme in schemes:
         try:
-            found = on_ranks(lambda comm, host, scheme=scheme: _of_rank(comm, host, setting, scheme, rounds))
+            found = on_ranks(lambda comm, host, scheme=scheme: _of_rank(comm, host, setting, scheme, rounds, calls))
         except Exception as error:  # whatever fails in one scheme leaves the others to be measured
             text = f"{type(error).__name__}: {error}"
             yield from (_row(setting, devices, scheme, way, error=text) for way in ("forward", "backward"))
@@ -223,27 +231,28 @@ def _judged(comm: Any, scheme: str) -> float:
     return most
 
 
-def _of_rank(comm: Any, host: Any, setting: Setting, scheme: str, rounds: int) -> OfRank:
-    """Times of a rank: in each round one call of each kind, which all ranks begin together."""
+def _of_rank(comm: Any, host: Any, setting: Setting, scheme: str, rounds: int, calls: int) -> OfRank:
+    """Times of a rank: in each round some calls of each kind, which all ranks begin together."""
     off = _judged(comm, scheme)
     alone = _alone(setting, comm.size)
     q, k, v, dout = _inputs(setting, setting.rows, seed=comm.rank)
     whole_q, whole_k, whole_v, whole_dout = _inputs(alone, alone.rows, seed=comm.rank)
     options = {"comm": comm, "scheme": scheme, "order": "zigzag", "causal": True}
-    calls = (
+    kinds = (
         lambda: distributed.attention(q, k, v, **options),
         lambda: distributed.attention_vjp(q, k, v, **options)[1](dout),
         lambda: attention(whole_q, whole_k, whole_v, causal=True),
         lambda: attention_vjp(whole_q, whole_k, whole_v, causal=True)[1](whole_dout),
     )
-    found = [[_timed(call, host) for call in calls] for _ in range(rounds + 1)][1:]  # kernels are loaded in the first round
+    found = [[_timed(call, host, calls) for call in kinds] for _ in range(rounds + 1)][1:]  # kernels are loaded in the first round
     forward, both, forward_alone, both_alone = (
         Times(statistics.median(times.device for times in of), statistics.median(times.host for times in of)) for of in zip(*found)
     )
     return OfRank(off, (forward, both - forward), (forward_alone, both_alone - forward_alone))
 
 
-def _timed(call: Callable[[], Any], host: Any) -> Times:
+def _timed(call: Callable[[], Any], host: Any, calls: int) -> Times:
+    """Of one of so many calls, one behind the other, as layers of a model are: the host is ahead of the device then."""
     import cupy
 
     cupy.cuda.get_current_stream().synchronize()
@@ -251,8 +260,9 @@ def _timed(call: Callable[[], Any], host: Any) -> Times:
     begun, ended = cupy.cuda.Event(), cupy.cuda.Event()
     begun.record()
     before = time.perf_counter()
-    call()
+    for _ in range(calls):
+        call()
     after = time.perf_counter()
     ended.record()
     ended.synchronize()
-    return Times(cupy.cuda.get_elapsed_time(begun, ended) / 1e3, after - before)
+    return Times(cupy.cuda.get_elapsed_time(begun, ended) / 1e3 / calls, (after - before) / calls)
