@@ -96,6 +96,6 @@ TABLES = (
     {f"rates-{run}": lambda run=run: _pivot(run) for run in RUNS}
     | {f"ratios-{run}": lambda run=run: _ratios(run) for run in RUNS[:2]}
     | {f"run-{run}": lambda run=run: _run(run) for run in RUNS}
-    | {name: lambda name=name: _as_is(name) for name in ("few-queries", "training", "scores", "lengths", "caches")}
+    | {name: lambda name=name: _as_is(name) for name in ("few-queries", "training", "scores", "lengths", "caches", "ranks")}
     | {f"other-{table}": lambda table=table: _others(table) for table in ("shapes", "v2", "order", "host")}
 )

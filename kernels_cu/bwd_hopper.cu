@@ -113,6 +113,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   u32 number = 0;                                             // of the query tile before
   HeadTerms of_head{};                                        // of the scores of a query head,
   int head_of = -1;                                           // of this one
+  RowVec<16> terms;                                           // WITH_TERMS: what the rows have in common
 
   const auto start_dq = [&](Part& dq_reg) {
     const u32 before = block.queries.count - 1;
@@ -147,17 +148,17 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
     const bool masked = !common.contains(col0, TILE_Q);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    RowVec<16> terms;
     if constexpr (MODIFIED) {
       const bool ask_pairs = !TILE_LIST || !block.list_of(p, block.now.head).is_whole(block.now.tile);
-      if (!KEEPS_TERMS || head_of != block.now.head) {
+      const bool anew = head_of != block.now.head;
+      if (!KEEPS_TERMS || anew) {
         head_of = block.now.head;
         of_head = head_terms(p, block.here, head_of, block.seq(p).q.len(), block.seq(p).kv.len());
       }
       const ScoreContext x = score_context(p, block.here, head_of, of_head, block.seq(p).q.len(), block.seq(p).kv.len());
       modify_scores<true>(s_reg, x, row0, col0, ask_pairs);
       if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(block.row0) + own_row, col0);
-      if (SCORES == PLUS_COLUMN) terms_of_keys(terms, x, not_ahead(block.row0) + own_row);
+      if (SCORES == PLUS_COLUMN && (!KEEPS_TERMS || anew)) terms_of_keys(terms, x, not_ahead(block.row0) + own_row);
     }
     if (masked) apply_mask(s_reg, mask_again(block), row0, col0, masked_score(of_head));
     probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : scale_of_head(p.scale * LOG2E, of_head), p.softcap, terms);

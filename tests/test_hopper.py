@@ -65,7 +65,7 @@ def test_rows_that_see_nothing_of_the_first_tile(window):
 
 @pytest.mark.parametrize(
     "row",
-    thinned(HOPPER, keep=3),
+    thinned(HOPPER, keep=5),
     ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k" + "-pingpong" * row.pingpong,
 )
 def test_every_tile_of_the_table(row, only_row):

@@ -17,14 +17,16 @@ from cupy_flash.problem.arrays import DTYPES
 LENGTH = 256
 SLOPES = numpy.ones(2, numpy.float32)
 PLAIN = {"SCORES": "UNCHANGED", "EXPLICIT_SCORES": False, "SOFTCAP": True}
-ASKED = {  # at most so many instructions a score: one for a linear term, and what a row of a tile takes
-    "column": ({"score": "score + slope[h] * kv_idx", "arrays": {"slope": SLOPES}}, 1.4, 1.9),
+ASKED = {  # at most so many instructions a score: one for a linear term or half for one of a key, and what a row of a tile takes
+    "linear": ({"score": "score + slope[h] * kv_idx", "arrays": {"slope": SLOPES}}, 1.4, 1.9),
+    "key": ({"score": "score + t[kv_idx]", "arrays": {"t": numpy.ones(LENGTH, numpy.float32)}}, 1.05, 1.6),
+    "factor": ({"score": "score * t[h]", "arrays": {"t": SLOPES}}, 0.1, 1.3),
     "alibi": ({"alibi_slopes": SLOPES, "causal": True}, 1.5, 2.0),
     "bias": ({}, 4.6, 4.6),
 }
 
 
-@pytest.mark.parametrize("asked", thinned(ASKED))
+@pytest.mark.parametrize("asked", thinned(ASKED, first=1))
 @pytest.mark.parametrize("dtype", thinned(["float16", "bfloat16"]))
 def test_instructions_of_a_score(dtype, asked):
     options, *most = ASKED[asked]

@@ -68,7 +68,7 @@ def reading() -> str:
 
 def functions() -> str:
     """Those of kernels that C++ has not."""
-    text = source.files()["tile/score.cuh"]
+    text = source.files()["tile/score_context.cuh"]
     own = text[text.index("OP float sigmoid(") : text.index("// An element of any type as one of three kinds.")]
     lines = ["#include <algorithm>", "#include <cmath>", "#include <cstdio>", "#include <cstdlib>", "#define OP inline"]
     lines += ["using std::abs, std::max, std::min;", "inline float infinity() { return __builtin_inff(); }"]

@@ -107,10 +107,26 @@ pool = normal(2, 360, 2, 16, 64)
 pages = cupy.asarray(numpy.arange(359, -1, -1, dtype=numpy.int32).reshape(2, 180))
 queries, lengths = normal(2, 4, 1, 64), cupy.array([2500, 70])  # three blocks share a tile
 attention(queries, *pool, pages=pages, seqlens_kv=lengths)
+attention(normal(2, 4, 130, 64), *pool, pages=pages, seqlens_kv=lengths, causal=True)  # so many queries have pages by TMA
+
+def taken_apart(**asked):
+    terms = normal(210, dtype="float32")
+    asked["arrays"] = given = {"t": terms if "kv_idx" in asked["score"] else terms[:2]}
+    attention(q, k, v, causal=True, **asked)
+    results = plan_attention(q, k, v, causal=True, kernel="fwd_v2", return_lse=True, **asked)(q, k, v, arrays=given)
+    plan_attention_backward(q, q, k, v, *results, causal=True, **asked)(q, q, k, v, *results, arrays=given)
+
+taken_apart(score="score * t[h]")
 cupy.cuda.Device().synchronize()
 print("done")
 """
 
+
+# Nor does racecheck see that the lanes of a warp have written before one of them arrives for all, behind a barrier of the warp.
+TERMS_OF_KEYS = """
+taken_apart(score="score + t[kv_idx]")
+cupy.cuda.Device().synchronize()
+"""
 
 # The barrier between dS being written by some warps and read by all of them is one of a warp.
 NO_BARRIER = """
@@ -161,7 +177,8 @@ def watch(tool, program):
 @pytest.fixture(scope="module")
 def programs():
     """What each tool executes, run once without any."""
-    by_tool = {tool: PROGRAM for tool in ("memcheck", "initcheck", "synccheck")} | {"racecheck": EACH_LANE_ARRIVES + PROGRAM}
+    by_tool = dict.fromkeys(("memcheck", "initcheck", "synccheck"), PROGRAM + TERMS_OF_KEYS)
+    by_tool["racecheck"] = EACH_LANE_ARRIVES + PROGRAM
     for program in dict.fromkeys(by_tool.values()):
         run(program)
     return by_tool
