@@ -1,6 +1,6 @@
 // fwd_v2.cu -- FlashAttention-2, forward (Dao, 2023, Algorithm 1): outer loop over query tiles, inner loop over key-value tiles.
 //
-//   fwd_v2_schedule    VARLEN: the query tiles of sequences of their own lengths
+//   fwd_v2_schedule    VARLEN: the query tiles of sequences of their own lengths, unless SPLIT_KV
 //
 //   fwd_v2             one block per query tile Q_i, one warp per TILE_Q / WARPS of its rows:
 //     O = 0,  m = -inf,  l = 0                  SINKS: m and l of the sinks, which have no values
@@ -46,7 +46,7 @@ constexpr int SHARED_BYTES = V_OFFSET + STAGES * ValueTile::bytes;
 
 // Before: the query tiles of sequences.
 KERNEL(THREADS, 1) fwd_v2_schedule(GRID_CONSTANT ForwardParams p) {
-  if constexpr (VARLEN) schedule_queries(p);
+  if constexpr (SCHEDULED) schedule_queries(p);
 }
 
 KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {

@@ -259,13 +259,13 @@ def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
     tiles = _tiles(plan, problem) * problem.heads_q
     if plan.file == "fwd_v1":
         return Workspace((("state", 4 * (c.TILE_Q * c.WIDTH_V + 2 * c.TILE_Q) * tiles),))
-    work = [("work", WORK_ITEM_BYTES[plan.file] * (1 + _tiles(plan, problem)))] if c.VARLEN else []
     if not c.SPLIT_KV:
+        work = [("work", WORK_ITEM_BYTES[plan.file] * (1 + _tiles(plan, problem)))] if c.VARLEN else []
         return Workspace(tuple(work))
     # In fwd_hopper each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
     parts = tiles * most_splits(problem) if plan.file == "fwd_v2" else min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
     rows = parts * partial_rows(plan, problem.len_q)
-    return Workspace((*work, ("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows)))
+    return Workspace((("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows)))
 
 
 def forward_splits(plan: KernelPlan, problem: Problem) -> KeySplits | None:

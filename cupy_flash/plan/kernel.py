@@ -167,8 +167,8 @@ class KernelPlan:
 
     @property
     def _schedule(self) -> dict[str, int]:
-        """The entry of a forward that finds query tiles of sequences, with its bins."""
-        return {f"{self.file}_schedule": 4 * 2 * 128} if self.config.VARLEN else {}
+        """The entry of a forward that finds query tiles of sequences, with its bins; few queries whose keys are split have none."""
+        return {f"{self.file}_schedule": 4 * 2 * 128} if self.config.VARLEN and not self.config.SPLIT_KV else {}
 
     @property
     def _of_sinks(self) -> dict[str, int]:

@@ -105,12 +105,14 @@ OP BlockCoord scheduled_coord(const ForwardParams& p, u32 block) {
   batch_element(here.batch, p.batch, here.batch_number);
   return here;
 }
+// Of few queries whose keys are split there is no list: all splits are about equally long, and reading where a tile is would take as long as a key tile.
+constexpr bool SCHEDULED = VARLEN && !SPLIT_KV;
 OP BlockCoord query_tile_coord(const ForwardParams& p, u32 block) {
-  if constexpr (VARLEN) return scheduled_coord(p, block);
+  if constexpr (SCHEDULED) return scheduled_coord(p, block);
   else return block_coord(p.batch, p.heads, p.len_q, TILE_Q, block);
 }
-// The same at the end of a block: with VARLEN computed again, instead of keeping it in registers that the loop needs.
+// The same at the end of a block: computed again, instead of keeping it in registers that the loop needs.
 OP decltype(auto) coord_again(const ForwardParams& p, const BlockCoord& here, u32 block) {
-  if constexpr (VARLEN) return scheduled_coord(p, block);
+  if constexpr (VARLEN) return query_tile_coord(p, block);
   else return (here);
 }
