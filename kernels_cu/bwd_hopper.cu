@@ -65,7 +65,7 @@ constexpr bool DELTA_AHEAD = WIDTH <= 64;
 constexpr bool EARLY = !EXPLICIT_SCORES && !TMA_REDUCE_DQ;
 
 // Whether there are registers for what the pairs of a head have in common, which otherwise is asked again for each query tile.
-constexpr bool KEEPS_TERMS = WIDTH > 64 && !TMA_REDUCE_DQ;
+constexpr bool KEEPS_TERMS = (WIDTH > 64 || SCORES == SCALED || SCORES == PLUS_COLUMN) && !TMA_REDUCE_DQ;
 
 // Whether half way is behind dP, not behind P: as measured.
 constexpr bool LATE = WIDTH > 64;
