@@ -28,7 +28,7 @@ from cupy_flash.problem import options
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 12  # whose kernels are compiled sooner than those of most
-MALFORMED, PROBLEMS = 60, 20  # at a time
+MALFORMED, PROBLEMS = 40, 15  # at a time
 
 
 def several_times(turns):
@@ -44,13 +44,13 @@ def fuzz(*arguments):
 # The package
 
 
-@several_times(47)
+@several_times(70)
 def test_malformed_calls_are_refused(turn):
     done = fuzz("calls", "--count", MALFORMED, "--seed", SEED, "--start", turn * MALFORMED)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr
 
 
-@several_times(21)
+@several_times(28)
 def test_random_problems_are_computed_right(turn):
     """In this process, where kernels are built sooner than by the command."""
     drawn = range(turn * PROBLEMS, (turn + 1) * PROBLEMS)

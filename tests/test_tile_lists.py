@@ -26,7 +26,7 @@ def schedule(request, monkeypatch):
 
 
 @pytest.mark.parametrize("arch", KERNELS)
-@pytest.mark.parametrize("name", thinned(NAMES))
+@pytest.mark.parametrize("name", thinned(NAMES, keep=4))
 def test_results(name, arch, schedule):
     options, hand = TILE_MASKS[name]()
     deterministic = schedule == "deferred"
@@ -68,7 +68,7 @@ def operands_of(options):
     return {name: x for name, x in options.items() if name == "arrays" or (name == "mask" and isinstance(x, numpy.ndarray))}
 
 
-@pytest.mark.parametrize("name", thinned(NAMES))
+@pytest.mark.parametrize("name", thinned(NAMES, keep=4))
 def test_lists_are_those_of_the_mask(name):
     """Of the forward and of a backward in order, bit by bit against the pairs."""
     options, hand = TILE_MASKS[name]()
@@ -119,7 +119,7 @@ def unlisted(plan):
     return AttentionPlan(plan.problem, kernel, True) if isinstance(plan, AttentionPlan) else BackwardPlan(plan.problem, kernel)
 
 
-@pytest.mark.parametrize("name", thinned(["blocks", "blocks of heads", "causal, blocks", "holes"]))
+@pytest.mark.parametrize("name", thinned(["blocks", "blocks of heads", "causal, blocks", "holes"], keep=4))
 def test_v2_gives_the_same_bits_as_without_a_list(name):
     """What is left out adds nothing, and no maximum moves."""
     options, _ = TILE_MASKS[name]()
@@ -152,7 +152,7 @@ def test_lists_of_more_than_a_word(arch):
 
 
 @pytest.mark.parametrize("kernel", ["bwd_v2", "bwd_hopper", "bwd_hopper_wide"])
-@pytest.mark.parametrize("name", thinned(["blocks", "blocks of heads", "causal, blocks", "holes"]))
+@pytest.mark.parametrize("name", thinned(["blocks", "blocks of heads", "causal, blocks", "holes"], keep=4))
 def test_blocks_that_sum_over_several_heads(name, kernel, schedule, monkeypatch):
     """They go through the list of one head after the other, some of which may be empty."""
     options, hand = TILE_MASKS[name]()
