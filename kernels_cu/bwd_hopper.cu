@@ -113,7 +113,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   u32 number = 0;                                             // of the query tile before
   HeadTerms of_head{};                                        // of the scores of a query head,
   int head_of = -1;                                           // of this one
-  RowVec<16> terms;                                           // WITH_TERMS: what the rows have in common
+  RowVec<16> terms;                                           // PLUS_LINEAR, PLUS_COLUMN: what the rows have in common
 
   const auto start_dq = [&](Part& dq_reg) {
     const u32 before = block.queries.count - 1;
@@ -156,9 +156,10 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
         of_head = head_terms(p, block.here, head_of, block.seq(p).q.len(), block.seq(p).kv.len());
       }
       const ScoreContext x = score_context(p, block.here, head_of, of_head, block.seq(p).q.len(), block.seq(p).kv.len());
+      if (SCORES == PLUS_COLUMN && (!KEEPS_TERMS || anew)) terms_of_keys(terms, x, not_ahead(block.row0) + own_row);
+      if (SCORES == PLUS_COLUMN) add_to_rows(s_reg, terms);
       modify_scores<true>(s_reg, x, row0, col0, ask_pairs);
       if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(block.row0) + own_row, col0);
-      if (SCORES == PLUS_COLUMN && (!KEEPS_TERMS || anew)) terms_of_keys(terms, x, not_ahead(block.row0) + own_row);
     }
     if (masked) apply_mask(s_reg, mask_again(block), row0, col0, masked_score(of_head));
     probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : scale_of_head(p.scale * LOG2E, of_head), p.softcap, terms);

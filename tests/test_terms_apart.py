@@ -61,6 +61,22 @@ def test_terms_of_keys(case, schedule):
     check("PLUS_COLUMN", *case[:2], options, {"bias": (2.0 * t - 1)[:, None, None]})
 
 
+@pytest.mark.parametrize("held", [numpy.inf, numpy.nan, 1e30, 1e9, -numpy.inf])
+def test_what_masked_keys_hold_reaches_nothing(held):
+    q, k, v, dout = inputs("float16", 40)
+    t = OF_KEYS[0].copy()
+    t[100:] = held  # in a tile with keys that are seen
+    results = []
+    for terms in (OF_KEYS[0], t):
+        asked = {"score": "score + t[kv_idx]", "arrays": {"t": terms}, "mask": "kv_idx < 100", **WHERE}
+        plan = plan_attention(q, k, v, return_lse=True, **asked)
+        out, lse = plan(q, k, v, arrays=asked["arrays"])
+        backward = plan_attention_backward(dout, q, k, v, out, lse, **asked)
+        results.append((out, lse, *backward(dout, q, k, v, out, lse, arrays=asked["arrays"])))
+        assert plan.kernel.config.SCORES == backward.kernel.config.SCORES == "PLUS_COLUMN"
+    assert all(numpy.array_equal(a, b) for a, b in zip(*results))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_bias_of_keys(dtype, schedule):
     bias = numpy.maximum(PADDED, -60_000 if dtype == "float16" else -1e9)[:, None, None].astype(dtype)

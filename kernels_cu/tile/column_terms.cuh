@@ -1,9 +1,10 @@
 // column_terms.cuh -- a term of the key alone (PLUS_COLUMN) in fwd_hopper.cu. The producer finds it once for each key of a tile, where every lane
 // would for all pairs that it has, and puts it into shared memory beside the keys. Products start from it, so that a score costs no addition.
 //
-//   What lies there is the term less the largest one of the tile, in units of products, and behind all of them that one, in units of log 2. A term
-//   may be so large, such as -1e9 in a whole row, that only differences of such terms are exact. So the largest one of the tiles so far is left
-//   out of a maximum (`OnlineSoftmax`) until all keys have been seen.
+//   What lies there is the term in units of products, less what all of a tile have in common, and behind them that, in units of log 2. It is 0 but
+//   in a tile whose terms are all so large, such as -1e9, that only differences of such terms are exact: then it is the largest one. The largest of
+//   the tiles so far is left out of a maximum (`OnlineSoftmax`) until all keys have been seen. Where one term is ordinary nothing is subtracted, or
+//   a large one, of a key that is masked, would take from the others what they differ by.
 #pragma once
 #include "tile/score.cuh"
 #include "tile/softmax.cuh"
@@ -12,7 +13,8 @@
 constexpr bool COLUMNS = SCORES == PLUS_COLUMN;
 constexpr int COLUMN_BYTES = COLUMNS ? 4 * (TILE_KV + 4) : 0; // of a stage
 
-constexpr float LEAST_COMMON = -2e38f;                        // in units of log 2 it is no infinity
+constexpr float ORDINARY = 0x1p22f;                           // in units of log 2 a maximum of such terms is rounded by less than 1
+constexpr float MOST_COMMON = 2e38f;                          // in units of log 2 it is no infinity
 
 // Those of a tile: of a lane's keys, less what is in common, in units of products; and that, in units of log 2.
 struct ColumnTerms {
@@ -23,17 +25,21 @@ struct ColumnTerms {
 template <typename Params, typename Coord> OP void find_columns(ColumnTerms& columns, const Params& p, const Coord& of_keys, int head, int first_key) {
   const int len_kv = max_of(rows_at<KEYS>(p, of_keys).len(), 1);
   const ScoreContext x = score_context(p, of_keys, head, rows_at<QUERIES>(p, of_keys).len(), len_kv);
+  Regs<bool, 1> ordinary;
   for_lane(l) {
     columns.common.at(l, 0) = -infinity();
+    ordinary.at(l, 0) = false;
     #pragma unroll
     for (int i = 0; i < columns.each; ++i) {
-      columns.term.at(l, i) = term_of_key(x, min_of(first_key + min_of(32 * i + l, TILE_KV - 1), len_kv - 1));
-      columns.common.at(l, 0) = fmaxf(columns.common.at(l, 0), columns.term.at(l, i));
+      const float term = columns.term.at(l, i) = term_of_key(x, min_of(first_key + min_of(32 * i + l, TILE_KV - 1), len_kv - 1));
+      ordinary.at(l, 0) |= fabsf(term) <= ORDINARY;
+      if (term <= MOST_COMMON) columns.common.at(l, 0) = fmaxf(columns.common.at(l, 0), term);
     }
   }
   reduce_lanes<32>(columns.common, [](float a, float b) { return fmaxf(a, b); });
+  const bool none = warp_any(ordinary);
   for_lane(l) {
-    const float largest = columns.common.at(l, 0), common = largest < LEAST_COMMON ? 0.f : largest;      // -inf - -inf would be NaN
+    const float largest = columns.common.at(l, 0), common = none || largest < -MOST_COMMON ? 0.f : largest;     // -inf - -inf would be NaN
     #pragma unroll
     for (int i = 0; i < columns.each; ++i) columns.term.at(l, i) = (columns.term.at(l, i) - common) * (1.f / p.scale);
     columns.common.at(l, 0) = common * LOG2E;

@@ -52,9 +52,9 @@ template <int M, int N> OP void score_gradients(Acc<M, N>& dp, const ColVec<N>& 
   }
 }
 
-// Of a score, less the log-sum-exp. WITH_TERMS: the score is without what belongs to the key, which is `term`.
+// Of a score, less the log-sum-exp. PLUS_LINEAR: the statistics are without what belongs to the key, which is `term`.
 OP float exponent(float score, float scale_log2, float lse, float term) {
-  return fmaf(score, scale_log2, WITH_TERMS ? term - lse : -lse);
+  return fmaf(score, scale_log2, SCORES == PLUS_LINEAR ? term - lse : -lse);
 }
 
 // The same where one warp has both S and dP, which leaves no registers for P in float32: p_reg becomes P as an A operand, and with a
