@@ -16,6 +16,7 @@ from ..api.append import append_kv
 from ..api.backward import plan_attention_backward
 from ..api.forward import attention, plan_attention
 from ..api.rotate import rotate
+from ..errors import UnsupportedError
 from .bench import Array, Contender, Failure, Run
 from .lengths import LengthsCell, offsets_of
 from .lengths_machine import captured
@@ -203,8 +204,9 @@ def _torch_cudnn(cell: LengthsCell, inputs: Inputs) -> Run:
         return _sdpa("CUDNN_ATTENTION", cell, inputs)
     if cell.decodes:
         raise NotImplementedError("caches of several lengths have no call of cuDNN in PyTorch")
-    if cell.direction == "backward":  # on an H200, PyTorch 2.11 with cuDNN 9.19
-        raise NotImplementedError("gradients of nested tensors were found wrong")
+    if cell.direction == "backward":  # not timed and marked as others are, because runs that had it ended with an illegal address
+        got = "one 3.1 away on an H200 (PyTorch 2.11, cuDNN 9.19)"
+        raise UnsupportedError(f"gradients of nested tensors: expected a dq within 0.002 of float64's, got {got}")
     offsets, longest = _torch_offsets(cell)[0], max(cell.lens_q)
 
     def nested(x: Any) -> Any:
