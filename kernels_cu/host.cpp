@@ -1,6 +1,7 @@
 // host.cpp -- a kernel file and the entries that Python calls to execute one of its kernels on this machine's processor.
 #include KERNEL_FILE
 #include <chrono>
+#include <thread>
 
 typedef void Kernel(const PARAMS);
 
@@ -22,7 +23,10 @@ extern "C" void launch(Run** run, Kernel* kernel, const void* params, i64 blocks
   std::memcpy(&started->params, params, sizeof started->params);
   started->thread = std::thread([=] {
     const host::Schedule schedule = deferred ? host::DEFERRED : host::EAGER;
-    started->failure = host::run_grid(kernel, started->params, blocks, WARPS, shared_bytes, schedule, teams, started->counts, started->stop);
+    std::vector<u64> words(sizeof started->params / sizeof(u64));
+    std::memcpy(words.data(), &started->params, words.size() * sizeof(u64));
+    const auto of_block = [=] { kernel(started->params); };
+    started->failure = host::run_grid(of_block, std::move(words), blocks, WARPS, shared_bytes, schedule, teams, started->counts, started->stop);
     std::lock_guard<std::mutex> lock(started->mutex);
     started->has_ended = true;
     started->changed.notify_all();

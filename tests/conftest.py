@@ -79,9 +79,9 @@ def quick_builds(tmp_path_factory):
             subprocess.run([*compiler(), *flags, "-x", "c++-header", file, "-o", f"{file}.gch"], capture_output=True)
         return str(file)
 
-    def compiled(title, main, flags, texts):
-        file = header(tuple(flag for flag in flags if not flag.startswith("-D") and flag not in ("-shared", "-rdynamic")))
-        return compiled_without(title, main, [*flags, "-include", file], texts)
+    def compiled(title, main, flags, texts, objects=None):
+        file = header(tuple(flag for flag in flags if not flag.startswith("-D") and flag not in ("-shared", "-rdynamic", "-c")))
+        return compiled_without(title, main, [*flags, "-include", file], texts, objects)
 
     compiled_without = host.compiled
     with pytest.MonkeyPatch.context() as patch:

@@ -33,7 +33,7 @@ DIGEST_BYTES = 32
 MAX_BYTES = 1 << 26  # of a file. A kernel has less than a hundredth of it, with a sanitizer a tenth
 SCRATCH = "cupy_flash-"  # begins the name of a folder that somebody compiles in
 ABANDONED = 3600.0  # seconds after which nobody does: a compiler takes at most minutes
-KERNEL = r"\w+-[\w-]*[0-9a-f]{32}\.(cubin|so|exe)"
+KERNEL = r"\w+-[\w-]*[0-9a-f]{32}\.(cubin|so|exe|o)"
 TEMPORARY = KERNEL + r"\.[a-z0-9_]{8}"
 
 _kept: dict[str, bytes] = {}  # what could not be stored

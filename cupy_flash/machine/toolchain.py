@@ -84,8 +84,8 @@ def prove() -> None:
     _prove(command, influences)
 
 
-def compiled(title: str, main: str, flags: list[str], sources: dict[str, str]) -> bytes:
-    """The file that the compiler makes of these sources.
+def compiled(title: str, main: str, flags: list[str], sources: dict[str, str], objects: dict[str, bytes] | None = None) -> bytes:
+    """The file that the compiler makes of these sources, linked with what it has made of others.
 
     Raises
     ------
@@ -98,8 +98,10 @@ def compiled(title: str, main: str, flags: list[str], sources: dict[str, str]) -
             file = folder / name
             file.parent.mkdir(exist_ok=True)
             file.write_text(text, encoding="utf-8")
-        output = folder / "output"
-        command = (*compiler(), *flags, f"-I{folder}", str(folder / main), "-o", str(output))
+        for name, code in (objects or {}).items():
+            (folder / name).write_bytes(code)
+        output, linked = folder / "output", map(str, map(folder.joinpath, objects or ()))
+        command = (*compiler(), *flags, f"-I{folder}", str(folder / main), *linked, "-o", str(output))
         done = _run(command, folder)
         if done.returncode or not output.is_file():
             how = "failed" if done.returncode else "made no file"
