@@ -96,8 +96,9 @@ def _task(plan: KernelPlan, options: HostOptions) -> tuple[str, list[str], dict[
 
 def _flags(options: HostOptions) -> list[str]:
     """What everything that runs in one process is compiled with."""
-    sanitizer = [f"-fsanitize={SANITIZERS[options.sanitize]}", "-fno-sanitize-recover=all", "-g1"] if options.sanitize else ["-fPIC"]
-    return [*OPTIONS, *sanitizer]
+    if not options.sanitize:
+        return [*OPTIONS, "-fPIC"]
+    return [*OPTIONS, f"-fsanitize={SANITIZERS[options.sanitize]}", "-fno-sanitize-recover=all", "-g1"]
 
 
 @dataclass(frozen=True, slots=True)
