@@ -18,13 +18,14 @@
 //               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed
 //
 //   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are. FROM_LAST: the last first.
-//   VARLEN: Q_i of sequences of their own lengths, which fwd_hopper_schedule finds before.
-//   Tiles Q_i that would keep some blocks busy and others idle are split along the keys: a block computes a split, which is some of the K_j,
-//   and fwd_hopper_combine makes one result of all splits.
+//   STAGED_BIAS: with K_j comes the bias of both. VARLEN: Q_i of sequences of their own lengths, which fwd_hopper_schedule finds before.
+//   Tiles Q_i that would leave blocks idle are split along the keys: a split is some of the K_j, and fwd_hopper_combine makes one result of all.
 #include "config.cuh"
 #include "params.cuh"
+#include "tile/bias_tile.cuh"
 #include "tile/column_terms.cuh"
 #include "tile/combine.cuh"
+#include "tile/large_terms.cuh"
 #include "tile/mask.cuh"
 #include "tile/paged.cuh"
 #include "tile/pipeline.cuh"
@@ -32,13 +33,12 @@
 #include "tile/wgmma.cuh"
 #include "tile/work.cuh"
 
-using KeyTile = PanelTile<TILE_KV, WIDTH>;
+using KeyTile = Choose<STAGED_BIAS, KeysAndBias, PanelTile<TILE_KV, WIDTH>>;
 using ValueTile = PanelTile<TILE_KV, WIDTH_V>;
 using QueryTile = PanelTile<ROWS, WIDTH>;
 using OutTile = PanelTile<ROWS, WIDTH_V>;
 
-// Of a warpgroup, on whether it redoes a step; of ping-pong, for each warpgroup.
-enum NamedBarrier { VOTE = 1, ORDER = 8 };
+enum NamedBarrier { VOTE = 1, ORDER = 8 };                    // of a warpgroup, on whether it redoes a step; of ping-pong, for each warpgroup
 static_assert(VOTE + GROUPS <= ORDER && ORDER + GROUPS <= NAMED_BARRIERS);
 
 constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: compiled a fifth sooner, and level. Narrower rows would lose a tenth
@@ -154,6 +154,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         if constexpr (COLUMNS) store(smem + COLUMNS_OFFSET + keys.stage() * COLUMN_BYTES, columns);
         if constexpr (NUMBERED || COLUMNS) sync_warp();       // without it a number or a term is read that has not been written
         if constexpr (VARLEN) load_keys(keys, p, of_keys, pages, place * TILE_KV);
+        else if constexpr (STAGED_BIAS) load_with_bias(keys, p, of_keys, head, place * TILE_KV);
         else load_async(keys, p.k_map, of_keys.batch, of_keys.head, place * TILE_KV);
       }
       if (values_due) {
@@ -213,10 +214,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     next = uniform(work.next);
     warp_row = now.row + group * ROWS + warp % 4 * 16;
     if constexpr (MODIFIED) terms = head_terms(p, now, now.head, queries_of_sequence(p, now), keys_of_sequence(p, now));
-    if (SCORES == SCALED) scale_log2 = scale_of_head(p.scale_log2, terms);
+    if (SCORES == SCALED || SCALES_LARGE) scale_log2 = scale_of_head(p.scale_log2, terms);
   };
-  // The softmax of a query tile has ended, and then, with its last product, the tile, or the split of it with this number. VARLEN: rows of a
-  // sequence are counted from the tile on, see `load_sequence`.
+  // The softmax of a query tile, or of this split of it, has ended, and then its last product. VARLEN: rows count from the tile on, see `load_sequence`.
   const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
   const auto row_of = [&](const TileCoord& here) { return (VARLEN ? 0 : here.row) + row_of_tile(); };
   const auto end_softmax = [&](const TileCoord& here, u32 split, RowVec<16>& weight) {
@@ -249,8 +249,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   const auto first_key = [&] { return (NUMBERED ? int(number & ~ALL_PAIRS) : tile) * TILE_KV; };
   using Arrays = PairArrays<16, TILE_KV>;
   const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), keys_of_sequence(p, now)); };
-  const auto load_arrays = [&](Arrays& arrays) {
-    if constexpr (MODIFIED) load<false>(arrays, context(), warp_row, first_key());
+  const auto load_arrays = [&](Arrays& arrays, const KeyTile& k_smem) {
+    if constexpr (MODIFIED) load(arrays, context(), k_smem, warp_row, first_key());
   };
   const auto scores_of_tile = [&](const Arrays& arrays) {
     const int col0 = first_key();
@@ -259,17 +259,18 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (MODIFIED) modify_scores<false>(s_reg, arrays, context(), warp_row, col0, !(number & ALL_PAIRS));
     if (SCORES == PLUS_LINEAR) terms_of_rows<false>(terms_reg, s_reg, context(), warp_row, col0);
     if (!unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0, masked_score(terms));
+    if constexpr (SCALES_LARGE) scale_as_before(s_reg, scale_log2, p.scale_log2);
   };
 
   // A warp whose rows have not all seen something yet looks for the maximum in the next tile as well.
   bool unseen_rows = false, sums = false;                     // sums: O holds products of its query tile; if not, the next one replaces what it holds
-  // Terms may raise the scores from each key tile to the next, as ALiBi does up to the diagonal. Where they have, a warpgroup looks for the
-  // maximum in the next tile as well, which costs less than the product of a redo.
+  // Terms may raise scores from each key tile to the next, as ALiBi does. Where they have, the maximum is looked for: a redo would cost a product more.
   bool rising = false;
   // VARLEN: rows that are no queries have no say in that, or what they hold would decide the bits of others.
   const auto queries_left = [&] { return rows_at<QUERIES>(p, now).len() - row_of_tile(); };
   const auto find_maximum = [&](RowVec<16>& correction) {
     raise(softmax, s_reg, correction, scale_log2, terms_reg);
+    if constexpr (SCALES_LARGE) scale_where_large(s_reg, softmax, scale_log2);
     if constexpr (VARLEN) if (queries_left() < 16) fill_from(softmax.max, queries_left(), 0.f), fill_from(correction, queries_left(), 1.f);
     unseen_rows = warp_any(seen_nothing(softmax));
   };
@@ -292,7 +293,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (COLUMNS) start_from_columns(s_reg, columns);
     start_product_transposed(s_reg, q_smem, 0, k_smem, COLUMNS);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
-    load_arrays(arrays);
+    load_arrays(arrays, k_smem);
     scores_of_tile(arrays);
     find_maximum(correction);
     exponentiate(softmax, s_reg, sum, scale_log2, terms_reg);
@@ -319,14 +320,14 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
     if (PINGPONG) arrive_pingpong<ORDER>(group, GROUPS);      // without it the next warpgroup waits for ever
     Arrays arrays;
-    if (ARRAYS_AHEAD) load_arrays(arrays);
+    if (ARRAYS_AHEAD) load_arrays(arrays, k_smem);
     if (follows) {
       if (ends) end_softmax(ended, WHOLE, weight);
       wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
     } else {
       wait_for_products<0>(s_reg);                            // the same
     }
-    if (!ARRAYS_AHEAD) load_arrays(arrays);
+    if (!ARRAYS_AHEAD) load_arrays(arrays, k_smem);
     scores_of_tile(arrays);
     const bool first = !follows || starts, looked = first || unseen_rows || (MODIFIED && rising);
     RowVec<16> correction, sum;

@@ -169,10 +169,11 @@ struct HopperForwardCommon {
   ScoreParams scores;
 };
 
-constexpr int TABLE_BLOCKS = 144;
+constexpr int TABLE_BLOCKS = 136;
 constexpr int TABLE_TILES = 9;
 constexpr u16 NO_TILE = 0xffff;
 struct HopperForwardParams : HopperForwardCommon {
+  TensorMap bias_map;                     // STAGED_BIAS: the bias in boxes of TILE_Q x 64
   u16 table[TABLE_BLOCKS][TABLE_TILES];   // for each block its last work tiles, by their distance from the first of all of them, then NO_TILE
 };
 static_assert(sizeof(HopperForwardParams) <= 4096, "what a kernel can be passed by every driver");

@@ -104,7 +104,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
 
 
 def _explicit(problem: Problem, expressions: ExpressionText) -> tuple[bool, str]:
-    return explicit_scores(problem, expressions, of_lse=problem.dtype != "float32")
+    return explicit_scores(problem, expressions, unless_large=problem.dtype != "float32")
 
 
 def _width(problem: Problem) -> int:

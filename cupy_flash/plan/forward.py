@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 
 from ..errors import UnsupportedError
-from ..problem.forward import FORWARD_ARRAYS, Problem
-from ..problem.layout import Layout
+from ..problem.forward import Problem
 from .architecture import Architecture
 from .expression_text import ExpressionText
 from .kernel import (
@@ -19,6 +18,7 @@ from .kernel import (
     copy_size,
     explicit_scores,
     kind_of_sinks,
+    layouts_of,
     padded,
     rows_of,
     taken_apart,
@@ -71,7 +71,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by TMA
     in_memory = {} if problem.lengths is None else problem.lengths.caches  # pages are as far apart as these say
     copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in copied} | in_memory)
-    explicit, why_scores = explicit_scores(problem, expressions)
+    explicit, why_scores = explicit_scores(problem, expressions, unless_large=kernel == "fwd_hopper")
     widest = max(width, width_v)
     pack_gqa = problem.mask.queries is not None
     split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked)
@@ -140,7 +140,7 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
     if not exists:
         raise UnsupportedError(f"kernel: expected fwd_v1 or fwd_v2 for {problem.dtype} on {architecture}, got {asked!r}")
     crowded = _crowded(problem, architecture, expressions)
-    why_not = crowded or obstacle(problem.batch, _layouts(problem), MOVED)
+    why_not = crowded or obstacle(problem.batch, layouts_of(problem), MOVED)
     if not why_not:
         return "fwd_hopper", ""
     if asked is None:
@@ -180,7 +180,7 @@ def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: E
     crowded = _crowded(problem, architecture, taken_apart(problem, expressions))
     if lengths.paged and _crowded_by_pages(problem):
         crowded = "fwd_hopper has no registers for pages and what is asked besides"
-    layouts, cached = _layouts(problem), lengths.caches
+    layouts, cached = layouts_of(problem), lengths.caches
     named = [name for name in MOVED if name not in cached]
     no_map = obstacle(problem.batch, {name: x for name, x in layouts.items() if name not in cached}, named)
     if cached:
@@ -280,7 +280,8 @@ def forward_maps(plan: KernelPlan, problem: Problem) -> dict[str, TensorMap]:
     cached = {} if problem.lengths is None else problem.lengths.caches
     rows = {"q": GROUP_ROWS} | dict.fromkeys("kv", keys_of_box(plan, problem))
     rows |= {"out": WARP_ROWS} if plan.config.TMA_STORE_OUT else {}
-    layouts = {name: x for name, x in _layouts(problem).items() if name not in cached}
+    rows |= {"bias": plan.config.TILE_Q} if plan.config.STAGED_BIAS else {}
+    layouts = {name: x for name, x in layouts_of(problem).items() if name not in cached}
     maps = tensor_maps(problem.batch, layouts, {name: rows[name] for name in rows if name not in cached})
     if cached:
         maps |= tensor_maps(problem.lengths.cache.shape[:1], cached, {name: rows[name] for name in cached})
@@ -296,9 +297,3 @@ def keys_of_box(plan: KernelPlan, problem: Problem) -> int:
 def _tiles(plan: KernelPlan, problem: Problem) -> int:
     """Query tiles of a head, of all batch elements."""
     return tiles_of(problem, plan.config.TILE_Q, "q") * elements_of(problem, "q")
-
-
-def _layouts(problem: Problem) -> dict[str, Layout]:
-    layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS if name != "sinks"}  # which no kernel moves in tiles
-    # Batch axes are merged where all arrays step through them as through one.
-    return {name: layout for name, layout in layouts.items() if layout is not None} | problem.scores.layouts

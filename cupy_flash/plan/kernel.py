@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 
 from ..errors import UnsupportedError
-from ..problem.forward import Problem
+from ..problem.forward import FORWARD_ARRAYS, Problem
 from ..problem.layout import Layout
 from .architecture import Architecture
 from .expression_text import NOTHING, ExpressionText, Pressure
+from .tensor_map import obstacle
 from .tuning import WIDTHS, TileConfig, table_for
 
 # The kernel files, and the struct of `kernels_cu/params.cuh` that every entry of a file is launched with.
@@ -59,6 +60,7 @@ class Config:
     STAGES_V: int
     STAGES_Q: int
     TMA_STORE_OUT: bool
+    STAGED_BIAS: bool
     PINGPONG: bool
     TMA_REDUCE_DQ: bool
     FROM_LAST: bool
@@ -157,7 +159,8 @@ class KernelPlan:
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
             barriers = 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q)
             work = (48 + 32 * c.VARLEN) * c.STAGES_Q + 4 * c.STAGES * (c.TILE_LIST or c.FROM_LAST) + 8 * c.VARLEN
-            main = {"fwd_hopper": 128 * (queries + keys + values) + 8 * barriers + work}
+            biases = c.STAGED_BIAS * c.STAGES * c.TILE_Q * -(-c.TILE_KV // 64)
+            main = {"fwd_hopper": 128 * (queries + keys + biases + values) + 8 * barriers + work}
             if c.SCORES == "PLUS_COLUMN":  # terms of keys
                 main["fwd_hopper"] = -(-main["fwd_hopper"] // 16) * 16 + 4 * (c.TILE_KV + 4) * c.STAGES
             return self._schedule | main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
@@ -188,7 +191,7 @@ class KernelPlan:
         words += [f"v{c.WIDTH_V}"] * (c.WIDTH_V != c.WIDTH) + ["tf32"] * (c.TF32_PASSES == 1)
         words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}"] + [f"q{c.Q_TILES}"] * (c.Q_TILES > 1)
         if self.file == "fwd_hopper":
-            words.append(f"q{c.STAGES_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.TMA_STORE_OUT + "p" * c.PINGPONG)
+            words.append(f"q{c.STAGES_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.TMA_STORE_OUT + "b" * c.STAGED_BIAS + "p" * c.PINGPONG)
         else:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"s{c.STAGES}"] * (self.file == "fwd_v2" and c.STAGES != 2)
             words.append(f"copy{c.COPY_BYTES or 'elements'}")
@@ -238,17 +241,18 @@ def kind_of_sinks(problem: Problem) -> str:
     return "SINKS_OF_DTYPE" if problem.sinks.dtype == problem.dtype else "SINKS_FLOAT32"
 
 
-def explicit_scores(problem: Problem, expressions: ExpressionText, of_lse: bool = False) -> tuple[bool, str]:
+def explicit_scores(problem: Problem, expressions: ExpressionText, unless_large: bool = False) -> tuple[bool, str]:
     """Whether each score is scaled by itself, and why.
 
     A term may be so large, such as a bias of -1e9 in a whole row, that only the difference to a maximum in the same units is exact.
-    Of the difference to a log-sum-exp, which is rounded already (`of_lse`), it does not matter; but in float32 every rounding does.
+    A kernel may scale one by one where a maximum is as large, or subtract a log-sum-exp, which is rounded already (`unless_large`);
+    but in float32 every rounding matters.
     """
     if problem.softcap is not None:
         return True, "scores scaled one by one: softcap"
     if expressions.kind == "EXPRESSION":
         return True, "scores scaled one by one: what they become is an expression of them"
-    if expressions.kind == "PLUS_TERM" and not (of_lse or problem.scores.only_alibi):
+    if expressions.kind == "PLUS_TERM" and not (unless_large or problem.scores.only_alibi):
         return True, "scores scaled one by one: a term is added, which may be large"
     if expressions.kind == "PLUS_TERM" and abs(problem.scale) < LEAST_SCALE:
         return True, f"scores scaled one by one: a term is added, and the scale is below {LEAST_SCALE}"
@@ -287,17 +291,20 @@ def rows_of(
     """The rows of a kernel for a problem: where something is asked for each pair, not those of its table; none if it has none."""
     if not problem.scores:
         return table_for(kernel, architecture, problem.dtype)
-    from .pair_tuning import APART_ROWS, pair_rows  # late, as the text
+    from .pair_tuning import APART_ROWS, STAGED_ROWS, pair_rows  # late, as the text
 
-    pressure = expressions.pressure
+    pressure, dropout = expressions.pressure, problem.scores.dropout
     if pressure is Pressure.MASK and problem.lengths is not None:
         pressure = Pressure.LOOKUPS  # there are no lists of tiles
     if pressure is Pressure.BIAS and kernel == "fwd_hopper" and problem.scores.bias.dtype == "float32":
         pressure = Pressure.SEVERAL  # it takes twice the registers of a bias of 16 bits
-    if expressions.kind in APART and pressure is Pressure.TERM and problem.scores.dropout is None:
+    alone = pressure is Pressure.BIAS and dropout is None and problem.lengths is None and architecture.name == "90a"
+    if alone and kernel in STAGED_ROWS and not obstacle(problem.batch, layouts_of(problem), ("bias",)):
+        return STAGED_ROWS[kernel]
+    if expressions.kind in APART and pressure is Pressure.TERM and dropout is None:
         # Registers of plain rows hold what a row or a head has in common, but of a few.
         return APART_ROWS.get((kernel, expressions.kind)) or table_for(kernel, architecture, problem.dtype)
-    if problem.scores.dropout is not None:
+    if dropout is not None:
         asked = expressions.takes_part or expressions.kind != "UNCHANGED"
         crowded = pressure in (Pressure.SEVERAL, Pressure.MANY)
         pressure = Pressure.MANY if crowded else Pressure.SEVERAL if asked else Pressure.DROPOUT
@@ -347,6 +354,12 @@ def configure(
         "SOFTCAP": problem is None or expressions.kind == "UNCHANGED" or problem.softcap is not None,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
+
+
+def layouts_of(problem: Problem) -> dict[str, Layout]:
+    """All arrays whose batch axes are merged, where each of them steps through them as through one."""
+    layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS if name != "sinks"}  # which no kernel moves in tiles
+    return {name: layout for name, layout in layouts.items() if layout is not None} | problem.scores.layouts
 
 
 def padded(dim: int) -> int:

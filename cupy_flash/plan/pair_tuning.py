@@ -89,6 +89,15 @@ HOPPER_READS = (
     TileConfig(192, 128, 80, REGISTERS, **SHARED),
     TileConfig(256, 128, 64, REGISTERS, **SHARED, without_lengths=True),
 )
+# A bias that comes with the keys takes no registers for addresses, but shared memory in each stage of theirs.
+STAGED = "the bias of a key tile comes with its keys"
+HOPPER_STAGED = (
+    replace(HOPPER_FEW, why=HOPPER_FEW.why + "; " + STAGED, staged_bias=True),
+    TileConfig(64, 192, 64, STAGED, warps=16, stages=3, stages_v=3, stages_q=6, tma_store_out=True, min_blocks=1, staged_bias=True),
+    TileConfig(128, 192, 64, STAGED, warps=16, stages_q=4, tma_store_out=True, min_blocks=1, staged_bias=True),
+    TileConfig(192, 128, 64, STAGED, **SHARED, staged_bias=True),
+    TileConfig(256, 128, 64, STAGED, **SHARED, staged_bias=True),
+)
 HOPPER_DROPOUT = tuple(replace(row, without_lengths=False) for row in HOPPER_READS)
 # Those of the plain table, since few pairs are asked, but for tiles of 192 queries: more of them are seen in part.
 HOPPER_MASK = (
@@ -176,6 +185,9 @@ APART_ROWS = {
     ("bwd_hopper", "SCALED"): (*PLAIN_BACKWARD[:2], replace(PLAIN_BACKWARD[2], max_len_q=None)),
     ("bwd_hopper", "PLUS_COLUMN"): tuple(replace(row, without_lengths=row.masks == ("causal",)) for row in PLAIN_BACKWARD),
 }
+
+# In place of those for Pressure.BIAS on sm_90a, where TMA can bring the bias.
+STAGED_ROWS = {"fwd_hopper": HOPPER_STAGED}
 
 # Of the Hopper kernels, for 16-bit dtypes. One that is missing has no registers for it.
 HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {

@@ -211,7 +211,9 @@ def places_of(params: numpy.ndarray, name: str) -> dict[str, int]:
         in_sequences = struct("SequenceParams").fields
         return {name: (fields["sequences"][1] + in_sequences[name.removeprefix(SEQUENCES)][1]) // 8}
     if "scores" in fields and name.startswith((SCORES, TILES)):
-        return {name: (fields["scores"][1] + _place_in_scores(name.removeprefix(SCORES))) // 8}
+        short = name.removeprefix(SCORES)
+        found = {name: (fields["scores"][1] + _place_in_scores(short)) // 8}
+        return found | {f"{short}_map": fields[f"{short}_map"][1] // 8 for _ in range(f"{short}_map" in fields)}
     return {field: fields[field][1] // 8 for field in (name, f"{name}_map") if field in fields}
 
 

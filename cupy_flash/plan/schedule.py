@@ -19,7 +19,7 @@ import numpy
 
 from ..problem.mask import Mask
 
-TABLE_BLOCKS = 144  # as many as an sm_90 can have multiprocessors, each of which holds one block
+TABLE_BLOCKS = 136  # more than an sm_90 has multiprocessors, which are 132 at most, each of which holds one block
 TABLE_TILES = 9  # of a block; the last one is empty, so that every block finds its end
 NONE = 0xFFFF  # an entry without a tile
 ALL_TILES = 2**31 - 1

@@ -32,6 +32,7 @@ class TileConfig:
     stages_q: int = 2
     tma_reduce_dq: bool = False
     tma_store_out: bool = False
+    staged_bias: bool = False
     pingpong: bool = False
     min_blocks: int = 2
     q_tiles: int = 1

@@ -226,6 +226,23 @@ OP void start_load(const Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& m
   }
 #endif
 }
+// The same of columns from col0 on, into a tile that has its place in that stage.
+template <typename T, int DEPTH, Lanes LANES, int ROWS, int WIDTH>
+OP void start_load(const Pipeline<T, DEPTH, LANES>& pipeline, const PanelTile<ROWS, WIDTH>& to, const TensorMap& map, const int (&batch)[BATCH_AXES], int head,
+                   int row, int col0, CallSite at) {
+#if ON_GPU
+  if (LANES == ELECT_ONE ? elect_sync() : lane_id() == 0) {
+    #pragma unroll
+    for (int i = 0; i < to.panels; ++i)
+      cp_async_bulk_tensor_5d(to.base + i * to.panel_bytes, map, pipeline.full().address, col0 + 64 * i, row, head, batch[BATCH_AXES - 1], batch[BATCH_AXES - 2]);
+  }
+#else
+  for (int i = 0; i < to.panels; ++i) {
+    const Box box(map, to.base + i * to.panel_bytes, ROWS, col0 + 64 * i, row, head, batch, at);
+    host::self->block->load_async(warp_id(), pipeline.full().address, {to.panel_bytes, [=] { box.load(); }}, at);
+  }
+#endif
+}
 // The same in pieces of so many rows as a box of the map has, each from a row and a batch element of its own: that of a lane.
 template <typename T, int DEPTH, Lanes LANES>
 OP void start_pieces(const Pipeline<T, DEPTH, LANES>& pipeline, int pieces, int rows, const TensorMap& map, const Regs<int, 1>& element, int head,
