@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 import numpy as np
+from chat_graph import Decoder
 from chat_model import Array, Attention, Model, PagedCache, Step, flash_attention
 
 
@@ -65,6 +66,8 @@ class Batch:
         How many prompts run together.
     chunk : int
         How many tokens of prompts are read in one step. So a long prompt does not keep the others waiting for long.
+    replay : bool
+        Whether further tokens are found by a `Decoder`, on a GPU from one graph. What `attention` computes has to allow that.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Batch:
         chooser: Callable[[int], Callable[[Array], int]] = lambda number: greedy,
         most: int = 8,
         chunk: int = 256,
+        replay: bool = False,
     ) -> None:
         self.model, self.cache, self.attention, self.chooser = model, cache, attention, chooser
         self.most, self.chunk = most, chunk
@@ -85,6 +89,8 @@ class Batch:
             _check(number, prompt, model.config.context, len(cache.free) * cache.page_size)
         # Tables of pages have one width, so that all steps of as many rows are alike.
         self.width = max((cache.pages_for(rows_of(prompt)) for prompt in prompts), default=1)
+        self.decoder = Decoder(model, cache, attention, min(most, len(prompts)), self.width) if replay and prompts else None
+        self.placed: list[_Running] = []  # whose tokens and lengths the decoder has
 
     def __iter__(self) -> Iterator[Token]:
         while self.waiting or self.running:
@@ -96,7 +102,7 @@ class Batch:
         found = []
         decoding = [one for one in self.running if not one.reads_prompt]
         if decoding:
-            found += self._compute(decoding, [1] * len(decoding))
+            found += self._compute(decoding, [1] * len(decoding)) if self.decoder is None else self._decode(decoding)
         counts, left = [], self.chunk
         reading = [one for one in self.running if one.reads_prompt]
         for one in reading:
@@ -123,13 +129,30 @@ class Batch:
         """Read so many further tokens of each sequence, and choose one more for those that have none left."""
         tokens = [one.tokens[one.cached : one.cached + count] for one, count in zip(sequences, counts)]
         step = Step(self.model.xp, tokens, [one.cached for one in sequences], np.stack([one.pages for one in sequences]))
-        logits = self.model.logits(self.cache, step, self.attention)
+        return self._choose(sequences, counts, self.model.logits(self.cache, step, self.attention))
+
+    def _decode(self, sequences: list[_Running]) -> list[Token]:
+        """The same of one token each, by the decoder, which need not be told what it has found out itself."""
+        decoder, count = self.decoder, len(sequences)
+        if sequences != self.placed:
+            pages = np.stack([one.pages for one in sequences])
+            decoder.place([one.tokens[-1] for one in sequences], [one.cached for one in sequences], pages)
+        decoder.advance()
+        likeliest = decoder.tokens[:count].tolist()  # all that the host reads, and waits for
+        found = self._choose(sequences, [1] * count, decoder.logits[:count].copy(), likeliest)
+        self.placed = [one for one, token in zip(sequences, likeliest) if one.tokens[-1] == token]  # others were drawn otherwise
+        return found
+
+    def _choose(
+        self, sequences: list[_Running], counts: list[int], logits: Array, likeliest: Sequence[int] | None = None
+    ) -> list[Token]:
+        """The next token of each sequence of which no rows are left to compute."""
         found = []
-        for one, count, row in zip(sequences, counts, logits):
+        for i, (one, count, row) in enumerate(zip(sequences, counts, logits)):
             one.cached += count
             if one.cached < len(one.tokens):
                 continue
-            one.tokens.append(one.choose(row))
+            one.tokens.append(likeliest[i] if likeliest and one.choose is greedy else one.choose(row))
             last = one.tokens[-1] == one.prompt.stop or len(one.tokens) == len(one.prompt.tokens) + one.prompt.most
             found.append(Token(one.number, one.tokens[-1], row, last))
             if last:

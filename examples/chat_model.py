@@ -1,8 +1,8 @@
 """A decoder of the Llama family over a paged cache, in array code for NumPy and CuPy.
 
 Read ``Model.logits`` from top to bottom: it is the whole model. Rows of several sequences go through it together; ``Step`` says
-which row is of which sequence and where in it. New keys are rotated and written into pages by `cupy_flash.append_kv`, and
-``flash_attention`` is where `cupy_flash.attention` reads them there. `chat.py` decides what is computed when.
+which row is of which sequence and where in it. `cupy_flash.append_kv` rotates queries and new keys and writes the keys into pages,
+and ``flash_attention`` is where `cupy_flash.attention` reads them there. `chat.py` decides what is computed when.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class Step:
     of_rows: dict[str, Array] = field(init=False)  # token, position and pages of each row
     of_sequences: dict[str, Array] = field(init=False)  # what `cupy_flash.attention` is told
     offsets: list[int] = field(init=False)  # where the rows of each sequence begin, and where the last ones end
+    last: Array = field(init=False)  # the last row of each sequence
 
     def __post_init__(self) -> None:
         counts = np.array([len(own) for own in self.tokens])
@@ -127,6 +128,7 @@ class Step:
         for name, arrays in (("of_rows", rows), ("of_sequences", sequences)):
             object.__setattr__(self, name, {key: self.xp.asarray(x) for key, x in arrays.items()})
         object.__setattr__(self, "offsets", offsets.tolist())
+        object.__setattr__(self, "last", self.xp.asarray(offsets[1:] - 1))
 
     @property
     def decodes(self) -> bool:
@@ -186,17 +188,18 @@ class Model:
         for layer, (k_pages, v_pages) in enumerate(zip(cache.k, cache.v)):
             y = self.normalised(x, f"blk.{layer}.attn_norm")
             q, k, v = (self.linear(y, f"blk.{layer}.attn_{name}").reshape(len(y), 1, -1, c.dim) for name in "qkv")
-            q = cupy_flash.rotate(q, positions=rows["positions"], **rotated)
             # For the cache each row is a sequence of its own that gets one row more, at its position.
-            cupy_flash.append_kv(k_pages, v_pages, k, v, rows["positions"], pages=rows["pages"], **rotated)
+            *_, q = cupy_flash.append_kv(
+                k_pages, v_pages, k, v, rows["positions"], q=q, seqlens_new=rows.get("new"), pages=rows["pages"], **rotated
+            )
             y = attention(q, k_pages, v_pages, step).reshape(x.shape)
             x = x + self.linear(y, f"blk.{layer}.attn_output")
             y = self.normalised(x, f"blk.{layer}.ffn_norm")
             gate = self.linear(y, f"blk.{layer}.ffn_gate")
             y = gate / (1 + self.xp.exp(-gate)) * self.linear(y, f"blk.{layer}.ffn_up")
             x = x + self.linear(y, f"blk.{layer}.ffn_down")
-        last = self.xp.asarray(step.offsets[1:]) - 1
-        return self.linear(self.normalised(x[last], "output_norm"), "token_embd")
+        x = x if step.last is None else x[step.last]
+        return self.linear(self.normalised(x, "output_norm"), "token_embd")
 
     @property
     def _angles(self) -> tuple[Array, Array]:

@@ -6,8 +6,10 @@
 //               = pages[b, t / page_size], t % page_size      in one of pages
 //     k_cache[page, head, row] = k[b, head, i], rotated by the angles of t, or of a position of its own
 //     v_cache[page, head, row] = v[b, head, i]
+//   with ROTATE_Q, for each of its rows of each query head:
+//     q_out[b, head, i] = q[b, head, i], rotated by the same angles
 //
-// What has no place in the cache is left out. Nothing else of the cache is touched.
+// What has no place in the cache is left out. Nothing else of the cache is touched. Queries are all rotated, by the nearest angles that there are.
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/rotation.cuh"
@@ -45,8 +47,19 @@ OP NewRow new_row(const AppendParams& p, const BlockCoord& here, int number, i64
 }
 
 KERNEL(32 * WARPS, 1) append(GRID_CONSTANT AppendParams p) {
-  const BlockCoord here = block_coord(p.batch, 1, p.rows, TILE_Q);
+  const BlockCoord here = block_coord(p.batch, 1, ROTATE_Q ? p.q_first + p.q_rows : p.rows, TILE_Q);  // queries have blocks of their own
   const i64 length = p.seqlens.data ? read(p.seqlens, here.batch) : p.length;
+  if constexpr (ROTATE_Q) {
+    if (here.row >= p.q_first) {
+      for_chunks(here.row - p.q_first, p.q_rows, p.k_chunks_divmod, [&](int number, int chunk) {
+        const int head = int(divide(number, p.len_divmod)), row = number - head * int(p.len_divmod.divisor);
+        const GlobalTile q = slice(p.q, here.batch, head, row, row + 1, p.dim), q_out = slice(p.q_out, here.batch, head, row, row + 1, p.dim);
+        const i64 place = min_of(length, i64(p.positions_end)) + row;  // of a length beyond all positions, it does not wrap
+        rotate_chunk(p, q_out, q, chunk, p.positions.data ? position_of(p, here.batch, row) : place);
+      });
+      return;
+    }
+  }
   const i64 count = p.seqlens_new.data ? read(p.seqlens_new, here.batch) : i64(p.len_divmod.divisor);
   for_chunks(here.row, p.rows, p.k_chunks_divmod, [&](int number, int chunk) {
     const NewRow row = new_row(p, here, number, length, count);

@@ -46,3 +46,5 @@ constexpr bool  Q_IN_REGISTERS = false;   // keep the query operand in registers
 constexpr bool  LAZY_RESCALE = true;      // leave O alone in a step where no row of the warp has a new maximum
 constexpr bool  SOFTCAP = true;           // there may be a softcap, which is asked when the kernel runs; false where an expression leaves no registers to ask
 constexpr bool  EXPLICIT_SCORES = false;  // scale (and softcap) each score before the maximum: for softcap, and for scale <= 0 or large
+
+constexpr bool  ROTATE_Q = false;         // append: queries of the new rows are rotated as well

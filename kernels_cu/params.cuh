@@ -335,6 +335,9 @@ struct AppendParams : RotationParams {
   int capacity;                           // rows of a sequence that there are places for
   FastDivmod len_divmod;
   FastDivmod page_divmod;                 // rows of a page
-  FastDivmod k_chunks_divmod;             // of a row
+  FastDivmod k_chunks_divmod;             // of a row, of q too
   FastDivmod v_chunks_divmod;
+  Tensor q, q_out;                        // (*batch, heads of q, len, dim)
+  int q_first;                            // rows, and what is left of a block: rows of q are counted from here on
+  int q_rows;                             // heads of q * len
 };

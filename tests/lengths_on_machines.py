@@ -157,7 +157,7 @@ def workspace_of(machine, plan):
 
 
 class Decoding:
-    """Steps of a decoder over pages: rotate, append, attend. Pages that are not in use are NaN."""
+    """Steps of a decoder over pages: rotate and append, attend. Pages that are not in use are NaN."""
 
     def __init__(self, machine, dtype, starts, capacity=4096, page_size=16, heads=(8, 2), dim=64):
         rng, self.machine, self.heads, self.dim, self.dtype = numpy.random.default_rng(0), machine, heads, dim, dtype
@@ -187,8 +187,7 @@ class Decoding:
 
     def step(self):
         """What is captured: nothing is allocated, and lengths are counted where they are."""
-        cupy_flash.rotate(self.q, self.cos, self.sin, positions=self.lengths, out=self.rotated, **self.machine.options)
-        rows = {"pages": self.table, "cos": self.cos, "sin": self.sin}
+        rows = {"pages": self.table, "cos": self.cos, "sin": self.sin, "q": self.q, "q_out": self.rotated}
         cupy_flash.append_kv(*self.pool, self.k, self.v, self.lengths, **rows, **self.machine.options)
         self.lengths += 1
         given = {"pages": self.table, "seqlens_kv": self.lengths}

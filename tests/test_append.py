@@ -206,7 +206,7 @@ def test_what_only_a_device_reads_and_has_no_place_is_left_out(bad, rotates):
     cos, sin = angles(6, 8) if rotates else (None, None)
     arrays = {name: numpy.array(x, numpy.int64) for name, x in bad.items()}
     arrays |= {"k": k, "v": v, "cos": cos, "sin": sin, "k_cache": caches[0], "v_cache": caches[1]}
-    given = Operands(APPEND_ARRAYS, tuple(arrays.get(name) for name in APPEND_ARRAYS), required=2, results=2)
+    given = Operands(APPEND_ARRAYS, tuple(arrays.get(name) for name in APPEND_ARRAYS), required=2, results=3)
     options = (("interleaved", False), ("layout", "bhsd"), ("backend", "host"))
     call._prepared(tuple(given.descriptions), options, ()).run(given, None, {})
     tables = {name: bad[name] for name in ("pages", "cache_batch_idx") if name in bad}

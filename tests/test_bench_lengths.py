@@ -125,7 +125,7 @@ def test_who_takes_part():
     pages = ["contiguous", *(f"pages of {size}" for size in PAGE_SIZES)]
     assert names[("packed", False)] == ["packed"] and names[("packed", True)] == ["packed", "dense"]
     assert names[("pages", True)] == pages and names[("decode", False)] == ["contiguous", "pages of 64"]
-    assert names[("step", True)] == ["pages of 64", "rotate, append, attend"]
+    assert names[("step", True)] == ["pages of 64", "append, attend"]
 
 
 def test_peers_are_asked_for_where_they_compute_the_same(monkeypatch):
@@ -238,4 +238,4 @@ def test_the_command_on_a_gpu(tmp_path):
     assert result.exit_code == 0, result.output
     [cell] = json.loads(path.read_text())["cells"]
     kernels = {m["contender"]: m["kernels"] for m in cell["measurements"]}
-    assert kernels["rotate, append, attend"] == kernels["pages of 64"] + 2
+    assert kernels["append, attend"] == kernels["pages of 64"] + 1 <= 3

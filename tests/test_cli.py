@@ -252,7 +252,9 @@ def test_the_matrix_has_every_row():
     kinds = [(a, kind) for a in ARCHITECTURES.values() for kind in KINDS if has(a, kind) and kind != "tf32"]
     alone = list(product(PLANNED_ALONE, kinds))
     shared = [row for row in rows if row[0] == "fwd_hopper"]  # a second time, with query tiles that blocks share
-    assert len(plans) == len({plan.name for plan in plans}) == len(rows) + len(shared) + len(alone)
+    queries = [kind for kernel, kind in alone if kernel == "append"]  # a second time, with queries beside keys
+    assert len(plans) == len({plan.name for plan in plans}) == len(rows) + len(shared) + len(alone) + len(queries)
+    assert sum(plan.config.ROTATE_Q for plan in plans) == len(queries) > 0
     assert sum(plan.config.SPLIT_KV for plan in plans) == len(shared) > 0
     assert not any(p.architecture.number == 75 and (p.config.DTYPE == "BFLOAT16" or p.config.TF32_PASSES == 1) for p in plans)
 

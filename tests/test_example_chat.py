@@ -25,7 +25,7 @@ def example():
         import chat
 
         yield chat
-        for name in ("chat", "chat_batch", "chat_model"):
+        for name in ("chat", "chat_batch", "chat_graph", "chat_model"):
             del sys.modules[name]
 
 
@@ -147,7 +147,8 @@ def test_a_pool_too_small_for_two_lets_one_wait(example, small):
 
 
 @pytest.mark.release
-def test_kernels_on_the_host(example):
+@pytest.mark.parametrize("replay", [False, True])
+def test_kernels_on_the_host(example, replay):
     """The same by the kernels themselves, which takes a compiler."""
     config = sys.modules["chat_model"].Config(2, heads=6, heads_kv=2, width=48, hidden=80, vocabulary=97, context=300)
     model = example.make_model(config, small_weights(config), backend="host")
@@ -156,7 +157,8 @@ def test_kernels_on_the_host(example):
         return example.flash_attention(*arguments, backend="host")
 
     prompts = random_prompts(example, (1, 40, 5, 16))
-    judged(model, prompts, list(example.Batch(model, cache_of(example, model, 20, 8), prompts, attention, most=3, chunk=20)))
+    cache = cache_of(example, model, 20, 8)
+    judged(model, prompts, list(example.Batch(model, cache, prompts, attention, most=3, chunk=20, replay=replay)))
 
 
 @pytest.mark.gpu
@@ -227,7 +229,7 @@ def test_tokens_of_a_text(example):
     assert all(token in words.of_chat("ab") for token in (10, 11))
 
 
-@pytest.mark.parametrize("options", ["", "--raw", "--temperature 2 --seed 3 --together 1 --page 3 --chunk 2"])
+@pytest.mark.parametrize("options", ["", "--raw", "--no-graph", "--temperature 2 --seed 3 --together 1 --page 3 --chunk 2"])
 def test_command(example, monkeypatch, options):
     """With a small model in place of the real one."""
     pytest.importorskip("tokenizers")
@@ -270,8 +272,9 @@ def loaded(example):
 def test_the_capital_of_france(example, loaded):
     model, words = loaded
     prompts = [example.Prompt(words.of("The capital of France is"), 2), example.Prompt(words.of("2 + 2 ="), 2)]
-    for attention in ATTENTIONS:
-        batch = example.new_batch(model, prompts, example.ATTENTION[attention], temperature=0, seed=0, together=2, page=4, chunk=8)
+    options = {"temperature": 0, "seed": 0, "together": 2, "page": 4, "chunk": 8}
+    for attention, replay in (("flash", True), ("flash", False), ("naive", False)):
+        batch = example.new_batch(model, prompts, example.ATTENTION[attention], replay=replay, **options)
         texts = ["", ""]
         readers = [words.reader(), words.reader()]
         for token in batch:
@@ -298,7 +301,7 @@ def test_answers_of_the_page_are_the_likeliest_texts(example, loaded):
     assert [*answers] == [*example.EXAMPLE_PROMPTS]
     for question, answer in answers.items():
         prompt = words.of_chat(question)
-        batch = example.Batch(model, cache_of(example, model, 20, 16), [example.Prompt(prompt, 120, end)])
+        batch = example.Batch(model, cache_of(example, model, 20, 16), [example.Prompt(prompt, 120, end)], replay=True)
         found = [token.token for token in batch]
         text = [*prompt, *found]
         logits = recomputed(model.config, model.weights, text, np.float32, slice(len(prompt) - 1, len(text) - 1))

@@ -31,7 +31,7 @@ def example():
         import transcribe
 
         yield transcribe
-        own = {"transcribe", "whisper_model", "sentence_embeddings", "chat", "chat_batch", "chat_model"}
+        own = {"transcribe", "whisper_model", "sentence_embeddings", "chat", "chat_batch", "chat_graph", "chat_model"}
         for name in own & (sys.modules.keys() - before):
             del sys.modules[name]
 

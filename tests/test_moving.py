@@ -202,9 +202,12 @@ def test_a_step_of_decoding(rows, options, interleaved, paged):
     expected = elsewhere.flash_attn_with_kvcache(
         q, *theirs, k, v, cos, sin, cache_seqlens=lengths, block_table=pages, rotary_interleaved=interleaved, **options
     )
-    positions = lengths if options else np.repeat(lengths[:, None], rows, 1)
-    q = cupy_flash.rotate(q, cos, sin, positions=positions, interleaved=interleaved, layout="bshd")
-    cupy_flash.append_kv(*caches, k, v, lengths, pages=pages, cos=cos, sin=sin, interleaved=interleaved, layout="bshd")
+    rotary = {"cos": cos, "sin": sin, "interleaved": interleaved, "layout": "bshd"}
+    if options:
+        *_, q = cupy_flash.append_kv(*caches, k, v, lengths, q=q, pages=pages, **rotary)
+    else:  # all queries are at one position
+        q = cupy_flash.rotate(q, positions=np.repeat(lengths[:, None], rows, 1), **rotary)
+        cupy_flash.append_kv(*caches, k, v, lengths, pages=pages, **rotary)
     out = cupy_flash.attention(q, *caches, seqlens_kv=lengths + rows, pages=pages, layout="bshd", **options)
     assert np.allclose(out, expected, rtol=0, atol=1e-12)
     assert all(np.allclose(x, y, rtol=0, atol=1e-12) for x, y in zip(caches, theirs))

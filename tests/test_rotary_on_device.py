@@ -47,7 +47,7 @@ def test_an_append_is_told_addresses_and_the_length_of_all(launched, seqlens, pa
     by_name |= {"pages": numpy.zeros((3, 5), numpy.int32)} if paged else {"cache_batch_idx": numpy.arange(3)}
     if not paged:
         by_name |= {"k": ROWS[0, :, :, :9], "v": ROWS[1, :, :, :9], "seqlens_new": numpy.arange(3)}
-    given = Operands(APPEND_ARRAYS, tuple(by_name.get(name) for name in APPEND_ARRAYS), required=2, results=2)
+    given = Operands(APPEND_ARRAYS, tuple(by_name.get(name) for name in APPEND_ARRAYS), required=2, results=3)
     found = as_on_a_device(append, given).run(given, length, {})
     assert found[0] is by_name["k_cache"] and found[1] is by_name["v_cache"]
     [launch] = launched

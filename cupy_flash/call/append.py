@@ -37,14 +37,15 @@ class AppendPlan(Prepared):
             names = (*APPEND_ARRAYS, LENGTH)
             launches, params = append_launches(kernel, problem), append_params(kernel, problem)
             execution = Execution(kernel, launches, params, names, Workspace(), device)
-        super().__init__(dict(zip(APPEND_ARRAYS, problem.seen)), APPENDED, problem.backend, device, execution)
+        super().__init__(dict(zip(APPEND_ARRAYS, problem.seen)), (*APPENDED, "q_out"), problem.backend, device, execution)
 
     def __str__(self) -> str:
         p = self.problem
         cache = f"{p.batch} sequences of {p.capacity} rows" + (f" in {p.page_count} pages of {p.page_size}" if p.pages else "")
-        return f"append of {p.new} rows of {p.k.dtype} to {cache}, on backend {self._backend!r}"
+        queries = f", with queries of {p.q.shape[1]} heads" if p.q is not None else ""
+        return f"append of {p.new} rows of {p.k.dtype} to {cache}{queries}, on backend {self._backend!r}"
 
-    def run(self, given: Operands, length: int | None, known: dict[str, numpy.ndarray]) -> tuple[Any, Any]:
+    def run(self, given: Operands, length: int | None, known: dict[str, numpy.ndarray]) -> tuple[Any, ...]:
         """Append arrays that are known to have the layouts planned for.
 
         Parameters
@@ -60,23 +61,28 @@ class AppendPlan(Prepared):
             if not 0 <= length <= p.capacity:
                 raise ValueError(f"seqlens: expected a length of at least 0 and at most {p.capacity}, got {shown(length)}")
             known = known | {"seqlens": numpy.full(p.batch, length)}
-        if 0 not in p.k.shape[:3]:
+        if not p.is_empty:
             _check_values(p, known)
-        *inputs, at_k, at_v = given.addresses
+        *inputs, at_q, at_k, at_v, at_out = given.addresses
+        if at_q == at_out and p.seen[-4] == p.seen[-1]:
+            at_q = 0  # in place
         if self._interleaved(at_k, at_v):
-            self._check_apart([*inputs, at_k, 0], None)
-            self._check_apart([*inputs, 0, at_v], None)
+            self._check_apart([*inputs, at_q, at_k, 0, at_out], None)
+            self._check_apart([*inputs, at_q, 0, at_v, at_out], None)
         else:
-            self._check_apart(given.addresses, None)
-        self._where_planned(self._compute, given, length or 0, known)
-        return given.arrays[-2], given.arrays[-1]
+            self._check_apart([*inputs, at_q, at_k, at_v, at_out], None)
+        q_out = self._where_planned(self._compute, given, length or 0, known)
+        *_, q, k_cache, v_cache, out = given.arrays
+        if q is None:
+            return k_cache, v_cache
+        return k_cache, v_cache, arrays.give_back(q_out, q, "q") if out is None else out
 
     def _interleaved(self, at_k: int, at_v: int) -> bool:
         """Whether the caches lie in one array and share no element: `x[:, 0]` and `x[:, 1]`, or `x[..., :d]` and `x[..., d:]`."""
-        *_, (low_k, high_k), (low_v, high_v) = self._spans
+        *_, (low_k, high_k), (low_v, high_v), _ = self._spans
         if at_k + high_k <= at_v + low_v or at_v + high_v <= at_k + low_k:
             return False  # one behind the other
-        (first, at), (second, behind) = sorted(zip(self.problem.seen[-2:], (at_k, at_v)), key=lambda cache: cache[1])
+        (first, at), (second, behind) = sorted(zip(self.problem.seen[-3:-1], (at_k, at_v)), key=lambda cache: cache[1])
         apart, rest = divmod(behind - at, first.itemsize)
         if rest or first.strides != second.strides:
             return False
@@ -88,26 +94,35 @@ class AppendPlan(Prepared):
             return False
         return not replace(first, shape=(*shape[:-1], columns + second.shape[-1])).overlaps_itself
 
-    def _compute(self, given: Operands, length: int, known: dict[str, numpy.ndarray]) -> None:
+    def _compute(self, given: Operands, length: int, known: dict[str, numpy.ndarray]) -> Any:
+        """Append, and return the rotated queries, in a new array if there is none for them."""
+        *views, q_out = given.views
+        *addresses, at_out = given.addresses
+        if q_out is None and self.problem.q is not None:
+            q_out = arrays.empty(self.problem.seen[-1])
+            at_out = arrays.pointer(q_out)
         if self._backend == "cuda":
-            self._execution.on_device.launch([*given.addresses, length])
+            self._execution.on_device.launch([*addresses, at_out, length])
         elif self._backend == "host":
-            self._execution.run_on_host([*given.views, length], None)
-        elif 0 not in self.problem.k.shape[:3]:
-            self._compute_with_numpy(given, known)
+            self._execution.run_on_host([*views, q_out, length], None)
+        elif not self.problem.is_empty:
+            self._compute_with_numpy(dict(zip(APPEND_ARRAYS, (*views, q_out))), known)
+        return q_out
 
-    def _compute_with_numpy(self, given: Operands, known: dict[str, numpy.ndarray]) -> None:
+    def _compute_with_numpy(self, views: dict[str, Any], known: dict[str, numpy.ndarray]) -> None:
         from ..machine.numpy_path.append import append as numpy_append  # late: a GPU does not need it
         from ..machine.numpy_path.rotate import rotated
 
         p = self.problem
-        views = dict(zip(APPEND_ARRAYS, given.views))
         rows, caches = ([arrays.in_order(views[name], p.layout) for name in names] for names in (("k", "v"), APPENDED))
         lengths, counts = known["seqlens"], _counts(p, known)
         if p.rotation is not None:
             first = known.get("positions", lengths)
             of_rows = first if p.rotation.of_each else first[:, None] + numpy.arange(p.new)
             rows[0] = rotated(rows[0], views["cos"], views["sin"], of_rows, p.rotation.interleaved)
+            if p.q is not None:
+                q, q_out = (arrays.in_order(views[name], p.layout) for name in ("q", "q_out"))
+                q_out[...] = rotated(q, views["cos"], views["sin"], of_rows, p.rotation.interleaved)
         for cache, new in zip(caches, rows):
             numpy_append(cache, new, lengths, counts, known.get("pages"), known.get("cache_batch_idx"))
 
@@ -156,14 +171,14 @@ def _check_values(p: AppendProblem, known: dict[str, numpy.ndarray]) -> None:
 
 def append(
     k_cache: Any, v_cache: Any, k: Any, v: Any, seqlens: Any, *, interleaved: bool, layout: str, backend: str, **others: Any
-) -> tuple[Any, Any]:
+) -> tuple[Any, ...]:
     """What `append_kv` returns; a plan once made for equal layouts is found again."""
     length, seqlens = by_value("seqlens", seqlens)
     by_name = {"k": k, "v": v, "seqlens": seqlens, "k_cache": k_cache, "v_cache": v_cache, **others}
     for name in ("seqlens", *APPENDED):  # which the others may be left out beside
         if by_name[name] is None and (name != "seqlens" or length is None):
             arrays.view(None, name)
-    given = Operands(APPEND_ARRAYS, tuple(by_name[name] for name in APPEND_ARRAYS), required=2, results=2)
+    given = Operands(APPEND_ARRAYS, tuple(by_name[name] for name in APPEND_ARRAYS), required=2, results=3)
     *_, device = given.descriptions[0]
     known = read_by_host(APPEND_ARRAYS, given, device)
     options = {"interleaved": interleaved, "layout": layout, "backend": backend}

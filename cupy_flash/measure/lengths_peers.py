@@ -15,7 +15,6 @@ import numpy
 from ..api.append import append_kv
 from ..api.backward import plan_attention_backward
 from ..api.forward import attention, plan_attention
-from ..api.rotate import rotate
 from ..errors import UnsupportedError
 from .bench import Array, Contender, Failure, Run
 from .lengths import LengthsCell, offsets_of
@@ -49,7 +48,7 @@ def contenders(
         own |= {f"pages of {size}": partial(_paged, size) for size in cell.page_sizes}
     if cell.row == "step":
         own = {f"pages of {size}": partial(_paged, size) for size in cell.page_sizes}
-        own |= {"rotate, append, attend": partial(_step, cell.page_sizes[0])}
+        own |= {"append, attend": partial(_step, cell.page_sizes[0])}
     there = [Contender(name, partial(_graphed, prepare, name, report), True) for name, prepare in own.items()]
     missing = []
     compared = cell.row == "decode" or (cell.row == "packed" and not cell.alike)
@@ -157,7 +156,7 @@ def _planned(cell: LengthsCell, inputs: Inputs, given: dict[str, Array], rows: C
 
 
 def _step(size: int, cell: LengthsCell, inputs: Inputs) -> Run:
-    """What a layer of a decoder does: queries and the last key are rotated, by no angle, and the key and its value appended."""
+    """What a layer of a decoder does: queries and the last key are rotated, by no angle, as the key and its value are appended."""
     import cupy
 
     q, k, v = inputs
@@ -174,8 +173,7 @@ def _step(size: int, cell: LengthsCell, inputs: Inputs) -> Run:
     attend = _on_cache(cell, rotated.reshape(count, *q.shape[2:]), *pools, {"seqlens_kv": behind, "pages": pages})
 
     def launch() -> Any:
-        rotate(q, cos, sin, positions=before, layout="bshd", out=rotated)
-        append_kv(*pools, *new, before, pages=pages, cos=cos, sin=sin, layout="bshd")
+        append_kv(*pools, *new, before, q=q, q_out=rotated, pages=pages, cos=cos, sin=sin, layout="bshd")
         return attend.launch()
 
     return Run(launch, attend.arrays)

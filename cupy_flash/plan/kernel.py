@@ -72,6 +72,7 @@ class Config:
     LAZY_RESCALE: bool
     SOFTCAP: bool
     EXPLICIT_SCORES: bool
+    ROTATE_Q: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ class KernelPlan:
             words.append(f"copy{c.COPY_BYTES or 'elements'}")
         words += ["split"] * c.SPLIT_KV + ["fromlast"] * c.FROM_LAST + ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
-        words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED
+        words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
         words += ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
         return "-".join(words)
@@ -352,6 +353,7 @@ def configure(
         "DROPOUT": problem is not None and problem.scores.dropout is not None,
         "PLACED": problem is not None and problem.scores.place is not None,
         "SOFTCAP": problem is None or expressions.kind == "UNCHANGED" or problem.softcap is not None,
+        "ROTATE_Q": False,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 

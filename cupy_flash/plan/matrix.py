@@ -35,7 +35,7 @@ def every_plan(
     kinds: Iterable[str] = tuple(KINDS),
     kernels: Iterable[str] = tuple(PARAMS),
 ) -> Iterator[KernelPlan]:
-    """One plan for each tile in the tuning tables, at its row's own width and with 16-byte copies; of fwd_hopper one more each.
+    """One plan for each tile in the tuning tables, at its row's own width and with 16-byte copies; of two kernels one more each.
 
     Parameters
     ----------
@@ -43,7 +43,8 @@ def every_plan(
     kinds : iterable of str
         Keys of `KINDS`. What an architecture does not compute is left out for it.
     kernels : iterable of str
-        Keys of `kernel.PARAMS`: names of kernel files. A tile of fwd_hopper has a second plan, by which blocks share query tiles.
+        Keys of `kernel.PARAMS`: names of kernel files. A tile of fwd_hopper has a second plan, by which blocks share query tiles,
+        and append has one for queries.
     """
     kinds, kernels = tuple(kinds), tuple(kernels)
     for architecture, kind, kernel in product(architectures, kinds, kernels):
@@ -59,6 +60,8 @@ def every_plan(
                 yield from (replace(plan, config=replace(plan.config, SPLIT_KV=True)) for plan in plans)
         elif precision == "ieee":
             yield PLANNED_ALONE[kernel](architecture, dtype)
+            if kernel == "append":
+                yield append_plan(architecture, dtype, rotate_q=True)
 
 
 def _row_plan(kernel: str, architecture: Architecture, dtype: str, precision: str, row: TileConfig) -> KernelPlan:

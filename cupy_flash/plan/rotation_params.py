@@ -10,6 +10,7 @@ from ..problem.layout import Layout, merge_batch_axes
 from ..problem.mask import UNBOUNDED
 from ..problem.rotate import RotateProblem
 from ..problem.rotation import Rotation
+from .append import query_rows
 from .kernel import KernelPlan
 from .params import fast_divmod
 from .structs import struct
@@ -45,8 +46,13 @@ def append_params(plan: KernelPlan, problem: AppendProblem) -> numpy.ndarray:
     """
     params = numpy.zeros(1, struct("AppendParams"))
     indices = {name: getattr(problem, name) for name in ("seqlens", "seqlens_new", "pages", "cache_batch_idx")}
-    rotation = problem.rotation
-    _add_rows(params, problem.k, "k", {"k": problem.k, "v": problem.v}, indices | {"positions": rotation and rotation.positions})
+    rotation, rows = problem.rotation, {"k": problem.k, "v": problem.v}
+    if problem.q is not None:
+        rows |= {"q": problem.q, "q_out": problem.q_out}
+    _add_rows(params, problem.k, "k", rows, indices | {"positions": rotation and rotation.positions})
+    first, count = query_rows(plan, problem)
+    _check("q", "rows of all heads, with those of k", first + count, MAX_ROWS)
+    params["q_first"], params["q_rows"] = first, count
     if rotation is not None:
         _add_rotation(params, plan, rotation)
     for name in ("k_cache", "v_cache"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .forward import check_operand
-from .layout import AXES, Layout, in_order
+from .layout import AXES, Layout, in_order, result_layout
 from .options import Options, check_flag
 from .rotate import check_rows, resolve_backend
 from .rotation import Rotation, check_indices, make_rotation
 
 APPEND_ARRAYS = (
-    "k", "v", "cos", "sin", "seqlens", "seqlens_new", "positions", "pages", "cache_batch_idx", "k_cache", "v_cache",
+    "k", "v", "cos", "sin", "seqlens", "seqlens_new", "positions", "pages", "cache_batch_idx", "q", "k_cache", "v_cache", "q_out",
 )  # fmt: skip
 APPENDED = ("k_cache", "v_cache")
 
@@ -21,14 +21,16 @@ class AppendProblem:
     """New rows and the caches that they are written into, checked.
 
     The rows are `(batch, heads, seq, dim)`, and the caches `(pages, heads, page size, dim)`, in the order of kernels; without a
-    table of pages each sequence is a page of its own. `seen` has the arrays of a call, those of `APPEND_ARRAYS`, as the user sees
-    them.
+    table of pages each sequence is a page of its own. The queries of the new rows, if there are any, have their own number of heads
+    and become `q_out`. `seen` has the arrays of a call, those of `APPEND_ARRAYS`, as the user sees them.
     """
 
     k: Layout
     v: Layout
     k_cache: Layout
     v_cache: Layout
+    q: Layout | None
+    q_out: Layout | None
     rotation: Rotation | None
     seqlens: Layout | None
     seqlens_new: Layout | None
@@ -63,6 +65,12 @@ class AppendProblem:
         """Rows that a sequence has places for."""
         return self.page_size * (1 if self.pages is None else self.pages.shape[1])
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no rows, neither new ones nor queries."""
+        heads = self.k.shape[1] + (0 if self.q is None else self.q.shape[1])
+        return 0 in (self.batch, heads, self.new)
+
 
 def make_append_problem(given: dict[str, Layout | None], *, interleaved: bool, layout: str, backend: str) -> AppendProblem:
     """Check the arguments of `append_kv`.
@@ -83,7 +91,8 @@ def make_append_problem(given: dict[str, Layout | None], *, interleaved: bool, l
     """
     options = Options(layout=layout, backend=backend)
     order = options.resolve_layout()
-    rows = {name: given[name] for name in ("k", "v", *APPENDED)}
+    names = ("k", "v", *APPENDED, *(name for name in ("q", "q_out") if given[name] is not None))
+    rows = {name: given[name] for name in names}
     pages, cache_batch_idx = given["pages"], given["cache_batch_idx"]
     for name, layout_of in rows.items():
         check_rows(name, layout_of, 4, order)
@@ -99,9 +108,15 @@ def make_append_problem(given: dict[str, Layout | None], *, interleaved: bool, l
         page_count = batch
     expected = {"v": (batch, heads, new, dim_v)}
     expected |= {name: (page_count, heads, page_size, width) for name, width in zip(APPENDED, (dim, dim_v))}
+    if "q" in rows:
+        of_queries = (batch, rows["q"].in_order(order).shape[1], new, dim)
+        expected |= {"q": of_queries, "q_out": of_queries}
+        rows.setdefault("q_out", result_layout(rows["q"], rows["q"].shape))
+    elif "q_out" in rows:
+        raise ValueError("q_out: expected None without q, got an array")
     for name, shape in expected.items():
         check_operand(name, rows[name], in_order(shape, order), dtype, device, "k")
-    for name in APPENDED:
+    for name in (*APPENDED, *(["q_out"] if "q" in rows else [])):
         if rows[name].overlaps_itself:
             strides, shape = rows[name].strides, rows[name].shape
             raise ValueError(f"{name}: expected elements apart from each other, got strides {strides} for {shape}")
@@ -117,6 +132,8 @@ def make_append_problem(given: dict[str, Layout | None], *, interleaved: bool, l
             raise ValueError(f"pages: expected 2 axes, (batch, pages of a sequence), got shape {pages.shape}")
         check_indices("pages", pages, (batch, pages.shape[1]), device, "k")
     rotation = None
+    if given["cos"] is None and given["q"] is not None:
+        raise ValueError("q: expected None without cos, since queries are only rotated and are in no cache, got an array")
     if given["cos"] is None:
         for name in ("sin", "positions"):
             if given[name] is not None:
@@ -127,15 +144,16 @@ def make_append_problem(given: dict[str, Layout | None], *, interleaved: bool, l
         raise ValueError("sin: expected an array with cos, got None")
     else:
         angles = (given[name] for name in ("cos", "sin", "positions"))
-        rotation = make_rotation(*angles, interleaved, name="k", rows=rows["k"].in_order(order))
+        of_either = max((rows[name].in_order(order) for name in ("k", "q") if name in rows), key=lambda of: of.shape[1])
+        rotation = make_rotation(*angles, interleaved, name="k", rows=of_either)
     return AppendProblem(
-        **{name: layout_of.in_order(order) for name, layout_of in rows.items()},
+        **dict.fromkeys(("q", "q_out")) | {name: layout_of.in_order(order) for name, layout_of in rows.items()},
         rotation=rotation,
         seqlens=given["seqlens"],
         seqlens_new=given["seqlens_new"],
         pages=pages,
         cache_batch_idx=cache_batch_idx,
-        seen=tuple(given[name] for name in APPEND_ARRAYS),
+        seen=tuple((given | rows)[name] for name in APPEND_ARRAYS),
         layout=order,
         backend=backend,
     )

@@ -292,7 +292,7 @@ def test_a_graph_of_gradients_follows_lengths():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_a_graph_decodes_over_pages(page_size, dtype):
-    """Rotate, append and attend, captured once: beside the same calls without a graph, with sequences that begin anew."""
+    """Rotate and append, attend, captured once: beside the same calls without a graph, with sequences that begin anew."""
     sequences_of(dtype, ())
     starts = (0, 31, 1023, 2040, 3500)
     by_graph, by_calls = (Decoding(DEVICE, DTYPES[dtype], starts, 4096, page_size) for _ in range(2))

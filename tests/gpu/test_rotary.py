@@ -67,6 +67,29 @@ def test_rows_are_appended_to_pages(dtype, page_size, new):
     hold_against_copies([cupy.asnumpy(x) for x in found], caches, (k, v), where, (cos, sin, positions, False))
 
 
+@KINDS
+@pytest.mark.parametrize("dim, pairs, interleaved", [(128, 64, False), (80, 20, True), (33, 7, False)])
+@pytest.mark.parametrize("new", [1, 50])
+def test_queries_beside_keys_are_those_of_rotate(dtype, dim, pairs, interleaved, new):
+    rng, (cos, sin) = numpy.random.default_rng(0), [cupy.asarray(x) for x in angles(120, pairs)]
+    q, k, v = (cupy.asarray(normal(rng, 3, heads, new, dim, dtype=dtype)) for heads in (9, 3, 3))
+    seqlens, positions = cupy.array([0, 63, 17], numpy.int32), cupy.array([5, 0, 110])
+    options = {"cos": cos, "sin": sin, "interleaved": interleaved}
+    caches = [cupy.asarray(noise(rng, 3, 3, 120, dim, dtype=dtype)) for _ in range(2)]
+    if is_refused(dtype, lambda: append_kv(*caches, k, v, seqlens, q=q, **options)):
+        return
+    for of_rows in (None, positions):
+        alone = [x.copy() for x in caches]
+        append_kv(*alone, k, v, seqlens, positions=of_rows, **options)
+        expected = rotate(q, positions=seqlens if of_rows is None else of_rows, **options)
+        found = append_kv(*caches, k, v, seqlens, q=q, positions=of_rows, **options)[2]
+        assert bits(cupy.asnumpy(found)) == bits(cupy.asnumpy(expected))
+        assert all(bits(cupy.asnumpy(x)) == bits(cupy.asnumpy(y)) for x, y in zip(caches, alone))
+    swapped = q.swapaxes(1, 2).copy().swapaxes(1, 2)
+    assert append_kv(*caches, k, v, seqlens, q=swapped, q_out=swapped, positions=positions, **options)[2] is swapped
+    assert bits(cupy.asnumpy(swapped)) == bits(cupy.asnumpy(expected))
+
+
 @pytest.mark.parametrize("bad", BAD, ids=str)
 def test_what_has_no_place_is_left_out(bad):
     rng = numpy.random.default_rng(0)
@@ -103,14 +126,14 @@ def test_a_graph_appends_what_lengths_say_when_it_runs():
     rng, (cos, sin) = numpy.random.default_rng(0), [cupy.asarray(x) for x in angles(64, 16)]
     k, v = (cupy.asarray(x) for x in normal(rng, 2, 2, 3, 1, 64, dtype="float16"))
     caches, seqlens = cupy.zeros((2, 2, 3, 64, 64), numpy.float16), cupy.array([0, 30], numpy.int32)
-    x, count = cupy.empty_like(k), cupy.zeros(2, numpy.int32)
+    x, q_out, count = cupy.empty_like(k), cupy.empty_like(k), cupy.zeros(2, numpy.int32)
     count += 1  # compiles what is captured
-    append_kv(*cupy.zeros_like(caches), k, v, seqlens, cos=cos, sin=sin)  # compiled and loaded
+    append_kv(*cupy.zeros_like(caches), k, v, seqlens, q=k, q_out=q_out, cos=cos, sin=sin)  # compiled and loaded
     rotate(k, cos, sin, positions=seqlens, out=x)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        append_kv(*caches, k, v, seqlens, cos=cos, sin=sin)
+        append_kv(*caches, k, v, seqlens, q=k, q_out=q_out, cos=cos, sin=sin)
         rotate(k, cos, sin, positions=seqlens, out=x)
         seqlens += 1
         graph = stream.end_capture()
@@ -125,6 +148,7 @@ def test_a_graph_appends_what_lengths_say_when_it_runs():
         assert bits(rows[1, b, :, first : first + 20]) == bits(numpy.repeat(v[b].get(), 20, 1))
         assert not rows[0, b, :, first + 20 :].any() and not rows[0, b, :, :first].any()
     check(x.get(), k.get(), cos.get(), sin.get(), numpy.array([[19], [49]]), False)
+    assert bits(q_out.get()) == bits(x.get())
 
 
 def test_a_call_allocates_nothing_and_waits_for_nothing():

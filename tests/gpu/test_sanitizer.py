@@ -94,7 +94,9 @@ pages = cupy.asarray(numpy.arange(12, dtype=numpy.int32).reshape(3, 4)[::-1].cop
 for dtype, dim in (("float16", 64), ("float32", 40), ("float16", 33)):
     k, v = normal(2, 3, 2, 50, dim, dtype=dtype)
     rotate(k, cos, sin, positions=cupy.array([0, 80, -5]), interleaved=dim == 33, out=k)
-    append_kv(*cupy.zeros((2, 12, 2, 16, dim), dtype), k, v, cupy.array([3, 40, 14]), pages=pages, cos=cos, sin=sin)
+    caches, lengths, rotary = cupy.zeros((2, 12, 2, 16, dim), dtype), cupy.array([3, 40, 14]), {"cos": cos, "sin": sin}
+    append_kv(*caches, k, v, lengths, pages=pages, **rotary)
+    append_kv(*caches, k, v, lengths, pages=pages, q=normal(3, 5, 50, dim, dtype=dtype), **rotary)
 cupy.cuda.Device().synchronize()
 
 offsets = cupy.array([0, 70, 70, 135, 200, 200])  # and ten rows that no sequence has
