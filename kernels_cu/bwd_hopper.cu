@@ -158,7 +158,9 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
       const ScoreContext x = score_context(p, block.here, head_of, of_head, block.seq(p).q.len(), block.seq(p).kv.len());
       if (SCORES == PLUS_COLUMN && (!KEEPS_TERMS || anew)) terms_of_keys(terms, x, not_ahead(block.row0) + own_row);
       if (SCORES == PLUS_COLUMN) add_to_rows(s_reg, terms);
-      modify_scores<true>(s_reg, x, row0, col0, ask_pairs);
+      PairArrays<16, TILE_Q> arrays;
+      load<true>(arrays, x, block.queries.tile(), own_row, row0, col0);
+      modify_scores<true>(s_reg, arrays, x, row0, col0, ask_pairs);
       if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(block.row0) + own_row, col0);
     }
     if (masked) apply_mask(s_reg, mask_again(block), row0, col0, masked_score(of_head));

@@ -33,7 +33,7 @@
 #include "tile/wgmma.cuh"
 #include "tile/work.cuh"
 
-using KeyTile = Choose<STAGED_BIAS, KeysAndBias, PanelTile<TILE_KV, WIDTH>>;
+using KeyTile = MaybeWithBias<PanelTile<TILE_KV, WIDTH>>;
 using ValueTile = PanelTile<TILE_KV, WIDTH_V>;
 using QueryTile = PanelTile<ROWS, WIDTH>;
 using OutTile = PanelTile<ROWS, WIDTH_V>;
@@ -154,7 +154,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         if constexpr (COLUMNS) store(smem + COLUMNS_OFFSET + keys.stage() * COLUMN_BYTES, columns);
         if constexpr (NUMBERED || COLUMNS) sync_warp();       // without it a number or a term is read that has not been written
         if constexpr (VARLEN) load_keys(keys, p, of_keys, pages, place * TILE_KV);
-        else if constexpr (STAGED_BIAS) load_with_bias(keys, p, of_keys, head, place * TILE_KV);
+        else if constexpr (STAGED_BIAS) load_with_bias(keys, p.k_map, of_keys.batch, of_keys.head, place * TILE_KV, p.bias_map, head, of_keys.row, place * TILE_KV);
         else load_async(keys, p.k_map, of_keys.batch, of_keys.head, place * TILE_KV);
       }
       if (values_due) {
@@ -250,7 +250,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   using Arrays = PairArrays<16, TILE_KV>;
   const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), keys_of_sequence(p, now)); };
   const auto load_arrays = [&](Arrays& arrays, const KeyTile& k_smem) {
-    if constexpr (MODIFIED) load(arrays, context(), k_smem, warp_row, first_key());
+    if constexpr (MODIFIED) load<false>(arrays, context(), k_smem, row_of_tile(), warp_row, first_key());
   };
   const auto scores_of_tile = [&](const Arrays& arrays) {
     const int col0 = first_key();

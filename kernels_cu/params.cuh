@@ -230,6 +230,7 @@ struct BackwardMaps {
   TensorMap dq_map;                       // dq in boxes of 16 x 64
   TensorMap dk_map;                       // dk, the same
   TensorMap dv_map;                       // dv, the same
+  TensorMap bias_map;                     // STAGED_BIAS: the bias in boxes of TILE_Q x 64
 };
 struct HopperBackwardParams : BackwardMaps, BackwardParams {
   FastDivmod heads_together_divmod;       // heads_together

@@ -22,7 +22,7 @@ ASKED = {  # at most so many instructions a score: one for a linear term or half
     "key": ({"score": "score + t[kv_idx]", "arrays": {"t": numpy.ones(LENGTH, numpy.float32)}}, 1.05, 1.7),
     "factor": ({"score": "score * t[h]", "arrays": {"t": SLOPES}}, 0.1, 1.3),
     "alibi": ({"alibi_slopes": SLOPES, "causal": True}, 1.5, 2.0),
-    "bias": ({}, 4.6, 4.6),
+    "bias": ({}, 3, 3),
 }
 
 

@@ -271,6 +271,7 @@ def backward_maps(plan: KernelPlan, problem: BackwardProblem) -> dict[str, Tenso
         return {}
     keys, queries = plan.config.TILE_KV, plan.config.TILE_Q
     boxes = dict(zip(IN_MAPS, (queries, keys, keys, queries, WARP_ROWS, WARP_ROWS, WARP_ROWS)))
+    boxes |= {"bias": queries} if plan.config.STAGED_BIAS else {}
     layouts = _layouts(problem)
     return {f"{name}_map": described for name, described in tensor_maps(problem.forward.batch, layouts, boxes).items()}
 

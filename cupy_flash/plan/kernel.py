@@ -142,6 +142,7 @@ class KernelPlan:
             return {"bwd_v2_preprocess": 0, "bwd_v2": main, "bwd_v2_postprocess": post} | self._of_sinks
         if self.file in ("bwd_hopper", "bwd_hopper_wide"):
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
+            queries += c.STAGED_BIAS * c.STAGES * c.TILE_Q * c.TILE_KV
             stats, sums = c.STAGES * 2 * c.TILE_Q * 4, c.TMA_REDUCE_DQ * c.TILE_Q * c.WIDTH * 4
             barriers = 8 * (12 + 4 * c.STAGES + c.TMA_REDUCE_DQ) + c.VARLEN * (8 + 20 + 32 + 2 * 20)
             main = itemsize * (keys + queries + 2 * c.TILE_Q * c.TILE_KV) + stats + sums + barriers
@@ -299,9 +300,10 @@ def rows_of(
         pressure = Pressure.LOOKUPS  # there are no lists of tiles
     if pressure is Pressure.BIAS and kernel == "fwd_hopper" and problem.scores.bias.dtype == "float32":
         pressure = Pressure.SEVERAL  # it takes twice the registers of a bias of 16 bits
-    alone = pressure is Pressure.BIAS and dropout is None and problem.lengths is None and architecture.name == "90a"
-    if alone and kernel in STAGED_ROWS and not obstacle(problem.batch, layouts_of(problem), ("bias",)):
-        return STAGED_ROWS[kernel]
+    alone = (expressions.kind, pressure, dropout, problem.lengths) == ("PLUS_TERM", Pressure.BIAS, None, None)
+    tables = STAGED_ROWS if alone and architecture.name == "90a" else {}
+    if kernel in tables and not obstacle(problem.batch, layouts_of(problem), ("bias",)):
+        return tables[kernel]
     if expressions.kind in APART and pressure is Pressure.TERM and dropout is None:
         # Registers of plain rows hold what a row or a head has in common, but of a few.
         return APART_ROWS.get((kernel, expressions.kind)) or table_for(kernel, architecture, problem.dtype)

@@ -91,6 +91,7 @@ HOPPER_READS = (
 )
 # A bias that comes with the keys takes no registers for addresses, but shared memory in each stage of theirs.
 STAGED = "the bias of a key tile comes with its keys"
+STAGED_QUERIES = "the bias of a query tile comes with its queries"
 HOPPER_STAGED = (
     replace(HOPPER_FEW, why=HOPPER_FEW.why + "; " + STAGED, staged_bias=True),
     TileConfig(64, 192, 64, STAGED, warps=16, stages=3, stages_v=3, stages_q=6, tma_store_out=True, min_blocks=1, staged_bias=True),
@@ -187,7 +188,15 @@ APART_ROWS = {
 }
 
 # In place of those for Pressure.BIAS on sm_90a, where TMA can bring the bias.
-STAGED_ROWS = {"fwd_hopper": HOPPER_STAGED}
+BACKWARD_STAGED = (
+    TileConfig(64, 128, 128, f"{WIDE_STEPS}; {STAGED_QUERIES}", warps=12, min_blocks=1, plain_scores=True, staged_bias=True),
+    TileConfig(64, 64, 128, STAGED_QUERIES, warps=12, min_blocks=1, staged_bias=True),
+    TileConfig(128, 64, 128, STAGED_QUERIES, warps=12, min_blocks=1, staged_bias=True),
+)
+BACKWARD_WIDE_STAGED = tuple(  # at 256 the shared memory is full
+    row if row.width > 192 else replace(row, why=f"{row.why}; {STAGED_QUERIES}", staged_bias=True) for row in PLAIN_BACKWARD_WIDE
+)
+STAGED_ROWS = {"fwd_hopper": HOPPER_STAGED, "bwd_hopper": BACKWARD_STAGED, "bwd_hopper_wide": BACKWARD_WIDE_STAGED}
 
 # Of the Hopper kernels, for 16-bit dtypes. One that is missing has no registers for it.
 HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {

@@ -1,35 +1,51 @@
-// bias_tile.cuh -- a bias that comes with the keys (STAGED_BIAS), in fwd_hopper.cu: what a query tile and a key tile have of it, by TMA, in the stage
-// of the keys, behind them. A lane gets eight pairs of it by one ldmatrix, and no address of a row.
+// bias_tile.cuh -- a bias that comes by TMA (STAGED_BIAS), in the kernels for sm_90a: what a query tile and a key tile have of it is in the stage of
+// the tile that passes, behind it: in fwd_hopper.cu of the keys, in bwd_hopper.cu of the queries. A lane gets eight pairs of it by one ldmatrix, and
+// needs no address of a row.
 #pragma once
 #include "tile/pipeline.cuh"
+#include "tile/scheduler.cuh"
 #include "tile/score.cuh"
 
 using BiasTile = PanelTile<TILE_Q, TILE_KV>;
 constexpr int BIAS_BYTES = STAGED_BIAS ? BiasTile::bytes : 0; // of a stage
 
-struct KeysAndBias : PanelTile<TILE_KV, WIDTH> {
-  static constexpr int bytes = PanelTile<TILE_KV, WIDTH>::bytes + BIAS_BYTES;
-  OP BiasTile bias() const { return {base + PanelTile<TILE_KV, WIDTH>::bytes}; }
+template <typename Tile> struct WithBias : Tile {
+  static constexpr int bytes = Tile::bytes + BIAS_BYTES;
+  OP BiasTile bias() const { return {this->base + Tile::bytes}; }
 };
+template <typename Tile> using MaybeWithBias = Choose<STAGED_BIAS, WithBias<Tile>, Tile>;
 
-// The stage at hand = keys from `row` on, and the bias of these and the queries of a tile, zero beyond the array; goes on to the next one.
-template <typename Keys, typename Params, typename Coord>
-OP void load_with_bias(Keys& keys, const Params& p, const Coord& of_keys, int head, int row, CallSite at = call_site()) {
-  arrive_expect_tx(keys.full(), Keys::Tile::bytes, at);
-  start_load(keys, p.k_map, of_keys.batch, of_keys.head, row, at);
-  start_load(keys, keys.tile().bias(), p.bias_map, of_keys.batch, head, of_keys.row, row, at);
-  keys.advance();
+// The stage at hand = a tile of `map` from `row` on, and the bias of the queries from row_q and the keys from row_kv on, zero beyond the arrays; goes
+// on to the next one.
+template <typename T, int DEPTH, Lanes LANES>
+OP void load_with_bias(Pipeline<T, DEPTH, LANES>& tiles, const TensorMap& map, const int (&batch)[BATCH_AXES], int head_of_tile, int row,
+                       const TensorMap& bias_map, int head, int row_q, int row_kv, CallSite at = call_site()) {
+  arrive_expect_tx(tiles.full(), T::bytes, at);
+  start_load(tiles, map, batch, head_of_tile, row, at);
+  start_load(tiles, tiles.tile().bias(), bias_map, batch, head, row_q, row_kv, at);
+  tiles.advance();
+}
+// The same of queries, with one number for each of them.
+template <typename T, int DEPTH, Lanes LANES, typename Params>
+OP void load_with_bias(Pipeline<T, DEPTH, LANES>& queries, const Params& p, const int (&batch)[BATCH_AXES], int head, int row_q, int row_kv,
+                       const float* from, SharedAddress to, CallSite at = call_site()) {
+  arrive_expect_tx(queries.full(), T::bytes + T::rows * int(sizeof(float)), at);
+  start_load(queries, p.q_map, batch, head, row_q, at);
+  start_load(queries, queries.tile().bias(), p.bias_map, batch, head, row_q, row_kv, at);
+  start_numbers(queries, from, to, at);
+  queries.advance();
 }
 
-// What arrays have for the pairs of a warp, whose rows of the tile of queries begin at row0.
-template <typename Keys, int N> OP void load(PairArrays<16, N>& arrays, const ScoreContext& x, const Keys& keys, int first_row, int col0) {
-  load<false>(arrays, x, first_row, col0);
+// What arrays have for the pairs of a warp. Of the tile it has the rows from row0 on; TRANSPOSED the columns, which are keys.
+template <bool TRANSPOSED, typename Tile, int N>
+OP void load(PairArrays<16, N>& arrays, const ScoreContext& x, const Tile& tile, int row0, int first_row, int col0) {
+  load<TRANSPOSED>(arrays, x, first_row, col0);
   if constexpr (STAGED_BIAS) {
-    const int row0 = not_ahead(warp_id() - 4) * 16;
     #pragma unroll
-    for (int col = 0; col < N; col += 16) {
-      const SharedTile<TILE_Q, 64> panel = keys.bias().panel(col / 64);
-      ldmatrix(arrays.bias, col / 4, [=](int l) { return panel.chunk_at(row0, l % 16, col % 64 / 8, l / 16); });
+    for (int i = 0; i < N; i += 16) {
+      const SharedTile<TILE_Q, 64> panel = tile.bias().panel(TRANSPOSED ? row0 / 64 : i / 64);
+      if constexpr (TRANSPOSED) ldmatrix_trans(arrays.bias, i / 4, [=](int l) { return panel.chunk_at(i, l % 8 + l / 16 * 8, row0 % 64 / 8, l / 8 % 2); });
+      else ldmatrix(arrays.bias, i / 4, [=](int l) { return panel.chunk_at(row0, l % 16, i % 64 / 8, l / 16); });
     }
   }
 }

@@ -1,6 +1,7 @@
 // key_block.cuh -- a block of the backward for sm_90a, whichever way its warpgroups share the products: it owns TILE_KV keys, and the query
 // tiles that see one of them pass through it. The first warpgroup is the producer; the others are consumers, which compute.
 #pragma once
+#include "tile/bias_tile.cuh"
 #include "tile/clipped.cuh"
 #include "tile/mask.cuh"
 #include "tile/passes.cuh"
@@ -17,6 +18,7 @@ constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_R
 
 using KeyTile = PanelTile<TILE_KV, WIDTH>;                    // of k or v
 using QueryTile = PanelTile<TILE_Q, WIDTH>;                   // of q or dout
+using QueryStage = MaybeWithBias<QueryTile>;
 using GradientTile = PanelTile<TILE_Q, TILE_KV>;              // dS
 using OutTile = PanelTile<64 * GROUPS, WIDTH>;                // 16 rows of dq for each consumer warp, where Q was
 static_assert(OutTile::bytes <= STAGES * QueryTile::bytes, "finished rows of dq fit where Q was");
@@ -24,7 +26,7 @@ static_assert(OutTile::bytes <= STAGES * QueryTile::bytes, "finished rows of dq 
 // Shared memory: K and V, in whose place their gradients leave; Q and dO; dS of two steps; lse and delta; dQ if it is staged; barriers.
 constexpr int V_OFFSET = KeyTile::bytes;
 constexpr int Q_OFFSET = V_OFFSET + KeyTile::bytes;
-constexpr int DO_OFFSET = Q_OFFSET + STAGES * QueryTile::bytes;
+constexpr int DO_OFFSET = Q_OFFSET + STAGES * QueryStage::bytes;
 constexpr int DS_OFFSET = DO_OFFSET + STAGES * QueryTile::bytes;
 constexpr int STAT_BYTES = TILE_Q * int(sizeof(float));
 constexpr int LSE_OFFSET = DS_OFFSET + 2 * GradientTile::bytes;
@@ -49,7 +51,8 @@ constexpr Lanes LANES = WIDTH <= 64 ? CONVERGENT : DIVERGENT; // as measured: 5 
 struct KeyBlock {
   SharedAddress smem = shared_memory();
   Pipeline<KeyTile, 1, LANES> keys{smem, smem + K_BARRIERS}, values{smem + V_OFFSET, smem + V_BARRIERS};
-  Pipeline<QueryTile, STAGES, LANES> queries{smem + Q_OFFSET, smem + Q_BARRIERS}, douts{smem + DO_OFFSET, smem + DO_BARRIERS};
+  Pipeline<QueryStage, STAGES, LANES> queries{smem + Q_OFFSET, smem + Q_BARRIERS};
+  Pipeline<QueryTile, STAGES, LANES> douts{smem + DO_OFFSET, smem + DO_BARRIERS};
   Mbarrier written{smem + DS_BARRIER};                        // dS of a step is in shared memory, all of it
   // Of dQ, see dq_protocol.cuh. Where lanes add: the semaphore of a step has been acquired; all warps have added; which has been noticed.
   Mbarrier acquired{smem + ORDER_BARRIERS}, added{acquired.address + Mbarrier::bytes}, noticed{added.address + Mbarrier::bytes};
@@ -212,7 +215,8 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
     const float* const stats = p.stats + i64(block.tile_number(p)) * 2 * TILE_Q;
     const int row = block.now.tile * TILE_Q;
     producer_acquire(block.queries);                          // without it tiles are overwritten that a slower warp still reads
-    load_async(block.queries, p.q_map, here.batch, block.now.head, row, stats, block.lse_smem());
+    if constexpr (STAGED_BIAS) load_with_bias(block.queries, p, here.batch, block.now.head, row, block.row0, stats, block.lse_smem());
+    else load_async(block.queries, p.q_map, here.batch, block.now.head, row, stats, block.lse_smem());
     if (step == 0) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
     load_async(block.douts, p.dout_map, here.batch, block.now.head, row, stats + TILE_Q, block.delta_smem());
   }

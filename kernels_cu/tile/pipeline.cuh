@@ -243,6 +243,19 @@ OP void start_load(const Pipeline<T, DEPTH, LANES>& pipeline, const PanelTile<RO
   }
 #endif
 }
+// One number for each row of the tile is on its way to `to`: from[0 : rows of a tile].
+template <typename T, int DEPTH, Lanes LANES>
+OP void start_numbers(const Pipeline<T, DEPTH, LANES>& pipeline, const float* from, SharedAddress to, CallSite at) {
+  constexpr int bytes = T::rows * int(sizeof(float));
+#if ON_GPU
+  if (lane_id() == 0) cp_async_bulk(to, from, bytes, pipeline.full().address);
+#else
+  host::self->block->load_async(warp_id(), pipeline.full().address, {bytes, [=] {
+    count_read(bytes);
+    std::memcpy(to, from, bytes);
+  }}, at);
+#endif
+}
 // The same in pieces of so many rows as a box of the map has, each from a row and a batch element of its own: that of a lane.
 template <typename T, int DEPTH, Lanes LANES>
 OP void start_pieces(const Pipeline<T, DEPTH, LANES>& pipeline, int pieces, int rows, const TensorMap& map, const Regs<int, 1>& element, int head,
@@ -271,21 +284,13 @@ OP void load_async(Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& map, co
   start_load(pipeline, map, batch, head, row, at);
   pipeline.advance();
 }
-// The same, and with the tile comes one number for each of its rows, to `to`: from[0 : rows of a tile].
+// The same, and with the tile comes one number for each of its rows.
 template <typename T, int DEPTH, Lanes LANES>
 OP void load_async(Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, const float* from,
                    SharedAddress to, CallSite at = call_site()) {
-  constexpr int bytes = T::rows * int(sizeof(float));
-  arrive_expect_tx(pipeline.full(), T::bytes + bytes, at);
+  arrive_expect_tx(pipeline.full(), T::bytes + T::rows * int(sizeof(float)), at);
   start_load(pipeline, map, batch, head, row, at);
-#if ON_GPU
-  if (lane_id() == 0) cp_async_bulk(to, from, bytes, pipeline.full().address);
-#else
-  host::self->block->load_async(warp_id(), pipeline.full().address, {bytes, [=] {
-    count_read(bytes);
-    std::memcpy(to, from, bytes);
-  }}, at);
-#endif
+  start_numbers(pipeline, from, to, at);
   pipeline.advance();
 }
 // map[batch, head, row : row + 16, col0 :] = tile[row0 : row0 + 16], clipped to the array

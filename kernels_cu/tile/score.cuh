@@ -118,7 +118,7 @@ template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, 
   const int row0 = not_ahead(first_row);                      // where rows of arrays begin would take registers beneath all products
   if constexpr (HAS_BIAS && BIAS_BY_TWO && !STAGED_BIAS) load_pairs<TRANSPOSED, M, N, BiasElement>(arrays.bias, x.bias, x, row0, col0);
   if constexpr (HAS_PAIR_MASK && MASK_BY_TWO && !TILE_LIST) load_pairs<TRANSPOSED, M, N, unsigned char>(arrays.seen, x.pair_mask, x, row0, col0);
-  if constexpr (HAS_BIAS && BIAS_BY_TWO && TRANSPOSED && sizeof(BiasElement) == 2) movmatrix(arrays.bias);
+  if constexpr (HAS_BIAS && BIAS_BY_TWO && TRANSPOSED && sizeof(BiasElement) == 2 && !STAGED_BIAS) movmatrix(arrays.bias);
 }
 
 // TILE_LIST: which pairs of a lane take part, a bit for each register. Most tiles are seen wholly and are not asked, so the few that are take a
