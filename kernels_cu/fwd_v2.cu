@@ -124,7 +124,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   if constexpr (SINKS != NO_SINKS)
     if (is_whole) start_with_sinks(softmax, p, mask, here.head, warp_row);   // of splits, when they are combined
   HeadTerms terms{};
-  if constexpr (MODIFIED) terms = head_terms(p, here, here.head, seq.q.len(), seq.kv.len());
+  if constexpr (MODIFIED && !PACK_GQA) terms = head_terms(p, here, here.head, seq.q.len(), seq.kv.len());
   Dropping dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
@@ -148,7 +148,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
     Acc<WARP_ROWS, TILE_KV> s_reg;
     multiply_transposed(s_reg, q, k_smem);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if constexpr (MODIFIED)
+    if constexpr (MODIFIED && PACK_GQA) modify_packed_scores(s_reg, p, here, mask, seq.kv.len(), warp_row, col0);
+    else if constexpr (MODIFIED)
       modify_scores<false>(s_reg, score_context(p, here, here.head, terms, seq.q.len(), seq.kv.len()), warp_row, col0, !TILE_LIST || !list.is_whole(place));
     if (!common_keys.contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
     update(softmax, s_reg, o_reg, exponent_scale(p.scale));

@@ -134,6 +134,8 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
         return _varlen_kernel(problem, architecture, expressions)
     if asked in ("fwd_v1", "fwd_v2"):
         return asked, f"{asked} was asked for"
+    if problem.scores and problem.mask.queries is not None:
+        return "fwd_v2", "heads that share a tile have scores of their own, which fwd_v2 tells apart"
     exists = bool(table_for("fwd_hopper", architecture, problem.dtype))
     if asked is None and (problem.algorithm != "v2" or not exists):
         return f"fwd_{problem.algorithm}", ""

@@ -60,20 +60,22 @@ def packing_of(problem: Problem) -> Packing:
     -------
     Packing
     """
-    if problem.scores:  # which are told one head a tile
+    scores = problem.scores
+    if scores and not _tells_heads_apart(problem):
         return Packing(problem)
     group, queries, axis = problem.heads_per_kv, problem.len_q, len(problem.batch)
     if problem.lengths is not None and problem.lengths.of_queries:  # so that no head has the same rows in all sequences
         return Packing(problem)
     # Of sequences of their own lengths nobody knows yet which keys are seen.
-    first, stop = problem.mask.some(0, queries) if problem.lengths is None else (0, problem.len_kv)
+    whole = problem.lengths is not None or bool(scores)  # and scores are told the numbers of keys
+    first, stop = (0, problem.len_kv) if whole else problem.mask.some(0, queries)
     rows = {name: layout for name in ("q", "out", "lse") if (layout := getattr(problem, name)) is not None}
     even = all(queries == 1 or x.strides[axis] == queries * x.strides[axis + 1] for x in rows.values())
     if not 1 <= queries <= FEW or group <= 1 or first >= stop or not even:
         return Packing(problem)
-    mask = problem.mask if problem.lengths else problem.mask.cut(first, stop)
+    mask = problem.mask if whole else problem.mask.cut(first, stop)
     masked = any(end is not None for end in (mask.left, mask.right))
-    tells_rows = masked or problem.sinks is not None
+    tells_rows = masked or problem.sinks is not None or bool(scores)
     if masked and problem.algorithm == "v1":  # which has no register left to tell which query of its head a row is
         return Packing(problem)
     packed = replace(
@@ -88,6 +90,14 @@ def packing_of(problem: Problem) -> Packing:
     )
     each = "one query" if queries == 1 else f"{queries} queries"
     return Packing(packed, first, f"{group} query heads of a group share a tile: {each} each")
+
+
+def _tells_heads_apart(problem: Problem) -> bool:
+    """Whether a kernel finds the scores of each row's own head: fwd_v2 does, but not its masks of pairs and dropout."""
+    if problem.scores.masks_pairs or problem.scores.dropout is not None:
+        return False
+    fits = problem.dtype != "float32" or max(problem.dim, problem.dim_v) <= 128  # wider ones would spill
+    return fits and problem.algorithm != "v1" and problem.kernel in (None, "fwd_v2")
 
 
 def _heads_as_rows(layout: Layout, heads: int, group: int) -> Layout:

@@ -172,6 +172,29 @@ template <bool TRANSPOSED, int M, int N> OP void modify_scores(Acc<M, N>& s, con
   modify_scores<TRANSPOSED>(s, arrays, x, row0, col0, ask_pairs);
 }
 
+// PACK_GQA: the same of rows that belong to several heads, each a query of its own.
+template <int M, int N, typename Params, typename Coord>
+OP void modify_packed_scores(Acc<M, N>& s, const Params& p, const Coord& here, const Mask& mask, int len_kv, int row0, int col0) {
+  static_assert(!PACK_GQA || !(MASKED_PAIRS || DROPOUT), "these ask a head for a list of tiles, or a number");
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < M / 8; ++i) {
+      const int row = row0 + RowVec<M>::row(l, i), query = queries_of(mask, row, 1).first;
+      if (row >= p.len_q) continue;
+      const ScoreContext x = score_context(p, here, query_head(mask, here.head, row, p.len_q), int(mask.of.queries_divmod.divisor), len_kv);
+      #pragma unroll
+      for (int r = 0; r < s.regs; ++r) {
+        if (s.slot(r) != i) continue;
+        PairPlace at = place_of<false>(s, l, r, row0, col0);
+        at.q_idx = query, at.row = float(query);
+        read_arrays(at, x);
+        if (SCORES == PLUS_TERM) s.at(l, r) += term_of(at, x);
+        if (SCORES == EXPRESSION) s.at(l, r) = score_of(s.at(l, r), at, x) * LOG2E;
+      }
+    }
+  }
+}
+
 // Before the loop: seed and offset from where they are. With PLACED the last array that an expression might read is none, but says where
 // pairs are numbered from: queries and keys in the halves of its address, heads in its first extent.
 OP Dropping seeded(const ScoreParams& s) {

@@ -136,9 +136,13 @@ OP float masked_score(const HeadTerms& terms) { return SCORES == SCALED ? copysi
 OP PairTensor pair_tensor(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int itemsize) {
   return {reinterpret_cast<const char*>(t.data) + offset_of(t, batch, head, 0) * itemsize, t.row_stride, t.col_stride};
 }
+// Query heads that share keys. PACK_GQA: the kernel is told of their queries as those of one.
+template <typename Params> OP int heads_of_group(const Params& p) {
+  return PACK_GQA ? int(divide(p.len_q, p.mask.queries_divmod)) : p.heads_per_kv;
+}
 template <typename Params, typename Coord>
 OP ScoreContext score_context(const Params& p, const Coord& here, int head, const HeadTerms& terms, int len_q, int len_kv) {
-  return {terms, p.scores, int(here.batch_number), head, head / p.heads_per_kv, len_q, len_kv};
+  return {terms, p.scores, int(here.batch_number), head, head / heads_of_group(p), len_q, len_kv};
 }
 template <typename Params, typename Coord> OP ScoreContext score_context(const Params& p, const Coord& here, int head, const HeadTerms& terms) {
   return score_context(p, here, head, terms, p.len_q, p.len_kv);

@@ -1,0 +1,102 @@
+"""Scores where heads of a group share a tile, as in decoding: each row has a head of its own. On the host, against the oracle."""
+
+from itertools import product
+
+import numpy
+import pytest
+from hand_scores import SCORES, Grid
+from score_kernels import DTYPES, given, judged
+from thinned import thinned
+
+from cupy_flash import plan_attention
+from cupy_flash.machine import host
+from cupy_flash.machine.machine_code import read
+from cupy_flash.plan.split import SPLIT_KEYS
+
+BATCH, HEADS, HEADS_KV, DIM = 2, 6, 2, 40
+KINDS = [("75", "float16"), ("80", "bfloat16"), ("90a", "float16"), ("80", "float32")]
+LENGTHS = [(1, 93), (7, 93), (3, 2 * SPLIT_KEYS + 37)]
+
+
+@pytest.fixture(params=thinned(host.SCHEDULES))
+def schedule(request, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
+
+
+def inputs(dtype, len_q, len_kv, heads=HEADS):
+    rng = numpy.random.default_rng(0)
+    shapes = (heads, len_q), (HEADS_KV, len_kv), (HEADS_KV, len_kv), (heads, len_q)
+    return [rng.standard_normal((BATCH, *shape, DIM)).astype(DTYPES[dtype]) for shape in shapes]
+
+
+def on_host(kind, lengths, options, hand):
+    arch, dtype = kind
+    kernel, _ = judged(dtype, options, hand, {"backend": "host", "arch": arch}, inputs_given=inputs(dtype, *lengths))
+    assert kernel.file == "fwd_v2" and kernel.config.PACK_GQA and kernel.config.SCORES != "UNCHANGED"
+    assert kernel.config.SPLIT_KV is (lengths[1] >= 2 * SPLIT_KEYS)
+
+
+def named(asked):
+    *what, kind = asked
+    return "-".join([*map(str, what), *kind])
+
+
+@pytest.mark.parametrize("asked", thinned(list(product(SCORES, LENGTHS, KINDS)), keep=31, first=3), ids=named)
+def test_scores(asked, schedule):
+    example, lengths, kind = asked
+    arrays, score = given(example, Grid.of((BATCH,), HEADS, HEADS_KV, *lengths))
+    on_host(kind, lengths, {"score": example.text, "arrays": arrays}, {"score": score})
+
+
+@pytest.mark.parametrize("asked", thinned(list(product(LENGTHS, KINDS)), keep=3), ids=named)
+def test_bias_alibi_and_a_causal_mask(asked, schedule):
+    (len_q, len_kv), kind = asked
+    rng = numpy.random.default_rng(1)
+    bias = rng.standard_normal((BATCH, HEADS, len_q, len_kv)).astype(DTYPES[kind[1]])
+    bias[..., 5:7] = -numpy.inf
+    slopes = rng.uniform(0.01, 0.2, (BATCH, HEADS)).astype(numpy.float32)
+    sinks = rng.standard_normal(HEADS).astype(numpy.float32)
+    hand = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks, "last_key": len_kv - len_q, "first_key": len_kv - len_q - 50}
+    options = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks, "window": (50, 0)}
+    on_host(kind, (len_q, len_kv), options, hand)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mask": "kv_idx % 3 > 0"}, {"dropout": 0.1, "seed": 1}, {"kernel": "fwd_hopper"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_asks_for_one_head_a_tile(options):
+    q, k, v, _ = inputs("float16", 3, 93)
+    arguments = {"alibi_slopes": numpy.ones(HEADS, numpy.float32), "backend": "host", "arch": "90a"}
+    assert not plan_attention(q, k, v, **arguments, **options).kernel.config.PACK_GQA
+
+
+def test_keys_are_read_once_for_a_group():
+    """What eight heads on two read is what two heads on two do, and of ALiBi the other slopes for each key tile."""
+    read = []
+    for heads in (8, HEADS_KV):
+        q, k, v, _ = inputs("float16", 1, 3000, heads)
+        slopes = {"alibi_slopes": numpy.ones(heads, numpy.float32)}
+        read.append(plan_attention(q, k, v, backend="host", arch="90a", **slopes).counted(q, k, v, **slopes)[1].read_bytes)
+    assert read[0] <= 1.05 * read[1]
+
+
+ARCHITECTURES = ("75", "80", "86", "90a", "100", "120")
+COMPILED = list(product(ARCHITECTURES, ("float16", "float32"), (64, 128, 192, 256), ("alibi", "bias", "all")))
+
+
+@pytest.mark.parametrize("asked", thinned(COMPILED, keep=24, first=4), ids=lambda asked: "-".join(map(str, asked)))
+def test_they_compile_without_spills(asked):
+    arch, dtype, dim, what = asked
+    nvrtc = pytest.importorskip("cupy_flash.machine.nvrtc")
+    pytest.importorskip("cupy")
+    q, k = (numpy.zeros((heads, rows, dim), DTYPES[dtype]) for heads, rows in ((8, 4), (2, 2048)))
+    slopes = {"alibi_slopes": numpy.ones(8, numpy.float32)}
+    bias = {"bias": numpy.zeros((8, 4, 2048), DTYPES[dtype])}
+    level = {"score": "score * sigmoid(score - level[h])", "arrays": {"level": numpy.ones(8, numpy.float32)}}
+    options = {"alibi": slopes, "bias": bias, "all": slopes | bias | level | {"softcap": 9.0, "causal": True}}[what]
+    kernel = plan_attention(q, k, k, backend="host", arch=arch, **options).kernel
+    assert kernel.file == "fwd_v2" and kernel.config.PACK_GQA is not (dtype == "float32" and dim > 128)
+    if kernel.config.PACK_GQA:
+        assert read(nvrtc.compile_plan(kernel)[0])["fwd_v2"].stack_bytes == 0
