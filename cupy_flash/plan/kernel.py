@@ -49,6 +49,8 @@ class Config:
     TILE_LIST: bool
     DROPOUT: bool
     PLACED: bool
+    FLOAT32_RESULTS: bool
+    ADD_RESULTS: bool
     TILE_Q: int
     TILE_KV: int
     Q_TILES: int
@@ -195,7 +197,8 @@ class KernelPlan:
         words += ["split"] * c.SPLIT_KV + ["fromlast"] * c.FROM_LAST + ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED
-        words += ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
+        words += ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED + ["float32results"] * c.FLOAT32_RESULTS
+        words += ["added"] * c.ADD_RESULTS
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
         return "-".join(words)
 
@@ -321,6 +324,7 @@ def configure(
     expressions: ExpressionText = NOTHING,
     tile_list: bool = False,
     from_last: bool = False,
+    adds: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     lengths = None if problem is None else problem.lengths
@@ -344,6 +348,8 @@ def configure(
         "TILE_LIST": tile_list,
         "DROPOUT": problem is not None and problem.scores.dropout is not None,
         "PLACED": problem is not None and problem.scores.place is not None,
+        "FLOAT32_RESULTS": problem is not None and problem.has_wider_results,
+        "ADD_RESULTS": adds,
         "SOFTCAP": problem is None or expressions.kind == "UNCHANGED" or problem.softcap is not None,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
