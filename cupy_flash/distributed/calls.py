@@ -127,7 +127,7 @@ class Calls:
     def forward(self, job: Job, q: Any, k: Any, v: Any, room: tuple[Any, Any]) -> tuple[Any, Any]:
         """Result and log-sum-exp of a job, from its own rows and keys, without sinks; where there is room for them, if there is.
 
-        Without room, or where it is float32, the result is.
+        Without room for it, or if that is float32, the result is a part, and not rounded.
         """
         given = ForwardOperands(q, k, v, *room, None, self._captured(job))
         return prepared(given, job.options_of_part if self._is_part(room[0]) else job.options).run(given)
@@ -164,8 +164,8 @@ class Calls:
         places = [x if self._is_part(x) == are_parts else None for x in room]
         if any(adds):  # so are the others, to zeros
             places = [zeros_like(x, self.whole.wide) if place is None else place for place, x in zip(places, (q, k, v))]
-            for place, own, is_added in zip(places, room, adds):
-                if place is own and not is_added:
+            for place, to, is_added in zip(places, room, adds):
+                if place is to and not is_added:
                     place.fill(0)
         given = operands(dout, q, k, v, out, lse, dlse, None, *places, None, others=others)
         own = {name: job.of.slopes if name == "alibi_slopes" and name not in self._arrays else name for name in self.whole.wrt}
@@ -175,9 +175,9 @@ class Calls:
         for name, theirs in own.items():
             part = found.darrays[theirs].astype(self.whole.wide)
             self.sums[name] = self.sums[name] + part if name in self.sums else part
-        for x, own, place in zip(found, room, places):
-            if own is not None and place is not own:
-                store(own, x)
+        for x, to, place in zip(found, room, places):
+            if to is not None and place is not to:
+                store(to, x)
         return found.dq, found.dk, found.dv
 
     def _is_part(self, room: Any) -> bool:
