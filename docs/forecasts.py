@@ -12,7 +12,7 @@ SIZES = {1 << 16: "64k", 1 << 18: "256k", 1 << 20: "1M", 1 << 22: "4M", 1 << 23:
 
 
 def _plan(tokens: int, ranks: int, scheme: str, order: str = "zigzag") -> DistributedPlan:
-    # Arrays that take no memory; backend 'host' is for how kernels compute, with results in the dtype of q.
+    # Arrays that take no memory; backend 'host' is for how kernels compute.
     q, kv = (numpy.broadcast_to(numpy.zeros((), bfloat16), (heads, tokens // ranks, DIM)) for heads in (HEADS, HEADS_KV))
     return plan_attention(q, kv, kv, ranks=ranks, scheme=scheme, order=order, causal=True, backend="host")
 

@@ -195,11 +195,13 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     return;
   }
   const PairTile result_smem{(for_values ? v_smem : k_smem).base + pair_row * KeyTile::row_bytes};
-  store(result_smem, sum_reg);
-  sync_warp();                                                // without it a lane sends rows that its neighbours have not written
+  if constexpr (!FLOAT32_RESULTS) {
+    store(result_smem, sum_reg);
+    sync_warp();                                              // without it a lane sends rows that its neighbours have not written
+  }
   const Tensor& gradient = for_values ? p.dv : p.dk;
   const int first_row = coord.tile * TILE_KV + pair_row;
-  store<Warp>(slice(gradient, coord.batch, coord.head_kv, keys.first() + first_row, keys.end_of_room(), for_values ? p.dim_v : p.dim), result_smem);
+  store_result<Warp>(slice<Result>(gradient, coord.batch, coord.head_kv, keys.first() + first_row, keys.end_of_room(), for_values ? p.dim_v : p.dim), result_smem, sum_reg);
 }
 
 KERNEL(THREADS, 1) bwd_v2_postprocess(GRID_CONSTANT BackwardParams p) { postprocess(p); }

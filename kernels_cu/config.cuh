@@ -22,6 +22,9 @@ constexpr bool  TILE_LIST = false;        // of MASKED_PAIRS: blocks visit the t
 constexpr bool  DROPOUT = false;          // probabilities are dropped, see tile/dropout.cuh
 constexpr bool  PLACED = false;           // of DROPOUT: pairs are numbered from elsewhere than the first query, key and head, as a part of a problem that several devices share
 
+constexpr bool  FLOAT32_RESULTS = false;  // out, or dq, dk and dv, are float32 whatever DTYPE is: parts of a result, rounded when all are together
+constexpr bool  ADD_RESULTS = false;      // of FLOAT32_RESULTS: dq, dk and dv are added to what is there
+
 constexpr int   TILE_Q = 128;             // query rows a block owns; in the backward, query rows per step
 constexpr int   TILE_KV = 64;             // key rows per step of the KV loop; in the backward, key rows a block owns
 constexpr int   Q_TILES = 4;              // fwd_v1: query tiles a block owns

@@ -167,13 +167,15 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
     return;
   }
   if (VARLEN) clear_rows(o_reg, lse, seq.q.len() - warp_row);
-  store(out_smem, o_reg);                                     // over the warp's own queries, which nobody else reads
-  sync_warp();                                                // without it a lane sends rows that its neighbours have not written
+  if constexpr (!FLOAT32_RESULTS) {
+    store(out_smem, o_reg);                                   // over the warp's own queries, which nobody else reads
+    sync_warp();                                              // without it a lane sends rows that its neighbours have not written
+  }
   const BlockCoord& coord = coord_again(p, here, SPLIT_KV ? tile_of_block(p) : block_id());
   const auto queries = rows_of_sequence<QUERIES>(p, coord.batch_number);
   const int row = VARLEN ? coord.row + warp_id() * WARP_ROWS : warp_row;
-  const GlobalTile out = slice(p.out, coord.batch, coord.head, queries.first() + row, queries.end_of_room(), p.dim_v);
-  store<Warp>(out, out_smem);
+  const ResultTile out = slice<Result>(p.out, coord.batch, coord.head, queries.first() + row, queries.end_of_room(), p.dim_v);
+  store_result<Warp>(out, out_smem, o_reg);
   if (p.lse.data) store(row_slice(p.lse, coord.batch, coord.head, queries.first() + row), p.lse.row_stride, out.rows, lse);
 }
 

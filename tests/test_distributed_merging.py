@@ -11,37 +11,39 @@ FRONT, BACK, ALL = (0, 4), (4, 8), (0, 8)
 
 def test_one_part_of_each_row_is_written_where_the_result_goes():
     order = order_of([FRONT, BACK], 8, [True] * 2, narrow=True)
-    assert order.direct == (True, True)
+    assert order.places == ("out", "out")
     assert order.after == ((), ())
     assert not order.sums
     assert order.waiting == 0
+    assert order.alone == 4
 
 
-def test_two_parts_need_no_sum():
-    """As in a ring of two: the first result lies where it belongs, and the second one is merged with it."""
+def test_of_two_parts_the_first_is_the_sum():
+    """As in a ring of two: nothing is rounded before both are there. Where the result is as wide, it is the sum."""
     order = order_of([FRONT, BACK, BACK], 8, [True] * 3, narrow=True)
-    assert order.direct == (True, True, False)
-    assert order.after == ((), (), (Merge(BACK, (2,), "out", "out"),))
-    assert not order.sums
+    assert order.places == ("out", "sum", "")
+    assert order.after == ((), (), (Merge(BACK, (2,), "sum", "out"),))
+    assert order.sums
     assert order.waiting == 4
+    wide = order_of([FRONT, BACK, BACK], 8, [True] * 3, narrow=False)
+    assert wide.places == ("out", "out", "")
+    assert wide.after == ((), (), (Merge(BACK, (2,), "out", "out"),))
+    assert not wide.sums
 
 
 def test_more_parts_are_merged_by_twos():
     order = order_of([ALL, ALL, BACK, BACK, BACK], 8, [True] * 5, narrow=True)
-    assert order.direct == (True, False, False, False, False)
-    assert order.after[2] == (Merge(FRONT, (1,), "out", "out"), Merge(BACK, (1, 2), "out", "sum"))
+    assert order.places == ("sum", "", "", "", "")
+    assert order.after[2] == (Merge(FRONT, (1,), "sum", "out"), Merge(BACK, (1, 2), "sum", "sum"))
     assert order.after[4] == (Merge(BACK, (3, 4), "sum", "out"),)
-    assert order.sums
     assert order.waiting == 12
-    # Where the result is as wide as sums, it is the sum.
     assert not order_of([ALL] * 5, 8, [True] * 5, narrow=False).sums
 
 
-def test_what_is_not_rounded_is_written_at_once_if_it_is_alone():
-    order = order_of([ALL, BACK], 8, [True] * 2, narrow=True, rounds=False)
-    assert order.direct == (False, False)
-    assert order.after == ((), (Merge(FRONT, (0,), "", "out"), Merge(BACK, (0, 1), "", "out")))
-    assert order_of([FRONT, BACK], 8, [True] * 2, narrow=True, rounds=False).direct == (True, True)
+def test_rows_of_a_part_that_are_alone_are_rounded_in_the_end():
+    order = order_of([ALL, BACK], 8, [True] * 2, narrow=True)
+    assert order.places == ("sum", "")
+    assert order.after == ((), (Merge(FRONT, (), "sum", "out"), Merge(BACK, (1,), "sum", "out")))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -57,6 +59,8 @@ def test_any_parts_add_up(narrow, seed):
     order = order_of(rows, 12, rng.random(count) < 0.7, narrow)
     out = numpy.full(wanted.shape, numpy.nan, numpy.float16 if narrow else numpy.float32)
     total, most = Growing((out,), order, "float32"), 0
+    if order.sums:
+        total._sums[0].fill(numpy.nan)
     for part in parts:
         [room] = total.room()
         if room is not None:

@@ -86,6 +86,18 @@ def test_a_plan_prints_what_it_knows():
     assert numbers["forward"]["keys_bytes"] == 2 * 2 * 8 * 8192 * 128 * 2  # two blocks of k and v
 
 
+@pytest.mark.parametrize("backend", ["numpy", "host"])
+def test_parts_take_as_much_as_float32(backend):
+    """Of a ring: a sum, and in the forward two parts that wait. Gradients of queries are added to it; those of keys too."""
+    found = plan(8, 1024, "ring", order="contiguous", backend=backend)
+    rows, keys = 64 * 1024 * 128 * 4, 2 * 8 * 1024 * 128 * 4
+    assert found.memory(7).partial == 3 * rows
+    assert found.memory(7, backward=True).partial == rows + keys
+    assert plan(8, 1024, "all_gather", order="contiguous", backend=backend).memory(7).partial == 0
+    alone = plan(8, 1024, "all_gather", order="contiguous", backend=backend).memory(7, backward=True)
+    assert alone.partial == rows + keys  # those of queries, before they are rounded
+
+
 def test_64_ranks_of_a_model_with_8_million_tokens():
     """What the forecast in the guide is made from; each scheme is near one device's rate there, since work grows as the square."""
     for scheme in ("ring", "ulysses"):

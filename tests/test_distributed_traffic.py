@@ -6,7 +6,6 @@ import tracemalloc
 import weakref
 from dataclasses import replace
 
-import numpy
 import pytest
 from ranks import ORDERS, SCHEMES, lengths_of, options_of, run
 
@@ -102,10 +101,11 @@ def test_a_ring_holds_two_blocks_of_keys(monkeypatch):
     assert all(n == 2 for n in most.values()), most
 
 
-def test_a_ring_takes_what_its_plan_says():
-    """All ranks together, as threads: blocks of keys, a partial result, and tiles that the computation itself is cut into."""
-    ranks, case = 4, Case("float32", 4096, 4096, dim=32, heads_q=2, heads_kv=2)
-    q, k, v = (x.astype(numpy.float32) for x in make_inputs(case))
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_ring_takes_what_its_plan_says(dtype):
+    """All ranks together, as threads: blocks of keys, partial results, and tiles that the computation itself is cut into."""
+    ranks, case = 4, Case(dtype, 4096, 4096, dim=32, heads_q=2, heads_kv=2)
+    q, k, v = make_inputs(case)
     parts = [[distributed.shard(x, rank, ranks).copy() for x in (q, k, v)] for rank in range(ranks)]
     peaks = {}
 

@@ -53,7 +53,11 @@ class BackwardPlan(Prepared):
             maps = backward_maps(kernel, problem)
             params = backward_params(problem, make_grouping(kernel, problem), maps)
             names = (*BACKWARD_ARRAYS, *names_of_given(p))
-            plans = _read_gradient_plans(problem, kernel)
+            plans: tuple[ReadGradientPlan, ...] = ()
+            if problem.wrt:
+                from ..plan.read_gradients import read_gradient_plans  # late: it takes the language of expressions
+
+                plans = read_gradient_plans(problem, kernel)
             workspace = joined((workspace, *(plan.workspace for plan in plans)))
             found = classified(kernel, p, by_keys=True, in_order=problem.deterministic)
             execution = Execution(kernel, launches, params, names, workspace, p.device, maps, None, found, keeps_tiles)
@@ -235,7 +239,7 @@ class BackwardPlan(Prepared):
         of_scores = self._zeros()
         gradients = _gradients(of_inputs, dsinks, of_scores, self.problem.forward.scores.captured)
         traffic = None
-        if p.zero:
+        if p.zero and not p.adds:
             for gradient in (*gradients, *([] if dsinks is None else [dsinks])):
                 gradient.fill(0)
         if self._backend == "cuda":
@@ -301,6 +305,7 @@ class BackwardPlan(Prepared):
         sinks, dsinks = (x if x is None or x.ndim == 2 else x[None] for x in (sinks, dsinks))
         lse, dlse = (x if x is None or x.ndim > 1 else x[None] for x in (lse, dlse))
         options = {"scale": p.scale, "softcap": p.softcap, "sinks": sinks, "sums_of_scores": sums}
+        before = [x.copy() for x in results] if self.problem.adds else []
         gradients = dict(zip(RESULTS, (*results, dsinks)))
         inputs = dout, q, k, v, out, lse, dlse
         if p.lengths is None:
@@ -310,6 +315,8 @@ class BackwardPlan(Prepared):
 
             numbers = dict(zip(p.lengths.names, others))
             sequences.backward(p.lengths, numbers, p.mask, inputs, options, scores, gradients)
+        for x, sum_before in zip(results, before):
+            x += sum_before
         for name, x in sums.items():
             of_scores[name][...] = x
 
@@ -366,14 +373,6 @@ def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...],
     )
     architecture = architecture_for(problem.forward.backend, problem.forward.device, arch)
     return BackwardPlan(problem, None if architecture is None else make_backward_plan(problem, architecture), keeps_tiles)
-
-
-def _read_gradient_plans(problem: BackwardProblem, kernel: KernelPlan) -> tuple[ReadGradientPlan, ...]:
-    if not problem.wrt:
-        return ()
-    from ..plan.read_gradients import read_gradient_plans  # late: it takes the language of expressions
-
-    return read_gradient_plans(problem, kernel)
 
 
 def attention_and_vjp(

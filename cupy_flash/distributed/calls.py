@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,10 @@ from ..call.captured import NOTHING, Captured, captured
 from ..call.forward import ForwardOperands, prepared
 from ..problem.dropout import Place, check_place_in_kernels
 from .blocks import Block, Group, Interval, fused, grouped
+from .growing import store
 from .merging import Order, order_of
 from .places import Placed, placed
+from .rows import zeros_like
 from .sharding import Run
 from .whole import Whole
 
@@ -69,6 +72,11 @@ class Job:
     at: Mapping[str, int]
     lengths: Mapping[str, Any] = field(default_factory=dict)
 
+    @functools.cached_property
+    def options_of_part(self) -> dict[str, Any]:
+        """The options where results are parts, which are float32 where inputs have 16 bits."""
+        return {**self.options, "float32_results": True}
+
 
 @dataclass
 class Calls:
@@ -104,24 +112,34 @@ class Calls:
             found = known["jobs", name] = tuple(map(self._job, calls_of(self.whole, kv_runs)))
         return found
 
-    def order(self, name: Any, parts: Sequence[Interval], total: int, narrow: bool, direct: Sequence[bool] | None = None) -> Order:
-        """How parts of these rows become one result; found again by a name."""
+    def order(
+        self, name: Any, parts: Sequence[Interval], total: int, narrow: bool, direct: Sequence[bool] | None = None,
+        adds: bool = False,
+    ) -> Order:  # fmt: skip
+        """How parts of these rows become one result; found again by a name. Gradients that are parts can be added."""
         known = self.whole.known
         found = known.get(("order", name, narrow))
         if found is None:
             direct = [True] * len(parts) if direct is None else direct
-            found = known["order", name, narrow] = order_of(parts, total, direct, narrow, not self.whole.widens)
+            found = known["order", name, narrow] = order_of(parts, total, direct, narrow, adds and self.whole.narrow)
         return found
 
     def forward(self, job: Job, q: Any, k: Any, v: Any, room: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Result and log-sum-exp of a job, from its own rows and keys, without sinks; where there is room for them, if there is."""
-        given = ForwardOperands(*self._wider(q, k, v), *self._places(room), None, self._captured(job))
-        found = prepared(given, job.options).run(given)
-        return self._put(found, room)
+        """Result and log-sum-exp of a job, from its own rows and keys, without sinks; where there is room for them, if there is.
 
-    def backward(self, job: Job, inputs: tuple[Any, ...], room: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        """Gradients of a job, from dout, q, k, v, out, lse and dlse of its rows of the whole and of its keys."""
-        return self._gradients(job, inputs, room)
+        Without room for it, or if that is float32, the result is a part, and not rounded.
+        """
+        given = ForwardOperands(q, k, v, *room, None, self._captured(job))
+        return prepared(given, job.options_of_part if self._is_part(room[0]) else job.options).run(given)
+
+    def backward(
+        self, job: Job, inputs: tuple[Any, ...], room: tuple[Any, Any, Any], adds: tuple[bool, bool, bool] = (False, False, False)
+    ) -> tuple[Any, Any, Any]:
+        """Gradients of a job, from dout, q, k, v, out, lse and dlse of its rows of the whole and of its keys.
+
+        Those for which `adds` says so are added to what is where there is room for them.
+        """
+        return self._gradients(job, inputs, room, adds=adds)
 
     def forward_of_heads(self, heads: tuple[int, int], q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any) -> None:
         """Attention of all rows for some heads: the first query head and the first key head are given, results are written."""
@@ -136,33 +154,35 @@ class Calls:
         return self._gradients(self._job_of_heads(heads), inputs, room, self._lengths)
 
     def _gradients(
-        self, job: Job, inputs: tuple[Any, ...], room: tuple[Any, Any, Any], lengths: Mapping[str, Any] | None = None
-    ) -> tuple[Any, Any, Any]:
+        self, job: Job, inputs: tuple[Any, ...], room: tuple[Any, Any, Any], lengths: Mapping[str, Any] | None = None,
+        adds: Sequence[bool] = (),
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
         dout, q, k, v, out, lse, dlse = inputs
-        dout, q, k, v, out = self._wider(dout, q, k, v, out)
         others = self._captured(job, lengths)
-        given = operands(dout, q, k, v, out, lse, dlse, None, *self._places(room), None, others=others)
+        # All are parts, or none: what is none among them is written from one.
+        are_parts = any(map(self._is_part, room))
+        places = [x if self._is_part(x) == are_parts else None for x in room]
+        if any(adds):  # so are the others, to zeros
+            places = [zeros_like(x, self.whole.wide) if place is None else place for place, x in zip(places, (q, k, v))]
+            for place, to, is_added in zip(places, room, adds):
+                if place is to and not is_added:
+                    place.fill(0)
+        given = operands(dout, q, k, v, out, lse, dlse, None, *places, None, others=others)
         own = {name: job.of.slopes if name == "alibi_slopes" and name not in self._arrays else name for name in self.whole.wrt}
-        options = {name: value for name, value in job.options.items() if name != "return_lse"}
+        options = {**(job.options_of_part if are_parts else job.options), "adds_results": any(adds)}
+        options = {name: value for name, value in options.items() if name != "return_lse"}
         found = prepared_backward(given, {**options, "wrt": tuple(own.values()), "deterministic": self.deterministic}).run(given)
         for name, theirs in own.items():
             part = found.darrays[theirs].astype(self.whole.wide)
             self.sums[name] = self.sums[name] + part if name in self.sums else part
-        return self._put((found.dq, found.dk, found.dv), room)
+        for x, to, place in zip(found, room, places):
+            if to is not None and place is not to:
+                store(to, x)
+        return found.dq, found.dk, found.dv
 
-    def _wider(self, *inputs: Any) -> tuple[Any, ...]:
-        return tuple(x.astype(numpy.float32) for x in inputs) if self.whole.widens else inputs
-
-    def _places(self, room: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Where kernels write: what is computed wider than it will be, is written later."""
-        return (None,) * len(room) if self.whole.widens else room
-
-    def _put(self, found: tuple[Any, ...], room: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.whole.widens:
-            for x, place in zip(found, room):
-                if place is not None:
-                    place[...] = x
-        return found
+    def _is_part(self, room: Any) -> bool:
+        """Whether what goes there, or where there is no room, is not to be rounded yet."""
+        return self.whole.narrow and (room is None or room.dtype == self.whole.wide)
 
     def _job(self, block: Block | Group) -> Job:
         whole = self.whole

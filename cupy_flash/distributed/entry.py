@@ -89,8 +89,9 @@ def attention(
 
     Notes
     -----
-    Results over parts of the keys are merged in float32. NumPy computes them in float32 as well; kernels round each to the dtype of
-    q. Sums that several ranks have a part in are added up in a fixed order, so that a repeat gives the same bits.
+    Results over parts of the keys, and gradients that come in parts, are float32 until all parts are together, and are then rounded
+    to the dtype of q, once. Sums that several ranks have a part in are added up in a fixed order, so that a repeat gives the same
+    bits.
 
     `bias`, `mask` as an array, `KeyRanges`, padded sequences and pages are for one device. Dropout drops the same pairs as on one
     device, whichever scheme and order. Kernels take parts for it that begin at multiples of 16 rows, and with 'ulysses' one batch

@@ -122,7 +122,7 @@ def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Key
     keys = gather(comm, whole, own)
     found = []
     for job in jobs_of(calls)[0]:
-        of_rows, *of_keys = gradients_of(calls, job, inputs, keys, (*dq.room(), None, None))
+        of_rows, *of_keys = gradients_of(calls, job, inputs, keys, (*dq.room(), None, None), (dq.adds, False, False))
         dq.take((of_rows,))
         found.append(of_keys)
     del keys

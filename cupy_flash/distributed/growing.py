@@ -34,25 +34,31 @@ class Growing:
 
     def room(self) -> tuple[Any, ...]:
         """Where the next part is to be written; None where it is to be in memory of its own."""
-        if self._order.direct[self._number]:
-            return tuple([rows_of(x, self._order.rows[self._number]) for x in self._targets])
-        return (None,) * len(self._targets)
+        place, rows = self._order.places[self._number], self._order.rows[self._number]
+        if not place:
+            return (None,) * len(self._outs)
+        targets = self._outs if place == "out" else self._sums
+        for nothing in self._order.cleared[self._number]:
+            for x in targets:
+                rows_of(x, nothing).fill(0)
+        return tuple([rows_of(x, rows) for x in targets])
+
+    @property
+    def adds(self) -> bool:
+        """Whether the next part is to be added to what is there."""
+        return self._order.added[self._number]
 
     def take(self, part: tuple[Any, ...]) -> None:
         """Take the next part, of the rows that the order says, and merge what is due. It is kept until then."""
         number, order = self._number, self._order
         self._number += 1
-        if not order.direct[number]:
+        if not order.places[number]:
             self._waiting[number] = part
         merges = order.after[number]
         for merge in merges:
             self._merge(merge, [self._part(i, merge.rows) for i in merge.parts])
-        if merges:
+        if any(merge.parts for merge in merges):  # which are all that wait
             self._waiting.clear()
-
-    @property
-    def _targets(self) -> tuple[Any, ...]:
-        return self._outs
 
     def _part(self, number: int, rows: Interval) -> tuple[Any, ...]:
         first, stop = self._order.rows[number]
@@ -88,16 +94,10 @@ class Results(Growing):
         self.out, self.lse = out, lse
         super().__init__((out,), order, wide)
 
-    @property
-    def _targets(self) -> tuple[Any, ...]:
-        return self.out, self.lse[..., None]
-
     def room(self) -> tuple[Any, ...]:
         """Where the next part is to be written; None where it is to be in memory of its own."""
-        if self._order.direct[self._number]:
-            rows = self._order.rows[self._number]
-            return rows_of(self.out, rows), _some_of_lse(self.lse, rows)
-        return None, None
+        [out] = super().room()
+        return out, None if out is None else _some_of_lse(self.lse, self._order.rows[self._number])
 
     def _part(self, number: int, rows: Interval) -> tuple[Any, ...]:
         first, stop = self._order.rows[number]

@@ -1,7 +1,9 @@
 """In which order the parts of a result become one: so that little is read and written besides.
 
-The first part of a row is written where the result goes. Parts that follow wait, two of them at most, and are then merged in one
-pass into a wider sum; the last of a row are merged into the result itself.
+Parts are as wide as sums, so that nothing is rounded but the result, once. The first part of a row is written where the sum is,
+which is where the result goes if that is as wide. Gradients that follow are added there by what computes them. Other parts wait,
+two of them at most, and are then merged in one pass into the sum; the last of a row are merged into the result. A part that is
+alone is the result.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class Merge:
     ----------
     rows : (int, int)
     parts : tuple of int
-        The numbers of the parts.
+        The numbers of the parts; none if what there is only moves.
     base : str
         What they are merged with: 'out', 'sum', or '' if they are the first.
     into : str
@@ -44,8 +46,12 @@ class Order:
     ----------
     rows : tuple of (int, int)
         Those of each part, in the order in which parts come.
-    direct : tuple of bool
-        Which of them are written where the result goes.
+    places : tuple of str
+        Where each is written: 'out' or 'sum', or '' for memory of its own, where it waits.
+    added : tuple of bool
+        Which are added to what is there.
+    cleared : tuple of tuple of (int, int)
+        Of these, the rows where nothing is yet.
     after : tuple of tuple of Merge
         What is merged once each part is there.
     nothing : tuple of (int, int)
@@ -53,27 +59,34 @@ class Order:
     """
 
     rows: tuple[Interval, ...]
-    direct: tuple[bool, ...]
+    places: tuple[str, ...]
+    added: tuple[bool, ...]
+    cleared: tuple[tuple[Interval, ...], ...]
     after: tuple[tuple[Merge, ...], ...]
     nothing: tuple[Interval, ...]
 
     @property
     def sums(self) -> bool:
         """Whether memory for sums is needed."""
-        return any(merge.into == "sum" for merges in self.after for merge in merges)
+        return "sum" in self.places or any(merge.into == "sum" for merges in self.after for merge in merges)
 
     @property
     def waiting(self) -> int:
         """Rows of parts that are in memory of their own at the same time, at most."""
         most = held = 0
-        for (first, stop), direct, merges in zip(self.rows, self.direct, self.after):
-            held += 0 if direct else stop - first
+        for (first, stop), place, merges in zip(self.rows, self.places, self.after):
+            held += 0 if place else stop - first
             most = max(most, held)
-            held = 0 if merges else held
+            held = 0 if any(merge.parts for merge in merges) else held
         return most
 
+    @property
+    def alone(self) -> int:
+        """Rows of the largest part that is written where the result goes."""
+        return max((stop - first for (first, stop), place in zip(self.rows, self.places) if place == "out"), default=0)
 
-def order_of(rows: Sequence[Interval], total: int, direct: Sequence[bool], narrow: bool, rounds: bool = True) -> Order:
+
+def order_of(rows: Sequence[Interval], total: int, direct: Sequence[bool], narrow: bool, adds: bool = False) -> Order:
     """The order for parts with these rows.
 
     Parameters
@@ -82,37 +95,42 @@ def order_of(rows: Sequence[Interval], total: int, direct: Sequence[bool], narro
     total : int
         Rows of the result.
     direct : sequence of bool
-        Which parts can be written where the result goes.
+        Which parts can be written where others are added to them.
     narrow : bool
-        Whether the result is of a narrower dtype than sums, which then need memory of their own.
-    rounds : bool
-        Whether parts are of the dtype of the result anyway. If not, only one that is alone is written there.
+        Whether the result is of a narrower dtype than sums and parts. Sums then need memory of their own, and only a part that is
+        alone is written where the result goes.
+    adds : bool
+        Whether what computes these parts can also add them to what is there, so that none of them has to wait.
     """
     ends = sorted({0, total, *(end for part in rows for end in part)})
     having = {(a, b): [i for i, part in enumerate(rows) if part[0] <= a and b <= part[1]] for a, b in pairwise(ends)}
-
-    def first(i: int) -> bool:
-        own = [parts for (a, b), parts in having.items() if rows[i][0] <= a and b <= rows[i][1]]
-        return all(parts[0] == i and (rounds or len(parts) == 1) for parts in own)
-
-    at_once = tuple(can and first(i) for i, can in enumerate(direct))
     there, waiting, after = dict.fromkeys(having, ""), [], []
+    places, added, cleared = [], [], []
     for i in range(len(rows)):
-        merges: list[Merge] = []
-        if at_once[i]:
-            there |= {atom: "out" for atom, parts in having.items() if i in parts}
+        own = [atom for atom, parts in having.items() if i in parts]
+        is_first = all(having[atom][0] == i for atom in own)
+        alone = all(len(having[atom]) == 1 for atom in own)
+        places.append(("sum" if narrow and not alone else "out") if direct[i] and (is_first or adds) else "")
+        added.append(bool(places[i]) and any(there[atom] for atom in own))
+        cleared.append(tuple(atom for atom in own if added[i] and not there[atom]))
+        if places[i]:
+            there |= dict.fromkeys(own, places[i])
         else:
             waiting.append(i)
-        if len(waiting) == WAITING or i == len(rows) - 1:
-            for atom, parts in having.items():
-                own = tuple(part for part in waiting if part in parts)
-                if own:
-                    into = "sum" if narrow and parts[-1] > i else "out"
-                    _append(merges, Merge(atom, own, there[atom], into))
-                    there[atom] = into
+        merges: list[Merge] = []
+        is_last = i == len(rows) - 1
+        ends_waiting = len(waiting) == WAITING or is_last
+        for atom, parts in having.items():
+            due = tuple(part for part in waiting if part in parts)
+            if (due and ends_waiting) or (is_last and there[atom] == "sum"):
+                into = "sum" if narrow and parts[-1] > i else "out"
+                _append(merges, Merge(atom, due, there[atom], into))
+                there[atom] = into
+        if ends_waiting:
             waiting = []
         after.append(tuple(merges))
-    return Order(tuple(rows), at_once, tuple(after), tuple(atom for atom, parts in having.items() if not parts))
+    nothing = tuple(atom for atom, parts in having.items() if not parts)
+    return Order(tuple(rows), tuple(places), tuple(added), tuple(cleared), tuple(after), nothing)
 
 
 def _append(merges: list[Merge], merge: Merge) -> None:

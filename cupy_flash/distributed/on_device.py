@@ -89,7 +89,10 @@ def _of_lse(names: tuple[str, ...]) -> Any:
 
 
 def merge(into: Any, base: Any, lse: Any, parts: list[tuple[Any, Any]]) -> None:
-    """Merge one or two results over other keys, and `base` if there is any, whose log-sum-exp `lse` has, which is overwritten."""
+    """Merge at most two results over other keys, and `base` if there is any, whose log-sum-exp `lse` has, which is overwritten."""
+    if not parts:
+        add([into], [base], [])
+        return
     given = [*([] if base is None else [(base, lse)]), *parts]
     names = tuple("abc"[: len(given)])
     lses = [x for _, x in given]
@@ -99,8 +102,8 @@ def merge(into: Any, base: Any, lse: Any, parts: list[tuple[Any, Any]]) -> None:
 
 
 def add(intos: Sequence[Any], bases: Sequence[Any], parts: Sequence[Sequence[Any]]) -> None:
-    """Add one or two parts, and bases if there are any, in this order: to several sums in one pass, if they are of one shape."""
-    of_sums = [list(of) if base is None else [base, *of] for base, of in zip(bases, zip(*parts))]
+    """Add at most two parts, and bases if there are any, in this order: to several sums in one pass, if they are of one shape."""
+    of_sums = [[*([] if base is None else [base]), *(part[i] for part in parts)] for i, base in enumerate(bases)]
     first, into, names = of_sums[0], intos[0], tuple("abc"[: len(of_sums[0])])
     dtypes = tuple([x.dtype for x in first])
     if all(x.shape == into.shape for x in intos):

@@ -142,12 +142,8 @@ def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Key
             continue
         part = Keys.room(own, runs_seen(whole, rank, source), whole.wide)
         places = part_rows(whole, source, steps[step])
-        direct = [part.k.dtype == own.k.dtype] * len(places)
-        rows = part.k.shape[-2]
-        _gradients(
-            calls, steps[step], inputs, ring.held, dq,
-            Growing((part.k, part.v), calls.order(("part", step), places, rows, False, direct), whole.wide),
-        )  # fmt: skip
+        order = calls.order(("part", step), places, part.k.shape[-2], False, adds=True)
+        _gradients(calls, steps[step], inputs, ring.held, dq, Growing((part.k, part.v), order, whole.wide))
         home.send(source, part, others[step - 1])
     home.end()
 
@@ -161,18 +157,21 @@ def part_rows(whole: Whole, source: int, jobs: Sequence[Job]) -> list[Interval]:
 
 def _gradients(calls: Calls, jobs: Sequence[Job], inputs: tuple[Any, ...], held: Keys, dq: Growing, dkv: Growing) -> None:
     for job in jobs:
-        found = gradients_of(calls, job, inputs, held, (*dq.room(), *dkv.room()))
+        adds = dq.adds, dkv.adds, dkv.adds
+        found = gradients_of(calls, job, inputs, held, (*dq.room(), *dkv.room()), adds)
         dq.take(found[:1])
         dkv.take(found[1:])
 
 
-def gradients_of(calls: Calls, job: Job, inputs: tuple[Any, ...], held: Keys, room: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    """The gradients of one job, of its rows and of its keys."""
+def gradients_of(
+    calls: Calls, job: Job, inputs: tuple[Any, ...], held: Keys, room: tuple[Any, Any, Any], adds: tuple[bool, bool, bool]
+) -> tuple[Any, Any, Any]:
+    """The gradients of one job, of its rows and of its keys; which of them are added to what is there."""
     dout, q, out, lse, dlse = inputs
     rows = slice(*job.rows)
     dout, q, out = (rows_of(x, job.rows) for x in (dout, q, out))
     lse, dlse = lse[..., rows], None if dlse is None else dlse[..., rows]
-    return calls.backward(job, (dout, q, rows_of(held.k, job.keys), rows_of(held.v, job.keys), out, lse, dlse), room)
+    return calls.backward(job, (dout, q, rows_of(held.k, job.keys), rows_of(held.v, job.keys), out, lse, dlse), room, adds)
 
 
 class Home:
@@ -205,7 +204,7 @@ class Home:
         rows = [*parts, *(own for other in others for own, _ in self._places(other))]
         narrow = dkv[0].dtype != wide
         can = [direct] * len(parts) + [False] * (len(rows) - len(parts))
-        self.own = Growing(dkv, calls.order(("home", name), rows, dkv[0].shape[-2], narrow, can), wide)
+        self.own = Growing(dkv, calls.order(("home", name), rows, dkv[0].shape[-2], narrow, can, adds=True), wide)
         self._pending = self._part = self._coming = self._other = None
 
     def send(self, owner: int, part: Keys, other: int) -> None:

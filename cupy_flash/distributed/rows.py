@@ -139,6 +139,11 @@ class Keys:
                 rows_of(own, to)[...] = rows_of(of, at)
 
 
+def zeros_like(like: Any, dtype: Any) -> Any:
+    """Zeros of a dtype in the shape of another array, one row behind the other."""
+    return library(like).zeros(like.shape, dtype)
+
+
 def empty_rows(like: Any, rows: int, dtype: Any = None) -> Any:
     """An array of so many rows in the shape of another, with its rows outermost in memory."""
     *lead, _, dim = like.shape

@@ -154,7 +154,7 @@ def run_forward(call: Call) -> tuple[Any, Any]:
         ulysses.forward(call.comm, calls, q, *(call.inputs[name] for name in "kv"), call.sinks, out, lse)
         return out, lse
     scheme = ring if call.scheme == "ring" else gathered
-    results = Results(out, lse, _order(calls, call.scheme, scheme.jobs_of(calls), rows, out.dtype, q.dtype), whole.wide)
+    results = Results(out, lse, _order(calls, call.scheme, scheme.jobs_of(calls), rows, out.dtype), whole.wide)
     scheme.forward(call.comm, calls, q, call.own, results)
     if sinks:
         results.add_sinks(call.sinks)
@@ -175,7 +175,7 @@ def run_backward(call: Call, deterministic: bool) -> Gradients:
         ulysses.backward(call.comm, calls, of_rows, k, v, (dq, dk, dv))
     else:
         scheme = ring if call.scheme == "ring" else gathered
-        order = _order(calls, call.scheme, scheme.jobs_of(calls), q.shape[-2], q.dtype, q.dtype)
+        order = _order(calls, call.scheme, scheme.jobs_of(calls), q.shape[-2], q.dtype, call.scheme == "ring")
         scheme.backward(call.comm, calls, of_rows, call.own, Growing((dq,), order, whole.wide), (dk, dv))
     shared = _of_all_ranks(call, calls, of_rows)
     names = call.whole.problem.scores.captured
@@ -184,10 +184,10 @@ def run_backward(call: Call, deterministic: bool) -> Gradients:
     return Gradients(dq, dk, dv, dsinks=shared.get("sinks "), **options, darrays=darrays)
 
 
-def _order(calls: Calls, scheme: str, jobs: tuple[tuple[Job, ...], ...], rows: int, dtype: Any, of_parts: Any) -> Order:
+def _order(calls: Calls, scheme: str, jobs: tuple[tuple[Job, ...], ...], rows: int, dtype: Any, adds: bool = False) -> Order:
     """In which order the jobs' results become one of a dtype."""
     parts = [job.rows for step in jobs for job in step]
-    return calls.order((scheme, str(dtype)), parts, rows, dtype != calls.whole.wide, [dtype == of_parts] * len(parts))
+    return calls.order((scheme, str(dtype), adds), parts, rows, dtype != calls.whole.wide, adds=adds)
 
 
 def _of_all_ranks(call: Call, calls: Calls, of_rows: tuple[Any, ...]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _ring(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
     size, last = whole.size, ring.hops(whole)
     of_steps = [_fused(whole, ring.held_runs(whole, step, rank), rank) for step in range(last + 1)]
     steps = []
-    for step, (blocks, merged) in enumerate(zip(of_steps, _merged(whole, of_steps, rank, backward))):
+    for step, (blocks, merged) in enumerate(zip(of_steps, _merged(whole, of_steps, rank, backward, "ring"))):
         source = (rank - step) % size
         goes, comes = (), ()
         if step < last:
@@ -111,7 +111,7 @@ def _all_gather(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
     goes = [length(common(runs[rank], gathered.needs(whole, other))) * row for other in others]
     comes = [length(common(runs[other], mine)) * row for other in others]
     blocks = _fused(whole, gathered.held_runs(whole, rank), rank)
-    [merged] = _merged(whole, [blocks], rank, backward)
+    [merged] = _merged(whole, [blocks], rank, backward, "all_gather")
     steps = [Step((), Exchange(sum(goes), sum(comes), _some(goes, comes)))]
     steps.append(Step(tuple((block, whole.problem.heads_q) for block in blocks), merged=merged))
     if backward:
@@ -160,33 +160,40 @@ def _fused(whole: Whole, keys: Sequence[Run], rank: int) -> list[Block]:
     return fused(whole.blocks(keys, rank), whole.movable)
 
 
-def _order(whole: Whole, of_steps: Sequence[Sequence[Block]], rank: int, backward: bool, widens: bool) -> Order:
+def _order(whole: Whole, of_steps: Sequence[Sequence[Block]], rank: int, backward: bool, scheme: str) -> Order:
     """In which order the results of blocks, or the gradients of their queries, become those of this rank."""
     parts = [block.rows for blocks in of_steps for block in blocks]
     sinks = not backward and whole.problem.sinks is not None
-    narrow = not sinks and _narrow(whole)
-    return order_of(parts, whole.rows_q[rank], [not sinks or not _narrow(whole)] * len(parts), narrow, not widens)
+    adds = backward and scheme == "ring" and whole.narrow
+    return order_of(parts, whole.rows_q[rank], [True] * len(parts), whole.narrow and not sinks, adds)
 
 
-def _merged(whole: Whole, of_steps: Sequence[Sequence[Block]], rank: int, backward: bool) -> list[int]:
+def _merged(whole: Whole, of_steps: Sequence[Sequence[Block]], rank: int, backward: bool, scheme: str) -> list[int]:
     """Bytes that merging reads and writes in each step, on a device."""
-    p, order, found, after = whole.problem, _order(whole, of_steps, rank, backward, widens=False), [], 0
+    p, order, found, after = whole.problem, _order(whole, of_steps, rank, backward, scheme), [], 0
     row = p.heads_q * _product(whole.batch) * (p.dim if backward else p.dim_v)
     size, wide = ITEMSIZE[p.dtype], ITEMSIZE[whole.wide]
     sinks = not backward and p.sinks is not None
     of = {"": 0, "out": wide if sinks else ITEMSIZE[p.dtype], "sum": wide}
     for blocks in of_steps:
-        merges = [merge for merges in order.after[after : after + len(blocks)] for merge in merges]
-        after += len(blocks)
-        each = ((merge.rows[1] - merge.rows[0]) * (of[merge.base] + len(merge.parts) * size + of[merge.into]) for merge in merges)
-        found.append(row * sum(each))
+        own = slice(after, after + len(blocks))
+        after = own.stop
+        each = [
+            (merge.rows[1] - merge.rows[0]) * (of[merge.base] + len(merge.parts) * wide + of[merge.into])
+            for merges in order.after[own] for merge in merges
+        ]  # fmt: skip
+        # Gradients that come with parts are float32 as well, if they are alone.
+        rounded = [rows[1] - rows[0] for rows, place in zip(order.rows[own], order.places[own]) if place == "out"]
+        added = [rows[1] - rows[0] for rows, is_added in zip(order.rows[own], order.added[own]) if is_added]
+        found.append(row * (sum(each) + sum(added) * wide + _has_parts(whole, backward) * sum(rounded) * (wide + size)))
     if sinks:  # which are merged with all, which then is of the dtype of results
         found[-1] += row * whole.rows_q[rank] * (3 * wide + ITEMSIZE[p.dtype])
     return found
 
 
-def _narrow(whole: Whole) -> bool:
-    return ITEMSIZE[whole.problem.dtype] < ITEMSIZE[whole.wide]
+def _has_parts(whole: Whole, backward: bool) -> bool:
+    """Whether gradients of keys come in parts, so that each call leaves float32."""
+    return backward and whole.narrow and whole.size > 1
 
 
 def _whole_blocks(whole: Whole, every: list[Run]) -> list[Block]:
@@ -200,15 +207,20 @@ def memory_of(whole: Whole, scheme: str, rank: int, backward: bool = False) -> M
         steps = _ulysses(whole, rank, backward)
         mine = steps[0].exchange.received * whole.size // max(whole.size - 1, 1)
         results = steps[-1].exchange.sent * whole.size // max(whole.size - 1, 1)
-        sums = backward * ulysses.side_of(whole, True).shared * whole.rows_kv[rank] * wide
+        sums = 0
+        if backward and ulysses.side_of(whole, True).shared:
+            # Gradients of queries are in float32 first, as those of keys are.
+            (first, stop), p = ulysses.heads_of(whole, rank), whole.problem
+            of_queries = whole.narrow * (stop - first) * sum(whole.rows_q) * p.dim * _product(whole.of_q.shape[:-3])
+            sums = whole.rows_kv[rank] * wide + of_queries * ITEMSIZE[whole.wide]
         return Memory(mine + steps[0].exchange.sent, results + steps[-1].exchange.received + sums)
     of_steps = [[block for block, _ in step.blocks] for step in steps_of(whole, scheme, rank, backward)]
-    partial = _partial(whole, of_steps, rank, backward)
+    partial = _partial(whole, of_steps, rank, backward, scheme)
     # Gradients of this rank's own keys, where results are narrower: of a call, and the sum of them.
-    sums = backward * _narrow(whole) * whole.rows_kv[rank] * wide
+    sums = backward * whole.narrow * whole.rows_kv[rank] * wide
     if scheme == "all_gather":
         keys = length(gathered.needs(whole, rank)) if whole.size > 1 else 0
-        given = sum(block.keys[1] - block.keys[0] for blocks in of_steps for block in blocks) * row
+        given = sum(block.keys[1] - block.keys[0] for blocks in of_steps for block in blocks) * wide
         home = max((length(whole.reach(rank, owner)) for owner in range(whole.size) if owner != rank), default=0)
         received = max((length(whole.reach(other, rank)) for other in range(whole.size) if other != rank), default=0)
         return Memory(max(keys * row, backward * (home + received) * wide) + backward * given, partial + sums)
@@ -220,15 +232,15 @@ def memory_of(whole: Whole, scheme: str, rank: int, backward: bool = False) -> M
     return Memory(max([2 * own, *pairs], default=0) * row + backward * 3 * home * wide, partial + sums)
 
 
-def _partial(whole: Whole, of_steps: Sequence[Sequence[Block]], rank: int, backward: bool) -> int:
+def _partial(whole: Whole, of_steps: Sequence[Sequence[Block]], rank: int, backward: bool, scheme: str) -> int:
     """Bytes of results that wait to be merged, of a sum of them that is wider, and of a result that is wider than what is given."""
-    p, order = whole.problem, _order(whole, of_steps, rank, backward, whole.widens)
-    size, wide = ITEMSIZE[whole.wide if whole.widens else p.dtype], ITEMSIZE[whole.wide]
-    sinks = not backward and p.sinks is not None and _narrow(whole)
-    # What is computed wider than it is kept is in memory of its own first.
-    tallest = max((rows[1] - rows[0] for rows in order.rows), default=0) if whole.widens else 0
-    rows = max(order.waiting, tallest) * size + (order.sums or sinks) * whole.rows_q[rank] * wide
-    return p.heads_q * _product(whole.batch) * (p.dim if backward else p.dim_v) * rows
+    p, order = whole.problem, _order(whole, of_steps, rank, backward, scheme)
+    sinks = not backward and p.sinks is not None and whole.narrow
+    # Gradients that are alone are in memory of their own first, if others of the same call are parts.
+    rounded = _has_parts(whole, backward) * order.alone
+    sums = (order.sums and whole.narrow) or sinks
+    rows = order.waiting + rounded + sums * whole.rows_q[rank]
+    return p.heads_q * _product(whole.batch) * (p.dim if backward else p.dim_v) * rows * ITEMSIZE[whole.wide]
 
 
 def _some(*sides: list[int]) -> int:

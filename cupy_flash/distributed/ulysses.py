@@ -15,7 +15,6 @@ from .bits import raw
 from .blocks import Interval
 from .calls import Calls
 from .communicator import Communicator
-from .growing import store
 from .rows import empty_rows, library, outermost
 from .sharding import Run
 from .whole import Whole
@@ -208,14 +207,10 @@ def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], k: Any, 
     found = [empty_rows(x, x.shape[-2], whole.wide if shared and x is not q else x.dtype) for x in (q, k, v)]
     for heads, key_heads in even_groups(whole, whole.rank):
         own, keys = _counted_from(heads, heads_of(whole, whole.rank)), _counted_from(key_heads, key_heads_of(whole, whole.rank))
-        places = tuple(_of_heads(x, of) for x, of in zip(found, (own, keys, keys)))
-        room = tuple(x if whole.widens or x.dtype == q.dtype else None for x in places)
+        room = tuple(_of_heads(x, of) for x, of in zip(found, (own, keys, keys)))
         given = [_of_heads(x, of) for x, of in ((dout, own), (q, own), (k, keys), (v, keys), (out, own))]
         given += [x if x is None else x[..., slice(*own), :] for x in of_lse]
-        gradients = calls.backward_of_heads((heads[0], key_heads[0]), tuple(given), room)
-        for place, to, part in zip(room, places, gradients):
-            if place is None:
-                store(to, part)
+        calls.backward_of_heads((heads[0], key_heads[0]), tuple(given), room)
     del dout, q, k, v, out, of_lse
     for x, to, of_keys in zip(found, results, (False, True, True)):
         change.to_rows(x, to, of_keys)

@@ -75,9 +75,9 @@ class Whole:
         return self.inputs[2]
 
     @property
-    def widens(self) -> bool:
-        """Whether parts are computed of wider copies, so that partial results are not rounded: NumPy computes in float32 anyway."""
-        return self.problem.backend == "numpy" and self.problem.dtype in ("float16", "bfloat16")
+    def narrow(self) -> bool:
+        """Whether results are of a narrower dtype than their parts, which are not rounded before they are together."""
+        return self.problem.dtype != self.wide
 
     @property
     def movable(self) -> bool:

@@ -11,6 +11,7 @@ from ..problem.forward import Problem
 from ..problem.layout import Layout
 from ..problem.read_gradients import check_sums
 from .architecture import Architecture
+from .copies import copy_size
 from .expression_text import ExpressionText
 from .kernel import (
     KernelPlan,
@@ -18,7 +19,6 @@ from .kernel import (
     check_kind,
     checked,
     configure,
-    copy_size,
     explicit_scores,
     kind_of_sinks,
     padded,
@@ -97,6 +97,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
             problem=p,
             expressions=expressions,
             tile_list=bool(expressions.takes_part) and kernel in LISTED and p.lengths is None,
+            adds=problem.adds,
         ),
         expressions=expressions,
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores))),
@@ -127,6 +128,11 @@ def _row_for(
     return row_for(kernel, architecture, p.dtype, _width(p), len_q, copy_bytes, *kinds, lengths=lengths, rows=rows)
 
 
+def _in_maps(problem: Problem) -> tuple[str, ...]:
+    """The arrays that TMA moves: what is stored in float32, lanes store."""
+    return IN_MAPS[: -len(GRADIENTS)] if problem.has_wider_results else IN_MAPS
+
+
 def _layouts(problem: BackwardProblem) -> dict[str, Layout]:
     """All arrays that have the batch axes: these are merged where all step through them as through one."""
     return {name: layout for name, layout in problem.layouts.items() if layout is not None} | problem.forward.scores.layouts
@@ -151,7 +157,7 @@ def _backward_kernel(problem: BackwardProblem, architecture: Architecture, expre
     if not exists:
         why_not = f"there is no other one for {p.dtype} on {architecture}"
     else:
-        why_not = obstacle(p.batch, _layouts(problem), IN_MAPS, GRADIENTS)
+        why_not = obstacle(p.batch, _layouts(problem), _in_maps(p), () if p.has_wider_results else GRADIENTS)
         why_not = why_not and f"no TMA: {why_not}"
     for kernel in kernels:
         if not why_not and any(row.width >= _width(p) and not (explicit and row.plain_scores) for row in tables[kernel]):
@@ -271,6 +277,7 @@ def backward_maps(plan: KernelPlan, problem: BackwardProblem) -> dict[str, Tenso
         return {}
     keys, queries = plan.config.TILE_KV, plan.config.TILE_Q
     boxes = dict(zip(IN_MAPS, (queries, keys, keys, queries, WARP_ROWS, WARP_ROWS, WARP_ROWS)))
+    boxes = {name: boxes[name] for name in _in_maps(problem.forward)}
     boxes |= {"bias": queries} if plan.config.STAGED_BIAS else {}
     layouts = _layouts(problem)
     return {f"{name}_map": described for name, described in tensor_maps(problem.forward.batch, layouts, boxes).items()}

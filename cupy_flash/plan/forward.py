@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..errors import UnsupportedError
 from ..problem.forward import Problem
 from .architecture import Architecture
+from .copies import copy_size
 from .expression_text import ExpressionText
 from .kernel import (
     KernelPlan,
@@ -15,7 +16,6 @@ from .kernel import (
     check_kind,
     checked,
     configure,
-    copy_size,
     explicit_scores,
     kind_of_sinks,
     layouts_of,
@@ -75,13 +75,14 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     widest = max(width, width_v)
     pack_gqa = problem.mask.queries is not None
     split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked)
+    # Rows for few queries leave registers to tell which query of its head a row is, and where results in float32 go.
+    crowded = kernel == "fwd_v2" and (pack_gqa or _crowded_by_results(problem, architecture, copy_bytes))
     row = row_for(
         kernel,
         architecture,
         problem.dtype,
         widest,
-        # Rows for few queries leave registers to tell which query of its head a row is.
-        min(problem.len_q, SHORT) if pack_gqa and kernel == "fwd_v2" else row_length(problem),
+        min(problem.len_q, SHORT) if crowded else row_length(problem),
         copy_bytes,
         explicit,
         mask=problem.mask.shape,
@@ -92,7 +93,8 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     )
     if split and kernel == "fwd_v2":
         row = deeper(row, architecture, 4 if problem.dtype == "float32" else 2, width, width_v)
-    if copy_bytes < 16 or problem.lengths is not None:  # TMA would write beyond a row's end, see `obstacle`, or that of a sequence
+    if copy_bytes < 16 or problem.lengths is not None or problem.has_wider_results:
+        # TMA would write beyond a row's end, see `obstacle`, or that of a sequence; and shared memory has no room for float32.
         row = replace(row, tma_store_out=False)
     listed = bool(expressions.takes_part) and kernel in LISTED and problem.lengths is None
     rises = problem.scores.alibi_slopes is not None and problem.mask.shape == "causal" and kernel == "fwd_hopper"
@@ -130,6 +132,8 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
     if problem.scores and problem.algorithm == "v1":
         expected = "'auto' or 'v2' with score, mask, bias, alibi_slopes or dropout"
         raise UnsupportedError(f"algorithm: expected {expected}, got 'v1'")
+    if problem.has_wider_results and problem.algorithm == "v1":
+        raise UnsupportedError("algorithm: expected 'auto' or 'v2' for results in float32, got 'v1'")
     if problem.lengths is not None:
         return _varlen_kernel(problem, architecture, expressions)
     if asked in ("fwd_v1", "fwd_v2"):
@@ -197,6 +201,12 @@ def _crowded(problem: Problem, architecture: Architecture, expressions: Expressi
     if any(row.width >= widest and not (problem.lengths and row.without_lengths) for row in rows):
         return ""
     return "fwd_hopper has no registers for what is asked for each pair"
+
+
+def _crowded_by_results(problem: Problem, architecture: Architecture, copy_bytes: int) -> bool:
+    """Whether fwd_v2 would spill registers where its results are float32, as compiled for each."""
+    narrow = max(problem.dim, problem.dim_v) <= 64 and architecture.number >= 120
+    return problem.has_wider_results and (copy_bytes == 0 or narrow)
 
 
 def _crowded_by_pages(problem: Problem) -> bool:

@@ -50,6 +50,8 @@ class Config:
     TILE_LIST: bool
     DROPOUT: bool
     PLACED: bool
+    FLOAT32_RESULTS: bool
+    ADD_RESULTS: bool
     TILE_Q: int
     TILE_KV: int
     Q_TILES: int
@@ -201,6 +203,7 @@ class KernelPlan:
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
         words += ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
+        words += ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
         return "-".join(words)
 
@@ -331,6 +334,7 @@ def configure(
     expressions: ExpressionText = NOTHING,
     tile_list: bool = False,
     from_last: bool = False,
+    adds: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     lengths = None if problem is None else problem.lengths
@@ -354,6 +358,8 @@ def configure(
         "TILE_LIST": tile_list,
         "DROPOUT": problem is not None and problem.scores.dropout is not None,
         "PLACED": problem is not None and problem.scores.place is not None,
+        "FLOAT32_RESULTS": problem is not None and problem.has_wider_results,
+        "ADD_RESULTS": adds,
         "SOFTCAP": problem is None or expressions.kind == "UNCHANGED" or problem.softcap is not None,
         "ROTATE_Q": False,
     }
@@ -369,31 +375,3 @@ def layouts_of(problem: Problem) -> dict[str, Layout]:
 def padded(dim: int) -> int:
     """The compiled width that serves a head dim."""
     return next(width for width in WIDTHS if width >= dim)
-
-
-def copy_size(layouts: dict[str, Layout]) -> tuple[int, str]:
-    """The most bytes that may move at once: 16, 8, 4, or 0 for single elements; and what keeps it below 16."""
-    why = ""
-    for size in (16, 8, 4):
-        obstacle = next(filter(None, (_obstacle(name, layout, size) for name, layout in layouts.items())), None)
-        if obstacle is None:
-            return size, why and f"copies of {size} bytes: {why}"
-        why = why or obstacle
-    return 0, f"copies of single elements: {obstacle}"
-
-
-def _obstacle(name: str, layout: Layout, size: int) -> str | None:
-    """Why an array cannot be moved `size` bytes at a time, or None."""
-    if 0 in layout.shape:
-        return None
-    *axes, (dim, step) = zip(layout.shape, layout.strides)
-    if dim > 1 and step != 1:
-        return f"elements of {name} are {step * layout.itemsize} bytes apart"
-    if layout.alignment % size:
-        return f"{name} starts at a multiple of {layout.alignment} bytes only"
-    if dim * layout.itemsize % size:
-        return f"rows of {name} have {dim * layout.itemsize} bytes"
-    for axis_size, stride in axes:
-        if axis_size > 1 and stride * layout.itemsize % size:
-            return f"an axis of {name} has a stride of {stride * layout.itemsize} bytes"
-    return None

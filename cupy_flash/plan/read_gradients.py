@@ -13,6 +13,7 @@ from ..problem.expression.operations import apply
 from ..problem.expression.tree import Literal, Node
 from ..problem.read_gradients import ReadGradient, read_gradients
 from .backward import delta_sign
+from .copies import copy_size
 from .expression_text import ExpressionText, Pressure
 from .expressions import ELEMENTS, distance_tree, written
 from .hoisting import EXACT, places_as_floats
@@ -21,7 +22,6 @@ from .kernel import (
     Launch,
     checked,
     configure,
-    copy_size,
     explicit_scores,
     kind_of_sinks,
     padded,

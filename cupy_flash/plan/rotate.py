@@ -8,7 +8,8 @@ from ..problem.layout import ITEMSIZE, Layout
 from ..problem.rotate import RotateProblem
 from ..problem.rotation import Rotation
 from .architecture import Architecture
-from .kernel import KernelPlan, Launch, check_kind, checked, configure, copy_size
+from .copies import copy_size
+from .kernel import KernelPlan, Launch, check_kind, checked, configure
 from .tuning import TileConfig
 
 TILE = TileConfig(32, 32, 16, "lanes take chunks of rows, of any width", stages=1, min_blocks=1)

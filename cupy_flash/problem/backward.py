@@ -27,7 +27,7 @@ class BackwardProblem:
     `forward` is the attention that is differentiated; its `out` and `lse` are the arrays that it left. `dout` and `dlse` have their
     full axes as well. `dq`, `dk` and `dv` have the axes of their inputs, in the order of kernels: a gradient is summed over the
     batch axes along which its input was broadcast. `seen` has the arrays of a call, in order, as the user sees them. `wrt` are the
-    names of what else gradients are asked for.
+    names of what else gradients are asked for. With `adds`, gradients are added to what there is.
     """
 
     forward: Problem
@@ -41,6 +41,7 @@ class BackwardProblem:
     deterministic: bool
     kernel: str | None
     wrt: tuple[str, ...] = ()
+    adds: bool = False
 
     @property
     def layouts(self) -> dict[str, Layout | None]:
@@ -125,7 +126,8 @@ def make_backward_problem(
     UnsupportedError
         For arguments that have a meaning but no implementation.
     """
-    forward = make_problem(q, k, v, replace(options, kernel=None), sinks=sinks, operands=operands, arrays=arrays)
+    adds, of_forward = check_flag("adds_results", options.adds_results), replace(options, kernel=None, adds_results=False)
+    forward = make_problem(q, k, v, of_forward, sinks=sinks, operands=operands, arrays=arrays)
     if forward.algorithm == "v1":
         raise UnsupportedError("algorithm: expected 'auto' or 'v2' for a backward, got 'v1', which is a forward only")
     wrt = check_wrt(wrt, forward.scores)
@@ -141,8 +143,11 @@ def make_backward_problem(
     gradients = {}
     for name, source, result in (("dq", q, dq), ("dk", k, dk), ("dv", v, dv)):
         if result is not None:
-            check_result(name, result, source.shape, q.dtype, q.device)
-        gradients[name] = result or result_layout(source, source.shape)
+            check_result(name, result, source.shape, forward.dtype_of_results, q.device)
+        gradients[name] = result or result_layout(source, source.shape, forward.dtype_of_results)
+
+    if adds and not (forward.has_wider_results and sinks is None and None not in (dq, dk, dv)):
+        raise UnsupportedError("adds_results: expected gradients in float32 of inputs of 16 bits without sinks, all of them given")
 
     if sinks is not None:
         dense = dense_layout(sinks.shape, reversed(range(len(sinks.shape))), sinks.dtype, sinks.device)
@@ -171,6 +176,7 @@ def make_backward_problem(
         deterministic=check_flag("deterministic", deterministic),
         kernel=options.resolve_backward_kernel(forward.backend),
         wrt=wrt,
+        adds=adds,
     )
 
 

@@ -35,10 +35,13 @@ class Problem:
     With `lengths`, the one batch axis counts sequences. What is packed has stride 0 there and as many rows as there are of all
     sequences; `len_q` and `len_kv` are the most that one can have, and `mask` is that of as many queries as keys.
 
+    `dtype_of_results` is that of `out`, and of gradients: another one than `dtype` if they are parts of what is put together later.
+
     `kernel` is the kernel file asked for, or None. `scale` and `softcap` are numbers of the float type that scores are computed in.
     """
 
     dtype: str
+    dtype_of_results: str
     batch: tuple[int, ...]
     heads_q: int
     heads_kv: int
@@ -91,6 +94,11 @@ class Problem:
     def heads_per_kv(self) -> int:
         """Query heads that share one key-value head."""
         return self.heads_q // max(self.heads_kv, 1)
+
+    @property
+    def has_wider_results(self) -> bool:
+        """True if results are not of the dtype of the inputs: they are parts of what is put together later."""
+        return self.dtype_of_results != self.dtype
 
     @property
     def empty(self) -> bool:
@@ -171,11 +179,14 @@ def make_problem(
     out_shape = (*batch, heads_q, len_q, dim_v)
     full_q = q.broadcast_to((*batch, heads_q, len_q, dim))
     # As the user sees them, whose order of axes decides where memory order leaves a choice.
-    seen_out = result_layout(full_q.in_order(order), in_order(out_shape, order)).last_axes(seen_axes)
+    dtype_of_results = options.resolve_dtype_of_results(q.dtype)
+    seen_out = result_layout(full_q.in_order(order), in_order(out_shape, order), dtype_of_results).last_axes(seen_axes)
     if out is not None:
-        check_result("out", out, seen_out.shape, q.dtype, q.device)
+        check_result("out", out, seen_out.shape, dtype_of_results, q.device)
         seen_out = out
 
+    if options.adds_results:
+        raise UnsupportedError("adds_results: expected False for a result, which is no sum, got True")
     return_lse = options.resolve_return_lse()
     lse_dtype = lse_dtype_of(q.dtype)
     if lse is not None:
@@ -211,6 +222,7 @@ def make_problem(
     full_sinks = None if sinks is None else _of_heads(sinks, heads_q, q)
     return Problem(
         dtype=q.dtype,
+        dtype_of_results=dtype_of_results,
         batch=batch,
         heads_q=heads_q,
         heads_kv=heads_kv,

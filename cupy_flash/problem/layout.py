@@ -129,7 +129,7 @@ def dense_layout(shape: tuple[int, ...], fastest_first: Iterable[int], dtype: st
     return Layout(shape, tuple(strides), dtype, 16, device)
 
 
-def result_layout(q: Layout, shape: tuple[int, ...]) -> Layout:
+def result_layout(q: Layout, shape: tuple[int, ...], dtype: str | None = None) -> Layout:
     """Dense layout of a result in q's memory order, as NumPy's ``order='K'`` has it.
 
     Axes are ordered by the magnitude of q's strides. An axis of size 1 or stride 0 has no order of its own and keeps
@@ -140,6 +140,8 @@ def result_layout(q: Layout, shape: tuple[int, ...]) -> Layout:
     q : Layout
         With as many axes as `shape`: axes that q lacks have been broadcast.
     shape : tuple of int
+    dtype : str, optional
+        By default that of q.
 
     Returns
     -------
@@ -156,7 +158,7 @@ def result_layout(q: Layout, shape: tuple[int, ...]) -> Layout:
                         break
                     place = position
         fastest_first.insert(place, axis)
-    return dense_layout(shape, fastest_first, q.dtype, q.device)
+    return dense_layout(shape, fastest_first, dtype or q.dtype, q.device)
 
 
 def _is_ordered(q: Layout, axis: int) -> bool:

@@ -63,6 +63,8 @@ class Options:
     arrays: tuple[str, ...] = ()
     place: Place | None = None  # where the pairs are that dropout numbers, if not from 0 on
     top_left: bool = False  # whether a window without `causal` is anchored there as well, as other libraries have it
+    adds_results: bool = False  # whether gradients in float32 are added to what is where they go
+    float32_results: bool = False  # whether inputs of 16 bits have results in float32: parts of what is rounded when it is together
 
     def resolve_layout(self) -> str:
         """The order of the axes of all arrays, one of `AXES`."""
@@ -160,6 +162,11 @@ class Options:
                 "move them to host memory with cupy.asnumpy"
             )
         return backend
+
+    def resolve_dtype_of_results(self, dtype: str) -> str:
+        """The dtype of the result, or of the gradients, of arrays of a dtype."""
+        wide = check_flag("float32_results", self.float32_results)
+        return "float32" if wide and dtype in ("float16", "bfloat16") else dtype
 
     def resolve_return_lse(self) -> bool:
         """Whether the caller asks for the lse."""

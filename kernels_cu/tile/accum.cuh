@@ -102,6 +102,9 @@ constexpr bool RED_V4 = ARCH >= 90 && (__CUDACC_VER_MAJOR__ > 12 || __CUDACC_VER
 OP void red_add_v4(float* to, const float* x) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
+OP void red_add_v2(float* to, float x, float y) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" :: "l"(to), "f"(x), "f"(y) : "memory");
+}
 OP void red_add(float* to, float x) { asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" :: "l"(to), "f"(x) : "memory"); }
 OP u32 ld_acquire(const u32* from) {
   u32 x;

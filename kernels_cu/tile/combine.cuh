@@ -2,7 +2,7 @@
 // become one.
 #pragma once
 #include "tile/accum.cuh"
-#include "tile/copy.cuh"
+#include "tile/results.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/sinks.cuh"
 #include "tile/softmax.cuh"
@@ -51,6 +51,6 @@ template <int AT_ONCE> OP void combine_splits(const HopperForwardCommon& p) {
   rescale(o_reg, softmax.sum);
 
   const BlockCoord here = tile_coord(p, p.first_split_tile + tile, TILE_Q);
-  store(rows_of(p.out, here.batch, here.head, here.row + row, p.len_q, p.dim_v), o_reg, col0);
+  store(rows_of<Result>(p.out, here.batch, here.head, here.row + row, p.len_q, p.dim_v), o_reg, col0);
   if (p.lse.data && col0 == 0) store(row_slice(p.lse, here.batch, here.head, here.row + row), p.lse.row_stride, p.len_q - here.row - row, lse);
 }

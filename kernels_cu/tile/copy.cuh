@@ -4,13 +4,15 @@
 #include "tile/shared.cuh"
 
 // rows x cols elements in device memory; what lies beyond is not touched
-struct GlobalTile {
-  Element* base;
+template <typename T> struct TileOf {
+  T* base;
   i64 row_stride, col_stride;
   int rows, cols;
-  OP Element* at(int row, int col) const { return base + row * row_stride + col * col_stride; }
-  OP GlobalTile from_row(int row) const { return {base + row * row_stride, row_stride, col_stride, rows - row, cols}; }
+  OP T* at(int row, int col) const { return base + row * row_stride + col * col_stride; }
+  OP TileOf from_row(int row) const { return {base + row * row_stride, row_stride, col_stride, rows - row, cols}; }
 };
+using GlobalTile = TileOf<Element>;
+using ResultTile = TileOf<Result>;
 
 // elements from the start of a tensor to [batch, head, row, 0]
 OP i64 offset_of(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int row) {
@@ -20,12 +22,12 @@ OP i64 offset_of(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int 
   return offset;
 }
 // tensor[batch, head] from `row` on; the tensor has `len` rows
-OP GlobalTile slice(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int row, int len, int cols) {
-  return {static_cast<Element*>(t.data) + offset_of(t, batch, head, row), t.row_stride, t.col_stride, len - row, cols};
+template <typename T = Element> OP TileOf<T> slice(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int row, int len, int cols) {
+  return {static_cast<T*>(t.data) + offset_of(t, batch, head, row), t.row_stride, t.col_stride, len - row, cols};
 }
 // the same where the elements of a row are neighbours
-OP GlobalTile rows_of(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int row, int len, int cols) {
-  return {static_cast<Element*>(t.data) + offset_of(t, batch, head, row), t.row_stride, 1, len - row, cols};
+template <typename T = Element> OP TileOf<T> rows_of(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int row, int len, int cols) {
+  return {static_cast<T*>(t.data) + offset_of(t, batch, head, row), t.row_stride, 1, len - row, cols};
 }
 // the same of a tensor without columns
 OP float* row_slice(const Tensor& t, const int (&batch)[BATCH_AXES], int head, int row) {
@@ -108,14 +110,19 @@ OP void for_granules(SharedTile<ROWS, WIDTH> tile, const GlobalTile& global, Mov
   }
 }
 
+// What of a row is set to zero at once.
+template <typename T> struct UnitOf { typedef T type; };
+template <> struct UnitOf<Element> { typedef Granule type; };
 // dst = 0
-template <typename Scope> OP void clear(const GlobalTile& dst) {
+template <typename Scope, typename T> OP void clear(const TileOf<T>& dst) {
+  typedef typename UnitOf<T>::type Unit;
+  constexpr int unit = sizeof(Unit) / sizeof(T);
   for_lane(l) {
     #pragma unroll 1
     for (int row = Scope::thread(l) / 32; row < dst.rows; row += Scope::threads / 32) {
-      for (int col = Scope::thread(l) % 32 * GRANULE; col < dst.cols; col += 32 * GRANULE) {
-        count_written(sizeof(Granule));
-        *reinterpret_cast<Granule*>(dst.at(row, col)) = Granule{};
+      for (int col = Scope::thread(l) % 32 * unit; col < dst.cols; col += 32 * unit) {
+        count_written(sizeof(Unit));
+        *reinterpret_cast<Unit*>(dst.at(row, col)) = Unit{};
       }
     }
   }
@@ -298,9 +305,9 @@ OP float read(const GlobalTile& tile, int row, int col) {
   count_read(sizeof(Element));
   return to_float(*tile.at(row, col));
 }
-OP void write(const GlobalTile& tile, int row, int col, float value) {
-  count_written(sizeof(Element));
-  *tile.at(row, col) = from_float<Element>(value);
+template <typename T> OP void write(const TileOf<T>& tile, int row, int col, float value) {
+  count_written(sizeof(T));
+  *tile.at(row, col) = from_float<T>(value);
 }
 
 // For each row of a tile, shared by the warps of a block: with = begin(row, whether this lane is the first of the row), then

@@ -152,8 +152,8 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
       Acc<16, WIDTH> sum_reg;
       load(sum_reg, Accum{p.dq_accum + (first + row / TILE_Q) * Accum::size}, row % TILE_Q, 0);
       scale(sum_reg, p.scale);
-      if constexpr (VARLEN) {                                 // TMA would write beyond the sequence
-        store(rows_of(p.dq, block.here.batch, block.here.first_head + i, queries.first() + row, queries.end_of_room(), p.dim), sum_reg);
+      if constexpr (VARLEN || FLOAT32_RESULTS) {              // as in `store_gradient`
+        store(rows_of<Result>(p.dq, block.here.batch, block.here.first_head + i, queries.first() + row, queries.end_of_room(), p.dim), sum_reg);
         continue;
       }
       wait_for_stores();                                      // without it rows are overwritten that have not left
@@ -176,7 +176,7 @@ template <typename Accum = DqAccum> OP void postprocess_last_heads(const HopperB
   if (row >= p.len_q) return;
   int batch[BATCH_AXES];
   batch_element(batch, p.batch[BATCH_AXES - 1], number / p.heads);
-  const GlobalTile dq = rows_of(p.dq, batch, int(number % p.heads), row, p.len_q, p.dim);
+  const ResultTile dq = rows_of<Result>(p.dq, batch, int(number % p.heads), row, p.len_q, p.dim);
   const Accum sums{p.dq_accum + (i64(number % p.accum_heads_divmod.divisor) * ceil_div(p.len_q, TILE_Q) + row / TILE_Q) * Accum::size};
   #pragma unroll 1
   for (int col = 0; col < p.dim; col += COLS) {

@@ -11,6 +11,7 @@ template <> struct ElementOf<FLOAT16> { typedef half_t type; };
 template <> struct ElementOf<BFLOAT16> { typedef bfloat_t type; };
 template <> struct ElementOf<FLOAT32> { typedef float type; };
 typedef ElementOf<DTYPE>::type Element;
+typedef ElementOf<FLOAT32_RESULTS ? FLOAT32 : DTYPE>::type Result;          // of out, or of dq, dk and dv
 constexpr bool WITH_TERMS = SCORES == PLUS_LINEAR || SCORES == PLUS_COLUMN; // rows of a fragment have a part of the score in common, see tile/score_context.cuh
 
 #if ON_GPU

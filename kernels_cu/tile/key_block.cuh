@@ -231,9 +231,9 @@ OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, con
     const u32 unit = (keys.batch_number() * p.heads + here.first_head) / p.heads_per_block;
     const i64 number = i64(unit) * tiles_of<KEYS>(p) + keys.first_tile() + here.tile;
     store(DkvAccum{accum + number * DkvAccum::size}, acc, row, 0);
-  } else if constexpr (VARLEN) {                              // TMA would write beyond the sequence
+  } else if constexpr (VARLEN || FLOAT32_RESULTS) {           // TMA would write beyond the sequence; of float32, a tile has no room
     const auto& keys = block.seq(p).kv;
-    store(rows_of(of_values ? p.dv : p.dk, here.batch, here.head_kv, keys.first() + block.row0 + row, keys.end_of_room(), of_values ? p.dim_v : p.dim), acc);
+    store(rows_of<Result>(of_values ? p.dv : p.dk, here.batch, here.head_kv, keys.first() + block.row0 + row, keys.end_of_room(), of_values ? p.dim_v : p.dim), acc);
   } else {
     store(tile, acc, row);
     fence_proxy_async();                                      // without it rows leave that have not been written

@@ -1,7 +1,7 @@
 // passes.cuh -- what every backward does before and after its loop: statistics of the queries, sums that become gradients.
 #pragma once
-#include "tile/copy.cuh"
 #include "tile/gradient.cuh"
+#include "tile/results.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/score.cuh"
 #include "tile/sequence.cuh"
@@ -53,9 +53,9 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
     write(stats + TILE_Q + row, sign * (exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot));
   });
   if constexpr (VARLEN) {                                     // where no block owns keys, none makes sums dq
-    if (p.dq_progress && keys_of(p, here.batch_number) == 0) {
+    if (!ADD_RESULTS && p.dq_progress && keys_of(p, here.batch_number) == 0) {
       const int row = queries.first() + here.row;
-      clear<Block>(rows_of(p.dq, here.batch, here.head, row, min_of(row + TILE_Q, queries.end_of_room()), p.dim));
+      clear<Block>(rows_of<Result>(p.dq, here.batch, here.head, row, min_of(row + TILE_Q, queries.end_of_room()), p.dim));
     }
   }
   if (here.batch_number * p.heads + here.head < accum_heads)
@@ -102,10 +102,13 @@ OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float*
       }
     }
     scale(sum_reg, factor);
-    store(tile_smem, sum_reg, row, col);
+    if constexpr (FLOAT32_RESULTS) store(slice<Result>(gradient, here.batch, here.head, rows.first() + here.row + row, rows.end_of_room(), cols), sum_reg, col);
+    else store(tile_smem, sum_reg, row, col);
   }
-  sync_block();                                               // without it a thread sends what other warps have not written
-  store<Block>(slice(gradient, here.batch, here.head, rows.first() + here.row, rows.end_of_room(), cols), tile_smem);
+  if constexpr (!FLOAT32_RESULTS) {
+    sync_block();                                             // without it a thread sends what other warps have not written
+    store<Block>(slice(gradient, here.batch, here.head, rows.first() + here.row, rows.end_of_room(), cols), tile_smem);
+  }
 }
 
 constexpr int POSTPROCESS_BYTES = max_of(SharedTile<TILE_Q, WIDTH>::bytes, SharedTile<TILE_KV, WIDTH>::bytes);

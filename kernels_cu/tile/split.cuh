@@ -31,7 +31,7 @@ OP PartialTile out_partial(const ForwardParams& p, u32 number) { return {p.out_p
 OP float* lse_partial(const ForwardParams& p, u32 number, int row) { return p.lse_partials + i64(number) * p.partial_rows + row; }
 
 // dst[:, col0 : col0 + N] = acc, of any element type, clipped to dst
-template <int N> OP void store_fragment(const GlobalTile& dst, const Acc<16, N>& acc, int col0) {
+template <int N> OP void store_fragment(const ResultTile& dst, const Acc<16, N>& acc, int col0) {
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < acc.regs; ++r) {
@@ -84,6 +84,6 @@ template <int AT_ONCE> OP void combine_key_splits(const ForwardParams& p) {
   rescale(o_reg, softmax.sum);
   if (VARLEN) clear_rows(o_reg, lse, seq.q.len() - here.row - row);
   const int row0 = seq.q.first() + here.row + row, rows = seq.q.end_of_room() - row0;
-  store_fragment(slice(p.out, here.batch, here.head, row0, seq.q.end_of_room(), p.dim_v), o_reg, col0);
+  store_fragment(slice<Result>(p.out, here.batch, here.head, row0, seq.q.end_of_room(), p.dim_v), o_reg, col0);
   if (p.lse.data && col0 == 0) store(row_slice(p.lse, here.batch, here.head, row0), p.lse.row_stride, rows, lse);
 }

@@ -48,9 +48,9 @@ struct WorkTile : TileCoord {
 OP bool is_split(const HopperForwardCommon& p, u32 index) { return SPLIT_KV && index >= u32(p.by_formula); }
 
 // Out and its log-sum-exp from a row of the sequence on.
-template <typename Params, typename Coord> OP GlobalTile out_rows(const Params& p, const Coord& here, int row) {
+template <typename Params, typename Coord> OP ResultTile out_rows(const Params& p, const Coord& here, int row) {
   const auto q = rows_at<QUERIES>(p, here);
-  return rows_of(p.out, here.batch, here.head, q.first() + row, q.end(), p.dim_v);
+  return rows_of<Result>(p.out, here.batch, here.head, q.first() + row, q.end(), p.dim_v);
 }
 template <typename Params, typename Coord> OP float* lse_rows(const Params& p, const Coord& here, int row) {
   return row_slice(p.lse, here.batch, here.head, rows_at<QUERIES>(p, here).first() + row);
@@ -111,7 +111,7 @@ template <typename Params> OP void clear_rooms(const Params& p, int warp, int wa
   for (u32 number = block_id() * warps + warp; number < end; number += blocks() * warps) {
     const SequenceCoord here = sequence_tile_coord(p, number);
     const int first = max_of(here.row, here.q.count), rows = min_of(here.row + TILE_Q, here.q.room) - first, row0 = here.q.begin + first;
-    clear<Warp>(rows_of(p.out, here.batch, here.head, row0, row0 + rows, p.dim_v));
+    clear<Warp>(rows_of<Result>(p.out, here.batch, here.head, row0, row0 + rows, p.dim_v));
     for_lane(l) {
       #pragma unroll 1
       for (int row = l; row < rows && p.lse.data; row += 32) write(row_slice(p.lse, here.batch, here.head, row0 + row), -infinity());
