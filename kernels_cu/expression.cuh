@@ -16,6 +16,7 @@ constexpr bool OF_DISTANCE = false;
 constexpr bool GATHERED = false;          // an index is computed: each element is summed up from those queries, keys or distances that read it
 constexpr bool SCATTERED = false;         // it is, and each pair's share is added to whichever element it reads
 constexpr bool BY_SCORE = false;          // which depends on the score among others
+constexpr bool CLAMPED = false;           // an index is a place in a packed sequence, which may be longer than its axis of the array
 constexpr bool HAS_FACTOR = false;        // whether factor_of is anything but 1
 typedef float GradientElement;
 typedef float BiasElement;

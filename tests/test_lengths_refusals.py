@@ -168,14 +168,6 @@ def test_a_cache_has_no_gradients(name, k, given, backend):
         attention_vjp(Q, k, k, backend=backend, **given)
 
 
-def test_gradients_of_what_scores_read_are_refused_on_kernels():
-    given = {"bias": ones(ROWS, KEYS), "wrt": "bias", "backend": "host", **LENGTHS}
-    with pytest.raises(UnsupportedError, match=r"^wrt: expected \(\) with lengths of sequences on backend 'host', got"):
-        attention_backward(Q, Q, K, K, Q, ones(2, HEADS, ROWS), **given)
-    with pytest.raises(UnsupportedError, match=r"^wrt: expected \(\) with lengths of sequences on backend 'host', got"):
-        attention_vjp(Q, K, K, **given)
-
-
 # Plans
 
 

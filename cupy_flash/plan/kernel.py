@@ -148,7 +148,8 @@ class KernelPlan:
             return {f"{self.file}_preprocess": 0, self.file: main, f"{self.file}_postprocess": post} | self._of_sinks
         if self.file == "bwd_scores":
             tiles, stats = itemsize * 2 * (c.TILE_Q + c.TILE_KV) * c.WIDTH, 2 * c.TILE_Q * 4  # Q, dO, K and V
-            main, add = c.STAGES * (tiles + stats), 4 * 32 * c.WARPS
+            folded = c.VARLEN * 4 * c.WARPS * c.TILE_KV  # sums of rows beyond an array
+            main, add = c.STAGES * (tiles + stats) + folded, 4 * 32 * c.WARPS
             of_blocks = {"bwd_scores": main, "bwd_scores_add": add, "bwd_scores_gather": add}
             return {"bwd_scores_clear": 0} | of_blocks | {"bwd_scores_store": 0}
         if self.file == "fwd_hopper":
