@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from cupy_flash import UnsupportedError, plan_attention, plan_attention_backward
+from cupy_flash import KeyRanges, UnsupportedError, plan_attention, plan_attention_backward
 from cupy_flash.machine import nvrtc
 from cupy_flash.machine.machine_code import read
 from cupy_flash.plan.architecture import ARCHITECTURES
@@ -87,13 +87,14 @@ ASKED = MASKS | {
     "gate": {"score": "score * t[h]", "arrays": {"t": numpy.ones(4, numpy.float32)}},
     "lookup": {"score": "score + t[kv_idx - q_idx + 128, h]", "arrays": {"t": numpy.ones((300, 4), numpy.float32)}},
     "documents": {"mask": "group[first[b] + q_idx] == group[first[b] + kv_idx]", "arrays": GROUPS},
+    "ranges": {"mask": KeyRanges(numpy.zeros((4, 128, 2), numpy.int32), 100), "causal": True},
     "dropout": {"dropout": 0.1, "seed": 3, "causal": True},
     "bias": {"bias": numpy.zeros((2, 4, 128, 128), numpy.float32), **LENGTHS_OF_PAIRS},
     "mask": {"mask": numpy.ones((2, 1, 128, 128), bool), **LENGTHS_OF_PAIRS},
     "bias, mask": {"bias": numpy.zeros((4, 128, 128), numpy.float32), "mask": numpy.ones((128, 128), bool), **LENGTHS_OF_PAIRS},
 }
 # Narrow and wide, causal and full; of what is asked for each pair most is for a release.
-QUICK_HOPPER = {(64, "full"), (128, "causal"), (256, "causal")}
+QUICK_HOPPER = {(64, "full"), (128, "causal"), (256, "causal"), (128, "ranges")}
 
 
 def settings_of_hopper():

@@ -3,7 +3,6 @@
 import numpy
 import pytest
 
-import cupy_flash
 from cupy_flash import UnsupportedError, attention, attention_backward, attention_vjp, plan_attention, plan_attention_backward
 
 HEADS, ROWS, KEYS, DIM = 2, 4, 6, 8
@@ -84,8 +83,6 @@ CASES = [
          PACKED, error=UnsupportedError, cu_seqlens_q=OFFSETS, bias=ones(4, 6)),
     case("mask: expected an expression with packed sequences, got an array",
          PACKED, error=UnsupportedError, cu_seqlens_q=OFFSETS, mask=ones(4, 6, dtype=bool)),
-    case("mask: expected an expression with packed sequences, got KeyRanges",
-         PACKED, error=UnsupportedError, cu_seqlens_q=OFFSETS, mask=cupy_flash.KeyRanges(0, 3)),
 ]  # fmt: skip
 
 
