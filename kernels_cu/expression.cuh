@@ -6,6 +6,7 @@ constexpr bool HAS_BIAS = false;          // whether there is such an array, and
 constexpr bool HAS_PAIR_MASK = false;
 constexpr bool BIAS_BY_TWO = false;       // whether two neighbouring keys have their elements side by side, at a multiple of their bytes
 constexpr bool MASK_BY_TWO = false;
+constexpr bool MASK_IN_LOOP = false;      // whether takes_part is so long a text that pairs are asked in a loop
 constexpr bool HAS_ALIBI = false;
 constexpr int UNIFORMS = 0;               // parts of the expressions that all pairs of a head have in common
 // Of the array whose gradient bwd_scores computes: whether which element a pair reads depends on its query, on its key, or on how far these are

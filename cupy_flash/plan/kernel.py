@@ -229,6 +229,7 @@ def check_kind(architecture: Architecture, name: str, dtype: str, precision: str
 # the largest score too may be lost. Up to this scale, scores are not so large unless their inputs are.
 LARGEST_SCALE = 1024
 LEAST_SCALE = 2.0**-20  # what is added to products is divided by the scale
+WIDE = 128  # head dims above which two ranges of keys leave a Hopper kernel without registers
 APART = ("PLUS_LINEAR", "PLUS_COLUMN", "SCALED")  # kinds of scores of which pairs have parts in common
 
 
@@ -292,7 +293,9 @@ def rows_of(
 
     pressure = expressions.pressure
     if pressure is Pressure.MASK and problem.lengths is not None:
-        pressure = Pressure.LOOKUPS  # there are no lists of tiles
+        # There are no lists of tiles, so that every pair is asked; of ranges of keys that takes more registers.
+        ranges, wide = problem.scores.ranges, max(problem.dim, problem.dim_v) > WIDE
+        pressure = Pressure.LOOKUPS if ranges == 0 else Pressure.MANY if ranges > 1 and wide else Pressure.SEVERAL
     if pressure is Pressure.BIAS and kernel == "fwd_hopper" and problem.scores.bias.dtype == "float32":
         pressure = Pressure.SEVERAL  # it takes twice the registers of a bias of 16 bits
     if expressions.kind in APART and pressure is Pressure.TERM and problem.scores.dropout is None:

@@ -99,6 +99,15 @@ class Scores:
         return self.mask is not None or self.mask_array is not None
 
     @property
+    def ranges(self) -> int:
+        """How many ranges of keys the mask has for each query; 0 if it is no `KeyRanges`."""
+        if self.mask is None or START not in self.captured:
+            return 0
+        from .expression.tree import Read, walk  # late, as in `entry`
+
+        return sum(isinstance(node, Read) and node.name == START for node in walk(self.mask.tree))
+
+    @property
     def of_pairs(self) -> bool:
         """Whether anything is asked for each pair before the softmax."""
         return self.changes_scores or self.masks_pairs
