@@ -10,6 +10,7 @@
 //       S = Q_i K_j^T              dP = dO_i V_j^T
 //       P = 2^(L - lse_i),         L being what S becomes
 //       G += P o (dP - delta_i) o dL / d element         in registers
+//     (VARLEN: i and j are tiles of a sequence, each of its own length. Pairs beyond the end of an axis have read its last element.)
 //     rows and columns of G that share an element are added up
 //     to the gradient, if the block is the only one of its unit; to partial sums; or to whichever sums a computed index names
 //
@@ -20,6 +21,7 @@
 #include "params.cuh"
 #include "tile/element_sums.cuh"
 #include "tile/mma.cuh"
+#include "tile/sequence_sums.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = TILE_Q / WARPS;
@@ -28,10 +30,10 @@ using QueryTile = SharedTile<TILE_Q, WIDTH>;                  // of q or dout
 using KeyTile = SharedTile<TILE_KV, WIDTH>;                   // of k or v
 using WarpTile = SharedTile<WARP_ROWS, WIDTH>;                // rows of one warp in the first
 
-// Shared memory, for each stage: Q, dO, K, V, and lse and delta of the queries.
+// Shared memory, for each stage: Q, dO, K, V, and lse and delta of the queries; then what warps hand on of rows beyond an array.
 constexpr int STATS_BYTES = 2 * TILE_Q * int(sizeof(float));
 constexpr int STAGE_BYTES = 2 * QueryTile::bytes + 2 * KeyTile::bytes + STATS_BYTES;
-constexpr int SHARED_BYTES = STAGES * STAGE_BYTES;
+constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + FOLDED_BYTES;
 
 KERNEL(THREADS, 1) bwd_scores_clear(GRID_CONSTANT ScoreGradientParams p) {
   for_elements(p, [&](i64 i) { write(p.sums + i, 0.f); });
@@ -39,7 +41,6 @@ KERNEL(THREADS, 1) bwd_scores_clear(GRID_CONSTANT ScoreGradientParams p) {
 
 KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
   const int warp_row = warp_id() * WARP_ROWS;
-  const Mask mask{p.mask, p.len_kv};
 
   const SharedAddress smem = shared_memory();
   const auto q_smem = [=](int stage) { return QueryTile{smem + stage * STAGE_BYTES}; };
@@ -49,19 +50,21 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
   const auto stats_smem = [=](int stage) { return v_smem(stage).base + KeyTile::bytes; };
 
   // Parts of units: this block's are as far apart as there are blocks.
-  const auto first_of = [&](u32 part) { return first_pair(p, mask, part / p.splits, part % p.splits); };
+  const auto first_of = [&](u32 part) { return first_pair(p, part / p.splits, part % p.splits); };
   u32 part = block_id(), coming_part = part;
-  PairCursor now = first_of(part), coming = now;
+  Cursor now = first_of(part), coming = now;
   const auto load_step = [&](int step) {                      // the pair of tiles that comes next, to the stage of this step
     while (coming.left <= 0 && coming_part + blocks() < p.parts) coming = first_of(coming_part += blocks());
     if (coming.left > 0) {
-      const int stage = step % STAGES, head_kv = coming.head / p.heads_per_kv, row0 = coming.q_tile * TILE_Q, col0 = coming.kv_tile * TILE_KV;
-      load_async<Block>(q_smem(stage), slice(p.q, coming.batch, coming.head, row0, p.len_q, p.dim));
-      load_async<Block>(do_smem(stage), slice(p.dout, coming.batch, coming.head, row0, p.len_q, p.dim_v));
-      load_async<Block>(k_smem(stage), slice(p.k, coming.batch, head_kv, col0, p.len_kv, p.dim));
-      load_async<Block>(v_smem(stage), slice(p.v, coming.batch, head_kv, col0, p.len_kv, p.dim_v));
+      const int stage = step % STAGES, head_kv = coming.head / p.heads_per_kv;
+      const auto& seq = coming.sequence(p);
+      const int row0 = seq.q.first() + coming.q_tile * TILE_Q, col0 = seq.kv.first() + coming.kv_tile * TILE_KV;
+      load_async<Block>(q_smem(stage), slice(p.q, coming.batch, coming.head, row0, seq.q.end(), p.dim));
+      load_async<Block>(do_smem(stage), slice(p.dout, coming.batch, coming.head, row0, seq.q.end(), p.dim_v));
+      load_async<Block>(k_smem(stage), slice(p.k, coming.batch, head_kv, col0, seq.kv.end(), p.dim));
+      load_async<Block>(v_smem(stage), slice(p.v, coming.batch, head_kv, col0, seq.kv.end(), p.dim_v));
       load_stats_async(stats_smem(stage), p, coming);
-      coming.advance(p, mask);
+      coming.advance(p);
     }
     commit_copies();                                          // also when empty: the wait below counts groups
   };
@@ -73,7 +76,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
   #pragma unroll 1
-  for (int step = 0;; ++step, now.advance(p, mask)) {
+  for (int step = 0;; ++step, now.advance(p)) {
     while (now.left <= 0) {
       if constexpr (!BY_SCORE) end_unit(p, sum_reg, part / p.splits, part % p.splits, warp_row);
       if ((part += blocks()) >= p.parts) return;
@@ -90,9 +93,11 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
     }
 
     const int stage = step % STAGES, row0 = now.q_tile * TILE_Q + warp_row, col0 = now.kv_tile * TILE_KV;
+    const auto& seq = now.sequence(p);
+    const Mask mask = mask_of(seq);
     const u32 batch_number = now.batch_number(p);
     struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{now.batch, batch_number};
-    const ScoreContext x = score_context(p, here, now.head);
+    const ScoreContext x = score_context(p, here, now.head, seq.q.len(), seq.kv.len());
     PairArrays<WARP_ROWS, TILE_KV> pairs_reg;                 // a bias or a mask, on its way beneath the products
     if constexpr (SCORES != EXPRESSION) load<false>(pairs_reg, x, row0, col0);
     Acc<WARP_ROWS, TILE_KV> s_reg, dp_reg;
@@ -112,8 +117,9 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
       make_whole(lse_reg, terms_reg, x, row0, int(p.stats_rows_divmod.divisor));
     }
     gradients_of_reads(gradient_reg, s_reg, lse_reg, delta_reg, x, row0, col0, exponent_scale(p.scale));
-    if (row0 + WARP_ROWS > p.len_q || !unmasked_keys(mask, row0, WARP_ROWS).contains(col0, TILE_KV))
-      apply_mask(gradient_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);
+    if (row0 + WARP_ROWS > seq.q.len() || !unmasked_keys(mask, row0, WARP_ROWS).contains(col0, TILE_KV))
+      apply_mask(gradient_reg, ExistingPairs{mask, seq.q.len()}, row0, col0, 0.f);
+    if constexpr (CLAMPED) fold(gradient_reg, smem + STAGES * STAGE_BYTES, p, now, warp_row);
     if constexpr (BY_SCORE) scatter_by_score(p.sums, gradient_reg, s_reg, x, row0, col0);
     else add(sum_reg, gradient_reg);
   }

@@ -6,6 +6,7 @@ constexpr bool HAS_BIAS = false;          // whether there is such an array, and
 constexpr bool HAS_PAIR_MASK = false;
 constexpr bool BIAS_BY_TWO = false;       // whether two neighbouring keys have their elements side by side, at a multiple of their bytes
 constexpr bool MASK_BY_TWO = false;
+constexpr bool MASK_IN_LOOP = false;      // whether takes_part is so long a text that pairs are asked in a loop
 constexpr bool HAS_ALIBI = false;
 constexpr int UNIFORMS = 0;               // parts of the expressions that all pairs of a head have in common
 // Of the array whose gradient bwd_scores computes: whether which element a pair reads depends on its query, on its key, or on how far these are
@@ -16,6 +17,7 @@ constexpr bool OF_DISTANCE = false;
 constexpr bool GATHERED = false;          // an index is computed: each element is summed up from those queries, keys or distances that read it
 constexpr bool SCATTERED = false;         // it is, and each pair's share is added to whichever element it reads
 constexpr bool BY_SCORE = false;          // which depends on the score among others
+constexpr bool CLAMPED = false;           // an index is a place in a packed sequence, which may be longer than its axis of the array
 constexpr bool HAS_FACTOR = false;        // whether factor_of is anything but 1
 typedef float GradientElement;
 typedef float BiasElement;

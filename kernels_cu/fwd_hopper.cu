@@ -154,7 +154,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         if constexpr (COLUMNS) store(smem + COLUMNS_OFFSET + keys.stage() * COLUMN_BYTES, columns);
         if constexpr (NUMBERED || COLUMNS) sync_warp();       // without it a number or a term is read that has not been written
         if constexpr (VARLEN) load_keys(keys, p, of_keys, pages, place * TILE_KV);
-        else if constexpr (STAGED_BIAS) load_with_bias(keys, p.k_map, of_keys.batch, of_keys.head, place * TILE_KV, p.bias_map, head, of_keys.row, place * TILE_KV);
+        else if constexpr (STAGED_BIAS) load_with_bias(keys, p, of_keys, head, place * TILE_KV);
         else load_async(keys, p.k_map, of_keys.batch, of_keys.head, place * TILE_KV);
       }
       if (values_due) {

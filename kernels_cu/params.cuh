@@ -262,6 +262,7 @@ struct ScoreGradientParams : BackwardParams {
   u32 parts;                              // of all units
   FastDivmod stats_rows_divmod;           // TILE_Q of the backward
   float delta_sign;                       // what its delta is multiplied by
+  int elements_q, elements_kv;            // VARLEN: of the axes of queries and keys; CLAMPED: pairs beyond the last one read that
 };
 
 // out = the attention over the keys of a and of b together, from the attention over each.

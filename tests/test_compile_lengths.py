@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from cupy_flash import UnsupportedError, plan_attention, plan_attention_backward
+from cupy_flash import KeyRanges, UnsupportedError, plan_attention, plan_attention_backward
 from cupy_flash.machine import nvrtc
 from cupy_flash.machine.machine_code import read
 from cupy_flash.plan.architecture import ARCHITECTURES
@@ -39,6 +39,43 @@ def plan_for(architecture, dtype, dim, way):
     return plan_attention(q, k, k, seqlens_kv=LENS, **options)
 
 
+READ = {  # what gradients are asked for, of what
+    "slopes": {"alibi_slopes": numpy.ones(4, numpy.float32), "wrt": "alibi_slopes"},
+    "pairs": {"score": "score + w[h, q_idx, kv_idx]", "arrays": {"w": numpy.ones((4, 100, 100), numpy.float32)}, "wrt": "w"},
+    "table": {"score": "score + t[kv_idx - q_idx + 128, h]", "arrays": {"t": numpy.ones((300, 4), numpy.float32)}, "wrt": "t"},
+    "level": {"score": "score * sigmoid(score - t[h])", "arrays": {"t": numpy.ones(4, numpy.float32)}, "wrt": "t"},
+    "by score": {"score": "score + t[int(score)]", "arrays": {"t": numpy.ones(9, numpy.float32)}, "wrt": "t"},
+}
+READ["level of many"] = READ["level"] | {"alibi_slopes": numpy.ones(4, numpy.float32), "dropout": 0.1, "seed": 1}
+QUICK_READ = {("75", "float16", 96, "level"), ("80", "float16", 128, "pairs"), ("90a", "float16", 128, "level of many")}
+QUICK_READ |= {("100", "float32", 64, "pairs"), ("120", "float16", 256, "table")}
+
+
+def settings_of_reads():
+    for architecture in ARCHITECTURES:
+        for dtype in ("float16", "float32"):
+            for dim in WIDTHS:
+                for asked in READ:
+                    quick = (architecture, dtype, dim, asked) in QUICK_READ
+                    yield pytest.param(architecture, dtype, dim, asked, marks=() if quick else pytest.mark.release)
+
+
+@pytest.mark.parametrize("architecture, dtype, dim, asked", list(settings_of_reads()))
+def test_no_spill_of_sums(architecture, dtype, dim, asked):
+    """Of gradients of what scores read."""
+    q, lse = numpy.zeros((4, 128, dim), DTYPES[dtype]), numpy.zeros((4, 128), numpy.float32)
+    options = {"cu_seqlens_q": OFFSETS, "cu_seqlens_kv": OFFSETS, "backend": "host", "arch": architecture, **READ[asked]}
+    try:
+        plan = plan_attention_backward(q, q, q[:2], q[:2], q, lse, **options)
+    except UnsupportedError as error:
+        assert "shared memory" in str(error) and (architecture, dtype, dim) == ("75", "float32", 256)
+        return
+    kernel = plan.kernels[1]
+    code, log = nvrtc.compile_plan(kernel)
+    assert kernel.config.VARLEN and kernel.file == "bwd_scores" and "C75" not in log
+    assert {entry: read(code)[entry].stack_bytes for entry in kernel.entries} == dict.fromkeys(kernel.entries, 0)
+
+
 LENGTHS_OF_PAIRS = {"seqlens_q": LENS, "seqlens_kv": LENS}
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (100, 0)}, "prefix": {"causal": True, "prefix": 20}}
 GROUPS = {"group": numpy.zeros(128, numpy.int32), "first": OFFSETS[:-1]}
@@ -50,13 +87,14 @@ ASKED = MASKS | {
     "gate": {"score": "score * t[h]", "arrays": {"t": numpy.ones(4, numpy.float32)}},
     "lookup": {"score": "score + t[kv_idx - q_idx + 128, h]", "arrays": {"t": numpy.ones((300, 4), numpy.float32)}},
     "documents": {"mask": "group[first[b] + q_idx] == group[first[b] + kv_idx]", "arrays": GROUPS},
+    "ranges": {"mask": KeyRanges(numpy.zeros((4, 128, 2), numpy.int32), 100), "causal": True},
     "dropout": {"dropout": 0.1, "seed": 3, "causal": True},
     "bias": {"bias": numpy.zeros((2, 4, 128, 128), numpy.float32), **LENGTHS_OF_PAIRS},
     "mask": {"mask": numpy.ones((2, 1, 128, 128), bool), **LENGTHS_OF_PAIRS},
     "bias, mask": {"bias": numpy.zeros((4, 128, 128), numpy.float32), "mask": numpy.ones((128, 128), bool), **LENGTHS_OF_PAIRS},
 }
 # Narrow and wide, causal and full; of what is asked for each pair most is for a release.
-QUICK_HOPPER = {(64, "full"), (128, "causal"), (256, "causal")}
+QUICK_HOPPER = {(64, "full"), (128, "causal"), (256, "causal"), (128, "ranges")}
 
 
 def settings_of_hopper():

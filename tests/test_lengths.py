@@ -54,6 +54,7 @@ KINDS = """
     window, prefix, softcap, scale, sinks, alibi, dropout,
     page size 1, page size 3, page size 8, page size 16, page size 48, page size 64, page size 128, page size 256,
     causal False, causal True, causal top_left, causal bottom_right, score relative, score gate, score temperature, score decay,
+    score places, packed score places, mask ranges, packed mask ranges, sums on host, sums on numpy,
     mask array, mask documents, mask prefixes, mask holes, mask windows, bias float16, bias float32
 """
 

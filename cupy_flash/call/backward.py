@@ -387,7 +387,7 @@ def attention_and_vjp(
     if plan.kernel is not None:  # before the forward, of which nothing would be left
         check_sums(plan.problem.scores, wrt, of_backward["deterministic"])
     if plan.problem.lengths is not None:
-        check_gradients(plan.problem.lengths, wrt, plan.problem.backend)
+        check_gradients(plan.problem.lengths)
     out, lse = plan.run(given)
     backward_options = {**options, "algorithm": "auto", **of_backward}
 

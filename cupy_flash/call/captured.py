@@ -12,7 +12,7 @@ from ..errors import shown
 from ..problem import arrays as array_views
 from ..problem.dropout import make_seed
 from ..problem.expression.entry import Expression, mask_expression, score_expression
-from ..problem.key_ranges import START, STOP, KeyRanges
+from ..problem.key_ranges import FIRST, OWN_NAMES, START, STOP, KeyRanges
 from ..problem.layout import ITEMSIZE, Layout
 from ..problem.lengths import LENGTHS
 from ..problem.scores import OPERANDS, declared, label
@@ -88,7 +88,14 @@ class Captured:
         for i, name in enumerate(self.names[: len(words)]):
             if name in copied:
                 words[i] = array_views.pointer(copied[name])
+        if FIRST in self.names and "cu_seqlens_q" in copied:
+            words[self._place_of_word(FIRST)] = array_views.pointer(copied["cu_seqlens_q"])
         return words, list(copied.values())
+
+    def _place_of_word(self, name: str) -> int:
+        """Which of the words an array has; a seed that is a value has two."""
+        before = self.names[: self.names.index(name)]
+        return sum(len(_words(other, view, 0)) for other, view in zip(before, self.views))
 
 
 NOTHING = Captured({}, {}, None, None)
@@ -119,6 +126,8 @@ def captured(
     ranges = {}
     if isinstance(mask, KeyRanges):
         ranges, mask = {START: mask.start, STOP: mask.stop}, None
+        if lengths and "cu_seqlens_q" in lengths:  # where the rows of each sequence begin that ranges are of
+            ranges[FIRST] = lengths["cu_seqlens_q"]
     is_expression = mask is None or isinstance(mask, (str, Expression)) or callable(mask)
     given = dict(zip(OPERANDS, (bias, None if is_expression else mask, alibi_slopes, seed)))
     if arrays is not None and not isinstance(arrays, Mapping):
@@ -126,7 +135,7 @@ def captured(
     for name in arrays or ():
         if not isinstance(name, str):
             raise TypeError(f"arrays: expected names that are strings, got {shown(name)}")
-        if name in (START, STOP):
+        if name in OWN_NAMES:
             raise ValueError(f"arrays: expected names that are identifiers, got {shown(name)}")
     named = sorted([*(arrays or {}).items(), *ranges.items()], key=lambda item: item[0])  # in one order, however a dict was made
     operands = {name: x for name, x in ((lengths or {}) | given).items() if x is not None}

@@ -13,7 +13,7 @@ import numpy
 from ..call.tile_mask import TileMask
 from ..errors import shown
 from ..problem.dropout import make_seed
-from ..problem.key_ranges import START, STOP, KeyRanges
+from ..problem.key_ranges import OWN_NAMES, START, STOP, KeyRanges
 from .call import READ
 
 AXES_OF_PAIRS, AXES_OF_HEADS = 4, 2  # a batch axis, and those behind it
@@ -93,7 +93,7 @@ def of_reads(arrays: Any, mask: Any) -> dict[str, jax.Array]:
     if arrays is not None and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays: expected None or a dict of arrays by their names, got {shown(arrays)}")
     for name in arrays or ():
-        if not isinstance(name, str) or name in (START, STOP):
+        if not isinstance(name, str) or name in OWN_NAMES:
             raise ValueError(f"arrays: expected names that are identifiers, got {shown(name)}")
     given = {READ + name: _array(f"arrays[{name!r}]", x) for name, x in (arrays or {}).items()}
     if isinstance(mask, KeyRanges):

@@ -211,6 +211,35 @@ SCORES = {
 }
 
 
+def _places(at: Grid, arrays: Arrays) -> HandScore:
+    row, column, pair = arrays["row"], arrays["column"], arrays["pair"]
+    of_row, of_column, of_pair = (at.q_idx, at.h_kv), (at.b, at.kv_idx), (at.h, at.q_idx, at.kv_idx)
+    return HandScore(
+        lambda s: s * _read(row, s, *of_row) + _read(column, s, *of_column) + _read(pair, s, *of_pair),
+        lambda s: numpy.broadcast_to(_read(row, s, *of_row), s.shape),
+        {
+            "row": (lambda s: s, _summed(row, *of_row)),
+            "column": (numpy.ones_like, _summed(column, *of_column)),
+            "pair": (numpy.ones_like, _summed(pair, *of_pair)),
+        },
+        size=lambda s: abs(s * _read(row, s, *of_row)) + abs(_read(column, s, *of_column)) + abs(_read(pair, s, *of_pair)),
+    )
+
+
+# Of sequences that have their own lengths also what reads an element for each place in one.
+SCORES_OF_LENGTHS = SCORES | {
+    "places": Expression(
+        "score * row[q_idx, h_kv] + column[b, kv_idx] + pair[h, q_idx, kv_idx]",
+        _places,
+        lambda rng, sizes: {
+            "row": rng.uniform(0.5, 2, (sizes.q_idx, sizes.h_kv)),
+            "column": rng.standard_normal((sizes.b, sizes.kv_idx)),
+            "pair": rng.standard_normal((sizes.h, sizes.q_idx, sizes.kv_idx)),
+        },
+    )
+}
+
+
 # Masks
 
 

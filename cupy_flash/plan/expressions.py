@@ -47,6 +47,7 @@ ELEMENTS = {
 }
 # The operands of attention that its scores read, as reads of names that no user can give.
 BIAS, PAIR_MASK, SLOPE = (Read(f"@{name}", (), kind) for name, kind in (("bias", "float"), ("mask", "bool"), ("slope", "float")))
+MOST_IN_REGISTERS = 2  # ranges of keys, whose ends are read once for a row
 # Pairs beyond the ends read what the last query or the last key does.
 LAST = {"q_idx": "min(at.q_idx, x.q_len - 1)", "kv_idx": "min(at.kv_idx, x.kv_len - 1)"}
 OWN = {
@@ -95,6 +96,8 @@ def expression_text(scores: Scores, softcap: bool, longest: int) -> ExpressionTe
     if scores.mask_array is not None:
         stated |= {"HAS_PAIR_MASK": "true"}
         stated |= {"MASK_BY_TWO": "true"} if _by_two(scores.mask_array) else {}
+    if scores.ranges > MOST_IN_REGISTERS:
+        stated |= {"MASK_IN_LOOP": "true"}
     if scores.alibi_slopes is not None:
         stated |= {"HAS_ALIBI": "true", "AlibiSlope": ELEMENTS[scores.alibi_slopes.dtype]}
     if uniforms:

@@ -154,7 +154,8 @@ class KernelPlan:
             return {f"{self.file}_preprocess": 0, self.file: main, f"{self.file}_postprocess": post} | self._of_sinks
         if self.file == "bwd_scores":
             tiles, stats = itemsize * 2 * (c.TILE_Q + c.TILE_KV) * c.WIDTH, 2 * c.TILE_Q * 4  # Q, dO, K and V
-            main, add = c.STAGES * (tiles + stats), 4 * 32 * c.WARPS
+            folded = c.VARLEN * 4 * c.WARPS * c.TILE_KV  # sums of rows beyond an array
+            main, add = c.STAGES * (tiles + stats) + folded, 4 * 32 * c.WARPS
             of_blocks = {"bwd_scores": main, "bwd_scores_add": add, "bwd_scores_gather": add}
             return {"bwd_scores_clear": 0} | of_blocks | {"bwd_scores_store": 0}
         if self.file == "fwd_hopper":
@@ -236,6 +237,7 @@ def check_kind(architecture: Architecture, name: str, dtype: str, precision: str
 # the largest score too may be lost. Up to this scale, scores are not so large unless their inputs are.
 LARGEST_SCALE = 1024
 LEAST_SCALE = 2.0**-20  # what is added to products is divided by the scale
+WIDE = 128  # head dims above which two ranges of keys leave a Hopper kernel without registers
 APART = ("PLUS_LINEAR", "PLUS_COLUMN", "SCALED")  # kinds of scores of which pairs have parts in common
 
 
@@ -300,7 +302,9 @@ def rows_of(
 
     pressure, dropout = expressions.pressure, problem.scores.dropout
     if pressure is Pressure.MASK and problem.lengths is not None:
-        pressure = Pressure.LOOKUPS  # there are no lists of tiles
+        # There are no lists of tiles, so that every pair is asked; of ranges of keys that takes more registers.
+        ranges, wide = problem.scores.ranges, max(problem.dim, problem.dim_v) > WIDE
+        pressure = Pressure.LOOKUPS if ranges == 0 else Pressure.MANY if ranges > 1 and wide else Pressure.SEVERAL
     if pressure is Pressure.BIAS and kernel == "fwd_hopper" and problem.scores.bias.dtype == "float32":
         pressure = Pressure.SEVERAL  # it takes twice the registers of a bias of 16 bits
     alone = (expressions.kind, pressure, dropout, problem.lengths) == ("PLUS_TERM", Pressure.BIAS, None, None)

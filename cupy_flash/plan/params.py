@@ -143,9 +143,12 @@ def read_gradient_params(
         As `forward_params`.
     """
     layouts = problem.layouts | {"gradient": part.of_pairs}
-    params = _with_strides("ScoreGradientParams", problem.forward.batch, layouts, problem.forward.scores)
-    _add_scores(params, problem.forward)
-    _add_pairs(params, problem.forward)
+    forward = problem.forward
+    params = _with_strides("ScoreGradientParams", forward.batch, layouts, forward.scores, forward.lengths)
+    _add_scores(params, forward)
+    _add_pairs(params, forward)
+    _add_lengths(params, forward.lengths)
+    params["elements_q"], params["elements_kv"] = part.elements_of
     params["head_kv_stride"], params["first_element"] = part.head_kv_stride, part.first_element
     params["elements"], params["through_sums"] = part.elements, part.through_sums
     params["batch_summed"] = numpy.where(params["gradient"]["batch_stride"] == 0, params["batch"], 1)

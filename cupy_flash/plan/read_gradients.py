@@ -30,6 +30,7 @@ from .kernel import (
 )
 from .params import read_gradient_params
 from .read_tuning import read_rows
+from .sequences import is_packed, tiles_of
 from .tuning import row_for
 from .workspace import Workspace
 
@@ -38,6 +39,7 @@ MOVED = ("q", "k", "v", "dout")
 MOST_BLOCKS = 2 * 132  # of units that blocks share: two for each multiprocessor of an H200
 AT_A_TIME = 8  # blocks a multiprocessor, that take one unit after the other: more than run at once, so that none is waited for long
 ONE = Literal(1.0)
+FLAGS = ("of_query", "of_key", "of_distance", "gathered", "scattered", "by_score", "clamped")  # of a part, which its text states
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +128,23 @@ def _text(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) ->
     scores = problem.forward.scores
     arrays = dict(scores.arrays)
     factor, longest = _factor(problem, part), max(problem.forward.len_q, problem.forward.len_kv)
-    flags = {name: getattr(part, name) for name in ("of_query", "of_key", "of_distance", "gathered", "scattered", "by_score")}
+    flags = {name: getattr(part, name) for name in FLAGS}
     stated = {name.upper(): "true" for name, is_so in (flags | {"has_factor": factor != ONE}).items() if is_so}
     text = text_of(problem.forward)
     if backward.config.SCORES == "PLUS_LINEAR":  # whose statistics are taken apart as well
         text = taken_apart(problem.forward, text)
     element = ""
+
+    def text_in_place(tree: Node) -> str:
+        return written(tree, arrays, scores.free_axes)
+
     if part.scattered or part.gathered:
         number = scores.captured.index(part.name)
-        element = f"place_in({', '.join(['x', str(number), *(written(index, arrays) for index in part.read.args)])})"
+        element = f"place_in({', '.join(['x', str(number), *(text_in_place(index) for index in part.read.args)])})"
     return replace(
         text,
         slope="",  # which is the backward's to ask
-        factor="" if factor == ONE else written(factor if longest >= EXACT else places_as_floats(factor), arrays),
+        factor="" if factor == ONE else text_in_place(factor if longest >= EXACT else places_as_floats(factor)),
         element=element,
         constants=(*text.constants, *stated.items(), ("GradientElement", ELEMENTS[part.array.dtype])),
     )
@@ -155,15 +161,19 @@ def _units(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan) -> 
     """How many units the elements are cut into, and how many blocks share one."""
     p, c = problem.forward, kernel.config
     batch = math.prod(size for size, stride in zip(p.batch, part.of_pairs.strides) if stride != 0)
-    summed = math.prod(p.batch) // max(batch, 1) * part.heads_summed
+    summed = math.prod(p.batch) // max(batch, 1)
     units = batch * (p.heads_q // max(part.heads_summed, 1))
-    query_tiles, key_tiles = -(-p.len_q // c.TILE_Q), -(-p.len_kv // c.TILE_KV)
+    query_tiles, key_tiles = (-(-n // tile) for n, tile in zip(part.elements_of, (c.TILE_Q, c.TILE_KV)))
     if part.of_distance:
         units *= key_tiles + c.TILE_Q // c.TILE_KV * (query_tiles - 1)
-        return units, max(1, min(summed * query_tiles, MOST_BLOCKS // max(units, 1)))
-    for tiles, own in ((query_tiles, part.of_query), (key_tiles, part.of_key)):
-        units, summed = (units * tiles, summed) if own else (units, summed * tiles)
-    return units, max(1, min(summed, MOST_BLOCKS // max(units, 1)))
+    units *= (query_tiles if part.of_query else 1) * (key_tiles if part.of_key else 1)
+    if p.lengths is None:
+        walked = summed * (1 if part.of_query else query_tiles) * (1 if part.of_key or part.of_distance else key_tiles)
+    elif part.of_query:
+        walked = summed
+    else:  # blocks share out query tiles, and each takes the key tiles that one sees
+        walked = tiles_of(p, c.TILE_Q, "q") if is_packed(p, "q") and summed > 1 else summed * query_tiles
+    return units, max(1, min(walked * part.heads_summed, MOST_BLOCKS // max(units, 1)))
 
 
 def _launches(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan, units: int, splits: int) -> tuple[Launch, ...]:

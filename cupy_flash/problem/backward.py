@@ -132,7 +132,7 @@ def make_backward_problem(
         raise UnsupportedError("algorithm: expected 'auto' or 'v2' for a backward, got 'v1', which is a forward only")
     wrt = check_wrt(wrt, forward.scores)
     if forward.lengths is not None:
-        check_gradients(forward.lengths, wrt, forward.backend)
+        check_gradients(forward.lengths)
     lse_dtype, seen_shape = lse_dtype_of(q.dtype), forward.seen_out.shape
     check_operand("out", out, seen_shape, q.dtype, q.device)
     check_operand("lse", lse, seen_shape[:-1], lse_dtype, q.device)

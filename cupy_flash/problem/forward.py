@@ -12,6 +12,7 @@ from itertools import zip_longest
 
 from ..errors import UnsupportedError
 from .dropout import check_place_in_kernels
+from .key_ranges import FIRST
 from .layout import AXES, FLOATS, HEADS_OF_LSE, Layout, dense_layout, in_order, result_layout
 from .lengths import LENGTHS, Lengths, resolved
 from .mask import Mask
@@ -166,6 +167,7 @@ def make_problem(
         mask, moves = options.resolve_moving_mask(q.shape[-2], k.shape[-2])
         lengths = replace(lengths, moves=moves)
         seen_axes = 3 if lengths.packed_q else 4
+        arrays = arrays | ({FIRST: given_lengths["cu_seqlens_q"]} if FIRST in arrays else {})
     heads_q, len_q, dim = _matrices(q)
     heads_kv, len_kv, _ = _matrices(k)
     dim_v = v.shape[-1]

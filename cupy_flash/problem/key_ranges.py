@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .expression.tree import Node
 
 START, STOP = "mask.start", "mask.stop"  # what messages and plans call the arrays; no expression of a user's has such names
+FIRST = "mask.first"  # and that of the rows at which packed sequences of queries begin, which are the offsets of the call
+OWN_NAMES = (START, STOP, FIRST)
 MOST_RANGES = 8
 AXES = "(..., heads, seq_q, ranges)"
 
@@ -33,9 +35,12 @@ class KeyRanges:
 
     Notes
     -----
+    With packed queries (`cu_seqlens_q`) the axis seq_q has all rows, as q has, and there is no axis of a batch. Keys are counted
+    from the first one of the row's sequence.
+
     `causal`, `window` and `prefix` hold beside the ranges: a pair takes part if both let it. Kernels take arrays with at most four
-    axes that are longer than 1. Of integers that 32 bits do not hold, those on a device count by their low 32 bits; in host memory
-    they are refused.
+    axes that are longer than 1. Of sequences of their own lengths they compute tiles in which no pair takes part as well. Of
+    integers that 32 bits do not hold, those on a device count by their low 32 bits; in host memory they are refused.
 
     Examples
     --------
@@ -86,26 +91,32 @@ def squeezed(layout: Layout) -> Layout:
     return replace(layout, shape=shape, strides=strides)
 
 
-def expression_of(layouts: dict[str, Layout], batch: tuple[int, ...]) -> Expression:
-    """The mask that ranges are, of arrays as `squeezed` leaves them, from the layouts as they were given."""
+def expression_of(layouts: dict[str, Layout], batch: tuple[int, ...], packed: bool = False) -> Expression:
+    """The mask that ranges are, of arrays as `squeezed` leaves them, from the layouts as they were given.
+
+    Those of `packed` queries have an element for each row of all sequences, which begin at the rows that `FIRST` has.
+    """
     from .expression.entry import Expression  # late, as in `scores`
     from .expression.operations import apply
-    from .expression.tree import Name
+    from .expression.tree import Name, Read
 
+    row: Node = Name("q_idx")
+    if packed:
+        row = apply("+", Read(FIRST, (Name("b"),), "int"), row)
     ranges = max([layout.shape[-1] for layout in layouts.values() if layout.shape], default=1)
     kv_idx, tree = Name("kv_idx"), None
     for number in range(ranges):
-        start, stop = (_read(name, layouts[name].shape, number, batch) for name in (START, STOP))
+        start, stop = (_read(name, layouts[name].shape, number, batch, row) for name in (START, STOP))
         one = apply("and", apply("<=", start, kv_idx), apply("<", kv_idx, stop))
         tree = one if tree is None else apply("or", tree, one)
     return Expression(tree, ())  # nothing is declared: no user gave names
 
 
-def _read(name: str, shape: tuple[int, ...], number: int, batch: tuple[int, ...]) -> Node:
-    """What an array has for a range of the query at hand."""
+def _read(name: str, shape: tuple[int, ...], number: int, batch: tuple[int, ...], row: Node) -> Node:
+    """What an array has for a range of the query at hand, which is in this row."""
     from .expression.tree import Literal, Name, Read
 
-    indices = [*_batch_indices(batch), Name("h"), Name("q_idx"), Literal(number)][-len(shape) :]
+    indices = [*_batch_indices(batch), Name("h"), row, Literal(number)][-len(shape) :]
     return Read(name, tuple(index for index, size in zip(indices, shape) if size != 1), "int")
 
 

@@ -277,7 +277,7 @@ def _check_each(name: str, numbers: numpy.ndarray, least: int, most: numpy.ndarr
         raise ValueError(f"{name}: expected {least} to {int(most[i])} for sequence {i}, got {int(numbers[i])}")
 
 
-def check_gradients(lengths: Lengths, wrt: tuple[str, ...], backend: str) -> None:
+def check_gradients(lengths: Lengths) -> None:
     """Refuse gradients that nothing computes.
 
     Raises
@@ -287,5 +287,3 @@ def check_gradients(lengths: Lengths, wrt: tuple[str, ...], backend: str) -> Non
     for name in ("pages", "cache_batch_idx"):
         if lengths.has(name):
             raise UnsupportedError(f"{name}: expected None for gradients, which a cache has none of, got an array")
-    if wrt and backend != "numpy":
-        raise UnsupportedError(f"wrt: expected () with lengths of sequences on backend {backend!r}, got {wrt}")

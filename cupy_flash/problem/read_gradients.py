@@ -44,6 +44,9 @@ class ReadGradient:
         How many heads share elements, neighbours.
     of_query, of_key, of_distance : bool
         Whether which element a pair reads depends on its query, on its key, or on how far these are apart alone.
+    elements_of : (int, int)
+        How many queries and keys elements may belong to. With `clamped` a sequence may have more: an index is a place in a packed
+        sequence, and pairs beyond the end of its axis read the last element.
     gathered, scattered : bool
         Whether an index is computed, so that any pairs may share an element. Each element is then added up from those sums that
         belong to it, or, where there are too many of them, what pairs give is added to whichever element they read, in any order.
@@ -57,6 +60,8 @@ class ReadGradient:
     read: Read | None
     array: Layout
     of_pairs: Layout
+    elements_of: tuple[int, int]
+    clamped: bool = False
     head_kv_stride: int = 0
     first_element: int = 0
     heads_summed: int = 1
@@ -93,7 +98,7 @@ def check_sums(scores: Scores, wrt: Iterable[str], deterministic: bool) -> None:
         return
     for name in wrt:
         for read in _reads_of(scores, name):
-            if read is not None and _is_computed(read) and not _has_places(read):
+            if read is not None and _is_computed(read, scores) and not _has_places(read):
                 raise UnsupportedError(
                     f"deterministic: expected False with wrt {name!r}, which the score reads as {read}: kernels add up in any "
                     "order where an index is computed from the score, or from query and key other than by how far they are apart; "
@@ -116,12 +121,15 @@ def _reads_of(scores: Scores, name: str) -> tuple[Read | None, ...]:
     return (None,)
 
 
-def _is_computed(read: Read) -> bool:
-    """Whether an index is neither a coordinate nor a number."""
+def _is_computed(read: Read, scores: Scores) -> bool:
+    """Whether an index is neither a coordinate nor a number, or a coordinate reaches beyond one axis before another."""
     from .expression.reads import axes_of  # late: it takes the language of expressions
     from .expression.tree import Literal
 
-    return any(axis is None and not isinstance(index, Literal) for axis, index in zip(axes_of(read), read.args))
+    axes, shape = axes_of(read), dict(scores.arrays)[read.name].shape
+    if any(axis is None and not isinstance(index, Literal) for axis, index in zip(axes, read.args)):
+        return True
+    return any(len({size for size, of in zip(shape, axes) if of == name}) > 1 for name in scores.free_axes)
 
 
 def _of_read(problem: BackwardProblem, name: str, read: Read | None) -> ReadGradient:
@@ -142,6 +150,7 @@ def _of_read(problem: BackwardProblem, name: str, read: Read | None) -> ReadGrad
         None,
         array,
         replace(array, shape=pairs, strides=strides),
+        (p.len_q, p.len_kv),
         heads_summed=1 if of_head else p.heads_q,
         of_query=of_query,
         of_key=of_key,
@@ -150,23 +159,26 @@ def _of_read(problem: BackwardProblem, name: str, read: Read | None) -> ReadGrad
 
 def _of_expression(problem: BackwardProblem, name: str, read: Read, array: Layout, pairs: tuple[int, ...]) -> ReadGradient:
     p = problem.forward
-    if _is_computed(read):
+    if _is_computed(read, p.scores):
         return _of_computed(problem, name, read, array, pairs)
     from .expression.reads import axes_of
     from .expression.tree import Literal
 
     strides = dict.fromkeys(AXES, 0)
-    first_element = 0
+    first_element, elements_of = 0, {"q_idx": p.len_q, "kv_idx": p.len_kv}
     for axis, index, size, stride in zip(axes_of(read), read.args, array.shape, array.strides):
         if isinstance(index, Literal):
             first_element += min(max(index.value, 0), size - 1) * stride
         else:
             strides[axis] += stride
+            elements_of |= {axis: min(size, elements_of[axis])} if axis in elements_of else {}
     return ReadGradient(
         name,
         read,
         array,
         _of_pairs(array, p.batch, pairs, strides),
+        tuple(elements_of.values()),
+        clamped=bool({*axes_of(read)} & {*p.scores.free_axes}),
         head_kv_stride=strides["h_kv"],
         first_element=first_element,
         heads_summed=_heads_summed(p, strides),
@@ -181,16 +193,21 @@ def _of_computed(problem: BackwardProblem, name: str, read: Read, array: Layout,
     names = _names_in(read)
     if SCORE in names:
         nothing = _of_pairs(array, p.batch, pairs, dict.fromkeys(AXES, 0))
-        return ReadGradient(name, read, array, nothing, heads_summed=p.heads_q, scattered=True, by_score=True)
+        lens = p.len_q, p.len_kv
+        return ReadGradient(name, read, array, nothing, lens, heads_summed=p.heads_q, scattered=True, by_score=True)
     of_query, of_key = "q_idx" in names, "kv_idx" in names
     of_distance = of_query and of_key and _has_places(read)
     places = p.len_q + p.len_kv - 1 if of_distance else p.len_q if of_query else p.len_kv if of_key else 1
     heads = p.heads_q if "h" in names else p.heads_kv if "h_kv" in names else 1
+    of_batch = "b" in names or (p.lengths is not None and bool({"q_len", "kv_len"} & names))
     strides = dict.fromkeys(AXES, 0)
-    strides["b"] = heads * places * ("b" in names)
+    strides["b"] = heads * places * of_batch
     strides |= {"h": places} if "h" in names else {"h_kv": places} if "h_kv" in names else {}
-    owners = heads * (math.prod(p.batch) if "b" in names else 1)
-    gathered = _has_places(read) and (problem.deterministic or math.prod(array.shape) * owners * places <= MOST_LOOKED_AT)
+    owners = heads * (math.prod(p.batch) if of_batch else 1)
+    few = math.prod(array.shape) * owners * places <= MOST_LOOKED_AT
+    if of_batch and of_distance and p.lengths is not None and p.lengths.packed_q:
+        few = False  # each sequence would have as many distances as all rows together
+    gathered = _has_places(read) and (problem.deterministic or few)
     if gathered:
         strides |= {"q_idx": int(of_query and not of_distance), "kv_idx": int(of_key and not of_distance)}
     return ReadGradient(
@@ -198,6 +215,7 @@ def _of_computed(problem: BackwardProblem, name: str, read: Read, array: Layout,
         read,
         array,
         _of_pairs(array, p.batch, pairs, strides),
+        (p.len_q, p.len_kv),
         head_kv_stride=strides["h_kv"],
         heads_summed=_heads_summed(p, strides),
         of_query=of_query and not (gathered and of_distance),

@@ -6,13 +6,13 @@ The order is: scale, softcap, score expression, bias, ALiBi, masks, softmax with
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError, shown
 from .dropout import Dropout, Place
 from .expression.entry import Expression, mask_expression, score_expression
-from .key_ranges import START, STOP, check_ranges, expression_of, squeezed
+from .key_ranges import FIRST, OWN_NAMES, START, STOP, check_ranges, expression_of, squeezed
 from .layout import FLOATS, INTEGERS, Layout
 from .lengths import Lengths
 
@@ -99,6 +99,15 @@ class Scores:
         return self.mask is not None or self.mask_array is not None
 
     @property
+    def ranges(self) -> int:
+        """How many ranges of keys the mask has for each query; 0 if it is no `KeyRanges`."""
+        if self.mask is None or START not in self.captured:
+            return 0
+        from .expression.tree import Read, walk  # late, as in `entry`
+
+        return sum(isinstance(node, Read) and node.name == START for node in walk(self.mask.tree))
+
+    @property
     def of_pairs(self) -> bool:
         """Whether anything is asked for each pair before the softmax."""
         return self.changes_scores or self.masks_pairs
@@ -142,8 +151,8 @@ def kind_of(name: str, dtype: str) -> str:
 
 
 def label(name: str) -> str:
-    """What messages call an array of expressions, or one of the two of ranges."""
-    return name if name in (START, STOP) else f"arrays[{name!r}]"
+    """What messages call an array of expressions, or one of those of ranges."""
+    return name if name in OWN_NAMES else f"arrays[{name!r}]"
 
 
 def make_scores(
@@ -172,7 +181,7 @@ def make_scores(
     operands : dict of str to Layout
         Those of `OPERANDS` that are arrays.
     arrays : dict of str to Layout
-        What expressions read, and of a mask that is ranges, `START` and `STOP`.
+        What expressions read, and of a mask that is ranges, `START` and `STOP`, and `FIRST` if queries are packed.
     dropout : Dropout or None
     dtype : str
         Of q.
@@ -198,19 +207,24 @@ def make_scores(
     mask = as_expression(mask_expression, mask, declarations)
     ranges = {name: arrays[name] for name in (START, STOP) if name in arrays}
     if ranges:
-        check_ranges(ranges, batch, heads_q, len_q)
-        mask = expression_of(ranges, batch)
+        packed = lengths is not None and lengths.packed_q
+        of_rows = () if packed else batch
+        check_ranges(ranges, of_rows, heads_q, len_q)
+        mask = expression_of(ranges, of_rows, packed)
         arrays = arrays | {name: squeezed(layout) for name, layout in ranges.items()}
+        if packed:  # without where the last one ends
+            arrays[FIRST] = replace(arrays[FIRST], shape=batch)
     expressions = [expression for expression in (score, mask) if expression is not None]
     used = {declaration.name for expression in expressions for declaration in expression.declarations}
     for name in arrays:
-        if name not in used and name not in ranges:
+        if name not in used and name not in OWN_NAMES:
             where = "the score or the mask, which do not" if expressions else "a score or a mask, of which there is none"
             raise ValueError(f"{label(name)}: expected an array that is read by {where}")
     for name, layout in arrays.items():
-        _check_device(label(name), layout, device)
+        if name != FIRST:  # as lengths it may be in host memory, and is copied
+            _check_device(label(name), layout, device)
     sizes = {"b": _product(batch), "h": heads_q, "h_kv": heads_kv, "q_idx": len_q, "kv_idx": len_kv}
-    free = _free_axes(lengths, operands, ranges)
+    free = _free_axes(lengths, operands)
     for expression in expressions:
         _check_axes(expression, arrays, {name: size for name, size in sizes.items() if name not in free})
     pairs, of_heads = (*batch, heads_q, len_q, len_kv), (*batch, heads_q)
@@ -231,7 +245,7 @@ def make_scores(
     )
 
 
-def _free_axes(lengths: Lengths | None, operands: dict[str, Layout], ranges: dict[str, Layout]) -> tuple[str, ...]:
+def _free_axes(lengths: Lengths | None, operands: dict[str, Layout]) -> tuple[str, ...]:
     """The coordinates of which no axis of an array can be told the number: places in packed sequences.
 
     Raises
@@ -245,8 +259,6 @@ def _free_axes(lengths: Lengths | None, operands: dict[str, Layout], ranges: dic
         if name in operands:
             expected = "an expression" if name == "mask" else "None, or a score that reads an array,"
             raise UnsupportedError(f"{name}: expected {expected} with packed sequences, got an array of pairs")
-    if ranges:
-        raise UnsupportedError("mask: expected an expression with packed sequences, got KeyRanges")
     return (*("q_idx",) * lengths.packed_q, *("kv_idx",) * lengths.packed_kv)
 
 
@@ -256,7 +268,7 @@ def declared(arrays: dict[str, Layout]) -> list[Declaration]:
         return []
     from .expression.vocabulary import Declaration
 
-    own = [(name, layout) for name, layout in arrays.items() if name not in (START, STOP)]
+    own = [(name, layout) for name, layout in arrays.items() if name not in OWN_NAMES]
     return [Declaration(name, kind_of(name, layout.dtype), len(layout.shape)) for name, layout in own]
 
 

@@ -15,17 +15,15 @@ template <typename Tile> struct WithBias : Tile {
 };
 template <typename Tile> using MaybeWithBias = Choose<STAGED_BIAS, WithBias<Tile>, Tile>;
 
-// The stage at hand = a tile of `map` from `row` on, and the bias of the queries from row_q and the keys from row_kv on, zero beyond the arrays; goes
-// on to the next one.
-template <typename T, int DEPTH, Lanes LANES>
-OP void load_with_bias(Pipeline<T, DEPTH, LANES>& tiles, const TensorMap& map, const int (&batch)[BATCH_AXES], int head_of_tile, int row,
-                       const TensorMap& bias_map, int head, int row_q, int row_kv, CallSite at = call_site()) {
-  arrive_expect_tx(tiles.full(), T::bytes, at);
-  start_load(tiles, map, batch, head_of_tile, row, at);
-  start_load(tiles, tiles.tile().bias(), bias_map, batch, head, row_q, row_kv, at);
-  tiles.advance();
+// The stage at hand = keys from `row` on, and their bias for the queries of a tile and this head, zero beyond the arrays; goes on to the next one.
+template <typename T, int DEPTH, Lanes LANES, typename Params, typename Coord>
+OP void load_with_bias(Pipeline<T, DEPTH, LANES>& keys, const Params& p, const Coord& of_keys, int head, int row, CallSite at = call_site()) {
+  arrive_expect_tx(keys.full(), T::bytes, at);
+  start_load(keys, p.k_map, of_keys.batch, of_keys.head, row, at);
+  start_load(keys, keys.tile().bias(), p.bias_map, of_keys.batch, head, of_keys.row, row, at);
+  keys.advance();
 }
-// The same of queries, with one number for each of them.
+// The same of queries, and with them comes one number for each.
 template <typename T, int DEPTH, Lanes LANES, typename Params>
 OP void load_with_bias(Pipeline<T, DEPTH, LANES>& queries, const Params& p, const int (&batch)[BATCH_AXES], int head, int row_q, int row_kv,
                        const float* from, SharedAddress to, CallSite at = call_site()) {

@@ -53,7 +53,18 @@ template <int M, int N, typename Use> OP void for_sums(const Acc<M, N>& acc, int
   }
 }
 
-OP bool exists(const ScoreGradientParams& p, int q_idx, int kv_idx) { return q_idx < p.len_q && kv_idx < p.len_kv; }
+OP bool exists(const ScoreGradientParams& p, int q_idx, int kv_idx) { return q_idx < elements_of<QUERIES>(p) && kv_idx < elements_of<KEYS>(p); }
+
+// What an index may depend on besides a pair: of an owner or a unit that has the elements of one sequence alone, how long that is.
+struct LengthsOfOwner {
+  int q, kv;
+};
+OP LengthsOfOwner lengths_of(const ScoreGradientParams& p, u32 batch_number) {
+  if constexpr (VARLEN) {
+    if (p.batch_summed[BATCH_AXES - 1] == 1) return {rows_of_sequence<QUERIES>(p, batch_number).len(), rows_of_sequence<KEYS>(p, batch_number).len()};
+  }
+  return {p.len_q, p.len_kv};
+}
 
 // how far into the gradient the elements of a query begin, or of a head
 OP i64 offset_of_query(const ScoreGradientParams& p, const PairCursor& unit, int q_idx) {
@@ -111,7 +122,8 @@ template <int M, int N> OP void end_unit(const ScoreGradientParams& p, const Acc
   const PairCursor unit = unit_of(p, unit_number);
   if constexpr (SCATTERED) {
     struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{unit.batch, unit.batch_number(p)};
-    const ScoreContext x = score_context(p, here, unit.head);
+    const LengthsOfOwner lens = lengths_of(p, here.batch_number);
+    const ScoreContext x = score_context(p, here, unit.head, lens.q, lens.kv);
     for_sums(acc, row0, [&](int row, int col, float sum) {
       const int q_idx = unit.q_tile * TILE_Q + row, kv_idx = unit.kv_tile * TILE_KV + col;
       if (exists(p, q_idx, kv_idx) && sum != 0.f) add_atomically(p.sums + element_of(0.f, place_at(q_idx, kv_idx), x), sum);
@@ -198,12 +210,14 @@ OP void gather(const ScoreGradientParams& p) {
   for (u32 number = 0; number < owners(p); ++number) {
     const PairCursor owner = owner_of(p, number);
     struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{owner.batch, owner.batch_number(p)};
-    const ScoreContext x = score_context(p, here, owner.head);
+    const LengthsOfOwner lens = lengths_of(p, here.batch_number);
+    const ScoreContext x = score_context(p, here, owner.head, lens.q, lens.kv);
     const float* const places = p.places + offset_of_query(p, owner, 0);
     for_lane(l) {
       for (int i = own * 32 + l; i < count; i += 32 * WARPS) {
         const int distance = i - (p.len_q - 1);               // any pair that is so far apart will do
         const int q_idx = OF_DISTANCE ? max_of(-distance, 0) : OF_QUERY ? i : 0, kv_idx = OF_DISTANCE ? max_of(distance, 0) : OF_KEY ? i : 0;
+        if (VARLEN && (q_idx >= lens.q || kv_idx >= lens.kv)) continue;
         if (element_of(0.f, place_at(q_idx, kv_idx), x) == element) sum.at(l, 0) += read(places + i);
       }
     }

@@ -121,12 +121,14 @@ template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, 
   if constexpr (HAS_BIAS && BIAS_BY_TWO && TRANSPOSED && sizeof(BiasElement) == 2 && !STAGED_BIAS) movmatrix(arrays.bias);
 }
 
-// TILE_LIST: which pairs of a lane take part, a bit for each register. Most tiles are seen wholly and are not asked, so the few that are take a
-// loop, not a text as long as the fragment, whose registers would be the kernel's.
+// Which pairs of a lane take part, a bit for each register. With TILE_LIST most tiles are seen wholly and are not asked, so the few that are take a
+// loop, not a text as long as the fragment, whose registers would be the kernel's. So do masks that take many registers by themselves.
+constexpr bool PAIRS_IN_LOOP = TILE_LIST || MASK_IN_LOOP;
 template <bool TRANSPOSED, int M, int N> OP u64 pairs_that_take_part(const Acc<M, N>& s, int l, const ScoreContext& x, int row0, int col0) {
   static_assert(Acc<M, N>::regs <= 64, "a bit for each register");
   u64 bits = 0;
-  #pragma unroll 8
+  constexpr int AT_ONCE = MASK_IN_LOOP && VARLEN ? 2 : 8;     // without lists the registers of this are the kernel's
+  #pragma unroll (AT_ONCE)
   for (int r = 0; r < s.regs; ++r) {
     PairPlace at = place_of<TRANSPOSED>(s, l, r, row0, col0);
     if (HAS_PAIR_MASK) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
@@ -151,10 +153,10 @@ OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreC
       if (SCORES == EXPRESSION) score = score_of(score, at, x) * LOG2E;
     }
     if (MASKED_PAIRS && ask_pairs) {
-      const u64 bits = TILE_LIST ? pairs_that_take_part<TRANSPOSED>(s, l, x, row0, col0) : 0;
+      const u64 bits = PAIRS_IN_LOOP ? pairs_that_take_part<TRANSPOSED>(s, l, x, row0, col0) : 0;
       #pragma unroll
       for (int r = 0; r < s.regs; ++r) {
-        if constexpr (TILE_LIST) {
+        if constexpr (PAIRS_IN_LOOP) {
           if (!(bits >> r & 1)) s.at(l, r) = masked_score(x);
         } else {
           PairPlace at = place_of<TRANSPOSED>(s, l, r, row0, col0);

@@ -10,6 +10,7 @@
 #include "tile/copy.cuh"
 #include "tile/gradient.cuh"
 #include "tile/score.cuh"
+#include "tile/sequence.cuh"
 
 constexpr bool HAS_ROWS = OF_QUERY || OF_DISTANCE, HAS_COLS = OF_KEY || OF_DISTANCE;          // whether a unit tells them apart
 constexpr int UNIT_SUMS = (HAS_ROWS ? TILE_Q : 1) * (HAS_COLS ? TILE_KV : 1);
@@ -19,6 +20,15 @@ constexpr int DIAGONAL_STEP = TILE_Q / TILE_KV;                // key tiles to t
 static_assert(TILE_Q % TILE_KV == 0);
 
 template <> OP double from_float<double>(float x) { return x; }
+
+// How many queries or keys elements may belong to.
+template <Side SIDE> OP int elements_of(const ScoreGradientParams& p) {
+  if constexpr (VARLEN) return SIDE == QUERIES ? p.elements_q : p.elements_kv;
+  else return rows_of_array<SIDE>(p);
+}
+template <Side SIDE> OP int unit_tiles(const ScoreGradientParams& p) { return ceil_div(elements_of<SIDE>(p), TILE_ROWS<SIDE>); }
+
+template <typename Seq> OP Mask mask_of(const Seq& seq) { return {seq.mask(), seq.kv.len()}; }
 
 // The pairs of tiles that a block sums over, one after the other: those of its first head, then those of the next, and so on.
 struct PairCursor {
@@ -33,6 +43,7 @@ struct PairCursor {
     for (int i = 0; i < BATCH_AXES; ++i) number = number * p.batch[i] + batch[i];
     return number;
   }
+  template <typename Params> OP UniformSequence<Params> sequence(const Params& p) const { return {{p, 0}, {p, 0}}; }
   OP bool visible(const Mask& mask) const {
     if (OF_DISTANCE && (kv_tile < 0 || kv_tile * TILE_KV >= mask.len_kv)) return false;
     return visible_keys(mask, q_tile * TILE_Q, TILE_Q).overlaps(kv_tile * TILE_KV, TILE_KV);
@@ -59,9 +70,9 @@ struct PairCursor {
     }
   }
   // To the next one of which any pair takes part.
-  OP void advance(const ScoreGradientParams& p, const Mask& mask) {
+  OP void advance(const ScoreGradientParams& p) {
     do step(p);
-    while (left > 0 && !visible(mask));
+    while (left > 0 && !visible({p.mask, p.len_kv}));
   }
 };
 
@@ -94,7 +105,7 @@ OP int diagonals(const ScoreGradientParams& p) { return ceil_div(p.len_kv, TILE_
 // Where a unit begins.
 OP PairCursor unit_of(const ScoreGradientParams& p, u32 number) {
   u32 rest = number;
-  const int kv_tile = OF_KEY ? take(rest, ceil_div(p.len_kv, TILE_KV)) : 0, q_tile = OF_QUERY ? take(rest, ceil_div(p.len_q, TILE_Q)) : 0;
+  const int kv_tile = OF_KEY ? take(rest, unit_tiles<KEYS>(p)) : 0, q_tile = OF_QUERY ? take(rest, unit_tiles<QUERIES>(p)) : 0;
   const int diagonal = OF_DISTANCE ? take(rest, diagonals(p)) - DIAGONAL_STEP * (ceil_div(p.len_q, TILE_Q) - 1) : 0;
   PairCursor unit = owner_of(p, rest);
   unit.kv_tile = kv_tile + diagonal, unit.q_tile = q_tile;
@@ -102,8 +113,8 @@ OP PairCursor unit_of(const ScoreGradientParams& p, u32 number) {
 }
 
 // The first pair of tiles of a block's part of a unit.
-OP PairCursor first_pair(const ScoreGradientParams& p, const Mask& mask, u32 unit_number, u32 split) {
-  PairCursor at = unit_of(p, unit_number);
+OP void find_first(PairCursor& at, const ScoreGradientParams& p, u32 unit_number, u32 split) {
+  at = unit_of(p, unit_number);
   i64 count = p.heads_summed;
   #pragma unroll
   for (int i = 0; i < BATCH_AXES; ++i) count *= p.batch_summed[i];
@@ -117,19 +128,18 @@ OP PairCursor first_pair(const ScoreGradientParams& p, const Mask& mask, u32 uni
   at.head += take(rest, p.heads_summed);
   #pragma unroll
   for (int i = BATCH_AXES - 1; i >= 0; --i) at.batch[i] += take(rest, p.batch_summed[i]);
-  if (at.left > 0 && !at.visible(mask)) {
+  if (at.left > 0 && !at.visible({p.mask, p.len_kv})) {
     if (OF_QUERY && OF_KEY) at.left = 0;                      // nor is any pair of these tiles in another head
-    else at.advance(p, mask);
+    else at.advance(p);
   }
-  return at;
 }
 
 // lse and delta of the rows of a tile, from where the backward's own tiles have them, to TILE_Q words each. Asynchronous like the tiles.
-OP void load_stats_async(SharedAddress to, const ScoreGradientParams& p, const PairCursor& at) {
-  const int tiles = int(divide(p.len_q - 1, p.stats_rows_divmod)) + 1, rows = int(p.stats_rows_divmod.divisor);
-  const i64 first_tile = i64(at.batch_number(p) * p.heads + at.head) * tiles;
+// `first_tile` is the number of the first one of so many of a head.
+OP void load_stats_async(SharedAddress to, const ScoreGradientParams& p, i64 first_tile, int tiles, int q_tile) {
+  const int rows = int(p.stats_rows_divmod.divisor);
   for_lane(l) {
-    const int i = Block::thread(l) * 4, row = at.q_tile * TILE_Q + i % TILE_Q, tile = int(divide(row, p.stats_rows_divmod));
+    const int i = Block::thread(l) * 4, row = q_tile * TILE_Q + i % TILE_Q, tile = int(divide(row, p.stats_rows_divmod));
     if (i < 2 * TILE_Q) {
       const float* const from = p.stats + ((first_tile + tile) * 2 + i / TILE_Q) * rows + (row - tile * rows);
       const bool exists = tile < tiles;
@@ -141,6 +151,10 @@ OP void load_stats_async(SharedAddress to, const ScoreGradientParams& p, const P
       }
     }
   }
+}
+OP void load_stats_async(SharedAddress to, const ScoreGradientParams& p, const PairCursor& at) {
+  const int tiles = int(divide(p.len_q - 1, p.stats_rows_divmod)) + 1;
+  load_stats_async(to, p, i64(at.batch_number(p) * p.heads + at.head) * tiles, tiles, at.q_tile);
 }
 // rows = sign * src[row0 : row0 + M], in shared memory
 template <int M> OP void load_rows(RowVec<M>& rows, SharedAddress src, int row0, float sign = 1.f) {

@@ -16,13 +16,13 @@ from ..compare import compare
 from ..compare_gradients import compare_gradients
 from ..compare_sequences import Part, wrong_sum
 from ..dropout import keep_scale_of, kept_pairs
-from ..expressions import MASKS, SCORES, Grid, Sizes
+from ..expressions import MASKS, SCORES_OF_LENGTHS, Grid, Sizes
 from ..operands import draw_arrays, hand_score
 from ..oracle import sees
 from ..oracle_gradients import oracle_gradients
 from .draw import Draw
 from .lengths import LengthsProblem, place_of
-from .pairs import plain
+from .pairs import RANGES, plain
 from .placement import Placed
 from .rooms import SHARED
 
@@ -46,6 +46,8 @@ class Call:
         found |= {name: self.arrays[name].array for name in ("sinks", "bias", "mask", "alibi_slopes") if name in self.arrays}
         found |= {"arrays": self.read} if self.read else {}
         asked = self.problem.asked
+        if asked and asked.mask == "ranges":
+            found["mask"] = cupy_flash.KeyRanges(*(self.arrays[name].array for name in RANGES))
         return found | ({"seed": SEED} if asked and asked.dropout else {})
 
     @property
@@ -54,7 +56,7 @@ class Call:
         p, asked = self.problem, self.problem.asked
         found = dict(p.options)
         if asked:
-            found |= {"score": SCORES[asked.score].text} if asked.score else {}
+            found |= {"score": SCORES_OF_LENGTHS[asked.score].text} if asked.score else {}
             found |= {"mask": MASKS[asked.mask].text} if asked.mask in MASKS else {}
             found |= {"dropout": p.probability} if asked.dropout else {}
         return found
@@ -65,12 +67,12 @@ class Call:
 
     @property
     def wrt(self) -> tuple[str, ...]:
-        """What else has a gradient: kernels have none of these."""
+        """What else has a gradient."""
         p = self.problem
-        if p.direction == "forward" or p.backend == "host" or not p.asked:
+        if p.direction == "forward" or not p.asked:
             return ()
         own = tuple(name for name in ("bias", "alibi_slopes") if name in self.arrays)
-        return (*own, *(name for name in self.read if p.asked.score and name in _reads(SCORES[p.asked.score])))
+        return (*own, *(name for name in self.read if p.asked.score and name in _reads(SCORES_OF_LENGTHS[p.asked.score])))
 
 
 def exchanged(problem: LengthsProblem, name: str, x: numpy.ndarray | None) -> numpy.ndarray | None:
@@ -264,8 +266,13 @@ def _scores(call: Call, number: int) -> dict[str, Any]:
     there = [name for name in ("bias", "mask", "alibi_slopes") if name in call.arrays]
     own = {name: call.arrays[name].array[_place_in(call, name, number)] for name in there}
     told |= {name: x for name, x in own.items() if name != "mask"}
-    told |= {"score": hand_score(SCORES[asked.score], grid, call.read)} if asked.score else {}
-    if asked.mask:
+    told |= {"score": hand_score(SCORES_OF_LENGTHS[asked.score], grid, call.read)} if asked.score else {}
+    if asked.mask == "ranges":
+        results, ends = p.q.of_results(), (call.arrays[name].array for name in RANGES)
+        start, stop = (results.gathered(x.reshape(results.elements, *x.shape[-3:]), number)[..., None, :] for x in ends)
+        keys = numpy.arange(len_kv)[:, None]
+        told["seen"] = ((start <= keys) & (keys < stop)).any(-1)
+    elif asked.mask:
         told["seen"] = own["mask"] if asked.mask == "array" else MASKS[asked.mask].hand(grid, call.read)
     if asked.dropout:
         keep = kept_pairs((len(p.q.lens), heads_q, len_q, len_kv), p.probability, *SEED)[number]
@@ -305,10 +312,27 @@ def _make_operands(
         values[name] = x.astype(DTYPES[asked.bias_dtype]) if name == "bias" else x
     if asked.alibi:
         values["alibi_slopes"] = numbers.uniform(0, 0.3, draw.one(((p.heads[0],), (count, p.heads[0])))).astype(wide)
+    if asked.mask == "ranges":
+        values |= _ranges(p, numbers)
+    if asked.mask != "documents":  # places in a packed sequence may lie beyond an array
+        room = tuple(draw.integer(1, of.capacity) if of.is_packed and draw.chance(0.5) else of.capacity for of in (p.q, p.kv))
     sizes = Sizes(count, *p.heads, *room)
-    expressions = [SCORES[asked.score]] if asked.score else []
+    expressions = [SCORES_OF_LENGTHS[asked.score]] if asked.score else []
     expressions += [MASKS[asked.mask]] if asked.mask in MASKS else []
     return draw_arrays(expressions, numbers, sizes, wide)
+
+
+def _ranges(p: LengthsProblem, numbers: numpy.random.Generator) -> dict[str, numpy.ndarray]:
+    """The ends of ranges of keys of each row: some are empty, some reach beyond the keys; those of no sequence see all keys."""
+    results, most = p.q.of_results(), p.kv.capacity + 5
+    heads = p.heads[0] if p.asked.ranges_of_heads else 1
+    shape = results.elements, heads, results.rows, p.asked.ranges
+    start, stop = numpy.full(shape, -(2**31), numpy.int64), numpy.full(shape, 2**31 - 1, numpy.int32)
+    for element, row in results.places:
+        start[element, :, row] = numbers.integers(-5, most, (len(row), heads, p.asked.ranges))
+        stop[element, :, row] = start[element, :, row] + numbers.integers(-3, most, (len(row), heads, p.asked.ranges))
+    start = start.astype(numbers.choice([numpy.int32, numpy.int64]))
+    return dict(zip(RANGES, (start[0], stop[0]) if results.is_packed else (start, stop)))
 
 
 def _reads(expression: Any) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...problem.layout import FLOATS
 from ..cases import Case
+from ..expressions import SCORES_OF_LENGTHS
 from .draw import Draw
 from .pairs import MASKS, Asked, draw_asked
 from .placement import Placement, draw_placement
@@ -17,7 +18,8 @@ from .rooms import OF_KEYS, OF_QUERIES, SHARED, Room, draw_lengths, draw_room
 
 HOST_SHARE = 0.5
 MOST_FLOPS = 5e6  # a CPU executes kernels at about 1 GFLOP/s
-MASKED = (*MASKS, "array", "array")  # what is masked pair by pair; of packed sequences nobody takes ranges
+MASKED = (*MASKS, "array", "array", "ranges", "ranges")  # what is masked pair by pair
+SCORED = (*SCORES_OF_LENGTHS, "places")
 # Architecture, direction, kernel file asked for, whether keys are in pages: what every seed has.
 COMPUTATIONS = (
     ("75", "forward", None, False),
@@ -88,6 +90,10 @@ class LengthsProblem:
         if self.asked:
             a = self.asked
             found |= {f"score {a.score}", f"mask {a.mask}", f"bias {a.bias_dtype}"}
+            packed = self.q.is_packed or self.kv.is_packed
+            found |= {f"packed {name}" for name in (f"score {a.score}", f"mask {a.mask}") if packed}
+            of_sums = self.direction == "backward" and (a.score or a.bias_dtype or a.alibi)
+            found |= {f"sums on {self.backend}"} if of_sums else set()
             found |= {name for name in ("alibi", "dropout") if getattr(a, name)}
         return found
 
@@ -116,7 +122,7 @@ def recipes(seed: int) -> tuple[LengthsRecipe, ...]:
         draw = Draw("recipe of lengths", seed, i)
         base = _recipe(draw, arch, direction, "auto", "fwd_v2" if direction == "forward" else "bwd_v2", "some")
         few = direction == "forward" and draw.chance(0.4)
-        asked = draw_asked(draw, base.dtype, MASKED) if not few and draw.chance(0.4) else None
+        asked = draw_asked(draw, base.dtype, MASKED, SCORED) if not few and draw.chance(0.4) else None
         base = replace(base, kernel=kernel, few=few, grouped=few or draw.chance(0.6), asked=asked)
         found.append(LengthsRecipe(base, paged, draw.chance(0.25)))
     return tuple(found)
@@ -129,7 +135,7 @@ def draw_problem_of_lengths(seed: int, index: int) -> LengthsProblem:
     base = recipe and recipe.base
     direction = base.direction if base else draw.one(("forward", "forward", "backward"))
     dtype, precision = (base.dtype, base.precision) if base else (draw.one(FLOATS), "ieee")
-    asked = base.asked if base else draw_asked(draw, dtype, MASKED) if draw.chance(0.5) else None
+    asked = base.asked if base else draw_asked(draw, dtype, MASKED, SCORED) if draw.chance(0.5) else None
     dims = _dims(draw, base)
     paged = recipe.paged if recipe else direction == "forward" and draw.chance(0.3)
     q, kv, heads = _rooms(draw, direction, dims, paged, base, asked)

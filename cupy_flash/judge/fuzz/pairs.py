@@ -47,12 +47,14 @@ class Asked:
     ranges_of_heads: bool = False
 
 
-def draw_asked(draw: Draw, dtype: str, masks: tuple[str, ...] = (*MASKS, "array", "array", "ranges")) -> Asked:
-    """At least one of all, with one of these masks if any."""
+def draw_asked(
+    draw: Draw, dtype: str, masks: tuple[str, ...] = (*MASKS, "array", "array", "ranges"), scores: tuple[str, ...] = tuple(SCORES)
+) -> Asked:
+    """At least one of all, with one of these masks and scores if any."""
     while True:
         bias_dtype = draw.one((dtype, dtype if dtype == "float64" else "float32"))
         asked = Asked(
-            score=draw.one(tuple(SCORES)) if draw.chance(0.5) else None,
+            score=draw.one(scores) if draw.chance(0.5) else None,
             mask=draw.one(masks) if draw.chance(0.5) else None,
             bias_dtype=bias_dtype if draw.chance(0.4) else None,
             alibi=draw.chance(0.3),

@@ -35,7 +35,7 @@ def prepare(seed: int, indices: Iterable[int]) -> None:
             except Exception:  # the problem will say so itself when it runs
                 continue
             if any(launch.blocks for launch in plan.launches):
-                kernels[plan.kernel] = None
+                kernels |= dict.fromkeys(plan.kernels if problem.direction == "backward" else (plan.kernel,))
     for _ in build_kernels(kernels, "host"):
         pass
 

@@ -185,7 +185,8 @@ class TileOfScores:
         gradient = numpy.broadcast_to(gradient, self.shape)
         gradient = (gradient.sum(axis=still, keepdims=True) if still else gradient).astype(sums.dtype)
         coordinates = set(axes_of(read))
-        if not coordinates & {None, "h_kv"} and len(coordinates) == len(read.args):  # no element is reached twice
+        shared = {None, "h_kv", *self._of.scores.free_axes}  # a packed sequence may be longer than such an axis
+        if not coordinates & shared and len(coordinates) == len(read.args):  # no element is reached twice
             sums[tuple(indices)] += gradient.reshape(shape)
         else:
             numpy.add.at(sums, tuple(indices), gradient.reshape(shape))
