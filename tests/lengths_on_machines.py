@@ -73,8 +73,11 @@ def computed(machine, call):
         return tuple(map(machine.get, result)) if p.options.get("return_lse") else (machine.get(result), None)
     options.pop("return_lse", None)
     options |= {"dlse": machine.put(call.view("dlse"))} if p.with_dlse else {}
+    options |= {"wrt": call.wrt} if call.wrt else {}
     result = cupy_flash.attention_backward(*operands, **options, deterministic=p.deterministic)
-    return Gradients(*map(machine.get, result), dsinks=None if result.dsinks is None else machine.get(result.dsinks))
+    others = {name: getattr(result, name) for name in ("dbias", "dalibi_slopes", "dsinks")}
+    others = {name: None if x is None else machine.get(x) for name, x in others.items()}
+    return Gradients(*map(machine.get, result), **others, darrays={name: machine.get(x) for name, x in result.darrays.items()})
 
 
 # Sequences that are given

@@ -280,7 +280,7 @@ def test_host_kernels_drop_the_same_pairs(tmp_path):
                 expected.append(numpy.where(kept.T if transposed else kept, x * scale, numpy.float32(0)).tobytes())
     (tmp_path / "dropout.cpp").write_text(PROGRAM + f"int main() {{ {' '.join(calls)} }}\n")
     command = [*toolchain.compiler(), "-std=c++17", "-pthread", "-Wall", "-Werror", "-Wno-unknown-pragmas", f"-I{shelf()}"]
-    subprocess.run([*command, "dropout.cpp", "-o", "dropout"], check=True, cwd=tmp_path)
+    subprocess.run([*command, "dropout.cpp", str(shelf() / "host_machine.cpp"), "-o", "dropout"], check=True, cwd=tmp_path)
     assert subprocess.run([tmp_path / "dropout"], check=True, capture_output=True).stdout == b"".join(expected)
 
 
