@@ -41,7 +41,7 @@ def named(asked):
     return "-".join([*map(str, what), *kind])
 
 
-@pytest.mark.parametrize("asked", thinned(list(product(SCORES, LENGTHS, KINDS)), keep=31, first=3), ids=named)
+@pytest.mark.parametrize("asked", thinned(list(product(SCORES, LENGTHS, KINDS)), keep=47, first=3), ids=named)
 def test_scores(asked, schedule):
     example, lengths, kind = asked
     arrays, score = given(example, Grid.of((BATCH,), HEADS, HEADS_KV, *lengths))

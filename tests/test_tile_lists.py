@@ -19,7 +19,7 @@ KERNELS = {"80": ("fwd_v2", "bwd_v2"), "90a": ("fwd_hopper", "bwd_hopper")}
 DTYPE = {"80": "bfloat16", "90a": "float16"}  # as in other tests of masks, whose kernels these are
 
 
-@pytest.fixture(params=host.SCHEDULES)
+@pytest.fixture(params=thinned(host.SCHEDULES, first=1))
 def schedule(request, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
     return request.param
