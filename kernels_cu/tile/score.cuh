@@ -110,8 +110,9 @@ OP void load_pairs(Regs<Pair, REGS>& into, const PairTensor& t, const ScoreConte
 }
 
 // What arrays have for the pairs of a fragment, on its way to registers.
+constexpr bool BIAS_AHEAD = HAS_BIAS && (BIAS_BY_TWO || STAGED_BIAS);
 template <int M, int N> struct PairArrays {
-  Regs<typename PairOf<BiasElement>::type, HAS_BIAS && BIAS_BY_TWO ? M * N / 64 : 1> bias;
+  Regs<typename PairOf<BiasElement>::type, BIAS_AHEAD ? M * N / 64 : 1> bias;
   Regs<Two<unsigned char>, HAS_PAIR_MASK && MASK_BY_TWO ? M * N / 64 : 1> seen;
 };
 template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, const ScoreContext& x, int first_row, int col0) {
@@ -146,7 +147,7 @@ OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreC
     #pragma unroll
     for (int r = 0; OF_PAIRS && r < s.regs; ++r) {
       PairPlace at = place_of<TRANSPOSED>(s, l, r, row0, col0);
-      if (HAS_BIAS) at.bias = BIAS_BY_TWO ? of_two<BiasElement>(arrays.bias.at(l, r / 2), r % 2) : of_pair<float, BiasElement>(x.bias, at, x);
+      if (HAS_BIAS) at.bias = BIAS_AHEAD ? of_two<BiasElement>(arrays.bias.at(l, r / 2), r % 2) : of_pair<float, BiasElement>(x.bias, at, x);
       float& score = s.at(l, r);
       if (SCORES == PLUS_TERM) score += term_of(at, x);
       if (SCORES == PLUS_LINEAR && !TRANSPOSED) score = fmaf(float(s.reg_col(r) - middle_column(s)), x.step, score);
