@@ -8,6 +8,7 @@ first; it is the same on NumPy, where it is called again and again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +35,7 @@ class Decoder:
 
     def __init__(self, model: Model, cache: PagedCache, attention: Attention, rows: int, width: int) -> None:
         xp = model.xp
+        model = model if xp is np else replace(model, product=recordable_product(xp))
         self.model, self.cache, self.attention = model, cache, attention
         self.tokens, self.cached, self.new, self.lengths = (xp.zeros(rows, np.int32) for _ in range(4))
         self.pages = xp.zeros((rows, width), np.int32)
@@ -70,10 +72,19 @@ class Decoder:
             array[...] = self.model.xp.asarray(filled)
 
 
+def recordable_product(xp: ModuleType) -> Callable[[Array, Array], Array]:
+    """Return a product of a few rows by a matrix for CUDA graphs, which CuPy lets record no call of cuBLAS.
+
+    It reads the matrix once for each row, most of them from the L2 cache.
+    """
+    sums = xp.ReductionKernel("T x, T w", "T y", "x * w", "a + b", "y = a", "0", "product_of_rows")
+    return lambda x, w: sums(x[:, None], w, axis=-1)
+
+
 class Graph:
     """What is computed when it is called first, recorded as a CUDA graph at the second time, and launched from then on.
 
-    The first time compiles kernels and starts cuBLAS, which cannot be recorded. Arrays that come and go inside lie in memory of its
+    The first time compiles kernels, which cannot be recorded. Arrays that come and go inside lie in memory of its
     own: the graph writes there again in each launch, so nobody else may be given it.
 
     Parameters

@@ -165,6 +165,11 @@ def naive_attention(q: Array, k_pages: Array, v_pages: Array, step: Step) -> Arr
     return out
 
 
+def product(x: Array, w: Array) -> Array:
+    """Multiply rows (rows, inputs) by a matrix (outputs, inputs)."""
+    return x @ w.T
+
+
 @dataclass(frozen=True)
 class Model:
     """A language model whose weights live in arrays of ``xp`` (``numpy`` or ``cupy``), float32; see `read_weights`."""
@@ -173,6 +178,7 @@ class Model:
     config: Config
     weights: Weights
     backend: str = "auto"
+    product: Callable[[Array, Array], Array] = product
 
     def logits(self, cache: PagedCache, step: Step, attention: Attention) -> Array:
         """Write the keys and values of new rows into the cache, and return what follows the last row of each sequence.
@@ -206,7 +212,7 @@ class Model:
         return self.weights["cos"], self.weights["sin"]
 
     def linear(self, x: Array, name: str) -> Array:
-        return x @ self.weights[f"{name}.weight"].T
+        return self.product(x, self.weights[f"{name}.weight"])
 
     def normalised(self, x: Array, name: str) -> Array:
         """Divide rows by their root mean square, then multiply by the learned gain of `name`."""

@@ -18,6 +18,7 @@ from cupy_flash.judge.expressions import SCORES, Grid, Sizes
 from cupy_flash.judge.fuzz import judging_lengths, lengths
 from cupy_flash.judge.operands import draw_arrays, hand_score
 from cupy_flash.problem.backward import Gradients
+from cupy_flash.problem.key_ranges import KeyRanges
 
 
 def again(step):
@@ -39,6 +40,8 @@ class Machine:
         """An option with its arrays there; what is none stays."""
         if isinstance(x, dict):
             return {name: self.put(value) for name, value in x.items()}
+        if isinstance(x, KeyRanges):
+            return KeyRanges(self.put(x.start), self.put(x.stop))
         return self.xp.asarray(x) if isinstance(x, numpy.ndarray) else x
 
 
@@ -88,12 +91,24 @@ def rooms_with(ragged, kind_q, kind_kv, wanted=lambda q_room, kv_room: True):
     return next(rooms for rooms in (ragged.rooms(kind_q, kind_kv, turn) for turn in range(400)) if wanted(*rooms))
 
 
-def forward(machine, ragged, rooms, **options):
-    """Results of each sequence: out and lse."""
+def asked(machine, ragged, rooms, **options):
+    """What is called with: q, k and v, and all options."""
     q_room, kv_room = rooms
     inputs = [machine.put(ragged.array(room, name)) for room, name in ((q_room, "q"), (kv_room, "k"), (kv_room, "v"))]
-    told = machine.put(q_room.numbers | kv_room.numbers | options) | machine.options
-    out, lse = map(machine.get, cupy_flash.attention(*inputs, **told, return_lse=True))
+    return inputs, machine.put(q_room.numbers | kv_room.numbers | options) | machine.options | {"return_lse": True}
+
+
+def planned(machine, ragged, rooms, **options):
+    """How that would be computed."""
+    inputs, told = asked(machine, ragged, rooms, **options)
+    return cupy_flash.plan_attention(*inputs, **told)
+
+
+def forward(machine, ragged, rooms, **options):
+    """Results of each sequence: out and lse."""
+    q_room, _ = rooms
+    inputs, told = asked(machine, ragged, rooms, **options)
+    out, lse = map(machine.get, cupy_flash.attention(*inputs, **told))
     return list(zip(ragged.cut(q_room, out), ragged.cut(q_room, lse, -numpy.inf)))
 
 

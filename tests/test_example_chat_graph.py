@@ -80,6 +80,9 @@ class OnDevice(np.ndarray):
     def refuse(self, *_):
         raise AssertionError("the host reads what is on a device")
 
+    def __matmul__(self, _):
+        raise AssertionError("CuPy calls cuBLAS, which it lets no graph record")
+
     __bool__ = __int__ = __float__ = __index__ = __contains__ = __array__ = item = tolist = tobytes = refuse
 
     def __iter__(self):
@@ -118,6 +121,10 @@ class Device:
 
     def empty(self, shape, dtype):
         return self.zeros(shape, dtype)
+
+    def ReductionKernel(self, in_params, out_params, map_expr, reduce_expr, post_map_expr, identity, name):
+        assert (map_expr, reduce_expr, post_map_expr, identity) == ("x * w", "a + b", "y = a", "0")
+        return lambda x, w, axis: put(np.multiply(x.view(np.ndarray), w.view(np.ndarray)).sum(axis))
 
     def memorypool(self):
         return types.SimpleNamespace(malloc=self)
@@ -199,6 +206,8 @@ def device(example, small, monkeypatch):  # noqa: F811
 
 def called_with_numpy(function):
     def call(*arrays, **options):
+        if not isinstance(arrays[0], OnDevice):
+            return function(*arrays, **options)
         arrays = [x.view(np.ndarray) for x in arrays]
         options = {name: x.view(np.ndarray) if isinstance(x, OnDevice) else x for name, x in options.items()}
         found = function(*arrays, **options)
@@ -229,7 +238,8 @@ def test_a_step_reads_nothing_back_and_brings_nothing(device, example, small):  
     for _ in range(15):
         decoder.advance()
         expected.advance()
-        assert decoder.logits.view(np.ndarray).tobytes() == expected.logits.tobytes()
+        assert np.allclose(decoder.logits.view(np.ndarray), expected.logits, rtol=1e-4, atol=1e-4)
+        assert decoder.tokens.view(np.ndarray).tolist() == expected.tokens.tolist()
     for read in (lambda: int(decoder.tokens[0]), decoder.tokens.tolist, lambda: bool(decoder.new[0]), lambda: list(decoder.new)):
         with pytest.raises(AssertionError, match="the host reads"):
             read()

@@ -73,6 +73,15 @@ def test_lanes_read_a_bias_whose_rows_tma_cannot_find(multiple, staged):
     assert abs(plan(q, k, v, bias=bias).astype("f4") - staged_one.astype("f4")).max() <= 2**-10 * abs(staged_one).max()
 
 
+@pytest.mark.parametrize("dim", [64, 160])
+def test_lanes_read_a_bias_in_float32(dim, schedule):
+    """Rows of it begin where TMA finds them, but ldmatrix moves 16 bits."""
+    bias = numpy.random.default_rng(5).standard_normal((HEADS, LEN_Q, 208), numpy.float32)[..., :LEN_KV]
+    hand = {"bias": bias.astype(numpy.float64)}
+    for kernel in judged("float16", {"bias": bias}, hand, WHERE, wrt="bias", inputs_given=inputs("float16", dim)):
+        assert kernel.file in ("fwd_hopper", "bwd_hopper", "bwd_hopper_wide") and not kernel.config.STAGED_BIAS
+
+
 LARGE = {"in a row": -1e9, "in all rows": -1e9, "above": 3e7, "beyond all": -3e38}
 
 

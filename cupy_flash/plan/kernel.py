@@ -305,10 +305,11 @@ def rows_of(
         # There are no lists of tiles, so that every pair is asked; of ranges of keys that takes more registers.
         ranges, wide = problem.scores.ranges, max(problem.dim, problem.dim_v) > WIDE
         pressure = Pressure.LOOKUPS if ranges == 0 else Pressure.MANY if ranges > 1 and wide else Pressure.SEVERAL
-    if pressure is Pressure.BIAS and kernel == "fwd_hopper" and problem.scores.bias.dtype == "float32":
+    wide_bias = pressure is Pressure.BIAS and problem.scores.bias.dtype == "float32"
+    if wide_bias and kernel == "fwd_hopper":
         pressure = Pressure.SEVERAL  # it takes twice the registers of a bias of 16 bits
     alone = (expressions.kind, pressure, dropout, problem.lengths) == ("PLUS_TERM", Pressure.BIAS, None, None)
-    tables = STAGED_ROWS if alone and architecture.name == "90a" else {}
+    tables = STAGED_ROWS if alone and not wide_bias and architecture.name == "90a" else {}  # ldmatrix moves 16 bits
     if kernel in tables and not obstacle(problem.batch, layouts_of(problem), ("bias",)):
         return tables[kernel]
     if expressions.kind in APART and pressure is Pressure.TERM and dropout is None:
