@@ -48,7 +48,8 @@ using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
 // Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors;
 // descriptors of sequences; the barrier of a tile of V that is clipped; numbers of key tiles; terms of keys.
 constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
-constexpr int LEAD = (GROUPS - 1) * ROWS / TILE_KV;           // key tiles: under a mask, so many may be left when the first consumer ends its query tile
+// Key tiles before its last one at which the next query tile is begun: under a mask, so many may be left when the first consumer ends. A list is long to read.
+constexpr int LEAD = TILE_LIST && EARLY == GROUPS ? 1 << 20 : NUMBERED ? 0 : (GROUPS - 1) * ROWS / TILE_KV;
 constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
 constexpr int OUT_OFFSET = STAGES_Q * QueryTile::bytes;
 constexpr int K_OFFSET = OUT_OFFSET + TMA_STORE_OUT * GROUPS * OutTile::bytes;
@@ -63,8 +64,7 @@ constexpr int NUMBERS_OFFSET = CLIPPED_BARRIER + VARLEN * Mbarrier::bytes; // la
 constexpr int COLUMNS_OFFSET = (NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32)) + 15) / 16 * 16;
 constexpr int SHARED_BYTES = COLUMNS ? COLUMNS_OFFSET + STAGES * COLUMN_BYTES : NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
 
-// Whether what arrays have for pairs is on its way before the product of the scores has ended: wider heads leave no registers for it.
-constexpr bool ARRAYS_AHEAD = WIDTH_V < 128;
+constexpr bool ARRAYS_AHEAD = WIDTH_V < 128;                  // what pairs have in arrays comes beneath the product of the scores: wider heads leave no registers for it
 KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: the query tiles of sequences
   if constexpr (VARLEN) schedule_queries(p);
 }
@@ -131,7 +131,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     for (;;) {
       const int following = TILE_LIST ? list_of_keys.next(tile + 1, end) : tile + 1;
       const bool last = following == end;
-      if (!announced && following + (NUMBERED ? 0 : LEAD) >= end && has_work_tile(p, index)) {
+      if (!announced && following + LEAD >= end && has_work_tile(p, index)) {
         begin_tile();
         load_queries(0, values_due ? EARLY : GROUPS);
         announced = true;
@@ -144,13 +144,14 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         list_of_keys = list;
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
-      ColumnTerms columns;                                    // found before a stage is waited for, as pages
+      ColumnTerms columns;                                    // found before a stage is waited for, as pages, and the number of the key tile
       PagePlaces pages{};
+      const u32 number = place | (TILE_LIST && pass.has_keys() && list_of_keys.is_whole(next) ? ALL_PAIRS : 0);
       if (pass.has_keys()) {
         if constexpr (COLUMNS) find_columns(columns, p, of_keys, head, place * TILE_KV);
         find_pages(pages, p, of_keys, place * TILE_KV);
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
-        if constexpr (NUMBERED) store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), u32(place) | (TILE_LIST && list_of_keys.is_whole(next) ? ALL_PAIRS : 0));
+        if constexpr (NUMBERED) store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), number);
         if constexpr (COLUMNS) store(smem + COLUMNS_OFFSET + keys.stage() * COLUMN_BYTES, columns);
         if constexpr (NUMBERED || COLUMNS) sync_warp();       // without it a number or a term is read that has not been written
         if constexpr (VARLEN) load_keys(keys, p, of_keys, pages, place * TILE_KV);

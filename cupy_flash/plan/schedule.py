@@ -104,6 +104,15 @@ def costs_of_tiles(mask: Mask, tile_q: int, tile_kv: int) -> numpy.ndarray:
     return mask.tiles_of_keys(tile_q, tile_kv) + STEPS_BESIDES
 
 
+def listed_costs(tiles: int) -> numpy.ndarray:
+    """What to deal out the query tiles of a head by where only a device will know how many key tiles each has (TILE_LIST).
+
+    They count as nearly equal, so that each block gets as many, but are dealt out as if later ones were longer: masks of tokens in
+    time mostly make them so, and what is in order at random may be dealt out in any order.
+    """
+    return 1 + numpy.arange(tiles) / (64 * tiles)
+
+
 def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: float, blocks: int) -> Schedule:
     """Deal out the query tiles of all heads.
 

@@ -9,7 +9,7 @@ import numpy
 from ..problem.mask import Mask
 from .kernel import KernelPlan, Launch
 from .params import fast_divmod
-from .schedule import NONE, Schedule, costs_of_tiles, make_schedule, make_splits
+from .schedule import NONE, Schedule, costs_of_tiles, listed_costs, make_schedule, make_splits
 from .split import combining_blocks, partial_rows
 
 
@@ -47,6 +47,8 @@ def scheduled(
     elif not c.PACK_GQA:  # tiles of several heads are equally long
         costs = costs_of_tiles(mask, c.TILE_Q, c.TILE_KV)
         bytes_of_head = 2 * len_kv * (int(p["dim"]) + int(p["dim_v"])) / int(p["heads_per_kv"])
+        if c.TILE_LIST and costs.min() == costs.max():
+            costs = costs * listed_costs(len(costs))
         if costs.min() < costs.max():
             schedule = make_schedule(costs, int(p["tiles"]) // len(costs), len_kv, bytes_of_head, computing.blocks)
     p["run"], p["by_formula"], p["table"] = schedule.run, schedule.by_formula, NONE

@@ -127,13 +127,22 @@ template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, 
 constexpr bool PAIRS_IN_LOOP = TILE_LIST || MASK_IN_LOOP;
 template <bool TRANSPOSED, int M, int N> OP u64 pairs_that_take_part(const Acc<M, N>& s, int l, const ScoreContext& x, int row0, int col0) {
   static_assert(Acc<M, N>::regs <= 64, "a bit for each register");
+  constexpr int AT_ONCE = MASK_IN_LOOP && VARLEN ? 4 : 8, COLS = 2 * AT_ONCE;         // without lists the registers of this are the kernel's
+  static_assert(N % COLS == 0, "whole columns of 16 rows at a time");
   u64 bits = 0;
-  constexpr int AT_ONCE = MASK_IN_LOOP && VARLEN ? 2 : 8;     // without lists the registers of this are the kernel's
-  #pragma unroll (AT_ONCE)
-  for (int r = 0; r < s.regs; ++r) {
-    PairPlace at = place_of<TRANSPOSED>(s, l, r, row0, col0);
-    if (HAS_PAIR_MASK) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
-    bits |= u64(takes_part(at, x)) << r;
+  #pragma unroll
+  for (int first = 0; first < s.regs; first += s.per_16_rows) {
+    #pragma unroll 1
+    for (int col = 0; col < N; col += COLS) {                 // so that what rows have is found once
+      u32 found = 0;
+      #pragma unroll
+      for (int r = 0; r < AT_ONCE; ++r) {
+        PairPlace at = place_of<TRANSPOSED>(s, l, first + r, row0, col0 + col);
+        if (HAS_PAIR_MASK) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
+        found |= u32(takes_part(at, x)) << r;
+      }
+      bits |= u64(u32(not_ahead(int(found)))) << (first + col / 2);
+    }
   }
   return bits;
 }
