@@ -149,7 +149,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     const bool masked = !common.contains(col0, TILE_Q);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if constexpr (MODIFIED) {
-      const bool ask_pairs = !TILE_LIST || !block.list_of(p, block.now.head).is_whole(block.now.tile);
+      const bool ask_pairs = !TILE_LIST || !block.listed.is_whole(block.now.tile);
       const bool anew = head_of != block.now.head;
       if (!KEEPS_TERMS || anew) {
         head_of = block.now.head;

@@ -104,7 +104,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     float scale_log2 = exponent_scale(p.scale), masked = -infinity(), slope = 1.f;
     const int head = block.now.head;
-    const bool ask_pairs = !TILE_LIST || !block.list_of(p, head).is_whole(block.now.tile);
+    const bool ask_pairs = !TILE_LIST || !block.listed.is_whole(block.now.tile);
     RowVec<16> terms;
     if constexpr (MODIFIED && SCORES != EXPRESSION) {
       const ScoreContext x = context(head);

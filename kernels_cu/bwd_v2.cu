@@ -86,12 +86,14 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   const auto list_of = [&](int head) { return list_of_keys(p, here.batch_number, head, here.tile); };
   const auto advance = [&](QueryCursor& cursor) {
     cursor.advance(last_tile, first_tile);
-    if constexpr (TILE_LIST) find_listed(cursor, last_tile, first_tile, here.first_head + p.heads_per_block, list_of);
+    ListWords listed;                                         // not kept: several cursors are on their way
+    if constexpr (TILE_LIST) find_listed(cursor, last_tile, first_tile, here.first_head + p.heads_per_block, listed, list_of);
   };
   if constexpr (TILE_LIST) {
     if (steps > 0) {
       steps = count_listed(here.first_head, p.heads_per_block, first_tile, last_tile + 1, list_of);
-      find_listed(now, last_tile, first_tile, here.first_head + p.heads_per_block, list_of);
+      ListWords listed;
+      find_listed(now, last_tile, first_tile, here.first_head + p.heads_per_block, listed, list_of);
     }
   }
   const auto load_step = [&](int step, int ahead) {           // the query tile `ahead` of now, which is that of `step`, to its stage

@@ -32,7 +32,6 @@
 #include "tile/sinks.cuh"
 #include "tile/wgmma.cuh"
 #include "tile/work.cuh"
-
 using KeyTile = MaybeWithBias<PanelTile<TILE_KV, WIDTH>>;
 using ValueTile = PanelTile<TILE_KV, WIDTH_V>;
 using QueryTile = PanelTile<ROWS, WIDTH>;
@@ -48,8 +47,7 @@ using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
 // Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors;
 // descriptors of sequences; the barrier of a tile of V that is clipped; numbers of key tiles; terms of keys.
 constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
-// Key tiles before its last one at which the next query tile is begun: under a mask, so many may be left when the first consumer ends. A list is long to read.
-constexpr int LEAD = TILE_LIST && EARLY == GROUPS ? 1 << 20 : NUMBERED ? 0 : (GROUPS - 1) * ROWS / TILE_KV;
+constexpr int LEAD = NUMBERED ? 0 : (GROUPS - 1) * ROWS / TILE_KV; // key tiles: under a mask, so many may be left when the first consumer ends its query tile
 constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
 constexpr int OUT_OFFSET = STAGES_Q * QueryTile::bytes;
 constexpr int K_OFFSET = OUT_OFFSET + TMA_STORE_OUT * GROUPS * OutTile::bytes;
@@ -93,7 +91,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     u32 index = VARLEN ? block_id() : 0, taken = 0;           // of the next query tile among those of the block; VARLEN: its number, and the next one's
     WorkTile here{};                                          // the one begun last
     NBlockRange tiles{};                                      // its key tiles
-    TileList list{}, list_of_keys{};                          // TILE_LIST: those of them that are loaded; of the tile whose keys are
+    TileList list{};                                          // TILE_LIST: those of them that are loaded
+    KeptList list_of_keys{};                                  // and those of the tile whose keys are
     int head_kv = 0;                                          // once a query tile: a division takes as long as some loads
     const auto begin_tile = [&] {
       here = work_tile_coord(p, index, TILE_Q);
@@ -126,12 +125,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     TileCoord of_keys{}, of_values{};                         // whose head is that of keys
     PagePlaces pages_of_values{};                             // PAGED: as found for the keys
     int tile = 0, end = 1, placed = 0, head = 0;              // of values, and beyond the last one of the query tile; at first there are none. COLUMNS: its head
-    bool values_due = false, announced = false;               // announced: queries of the next query tile are on their way
+    bool values_due = false, announced = false, further = false; // announced: queries of the next query tile are on their way; further: keys besides the first
     #pragma unroll 1
     for (;;) {
       const int following = TILE_LIST ? list_of_keys.next(tile + 1, end) : tile + 1;
       const bool last = following == end;
-      if (!announced && following + LEAD >= end && has_work_tile(p, index)) {
+      if (!announced && (following + LEAD >= end || (TILE_LIST && EARLY == GROUPS && further)) && has_work_tile(p, index)) {
         begin_tile();
         load_queries(0, values_due ? EARLY : GROUPS);
         announced = true;
@@ -141,7 +140,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         of_keys = here;
         head = here.head;
         of_keys.head = head_kv;
-        list_of_keys = list;
+        list_of_keys = {list, {}};
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
       ColumnTerms columns;                                    // found before a stage is waited for, as pages, and the number of the key tile
@@ -168,7 +167,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       if (pass.is_end()) break;
       of_values = of_keys;
       values_due = true;
-      tile = next, placed = place, pages_of_values = pages;
+      tile = next, placed = place, pages_of_values = pages, further = !pass.across;
       if (pass.across) {
         end = tiles.end;
         announced = false;

@@ -73,6 +73,7 @@ struct KeyBlock {
   bool backwards;                                             // the last keys before the first ones, see semaphore_value
   QueryCursor now;
   u32 last_number;                                            // TILE_LIST: tile_number of the step before
+  ListWords listed;                                           // and words that name the tile at hand
   u32 tiles_before;                                           // query tiles of heads that had the same sums before, and of all in between
 
   OP KeyBlock(const HopperBackwardParams& p)
@@ -108,12 +109,16 @@ struct KeyBlock {
   }
   OP TileList list_of(const HopperBackwardParams& p, int head) const { return list_of_keys(p, here.batch_number, head, here.tile); }
   OP void find_tile(const HopperBackwardParams& p) {
-    find_listed(now, from, to, here.first_head + p.heads_per_block, [&](int head) { return list_of(p, head); });
+    find_listed(now, from, to, here.first_head + p.heads_per_block, listed, [&](int head) { return list_of(p, head); });
   }
   OP void advance(const HopperBackwardParams& p) {
     if constexpr (TILE_LIST) last_number = tile_number(p);
+    const int head = now.head;
     now.advance(from, to);
-    if constexpr (TILE_LIST) find_tile(p);
+    if constexpr (TILE_LIST) {
+      if (now.head != head) listed.number = -1;
+      find_tile(p);
+    }
   }
   OP u32 number_of(const BackwardParams& p, int head, int tile) const {
     if constexpr (VARLEN) return first_number + head * tiles_of<QUERIES>(p) + tile;

@@ -25,15 +25,31 @@ OP int count_tiles(const u32* bits, int first, int end) {
   return count;
 }
 
+// The words of a list that name some 32 tiles, so that who goes from tile to tile waits for them once, and not at each.
+struct ListWords {
+  int number = -1;                                            // tiles 32 * number ...; -1: none yet
+  u32 any, all;
+  OP bool is_whole(int tile) const { return all >> tile % 32 & 1; }
+};
+
 // The tiles that a query tile, or a key tile, sees.
 struct TileList {
   const u32* any;
   int words;
+  OP void keep(ListWords& kept, int number) const {
+    if (kept.number != number) kept = {number, read_bits(any + number), read_bits(any + words + number)};
+  }
   // the first one from `tile` on, or `end`
   OP int next(int tile, int end) const {
+    return next(tile, end, [&](int number) { return read_bits(any + number); });
+  }
+  OP int next(int tile, int end, ListWords& kept) const {
+    return next(tile, end, [&](int number) { return keep(kept, number), kept.any; });
+  }
+  template <typename Word> static OP int next(int tile, int end, Word word) {
     #pragma unroll 1
     while (tile < end) {
-      const u32 rest = read_bits(any + tile / 32) >> tile % 32;
+      const u32 rest = word(tile / 32) >> tile % 32;
       if (rest) return min_of(tile + lowest_bit(rest), end);
       tile = (tile / 32 + 1) * 32;
     }
@@ -41,9 +57,15 @@ struct TileList {
   }
   // the last one up to `tile`, or first - 1
   OP int previous(int tile, int first) const {
+    return previous(tile, first, [&](int number) { return read_bits(any + number); });
+  }
+  OP int previous(int tile, int first, ListWords& kept) const {
+    return previous(tile, first, [&](int number) { return keep(kept, number), kept.any; });
+  }
+  template <typename Word> static OP int previous(int tile, int first, Word word) {
     #pragma unroll 1
     while (tile >= first) {
-      const u32 rest = read_bits(any + tile / 32) << (31 - tile % 32);
+      const u32 rest = word(tile / 32) << (31 - tile % 32);
       if (rest) return max_of(tile - zeros_above(rest), first - 1);
       tile = tile / 32 * 32 - 1;
     }
@@ -51,6 +73,12 @@ struct TileList {
   }
   OP int count(int first, int end) const { return count_tiles(any, first, end); }
   OP bool is_whole(int tile) const { return read_bits(any + words + tile / 32) >> tile % 32 & 1; }
+};
+// the same of one that is gone through
+struct KeptList : TileList {
+  ListWords kept;
+  OP int next(int tile, int end) { return TileList::next(tile, end, kept); }
+  OP bool is_whole(int tile) { return keep(kept, tile / 32), kept.is_whole(tile); }
 };
 
 // The list of tile number `tile` of `tiles`, which names some of `others`.
@@ -79,13 +107,14 @@ template <typename Params> OP int count_column(const Params& p, u32 batch_number
 }
 
 // In the backward a block goes through the query tiles of one head after the other, see QueryCursor, each head by its list, `list_of(head)`.
-// The cursor moves on to the first listed tile from where it is, or behind all heads.
-template <typename ListOf> OP void find_listed(QueryCursor& now, int from, int to, int end_head, ListOf list_of) {
+// The cursor moves on to the first listed tile from where it is, or behind all heads. `kept` are words of the list of its head.
+template <typename ListOf> OP void find_listed(QueryCursor& now, int from, int to, int end_head, ListWords& kept, ListOf list_of) {
   #pragma unroll 1
   for (; now.head < end_head; ++now.head, now.tile = from) {
     const TileList list = list_of(now.head);
-    now.tile = from < to ? list.next(now.tile, to + 1) : list.previous(now.tile, to);
+    now.tile = from < to ? list.next(now.tile, to + 1, kept) : list.previous(now.tile, to, kept);
     if (from < to ? now.tile <= to : now.tile >= to) return;
+    kept.number = -1;
   }
 }
 template <typename ListOf> OP int count_listed(int first_head, int heads, int first, int end, ListOf list_of) {
