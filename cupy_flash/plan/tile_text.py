@@ -25,8 +25,11 @@ FUNCTIONS = {
     "float": {**OF_BOTH, "floor": "floor", "int": "as_int"},
     "bool": {"where": "where", "int": "as_int", "float": "as_float"},
 }
-# Of floats: what is the same wherever it is computed, having no product that might not be rounded.
-ROUNDED_ALIKE = ("float", "+", "-", "/", "neg", "abs", "min", "max", "where")
+# What is the same wherever a compiler computes it: it neither overflows, nor has a product, which a sum may leave unrounded.
+SAME_ANYWHERE = {
+    "int": ("&", "|", "^", "~", "min", "max", "where"),
+    "float": ("float", "+", "-", "/", "neg", "abs", "min", "max", "where"),
+}
 
 
 def with_tiles(text: ExpressionText, scores: Scores, longest: int) -> ExpressionText:
@@ -46,7 +49,7 @@ def with_tiles(text: ExpressionText, scores: Scores, longest: int) -> Expression
 
 
 def tile_text(mask: Node, uniforms: Sequence[Node], arrays: dict[str, Layout], free_axes: tuple[str, ...]) -> str:
-    """The interval of a mask. What all pairs have in common is computed as they compute it."""
+    """The interval of a mask. What all pairs have in common is computed as they do, if it is the same wherever that is."""
     # A product that is computed before may be one with a sum for some, and for others not.
     inexact = {uniform(number).name for number, tree in enumerate(uniforms) if not all(map(_is_common, walk(tree)))}
 
@@ -69,7 +72,7 @@ def tile_text(mask: Node, uniforms: Sequence[Node], arrays: dict[str, Layout], f
 def _is_common(node: Node) -> bool:
     """Whether a node is the same number for all pairs of a head if its arguments are."""
     if isinstance(node, Apply):
-        return node.kind != "float" or node.op in ROUNDED_ALIKE
+        return node.kind == "bool" or node.op in SAME_ANYWHERE[node.kind]
     return is_uniform(replace(node, args=()) if isinstance(node, Read) else node)
 
 
