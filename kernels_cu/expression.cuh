@@ -63,6 +63,10 @@ template <typename Context> OP float slope_of(float score, const PairPlace& at, 
 template <typename Context> OP bool takes_part(const PairPlace& at, const Context& x) {
   return true;
 }
+// whether those of a tile do, as intervals of tile/interval.cuh
+template <typename Context> OP Interval<bool> takes_part_in(const TilePlace& at, const Context& x) {
+  return anything<bool>();
+}
 // the same with what the pair reads of that array
 template <typename Context> OP float factor_of(float score, const PairPlace& at, const Context& x) {
   return 1.f;

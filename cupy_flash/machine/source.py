@@ -49,6 +49,7 @@ def expressions_text(expressions: ExpressionText) -> str:
         "score_of": expressions.score,
         "slope_of": expressions.slope,
         "takes_part": expressions.takes_part,
+        "takes_part_in": expressions.takes_part_in,
         "factor_of": expressions.factor,
         "element_of": expressions.element,
     }

@@ -1,7 +1,8 @@
 """Which tiles blocks visit where pairs are masked one by one: found on the device before, by a small kernel of its own.
 
-It asks the same expression and reads the same array for every pair, and leaves bits, two for each tile: see
-``kernels_cu/tile/tile_list.cuh``. Nothing is copied to the host, and nothing has an element for each pair.
+It asks the same expression of a tile, by intervals (`tile_text`), and where these do not tell, of each pair, for which it reads
+the same array. What it leaves are bits, two for each tile: see ``kernels_cu/tile/tile_list.cuh``. Nothing is copied to the host,
+and nothing has an element for each pair.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ def classification_of(kernel: KernelPlan, problem: Problem, by_keys: bool = Fals
         return None
     asked, found = _mask_alone(problem.scores), kernel.architecture
     text = text_of(replace(problem, scores=asked, softcap=None))
+    if asked.mask is not None:
+        from .tile_text import with_tiles  # late: it takes the language of expressions
+
+        text = with_tiles(text, asked, max(problem.len_q, problem.len_kv))
     config = configure(TILE, found, "float16", "ieee", TILE.width, TILE.width, mask=problem.mask.kind, expressions=text)
     classify = KernelPlan("classify", found, config, (TILE.why,), text)
     batches, heads = told_apart(problem.scores, math.prod(problem.batch), problem.heads_q)

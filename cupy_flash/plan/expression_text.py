@@ -28,7 +28,7 @@ class ExpressionText:
     ----------
     kind : str
         One of `ScoreKind` in ``kernels_cu/config.cuh``.
-    term, score, slope, takes_part, factor, element, per_key, per_query : str
+    term, score, slope, takes_part, takes_part_in, factor, element, per_key, per_query : str
         What the functions return, or '' for what the file says.
     uniforms : tuple of str
         What all pairs of a head have in common.
@@ -50,6 +50,7 @@ class ExpressionText:
     element: str = ""
     per_key: str = ""
     per_query: str = ""
+    takes_part_in: str = ""
 
 
 NOTHING = ExpressionText()

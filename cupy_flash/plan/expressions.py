@@ -87,7 +87,7 @@ def expression_text(scores: Scores, softcap: bool, longest: int) -> ExpressionTe
         if len(layout.shape) > limits["CAPTURED_AXES"]:
             expected = f"at most {limits['CAPTURED_AXES']} axes for kernels"
             raise UnsupportedError(f"{label(name)}: expected {expected}, got shape {layout.shape}")
-    trees, uniforms = hoisted(tuple(_kernel_trees(scores, softcap, longest)))
+    trees, uniforms = hoisted(tuple(kernel_trees(scores, softcap, longest)))
 
     stated = {}
     if scores.bias is not None:
@@ -109,7 +109,7 @@ def expression_text(scores: Scores, softcap: bool, longest: int) -> ExpressionTe
 
 
 def _pressure(scores: Scores, trees: tuple[Node | None, ...]) -> Pressure:
-    """What the trees of `_kernel_trees` take."""
+    """What the trees of `kernel_trees` take."""
     term, value, _, mask = trees
     reads = any(
         isinstance(node, Read) and (node.args or node in (BIAS, PAIR_MASK)) and node.name != DISTANCE
@@ -142,7 +142,7 @@ def _by_two(array: Layout) -> bool:
     return keys % 2 == 0 and step == 1 and apart and array.alignment % (2 * array.itemsize) == 0
 
 
-def _kernel_trees(scores: Scores, softcap: bool, longest: int) -> tuple[Node | None, ...]:
+def kernel_trees(scores: Scores, softcap: bool, longest: int) -> tuple[Node | None, ...]:
     """What is added to a score, what it becomes, its slope, and which pairs take part; None for what the file says."""
     value, mask = simplify(value_tree(scores)), mask_tree(scores)
     slope = simplify(derivative(value, SCORE))
@@ -184,7 +184,7 @@ def _with(node: Node, args: list[Node]) -> Node:
 
 def written(tree: Node | None, arrays: dict[str, Layout], free_axes: tuple[str, ...] = ()) -> str:
     """A tree as C++ of what ``kernels_cu/tile/score.cuh`` has; '' for none."""
-    return "" if tree is None else cplusplus(tree, NAMES, lambda name, indices: _read(name, indices, arrays, free_axes))
+    return "" if tree is None else cplusplus(tree, NAMES, lambda name, indices: read_text(name, indices, arrays, free_axes))
 
 
 def value_tree(scores: Scores) -> Node:
@@ -211,7 +211,7 @@ def mask_tree(scores: Scores) -> Node | None:
     return PAIR_MASK if tree is None else apply("and", tree, PAIR_MASK)
 
 
-def _read(name: str, indices: list[str], arrays: dict[str, Layout], free_axes: tuple[str, ...]) -> str:
+def read_text(name: str, indices: list[str], arrays: dict[str, Layout], free_axes: tuple[str, ...]) -> str:
     if name == DISTANCE:
         return f"at.distance({indices[0]})"
     if name in OWN:

@@ -4,26 +4,51 @@
 #include "tile/tile_list.cuh"
 
 enum Found : u32 { NO_PAIR = 0, SEEN = 1, MASKED = 2 };       // a pair that takes part; one that does not
-constexpr int COMPARED_ROWS = 8;                              // that lanes go through before they compare what they have found
+constexpr int COMPARED_ROWS = MASK_IN_LOOP ? 2 : 8;           // that lanes go through before they compare what they have found
 
-// By one warp: what there is among the pairs of these queries and keys that exist, a few queries and 32 keys at a time. Once there is a pair of
-// each kind, it looks no further.
+// Whether MaskParams shows any pair of these queries and keys.
+OP bool shows_any(const Mask& mask, int row0, int rows, int col0, int cols) {
+  Regs<bool, 1> shows;
+  for_lane(l) {
+    shows.at(l, 0) = false;
+    #pragma unroll 1
+    for (int row = row0 + l; row < rows; row += 32) {
+      const ColumnRange keys = visible_in_row(mask, row);
+      if (max_of(keys.first, col0) <= min_of(keys.last, cols - 1)) shows.at(l, 0) = true;
+    }
+  }
+  return warp_any(shows);
+}
+
+// By one warp: what there is among the pairs of these queries and keys that exist. Mostly intervals tell, of all pairs at once. Where they do not,
+// the warp looks at pairs, a few queries and 32 keys at a time, and no further once it has seen one of each kind that there may be. It begins
+// with queries from both ends of the tile, which differ in a tile that something ends in.
 OP u32 classify_tile(const ClassifyParams& p, const ScoreContext& x, const Mask& mask, int row0, int col0) {
   const int rows = min_of(row0 + p.tile_q, p.len_q), cols = min_of(col0 + p.tile_kv, p.len_kv);
+  const Interval<bool> take = takes_part_in(TilePlace{{row0, rows - 1}, {col0, cols - 1}}, x);
+  if (!take.high) return MASKED;
+  const u32 shown = shows_any(mask, row0, rows, col0, cols) ? SEEN : NO_PAIR;
+  if (take.low) return shown;
   Regs<bool, 1> seen, masked;
   for_lane(l) seen.at(l, 0) = masked.at(l, 0) = false;
+  const int steps = ceil_div(rows - row0, COMPARED_ROWS);
   u32 found = NO_PAIR;
   #pragma unroll 1
-  for (int row = row0; row < rows && found != (SEEN | MASKED); row += COMPARED_ROWS) {
+  for (int step = 0; step < steps && found != (shown | MASKED); ++step) {
+    // a row of each part, or the last one again, rather than none: all reads are on their way at once
+    const auto row = [&](int i) {
+      const int of_half = i % (COMPARED_ROWS / 2) * steps + step;
+      return i < COMPARED_ROWS / 2 ? min_of(row0 + of_half, rows - 1) : max_of(rows - 1 - of_half, row0);
+    };
     ColumnRange keys[COMPARED_ROWS];
     #pragma unroll
-    for (int i = 0; i < COMPARED_ROWS; ++i) keys[i] = visible_in_row(mask, min_of(row + i, rows - 1));
+    for (int i = 0; i < COMPARED_ROWS; ++i) keys[i] = visible_in_row(mask, row(i));
     for_lane(l) {
       #pragma unroll 1
       for (int kv_idx = col0 + l; kv_idx < cols; kv_idx += 32) {
         #pragma unroll
-        for (int i = 0; i < COMPARED_ROWS; ++i) {             // the last row again, rather than none: all reads are on their way at once
-          const int q_idx = min_of(row + i, rows - 1);
+        for (int i = 0; i < COMPARED_ROWS; ++i) {
+          const int q_idx = row(i);
           PairPlace at{false, q_idx, kv_idx, float(q_idx), float(kv_idx), 0.f, 0.f, true};
           read_arrays(at, x);
           const bool takes = takes_part(at, x);

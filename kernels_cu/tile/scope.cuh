@@ -251,7 +251,7 @@ template <int N> OP void movmatrix(Regs<u32, N>& x) {
 }
 
 // every lane of a group of LANES neighbours ends with the group's combined value; with FIRST above 1, of each FIRST-th lane of the group
-template <int LANES, int FIRST = 1, int N, typename F> OP void reduce_lanes(Regs<float, N>& x, F combine) {
+template <int LANES, int FIRST = 1, typename T, int N, typename F> OP void reduce_lanes(Regs<T, N>& x, F combine) {
 #if ON_GPU
   #pragma unroll
   for (int r = 0; r < N; ++r)
@@ -259,7 +259,7 @@ template <int LANES, int FIRST = 1, int N, typename F> OP void reduce_lanes(Regs
     for (int step = FIRST; step < LANES; step *= 2) x.v[r] = combine(x.v[r], __shfl_xor_sync(0xffffffffu, x.v[r], step));
 #else
   for (int step = FIRST; step < LANES; step *= 2) {
-    const Regs<float, N> before = x;
+    const Regs<T, N> before = x;
     for_lane(l) for (int r = 0; r < N; ++r) x.at(l, r) = combine(before.at(l, r), before.at(l ^ step, r));
   }
 #endif

@@ -15,6 +15,7 @@
 #include "params.cuh"
 #include "tile/copy.cuh"
 #include "tile/dropout.cuh"
+#include "tile/interval.cuh"
 #include "tile/mask.cuh"
 
 // An array of which the pairs of one head read an element each.
@@ -113,6 +114,40 @@ template <typename Kind, typename T, typename Context, typename... Index> OP Kin
   return AsKind<Kind>::of(read_at<T>(array.data, offset));
 }
 template <typename Kind, typename Context> OP Kind scalar(const Context& x, int number) { return AsKind<Kind>::of_bits(x.of.captured[number].data); }
+
+// By one warp: between which values the elements lie that indices in these intervals may name. If these are many, or lie along two axes, anything.
+constexpr int MOST_ELEMENTS = 1024;
+template <typename Kind, typename T, typename Context, typename... Index>
+OP Interval<Kind> captured_in(const Context& x, int number, Index... indices) {
+  const CapturedArray& array = x.of.captured[number];
+  const Interval<int> index[] = {indices...};
+  i64 offset = 0, step = 0;
+  int further = 0, axes = 0;                                  // elements behind the first
+  #pragma unroll
+  for (int axis = 0; axis < int(sizeof...(Index)); ++axis) {
+    const int last = array.extent[axis] - 1, low = max_of(min_of(index[axis].low, last), 0), high = max_of(min_of(index[axis].high, last), 0);
+    offset += i64(low) * array.stride[axis];
+    if (low < high) further = high - low, step = array.stride[axis], ++axes;
+  }
+  if (axes > 1 || further >= MOST_ELEMENTS) return anything<Kind>();
+  constexpr int AT_ONCE = 3;                                  // reads on their way; the last element again, rather than none
+  Regs<Kind, 1> low, high;
+  for_lane(l) {
+    low.at(l, 0) = high.at(l, 0) = AsKind<Kind>::of(read_at<T>(array.data, offset + min_of(l, further) * step));
+    #pragma unroll 1
+    for (int i = l + 32; i - l <= further; i += AT_ONCE * 32) {
+      #pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const Kind element = AsKind<Kind>::of(read_at<T>(array.data, offset + min_of(i + j * 32, further) * step));
+        low.at(l, 0) = least(low.at(l, 0), element), high.at(l, 0) = greatest(high.at(l, 0), element);
+      }
+    }
+  }
+  if (further == 0) return exactly(low.at(0, 0));
+  reduce_lanes<32>(low, [](Kind a, Kind b) { return least(a, b); });
+  reduce_lanes<32>(high, [](Kind a, Kind b) { return greatest(a, b); });
+  return {low.at(0, 0), high.at(0, 0)};
+}
 
 #include "expression.cuh"
 using HeadTerms = HeadTermsOf<UNIFORMS>;

@@ -46,25 +46,30 @@ def cplusplus(tree: Node, names: Mapping[str, str], read: Callable[[str, list[st
         Makes the text of an element, of the kind of the array, from the name and the texts of the indices.
     """
 
-    def written(node: Node, args: list[str]) -> str:
-        match node:
-            case Literal():
-                return _literal(node.value)
-            case Name():
-                return names[node.name]
-            case Read():
-                return read(node.name, args)
-            case Apply(op="where"):
-                return f"({args[0]} ? {args[1]} : {args[2]})"
-            case Apply(op="**", args=(_, Literal(value=int(power)))):
-                return f"{POWER}<{power}>({args[0]})"
-        function = FUNCTIONS.get((node.kind, node.op))
-        if function is not None:
-            return f"{function}({', '.join(args)})"
-        operator = OPERATORS.get(node.op, node.op)
-        return f"({operator}{args[0]})" if len(args) == 1 else f"({args[0]} {operator} {args[1]})"
+    return fold(tree, lambda node, args: node_text(node, args, names, read))
 
-    return fold(tree, written)
+
+def node_text(node: Node, args: list[str], names: Mapping[str, str], read: Callable[[str, list[str]], str]) -> str:
+    """The text of a node from those of its arguments; all else is as in `cplusplus`."""
+    match node:
+        case Literal():
+            return _literal(node.value)
+        case Name():
+            return names[node.name]
+        case Read():
+            return read(node.name, args)
+        case Apply(op="where"):
+            return f"({args[0]} ? {args[1]} : {args[2]})"
+        case Apply(op="**", args=(_, Literal(value=int(power)))):
+            return f"{POWER}<{power}>({args[0]})"
+    function = FUNCTIONS.get((node.kind, node.op))
+    return f"{function}({', '.join(args)})" if function is not None else operator_text(node.op, args)
+
+
+def operator_text(op: str, args: list[str]) -> str:
+    """An operator of one argument or of two, in parentheses."""
+    operator = OPERATORS.get(op, op)
+    return f"({operator}{args[0]})" if len(args) == 1 else f"({args[0]} {operator} {args[1]})"
 
 
 def _literal(value: bool | int | float) -> str:
