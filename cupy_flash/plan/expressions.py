@@ -228,4 +228,6 @@ def read_text(name: str, indices: list[str], arrays: dict[str, Layout], free_axe
     function = "captured_within" if within else "captured"
     if within:
         indices = [COORDINATES.get(index, index) for index in indices]
-    return f"{function}<{kind}, {ELEMENTS[layout.dtype]}>({', '.join(['x', str(number), *indices])})"
+    reach = sum(abs(stride) * (size - 1) for size, stride in zip(layout.shape, layout.strides))
+    offset = "int" if reach < 2**31 else "i64"  # that of 64 bits takes three times the instructions
+    return f"{function}<{kind}, {ELEMENTS[layout.dtype]}, {offset}>({', '.join(['x', str(number), *indices])})"

@@ -97,20 +97,20 @@ template <typename T> OP T read_at(u64 from, i64 offset) {
   return *element;
 }
 
-// The element of an array that expressions read; an index beyond an axis is taken for the nearest one.
-template <typename Kind, typename T, typename Context, typename... Index> OP Kind captured(const Context& x, int number, Index... index) {
+// The element of an array that expressions read; an index beyond an axis is taken for the nearest one. Offset: holds how far elements are apart.
+template <typename Kind, typename T, typename Offset, typename Context, typename... Index> OP Kind captured(const Context& x, int number, Index... index) {
   const CapturedArray& array = x.of.captured[number];
-  i64 offset = 0;
+  Offset offset = 0;
   int axis = 0;
-  ((offset += i64(max_of(min_of(index, array.extent[axis] - 1), 0)) * array.stride[axis], ++axis), ...);
+  ((offset += Offset(max_of(min_of(index, array.extent[axis] - 1), 0)) * Offset(array.stride[axis]), ++axis), ...);
   return AsKind<Kind>::of(read_at<T>(array.data, offset));
 }
 // the same for a coordinate of the pair, which no axis that it indexes ends before
-template <typename Kind, typename T, typename Context, typename... Index> OP Kind captured_within(const Context& x, int number, Index... index) {
+template <typename Kind, typename T, typename Offset, typename Context, typename... Index> OP Kind captured_within(const Context& x, int number, Index... index) {
   const CapturedArray& array = x.of.captured[number];
-  i64 offset = 0;
+  Offset offset = 0;
   int axis = 0;
-  ((offset += i64(index) * array.stride[axis], ++axis), ...);
+  ((offset += Offset(index) * Offset(array.stride[axis]), ++axis), ...);
   return AsKind<Kind>::of(read_at<T>(array.data, offset));
 }
 template <typename Kind, typename Context> OP Kind scalar(const Context& x, int number) { return AsKind<Kind>::of_bits(x.of.captured[number].data); }
