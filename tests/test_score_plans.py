@@ -288,3 +288,11 @@ def test_random_combinations(drawn):
 @given(calls())
 def test_many_random_combinations(drawn):
     check_random(drawn)
+
+
+@pytest.mark.parametrize("stride, offset", [(1, "int"), (-1, "int"), (2**28 - 1, "int"), (2**28, "i64"), (-(2**28), "i64")])
+def test_places_in_small_arrays_are_computed_in_32_bits(stride, offset):
+    q, t = numpy.zeros((1, 9, 16), numpy.float16), numpy.zeros(1, numpy.float32)
+    apart = numpy.lib.stride_tricks.as_strided(t, (9,), (4 * stride,))  # eight steps from its first element to its last
+    plan = plan_attention(q, q, q, score="score * t[kv_idx]", arrays={"t": apart}, backend="host", arch="80")
+    assert f"captured_within<float, float, {offset}>" in plan.kernel.expressions.score
