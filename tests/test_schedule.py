@@ -22,6 +22,7 @@ from cupy_flash.plan.schedule import (
     TABLE_TILES,
     costs_of_tiles,
     least_split,
+    listed_costs,
     make_schedule,
     make_splits,
 )
@@ -88,6 +89,22 @@ def test_the_ends_of_windows_leave_no_block_with_much_more(length, tile_q, tile_
         for order in (made, schedule.Schedule())
     )
     assert longest <= plain and longest < mean + costs.max()
+
+
+@pytest.mark.parametrize("length, heads", [(8192, 32), (4096, 64), (2048, 100), (16384, 8)])
+def test_lists_that_nobody_knows_before_are_dealt_out_evenly(length, heads):
+    """Each block gets as many tiles, give or take one; and if later queries see more, as behind a prefix, about as many keys."""
+    tiles = length // 128
+    made = make_schedule(listed_costs(tiles), heads, length, FITS, 132)
+    taken = list(work_tiles(made, 132, tiles * heads))
+    counts = [len(block) for block in taken]
+    assert max(counts) - min(counts) <= 1
+    later = numpy.maximum(numpy.arange(tiles) + 1, 8)
+    loads, plain = (
+        [sum(cost_of(tile, later) for tile in block) for block in order]
+        for order in (taken, work_tiles(schedule.Schedule(), 132, tiles * heads))
+    )
+    assert max(loads) < max(plain) and max(loads) <= numpy.mean(loads) + later.max()
 
 
 def test_of_the_table_long_tiles_come_first():
@@ -183,6 +200,14 @@ def test_tiles_that_differ_are_dealt_out(options):
     params = struct(5, **options)
     assert params["run"] == 2 and sorted(params["table"][params["table"] != NONE]) == list(range(24 - 5 * params["by_formula"]))
     assert (params["table"][:, -1] == NONE).all() and (params["table"][5:] == NONE).all()
+
+
+def test_tiles_of_lists_are_dealt_out():
+    """A device alone knows how long they are."""
+    plan, params, _ = told(5, mask="kv_idx % 7 > 0")
+    assert plan.config.TILE_LIST and params[0]["run"] == 2
+    left = params[0]["table"][params[0]["table"] != NONE]
+    assert sorted(left) == list(range(int(params[0]["tiles"]) - 5 * int(params[0]["by_formula"]))) and len(left)
 
 
 def test_one_tile_for_each_block_needs_no_order():
