@@ -1,4 +1,6 @@
-"""Random masks of all that the language has, as texts, and arrays with what is hard about arrays."""
+"""Masks of all that the language has, as texts: one operation each, and random ones. And arrays with what is hard about arrays."""
+
+import re
 
 import numpy
 from tiles_of_masks import BATCH, HEADS, LEN_KV, LEN_Q
@@ -44,6 +46,27 @@ RULES["float"] += [f"{function}({{float}})" for function in ("floor", "exp", "sq
 RULES["bool"] = [f"{{{kind}}} {op} {{{kind}}}" for kind in ("int", "int", "float") for op in ("<", "<=", ">", ">=", "==", "!=")]
 RULES["bool"] += ["{bool} and {bool}", "{bool} or {bool}", "not {bool}", "{bool} ^ {bool}", "{bool} == {bool}"]
 RULES["bool"] += ["{int} <= {int} < {int}", "where({bool}, {bool}, {bool})"]
+
+
+# One operation each, of numbers below and above 0: I and F of a query, J and G of a key.
+OPERANDS = {"I": "(q_idx - 26)", "J": "(kv_idx - 37)", "F": "level[q_idx]", "G": "(kv_idx * 0.5 - 20)"}
+OF_NUMBERS = """
+    I + J; I - J; I * J; I // J; I % J; I & J; I | J; I ^ J; I // 5; I % 5; J // -5; J % -5; J // 64; J % 64; I >> 2; J << 2; ~I; -I
+    abs(J); I ** 2; int(G); int(J < 3); min(I, J); max(I, J); where(I < 4, J, -I); where(I < 4, 9, 1); I - J + 0.5
+    F + G; F - G; F * G; F / G; G // 3.5; G % 3.5; G / 3.5; G * 3.5; -F; -G; abs(G); floor(G); G ** 3; float(I); min(F, G)
+    max(F, G); F - F; where(J < 4, F, G); sqrt(abs(G)); exp(G); sin(F); weight[doc[q_idx] * 9]
+"""
+OF_BOOLS = """
+    I < 4 and J < 4; I < 4 or J < 4; (I < 4) ^ (J < 4); (I < 4) == (J < 4); not I < 4; where(I < 4, J < 4, I < J)
+    F - F <= inf; F * 0 == 0
+"""
+COMPARED = ("< 4", "<= -3", "== 2", "!= 2", ">= 7")
+
+
+def each_operation():
+    numbers, bools = (texts.strip().replace("\n", ";").split(";") for texts in (OF_NUMBERS, OF_BOOLS))
+    masks = [f"{number.strip()} {than}" for number in numbers for than in COMPARED] + [text.strip() for text in bools]
+    return [re.sub(r"\b[IJFG]\b", lambda found: OPERANDS[found[0]], mask) for mask in masks]
 
 
 def random_mask(draw, arrays, kind="bool", depth=4):

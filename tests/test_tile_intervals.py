@@ -6,19 +6,20 @@ from dataclasses import replace
 
 import numpy
 import pytest
-from random_masks import FEW, OTHERS, random_mask
+from random_masks import FEW, OTHERS, each_operation, random_mask
 from tiles_of_masks import BATCH, HEADS, LEN_KV, LEN_Q, by_pairs, expected, plan_of, run
 
 from cupy_flash import KeyRanges
 from cupy_flash.plan.expressions import of_places, written
 from cupy_flash.plan.tile_text import tile_text
 from cupy_flash.problem.expression.entry import mask_expression
+from cupy_flash.problem.expression.evaluate import evaluate
 from cupy_flash.problem.scores import declared
 
 TILES = [(16, 16), (7, 40), (64, 1), (1, 128)]
 
 
-# Random masks: many in one kernel, which is told the number of the one that it asks
+# Many masks in one kernel, which is told the number of the one that it asks
 
 
 def every_read(arrays):
@@ -42,6 +43,18 @@ def masks_in_one(texts, arrays):
     text = replace(text, uniforms=(), constants=())
     name = next(of for of, x in told.items() if isinstance(x, int))
     return replace(found, kernel=replace(found.kernel, expressions=text)), told, name
+
+
+@numpy.errstate(all="ignore")
+def test_each_operation():
+    texts, at = each_operation(), numpy.ogrid[:BATCH, :HEADS, :LEN_Q, :LEN_KV]
+    values = dict(zip(("b", "h", "q_idx", "kv_idx"), at)) | {"q_len": LEN_Q, "kv_len": LEN_KV}
+    (found, told, name), (*_, layouts) = masks_in_one(texts, FEW), plan_of(every_read(FEW), FEW)
+    for i, text in enumerate(texts):
+        pairs = evaluate(mask_expression(text, declared(layouts)).tree, values, FEW, "float32")
+        for tile in TILES if "inf" in text else [TILES[i % len(TILES)]]:
+            lists, _ = run(found, told | {name: i}, tile)
+            assert (lists == expected(numpy.broadcast_to(pairs, (BATCH, HEADS, LEN_Q, LEN_KV)), True, tile)).all(), text
 
 
 def random_masks(seed, arrays, count):
