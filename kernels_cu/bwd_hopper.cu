@@ -17,6 +17,7 @@
 //                 start dQ = dS_{i-1} K_j                              over the keys of all warpgroups, dealt out by its columns or rows;
 //                                                                      a step late, so that no warpgroup waits for the dS of another
 //                 wait for dP^T;  dS^T = P^T o (dP^T - delta_i)        beneath both products;  dS goes to shared memory
+//                                                                      (STORE_DBIAS: an idle warp has TMA store it: it is the bias's gradient)
 //                 start dK = dK + dS^T Q_i
 //                 wait for dQ;  dQ_{i-1} = dQ_{i-1} + dQ               in device memory, where all blocks of the head meet; by the lanes
 //                                                                      that hold it, or by TMA from shared memory
@@ -96,6 +97,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
       if (warp == 2) release_dq_order(p, block);
       if (warp == 3) let_add(p, block);
     }
+    if (STORE_DBIAS && warp == 3) send_dbias(p, block);
     if (warp == 3) clear_sums(p, block);
     if (warp == 3) count_heads(p, block);
     return;

@@ -75,6 +75,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     if (warp_id() == 0) load_tiles(p, block);
     if (warp_id() == 1) acquire_dq_order(p, block);
     if (warp_id() == 2) release_dq_order(p, block);
+    if (STORE_DBIAS && warp_id() == 3) send_dbias(p, block);
     if (warp_id() == 3) count_heads(p, block);
     return;
   }

@@ -37,6 +37,7 @@ constexpr int   STAGES_V = 2;             // fwd_hopper: tiles of V in flight or
 constexpr int   STAGES_Q = 2;             // fwd_hopper: stages of 64 queries each; with more than consumer warpgroups, a query tile begins beneath the end of the one before
 constexpr bool  TMA_STORE_OUT = false;    // fwd_hopper: out goes through shared memory, and TMA stores it; if not, lanes store what they hold
 constexpr bool  STAGED_BIAS = false;      // fwd_hopper, bwd_hopper: a bias comes by TMA, see tile/bias_tile.cuh; if not, lanes read what they need of it
+constexpr bool  STORE_DBIAS = false;      // of STAGED_BIAS, bwd_hopper: its gradient is dS, each element of which is a pair's own, and TMA stores it; if not, bwd_scores computes it
 constexpr bool  PINGPONG = false;         // fwd_hopper: warpgroups start the products of a step one after the other (ping-pong)
 constexpr bool  TMA_REDUCE_DQ = false;    // bwd_hopper: dQ goes through shared memory, and TMA adds it; if not, lanes add what they hold
 constexpr bool  FROM_LAST = false;        // fwd_hopper: the last key tiles first, which have the largest scores where a term rises towards the diagonal

@@ -243,6 +243,7 @@ struct HopperBackwardParams : BackwardMaps, BackwardParams {
   u32 reused;                             // heads before this one leave their dq_accum to others,
   u32 cleared_after;                      // blocks of heads that come so many heads later having cleared them
   u32 backwards;                          // blocks of heads before this one take the last keys first
+  TensorMap dbias_map;                    // STORE_DBIAS: the gradient of the bias in boxes of TILE_Q x 64
 };
 
 // For the gradient of an array that scores read. Its elements may belong to batch elements, heads, queries and keys; over what they do not, it is

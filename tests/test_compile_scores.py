@@ -2,6 +2,7 @@
 
 import numpy
 import pytest
+from thinned import thinned
 
 pytest.importorskip("cupy")
 
@@ -93,8 +94,8 @@ def settings_of_reads():
 
 @pytest.mark.parametrize("architecture, dtype, dim, asked", list(settings_of_reads()))
 def test_no_spill_of_sums(architecture, dtype, dim, asked):
-    q = numpy.zeros((2, LENGTH, dim), DTYPES[dtype])
-    given = (q, q, q, q, q, numpy.zeros((2, LENGTH), numpy.float32))
+    q = numpy.zeros((2, 2, LENGTH, dim), DTYPES[dtype])  # two batch elements, which share a bias
+    given = (q, q, q, q, q, numpy.zeros((2, 2, LENGTH), numpy.float32))
     try:
         plan = plan_attention_backward(*given, backend="host", arch=architecture, **READ[asked](dtype))
     except UnsupportedError as error:
@@ -104,6 +105,21 @@ def test_no_spill_of_sums(architecture, dtype, dim, asked):
     code, _ = nvrtc.compile_plan(kernel)
     assert {entry: read(code)[entry].stack_bytes for entry in kernel.entries} == dict.fromkeys(kernel.entries, 0)
     assert max(kernel.entries.values()) <= ARCHITECTURES[architecture].shared_bytes
+
+
+@pytest.mark.parametrize("dim", thinned([dim for dim in WIDTHS if dim <= 192], keep=3, first=1))
+@pytest.mark.parametrize("deterministic", thinned([False, True]))
+@pytest.mark.parametrize("dtype", thinned(["bfloat16", "float16"]))
+def test_a_gradient_that_is_stored_takes_no_registers(dtype, deterministic, dim):
+    q = numpy.zeros((2, LENGTH, dim), DTYPES[dtype])
+    given = (q, q, q, q, q, numpy.zeros((2, LENGTH), numpy.float32))
+    options = {"backend": "host", "arch": "90a", "deterministic": deterministic, **bias(dtype)}
+    codes = []
+    for wrt in ((), "bias"):
+        (kernel,) = plan_attention_backward(*given, wrt=wrt, **options).kernels
+        assert kernel.config.STORE_DBIAS is (wrt == "bias")
+        codes.append(read(nvrtc.compile_plan(kernel)[0])[kernel.file])
+    assert codes[1].stack_bytes == 0 and codes[0].rounds == codes[1].rounds
 
 
 @pytest.mark.parametrize("architecture, dtype, dim, asked, way", list(settings()))

@@ -91,7 +91,7 @@ def test_a_problem_becomes_numbers(kernel):
     assert {name: params[name].tolist() for name in divisors} == {name: fast_divmod(n) for name, n in divisors.items()}
     heads = {"owners": 30, "last_heads": 7, "reused": 9, "cleared_after": 13, "backwards": 3}
     assert {name: params[name].tolist() for name in heads} == heads
-    mapped = {f"{name}_map" for name in (*MAPPED, "bias")}
+    mapped = {f"{name}_map" for name in (*MAPPED, "bias", "dbias")}
     assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *heads, *mapped} == set()
     assert {name: params[name].tolist() for name in BACKWARD.names if name not in (*tensors, "scores", "sequences")} == {
         **dict.fromkeys(("stats", "dq_accum", "dk_accum", "dv_accum", "dq_semaphore", "dq_progress", "dsinks", "sinks_of_head"), 0),

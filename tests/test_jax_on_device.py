@@ -19,7 +19,7 @@ frame, handler, on_device, primitive = (
 Call, text_of = (getattr(importlib.import_module("cupy_flash.jax.call"), name) for name in ("Call", "text_of"))
 backward, forward = (importlib.import_module(f"cupy_flash.call.{name}") for name in ("backward", "forward"))
 device, host = (importlib.import_module(f"cupy_flash.machine.{name}") for name in ("device", "host"))
-HOST = importlib.import_module("cupy_flash.plan.architecture").HOST
+ARCHITECTURES, HOST = (getattr(importlib.import_module("cupy_flash.plan.architecture"), x) for x in ("ARCHITECTURES", "HOST"))
 
 TARGET = "cupy_flash.test.on_device"
 
@@ -84,13 +84,13 @@ CASES = {
 SLOW = ("bias", "mask", "sinks, dropout, arrays")  # kernels of their own, each a compilation of seconds
 
 
-def computed(options, learned):
+def computed(options, learned, inputs=(Q, K, V)):
     def loss(q, k, v, learned):
         reads = {"arrays": {"slope": learned["slope"]}, "score": "score * slope"} if "slope" in learned else {}
         others = {name: x for name, x in learned.items() if name != "slope"}
         return (attention(q, k, v, **options, **others, **reads) ** 2).sum()
 
-    return jax.block_until_ready(jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(Q, K, V, learned))
+    return jax.block_until_ready(jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*inputs, learned))
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.release] * (case in SLOW)) for case in CASES])
@@ -102,6 +102,25 @@ def test_the_way_to_a_kernel(case, as_on_device):
     jax.clear_caches()
     for x, y in zip(*map(jax.tree.leaves, (found, computed(*CASES[case])))):
         assert x.shape == y.shape and jnp.allclose(x, y, rtol=1e-4, atol=1e-3)  # float32 sums of tens, by TF32 products in three
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_gradient_that_the_backward_stores(causal, as_on_device, monkeypatch):
+    """That of a bias whose elements are a pair's own each, on sm_90a: in memory that is zero before where tiles are left out."""
+    inputs, bias = [x.astype(jnp.float16) for x in (Q, K, V)], jax.random.normal(KEYS[2], (2, 4, 33, 40), jnp.float16)
+    asked = {"is_causal": causal}, {"bias": bias}, inputs
+    of_sm_80 = computed(*asked)
+    cleared, memset = [], cupy.cuda.runtime.memsetAsync
+    monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", lambda at, *how: cleared.append(how[1]) or memset(at, *how))
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "architecture_for", lambda backend, device, arch=None: ARCHITECTURES["90a"])
+    for cache in (on_device.plan_of, on_device._site, forward._prepared, backward._prepared):
+        cache.cache_clear()
+    jax.clear_caches()
+    of_sm_90 = computed(*asked)
+    assert cleared == [bias.nbytes] * causal
+    for x, y in zip(*map(jax.tree.leaves, (of_sm_80, of_sm_90))):
+        assert x.shape == y.shape and jnp.allclose(x, y, rtol=2**-8, atol=2**-8)
 
 
 def test_memory_that_is_too_small_is_an_error(as_on_device):

@@ -96,7 +96,8 @@ def settings_of(kernel):
     if kernel == "bwd_hopper":
         wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128)
         staged = {"staged": replace(STAGED, last_blocks=1), "staged, in order": STAGED.but(True)}
-        return {"two stages": OWN_KEYS, "one stage, wide, in order": wide} | staged
+        stored = replace(OWN_KEYS, case=replace(HOPPER_BACKWARD_CASE, bias="full"))  # with its gradient
+        return {"two stages": OWN_KEYS, "one stage, wide, in order": wide} | staged | {"stored": stored}
     if kernel == "bwd_hopper_wide":
         return {"any order": replace(ONE_GRADIENT, last_blocks=1), "in order": ONE_GRADIENT.but(True)}
     if kernel == "bwd_scores":
@@ -210,11 +211,13 @@ def gradients(kernel, setting):
     given = (dout, *inputs, *attention(*inputs, **arrays, **case.options))
     options = {name: value for name, value in case.options.items() if name != "return_lse"}
     options |= {"deterministic": setting.deterministic, "arch": arch_of(kernel), "kernel": kernel}
-    plan = plan_attention_backward(*given, dlse=dlse, **arrays, backend="host", **options)
+    wrt = {"bias": arrays["bias"]} if case.bias else {}
+    plan = plan_attention_backward(*given, dlse=dlse, **arrays, backend="host", wrt=tuple(wrt), **options)
+    assert plan.kernels == (plan.kernel,)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
     with mock.patch.object(backward_plan, "LAST_BLOCKS", setting.last_blocks):
         computed = BackwardPlan(plan.problem, changed)(*given, dlse=dlse, **arrays)
-    return compare_gradients(computed, dout, *inputs, dlse=dlse, **arrays, **case.scores)
+    return compare_gradients(computed, dout, *inputs, dlse=dlse, wrt=wrt, **arrays, **case.scores)
 
 
 @dataclass(frozen=True)

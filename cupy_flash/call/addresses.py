@@ -19,6 +19,7 @@ from ..problem.scores import OPERANDS
 from . import backward, forward
 from .backward import BackwardPlan
 from .forward import AttentionPlan
+from .score_gradients import argument_of, overwritten
 
 Description = tuple[Any, ...]  # of an array, as `arrays.describe` has it
 
@@ -121,18 +122,15 @@ def launch_backward(
     """
     import cupy  # late: planning does not need it
 
-    argument_of = plan._argument_of
-    zeros = [(at, plan.problem.layout_of(argument_of[name]).nbytes) for name, at in of_scores.items()]
+    arguments, unset = argument_of(plan.problem), overwritten(plan.problem, plan.kernel)
+    zeros = [(at, plan.problem.layout_of(arguments[name]).nbytes) for name, at in of_scores.items() if name not in unset]
     if plan.problem.zero:
         of_inputs = zip(BACKWARD_ARRAYS[backward.FIRST_RESULT :], addresses[backward.FIRST_RESULT :])
         zeros += [(at, plan.problem.layout_of(name).nbytes) for name, at in of_inputs if at]
     for at, nbytes in zeros:
         if nbytes:
             cupy.cuda.runtime.memsetAsync(at, 0, nbytes, stream)
-    memory = Memory(workspace)
-    plan._execution.launch(list(addresses), memory)
-    for name, execution in plan._of_reads:
-        execution.on_device.launch([*addresses, of_scores[name]], memory)
+    plan._launch(list(addresses), of_scores, Memory(workspace))
 
 
 def load(plan: AttentionPlan | BackwardPlan) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..machine.execution import Execution, Operands, Prepared, architecture_for, cached
@@ -20,6 +20,7 @@ from ..problem.read_gradients import check_sums
 from ..problem.scores import check_wrt, label
 from .captured import NOTHING, Captured, all_lengths, captured, layouts_of, taken_lengths
 from .forward import ForwardOperands, bound_scores, classified, prepared, seen_and_flops
+from .score_gradients import argument_of, by_name, names_stored, new_results
 
 if TYPE_CHECKING:
     from ..machine.host import Traffic
@@ -53,6 +54,7 @@ class BackwardPlan(Prepared):
             maps = backward_maps(kernel, problem)
             params = backward_params(problem, make_grouping(kernel, problem), maps)
             names = (*BACKWARD_ARRAYS, *names_of_given(p))
+            stored = tuple(f"d{name}" for name in names_stored(kernel))
             plans: tuple[ReadGradientPlan, ...] = ()
             if problem.wrt:
                 from ..plan.read_gradients import read_gradient_plans  # late: it takes the language of expressions
@@ -60,7 +62,9 @@ class BackwardPlan(Prepared):
                 plans = read_gradient_plans(problem, kernel)
             workspace = joined((workspace, *(plan.workspace for plan in plans)))
             found = classified(kernel, p, by_keys=True, in_order=problem.deterministic)
-            execution = Execution(kernel, launches, params, names, workspace, p.device, maps, None, found, keeps_tiles)
+            execution = Execution(
+                kernel, launches, params, (*names, *stored), workspace, p.device, maps, None, found, keeps_tiles
+            )
             self._of_reads = tuple(
                 (plan.part.name, Execution(plan.kernel, plan.launches, plan.params, (*names, "gradient"), workspace, p.device))
                 for plan in plans
@@ -73,7 +77,7 @@ class BackwardPlan(Prepared):
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
-        """All kernels of a call, in order: that of `kernel`, and one for each place where the score reads an array of `wrt`."""
+        """All kernels of a call, in order: that of `kernel`, and one for each read of `wrt` whose gradient it does not store."""
         return tuple(execution.kernel for execution in self._executions)
 
     @property
@@ -89,7 +93,7 @@ class BackwardPlan(Prepared):
     def result_bytes(self) -> int:
         """Bytes of the gradients: what a call allocates for those that are not given."""
         of_inputs = (layout.nbytes for name in RESULTS if (layout := self._layouts[name]) is not None)
-        return sum(of_inputs) + sum(self.problem.layout_of(argument).nbytes for argument in self._argument_of.values())
+        return sum(of_inputs) + sum(self.problem.layout_of(argument).nbytes for argument in argument_of(self.problem).values())
 
     def __str__(self) -> str:
         p = self.problem.forward
@@ -216,7 +220,7 @@ class BackwardPlan(Prepared):
             arrays.give_back(x, like, name) if to is None and x is not None else to for x, like, to, name in given_back
         ]
         of_scores = {name: self._given_back(name, x, given.captured) for name, x in self._of_scores(gradients).items()}
-        return _gradients(of_inputs, dsinks, of_scores, self.problem.forward.scores.captured)
+        return by_name(of_inputs, dsinks, of_scores, self.problem.forward.scores.captured)
 
     def _of_scores(self, gradients: Gradients) -> dict[str, Any]:
         """The gradients of what scores read, by its names."""
@@ -236,15 +240,16 @@ class BackwardPlan(Prepared):
                 given.views[i] = arrays.empty(layout)
                 given.addresses[i] = arrays.pointer(given.views[i])
         *of_inputs, dsinks = given.views[FIRST_RESULT:END_OF_RESULTS]
-        of_scores = self._zeros()
-        gradients = _gradients(of_inputs, dsinks, of_scores, self.problem.forward.scores.captured)
+        of_scores = new_results(p, self.kernel)
+        gradients = by_name(of_inputs, dsinks, of_scores, self.problem.forward.scores.captured)
         traffic = None
         if p.zero and not p.adds:
             for gradient in (*gradients, *([] if dsinks is None else [dsinks])):
                 gradient.fill(0)
         if self._backend == "cuda":
             words, _copied = given.captured.on_device()
-            self._launch(given.addresses[:END_OF_RESULTS] + words, of_scores, workspace, given.captured.found)
+            at = {name: arrays.pointer(x) for name, x in of_scores.items()}
+            self._launch(given.addresses[:END_OF_RESULTS] + words, at, workspace, given.captured.found)
         elif self._backend == "host":
             views = (*self._in_order(given.views[:END_OF_RESULTS]), *given.captured.on_host)
             traffic = self._run_on_host(views, of_scores, workspace, given.captured.found)
@@ -252,37 +257,28 @@ class BackwardPlan(Prepared):
             self._compute_with_numpy(given.views[END_OF_RESULTS:], of_scores, *self._in_order(given.views[:END_OF_RESULTS]))
         return gradients, traffic
 
-    def _launch(self, addresses: list[int], of_scores: dict[str, Any], workspace: Any, found: dict[Any, Any] | None) -> None:
+    def _launch(
+        self, addresses: list[int], of_scores: Mapping[str, int], workspace: Any, found: dict[Any, Any] | None = None
+    ) -> None:
+        """Queue all kernels on the current stream, with the words of a call and where the gradients go that `wrt` names."""
         if self._of_reads and workspace is None:  # all of them share it
             workspace = arrays.empty(dense_layout((self.workspace_bytes,), (0,), "uint8", self._device))
-        self._execution.launch(addresses, workspace, found)
+        stored = [of_scores[name] for name in names_stored(self.kernel)]
+        self._execution.launch([*addresses, *stored], workspace, found)
         for name, execution in self._of_reads:
-            execution.on_device.launch([*addresses, arrays.pointer(of_scores[name])], workspace)
+            execution.on_device.launch([*addresses, of_scores[name]], workspace)
 
     def _run_on_host(
         self, views: tuple[Any, ...], of_scores: dict[str, Any], workspace: Any, found: dict[Any, Any] | None
     ) -> Traffic | None:
         if self._of_reads and workspace is None:
             workspace = self.workspace.memory()
-        traffic = self._execution.run_on_host(views, workspace, found)
+        stored = (of_scores[name] for name in names_stored(self.kernel))
+        traffic = self._execution.run_on_host((*views, *stored), workspace, found)
         for name, execution in self._of_reads:
             more = execution.run_on_host((*views, of_scores[name]), workspace)
             traffic = traffic and traffic + more
         return traffic
-
-    @property
-    def _argument_of(self) -> dict[str, str]:
-        """What messages call that which gradients are asked for beside those of the inputs, by its name in `wrt`."""
-        captured_names = self.problem.forward.scores.captured
-        return {name: label(name) if name in captured_names else name for name in self.problem.wrt}
-
-    def _zeros(self) -> dict[str, Any]:
-        """Where the gradients that were asked for beside those of the inputs go, by the names of what they are of.
-
-        That of a number is an array of shape () where the others are, since reading it would wait for the device.
-        """
-        layouts = {name: self.problem.layout_of(argument) for name, argument in self._argument_of.items()}
-        return {name: arrays.zeros(layout.shape, layout.dtype, self._device) for name, layout in layouts.items()}
 
     def _in_order(self, views: list[Any]) -> list[Any]:
         """The arrays of a call with their axes in the order of kernels."""
@@ -337,13 +333,6 @@ class BackwardOperands(Operands):
 def operands(*given: Any, others: Captured = NOTHING) -> BackwardOperands:
     """The arrays of a call in the order of `BACKWARD_ARRAYS`, and those that scores read."""
     return BackwardOperands(given, others)
-
-
-def _gradients(of_inputs: Sequence[Any], dsinks: Any, of_scores: dict[str, Any], captured_names: tuple[str, ...]) -> Gradients:
-    """All gradients, of which those of what scores read have the names of that."""
-    own = {name: of_scores.get(name) for name in ("bias", "alibi_slopes") if name not in captured_names}
-    darrays = {name: x for name, x in of_scores.items() if name in captured_names}
-    return Gradients(*of_inputs, dsinks=dsinks, dbias=own.get("bias"), dalibi_slopes=own.get("alibi_slopes"), darrays=darrays)
 
 
 def prepared_backward(given: Operands, options: dict[str, Any]) -> BackwardPlan:

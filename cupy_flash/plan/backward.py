@@ -28,6 +28,7 @@ from .kernel import (
 )
 from .schedule import L2_BYTES
 from .sequences import elements_of, tiles_of
+from .stored_dbias import dbias_of_pairs
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig, row_for, table_for
 from .workspace import Workspace
@@ -79,6 +80,8 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     moved = BY_THREADS if kernel in HOPPER_KERNELS else MOVED
     copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in moved})
     row = _row_for(kernel, problem, architecture, copy_bytes, explicit, expressions)
+    store_dbias = row.staged_bias and dbias_of_pairs(problem) is not None
+    why_stored = "gradient of the bias: dS of each pair, which TMA stores" if store_dbias else ""
     width = row.width if kernel in HOPPER_KERNELS else _width(p)
     return KernelPlan(
         file=kernel,
@@ -98,9 +101,10 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
             expressions=expressions,
             tile_list=bool(expressions.takes_part) and kernel in LISTED and p.lengths is None,
             adds=problem.adds,
+            store_dbias=store_dbias,
         ),
         expressions=expressions,
-        reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores))),
+        reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores, why_stored))),
     )
 
 
@@ -280,6 +284,8 @@ def backward_maps(plan: KernelPlan, problem: BackwardProblem) -> dict[str, Tenso
     boxes = {name: boxes[name] for name in _in_maps(problem.forward)}
     boxes |= {"bias": queries} if plan.config.STAGED_BIAS else {}
     layouts = _layouts(problem)
+    if plan.config.STORE_DBIAS:
+        boxes, layouts = boxes | {"dbias": queries}, layouts | {"dbias": dbias_of_pairs(problem)}
     return {f"{name}_map": described for name, described in tensor_maps(problem.forward.batch, layouts, boxes).items()}
 
 

@@ -63,6 +63,7 @@ class Config:
     STAGES_Q: int
     TMA_STORE_OUT: bool
     STAGED_BIAS: bool
+    STORE_DBIAS: bool
     PINGPONG: bool
     TMA_REDUCE_DQ: bool
     FROM_LAST: bool
@@ -204,7 +205,7 @@ class KernelPlan:
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
         words += ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
-        words += ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS
+        words += ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
         return "-".join(words)
 
@@ -340,6 +341,7 @@ def configure(
     tile_list: bool = False,
     from_last: bool = False,
     adds: bool = False,
+    store_dbias: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     lengths = None if problem is None else problem.lengths
@@ -367,6 +369,7 @@ def configure(
         "ADD_RESULTS": adds,
         "SOFTCAP": problem is None or expressions.kind == "UNCHANGED" or problem.softcap is not None,
         "ROTATE_Q": False,
+        "STORE_DBIAS": store_dbias,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 

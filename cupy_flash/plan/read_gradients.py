@@ -31,6 +31,7 @@ from .kernel import (
 from .params import read_gradient_params
 from .read_tuning import read_rows
 from .sequences import is_packed, tiles_of
+from .stored_dbias import is_of_bias
 from .tuning import row_for
 from .workspace import Workspace
 
@@ -65,7 +66,7 @@ class ReadGradientPlan:
 
 
 def read_gradient_plans(problem: BackwardProblem, backward: KernelPlan) -> tuple[ReadGradientPlan, ...]:
-    """A plan for each part of the gradients that a problem asks for, in the order in which they are to be executed.
+    """A plan for each part of the gradients that a problem asks for and the backward does not store, in the order of execution.
 
     Parameters
     ----------
@@ -78,7 +79,8 @@ def read_gradient_plans(problem: BackwardProblem, backward: KernelPlan) -> tuple
     UnsupportedError
         If no tile of the architecture is wide enough.
     """
-    return tuple(_plan(problem, part, backward) for part in read_gradients(problem))
+    parts = [part for part in read_gradients(problem) if not (backward.config.STORE_DBIAS and is_of_bias(part))]
+    return tuple(_plan(problem, part, backward) for part in parts)
 
 
 def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) -> ReadGradientPlan:

@@ -53,7 +53,7 @@ struct KeyBlock {
   Pipeline<KeyTile, 1, LANES> keys{smem, smem + K_BARRIERS}, values{smem + V_OFFSET, smem + V_BARRIERS};
   Pipeline<QueryStage, STAGES, LANES> queries{smem + Q_OFFSET, smem + Q_BARRIERS};
   Pipeline<QueryTile, STAGES, LANES> douts{smem + DO_OFFSET, smem + DO_BARRIERS};
-  Mbarrier written{smem + DS_BARRIER};                        // dS of a step is in shared memory, all of it
+  Mbarrier written{smem + DS_BARRIER};                        // dS of a step is in shared memory, all of it, and that of the step before has left
   // Of dQ, see dq_protocol.cuh. Where lanes add: the semaphore of a step has been acquired; all warps have added; which has been noticed.
   Mbarrier acquired{smem + ORDER_BARRIERS}, added{acquired.address + Mbarrier::bytes}, noticed{added.address + Mbarrier::bytes};
   // Where TMA adds, in the same memory: dQ of a warpgroup is in shared memory; TMA has read it.
@@ -173,7 +173,7 @@ OP void start_barriers(const KeyBlock& block) {
   init_pipeline(block.values, 1);
   init_pipeline(block.queries, 4 * GROUPS);                   // warps that hand a tile back
   init_pipeline(block.douts, 4 * GROUPS);
-  init_mbarrier(block.written, 4 * GROUPS);
+  init_mbarrier(block.written, 4 * GROUPS + STORE_DBIAS);
   if (TMA_REDUCE_DQ) {
     for (int group = 0; group < GROUPS; ++group) {
       init_mbarrier(block.staged(group), 4);
@@ -243,5 +243,17 @@ OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, con
     store(tile, acc, row);
     fence_proxy_async();                                      // without it rows leave that have not been written
     store_async(map, here.batch, here.head_kv, block.row0 + row, tile, row);
+  }
+}
+
+// STORE_DBIAS. By an idle warp: dS of each step leaves as the gradient of the bias, from where consumers leave it for dQ. The warp is one of those
+// that `written` counts, and arrives when TMA has read dS of the step before, whose memory nobody writes to until then.
+OP void send_dbias(const HopperBackwardParams& p, KeyBlock& block) {
+  #pragma unroll 1
+  for (int step = 0; step < block.steps; ++step, block.advance(p)) {
+    arrive_at<LANES>(block.written);                          // without it the consumers wait for ever
+    wait_for<LANES>(block.written, step % 2);                 // without it dS leaves that has not been written
+    store_async<TILE_Q>(p.dbias_map, block.here.batch, block.now.head, block.now.tile * TILE_Q, block.ds_smem(step), 0, block.row0);
+    wait_for_stores();                                        // without it dS is overwritten that has not left
   }
 }

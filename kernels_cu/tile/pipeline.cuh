@@ -293,8 +293,8 @@ OP void load_async(Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& map, co
   start_numbers(pipeline, from, to, at);
   pipeline.advance();
 }
-// map[batch, head, row : row + 16, col0 :] = tile[row0 : row0 + 16], clipped to the array
-template <int ROWS, int WIDTH>
+// map[batch, head, row : row + BOX, col0 :] = tile[row0 : row0 + BOX], clipped to the array
+template <int BOX = 16, int ROWS, int WIDTH>
 OP void store_async(const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row, const PanelTile<ROWS, WIDTH>& tile, int row0,
                     int col0 = 0, CallSite at = call_site()) {
 #if ON_GPU
@@ -307,7 +307,7 @@ OP void store_async(const TensorMap& map, const int (&batch)[BATCH_AXES], int he
   __syncwarp();                                               // for the assembler, which would have the lanes meet later, and more often
 #else
   for (int i = 0; i < tile.panels; ++i) {
-    const Box box(map, tile.base + i * tile.panel_bytes + row0 * 128, 16, col0 + 64 * i, row, head, batch, at);
+    const Box box(map, tile.base + i * tile.panel_bytes + row0 * 128, BOX, col0 + 64 * i, row, head, batch, at);
     box.check_shown("has TMA read");
     if (box.map.size[0] % 8) host::self->fail("has TMA store rows that end within 16 bytes, all of which it writes", at);
     host::self->store_async([=] { box.store(); });

@@ -63,6 +63,29 @@ def test_biases(shape, dtype):
     on_device(dtype, {"bias": bias}, {"bias": bias}, "bias")
 
 
+@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_gradient_of_a_bias_that_pairs_do_not_share(dtype, causal, dim):
+    """On sm_90a the backward stores it: in memory that was NaN, and the same bits each time."""
+    capability = int(cupy.cuda.Device().compute_capability)
+    if capability < 80 and dtype == "bfloat16":
+        pytest.skip("there is none")
+    rng, (len_q, len_kv) = numpy.random.default_rng(3), (333, 712)  # many tiles, the last ones cut
+    shapes = (8, len_q), (2, len_kv), (2, len_kv), (8, len_q)
+    q, k, v, dout = (rng.standard_normal((2, *shape, dim)).astype(DTYPES[dtype]) for shape in shapes)
+    bias = rng.standard_normal((2, 8, len_q, len_kv)).astype(DTYPES[dtype])
+    options, hand = {"bias": bias, "causal": causal}, {"bias": bias, "last_key": len_kv - len_q if causal else None}
+    _, kernel = judged(dtype, options, hand, {}, cupy.asarray, cupy.asnumpy, "bias", inputs_given=(q, k, v, dout))
+    assert kernel.config.STORE_DBIAS is (capability == 90)
+    _, vjp = attention_vjp(*map(cupy.asarray, (q, k, v)), bias=cupy.asarray(bias), causal=causal, wrt="bias")
+    first = vjp(cupy.asarray(dout)).dbias.view(numpy.uint16)
+    for _ in range(100):
+        poison = cupy.full_like(first, 0xFFFF)
+        del poison  # and the pool gives this memory to the next array of its size
+        assert (vjp(cupy.asarray(dout)).dbias.view(numpy.uint16) == first).all()
+
+
 @DTYPE
 def test_everything_at_once(dtype):
     on_device(dtype, *everything(dtype), ("bias", "alibi_slopes", "level"))
