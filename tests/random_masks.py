@@ -36,8 +36,9 @@ LEAVES = {
     "float": ["0.5", "-1.25", "0.1", "1e30", "inf", "-inf", "0.0"],
     "bool": ["True", "False"],
 }
-NUMBERS = ["{0} + {0}", "{0} - {0}", "{0} * {0}", "{0} // {0}", "{0} % {0}", "min({0}, {0})", "max({0}, {0})", "abs({0})", "-{0}"]
-NUMBERS += ["where({bool}, {0}, {0})", "clip({0}, {0}, {0})", "{0} ** 2"]
+# No divisor is -1: of the least int this machine has no quotient.
+NUMBERS = ["{0} + {0}", "{0} - {0}", "{0} * {0}", "{0} // max({0}, 0)", "{0} % max({0}, 0)", "min({0}, {0})", "max({0}, {0})"]
+NUMBERS += ["abs({0})", "-{0}", "where({bool}, {0}, {0})", "clip({0}, {0}, {0})", "{0} ** 2"]
 RULES = {kind: [rule.replace("{0}", f"{{{kind}}}") for rule in NUMBERS] for kind in ("int", "float")}
 RULES["int"] += ["{int} // 8", "{int} % 16", "{int} >> 3", "{int} >> {int}", "{int} << 2", "{int} & {int}", "{int} | {int}"]
 RULES["int"] += ["{int} ^ {int}", "~{int}", "int({float})", "int({bool})", "{int} * {bool}"]

@@ -12,11 +12,11 @@ from cupy_flash.machine import host
 BATCH, HEADS, HEADS_KV, LEN_Q, LEN_KV = 2, 4, 2, 53, 75
 
 
-def plan_of(mask, arrays=None, len_q=LEN_Q, len_kv=LEN_KV, batch=BATCH, heads=HEADS, heads_kv=HEADS_KV, **options):
+def plan_of(mask, arrays=None, len_q=LEN_Q, len_kv=LEN_KV, batch=BATCH, heads=HEADS, heads_kv=HEADS_KV, arch="80", **options):
     """The classification of a mask, what it is told of arrays, and their layouts."""
     batch = batch if isinstance(batch, tuple) else (batch,)
     q, k = (numpy.zeros((*batch, *shape, 8), numpy.float16) for shape in ((heads, len_q), (heads_kv, len_kv)))
-    plan = plan_attention(q, k, k, mask=mask, arrays=arrays, backend="host", arch="80", **options)
+    plan = plan_attention(q, k, k, mask=mask, arrays=arrays, backend="host", arch=arch, **options)
     found = plan._execution.classification
     return found, dict(zip(found.names, captured(mask=mask, arrays=arrays).on_host)), dict(plan.problem.scores.arrays)
 

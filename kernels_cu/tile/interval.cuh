@@ -23,6 +23,16 @@ template <typename T> OP Interval<T> exactly(T x) { return {x, x}; }
 template <typename T> OP T least(T a, T b) { return a < b || a != a ? a : b; }
 template <typename T> OP T greatest(T a, T b) { return a > b || a != a ? a : b; }
 
+// between the least of these and the greatest of those, whatever lane has them
+template <typename T> constexpr bool IS_INT = false;
+template <> constexpr bool IS_INT<int> = true;
+template <typename T> OP Interval<T> hull_of_lanes(Regs<T, 1>& low, Regs<T, 1>& high) {
+  if constexpr (ARCH >= 80 && IS_INT<T>) return {redux_min(low), redux_max(high)};
+  reduce_lanes<32>(low, [](T a, T b) { return least(a, b); });
+  reduce_lanes<32>(high, [](T a, T b) { return greatest(a, b); });
+  return {low.at(0, 0), high.at(0, 0)};
+}
+
 // whether it is no NaN
 template <typename T> OP bool is_number(const Interval<T>& x) { return x.low <= x.high; }
 OP bool is_finite(const Interval<float>& x) { return x.low > -infinity() && x.high < infinity(); }

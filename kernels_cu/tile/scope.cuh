@@ -158,6 +158,26 @@ OP bool warp_any(const Regs<bool, 1>& flag) {
 #endif
 }
 
+// the least, or the greatest, integer of all lanes; templates, as `uniform`
+template <typename T> OP T redux_min(const Regs<T, 1>& x) {
+#if ON_GPU
+  return __reduce_min_sync(0xffffffffu, x.v[0]);
+#else
+  T least = x.at(0, 0);
+  for_lane(l) least = x.at(l, 0) < least ? x.at(l, 0) : least;
+  return least;
+#endif
+}
+template <typename T> OP T redux_max(const Regs<T, 1>& x) {
+#if ON_GPU
+  return __reduce_max_sync(0xffffffffu, x.v[0]);
+#else
+  T greatest = x.at(0, 0);
+  for_lane(l) greatest = x.at(l, 0) > greatest ? x.at(l, 0) : greatest;
+  return greatest;
+#endif
+}
+
 // the number of the lowest bit that is 1, of the zeros above the highest, and of ones
 OP int lowest_bit(u32 x) {
 #if ON_GPU

@@ -143,10 +143,7 @@ OP Interval<Kind> captured_in(const Context& x, int number, Index... indices) {
       }
     }
   }
-  if (further == 0) return exactly(low.at(0, 0));
-  reduce_lanes<32>(low, [](Kind a, Kind b) { return least(a, b); });
-  reduce_lanes<32>(high, [](Kind a, Kind b) { return greatest(a, b); });
-  return {low.at(0, 0), high.at(0, 0)};
+  return hull_of_lanes(low, high);
 }
 
 #include "expression.cuh"
