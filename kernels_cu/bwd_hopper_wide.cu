@@ -8,6 +8,7 @@
 //     for values:                                          for keys:
 //       S^T = K_j Q_i^T                                      dP^T = V_j dO_i^T
 //       P^T = 2^(S^T - lse_i)          -- passed on -->      dS^T = P^T o (dP^T - delta_i)   goes to shared memory
+//                                                            (STORE_DBIAS: from there to device memory, as in bwd_hopper)
 //       start dV = dV + P^T dO_i                             start dK = dK + dS^T Q_i
 //       dQ = dS_{i-1} K_j, the left columns                  dQ = dS_{i-1} K_j, the right ones
 //       dQ_{i-1} = dQ_{i-1} + dQ                             the same, in device memory
