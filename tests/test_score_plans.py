@@ -296,3 +296,12 @@ def test_places_in_small_arrays_are_computed_in_32_bits(stride, offset):
     apart = numpy.lib.stride_tricks.as_strided(t, (9,), (4 * stride,))  # eight steps from its first element to its last
     plan = plan_attention(q, q, q, score="score * t[kv_idx]", arrays={"t": apart}, backend="host", arch="80")
     assert f"captured_within<float, float, {offset}>" in plan.kernel.expressions.score
+
+
+@pytest.mark.parametrize("asked", ["least[kv_idx] % minus[kv_idx] == 0", "least[kv_idx] // minus[kv_idx] != 7"])
+def test_the_least_int_is_divided_by_minus_one(asked):
+    """Which ends a process on many CPUs: the quotient has no place in 32 bits."""
+    q = numpy.ones((1, 9, 16), numpy.float16)
+    arrays = {"least": numpy.full(9, -(2**31), numpy.int32), "minus": numpy.full(9, -1, numpy.int32)}
+    plan = plan_attention(q, q, q, mask=asked, arrays=arrays, backend="host", arch="80")
+    assert (plan(q, q, q, arrays=arrays) == 1).all()

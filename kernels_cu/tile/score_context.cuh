@@ -51,12 +51,15 @@ template <int N, typename T> OP T power(T x) {
   for (int i = 0; i < N; ++i) product *= x;
   return product;
 }
-// As Python's // and %, but that an int divided by 0 is 0, and a float divided by 0 infinite.
+// As Python's // and %, but that an int divided by 0 is 0, and a float divided by 0 infinite. A CPU ends a process that divides the least int by -1.
 OP int floor_mod(int a, int b) {
-  const int rest = b ? a % b : 0;
+  const int rest = b && (ON_GPU || b != -1) ? a % b : 0;
   return rest && (rest < 0) != (b < 0) ? rest + b : rest;
 }
-OP int floor_div(int a, int b) { return b ? (a - floor_mod(a, b)) / b : 0; }
+OP int floor_div(int a, int b) {
+  if (!ON_GPU && b == -1) return int(0u - u32(a));
+  return b ? (a - floor_mod(a, b)) / b : 0;
+}
 OP float floor_mod(float a, float b) {
   const float rest = fmodf(a, b);
   return rest != 0.f && (rest < 0.f) != (b < 0.f) ? rest + b : rest;
