@@ -70,7 +70,8 @@ def functions() -> str:
     """Those of kernels that C++ has not."""
     text = source.files()["tile/score_context.cuh"]
     own = text[text.index("OP float sigmoid(") : text.index("// An element of any type as one of three kinds.")]
-    lines = ["#include <algorithm>", "#include <cmath>", "#include <cstdio>", "#include <cstdlib>", "#define OP inline"]
+    lines = ["#include <algorithm>", "#include <cmath>", "#include <cstdio>", "#include <cstdlib>"]
+    lines += ["#define OP inline", "#define ON_GPU 0"]
     lines += ["using std::abs, std::max, std::min;", "inline float infinity() { return __builtin_inff(); }"]
     lines += ["inline float tanh_by_sinh(float x) { return tanhf(x); }"]
     return "\n".join([*lines, "inline float rsqrtf(float x) { return 1 / sqrtf(x); }", own.replace("#pragma unroll", "")])

@@ -57,7 +57,7 @@ OP int floor_mod(int a, int b) {
   return rest && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 OP int floor_div(int a, int b) {
-  if (!ON_GPU && b == -1) return int(0u - u32(a));
+  if (!ON_GPU && b == -1) return int(0u - unsigned(a));
   return b ? (a - floor_mod(a, b)) / b : 0;
 }
 OP float floor_mod(float a, float b) {
