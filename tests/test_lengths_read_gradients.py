@@ -74,7 +74,7 @@ COMPUTED = {
 }
 
 
-@pytest.mark.parametrize("schedule", host.SCHEDULES)
+@pytest.mark.parametrize("schedule", thinned(host.SCHEDULES))
 @pytest.mark.parametrize("kinds", thinned(KINDS, 4), ids=str)
 @pytest.mark.parametrize("arch", ["80", *(pytest.param(arch, marks=pytest.mark.release) for arch in ("75", "90a"))])
 def test_arrays_of_places_are_those_of_each_sequence(arch, kinds, schedule, monkeypatch):

@@ -315,8 +315,8 @@ def test_left_out_call_is_noticed(kernel, number, faults_without):
 BY_LANES, LATER = ("  add(DqAccum{",), ("    add_async(", f"  wait_for_reductions();{'':38}// without it the block")
 
 
-SLOW = [(False, None), (False, "acquired"), (True, None), (True, "reductions")]
-SLOW += [pytest.param(*asked, marks=pytest.mark.release) for asked in product([False, True], ("ended", "last"))]
+SLOW = [(False, "acquired"), (True, None), (True, "reductions")]
+SLOW += [pytest.param(*asked, marks=pytest.mark.release) for asked in [(False, None), *product([False, True], ("ended", "last"))]]
 
 
 @pytest.mark.parametrize("staged, left_out", SLOW)

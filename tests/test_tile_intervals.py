@@ -75,7 +75,7 @@ def random_masks(seed, arrays, count):
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.release) for seed in range(1, 10))])
-@pytest.mark.parametrize("arrays", [FEW, OTHERS], ids=" ".join)
+@pytest.mark.parametrize("arrays", thinned([FEW, OTHERS]), ids=" ".join)
 def test_random_masks(arrays, seed):
     """The lists are those of pairs that are asked one by one, and some masks are spared that."""
     count, spared = 60, 0
