@@ -41,14 +41,14 @@ def named(asked):
     return "-".join([*map(str, what), *kind])
 
 
-@pytest.mark.parametrize("asked", thinned(list(product(SCORES, LENGTHS, KINDS)), keep=47, first=3), ids=named)
+@pytest.mark.parametrize("asked", thinned(list(product(SCORES, LENGTHS, KINDS)), keep=94, first=3), ids=named)
 def test_scores(asked, schedule):
     example, lengths, kind = asked
     arrays, score = given(example, Grid.of((BATCH,), HEADS, HEADS_KV, *lengths))
     on_host(kind, lengths, {"score": example.text, "arrays": arrays}, {"score": score})
 
 
-@pytest.mark.parametrize("asked", thinned(list(product(LENGTHS, KINDS)), keep=3), ids=named)
+@pytest.mark.parametrize("asked", thinned(list(product(LENGTHS, KINDS)), keep=6), ids=named)
 def test_bias_alibi_and_a_causal_mask(asked, schedule):
     (len_q, len_kv), kind = asked
     rng = numpy.random.default_rng(1)
