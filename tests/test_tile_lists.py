@@ -152,7 +152,7 @@ def test_lists_of_more_than_a_word(arch):
 
 
 @pytest.mark.parametrize("kernel", thinned(["bwd_hopper", "bwd_v2", "bwd_hopper_wide"]))
-@pytest.mark.parametrize("name", thinned(["blocks", "blocks of heads", "causal, blocks", "holes"], keep=4))
+@pytest.mark.parametrize("name", thinned(["blocks of heads", "blocks", "causal, blocks", "holes"], keep=4))
 def test_blocks_that_sum_over_several_heads(name, kernel, schedule, monkeypatch):
     """They go through the list of one head after the other, some of which may be empty."""
     options, hand = TILE_MASKS[name]()
