@@ -34,7 +34,7 @@
 #include "tile/score.cuh"
 
 static_assert(TILE_KV == 64 * GROUPS, "a warpgroup owns 64 keys");
-static_assert(SCORES != EXPRESSION && !DROPOUT, "its registers hold both gradients, and P once");
+static_assert(SCORES != EXPRESSION, "its registers hold both gradients, and P once");
 
 // dQ = dS K is dealt out to the warpgroups by 64 rows, and where there are fewer of those, by columns, and lanes add what they hold. If its
 // sums are staged, queries may be no multiple of 64: its transpose is computed, dQ^T = K^T dS^T, and dealt out by 64 columns of dQ.
@@ -59,11 +59,11 @@ OP void add_part(const HopperBackwardParams& p, const KeyBlock& block, u32 numbe
   else add_queries(p, block, number, step, dq, row, col);
 }
 
-// Whether dP starts from -delta: it saves subtractions, but the first product of a step waits for dO.
-constexpr bool DELTA_AHEAD = WIDTH <= 64;
+// Whether dP starts from -delta: it saves subtractions, but the first product of a step waits for dO, and what is dropped is dP alone.
+constexpr bool DELTA_AHEAD = WIDTH <= 64 && !DROPOUT;
 
-// Whether dQ runs beneath dS, and not behind it: with a softcap, or with more queries, there are no registers for dQ beside dP.
-constexpr bool EARLY = !EXPLICIT_SCORES && !TMA_REDUCE_DQ;
+// Whether dQ runs beneath dS, and not behind it: with a softcap or dropout, or with more queries, there are no registers for dQ beside dP.
+constexpr bool EARLY = !EXPLICIT_SCORES && !DROPOUT && !TMA_REDUCE_DQ;
 
 // Whether there are registers for what the pairs of a head have in common, which otherwise is asked again for each query tile.
 constexpr bool KEEPS_TERMS = (WIDTH > 64 || SCORES == SCALED || SCORES == PLUS_COLUMN) && !TMA_REDUCE_DQ;
@@ -117,6 +117,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   int head_of = -1;                                           // of this one
   RowVec<16> terms;                                           // PLUS_LINEAR, PLUS_COLUMN: what the rows have in common
 
+
   const auto start_dq = [&](Part& dq_reg) {
     const u32 before = block.queries.count - 1;
     wait_for<LANES>(block.written, before % 2);               // without it dS is read that other warpgroups have not written
@@ -147,6 +148,8 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     start_product_transposed(s_reg, k_smem, group_row, q_smem);
     if (!DELTA_AHEAD) consumer_wait(block.douts);             // without it the product reads gradients that have not arrived
     start_product_transposed(dp_reg, v_smem, group_row, do_smem, DELTA_AHEAD);
+    KeptPairs<true, 16, TILE_Q> kept;
+    if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
     const bool masked = !common.contains(col0, TILE_Q);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
@@ -166,7 +169,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
       if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(block.row0) + own_row, col0);
     }
     if (masked) apply_mask(s_reg, mask_again(block), row0, col0, masked_score(of_head));
-    probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : scale_of_head(p.scale * LOG2E, of_head), p.softcap, terms);
+    probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : scale_of_head(p.scale * LOG2E, of_head), p.softcap, terms, 1.f, kept);
     if (!follows && !LATE) let_begin();
     start_product(dv_reg, p_reg, do_smem);
     const bool early = follows && EARLY;
@@ -175,7 +178,8 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     else wait_for_products<1>(dp_reg);                        // the same: here no product of dQ runs
     if (!follows && LATE) let_begin();
     if (masked) apply_mask(dp_reg, mask_again(block), row0, col0, 0.f);   // 0 times whatever dP was may be NaN
-    score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES ? factor_reg : p_reg, dp_reg, block.delta_smem(), of_head.factor);
+    if constexpr (DROPOUT) drop(dp_reg, p_reg), scale(dp_reg, p.scores.dropout.scale);
+    score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES || DROPOUT ? factor_reg : p_reg, dp_reg, block.delta_smem(), of_head.factor);
     if (follows && !early) start_dq(dq_reg);
     store_transposed(block.ds_smem(block.queries.count), ds_reg, TMA_REDUCE_DQ ? not_ahead(own_row) : own_row);
     fence_proxy_async();                                      // without it the product does not see what lanes have stored
@@ -210,6 +214,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
   load_place(block);
   scale(dk_reg, p.scale);
+  if constexpr (DROPOUT) scale(dv_reg, p.scores.dropout.scale);
   store_gradient(p, block, p.dk_map, false, p.dk_accum, k_smem, dk_reg, own_row);
   store_gradient(p, block, p.dv_map, true, p.dv_accum, v_smem, dv_reg, own_row);
   postprocess_heads<Accum>(p, block);

@@ -100,8 +100,10 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
     Acc<16, TILE_Q> s_reg;
     OperandA<16> p_reg[TILE_Q / 16], factor_reg[TILE_Q / 16];
+    KeptPairs<true, 16, TILE_Q> kept;
     consumer_wait(block.queries);                             // without it the product reads queries that have not arrived
     start_product_transposed(s_reg, k_smem, 0, q_smem);
+    if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     float scale_log2 = exponent_scale(p.scale), masked = -infinity(), slope = 1.f;
@@ -118,14 +120,14 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
       if (SCORES == SCALED) scale_log2 = scale_of_head(scale_log2, x), masked = masked_score(x), slope = x.factor;
     }
     if (SCORES != EXPRESSION && cut(col0)) apply_mask(s_reg, block.mask, row0, col0, masked);
-    if constexpr (SCORES == EXPRESSION || DROPOUT) {
+    if constexpr (SCORES == EXPRESSION) {
       probabilities(s_reg, factor_reg, block.lse_smem(), context(head), block.mask, cut(col0), row0, col0, scale_log2, p.softcap, terms, ask_pairs);
-      if constexpr (DROPOUT) drop<true>(s_reg, seeded(p.scores), block.here.batch_number * p.heads + head, row0, col0);
+      if constexpr (DROPOUT) drop(s_reg, kept);
       to_operands(p_reg, s_reg);
       pass(p_smem(block.queries.count), factor_reg);
     } else {
-      probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), scale_log2, p.softcap, terms, slope);
-      pass(p_smem(block.queries.count), EXPLICIT_SCORES || SCORES == SCALED ? factor_reg : p_reg);
+      probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), scale_log2, p.softcap, terms, slope, kept);
+      pass(p_smem(block.queries.count), FACTOR_APART ? factor_reg : p_reg);
     }
     arrive_pair(passed(block.queries.count));                 // without it the other warp waits for P for ever
     consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
@@ -137,11 +139,13 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
     Acc<16, TILE_Q> dp_reg;
     OperandA<16> factor_reg[TILE_Q / 16], ds_reg[TILE_Q / 16];
+    KeptPairs<true, 16, TILE_Q> kept;
     consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
     start_product_transposed(dp_reg, v_smem, 0, do_smem);
+    if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
     wait_for_products<0>(dp_reg);                             // without it dP is read that does not exist yet
     if (cut(col0)) apply_mask(dp_reg, block.mask, row0, col0, 0.f);       // 0 times whatever dP was may be NaN
-    if constexpr (DROPOUT) drop<true>(dp_reg, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
+    if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, p.scores.dropout.scale);
     sync_pair(passed(block.queries.count));                   // without it P is read before the other warp has written it
     receive(factor_reg, p_smem(block.queries.count));
     score_gradients<true>(ds_reg, factor_reg, dp_reg, block.delta_smem());
@@ -170,6 +174,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
   load_place(block);
   if (!for_values) scale(sum_reg, p.scale);
+  if constexpr (DROPOUT) if (for_values) scale(sum_reg, p.scores.dropout.scale);
   store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values, for_values ? p.dv_accum : p.dk_accum,
                  KeyTile{for_values ? v_smem.base : k_smem.base}, sum_reg, own_row);
   postprocess_heads(p, block);

@@ -104,7 +104,11 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
     multiply_transposed(s_reg, RowsInShared<WARP_ROWS, WIDTH>(WarpTile{q_smem(stage).base + warp_row * QueryTile::row_bytes}), k_smem(stage));
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     multiply_transposed(dp_reg, RowsInShared<WARP_ROWS, WIDTH>(WarpTile{do_smem(stage).base + warp_row * QueryTile::row_bytes}), v_smem(stage));
-    if constexpr (DROPOUT) drop<false>(dp_reg, dropout, batch_number * p.heads + now.head, row0, col0);
+    if constexpr (DROPOUT) {
+      KeptPairs<false, WARP_ROWS, TILE_KV> kept;
+      draw(kept, dropout, batch_number * p.heads + now.head, row0, col0);
+      drop(dp_reg, kept), scale(dp_reg, dropout.scale);
+    }
 
     RowVec<WARP_ROWS> lse_reg, delta_reg;
     load_rows(lse_reg, stats_smem(stage), warp_row);

@@ -13,9 +13,9 @@
 //                 start O = O + P V_{j-1}
 //                 wait for S;  P' = 2^(S - m),  l = l + rows of P'            beneath the second product
 //                 if P' is too large: S = Q_i K_j^T again, and P', m', l anew with the maximum of S
-//                 wait for O;  O = 2^(m - m') O,  P = P'                      in most steps m stays
+//                 wait for O;  O = 2^(m - m') O,  P = P'                      in most steps m stays. DROPOUT: of P' what is not dropped
 //               O = O + P V_last
-//               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed
+//               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed. DROPOUT: scaled
 //
 //   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are. FROM_LAST: the last first.
 //   STAGED_BIAS: with K_j comes the bias of both. VARLEN: Q_i of sequences of their own lengths, which fwd_hopper_schedule finds before.
@@ -41,7 +41,6 @@ enum NamedBarrier { VOTE = 1, ORDER = 8 };                    // of a warpgroup,
 static_assert(VOTE + GROUPS <= ORDER && ORDER + GROUPS <= NAMED_BARRIERS);
 
 constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: compiled a fifth sooner, and level. Narrower rows would lose a tenth
-
 using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
 
 // Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors;
@@ -180,7 +179,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   warpgroup_reg_alloc<CONSUMER_REGISTERS>();
   QueryTile q_smem;
   Acc<16, TILE_KV> s_reg;
-  OperandA<16> p_reg[TILE_KV / 16];
+  OperandA<16> p_reg[TILE_KV / 16], kept_reg[TILE_KV / 16];   // P; DROPOUT: ones where a pair is kept
   Acc<16, WIDTH_V> o_reg;
   OnlineSoftmax<16> softmax(LOWEST);
   float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
@@ -226,6 +225,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     finalize(softmax, lse);
     weight = softmax.sum;
     if (SINKS != NO_SINKS && split == WHOLE) multiply(weight, correction);
+    if constexpr (DROPOUT) scale(weight, dropout.scale);
     if (split != WHOLE) store(p.lse_partials + split * p.partial_rows + row_of_tile(), 1, p.partial_rows - row_of_tile(), lse);
     else if (p.lse.data) store(lse_rows(p, here, row_of(here)), p.lse.row_stride, rows_at<QUERIES>(p, here).len() - row_of(here), lse);
     softmax = OnlineSoftmax<16>(LOWEST);
@@ -305,7 +305,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     const bool follows = kind.follows, starts = kind.starts, ends = kind.ends;
     const KeyTile k_smem = keys.tile();
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
-    if (follows) to_operands(p_reg, s_reg);
+    if (follows) to_operands(p_reg, s_reg, kept_reg);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
     if constexpr (NUMBERED) number = uniform(load_shared<u32>(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32))));
     const SharedAddress columns = smem + COLUMNS_OFFSET + keys.stage() * COLUMN_BYTES;
@@ -319,6 +319,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       sums = !starts;
     }
     if (PINGPONG) arrive_pingpong<ORDER>(group, GROUPS);      // without it the next warpgroup waits for ever
+    if constexpr (DROPOUT) draw(kept_reg, dropout, now.batch_number * p.heads + now.head, warp_row, first_key());
     Arrays arrays;
     if (ARRAYS_AHEAD) load_arrays(arrays, k_smem);
     if (follows) {
@@ -338,7 +339,6 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     const bool again = !first && warpgroup_any(VOTE + group, too_large(sum));
     if (again) redo(k_smem, columns, correction, sum);
     if (MODIFIED) rising = again || (rising && !first && warp_any(below_one(correction)));
-    if constexpr (DROPOUT) drop<false>(s_reg, dropout, now.batch_number * p.heads + now.head, warp_row, first_key());
     consumer_release(keys);                                   // without it the producer waits for ever
     add(softmax, sum);
     if (follows) {
@@ -377,7 +377,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       ends = true, skipped = beyond;
     }
     consumer_wait(values);                                    // without it the product reads values that have not arrived
-    to_operands(p_reg, s_reg);
+    to_operands(p_reg, s_reg, kept_reg);
     start_product(o_reg, p_reg, values.tile(), sums);
     sums = false;
     RowVec<16> weight;

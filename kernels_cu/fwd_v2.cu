@@ -153,12 +153,17 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
       modify_scores<false>(s_reg, score_context(p, here, here.head, terms, seq.q.len(), seq.kv.len()), warp_row, col0, !TILE_LIST || !list.is_whole(place));
     if (!common_keys.contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
     update(softmax, s_reg, o_reg, exponent_scale(p.scale));
-    if constexpr (DROPOUT) drop<false>(s_reg, dropout, here.batch_number * p.heads + here.head, warp_row, col0);  // of P, when it is in the sums
+    if constexpr (DROPOUT) {                                  // of P, when it is in the sums
+      KeptPairs<false, WARP_ROWS, TILE_KV> kept;
+      draw(kept, dropout, here.batch_number * p.heads + here.head, warp_row, col0);
+      drop(s_reg, kept);
+    }
     multiply_add(o_reg, s_reg, v_smem);
   }
 
   RowVec<WARP_ROWS> lse;
   finalize(softmax, o_reg, lse);
+  if constexpr (DROPOUT) scale(o_reg, dropout.scale);
   if (!is_whole) {
     const u32 number = partial_number(p, tile_of_block(p), split_of_block(p));
     const int row = warp_id() * WARP_ROWS;

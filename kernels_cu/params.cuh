@@ -37,8 +37,8 @@ struct alignas(8) MaskParams {
 
 // Which pairs are dropped, see tile/dropout.cuh.
 struct alignas(8) DropoutParams {
-  u32 threshold;                          // a pair whose word of random bits is below it, of 2^32 that there are
-  float scale;                            // of those kept: 2^32 / (2^32 - threshold)
+  u32 threshold;                          // a pair whose 15 random bits are below it
+  float scale;                            // of those kept: 2^15 / (2^15 - threshold)
   u32 seed_low, seed_high, offset;
 };
 

@@ -105,7 +105,7 @@ class Call:
         """Dropout by a seed in any form; `number` is seed and offset, where the form is an array."""
         self.options |= {"dropout": p, "seed": seed}
         self.told["keep"] = dropout_mask(self.grid.shape, p, seed if number is None else number)
-        self.told["keep_scale"] = 2**32 / (2**32 - min(round(p * 2**32), 2**32 - 1))
+        self.told["keep_scale"] = 2**15 / (2**15 - min(round(p * 2**15), 2**15 - 1))
         return self
 
     @property

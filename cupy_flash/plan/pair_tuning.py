@@ -99,7 +99,13 @@ HOPPER_STAGED = (
     TileConfig(192, 128, 64, STAGED, **SHARED, staged_bias=True),
     TileConfig(256, 128, 64, STAGED, **SHARED, staged_bias=True),
 )
-HOPPER_DROPOUT = tuple(replace(row, without_lengths=False) for row in HOPPER_READS)
+DRAWS = "bits are drawn beneath the products and exponentials of the other group"
+HOPPER_DROPOUT = (
+    HOPPER_FEW,
+    TileConfig(64, 128, 128, DRAWS, **TWO_PINGPONG),
+    TileConfig(128, 128, 128, DRAWS, **TWO_PINGPONG),
+    *(replace(row, without_lengths=False) for row in HOPPER_READS[3:]),
+)
 # Those of the plain table, since few pairs are asked, but for tiles of 192 queries: more of them are seen in part.
 HOPPER_MASK = (
     *HOPPER_READS[:2],
@@ -175,6 +181,10 @@ BACKWARD_HOPPER_READS = (
     TileConfig(128, 64, 128, REGISTERS, warps=12, min_blocks=1, without_lengths=True),
 )
 BACKWARD_HOPPER_MASK = (TileConfig(64, 128, 128, WIDE_STEPS, warps=12, min_blocks=1, without_lengths=True), *BACKWARD_HOPPER_READS)
+BACKWARD_HOPPER_DROPOUT = (
+    TileConfig(64, 64, 128, REGISTERS, warps=12, min_blocks=1),
+    TileConfig(128, 64, 128, REGISTERS, warps=12, min_blocks=1, plain_scores=True),
+)
 BACKWARD_HOPPER_WIDE = (
     TileConfig(128, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
     TileConfig(192, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),  # wider ones would spill, and are for bwd_v2
@@ -217,6 +227,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.ARRAY_MASK: BACKWARD_HOPPER_MASK[:2],
         Pressure.MASK: BACKWARD_HOPPER_MASK,
         Pressure.LOOKUPS: BACKWARD_HOPPER_READS[:1],
+        Pressure.DROPOUT: BACKWARD_HOPPER_DROPOUT,
     },
     "bwd_hopper_wide": {
         Pressure.TERM: PLAIN_BACKWARD_WIDE,

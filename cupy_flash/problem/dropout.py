@@ -1,4 +1,4 @@
-"""Dropout as a kernel needs it: which words of random bits drop a pair, and what keeps the mean of the others."""
+"""Dropout as a kernel needs it: which numbers drawn at random drop a pair, and what keeps the mean of the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..errors import UnsupportedError, shown
 from .scalars import integer, real
 
-WORDS = 1 << 32  # values that a word of random bits takes, each as often as the others
+NUMBERS = 1 << 15  # that may be drawn for a pair, each as often as the others
 SEEDS = 1 << 64
 OFFSETS = 1 << 32
 AXES = "(..., heads, seq_q, seq_kv)"
@@ -18,23 +18,23 @@ EITHER = "an integer or a pair (seed, offset)"
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """Which pairs of a query and a key are dropped: those whose word of random bits is below the threshold.
+    """Which pairs of a query and a key are dropped: those whose number is below the threshold.
 
     Parameters
     ----------
     threshold : int
-        At least 1 and below 2**32.
+        At least 1 and below 2**15.
     """
 
     threshold: int
 
     def __str__(self) -> str:
-        return f"dropout: leaves out {self.threshold / WORDS:.6g} of the pairs, multiplies the others by {self.scale:.6g}"
+        return f"dropout: leaves out {self.threshold / NUMBERS:.6g} of the pairs, multiplies the others by {self.scale:.6g}"
 
     @property
     def scale(self) -> float:
-        """Factor of the pairs that are kept: 1 over the share of all words that keep one, which is not quite 1 - p."""
-        return WORDS / (WORDS - self.threshold)
+        """Factor of the pairs that are kept: 1 over the share of all numbers that keep one, which is not quite 1 - p."""
+        return NUMBERS / (NUMBERS - self.threshold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def check_place_in_kernels(place: Place, batch: tuple[int, ...], heads: int) -> 
 
 
 def make_dropout(probability: float) -> Dropout | None:
-    """The `Dropout` of the probability that a pair is dropped; None where that rounds to 0 in units of 2**-32.
+    """The `Dropout` of the probability that a pair is dropped; None where that rounds to 0 in units of 2**-15.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def make_dropout(probability: float) -> Dropout | None:
     number = real("dropout", probability, expected)
     if not 0 <= number < 1:
         raise ValueError(f"dropout: expected {expected}, got {shown(probability)}")
-    threshold = min(round(number * WORDS), WORDS - 1)
+    threshold = min(round(number * NUMBERS), NUMBERS - 1)
     return Dropout(threshold) if threshold else None
 
 

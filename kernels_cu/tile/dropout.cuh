@@ -1,16 +1,17 @@
 // dropout.cuh -- dropout whose random bits follow from where a pair is and from nothing else: seed, offset, batch element, head, query and
 // key. So every kernel, tile size and machine drops the same pairs, and a backward draws again what its forward drew.
-// (Philox4x32-10: Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3".)
+// (Philox4x32-7: Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3", by whom seven rounds pass all tests of BigCrush.)
 //
 //   key of Philox   (seed_low, seed_high)
-//   counter         (key / 16 * 8 + key % 8, query / 16 * 8 + query % 8, batch * heads + head, offset)
-//   word of a pair  2 * (query / 8 % 2) + key / 8 % 2, of the four that come out; the pair is dropped if it is below the threshold
+//   counter         (key / 16 * 4 + key % 8 / 2, query / 16 * 8 + query % 8, batch * heads + head, offset)
+//   word of a pair  2 * (query / 8 % 2) + key / 8 % 2, of the four that come out; of that the lower half if the key is even, or the upper one
 //
-// Four pairs so share what is drawn, queries 8 apart and keys 8 apart. A lane has all four, whether queries are the rows of a fragment or
-// its columns.
+// A pair is dropped if the lower 15 bits of its half are below the threshold. Eight pairs so share what is drawn: two queries 8 apart, and
+// of keys two neighbours and those 8 behind. Where queries are the rows of a fragment, a lane has all eight. Where they are its columns, a
+// lane has one of the neighbouring keys, but two neighbouring queries: it draws for one, and has the other from the lane of the other key.
 #pragma once
 #include "params.cuh"
-#include "tile/fragment.cuh"
+#include "tile/shared.cuh"
 
 // What a kernel drops, and with PLACED where among the pairs that are numbered its first one is; `seeded` in tile/score.cuh makes it.
 struct Dropping : DropoutParams {
@@ -29,9 +30,9 @@ struct RandomWords {
 
 // A product of 64 bits, both halves of which are needed, is one instruction of a GPU. Rounds in which a word is that of the query or the
 // key alone are computed once for all that share it, because a compiler sees that they are the same.
-OP RandomWords philox4x32_10(u32 x0, u32 x1, u32 x2, u32 x3, u32 key0, u32 key1) {
+OP RandomWords philox4x32_7(u32 x0, u32 x1, u32 x2, u32 x3, u32 key0, u32 key1) {
   #pragma unroll
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 7; ++round) {
     const u64 product0 = u64(x0) * 0xd2511f53u, product1 = u64(x2) * 0xcd9e8d57u;
     x0 = u32(product1 >> 32) ^ (x1 ^ key0), x1 = u32(product1);
     x2 = u32(product0 >> 32) ^ (x3 ^ key1), x3 = u32(product0);
@@ -40,30 +41,111 @@ OP RandomWords philox4x32_10(u32 x0, u32 x1, u32 x2, u32 x3, u32 key0, u32 key1)
   return {{x0, x1, x2, x3}};
 }
 
-// Elements of pairs that are kept are multiplied by the scale, those of pairs that are dropped become 0: by selection, whatever they were.
-// The fragment starts at row0 and col0, multiples of 16. Rows are queries and columns keys, or TRANSPOSED the other way round.
-template <bool TRANSPOSED, int M, int N, typename Dropout>
-OP void drop(Acc<M, N>& x, const Dropout& dropout, u32 batch_head, int first_row, int first_col) {
+// Calls use(lane, block, words) with what each lane draws for each 16 x 16 elements of a fragment, whose blocks are numbered row by row. It
+// starts at row0 and col0, multiples of 16. Rows are queries and columns keys, or TRANSPOSED the other way round.
+template <bool TRANSPOSED, int M, int N, typename Dropout, typename Use>
+OP void for_words(const Dropout& dropout, u32 batch_head, int first_row, int first_col, Use use) {
+  static_assert(M % 16 == 0 && N % 16 == 0, "pairs that share what is drawn are in one fragment");
   // Not ahead, or rounds of Philox that a row decides would be kept for all key tiles.
-  const int row0 = not_ahead(first_row) + int(TRANSPOSED ? first_key(dropout) : first_query(dropout));
-  const int col0 = first_col + int(TRANSPOSED ? first_query(dropout) : first_key(dropout));
+  const u32 row0 = not_ahead(first_row) + (TRANSPOSED ? first_key(dropout) : first_query(dropout));
+  const u32 col0 = first_col + (TRANSPOSED ? first_query(dropout) : first_key(dropout));
   batch_head += first_head(dropout);
-  static_assert(M % 16 == 0 && N % 16 == 0, "four pairs that share what is drawn are in one fragment");
   for_lane(l) {
     #pragma unroll
-    for (int i = 0; i < M / 16; ++i) {
+    for (int block = 0; block < M / 16 * (N / 16); ++block) {
+      const int row = block / (N / 16) * 16, col = block % (N / 16) * 16;
+      const u32 key = TRANSPOSED ? (row0 + row) / 4 + l / 8 : (col0 + col) / 4 + l % 4;
+      const u32 query = TRANSPOSED ? (col0 + col) / 2 + l % 4 * 2 + l / 4 % 2 : (row0 + row) / 2 + l / 4;
+      use(l, block, philox4x32_7(key, query, batch_head, dropout.offset, dropout.seed_low, dropout.seed_high));
+    }
+  }
+}
+// Bits 15 and 31: whether the halves of a word keep their pairs. A difference of 15 bits leaves the bit above them set, if it is not below 0.
+OP u32 kept_halves(const DropoutParams& dropout, u32 word) { return ((word | 0x80008000u) - dropout.threshold * 0x10001u) & 0x80008000u; }
+
+// Which pairs of a fragment are kept, a bit each: eight for each 16 x 16 elements, of which four share a register.
+template <bool TRANSPOSED, int M, int N> struct KeptPairs : Regs<u32, ceil_div(M / 16 * (N / 16), 4)> {
+  typedef Acc<M, N> Elements;
+  static constexpr int size = ceil_div(M / 16 * (N / 16), 4);
+  static OP constexpr int block(int r) { return Elements::slot(r) / 2 * (N / 16) + Elements::col_slot(r) / 4; }
+  static OP constexpr int bit(int r) {
+    const int lower = Elements::slot(r) % 2, right = Elements::col_slot(r) / 2 % 2;
+    return block(r) % 4 * 4 + (TRANSPOSED ? 2 * right + lower : 2 * lower + right) + Elements::col_slot(r) % 2 * 16;
+  }
+  OP bool has(int lane, int r) const { return this->at(lane, block(r) / 4) >> bit(r) & 1; }
+};
+// Nothing here waits for the elements.
+template <bool TRANSPOSED, int M, int N, typename Dropout>
+OP void draw(KeptPairs<TRANSPOSED, M, N>& kept, const Dropout& dropout, u32 batch_head, int row0, int col0) {
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < kept.size; ++i) kept.at(l, i) = 0;
+  }
+  for_words<TRANSPOSED, M, N>(dropout, batch_head, row0, col0, [&](int l, int block, const RandomWords& words) {
+    #pragma unroll
+    for (int word = 0; word < 4; ++word) kept.at(l, block / 4) |= kept_halves(dropout, words.x[word]) >> (15 - block % 4 * 4 - word);
+    pin(kept);                                                // one block after the other, beneath products that are on their way: several at once
+  });                                                         // take registers
+  if constexpr (TRANSPOSED) {                                 // lower halves are of even keys so far; they become those of even queries
+    KeptPairs<TRANSPOSED, M, N> other = kept;
+    exchange_lanes<4>(other);
+    for_lane(l) {
       #pragma unroll
-      for (int j = 0; j < N / 8; ++j) {                       // of 16 columns the even ones of a lane, then the odd ones
-        const u32 row = u32(row0) / 2 + 8 * i + l / 4, col = u32(col0) / 2 + j / 2 * 8 + l % 4 * 2 + j % 2;
-        const RandomWords words = philox4x32_10(TRANSPOSED ? row : col, TRANSPOSED ? col : row, batch_head, dropout.offset,
-                                                dropout.seed_low, dropout.seed_high);
-        #pragma unroll
-        for (int word = 0; word < 4; ++word) {
-          const int lower = TRANSPOSED ? word % 2 : word / 2, right = TRANSPOSED ? word / 2 : word % 2;
-          float& element = x.at(l, x.reg(2 * i + lower, j / 2 * 4 + 2 * right + j % 2));
-          element = words.x[word] >= dropout.threshold ? element * dropout.scale : 0.f;
-        }
+      for (int i = 0; i < kept.size; ++i) {
+        const u32 own = kept.at(l, i), received = other.at(l, i);
+        kept.at(l, i) = l / 4 % 2 ? received >> 16 | (own & 0xffff0000u) : (own & 0xffffu) | received << 16;
       }
+    }
+  }
+}
+
+// Elements of pairs that are dropped become 0, by selection, whatever they were. Who sums up the others multiplies the sum by the scale.
+template <bool TRANSPOSED, int M, int N> OP void drop(Acc<M, N>& x, const KeptPairs<TRANSPOSED, M, N>& kept) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < x.regs; ++r) x.at(l, r) = kept.has(l, r) ? x.at(l, r) : 0.f;
+  }
+}
+// The same where P of these pairs has been dropped, as A operands of 16-bit elements. Where it was 0 before, it does not matter what becomes of x.
+template <int N> OP void drop(Acc<16, 16 * N>& x, const OperandA<16> (&p)[N]) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < x.regs; r += 2) {
+      const u32 halves = p[r / 8].at(l, r / 4 % 2 * 2 + r / 2 % 2);
+      x.at(l, r) = halves & 0xffffu ? x.at(l, r) : 0.f;
+      x.at(l, r + 1) = halves & 0xffff0000u ? x.at(l, r + 1) : 0.f;
+    }
+  }
+}
+
+// The same of P as A operands of 16-bit elements, whose rows are queries: a word is for the two elements of a register. All bits of a half are
+// set where its pair is kept. For thresholds up to 0x7c00: numbers of 15 bits are in the order of the float16 that have their bits, up to
+// infinity, and what has more bits is not a number, which `geu` counts as above all.
+OP u32 whole_halves(const DropoutParams& dropout, u32 word) {
+#if ON_GPU
+  u32 kept;
+  asm("{ .reg .b32 bits; abs.f16x2 bits, %1; set.geu.u32.f16x2 %0, bits, %2; }" : "=r"(kept) : "r"(word), "r"(dropout.threshold * 0x10001u));
+  return kept;
+#else
+  return (kept_halves(dropout, word) >> 15) * 0xffffu;
+#endif
+}
+template <int N, typename Dropout>
+OP void draw(OperandA<16> (&kept)[N], const Dropout& dropout, u32 batch_head, int row0, int col0) {
+  for_words<false, 16, 16 * N>(dropout, batch_head, row0, col0, [&](int l, int block, const RandomWords& words) {
+    #pragma unroll
+    for (int word = 0; word < 4; ++word) kept[block].at(l, word / 2 + word % 2 * 2) = whole_halves(dropout, words.x[word]);
+  });
+}
+// P as A operands, with DROPOUT what is left of it.
+template <int N> OP void to_operands(OperandA<16> (&p)[N], const Acc<16, 16 * N>& s, const OperandA<16> (&kept)[N]) {
+  to_operands(p, s);
+  if constexpr (DROPOUT) {
+    for_lane(l) {
+      #pragma unroll
+      for (int i = 0; i < N; ++i)
+        #pragma unroll
+        for (int r = 0; r < 4; ++r) p[i].at(l, r) &= kept[i].at(l, r);
     }
   }
 }

@@ -55,6 +55,19 @@ template <int M> OP void fill_from(RowVec<M>& rows, int first, float x) {
       if (rows.row(l, s) >= first) rows.at(l, s) = x;
   }
 }
+// x *= factor
+template <int M, int N> OP void scale(Acc<M, N>& acc, float factor) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < acc.regs; ++r) acc.at(l, r) *= factor;
+  }
+}
+template <int M> OP void scale(RowVec<M>& rows, float factor) {
+  for_lane(l) {
+    #pragma unroll
+    for (int s = 0; s < rows.slots; ++s) rows.at(l, s) *= factor;
+  }
+}
 
 // The operands of a product come in three families. A step covers STEP_K of the inner extent and STEP_N = 16 columns.
 //   halves     float16, bfloat16: two elements a register

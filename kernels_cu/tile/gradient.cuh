@@ -2,6 +2,7 @@
 // Everything here is transposed: a row is a key, a column a query, and what belongs to a query is a number per column.
 #pragma once
 #include "tile/blocked.cuh"
+#include "tile/dropout.cuh"
 
 // cols = src[0 : N], in shared memory
 template <int N> OP void load(ColVec<N>& cols, SharedAddress src) {
@@ -57,11 +58,15 @@ OP float exponent(float score, float scale_log2, float lse, float term) {
   return fmaf(score, scale_log2, SCORES == PLUS_LINEAR ? term - lse : -lse);
 }
 
-// The same where one warp has both S and dP, which leaves no registers for P in float32: p_reg becomes P as an A operand, and with a
-// softcap factor_reg the same times its derivative, SCALED times `slope`. The log-sum-exp of the columns is read from shared memory when it is needed.
+// Whether what multiplies dP - delta is not what multiplies dO: P times a derivative, or P without dropout.
+constexpr bool FACTOR_APART = EXPLICIT_SCORES || SCORES == SCALED || DROPOUT;
+
+// The same where one warp has both S and dP, which leaves no registers for P in float32: p_reg becomes P as an A operand, of `kept` pairs if
+// there is dropout, and FACTOR_APART factor_reg all of P, with a softcap times its derivative, SCALED times `slope`. The log-sum-exp of the
+// columns is read from shared memory when it is needed.
 template <int N>
 OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16> (&factor_reg)[N / 16], SharedAddress lse, float scale_log2,
-                      float softcap, const RowVec<16>& terms, float slope = 1.f) {
+                      float softcap, const RowVec<16>& terms, float slope, const KeptPairs<true, 16, N>& kept) {
   const float inverse = softcap > 0.f ? LN2 / softcap : 0.f;     // of a score in units of log 2
   for_lane(l) {
     const int lane = TMA_REDUCE_DQ ? not_ahead(l) : l;
@@ -76,9 +81,11 @@ OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16>
           const float score = s.at(l, r + 2 * row + i), bent = score * inverse;
           p[i] = exp2_approx(exponent(score, scale_log2, stat.x[i], terms.at(l, row)));
           factor[i] = p[i] == 0.f ? 0.f : p[i] * (SCORES == SCALED ? slope : 1.f - bent * bent);      // of a masked pair, bent is infinite or NaN
+          if (!EXPLICIT_SCORES && SCORES != SCALED) factor[i] = p[i];
+          if constexpr (DROPOUT) p[i] = kept.has(l, r + 2 * row + i) ? p[i] : 0.f;
         }
         p_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(p[0], p[1]);
-        if (EXPLICIT_SCORES || SCORES == SCALED) factor_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(factor[0], factor[1]);
+        if (FACTOR_APART) factor_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(factor[0], factor[1]);
       }
     }
   }
@@ -144,13 +151,5 @@ template <int M, int N> OP void add(Acc<M, N>& a, const Acc<M, N>& b) {
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < a.regs; ++r) a.at(l, r) += b.at(l, r);
-  }
-}
-
-// acc *= factor
-template <int M, int N> OP void scale(Acc<M, N>& acc, float factor) {
-  for_lane(l) {
-    #pragma unroll
-    for (int r = 0; r < acc.regs; ++r) acc.at(l, r) *= factor;
   }
 }

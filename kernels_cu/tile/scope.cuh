@@ -111,6 +111,12 @@ template <int N> OP void pin(Regs<float, N>& x) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x.v[i]) :: "memory");
 #endif
 }
+template <int N> OP void pin(Regs<u32, N>& x) {
+#if ON_GPU
+  #pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x.v[i]) :: "memory");
+#endif
+}
 
 // x, but computed where it stands: what follows from it is neither computed ahead of a loop nor kept in registers all along.
 OP int not_ahead(int x) {
@@ -267,6 +273,17 @@ template <int N> OP void movmatrix(Regs<u32, N>& x) {
   const Regs<u32, N> before = x;
   const auto element = [&](int row, int col, int r) { return before.at(row * 4 + col / 2, r) >> col % 2 * 16 & 0xffff; };
   for_lane(l) for (int r = 0; r < N; ++r) x.at(l, r) = element(l % 4 * 2, l / 4, r) | element(l % 4 * 2 + 1, l / 4, r) << 16;
+#endif
+}
+
+// Lanes that are STEP apart, a power of 2, have each other's values.
+template <int STEP, int N> OP void exchange_lanes(Regs<u32, N>& x) {
+#if ON_GPU
+  #pragma unroll
+  for (int i = 0; i < N; ++i) x.v[i] = __shfl_xor_sync(0xffffffffu, x.v[i], STEP);
+#else
+  const Regs<u32, N> before = x;
+  for_lane(l) for (int i = 0; i < N; ++i) x.at(l, i) = before.at(l ^ STEP, i);
 #endif
 }
 
