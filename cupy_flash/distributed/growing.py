@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy
 
-from .bits import raw
+from .bits import library, raw
 from .blocks import Interval
 from .merging import Merge, Order
-from .rows import library, rows_of
+from .rows import rows_of
 
 
 class Growing:
