@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..problem.layout import ITEMSIZE
-from . import gathered, ring, ulysses
+from . import gathered, ring
 from .blocks import Block, blocks_of, fused
+from .heads import even_groups, heads_of, key_heads_of, side_of
 from .merging import Order, order_of
 from .rows import common, length
 from .sharding import Run
@@ -129,7 +130,7 @@ def _ulysses(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
     batch_q, batch_k, batch_v = (_product(x.shape[:-3]) for x in (whole.of_q, whole.of_k, whole.of_v))
 
     def row(of: int, of_keys: bool, elements: int) -> int:
-        first, stop = (ulysses.key_heads_of if of_keys else ulysses.heads_of)(whole, of)
+        first, stop = (key_heads_of if of_keys else heads_of)(whole, of)
         return (stop - first) * elements
 
     def to_heads(elements: int, of_keys: bool) -> tuple[int, int]:
@@ -141,12 +142,12 @@ def _ulysses(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
     results = [(batch * p.dim_v * size, False), (batch * wide, False)]
     if backward:
         inputs += [*results, (batch * p.dim_v * size, False)] + [(batch * wide, False)] * whole.has_dlse
-        of_keys = wide if ulysses.side_of(whole, True).shared else size  # several ranks add to a head
+        of_keys = wide if side_of(whole, True).shared else size  # several ranks add to a head
         results = [(batch_q * p.dim * size, False), (batch_k * p.dim * of_keys, True), (batch_v * p.dim_v * of_keys, True)]
     goes, comes = zip(*(to_heads(*item) for item in inputs))
     back, home = zip(*(to_heads(*item)[::-1] for item in results))
     every = [Run(0, sum(rows), 0) for rows in (whole.rows_q, whole.rows_kv)]
-    heads = [heads[1] - heads[0] for heads, _ in ulysses.even_groups(whole, rank)]
+    heads = [heads[1] - heads[0] for heads, _ in even_groups(whole, rank)]
     blocks = tuple((block, number) for number in heads for block in _whole_blocks(whole, every))
     peers = len(others)
     return (
@@ -208,9 +209,9 @@ def memory_of(whole: Whole, scheme: str, rank: int, backward: bool = False) -> M
         mine = steps[0].exchange.received * whole.size // max(whole.size - 1, 1)
         results = steps[-1].exchange.sent * whole.size // max(whole.size - 1, 1)
         sums = 0
-        if backward and ulysses.side_of(whole, True).shared:
+        if backward and side_of(whole, True).shared:
             # Gradients of queries are in float32 first, as those of keys are.
-            (first, stop), p = ulysses.heads_of(whole, rank), whole.problem
+            (first, stop), p = heads_of(whole, rank), whole.problem
             of_queries = whole.narrow * (stop - first) * sum(whole.rows_q) * p.dim * _product(whole.of_q.shape[:-3])
             sums = whole.rows_kv[rank] * wide + of_queries * ITEMSIZE[whole.wide]
         return Memory(mine + steps[0].exchange.sent, results + steps[-1].exchange.received + sums)
@@ -252,5 +253,3 @@ def _product(sizes: Iterable[int]) -> int:
     for size in sizes:
         product *= size
     return product
-
-
