@@ -7,6 +7,7 @@ from typing import Any
 import numpy
 
 from ..problem.arrays import BFLOAT16
+from .timeline import noted
 
 WIDE = ((16, "complex128"), (8, "uint64"), (4, "uint32"))  # bytes, and what both libraries have of so many
 
@@ -31,8 +32,9 @@ def copy(to: Any, of: Any) -> None:
     CuPy copies arrays that have gaps an element a lane, which with 16 bits is half the rate of device memory.
     """
     assert (to.shape, to.dtype) == (of.shape, of.dtype), (to.shape, to.dtype, of.shape, of.dtype)
-    to, of = widest(to, of)
-    to[...] = of
+    with noted("copy"):
+        to, of = widest(to, of)
+        to[...] = of
 
 
 def dense(x: Any) -> Any:

@@ -19,6 +19,7 @@ from .merging import Order, order_of
 from .places import Placed, placed
 from .rows import zeros_like
 from .sharding import Run
+from .timeline import noted
 from .whole import Whole
 
 OF_BLOCKS = ("q_idx", "kv_idx", "q_len", "kv_len")
@@ -130,7 +131,9 @@ class Calls:
         Without room for it, or if that is float32, the result is a part, and not rounded.
         """
         given = ForwardOperands(q, k, v, *room, None, self._captured(job))
-        return prepared(given, job.options_of_part if self._is_part(room[0]) else job.options).run(given)
+        plan = prepared(given, job.options_of_part if self._is_part(room[0]) else job.options)
+        with noted("attention"):
+            return plan.run(given)
 
     def backward(
         self, job: Job, inputs: tuple[Any, ...], room: tuple[Any, Any, Any], adds: tuple[bool, bool, bool] = (False, False, False)
@@ -145,7 +148,9 @@ class Calls:
         """Attention of all rows for some heads: the first query head and the first key head are given, results are written."""
         job = self._job_of_heads(heads)
         given = ForwardOperands(q, k, v, out, lse, sinks, self._captured(job, self._lengths))
-        prepared(given, job.options).run(given)
+        plan = prepared(given, job.options)
+        with noted("attention"):
+            plan.run(given)
 
     def backward_of_heads(
         self, heads: tuple[int, int], inputs: tuple[Any, ...], room: tuple[Any, Any, Any]
@@ -171,7 +176,9 @@ class Calls:
         own = {name: job.of.slopes if name == "alibi_slopes" and name not in self._arrays else name for name in self.whole.wrt}
         options = {**(job.options_of_part if are_parts else job.options), "adds_results": any(adds)}
         options = {name: value for name, value in options.items() if name != "return_lse"}
-        found = prepared_backward(given, {**options, "wrt": tuple(own.values()), "deterministic": self.deterministic}).run(given)
+        plan = prepared_backward(given, {**options, "wrt": tuple(own.values()), "deterministic": self.deterministic})
+        with noted("attention"):
+            found = plan.run(given)
         for name, theirs in own.items():
             part = found.darrays[theirs].astype(self.whole.wide)
             self.sums[name] = self.sums[name] + part if name in self.sums else part

@@ -6,7 +6,7 @@ is brought to its place beneath the next one. What stays on a rank is copied ben
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .bits import copy, dense, library, raw
@@ -112,9 +112,8 @@ class _ToHeads(_Move):
         runs, rows = self.own(number), self._rows
         if not self.even:
             return [(other, dense(_heads(rows[_own(run)], self.side.heads[other]))) for other in self.others for run in runs]
-        for run in runs:
-            for to, of in self.beside_own(self._packed[:, _own(run)], self.by_ranks(rows)[:, _own(run)]):
-                copy(to, of)
+        for to, of in self.beside_own(self._packed[:, _all(runs)], self.by_ranks(rows)[:, _all(runs)]):
+            copy(to, of)
         return [(other, self._packed[self.place(other), _own(run)]) for other in self.others for run in runs]
 
     def takes(self, number: int) -> list[Message]:
@@ -158,13 +157,13 @@ class _ToRows(_Move):
             if number == self.rounds - 1:
                 self._add()
             return
-        for run in self.own(number):
-            if self.even:
-                for part, place in self.beside_own(self._packed[:, _own(run)], self.by_ranks(self._target)[:, _own(run)]):
-                    copy(place, part)
-                continue
-            for other, part in self._parts.items():
-                copy(_heads(self._target[_own(run)], self.side.heads[other]), part[_own(run)])
+        rows = _all(self.own(number))
+        if self.even:
+            for part, place in self.beside_own(self._packed[:, rows], self.by_ranks(self._target)[:, rows]):
+                copy(place, part)
+            return
+        for other, part in self._parts.items():
+            copy(_heads(self._target[rows], self.side.heads[other]), part[rows])
 
     def _add(self) -> None:
         """Add up what ranks have of each head, in their order, so that sums do not depend on which rank computes them."""
@@ -190,6 +189,11 @@ def _heads(rows: Any, heads: Interval) -> Any:
 def _own(run: Run) -> slice:
     """The rows of a run in what its rank has."""
     return slice(run.row, run.row + len(run))
+
+
+def _all(runs: Sequence[Run]) -> slice:
+    """The rows of runs in what their rank has, where they follow each other."""
+    return slice(runs[0].row, runs[-1].row + len(runs[-1])) if runs else slice(0, 0)
 
 
 def _some(messages: list[Message]) -> list[Message]:
