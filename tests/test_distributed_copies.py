@@ -9,8 +9,10 @@ import numpy
 import pytest
 from ranks import ORDERS, check, run, same_bits
 
+from cupy_flash import distributed
 from cupy_flash.distributed import bits, heads, threads
 from cupy_flash.distributed.calls import Calls
+from cupy_flash.distributed.traffic import steps_of
 from cupy_flash.judge.cases import Case
 
 BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
@@ -191,6 +193,23 @@ def test_gradients_are_computed_while_others_travel(in_halves, order):
     between = ["starts", "copies", "waits", "computes", "starts", "copies"]
     back = ["waits", "copies", "waits", "copies"]
     assert all(own[-16:] == [*there, *between, *back] for own in order.values())
+
+
+def test_a_plan_knows_what_travels_beneath(monkeypatch):
+    """The half of heads that comes second is beneath the first, and the half that goes back first beneath the second."""
+    q, k = (numpy.broadcast_to(numpy.float16(0), (n, 64, 16)) for n in (8, 4))
+    plan = distributed.plan_attention(q, k, k, ranks=2, scheme="ulysses", order="zigzag", causal=True)
+    at_once = steps_of(plan.whole, "ulysses", 0, backward=True)
+    assert [(step.overlaps, step.exchange.sent > 0, len(step.blocks)) for step in at_once] == [
+        (False, True, 0), (True, False, 1), (False, True, 0),
+    ]  # fmt: skip
+    monkeypatch.setattr(heads, "LEAST", 0)
+    there, first, second, back = steps_of(plan.whole, "ulysses", 0, backward=True)
+    assert [step.exchange.sent for step in (there, second)] == [step.exchange.sent // 2 for step in (at_once[0], at_once[2])]
+    assert (first.exchange, back.exchange) == (there.exchange, second.exchange)
+    assert first.overlaps and second.overlaps
+    assert first.blocks == second.blocks == tuple((block, number // 2) for block, number in at_once[1].blocks)
+    assert len(steps_of(plan.whole, "ulysses", 0)) == 3
 
 
 def test_what_is_small_is_sent_at_once(order):

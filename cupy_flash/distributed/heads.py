@@ -109,8 +109,8 @@ def portions_of(whole: Whole) -> tuple[Portion, ...]:
     return ((0, 2), (1, 2)) if several else (WHOLE,)
 
 
-def groups_of(whole: Whole, portion: Portion) -> list[tuple[Interval, Interval]]:
-    """The query heads and key heads of a portion of this rank's, as `even_groups`."""
+def groups_of(whole: Whole, portion: Portion, rank: int) -> list[tuple[Interval, Interval]]:
+    """The query heads and key heads of a portion of a rank's, as `even_groups`."""
     if portion == WHOLE:
-        return list(even_groups(whole, whole.rank))
-    return [(side_of(whole, False, portion).heads[whole.rank], side_of(whole, True, portion).heads[whole.rank])]
+        return list(even_groups(whole, rank))
+    return [(side_of(whole, False, portion).heads[rank], side_of(whole, True, portion).heads[rank])]

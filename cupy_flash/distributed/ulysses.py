@@ -29,7 +29,7 @@ def forward(comm: Communicator, calls: Calls, q: Any, k: Any, v: Any, sinks: Any
     *_, heads, rows, _ = q.shape
     like = library(q).broadcast_to(q[..., :1, :1], (*whole.batch, heads, rows, v.shape[-1]))
     of_heads, of_lse = empty_rows(like, rows, q.dtype), empty_rows(like[..., :1], rows, whole.wide)
-    for heads, key_heads in groups_of(whole, WHOLE):
+    for heads, key_heads in groups_of(whole, WHOLE, whole.rank):
         own, keys = _from(first, heads), _from(first_key, key_heads)
         of_sinks = None if sinks is None else sinks[..., slice(*heads)]
         inputs = (heads_in(q, own), heads_in(k, keys), heads_in(v, keys))
@@ -77,7 +77,7 @@ def _gradients(
     (first, _), (first_key, _) = (side_of(whole, of_keys, portion).heads[whole.rank] for of_keys in (False, True))
     shared = side_of(whole, True).shared
     found = [empty_rows(x, x.shape[-2], whole.wide if shared and x is not q else x.dtype) for x in (q, k, v)]
-    for heads, key_heads in groups_of(whole, portion):
+    for heads, key_heads in groups_of(whole, portion, whole.rank):
         own, keys = _from(first, heads), _from(first_key, key_heads)
         room = tuple(heads_in(x, of) for x, of in zip(found, (own, keys, keys)))
         given = [heads_in(x, of) for x, of in ((dout, own), (q, own), (k, keys), (v, keys), (out, own))]

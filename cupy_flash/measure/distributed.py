@@ -113,7 +113,7 @@ def measured(
     rounds : int
         Times of which the median is taken.
     calls : int
-        In a round, one behind the other.
+        In a round, one behind the other, and behind one that does not count.
     timeout : float
         Seconds.
     world : mpi4py.MPI.Comm, optional
@@ -268,12 +268,16 @@ def _of_rank(comm: Any, host: Any, setting: Setting, scheme: str, rounds: int, c
 
 
 def _timed(call: Callable[[], Any], host: Any, calls: int) -> Times:
-    """Of one of so many calls, one behind the other, as layers of a model are: the host is ahead of the device then."""
+    """Of one of so many calls, one behind the other, as layers of a model are: the host is ahead of the device then.
+
+    One goes before them, for otherwise the device would wait for what the host does of the first.
+    """
     import cupy
 
     cupy.cuda.get_current_stream().synchronize()
     host.gather(b"begin")
     begun, ended = cupy.cuda.Event(), cupy.cuda.Event()
+    call()
     begun.record()
     before = time.perf_counter()
     for _ in range(calls):
