@@ -1,18 +1,13 @@
-"""How ranks copy what they send: in elements as wide as memory allows, and beneath exchanges."""
+"""How ranks copy what they send: in elements as wide as memory allows."""
 
-import threading
-from collections import defaultdict
 from dataclasses import replace
 
 import ml_dtypes
 import numpy
 import pytest
-from ranks import ORDERS, check, run, same_bits
+from ranks import check, run
 
-from cupy_flash import distributed
-from cupy_flash.distributed import bits, heads, threads
-from cupy_flash.distributed.calls import Calls
-from cupy_flash.distributed.traffic import steps_of
+from cupy_flash.distributed import bits
 from cupy_flash.judge.cases import Case
 
 BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
@@ -123,97 +118,3 @@ def test_what_ranks_send_is_copied_in_wide_elements(scheme, dim, width, widths):
     check(case, run(case, 2, scheme, "zigzag"))
     assert len(widths) >= 4 and {*widths} <= {width, 16}  # float32 has twice the width
     assert width in widths
-
-
-@pytest.fixture
-def in_halves(monkeypatch):
-    monkeypatch.setattr(heads, "LEAST", 0)
-
-
-CASES = {
-    "portions": CASE,  # on 2 ranks 2 key heads each: gradients in two portions
-    "odd": replace(CASE, heads_q=12, heads_kv=6, dropout=0.25),
-    "one-key-head": replace(CASE, heads_kv=2),
-    "shared": replace(CASE, heads_kv=1, dtype="float16"),
-    "uneven": replace(CASE, heads_q=9, heads_kv=3, alibi="heads"),
-    "expressions": replace(CASE, score="relative", mask="documents"),
-}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("divided", ["even", "uneven"])
-@pytest.mark.parametrize("name", CASES)
-def test_exchanges_in_halves_give_the_same_bits(name, order, divided, monkeypatch):
-    ranks = 3 if divided == "uneven" else 2
-    whole = run(CASES[name], ranks, "ulysses", order, divided)
-    monkeypatch.setattr(heads, "LEAST", 0)
-    found = run(CASES[name], ranks, "ulysses", order, divided)
-    check(CASES[name], found)
-    assert same_bits(whole, found)
-    assert [comm.sent for comm in found.counted] == [comm.sent for comm in whole.counted]
-
-
-@pytest.fixture
-def order(monkeypatch):
-    """What each rank does, one behind the other, copies that follow each other as one."""
-    found = defaultdict(list)
-
-    def logged(owner, name, what):
-        does = getattr(owner, name)
-
-        def logging(*args, **kwargs):
-            own = found[threading.current_thread().name]
-            if what != "copies" or own[-1:] != ["copies"]:
-                own.append(what)
-            return does(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, logging)
-
-    logged(threads.ThreadCommunicator, "start", "starts")
-    logged(threads._Receiving, "wait", "waits")
-    logged(bits, "widest", "copies")
-    for name in ("forward_of_heads", "backward_of_heads"):
-        logged(Calls, name, "computes")
-    return found
-
-
-def test_copies_are_beneath_exchanges(in_halves, order):
-    """While one half is under way, the other one is packed, or brought to its place; own rows are copied beneath both."""
-    run(CASE, 2, "ulysses", "zigzag", gradients=False)
-    there = ["copies", "starts", "copies", "starts", "copies", "waits", "waits"]
-    back = ["starts", "starts", "copies", "waits", "copies", "waits", "copies"]
-    assert len(order) == 2
-    assert all(own == [*there, "computes", *back] for own in order.values())
-
-
-def test_gradients_are_computed_while_others_travel(in_halves, order):
-    """The second half of heads is on its way before the first is computed, and the first goes back before the second is."""
-    run(CASE, 2, "ulysses", "zigzag")
-    there = ["starts", "copies", "starts", "copies", "waits", "computes"]
-    between = ["starts", "copies", "waits", "computes", "starts", "copies"]
-    back = ["waits", "copies", "waits", "copies"]
-    assert all(own[-16:] == [*there, *between, *back] for own in order.values())
-
-
-def test_a_plan_knows_what_travels_beneath(monkeypatch):
-    """The half of heads that comes second is beneath the first, and the half that goes back first beneath the second."""
-    q, k = (numpy.broadcast_to(numpy.float16(0), (n, 64, 16)) for n in (8, 4))
-    plan = distributed.plan_attention(q, k, k, ranks=2, scheme="ulysses", order="zigzag", causal=True)
-    at_once = steps_of(plan.whole, "ulysses", 0, backward=True)
-    assert [(step.overlaps, step.exchange.sent > 0, len(step.blocks)) for step in at_once] == [
-        (False, True, 0), (True, False, 1), (False, True, 0),
-    ]  # fmt: skip
-    monkeypatch.setattr(heads, "LEAST", 0)
-    there, first, second, back = steps_of(plan.whole, "ulysses", 0, backward=True)
-    assert [step.exchange.sent for step in (there, second)] == [step.exchange.sent // 2 for step in (at_once[0], at_once[2])]
-    assert (first.exchange, back.exchange) == (there.exchange, second.exchange)
-    assert first.overlaps and second.overlaps
-    assert first.blocks == second.blocks == tuple((block, number // 2) for block, number in at_once[1].blocks)
-    assert len(steps_of(plan.whole, "ulysses", 0)) == 3
-
-
-def test_what_is_small_is_sent_at_once(order):
-    run(CASE, 2, "ulysses", "zigzag")
-    for own in order.values():
-        assert own.count("starts") == 4
-        assert own.count("computes") == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,10 +107,14 @@ class Calls:
 
     def jobs(self, name: Any, kv_runs: Sequence[Run]) -> tuple[Job, ...]:
         """What is computed with keys that lie so, in as few calls as can be; found again by a name."""
+        return self.jobs_of(name, lambda: fused(self.whole.blocks(kv_runs), self.whole.movable))
+
+    def jobs_of(self, name: Any, blocks: Callable[[], Sequence[Block]]) -> tuple[Job, ...]:
+        """The calls that compute blocks; found again by a name."""
         known = self.whole.known
         found = known.get(("jobs", name))
         if found is None:
-            found = known["jobs", name] = tuple(map(self._job, calls_of(self.whole, kv_runs)))
+            found = known["jobs", name] = tuple(map(self._job, calls_of(self.whole, blocks())))
         return found
 
     def order(
@@ -256,9 +260,8 @@ class Calls:
         return {"place": Place(q, kv, head, p.heads_q)} if p.scores.dropout and (q or kv or head) else {}
 
 
-def calls_of(whole: Whole, kv_runs: Sequence[Run]) -> list[Block | Group]:
-    """What this rank computes with keys that lie so, in as few calls as can be."""
-    blocks = fused(whole.blocks(kv_runs), whole.movable)
+def calls_of(whole: Whole, blocks: Sequence[Block]) -> list[Block | Group]:
+    """What blocks are computed at once, so that there are as few calls as can be."""
     if not whole.packed or (whole.wrt and whole.problem.backend != "numpy"):
-        return blocks  # of packed sequences kernels have no gradients of what scores read
+        return list(blocks)  # of packed sequences kernels have no gradients of what scores read
     return grouped(blocks)

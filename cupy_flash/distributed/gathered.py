@@ -44,6 +44,9 @@ def jobs_of(calls: Calls) -> tuple[tuple[Job, ...], ...]:
     return (calls.jobs("all_gather", held_runs(calls.whole, calls.whole.rank)),)
 
 
+jobs_of_backward = jobs_of
+
+
 @dataclass(frozen=True)
 class Exchange:
     """What goes from where to where: rows of a rank's own keys, or of those that its queries see.
@@ -127,7 +130,8 @@ def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Key
         found.append(of_keys)
     del keys
     mine = shares(calls, rank)
-    home = Home(comm, calls, "all_gather", own, dkv, mine.rows, [(rank + step) % size for step in range(1, size)], direct=False)
+    others = [(rank + step) % size for step in range(1, size)]
+    home = Home(comm, calls, "all_gather", own, dkv, (mine.rows, ()), others, direct=False)
     _take(home.own, found, mine)
     for step in range(1, size):
         owner, other = (rank - step) % size, (rank + step) % size

@@ -176,7 +176,7 @@ def run_backward(call: Call, deterministic: bool) -> Gradients:
         ulysses.backward(call.comm, calls, of_rows, k, v, (dq, dk, dv))
     else:
         scheme = ring if call.scheme == "ring" else gathered
-        order = _order(calls, call.scheme, scheme.jobs_of(calls), q.shape[-2], q.dtype, call.scheme == "ring")
+        order = _order(calls, call.scheme, scheme.jobs_of_backward(calls), q.shape[-2], q.dtype, call.scheme == "ring")
         scheme.backward(call.comm, calls, of_rows, call.own, Growing((dq,), order, whole.wide), (dk, dv))
     shared = _of_all_ranks(call, calls, of_rows)
     names = call.whole.problem.scores.captured

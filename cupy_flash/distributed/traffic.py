@@ -89,6 +89,9 @@ def _row_bytes(whole: Whole, wide: bool = False) -> int:
 def _ring(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
     size, last = whole.size, ring.hops(whole)
     of_steps = [_fused(whole, ring.held_runs(whole, step, rank), rank) for step in range(last + 1)]
+    if backward:
+        first, kept = ring.own_blocks(whole, rank)
+        of_steps = [first, *of_steps[1:], kept]
     steps = []
     for step, (blocks, merged) in enumerate(zip(of_steps, _merged(whole, of_steps, rank, backward, "ring"))):
         source = (rank - step) % size
@@ -96,10 +99,10 @@ def _ring(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
         if step < last:
             goes, comes = ring.parcel(whole, source, step + 1), ring.parcel(whole, (rank - step - 1) % size, step + 1)
         sent, received = length(goes) * _row_bytes(whole), length(comes) * _row_bytes(whole)
-        if backward and step:  # gradients of these keys go home, and others come
-            sent += length(whole.reach(rank, source)) * _row_bytes(whole, wide=True)
-            received += length(whole.reach((rank + step) % size, rank)) * _row_bytes(whole, wide=True)
-        exchange = Exchange(sent, received, (1 + (backward and step > 0)) if sent or received else 0)
+        if backward and step > 1:  # gradients of the keys of the last step go home, and others come
+            sent += length(whole.reach(rank, (source + 1) % size)) * _row_bytes(whole, wide=True)
+            received += length(whole.reach((rank + step - 1) % size, rank)) * _row_bytes(whole, wide=True)
+        exchange = Exchange(sent, received, ((step < last) + (backward and step > 1)) if sent or received else 0)
         steps.append(Step(tuple((block, whole.problem.heads_q) for block in blocks), exchange, True, merged))
     return tuple(steps)
 
