@@ -107,6 +107,13 @@ def test_a_plan_knows_what_travels_beneath(monkeypatch):
     assert len(steps_of(plan.whole, "ulysses", 0)) == 3
 
 
+def test_one_key_head_is_not_halved(in_halves, order):
+    """Its gradient would be the sum of both. The exchange has rounds of rows all the same."""
+    run(replace(CASE, heads_kv=2), 2, "ulysses", "zigzag")
+    for own in order.values():
+        assert (own.count("computes"), own.count("starts")) == (2, 8)
+
+
 def test_what_is_small_is_sent_at_once(order):
     run(CASE, 2, "ulysses", "zigzag")
     for own in order.values():
