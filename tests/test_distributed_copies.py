@@ -1,6 +1,8 @@
 """How ranks copy what they send: in elements as wide as memory allows."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import ml_dtypes
 import numpy
@@ -93,6 +95,48 @@ def test_a_view_of_cupy_is_one_of_the_same_bits():
         assert (wide.dtype.itemsize, wide.data.ptr) == (width, part.data.ptr)
         assert wide.shape == (*part.shape[:-1], part.shape[-1] * 2 // width)
         assert wide.dtype != BFLOAT16
+
+
+def test_a_device_moves_16_bytes_at_once():
+    """As NVRTC compiles what a lane does with an element of CuPy's arrays; of complex numbers alone it makes two loads."""
+    cupy = pytest.importorskip("cupy")
+    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    folder = Path(cupy.__file__).parent / "_core/include"
+    folders = [folder, *(folder / "cupy/_cccl" / name for name in ("libcudacxx", "cub", "thrust"))]
+
+    def accesses(operation):
+        source = f"""
+            #include <cupy/complex.cuh>
+            #include <cupy/carray.cuh>
+            typedef CArray<complex<double>, 3, 0, 1> Array;
+            extern "C" __global__ void copy(const Array from, Array into, CIndexer<3, 1> index) {{
+              index.set(blockIdx.x);
+              const complex<double>& x = from[index.get()];
+              complex<double>& y = into[index.get()];
+              {operation}
+            }}"""
+        program = nvrtc.createProgram(source, "copy.cu", (), ())
+        nvrtc.compileProgram(program, ["--std=c++17", "-arch=sm_90", *(f"-I{folder}" for folder in folders)])
+        return re.findall(r"(?:ld|st)\.global\.(\S+)", nvrtc.getPTX(program).decode())
+
+    assert accesses("y = x;") == ["f64"] * 4
+    found = accesses(bits.MOVE)
+    assert len(found) == 2 and {*found} <= {"v4.u32", "v2.u64"}
+
+
+def test_a_copy_on_a_device_is_that_kernel(monkeypatch):
+    """Where elements are of 16 bytes."""
+    cupy = pytest.importorskip("cupy")
+    host = numpy.zeros(4096 + 16, numpy.uint8)
+    memory = cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, device_id=0)
+    x = cupy.ndarray((2, 8, 16), BFLOAT16, memptr=cupy.cuda.MemoryPointer(memory, -host.ctypes.data % 16))
+    given = []
+    monkeypatch.setattr(bits, "_copying", lambda: lambda of, to: given.append((of, to)))
+    bits.copy(x[0], x[1])
+    [(of, to)] = given
+    assert (of.data.ptr, to.data.ptr) == (x[1].data.ptr, x[0].data.ptr)
+    assert of.shape == to.shape == (8, 2)
+    assert of.dtype == to.dtype == "complex128"
 
 
 @pytest.fixture
