@@ -13,10 +13,11 @@ from click.testing import CliRunner
 
 from cupy_flash import distributed
 from cupy_flash.cli import main
+from cupy_flash.cli.bench_distributed import _print_spans
 from cupy_flash.distributed import bits, calls, growing
 from cupy_flash.distributed.timeline import KINDS, DeviceClock, HostClock, Span, noted, noting
 from cupy_flash.measure.distributed import Measured, read
-from cupy_flash.measure.spans import beneath, spans_of, together
+from cupy_flash.measure.spans import beneath, mean_of, spans_of, together
 
 # Calls and exchanges of the forward and the backward of each of two ranks in zigzag order: rows of the second one are neighbours,
 # which in a ring's backward are cut in the middle.
@@ -148,6 +149,19 @@ def test_what_lies_beneath_attention():
     assert beneath(SPANS[1]) == (0, 0)
 
 
+def test_what_the_time_of_a_call_goes_to():
+    """The mean of two ranks: 5 s and 1 s in all, then attention, merges, copies, exchanges, and those beneath attention."""
+    assert mean_of(SPANS) == ((5.0 + 1.0) / 2, 3.5 / 2, 0.5 / 2, 0.5 / 2, 3.5 / 2, 2.0 / 2)
+    assert mean_of([()]) == (0,) * 6
+
+
+def test_the_command_prints_it(capsys):
+    _print_spans([measured("ring"), measured("ulysses", spans=())])
+    head, line = capsys.readouterr().out.strip().splitlines()
+    assert head.split()[-7:] == ["ms", *KINDS, "beneath", "attention"]
+    assert line.split() == ["2", "100", "ring", "forward", "3000.000", "1750.000", "250.000", "250.000", "1750.000", "1000.000"]
+
+
 def measured(scheme, rows=100, spans=SPANS):
     return Measured(scheme, 2, rows, "forward", 1.0, 2.0, 3.0, 0.5, 0.1, 0.9, 4, 5, spans=spans)
 
@@ -199,7 +213,9 @@ def test_what_cannot_be_drawn_is_refused(report, error, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, error", [
-    (["--timeline"], "--timeline: expected --json or --plot beside it"),
+    (["--read", "nowhere.json", "--plot", "x.png"], "--read: expected a file that --json has written, got 'nowhere.json': No such"),
+    (["--read", ".", "--plot", "x.png"], "--read: expected a file that --json has written, got '.': Is a directory"),
+    (["--read", "nowhere.json"], "--plot: expected beside --timeline, or beside --read, which needs it"),
     (["--timeline", "--forecast"], "--timeline: expected devices to be measured"),
     (["--plot", "x.png"], "--plot: expected beside --timeline"),
     (["--forecast", "--plot", "x.png"], "--plot: expected beside --timeline"),

@@ -11,11 +11,10 @@ import click
 
 from .. import __version__
 from ..measure.distributed import SCHEMES, Measured, Setting, forecasts, machine, measured, read
+from ..measure.spans import KINDS, mean_of
 from .lists import SIZES, names
 from .output import UserError, table, terminal_width, tflops
 from .plotting import OUTPUT, plot_option
-
-FOUND = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command("bench-distributed")
@@ -30,10 +29,12 @@ FOUND = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=120.0, show_default=True, help="Seconds.")
 @click.option("--forecast", is_flag=True, help="What the model says, of any number of devices, without any.")
 @click.option("--mpi", is_flag=True, help="Ranks are the processes that mpiexec has started, not threads of this one.")
-@click.option("--timeline", is_flag=True, help="Note when each rank computes, copies and exchanges, for --json and --plot.")
+@click.option("--timeline", is_flag=True, help="Note when each rank computes, copies and exchanges.")
 @click.option("--json", "json_path", type=OUTPUT, metavar="FILE", help="Write what was found.")
 @plot_option
-@click.option("--read", "found_path", type=FOUND, metavar="FILE", help="Draw --plot of what --json wrote, and measure nothing.")
+@click.option(
+    "--read", "found_path", type=click.Path(path_type=Path), metavar="FILE", help="Measure nothing: draw what --json wrote."
+)
 @click.pass_context
 def bench_distributed(
     context: click.Context,
@@ -62,7 +63,7 @@ def bench_distributed(
     if one fails.
 
     With --timeline, one more call of each kind is noted, behind two others: when each rank computes, merges, copies and exchanges.
-    An exchange lasts until the other rank has come as well. --plot draws it.
+    An exchange lasts until the other rank has come as well. Sums are printed, --json has all of it, and --plot draws it.
 
     \b
     Examples:
@@ -71,7 +72,7 @@ def bench_distributed(
       cupy-flash bench-distributed --timeline --json found.json --plot found.png
       cupy-flash bench-distributed --forecast --devices 8,64 --rows 131072
     """
-    _check_timeline(timeline, forecast, json_path, plot, found_path)
+    _check_timeline(timeline, forecast, plot, found_path)
     if found_path is not None:
         _draw(*_found(found_path), plot)
         return
@@ -113,6 +114,8 @@ def bench_distributed(
         for row in found
     ]  # fmt: skip
     click.echo("\n".join(table(head, lines, ">><<>>>>>>>>", terminal_width())))
+    if timeline:
+        _print_spans(found)
     if plot is not None:
         _draw(found, report["machine"], plot)
     for row in failed:
@@ -120,11 +123,9 @@ def bench_distributed(
     context.exit(int(bool(failed)))
 
 
-def _check_timeline(timeline: bool, forecast: bool, json_path: Path | None, plot: Path | None, found_path: Path | None) -> None:
+def _check_timeline(timeline: bool, forecast: bool, plot: Path | None, found_path: Path | None) -> None:
     if timeline and (forecast or found_path is not None):
         raise click.UsageError("--timeline: expected devices to be measured, got --forecast or --read")
-    if timeline and json_path is None and plot is None:
-        raise click.UsageError("--timeline: expected --json or --plot beside it, got none")
     if (plot is None) if found_path is not None else (plot is not None and not timeline):
         raise click.UsageError("--plot: expected beside --timeline, or beside --read, which needs it")
 
@@ -134,6 +135,8 @@ def _found(path: Path) -> tuple[list[Measured], str]:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         return list(read(report["results"])), str(report["machine"])
+    except OSError as error:
+        raise UserError(f"--read: expected a file that --json has written, got {str(path)!r}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--read: expected a file that --json has written of devices, got {str(path)!r}: {error!r}") from error
 
@@ -145,6 +148,17 @@ def _draw(found: list[Measured], machine: str, plot: Path) -> None:
 
     for path in plot_timelines(found, machine, plot):
         click.echo(f"figure in {path}", err=True)
+
+
+def _print_spans(found: list[Measured]) -> None:
+    """What the time of a call goes to, in milliseconds, as the mean of ranks."""
+    head = ("devices", "tokens", "scheme", "direction", "noted ms", *KINDS, "beneath attention")
+    lines = [
+        (str(row.ranks), str(row.rows), row.scheme, row.direction, *map(_milliseconds, mean_of(row.spans)))
+        for row in found
+        if row.spans
+    ]
+    click.echo("\n" + "\n".join(table(head, lines, ">><<>>>>>>", terminal_width())))
 
 
 def _check_devices(devices: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from .. import distributed
-from ..distributed.timeline import Clock, Span, noting
+from ..distributed.timeline import KINDS, Clock, Span, noting
 
 BEFORE = 2  # calls before the one that is noted: a device is busy with them while that is queued, as within a model
 
@@ -59,3 +60,13 @@ def beneath(spans: Sequence[Span]) -> tuple[float, float]:
     exchanges, calls = ([span for span in spans if span.kind == kind] for kind in ("exchange", "attention"))
     shared = (min(a.end, b.end) - max(a.begin, b.begin) for a in exchanges for b in calls)  # neither kind overlaps itself
     return sum(max(0.0, seconds) for seconds in shared), sum(span.end - span.begin for span in exchanges)
+
+
+def mean_of(of_ranks: Sequence[Sequence[Span]]) -> tuple[float, ...]:
+    """The mean over ranks of the seconds from the first to the last, of those of each kind, and of exchanges beneath attention."""
+    return tuple(statistics.mean(seconds) for seconds in zip(*map(_sums, of_ranks)))
+
+
+def _sums(spans: Sequence[Span]) -> tuple[float, ...]:
+    every = max((span.end for span in spans), default=0.0) - min((span.begin for span in spans), default=0.0)
+    return every, *(sum(span.end - span.begin for span in spans if span.kind == kind) for kind in KINDS), beneath(spans)[0]
