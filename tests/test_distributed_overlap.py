@@ -10,7 +10,7 @@ import pytest
 from ranks import ORDERS, check, run, same_bits
 
 from cupy_flash import distributed
-from cupy_flash.distributed import bits, heads, threads
+from cupy_flash.distributed import bits, gathered, heads, threads
 from cupy_flash.distributed.calls import Calls
 from cupy_flash.distributed.ring import own_blocks
 from cupy_flash.distributed.sharding import Run, halves
@@ -135,6 +135,21 @@ def test_gradients_of_own_keys_are_first_and_last(ranks, order):
     for own in order.values():
         found = [what for what in own if what != "copies"]
         assert [what for what, _ in groupby(found)] == RING[ranks].replace(";", "").split()
+
+
+def test_own_gradients_are_added_up_beneath_an_exchange(order, monkeypatch):
+    """With all keys at hand, those for another rank are put together first and sent, and then a rank's own."""
+    take = gathered._take
+
+    def logging(total, found, of):
+        own = threading.current_thread().name
+        order[own].append("own" if total._outs[0].dtype == CASE.dtype else "part")
+        take(total, found, of)
+
+    monkeypatch.setattr(gathered, "_take", logging)
+    check(CASE, run(CASE, 3, "all_gather", "zigzag"))
+    for own in order.values():
+        assert own[-8:] == ["computes", "part", "starts", "own", "part", "waits", "starts", "waits"]
 
 
 def blocks_of_own(order, ranks, rank, **options):

@@ -132,13 +132,14 @@ def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Key
     mine = shares(calls, rank)
     others = [(rank + step) % size for step in range(1, size)]
     home = Home(comm, calls, "all_gather", own, dkv, (mine.rows, ()), others, direct=False)
-    _take(home.own, found, mine)
     for step in range(1, size):
         owner, other = (rank - step) % size, (rank + step) % size
         part, theirs = Keys.room(own, runs_seen(whole, rank, owner), whole.wide), shares(calls, owner)
         order = calls.order(("part of", owner), theirs.rows, part.k.shape[-2], False, [False] * len(theirs.rows))
         _take(Growing((part.k, part.v), order, whole.wide), found, theirs)
         home.send(owner, part, other)
+        if step == 1:  # beneath the first exchange, and before what comes in it
+            _take(home.own, found, mine)
     home.end()
 
 
