@@ -70,12 +70,12 @@ def widest(*arrays: Any) -> tuple[Any, ...]:
     item = first.dtype.itemsize
     width = first.shape[-1] * item if first.ndim and first.size else 0
     for size, name in WIDE:
-        if width and size > item and width % size == 0 and all(_begins_at(x, size) for x in arrays):
+        if width and size > item and width % size == 0 and all(begins_at(x, size) for x in arrays):
             return tuple([x.view(name) for x in arrays])
     return tuple([raw(x) for x in arrays])
 
 
-def _begins_at(x: Any, size: int) -> bool:
+def begins_at(x: Any, size: int) -> bool:
     """Whether the last axis has no gaps, and all rows of it begin at multiples of so many bytes."""
     address = x.ctypes.data if isinstance(x, numpy.ndarray) else x.data.ptr
     steps = [step for n, step in zip(x.shape[:-1], x.strides) if n > 1]
