@@ -1,4 +1,4 @@
-"""What merges and adds up parts on a device: its text, executed on a CPU and compiled for a GPU, an element or four in a lane."""
+"""What merges and adds up parts on a device, an element or four in a lane: executed on a CPU, and compiled for a GPU."""
 
 import ctypes
 import re
@@ -86,8 +86,9 @@ def wanted(outs, lses):
     return sum(numpy.where(s[..., None] == 0, 0, s[..., None] * x.astype(numpy.float64)) for s, x in zip(shares, outs)), top
 
 
-@pytest.mark.parametrize("into", [numpy.float32, BFLOAT16])
-@pytest.mark.parametrize("dtypes", [(numpy.float32,), (BFLOAT16, numpy.float32), (numpy.float32,) * 3])
+@pytest.mark.parametrize("dtypes, into", [
+    ((numpy.float32,), BFLOAT16), ((BFLOAT16, numpy.float32), numpy.float32), ((numpy.float32,) * 3, BFLOAT16),
+])  # fmt: skip
 @pytest.mark.parametrize("begins", [0, 1], ids=["four", "one"])
 def test_parts_are_merged(begins, dtypes, into, executed):
     """To a rounding of the result, beside those of float32: three weights, each exp of a number that is right to 2**-24 of 20."""
