@@ -11,6 +11,7 @@ import pytest
 
 from cupy_flash import CommunicationError, distributed
 from cupy_flash.distributed.over_nccl import Watch
+from cupy_flash.distributed.timeline import noting
 
 RANKS = 3
 
@@ -115,7 +116,11 @@ def nccl(monkeypatch):
         log()
         return own.current
 
-    cuda.Stream, cuda.get_current_stream = (lambda non_blocking: Stream("messages", log())), current
+    def stream(non_blocking, priority):
+        assert non_blocking and priority < 0  # messages get to a device beside kernels that fill it
+        return Stream("messages", log())
+
+    cuda.Stream, cuda.get_current_stream = stream, current
     cuda.nccl, cuda.Event, cupy.cuda = found, Event, cuda
     found.log = log
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", found)):
@@ -143,6 +148,31 @@ def test_messages_arrive_on_a_stream_of_their_own(nccl):
         assert begun == ["current records", "messages waits for current", "messages records"]
         assert ended == ["current waits for messages"]
         assert numbers == [10 * ((rank - 1) % RANKS) + i for i in range(2)]
+
+
+def test_an_exchange_is_noted_where_it_is_queued(nccl):
+    """On the stream of messages, once what it sends is there: until then it is not under way."""
+
+    class Clock:
+        def now(self, stream=None):
+            nccl.log().append(f"now on {stream.name}" if stream is not None else "now")
+
+        def seconds(self, first, later):
+            return 0.0
+
+    def part(host):
+        comm = distributed.nccl(Comm(nccl, host.rank), host=host, timeout=20)
+        before, behind = (host.rank - 1) % RANKS, (host.rank + 1) % RANKS
+        nccl.log().clear()
+        with noting(Clock()) as timeline:
+            comm.start([(behind, Array(numpy.zeros(2)))], [(before, Array(numpy.zeros(2)))]).wait()
+        comm.close()
+        return nccl.log(), timeline.spans
+
+    for log, spans in distributed.on_threads(RANKS, part):
+        queued = ["now on messages", "now on messages", "messages records"]
+        assert log == ["now", "current records", "messages waits for current", *queued, "current waits for messages"]
+        assert [span.kind for span in spans] == ["exchange"]
 
 
 def test_an_error_of_nccl_is_one_of_communication(nccl):

@@ -118,14 +118,14 @@ def test_a_sum_that_is_complete_becomes_the_result_in_one_pass(monkeypatch):
     """On a device as well, where no part is left to be merged with it."""
     passes = []
 
-    def adding(names, dtypes, into, sums):
-        return lambda *arrays: passes.append((names, [dtype.name for dtype in dtypes], into.name, sums, len(arrays)))
+    def adding(names, dtypes, into, sums, four):
+        return lambda *arrays: passes.append((names, [dtype.name for dtype in dtypes], into.name, sums, four, len(arrays)))
 
     monkeypatch.setattr(on_device, "_adding", adding)
     total, out, lse = numpy.ones((2, 4), numpy.float32), numpy.empty((2, 4), numpy.float16), numpy.zeros(2, numpy.float32)
     on_device.add([out], [total], [])
     on_device.merge(out, total, lse, [])
-    assert passes == [(("a",), ["float32"], "float16", 1, 2)] * 2
+    assert passes == [(("a",), ["float32"], "float16", 1, True, 2)] * 2
 
 
 def test_sinks_take_their_share():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from .merging import Order, order_of
 from .places import Placed, placed
 from .rows import zeros_like
 from .sharding import Run
+from .timeline import noted
 from .whole import Whole
 
 OF_BLOCKS = ("q_idx", "kv_idx", "q_len", "kv_len")
@@ -106,10 +107,14 @@ class Calls:
 
     def jobs(self, name: Any, kv_runs: Sequence[Run]) -> tuple[Job, ...]:
         """What is computed with keys that lie so, in as few calls as can be; found again by a name."""
+        return self.jobs_of(name, lambda: fused(self.whole.blocks(kv_runs), self.whole.movable))
+
+    def jobs_of(self, name: Any, blocks: Callable[[], Sequence[Block]]) -> tuple[Job, ...]:
+        """The calls that compute blocks; found again by a name."""
         known = self.whole.known
         found = known.get(("jobs", name))
         if found is None:
-            found = known["jobs", name] = tuple(map(self._job, calls_of(self.whole, kv_runs)))
+            found = known["jobs", name] = tuple(map(self._job, calls_of(self.whole, blocks())))
         return found
 
     def order(
@@ -130,7 +135,9 @@ class Calls:
         Without room for it, or if that is float32, the result is a part, and not rounded.
         """
         given = ForwardOperands(q, k, v, *room, None, self._captured(job))
-        return prepared(given, job.options_of_part if self._is_part(room[0]) else job.options).run(given)
+        plan = prepared(given, job.options_of_part if self._is_part(room[0]) else job.options)
+        with noted("attention"):
+            return plan.run(given)
 
     def backward(
         self, job: Job, inputs: tuple[Any, ...], room: tuple[Any, Any, Any], adds: tuple[bool, bool, bool] = (False, False, False)
@@ -145,7 +152,9 @@ class Calls:
         """Attention of all rows for some heads: the first query head and the first key head are given, results are written."""
         job = self._job_of_heads(heads)
         given = ForwardOperands(q, k, v, out, lse, sinks, self._captured(job, self._lengths))
-        prepared(given, job.options).run(given)
+        plan = prepared(given, job.options)
+        with noted("attention"):
+            plan.run(given)
 
     def backward_of_heads(
         self, heads: tuple[int, int], inputs: tuple[Any, ...], room: tuple[Any, Any, Any]
@@ -171,7 +180,9 @@ class Calls:
         own = {name: job.of.slopes if name == "alibi_slopes" and name not in self._arrays else name for name in self.whole.wrt}
         options = {**(job.options_of_part if are_parts else job.options), "adds_results": any(adds)}
         options = {name: value for name, value in options.items() if name != "return_lse"}
-        found = prepared_backward(given, {**options, "wrt": tuple(own.values()), "deterministic": self.deterministic}).run(given)
+        plan = prepared_backward(given, {**options, "wrt": tuple(own.values()), "deterministic": self.deterministic})
+        with noted("attention"):
+            found = plan.run(given)
         for name, theirs in own.items():
             part = found.darrays[theirs].astype(self.whole.wide)
             self.sums[name] = self.sums[name] + part if name in self.sums else part
@@ -249,9 +260,8 @@ class Calls:
         return {"place": Place(q, kv, head, p.heads_q)} if p.scores.dropout and (q or kv or head) else {}
 
 
-def calls_of(whole: Whole, kv_runs: Sequence[Run]) -> list[Block | Group]:
-    """What this rank computes with keys that lie so, in as few calls as can be."""
-    blocks = fused(whole.blocks(kv_runs), whole.movable)
+def calls_of(whole: Whole, blocks: Sequence[Block]) -> list[Block | Group]:
+    """What blocks are computed at once, so that there are as few calls as can be."""
     if not whole.packed or (whole.wrt and whole.problem.backend != "numpy"):
-        return blocks  # of packed sequences kernels have no gradients of what scores read
+        return list(blocks)  # of packed sequences kernels have no gradients of what scores read
     return grouped(blocks)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .heads import heads_of
 from .model import Forecast, Machine, forecast
 from .traffic import SCHEMES, memory_of
-from .ulysses import heads_of
 from .whole import Whole
 
 # A scheme is taken before a faster one that gains less than this: less is needed for it.

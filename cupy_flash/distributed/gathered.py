@@ -44,6 +44,9 @@ def jobs_of(calls: Calls) -> tuple[tuple[Job, ...], ...]:
     return (calls.jobs("all_gather", held_runs(calls.whole, calls.whole.rank)),)
 
 
+jobs_of_backward = jobs_of
+
+
 @dataclass(frozen=True)
 class Exchange:
     """What goes from where to where: rows of a rank's own keys, or of those that its queries see.
@@ -127,14 +130,16 @@ def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Key
         found.append(of_keys)
     del keys
     mine = shares(calls, rank)
-    home = Home(comm, calls, "all_gather", own, dkv, mine.rows, [(rank + step) % size for step in range(1, size)], direct=False)
-    _take(home.own, found, mine)
+    others = [(rank + step) % size for step in range(1, size)]
+    home = Home(comm, calls, "all_gather", own, dkv, (mine.rows, ()), others, direct=False)
     for step in range(1, size):
         owner, other = (rank - step) % size, (rank + step) % size
         part, theirs = Keys.room(own, runs_seen(whole, rank, owner), whole.wide), shares(calls, owner)
         order = calls.order(("part of", owner), theirs.rows, part.k.shape[-2], False, [False] * len(theirs.rows))
         _take(Growing((part.k, part.v), order, whole.wide), found, theirs)
         home.send(owner, part, other)
+        if step == 1:  # beneath the first exchange, and before what comes in it
+            _take(home.own, found, mine)
     home.end()
 
 

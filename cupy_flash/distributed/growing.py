@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy
 
-from .bits import raw
+from .bits import library, raw
 from .blocks import Interval
 from .merging import Merge, Order
-from .rows import library, rows_of
+from .rows import rows_of
+from .timeline import noted
 
 
 class Growing:
@@ -56,7 +57,8 @@ class Growing:
             self._waiting[number] = part
         merges = order.after[number]
         for merge in merges:
-            self._merge(merge, [self._part(i, merge.rows) for i in merge.parts])
+            with noted("merge"):
+                self._merge(merge, [self._part(i, merge.rows) for i in merge.parts])
         if any(merge.parts for merge in merges):  # which are all that wait
             self._waiting.clear()
 
@@ -137,12 +139,13 @@ class Results(Growing):
 
 def store(into: Any, part: Any) -> None:
     """Write what may be of another dtype."""
-    if isinstance(into, numpy.ndarray):
-        into[...] = part
-        return
-    from .on_device import add  # late, as above
+    with noted("merge"):
+        if isinstance(into, numpy.ndarray):
+            into[...] = part
+            return
+        from .on_device import add  # late, as above
 
-    add([into], [None], [[part]])
+        add([into], [None], [[part]])
 
 
 def _places(merge: Merge, out: Any, total: Any) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ import numpy
 
 from ..errors import CommunicationError
 from .communicator import Message
+from .timeline import noted
 
 TAG = 23_117  # of our messages; below what MPI lets every implementation have
 LARGEST = 1 << 30  # bytes of a message; MPI counts with 32 bits
@@ -70,7 +71,8 @@ class _Requests:
 
     def wait(self) -> None:
         """Return when all is sent and received."""
-        self._comm._finish(self._requests, self._kept, self._what)
+        with noted("exchange"):
+            self._comm._finish(self._requests, self._kept, self._what)
         self._requests, self._kept = [], None
 
 

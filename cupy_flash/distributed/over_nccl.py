@@ -22,9 +22,11 @@ import numpy
 
 from ..errors import CommunicationError
 from .communicator import Communicator, Message
+from .timeline import noted
 
 PAUSE = 0.05  # seconds between looks, at most
 LINGERS = 20  # looks without anything to look after before the thread ends
+FIRST = -5  # the priority of messages: their blocks go to a device before those of a kernel that has many of them left
 ROOM = 512  # bytes of what a rank says, where it goes through NCCL
 
 
@@ -43,7 +45,7 @@ class NcclCommunicator:
         if self._host is not None and (self._host.rank, self._host.size) != (self.rank, self.size):
             expected, got = f"rank {self.rank} of {self.size}", f"rank {self._host.rank} of {self._host.size}"
             raise ValueError(f"host: expected {expected}, as comm has it, got {got}")
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._stream = cupy.cuda.Stream(non_blocking=True, priority=FIRST)
         self._before = self._event()
         self._said: dict[bytes, list[bytes]] = {}
         self._watch = Watch(timeout, lambda event: event.done, comm.abort)
@@ -65,7 +67,7 @@ class NcclCommunicator:
         self._watch.check()
         library, comm, stream = self._library, self._comm, self._stream
         stream.wait_event(self._cupy.cuda.get_current_stream().record(self._before))
-        with self._looked_after() as begun:
+        with self._looked_after() as begun, noted("exchange", stream):
             library.groupStart()
             try:
                 for rank, array in sends:

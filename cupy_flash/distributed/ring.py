@@ -8,21 +8,23 @@
 Two blocks of keys and values are in use beside those that a rank has itself: one is read while the other one arrives. A block goes
 no further than to the last rank that sees any of it, and only those of its rows that ranks ahead see.
 
-Gradients of keys and values go straight to their owner, one step behind: they are sent while the next ones are computed. The owner
-adds them up in the order of steps, so that repeats give the same bits.
+Gradients of keys and values go straight to their owner, one step behind: they are sent while the next ones are computed. For the
+last ones to have something to be beneath, a part of what a rank's own keys give is computed in the end. The owner adds up in one
+order, so that repeats give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
-from .blocks import Interval
+from .blocks import Block, Interval, blocks_of, fused
 from .calls import Calls, Job
 from .communicator import Communicator, Pending
 from .growing import Growing, Results
 from .rows import Keys, behind_each_other, hull, located, neighbours, rows_of
-from .sharding import Run
+from .sharding import Run, halves
 from .whole import Whole
 
 
@@ -120,6 +122,30 @@ def jobs_of(calls: Calls) -> tuple[tuple[Job, ...], ...]:
     return found
 
 
+def own_blocks(whole: Whole, rank: int) -> tuple[list[Block], list[Block]]:
+    """What a backward computes of a rank's own keys before those of others, and behind them.
+
+    The first is beneath the first exchange, the other beneath the last one. Where one call would compute all of it, rows are cut in
+    the middle, if that makes two of it.
+    """
+    sides = whole.q_runs[rank], whole.kv_runs[rank]
+    blocks = fused(blocks_of(whole.spans, *sides), whole.movable)
+    if not hops(whole):
+        return blocks, []
+    if len(blocks) == 1 and whole.movable:
+        cut = fused(blocks_of(whole.spans, *map(halves, sides)), True)
+        blocks = cut if len(cut) == 2 else blocks
+    first = (len(blocks) + 1) // 2
+    return blocks[:first], blocks[first:]
+
+
+def jobs_of_backward(calls: Calls) -> tuple[tuple[Job, ...], ...]:
+    """What is computed in each step of a backward, of which the first and the last have a rank's own keys."""
+    whole = calls.whole
+    first, last = (calls.jobs_of(("ring own", i), lambda i=i: own_blocks(whole, whole.rank)[i]) for i in (0, 1))
+    return first, *jobs_of(calls)[1:], last
+
+
 def forward(comm: Communicator, calls: Calls, q: Any, own: Keys, results: Results) -> None:
     """Attention of this rank's queries, merged into results."""
     ring = Ring(calls.whole, comm, own)
@@ -132,9 +158,10 @@ def forward(comm: Communicator, calls: Calls, q: Any, own: Keys, results: Result
 def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Keys, dq: Growing, dkv: tuple[Any, Any]) -> None:
     """Gradients of this rank's queries and keys; `inputs` are dout, q, out, lse and dlse of its rows."""
     whole, rank, size = calls.whole, calls.whole.rank, calls.whole.size
-    steps = jobs_of(calls)
+    *steps, last = jobs_of_backward(calls)
     others = [(rank + step) % size for step in range(1, len(steps))]
-    home = Home(comm, calls, "ring", own, dkv, [job.keys for job in steps[0]], others, direct=True)
+    parts = tuple([job.keys for job in jobs] for jobs in (steps[0], last))
+    home = Home(comm, calls, "ring", own, dkv, parts, others, direct=True)
     ring = Ring(whole, comm, own)
     for step, source in enumerate(ring):
         if not step:
@@ -145,6 +172,8 @@ def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], own: Key
         order = calls.order(("part", step), places, part.k.shape[-2], False, adds=True)
         _gradients(calls, steps[step], inputs, ring.held, dq, Growing((part.k, part.v), order, whole.wide))
         home.send(source, part, others[step - 1])
+    del ring  # and the keys that came last
+    _gradients(calls, last, inputs, own, dq, home.own)
     home.end()
 
 
@@ -187,8 +216,8 @@ class Home:
         This rank's.
     dkv : (array, array)
         Where this rank's own go.
-    parts : sequence of (int, int)
-        The rows of parts that it computes itself, which come first.
+    parts : two sequences of (int, int)
+        The rows of parts that it computes itself: those that come first, and those that come before the last one from another rank.
     others : sequence of int
         The ranks whose parts it gets, in this order.
     direct : bool
@@ -196,14 +225,16 @@ class Home:
     """
 
     def __init__(
-        self, comm: Communicator, calls: Calls, name: str, keys: Keys, dkv: tuple[Any, Any], parts: Sequence[Interval],
-        others: Sequence[int], direct: bool,
+        self, comm: Communicator, calls: Calls, name: str, keys: Keys, dkv: tuple[Any, Any],
+        parts: tuple[Sequence[Interval], Sequence[Interval]], others: Sequence[int], direct: bool,
     ) -> None:  # fmt: skip
         self._comm, self._whole, self._keys = comm, calls.whole, keys
         wide = calls.whole.wide
-        rows = [*parts, *(own for other in others for own, _ in self._places(other))]
+        of_others = [[(own, False) for own, _ in self._places(other)] for other in others]
+        first, last = ([(own, direct) for own in some] for some in parts)
+        every = [*first, *chain(*of_others[:-1]), *last, *chain(*of_others[-1:])]
+        rows, can = [own for own, _ in every], [is_direct for _, is_direct in every]
         narrow = dkv[0].dtype != wide
-        can = [direct] * len(parts) + [False] * (len(rows) - len(parts))
         self.own = Growing(dkv, calls.order(("home", name), rows, dkv[0].shape[-2], narrow, can, adds=True), wide)
         self._pending = self._part = self._coming = self._other = None
 

@@ -10,20 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
-
-from .bits import raw
+from .bits import copy, dense, library, raw
 from .blocks import Interval
 from .sharding import Run
-
-
-def library(x: Any) -> Any:
-    """The module whose array this is, `numpy` or `cupy`."""
-    if isinstance(x, numpy.ndarray):
-        return numpy
-    import cupy  # late: who has an array of it has it
-
-    return cupy
 
 
 def outermost(x: Any) -> Any:
@@ -134,9 +123,9 @@ class Keys:
 
     def take(self, rows: Sequence[Interval], other: Keys, others: Sequence[Interval]) -> None:
         """Copy rows of other keys to rows of these."""
-        for own, of in ((raw(self.k), raw(other.k)), (raw(self.v), raw(other.v))):
+        for own, of in ((self.k, other.k), (self.v, other.v)):
             for to, at in zip(rows, others):
-                rows_of(own, to)[...] = rows_of(of, at)
+                copy(rows_of(own, to), rows_of(of, at))
 
 
 def zeros_like(like: Any, dtype: Any) -> Any:
@@ -154,4 +143,4 @@ def pieces(x: Any, rows: Sequence[Interval]) -> list[Any]:
     """The memory of some rows, in pieces without gaps."""
     x = outermost(raw(x))
     found = [x if own == (0, x.shape[0]) else x[own[0] : own[1]] for own in rows]
-    return found if x.flags.c_contiguous else [library(x).ascontiguousarray(piece) for piece in found]
+    return found if x.flags.c_contiguous else [dense(piece) for piece in found]

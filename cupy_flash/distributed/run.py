@@ -19,12 +19,13 @@ from ..problem.scalars import integer
 from . import gathered, ring, ulysses
 from .adapters import as_communicator
 from .agreement import Said, agree, contents, said_of
+from .bits import library
 from .calls import Calls, Job, check_dropout
 from .communicator import Communicator
 from .growing import Growing, Results
 from .known import Known, key_of
 from .merging import Order
-from .rows import Keys, library
+from .rows import Keys
 from .sharding import check_order
 from .whole import Whole, make_whole
 
@@ -175,7 +176,7 @@ def run_backward(call: Call, deterministic: bool) -> Gradients:
         ulysses.backward(call.comm, calls, of_rows, k, v, (dq, dk, dv))
     else:
         scheme = ring if call.scheme == "ring" else gathered
-        order = _order(calls, call.scheme, scheme.jobs_of(calls), q.shape[-2], q.dtype, call.scheme == "ring")
+        order = _order(calls, call.scheme, scheme.jobs_of_backward(calls), q.shape[-2], q.dtype, call.scheme == "ring")
         scheme.backward(call.comm, calls, of_rows, call.own, Growing((dq,), order, whole.wide), (dk, dv))
     shared = _of_all_ranks(call, calls, of_rows)
     names = call.whole.problem.scores.captured
@@ -270,4 +271,3 @@ def _check_names(options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
             raise TypeError(f"{name}: expected an option of attention, got one that there is not")
-

@@ -81,6 +81,15 @@ def runs_of(lengths: Sequence[int], order: str) -> tuple[tuple[Run, ...], ...]:
     return tuple(found)
 
 
+def halves(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """The runs, or if there is one, its two halves."""
+    if len(runs) != 1 or len(runs[0]) < 2:
+        return tuple(runs)
+    [run] = runs
+    half = (len(run) + 1) // 2
+    return Run(run.first, run.first + half, run.row), Run(run.first + half, run.stop, run.row + half)
+
+
 def positions(lengths: Sequence[int], rank: int, *, order: str = "contiguous") -> numpy.ndarray:
     """The positions in the sequence of the rows that a rank has, in the order in which it has them.
 

@@ -12,6 +12,7 @@ import numpy
 
 from ..errors import CommunicationError
 from .communicator import Message
+from .timeline import noted
 
 Result = TypeVar("Result")
 
@@ -87,7 +88,7 @@ class _Receiving:
     def wait(self) -> None:
         """Take what came out of letter boxes."""
         shared = self._comm._shared
-        with shared.changed:
+        with noted("exchange"), shared.changed:
             for rank, array in self._receives:
                 box = shared.boxes[rank, self._comm.rank]
                 self._comm._wait(lambda box=box: bool(box), f"for rank {rank}")

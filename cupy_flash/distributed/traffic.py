@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..problem.layout import ITEMSIZE
-from . import gathered, ring, ulysses
+from . import gathered, ring
 from .blocks import Block, blocks_of, fused
+from .heads import WHOLE, Portion, groups_of, heads_of, portions_of, side_of
 from .merging import Order, order_of
 from .rows import common, length
 from .sharding import Run
@@ -88,6 +89,9 @@ def _row_bytes(whole: Whole, wide: bool = False) -> int:
 def _ring(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
     size, last = whole.size, ring.hops(whole)
     of_steps = [_fused(whole, ring.held_runs(whole, step, rank), rank) for step in range(last + 1)]
+    if backward:
+        first, kept = ring.own_blocks(whole, rank)
+        of_steps = [first, *of_steps[1:], kept]
     steps = []
     for step, (blocks, merged) in enumerate(zip(of_steps, _merged(whole, of_steps, rank, backward, "ring"))):
         source = (rank - step) % size
@@ -95,10 +99,10 @@ def _ring(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
         if step < last:
             goes, comes = ring.parcel(whole, source, step + 1), ring.parcel(whole, (rank - step - 1) % size, step + 1)
         sent, received = length(goes) * _row_bytes(whole), length(comes) * _row_bytes(whole)
-        if backward and step:  # gradients of these keys go home, and others come
-            sent += length(whole.reach(rank, source)) * _row_bytes(whole, wide=True)
-            received += length(whole.reach((rank + step) % size, rank)) * _row_bytes(whole, wide=True)
-        exchange = Exchange(sent, received, (1 + (backward and step > 0)) if sent or received else 0)
+        if backward and step > 1:  # gradients of the keys of the last step go home, and others come
+            sent += length(whole.reach(rank, (source + 1) % size)) * _row_bytes(whole, wide=True)
+            received += length(whole.reach((rank + step - 1) % size, rank)) * _row_bytes(whole, wide=True)
+        exchange = Exchange(sent, received, ((step < last) + (backward and step > 1)) if sent or received else 0)
         steps.append(Step(tuple((block, whole.problem.heads_q) for block in blocks), exchange, True, merged))
     return tuple(steps)
 
@@ -124,36 +128,47 @@ def _all_gather(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
 
 
 def _ulysses(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
+    every = [Run(0, sum(rows), 0) for rows in (whole.rows_q, whole.rows_kv)]
+    portions = portions_of(whole) if backward else (WHOLE,)
+    steps = [Step((), _changed(whole, rank, backward, portions[0])[0])]
+    for i, portion in enumerate(portions):  # beneath each is what the next one needs, and what the last one gave
+        coming = [_changed(whole, rank, backward, own)[0] for own in portions[i + 1 : i + 2]]
+        going = [_changed(whole, rank, backward, own)[1] for own in portions[max(i - 1, 0) : i]]
+        heads = [heads[1] - heads[0] for heads, _ in groups_of(whole, portion, rank)]
+        blocks = tuple((block, number) for number in heads for block in _whole_blocks(whole, every))
+        steps.append(Step(blocks, _together(coming + going), True))
+    return *steps, Step((), _changed(whole, rank, backward, portions[-1])[1])
+
+
+def _changed(whole: Whole, rank: int, backward: bool, portion: Portion) -> tuple[Exchange, Exchange]:
+    """What a rank sends and receives so that rows become heads, and so that heads become rows again."""
     p, others = whole.problem, [other for other in range(whole.size) if other != rank]
     size, wide, batch = ITEMSIZE[p.dtype], ITEMSIZE[whole.wide], _product(whole.batch)
     batch_q, batch_k, batch_v = (_product(x.shape[:-3]) for x in (whole.of_q, whole.of_k, whole.of_v))
-
-    def row(of: int, of_keys: bool, elements: int) -> int:
-        first, stop = (ulysses.key_heads_of if of_keys else ulysses.heads_of)(whole, of)
-        return (stop - first) * elements
-
-    def to_heads(elements: int, of_keys: bool) -> tuple[int, int]:
-        rows = whole.rows_kv if of_keys else whole.rows_q
-        sent = sum(rows[rank] * row(other, of_keys, elements) for other in others)
-        return sent, sum(rows[other] * row(rank, of_keys, elements) for other in others)
-
     inputs = [(batch_q * p.dim * size, False), (batch_k * p.dim * size, True), (batch_v * p.dim_v * size, True)]
     results = [(batch * p.dim_v * size, False), (batch * wide, False)]
     if backward:
         inputs += [*results, (batch * p.dim_v * size, False)] + [(batch * wide, False)] * whole.has_dlse
-        of_keys = wide if ulysses.side_of(whole, True).shared else size  # several ranks add to a head
+        of_keys = wide if side_of(whole, True).shared else size  # several ranks add to a head
         results = [(batch_q * p.dim * size, False), (batch_k * p.dim * of_keys, True), (batch_v * p.dim_v * of_keys, True)]
-    goes, comes = zip(*(to_heads(*item) for item in inputs))
-    back, home = zip(*(to_heads(*item)[::-1] for item in results))
-    every = [Run(0, sum(rows), 0) for rows in (whole.rows_q, whole.rows_kv)]
-    heads = [heads[1] - heads[0] for heads, _ in ulysses.even_groups(whole, rank)]
-    blocks = tuple((block, number) for number in heads for block in _whole_blocks(whole, every))
-    peers = len(others)
-    return (
-        Step((), Exchange(sum(goes), sum(comes), peers * bool(sum(goes) + sum(comes)))),
-        Step(blocks),
-        Step((), Exchange(sum(back), sum(home), peers * bool(sum(back) + sum(home)))),
-    )
+
+    def exchange(arrays: list[tuple[int, bool]]) -> tuple[int, int]:
+        """What goes and comes where rows of arrays become heads: of each the bytes of a row of a head, and whether of keys."""
+        sent = received = 0
+        for elements, of_keys in arrays:
+            rows, heads = whole.rows_kv if of_keys else whole.rows_q, side_of(whole, of_keys, portion).heads
+            sent += elements * rows[rank] * sum(heads[other][1] - heads[other][0] for other in others)
+            received += elements * (heads[rank][1] - heads[rank][0]) * sum(rows[other] for other in others)
+        return sent, received
+
+    both = exchange(inputs), exchange(results)[::-1]
+    there, back = (Exchange(*sizes, len(others) * any(sizes)) for sizes in both)
+    return there, back
+
+
+def _together(exchanges: list[Exchange]) -> Exchange:
+    """Exchanges beneath the same computation, as one."""
+    return Exchange(*(sum(getattr(own, name) for own in exchanges) for name in ("sent", "received", "peers")))
 
 
 def _fused(whole: Whole, keys: Sequence[Run], rank: int) -> list[Block]:
@@ -204,16 +219,16 @@ def memory_of(whole: Whole, scheme: str, rank: int, backward: bool = False) -> M
     """What a rank holds besides inputs and results."""
     row, wide = _row_bytes(whole), _row_bytes(whole, wide=True)
     if scheme == "ulysses":
-        steps = _ulysses(whole, rank, backward)
-        mine = steps[0].exchange.received * whole.size // max(whole.size - 1, 1)
-        results = steps[-1].exchange.sent * whole.size // max(whole.size - 1, 1)
+        there, back = _changed(whole, rank, backward, WHOLE)
+        mine = there.received * whole.size // max(whole.size - 1, 1)
+        results = back.sent * whole.size // max(whole.size - 1, 1)
         sums = 0
-        if backward and ulysses.side_of(whole, True).shared:
+        if backward and side_of(whole, True).shared:
             # Gradients of queries are in float32 first, as those of keys are.
-            (first, stop), p = ulysses.heads_of(whole, rank), whole.problem
+            (first, stop), p = heads_of(whole, rank), whole.problem
             of_queries = whole.narrow * (stop - first) * sum(whole.rows_q) * p.dim * _product(whole.of_q.shape[:-3])
             sums = whole.rows_kv[rank] * wide + of_queries * ITEMSIZE[whole.wide]
-        return Memory(mine + steps[0].exchange.sent, results + steps[-1].exchange.received + sums)
+        return Memory(mine + there.sent, results + back.received + sums)
     of_steps = [[block for block, _ in step.blocks] for step in steps_of(whole, scheme, rank, backward)]
     partial = _partial(whole, of_steps, rank, backward, scheme)
     # Gradients of this rank's own keys, where results are narrower: of a call, and the sum of them.
@@ -252,5 +267,3 @@ def _product(sizes: Iterable[int]) -> int:
     for size in sizes:
         product *= size
     return product
-
-

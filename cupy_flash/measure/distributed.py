@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 
 from .. import attention, attention_vjp, distributed
+from ..distributed.timeline import DeviceClock, Span
 from ..problem.arrays import DTYPES
+from .spans import spans_of, together
 
 SCHEMES = ("ulysses", "all_gather", "ring")
 MOST_ALONE = 1 << 16  # rows of the problem of one device, which has memory for no more
@@ -57,6 +59,7 @@ class Measured:
     sent_bytes: int
     memory_bytes: int
     error: str = ""
+    spans: tuple[tuple[Span, ...], ...] = ()  # of each rank, in one call, if they were asked for
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,12 @@ class Times:
 
 @dataclass(frozen=True)
 class OfRank:
-    """What one rank has measured: forward and backward, of the scheme and alone; and how far results are off."""
+    """What one rank has measured: forward and backward, of the scheme and alone; how far results are off; and where time goes."""
 
     off: float
     scheme: tuple[Times, Times]
     alone: tuple[Times, Times]
+    spans: tuple[tuple[Span, ...], tuple[Span, ...]] = ((), ())
 
 
 Rank = Callable[[Any, Any], OfRank]  # of a communicator of NCCL and one of the host
@@ -97,6 +101,7 @@ def measured(
     calls: int = 4,
     timeout: float = 120.0,
     world: Any = None,
+    timeline: bool = False,
 ) -> Iterator[Measured]:
     """What devices do, once the results of a smaller problem have been held against one device's.
 
@@ -108,16 +113,18 @@ def measured(
     rounds : int
         Times of which the median is taken.
     calls : int
-        In a round, one behind the other.
+        In a round, one behind the other, and behind one that does not count.
     timeout : float
         Seconds.
     world : mpi4py.MPI.Comm, optional
         Of as many processes, each of which calls this. By default ranks are threads.
+    timeline : bool
+        Whether to note what ranks do in one more call, and when.
     """
     on_ranks = _on_threads(devices, timeout) if world is None else _on_processes(world, timeout)
     for scheme in schemes:
         try:
-            found = on_ranks(lambda comm, host, scheme=scheme: _of_rank(comm, host, setting, scheme, rounds, calls))
+            found = on_ranks(lambda comm, host, scheme=scheme: _of_rank(comm, host, setting, scheme, rounds, calls, timeline))
         except Exception as error:  # whatever fails in one scheme leaves the others to be measured
             text = f"{type(error).__name__}: {error}"
             yield from (_row(setting, devices, scheme, way, error=text) for way in ("forward", "backward"))
@@ -127,7 +134,15 @@ def measured(
             times = Times(max(of.scheme[i].device for of in found), max(of.scheme[i].host for of in found))
             flops = _alone(setting, devices).flops(1, bool(i))
             alone = statistics.mean(flops / of.alone[i].device for of in found)
-            yield _row(setting, devices, scheme, way, times, alone, "" if off <= CLOSE else f"results are off by {off:.3g}")
+            error = "" if off <= CLOSE else f"results are off by {off:.3g}"
+            yield _row(setting, devices, scheme, way, times, alone, error, together(of.spans[i] for of in found))
+
+
+def read(rows: Iterable[dict[str, Any]]) -> Iterator[Measured]:
+    """What was measured, from what JSON has of it; `asdict` makes the opposite."""
+    for row in rows:
+        spans = tuple(tuple(Span(**span) for span in of_rank) for of_rank in row.get("spans", ()))
+        yield Measured(**{**row, "spans": spans})
 
 
 def machine() -> str:
@@ -188,7 +203,7 @@ def _with_nccl(rank: Rank, comm: Any, host: Any, device: int, timeout: float) ->
 
 def _row(
     setting: Setting, ranks: int, scheme: str, direction: str,
-    times: Times | None = None, alone: float | None = None, error: str = "",
+    times: Times | None = None, alone: float | None = None, error: str = "", spans: tuple[tuple[Span, ...], ...] = (),
 ) -> Measured:  # fmt: skip
     zero, sizes = numpy.zeros((), DTYPES["bfloat16"]), (setting.heads, setting.heads_kv)
     heads, keys = (numpy.broadcast_to(zero, (n, setting.rows, setting.dim)) for n in sizes)  # which take no memory
@@ -198,7 +213,7 @@ def _row(
     rate = None if times is None else setting.flops(ranks, backward) / ranks / times.device
     return Measured(
         scheme, ranks, setting.rows, direction, times and times.device, rate, alone, rate and alone and rate / alone,
-        times and times.host, forecast.efficiency, plan.sent(backward=backward), plan.memory(backward=backward).total, error,
+        times and times.host, forecast.efficiency, plan.sent(backward=backward), plan.memory(backward=backward).total, error, spans,
     )  # fmt: skip
 
 
@@ -231,7 +246,7 @@ def _judged(comm: Any, scheme: str) -> float:
     return most
 
 
-def _of_rank(comm: Any, host: Any, setting: Setting, scheme: str, rounds: int, calls: int) -> OfRank:
+def _of_rank(comm: Any, host: Any, setting: Setting, scheme: str, rounds: int, calls: int, timeline: bool) -> OfRank:
     """Times of a rank: in each round some calls of each kind, which all ranks begin together."""
     off = _judged(comm, scheme)
     alone = _alone(setting, comm.size)
@@ -248,16 +263,21 @@ def _of_rank(comm: Any, host: Any, setting: Setting, scheme: str, rounds: int, c
     forward, both, forward_alone, both_alone = (
         Times(statistics.median(times.device for times in of), statistics.median(times.host for times in of)) for of in zip(*found)
     )
-    return OfRank(off, (forward, both - forward), (forward_alone, both_alone - forward_alone))
+    spans = spans_of(q, k, v, dout, options, host.gather, DeviceClock()) if timeline else ((), ())
+    return OfRank(off, (forward, both - forward), (forward_alone, both_alone - forward_alone), spans)
 
 
 def _timed(call: Callable[[], Any], host: Any, calls: int) -> Times:
-    """Of one of so many calls, one behind the other, as layers of a model are: the host is ahead of the device then."""
+    """Of one of so many calls, one behind the other, as layers of a model are: the host is ahead of the device then.
+
+    One goes before them, for otherwise the device would wait for what the host does of the first.
+    """
     import cupy
 
     cupy.cuda.get_current_stream().synchronize()
     host.gather(b"begin")
     begun, ended = cupy.cuda.Event(), cupy.cuda.Event()
+    call()
     begun.record()
     before = time.perf_counter()
     for _ in range(calls):

@@ -1,4 +1,4 @@
-"""Figures of what `bench` and `traffic` find. Matplotlib is imported when one is drawn; it is the extra `plot`."""
+"""Figures of what commands that measure find. Matplotlib is imported when one is drawn; it is the extra `plot`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .bench import CellResult
+from .spans import beneath
 from .traffic import ALGORITHMS, Count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from .distributed import Measured
+
 # Okabe and Ito's colours, which people tell apart whatever they see of red and green.
 OURS = ("#0072B2", "#56B4E9")  # of the last kernel and the one before it
 PEERS = ("#999999", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#F0E442")
 PANEL = (4.6, 3.4)  # inches
+LANES = {"exchange": PEERS[1], "attention": OURS[0], "merge": PEERS[2], "copy": PEERS[4]}  # of a rank's time, what it goes to
 
 
 def plot_bench(results: Sequence[CellResult], ours: Sequence[str], title: str, path: Path) -> list[Path]:
@@ -74,6 +78,66 @@ def plot_traffic(counts: Sequence[Count], path: Path) -> None:
     s = counts[0].setting
     figure.suptitle(f"device memory, {s.dtype}, batch {s.batch}, heads {s.heads}, dim {s.dim}, {'causal' if s.causal else 'full'}")
     figure.savefig(path, dpi=160)
+
+
+def plot_timelines(rows: Sequence[Measured], title: str, path: Path) -> list[Path]:
+    """Draw what ranks do when: a panel for each scheme and direction, and in it for each rank what computes above what exchanges.
+
+    Parameters
+    ----------
+    rows : sequence of Measured
+        Those without spans are left out.
+    title : str
+        What was measured on; ranks and tokens are added.
+    path : Path
+        A file is written for each number of ranks and of tokens; where there are several, their names get both.
+
+    Returns
+    -------
+    list of Path
+        The files.
+    """
+    kinds = list(dict.fromkeys((r.ranks, r.rows) for r in rows if r.spans))
+    paths = []
+    for ranks, tokens in kinds:
+        chosen = [r for r in rows if r.spans and (r.ranks, r.rows) == (ranks, tokens)]
+        figure = _timelines(chosen)
+        figure.suptitle(f"{ranks} ranks of {tokens:,} tokens, {title}")
+        paths.append(path if len(kinds) == 1 else path.with_stem(f"{path.stem}-{ranks}-{tokens}"))
+        figure.savefig(paths[-1], dpi=160)
+    return paths
+
+
+def _timelines(rows: Sequence[Measured]) -> Figure:
+    from matplotlib.patches import Patch
+
+    schemes, directions = (list(dict.fromkeys(getattr(r, name) for r in rows)) for name in ("scheme", "direction"))
+    figure, panels = _panels(len(schemes), len(directions))
+    of = {(r.scheme, r.direction): r for r in rows}
+    for scheme, row in zip(schemes, panels):
+        for direction, axes in zip(directions, row):
+            if (scheme, direction) in of:
+                _lanes(axes, of[scheme, direction])
+            else:
+                axes.axis("off")
+    handles = [Patch(color=colour, label=name) for name, colour in LANES.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return figure
+
+
+def _lanes(axes: Axes, row: Measured) -> None:
+    """Of each rank a lane for what it computes, and one below it for exchanges."""
+    for rank, spans in enumerate(row.spans):
+        for kind, colour in LANES.items():
+            bars = [(1e3 * span.begin, 1e3 * (span.end - span.begin)) for span in spans if span.kind == kind]
+            axes.broken_barh(bars, (3 * rank + (kind == "exchange"), 0.9), facecolors=colour)
+    hidden, every = (sum(seconds) for seconds in zip(*map(beneath, row.spans)))
+    share = f", {hidden / every:.0%} of exchanges beneath attention" if every else ""
+    axes.set(title=f"{row.scheme}, {row.direction}{share}", xlabel="ms")
+    axes.title.set_fontsize("small")
+    lanes = [(3 * rank + lane + 0.45, text) for rank in range(row.ranks) for lane, text in ((0, f"rank {rank}"), (1, "exchanges"))]
+    axes.set_yticks(*zip(*lanes), fontsize="small")
+    axes.invert_yaxis()
 
 
 def _bars(results: Sequence[CellResult], colours: dict[str, str], ours: Sequence[str]) -> Figure:
