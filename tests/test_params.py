@@ -120,6 +120,7 @@ def test_a_problem_becomes_numbers():
         "sinks_of_head": 5,
         "out_partials": 0,
         "lse_partials": 0,
+        "arrivals": 0,
         "work": 0,
         "split_keys": 7,
         "splits_divmod": fast_divmod(11),
