@@ -180,6 +180,13 @@ def test_splits_are_combined_when_all_rows_have_left(counts_early, monkeypatch):
 # How a kernel is planned
 
 
+@pytest.mark.parametrize("batch, heads", [(2, 0), (0, 2)])
+def test_nothing_is_launched_for_nothing(batch, heads):
+    q, kv = np.zeros((batch, heads, 1, 64), np.float16), np.zeros((batch, heads, 2000, 64), np.float16)
+    plan = plan_attention(q, kv, kv, backend="host", kernel="fwd_v2")
+    assert plan.kernel.config.SPLIT_KV and plan(q, kv, kv).shape == q.shape and [x.blocks for x in plan.launches] == [0]
+
+
 @pytest.mark.parametrize(
     "heads, queries, dim, keys, by_last",
     [

@@ -51,14 +51,15 @@ class KeySplits:
         Of a split, at least, where there is more than one.
     most : int
         Blocks of a query tile.
-    tiles : int
-        Query tiles, of all heads and batch elements.
+    tiles_of_head, tiles : int
+        Query tiles, of a head and of all heads and batch elements.
     partial_rows : int
         Rows of a tile that there is room for.
     """
 
     keys: int
     most: int
+    tiles_of_head: int
     tiles: int
     partial_rows: int
 
@@ -67,7 +68,8 @@ def key_splits(plan: KernelPlan, problem: Problem, tiles: int) -> KeySplits | No
     """The splits of a problem as the kernel is told it, of so many query tiles; None without."""
     if plan.file != "fwd_v2" or not plan.config.SPLIT_KV:
         return None
-    return KeySplits(SPLIT_KEYS, most_splits(problem), tiles, min(plan.config.TILE_Q, problem.len_q))
+    tile_q = plan.config.TILE_Q
+    return KeySplits(SPLIT_KEYS, most_splits(problem), -(-problem.len_q // tile_q), tiles, min(tile_q, problem.len_q))
 
 
 def last_combines(row: TileConfig, width_v: int, problem: Problem) -> tuple[bool, str]:

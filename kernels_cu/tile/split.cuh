@@ -21,9 +21,10 @@ struct KeySplits {
   OP bool is_one() const { return first == last; }
 };
 OP KeySplits splits_of_keys(const ForwardParams& p, int len_kv, const ColumnRange& visible) {
-  const int splits = min_of(max_of(len_kv / p.split_keys, 1), MOST_SPLITS), keys = max_of(ceil_div(ceil_div(len_kv, splits), TILE_KV), 1) * TILE_KV;
-  if (visible.last < visible.first) return {keys, 0, 0};
-  return {keys, visible.first / keys, visible.last / keys};
+  const u32 splits = min_of(max_of(divide(u32(len_kv), p.split_keys_divmod), 1u), u32(MOST_SPLITS));
+  const u32 keys = max_of((u32(len_kv) + splits - 1) / splits + TILE_KV - 1, u32(TILE_KV)) / TILE_KV * TILE_KV;
+  if (visible.last < visible.first) return {int(keys), 0, 0};
+  return {int(keys), int(visible.first / keys), int(visible.last / keys)};
 }
 
 // Number of the block among those of its query tile, and of the query tile among all.
