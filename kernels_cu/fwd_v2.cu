@@ -174,7 +174,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   }
   const BlockCoord& coord = coord_again(p, here, SPLIT_KV ? tile_of_block(p) : block_id());
   const auto queries = rows_of_sequence<QUERIES>(p, coord.batch_number);
-  const int row = VARLEN ? coord.row + warp_id() * WARP_ROWS : warp_row;
+  const int row = VARLEN || SPLIT_KV ? coord.row + warp_id() * WARP_ROWS : warp_row;
   const ResultTile out = slice<Result>(p.out, coord.batch, coord.head, queries.first() + row, queries.end_of_room(), p.dim_v);
   store_result<Warp>(out, out_smem, o_reg);
   if (p.lse.data) store(row_slice(p.lse, coord.batch, coord.head, queries.first() + row), p.lse.row_stride, out.rows, lse);

@@ -188,19 +188,25 @@ def test_nothing_is_launched_for_nothing(batch, heads):
 
 
 @pytest.mark.parametrize(
-    "heads, queries, dim, keys, by_last",
+    "dtype, heads, queries, dim, keys, by_last",
     [
-        (4, 1, 128, 8192, True),
-        (8, 1, 128, 2**17, True),  # two rounds of four trips are less than a launch
-        (16, 1, 128, 8192, True),
-        (16, 1, 128, 2**17, False),
-        (2, 16, 64, 2048, False),
-        (2, 16, 256, 1024, False),
-        (1, 16, 64, 1024, True),
+        ("float16", 4, 1, 128, 8192, True),
+        ("float16", 8, 1, 128, 2**17, True),  # two rounds of four trips are less than a launch
+        ("float16", 16, 1, 128, 8192, True),
+        ("float16", 16, 1, 128, 2**17, False),
+        ("float16", 2, 16, 64, 2048, False),
+        ("float16", 2, 16, 256, 1024, False),
+        ("float16", 1, 16, 64, 1024, True),
+        ("float16", 1, 1, 256, 1024, True),
+        ("float32", 1, 1, 128, 1024, True),
+        ("float32", 1, 1, 160, 1024, False),  # there are no registers for it
     ],
 )
-def test_the_last_block_combines_few_rows(heads, queries, dim, keys, by_last):
-    q, kv = np.zeros((heads, queries, dim), np.float16), np.zeros((1, keys, dim), np.float16)
+def test_the_last_block_combines_few_rows(dtype, heads, queries, dim, keys, by_last):
+    q, kv = np.zeros((heads, queries, dim), dtype), np.zeros((1, keys, dim), dtype)
+    if dim == 256:
+        options = {"backend": "host", "arch": "90a", "kernel": "fwd_v2"}
+        assert not plan_attention(q, kv, kv, dropout=0.1, seed=0, **options).kernel.config.LAST_COMBINES
     plan = plan_attention(q, kv, kv, backend="host", arch="90a", kernel="fwd_v2")
     assert plan.kernel.config.SPLIT_KV and plan.kernel.config.LAST_COMBINES is by_last
     assert [launch.entry for launch in plan.launches] == ["fwd_v2"] + ["fwd_v2_combine"] * (not by_last)

@@ -21,6 +21,7 @@ MOST_STAGES = 4  # of keys and values
 RESERVED_BYTES = 1024  # of shared memory that the system takes of each block
 MOST_SPLITS = 64  # of a query tile, as the header has it
 COMBINED_AT_ONCE = 16  # splits that a warp has on their way at a time when it combines, as the header has it
+WIDEST, WIDEST_FLOAT32, WIDEST_DROPOUT = 256, 128, 192  # dims up to which a block has registers left, as compiled for each
 LAUNCH, TRIP = 4.0, 0.8  # µs: from the end of a kernel to where the next one combines, and from asking device memory to an answer
 WARP_ROWS, COMBINED_COLUMNS = 16, 32  # of a query tile of fwd_hopper: rows that a warp combines, and with so many columns
 
@@ -72,16 +73,20 @@ def key_splits(plan: KernelPlan, problem: Problem, tiles: int) -> KeySplits | No
     return KeySplits(SPLIT_KEYS, most_splits(problem), -(-problem.len_q // tile_q), tiles, min(tile_q, problem.len_q))
 
 
-def last_combines(row: TileConfig, width_v: int, problem: Problem) -> tuple[bool, str]:
+def last_combines(row: TileConfig, width: int, width_v: int, problem: Problem) -> tuple[bool, str]:
     """Whether the block of a query tile that ends last combines its splits, and why.
 
     Parameters
     ----------
     row : TileConfig
-    width_v : int
+    width, width_v : int
     problem : Problem
         As the kernel is told it, whose keys are split.
     """
+    widest = WIDEST if problem.scores.dropout is None else WIDEST_DROPOUT
+    widest = WIDEST_FLOAT32 if problem.dtype == "float32" else widest
+    if max(width, width_v) > widest:
+        return False, f"a kernel combines splits: above dims of {widest} a block has no registers for it"
     rows = min(row.tile_q, problem.len_q)
     rounds = -(-rows * _across(width_v) // row.warps)  # of which a kernel of its own takes one
     trips = -(-most_splits(problem) // COMBINED_AT_ONCE)

@@ -106,7 +106,7 @@ OP BlockCoord scheduled_coord(const ForwardParams& p, u32 block) {
   return here;
 }
 // Of few queries whose keys are split there is no list: all splits are about equally long, and reading where a tile is would take as long as a key tile.
-// So is dividing: here it is by products.
+// So is dividing: here it is by products, but with dropout, which leaves no registers for their factors.
 OP BlockCoord split_tile_coord(const ForwardParams& p, u32 number) {
   const u32 head = divide(number, p.tiles_divmod), tile = number - head * p.tiles_divmod.divisor;
   BlockCoord here;
@@ -119,11 +119,11 @@ OP BlockCoord split_tile_coord(const ForwardParams& p, u32 number) {
 constexpr bool SCHEDULED = VARLEN && !SPLIT_KV;
 OP BlockCoord query_tile_coord(const ForwardParams& p, u32 block) {
   if constexpr (SCHEDULED) return scheduled_coord(p, block);
-  else if constexpr (SPLIT_KV) return split_tile_coord(p, block);
+  else if constexpr (SPLIT_KV && !DROPOUT) return split_tile_coord(p, block);
   else return block_coord(p.batch, p.heads, p.len_q, TILE_Q, block);
 }
 // The same at the end of a block: computed again, instead of keeping it in registers that the loop needs.
 OP decltype(auto) coord_again(const ForwardParams& p, const BlockCoord& here, u32 block) {
-  if constexpr (VARLEN) return query_tile_coord(p, block);
+  if constexpr (VARLEN || SPLIT_KV) return query_tile_coord(p, block);
   else return (here);
 }
