@@ -1,11 +1,11 @@
-// arrivals.cuh -- which of several blocks is the last to arrive: a counter in device memory that takes neither a launch nor a memset to begin
-// with, and that a CUDA graph may use again and again.
+// arrivals.cuh -- which of several blocks is the last to arrive: a counter in device memory that takes neither a launch nor a
+// memset to begin with, and that a CUDA graph may use again and again.
 //
-// The counter has 64 bits: a mark, and behind it how many have arrived. The last block to arrive leaves a count of 0 for the next launch. Memory
-// without the mark has not been a counter yet, or has been lent to something else meanwhile: a block that finds it so makes it a counter, at which
-// it is the first to have arrived. No number that a kernel leaves in memory has the mark: as float32, its upper half is NaN with a payload.
-//
-// All blocks have to expect as many: where lengths change while a kernel runs, a count is left over, which the next launch takes for its own.
+// The counter has 64 bits: a mark, and behind it how many have arrived. The last block to arrive leaves a count of 0 for the next
+// launch. Memory without the mark has not been a counter yet, or has been lent to something else meanwhile: a block that finds it
+// so makes it a counter, at which it is the first to have arrived. No number that a kernel leaves in memory has the mark: as
+// float32, its upper half is NaN with a payload. All blocks have to expect as many: where lengths change while a kernel runs, a
+// count is left over, which the next launch takes for its own.
 //
 //     anything ---- the first to find no mark ----> 1 ---- each other ----> n ---- the last one of n ----> 0 ---- each ----> n
 #pragma once
