@@ -42,6 +42,7 @@ constexpr bool  PINGPONG = false;         // fwd_hopper: warpgroups start the pr
 constexpr bool  TMA_REDUCE_DQ = false;    // bwd_hopper: dQ goes through shared memory, and TMA adds it; if not, lanes add what they hold
 constexpr bool  FROM_LAST = false;        // fwd_hopper: the last key tiles first, which have the largest scores where a term rises towards the diagonal
 constexpr bool  SPLIT_KV = false;         // query tiles are split along the keys among blocks: in fwd_hopper those that whole rounds leave over, in fwd_v2 those of few queries
+constexpr bool  LAST_COMBINES = false;    // of SPLIT_KV, fwd_v2: the block of a query tile that ends last combines its splits; if not, a kernel behind does
 constexpr bool  PACK_GQA = false;         // forward: the heads of a group share query tiles, so that row i is query i % queries of some head
 constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the registers of a thread
 

@@ -13,7 +13,7 @@
 //       m = m'
 //     out_i = O / l,  lse_i = m + log l         each written once; S and P exist in registers only
 //
-// SPLIT_KV: blocks share a query tile, each with some of its keys, and fwd_v2_combine joins what they have.
+// SPLIT_KV: blocks share a query tile, each with some of its keys, and the last one to end combines what they have, or fwd_v2_combine does.
 // K and V tiles pass through STAGES: while one is used, the next ones arrive.
 #include "config.cuh"
 #include "params.cuh"
@@ -166,9 +166,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   if constexpr (DROPOUT) scale(o_reg, dropout.scale);
   if (!is_whole) {
     const u32 number = partial_number(p, tile_of_block(p), split_of_block(p));
-    const int row = warp_id() * WARP_ROWS;
-    if (row < p.partial_rows) store_existing(out_partial(p, number), o_reg, row, seq.q.len() - warp_row);
-    store(lse_partial(p, number, row), 1, p.partial_rows - row, lse);
+    const int row = warp_id() * WARP_ROWS, rows = seq.q.len() - warp_row;
+    store_rows(out_partial(p, number, row), o_reg, rows);
+    store(lse_partial(p, number, row), 1, rows, lse);
+    if constexpr (LAST_COMBINES) combine_if_last(p);
     return;
   }
   if (VARLEN) clear_rows(o_reg, lse, seq.q.len() - warp_row);
@@ -178,13 +179,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   }
   const BlockCoord& coord = coord_again(p, here, SPLIT_KV ? tile_of_block(p) : block_id());
   const auto queries = rows_of_sequence<QUERIES>(p, coord.batch_number);
-  const int row = VARLEN ? coord.row + warp_id() * WARP_ROWS : warp_row;
+  const int row = VARLEN || SPLIT_KV ? coord.row + warp_id() * WARP_ROWS : warp_row;
   const ResultTile out = slice<Result>(p.out, coord.batch, coord.head, queries.first() + row, queries.end_of_room(), p.dim_v);
   store_result<Warp>(out, out_smem, o_reg);
   if (p.lse.data) store(row_slice(p.lse, coord.batch, coord.head, queries.first() + row), p.lse.row_stride, out.rows, lse);
 }
 
-// After: the splits of query tiles become one.
+// After: the splits of query tiles become one, unless that has been done.
 KERNEL(THREADS, 1) fwd_v2_combine(GRID_CONSTANT ForwardParams p) {
-  if constexpr (SPLIT_KV) combine_key_splits<8>(p);
+  if constexpr (SPLIT_KV && !LAST_COMBINES) combine_key_splits(p);
 }

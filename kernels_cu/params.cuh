@@ -118,13 +118,15 @@ struct ForwardParams {
   i64 sinks_of_head;
   ScoreParams scores;
   SequenceParams sequences;
-  float* out_partials;                    // SPLIT_KV: (query tiles, splits, partial_rows * WIDTH_V)  out of each split, in the order of fragments
+  float* out_partials;                    // SPLIT_KV: (query tiles, splits, partial_rows, WIDTH_V)  out of each split
   float* lse_partials;                    // (query tiles, splits, partial_rows)  and its lse
   FastDivmod splits_divmod;               // blocks of a query tile
-  int split_keys;                         // keys of a split, at least, where there is more than one
+  FastDivmod tiles_divmod, heads_divmod;  // query tiles of a head; heads
+  FastDivmod split_keys_divmod;           // keys of a split, at least, where there is more than one
   int split_tiles;                        // query tiles, of all heads and batch elements
-  int partial_rows;                       // of a query tile that exist, rounded up to whole fragments
+  int partial_rows;                       // of a query tile that there is room for
   WorkItem* work;                         // VARLEN: how many query tiles there are, as a first sequence, and those of a head, see tile/schedule.cuh
+  u64* arrivals;                          // LAST_COMBINES: (query tiles)  how many splits have been left, see tile/arrivals.cuh
 };
 
 // How TMA finds boxes of an array: on the GPU what the driver encodes (cuTensorMapEncodeTiled). Sizes from the fastest

@@ -31,7 +31,7 @@ KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullm
 # Headers, and a kernel that each is a part of.
 PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper", "tile/dq_protocol.cuh": "bwd_hopper"}
 PARTS |= {"tile/score_sums.cuh": "bwd_scores", "tile/element_sums.cuh": "bwd_scores"}
-PARTS |= {"tile/schedule.cuh": "fwd_v2", "tile/clipped.cuh": "fwd_hopper"}
+PARTS |= {"tile/schedule.cuh": "fwd_v2", "tile/split.cuh": "fwd_v2", "tile/clipped.cuh": "fwd_hopper"}
 # Or a comment, which may speak of one.
 CALL = re.compile(r"//.*|\b(?:(?:sync|arrive|wait|commit|producer|consumer)_\w+|fence_proxy_async)(?:<[^;]*>)?\([^;]*\);")
 
@@ -105,7 +105,8 @@ def settings_of(kernel):
         return {"two stages": setting, "one stage": setting.but(STAGES=1), "stores": setting.but(COPY_BYTES=0)}
     setting = TWO_PAIRS if kernel.startswith("bwd") else TWO_STAGES
     if kernel == "fwd_v2":
-        return {"sequences": SEQUENCES} | _stages(setting)
+        splits = replace(setting.but(SPLIT_KV=True, LAST_COMBINES=True), case=Case("float16", 60, 1030, dim=32))
+        return {"sequences": SEQUENCES, "splits": splits} | _stages(setting)
     sinks = {"sinks": replace(TWO_PAIRS.but(SINKS="SINKS_FLOAT32"), case=replace(CASE, sinks=1))}
     return (sinks if kernel.startswith("bwd") else {}) | _stages(setting)
 
@@ -294,6 +295,7 @@ BEFORE_USE = {
     "zeros": re.compile(r"\bwait_for_count\([^;]*\.cleared\);"),
     "calls": re.compile(r"\bwait_for_zeros\(p, block\);"),
     "lanes": re.compile(r"\bwait_for<LANES>\(block\.cleared, 0\);"),
+    "splits": re.compile(r"\bsync_block\(\);(?=\s*// without it rows are missing)"),  # see test_split_keys
 }
 
 

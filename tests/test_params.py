@@ -99,7 +99,7 @@ def test_a_problem_becomes_numbers():
     k, v = (dense_layout((2, 3, 20, dim), (3, 2, 1, 0), "float16", None) for dim in (64, 48))
     asked = Options(scale=0.3, softcap=5.0, window=(4, 2), return_lse=True, backend="host")
     sinks = dense_layout((5, 6), (1, 0), "float32", None)
-    params = forward_params(make_problem(q, k, v, asked, out, sinks=sinks), KeySplits(7, 11, 13, 17))[0]
+    params = forward_params(make_problem(q, k, v, asked, out, sinks=sinks), KeySplits(7, 11, 15, 13, 17))[0]
     arrays = ("q", "k", "v", "out", "lse", "sinks")
     strides = {name: tuple(params[name][f"{axis}_stride"] for axis in ("head", "row", "col")) for name in arrays}
     of_inputs = {"q": (64, 384, 1), "k": (1280, 64, 1), "v": (960, 48, 1), "sinks": (1, 6, 0)}
@@ -120,8 +120,11 @@ def test_a_problem_becomes_numbers():
         "sinks_of_head": 5,
         "out_partials": 0,
         "lse_partials": 0,
+        "arrivals": 0,
         "work": 0,
-        "split_keys": 7,
+        "split_keys_divmod": fast_divmod(7),
+        "tiles_divmod": fast_divmod(15),
+        "heads_divmod": fast_divmod(6),
         "splits_divmod": fast_divmod(11),
         "split_tiles": 13,
         "partial_rows": 17,

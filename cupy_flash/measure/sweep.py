@@ -112,7 +112,7 @@ def candidates(cell: Cell, architecture: Architecture, kernel: str | None = None
 
 def _with_tile(plan: KernelPlan, row: TileConfig, dtype: str, precision: str) -> KernelPlan:
     c = plan.config
-    given = c.WIDTH, c.WIDTH_V, c.COPY_BYTES, c.EXPLICIT_SCORES, c.SPLIT_KV, c.PACK_GQA
+    given = c.WIDTH, c.WIDTH_V, c.COPY_BYTES, c.EXPLICIT_SCORES, c.SPLIT_KV, c.LAST_COMBINES, c.PACK_GQA
     config = configure(row, plan.architecture, dtype, precision, *given)
     return replace(plan, config=config, reasons=(row.reason,))
 

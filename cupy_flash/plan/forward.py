@@ -27,7 +27,7 @@ from .kernel import (
 from .packing import FEW, packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
 from .sequences import elements_of, row_length, tiles_of
-from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, most_splits, partial_rows, splits_keys
+from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import SHORT, row_for, table_for
 from .workspace import Workspace
@@ -92,8 +92,10 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         lengths=problem.lengths is not None or (split and kernel == "fwd_v2"),
         rows=rows_of(kernel, architecture, problem, expressions),
     )
+    combines, why_combines = False, "a kernel combines splits: most tiles that blocks of fwd_hopper share have many rows" * split
     if split and kernel == "fwd_v2":
         row = deeper(row, architecture, 4 if problem.dtype == "float32" else 2, width, width_v)
+        combines, why_combines = last_combines(row, width, width_v, problem)
     if copy_bytes < 16 or problem.lengths is not None or problem.has_wider_results:
         # TMA would write beyond a row's end, see `obstacle`, or that of a sequence; and shared memory has no room for float32.
         row = replace(row, tma_store_out=False)
@@ -101,6 +103,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     rises = problem.scores.alibi_slopes is not None and problem.mask.shape == "causal" and kernel == "fwd_hopper"
     rises &= not (listed or split)
     why_last = "the last keys first: towards them ALiBi makes scores larger" * rises
+    reasons = why_kernel, packing.reason, row.reason, why_split, why_combines, why_copy, why_scores, why_last
     return KernelPlan(
         file=kernel,
         architecture=architecture,
@@ -114,6 +117,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             copy_bytes=copy_bytes,
             explicit=explicit,
             split_kv=split,
+            last_combines=combines,
             pack_gqa=pack_gqa,
             mask=problem.mask.kind,
             sinks=kind_of_sinks(problem),
@@ -123,7 +127,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             from_last=rises,
         ),
         expressions=expressions,
-        reasons=tuple(filter(None, (why_kernel, packing.reason, row.reason, why_split, why_copy, why_scores, why_last))),
+        reasons=tuple(filter(None, reasons)),
     )
 
 
@@ -279,9 +283,12 @@ def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
         work = [("work", WORK_ITEM_BYTES[plan.file] * (1 + _tiles(plan, problem)))] if c.VARLEN else []
         return Workspace(tuple(work))
     # In fwd_hopper each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
-    parts = tiles * most_splits(problem) if plan.file == "fwd_v2" else min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
-    rows = parts * partial_rows(plan, problem.len_q)
-    return Workspace((("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows)))
+    if plan.file == "fwd_v2":
+        rows = tiles * most_splits(problem) * min(c.TILE_Q, problem.len_q)
+    else:
+        rows = (min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS) * partial_rows(plan, problem.len_q)
+    counters = [("arrivals", 8 * tiles)] if c.LAST_COMBINES else []
+    return Workspace((("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows), *counters))
 
 
 def forward_splits(plan: KernelPlan, problem: Problem) -> KeySplits | None:

@@ -68,6 +68,7 @@ class Config:
     TMA_REDUCE_DQ: bool
     FROM_LAST: bool
     SPLIT_KV: bool
+    LAST_COMBINES: bool
     PACK_GQA: bool
     MIN_BLOCKS: int
     COPY_BYTES: int
@@ -172,7 +173,8 @@ class KernelPlan:
             return self._schedule | main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         main = {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
-        return self._schedule | main | ({f"{self.file}_combine": 0} if c.SPLIT_KV else {})
+        combines = c.SPLIT_KV and not c.LAST_COMBINES
+        return self._schedule | main | ({f"{self.file}_combine": 0} if combines else {})
 
     @property
     def _schedule(self) -> dict[str, int]:
@@ -201,7 +203,8 @@ class KernelPlan:
         else:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"s{c.STAGES}"] * (self.file == "fwd_v2" and c.STAGES != 2)
             words.append(f"copy{c.COPY_BYTES or 'elements'}")
-        words += ["split"] * c.SPLIT_KV + ["fromlast"] * c.FROM_LAST + ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
+        words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST
+        words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
         words += ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
@@ -333,6 +336,7 @@ def configure(
     copy_bytes: int = 16,
     explicit: bool = False,
     split_kv: bool = False,
+    last_combines: bool = False,
     pack_gqa: bool = False,
     mask: str = "BAND",
     sinks: str = "NO_SINKS",
@@ -355,6 +359,7 @@ def configure(
         "EXPLICIT_SCORES": explicit,
         "FROM_LAST": from_last,
         "SPLIT_KV": split_kv,
+        "LAST_COMBINES": last_combines,
         "PACK_GQA": pack_gqa,
         "MASK": mask,
         "SINKS": sinks,

@@ -47,8 +47,10 @@ def forward_params(problem: Problem, splits: KeySplits | None = None) -> numpy.n
     _add_pairs(params, problem)
     _add_lengths(params, problem.lengths)
     if splits is not None:
-        params["splits_divmod"] = fast_divmod(splits.most)
-        params["split_keys"], params["split_tiles"], params["partial_rows"] = splits.keys, splits.tiles, splits.partial_rows
+        numbers = splits.tiles_of_head, max(problem.heads_q, 1), splits.most, splits.keys  # without heads nothing is launched
+        for name, number in zip(("tiles", "heads", "splits", "split_keys"), numbers):
+            params[f"{name}_divmod"] = fast_divmod(number)
+        params["split_tiles"], params["partial_rows"] = splits.tiles, splits.partial_rows
     return params
 
 

@@ -1,7 +1,13 @@
-"""Few queries with many keys: blocks of fwd_v2 share a query tile, as ``kernels_cu/tile/split.cuh`` deals its keys out."""
+"""Few queries with many keys: blocks of fwd_v2 share a query tile, as ``kernels_cu/tile/split.cuh`` deals its keys out.
+
+Splits of a query tile have to be combined. A kernel of its own has a warp for each row, but begins when all of the first one has
+ended, and reads once more where sequences are: that is `LAUNCH`. The block of a query tile that ends last is there already, but its
+warps take rows one after the other, and each asks device memory anew: that is `TRIP`. So it combines where there are few rows.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ..problem.forward import Problem
@@ -14,7 +20,10 @@ SPLIT_KEYS = 512  # of a split, at least: what it hands on is a 32nd of what it 
 MOST_STAGES = 4  # of keys and values
 RESERVED_BYTES = 1024  # of shared memory that the system takes of each block
 MOST_SPLITS = 64  # of a query tile, as the header has it
-WARP_ROWS, COMBINED_COLUMNS = 16, 32  # of a query tile: rows that a warp merges, and with so many columns
+COMBINED_AT_ONCE = 16  # splits that a warp has on their way at a time when it combines, as the header has it
+WIDEST, WIDEST_FLOAT32, WIDEST_DROPOUT = 256, 128, 192  # dims up to which a block has registers left, as compiled for each
+LAUNCH, TRIP = 4.0, 0.8  # µs: from the end of a kernel to where the next one combines, and from asking device memory to an answer
+WARP_ROWS, COMBINED_COLUMNS = 16, 32  # of a query tile of fwd_hopper: rows that a warp combines, and with so many columns
 
 
 def splits_keys(kernel: str, problem: Problem) -> tuple[bool, str]:
@@ -43,14 +52,15 @@ class KeySplits:
         Of a split, at least, where there is more than one.
     most : int
         Blocks of a query tile.
-    tiles : int
-        Query tiles, of all heads and batch elements.
+    tiles_of_head, tiles : int
+        Query tiles, of a head and of all heads and batch elements.
     partial_rows : int
-        Rows of a tile that exist, rounded up to whole fragments.
+        Rows of a tile that there is room for.
     """
 
     keys: int
     most: int
+    tiles_of_head: int
     tiles: int
     partial_rows: int
 
@@ -59,7 +69,30 @@ def key_splits(plan: KernelPlan, problem: Problem, tiles: int) -> KeySplits | No
     """The splits of a problem as the kernel is told it, of so many query tiles; None without."""
     if plan.file != "fwd_v2" or not plan.config.SPLIT_KV:
         return None
-    return KeySplits(SPLIT_KEYS, most_splits(problem), tiles, partial_rows(plan, problem.len_q))
+    tile_q = plan.config.TILE_Q
+    return KeySplits(SPLIT_KEYS, most_splits(problem), -(-problem.len_q // tile_q), tiles, min(tile_q, problem.len_q))
+
+
+def last_combines(row: TileConfig, width: int, width_v: int, problem: Problem) -> tuple[bool, str]:
+    """Whether the block of a query tile that ends last combines its splits, and why.
+
+    Parameters
+    ----------
+    row : TileConfig
+    width, width_v : int
+    problem : Problem
+        As the kernel is told it, whose keys are split.
+    """
+    widest = WIDEST if problem.scores.dropout is None else WIDEST_DROPOUT
+    widest = WIDEST_FLOAT32 if problem.dtype == "float32" else widest
+    if max(width, width_v) > widest:
+        return False, f"a kernel combines splits: above dims of {widest} a block has no registers for it"
+    rows = min(row.tile_q, problem.len_q)
+    rounds = -(-rows * _across(width_v) // row.warps)  # of which a kernel of its own takes one
+    trips = -(-most_splits(problem) // COMBINED_AT_ONCE)
+    if (rounds - 1) * trips * TRIP > LAUNCH:
+        return False, f"a kernel combines splits: a block would take {rounds} rounds over {rows} rows"
+    return True, f"the last block of a query tile combines its splits: {rows} rows, which take it less than a launch"
 
 
 def deeper(row: TileConfig, architecture: Architecture, itemsize: int, width: int, width_v: int) -> TileConfig:
@@ -72,16 +105,21 @@ def deeper(row: TileConfig, architecture: Architecture, itemsize: int, width: in
 
 
 def partial_rows(plan: KernelPlan, len_q: int) -> int:
-    """Rows of a part of a query tile that are kept: those that exist, rounded up to what a warp stores."""
-    c = plan.config
-    own = max(WARP_ROWS, c.TILE_Q // c.WARPS)  # all of its rows, of which fwd_v2 has 16 or 32
-    return min(c.TILE_Q, -(-len_q // own) * own)
+    """Rows of a part of a query tile that fwd_hopper keeps: those that exist, rounded up to what a warp stores."""
+    return min(plan.config.TILE_Q, -(-len_q // WARP_ROWS) * WARP_ROWS)
 
 
 def combining_blocks(plan: KernelPlan, tiles: int, len_q: int) -> int:
     """Blocks that combine so many query tiles."""
     c = plan.config
+    if plan.file == "fwd_v2":
+        return -(-tiles * min(c.TILE_Q, len_q) * _across(c.WIDTH_V) // c.WARPS)
     return -(-tiles * (partial_rows(plan, len_q) // WARP_ROWS) * (c.WIDTH_V // COMBINED_COLUMNS) // c.WARPS)
+
+
+def _across(width_v: int) -> int:
+    """Warps that a row of fwd_v2 is combined by: each has 32 columns, or as many twos or fours as there are."""
+    return width_v // math.gcd(width_v, 128)
 
 
 def most_splits(problem: Problem) -> int:

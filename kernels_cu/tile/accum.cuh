@@ -46,35 +46,6 @@ template <int M, int N, int ROWS, int WIDTH> OP void load(Acc<M, N>& acc, AccumT
   });
 }
 
-// The same of the first `rows` rows; of others, nothing is moved by lanes that have no other. Loaded, they are zero.
-template <int ROWS, int WIDTH, int M, int N> OP void store_existing(AccumTile<ROWS, WIDTH> tile, const Acc<M, N>& acc, int row0, int rows) {
-  for_lane(l) {
-    #pragma unroll
-    for (int r = 0; r < acc.regs; r += 4) {
-      if (acc.row(l, r) >= rows) continue;
-      count_written(sizeof(Four));
-      float* const to = tile.base + tile.offset(row0 + r / acc.per_16_rows * 16, r % acc.per_16_rows / 8 * 16) + r % 8 / 4 * 128 + l * 4;
-      *reinterpret_cast<Four*>(to) = Four{acc.at(l, r), acc.at(l, r + 1), acc.at(l, r + 2), acc.at(l, r + 3)};
-    }
-  }
-}
-template <int N, int ROWS, int WIDTH> OP void load_existing(Acc<16, N>& acc, AccumTile<ROWS, WIDTH> tile, int row0, int col0, int rows) {
-  const float* const first = tile.base + tile.offset(row0, col0);
-  for_lane(l) {
-    const bool exists = acc.row(l, 0) < rows;
-    #pragma unroll
-    for (int r = 0; r < acc.regs; r += 4) {
-      Four four{};
-      if (exists) {
-        count_read(sizeof(Four));
-        four = *reinterpret_cast<const Four*>(first + l * 4 + tile.offset(0, r / 8 * 16) + r % 8 / 4 * 128);
-      }
-      #pragma unroll
-      for (int i = 0; i < 4; ++i) acc.at(l, r + i) = four.x[i];
-    }
-  }
-}
-
 // The same as `load`: an element of a block has changed places with the one across, and so belongs to another lane and register.
 template <int N, int ROWS, int WIDTH> OP void load(Acc<16, N>& acc, TransposedAccumTile<ROWS, WIDTH> tile, int row0, int col0) {
   for_lane(l) {

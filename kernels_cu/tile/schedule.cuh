@@ -106,13 +106,24 @@ OP BlockCoord scheduled_coord(const ForwardParams& p, u32 block) {
   return here;
 }
 // Of few queries whose keys are split there is no list: all splits are about equally long, and reading where a tile is would take as long as a key tile.
+// So is dividing: here it is by products, but with dropout, which leaves no registers for their factors.
+OP BlockCoord split_tile_coord(const ForwardParams& p, u32 number) {
+  const u32 head = divide(number, p.tiles_divmod), tile = number - head * p.tiles_divmod.divisor;
+  BlockCoord here;
+  here.row = int(p.tiles_divmod.divisor - 1 - tile) * TILE_Q;
+  here.batch_number = divide(head, p.heads_divmod);
+  here.head = int(head - here.batch_number * p.heads_divmod.divisor);
+  batch_element(here.batch, p.batch, here.batch_number);
+  return here;
+}
 constexpr bool SCHEDULED = VARLEN && !SPLIT_KV;
 OP BlockCoord query_tile_coord(const ForwardParams& p, u32 block) {
   if constexpr (SCHEDULED) return scheduled_coord(p, block);
+  else if constexpr (SPLIT_KV && !DROPOUT) return split_tile_coord(p, block);
   else return block_coord(p.batch, p.heads, p.len_q, TILE_Q, block);
 }
 // The same at the end of a block: computed again, instead of keeping it in registers that the loop needs.
 OP decltype(auto) coord_again(const ForwardParams& p, const BlockCoord& here, u32 block) {
-  if constexpr (VARLEN) return query_tile_coord(p, block);
+  if constexpr (VARLEN || SPLIT_KV) return query_tile_coord(p, block);
   else return (here);
 }

@@ -35,3 +35,16 @@ template <int M, typename Params> OP void start_with_sinks(OnlineSoftmax<M>& sta
   RowVec<M> correction;                                       // of nothing
   join_sinks(state, correction, p, mask, head, row0);
 }
+
+// The same of one row of a query head, whose state all lanes have: the sum of all keys and its maximum. Returns the correction.
+template <typename Params> OP float join_sinks(float& max, float& sum, const Params& p, int head) {
+  float correction = 1.f;
+  #pragma unroll 1
+  for (int i = 0; i < int(p.sinks_of_head); ++i) {
+    const float score = read_sink(p, head, i) * LOG2E, top = fmaxf(max, score), safe = fmaxf(top, LOWEST), factor = exp2_approx(max - safe);
+    sum = fmaf(sum, factor, exp2_approx(score - safe));
+    correction *= factor;
+    max = top;
+  }
+  return correction;
+}
