@@ -266,6 +266,16 @@ struct ScoreGradientParams : BackwardParams {
   int elements_q, elements_kv;            // VARLEN: of the axes of queries and keys; CLAMPED: pairs beyond the last one read that
 };
 
+// The same of bwd_scores_hopper.cu.
+struct HopperScoreGradientParams : ScoreGradientParams {
+  TensorMap q_map;                        // q in boxes of TILE_Q x 64
+  TensorMap k_map;                        // k in boxes of TILE_KV x 64
+  TensorMap v_map;                        // v, the same
+  TensorMap dout_map;                     // dout in boxes of TILE_Q x 64
+  TensorMap bias_map;                     // STAGED_BIAS: the bias in boxes of TILE_Q x 64
+  TensorMap gradient_map;                 // STORE_DBIAS: its gradient in boxes of 16 x 64
+};
+
 // out = the attention over the keys of a and of b together, from the attention over each.
 struct MergeParams {
   Tensor out_a, out_b, out;               // (*batch, heads, len_q, dim_v)

@@ -124,9 +124,15 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
 
 
 def read_gradient_params(
-    problem: BackwardProblem, part: ReadGradient, units: int, splits: int, stats_rows: int, delta_sign: int
+    problem: BackwardProblem,
+    part: ReadGradient,
+    units: int,
+    splits: int,
+    stats_rows: int,
+    delta_sign: int,
+    maps: dict[str, TensorMap],
 ) -> numpy.ndarray:
-    """A size-1 array of `ScoreGradientParams` with everything but the addresses.
+    """A size-1 array of `ScoreGradientParams`, or with maps `HopperScoreGradientParams`, with everything but the addresses.
 
     Parameters
     ----------
@@ -136,6 +142,7 @@ def read_gradient_params(
         How many units the elements are cut into, and how many blocks share one.
     stats_rows, delta_sign : int
         Rows of the tiles that the backward has statistics of, and what its delta is multiplied by.
+    maps : dict of str to TensorMap
 
     Raises
     ------
@@ -144,7 +151,10 @@ def read_gradient_params(
     """
     layouts = problem.layouts | {"gradient": part.of_pairs}
     forward = problem.forward
-    params = _with_strides("ScoreGradientParams", forward.batch, layouts, forward.scores, forward.lengths)
+    name = "HopperScoreGradientParams" if maps else "ScoreGradientParams"
+    params = _with_strides(name, forward.batch, layouts, forward.scores, forward.lengths)
+    for name, described in maps.items():
+        params[name] = described.in_the_clear()
     _add_scores(params, forward)
     _add_pairs(params, forward)
     _add_lengths(params, forward.lengths)
