@@ -124,8 +124,8 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       if (!whole) apply_mask(dp_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);  // 0 times whatever dP was may be NaN
       add_gradients(sum_reg, s_reg, dp_reg, delta_reg);
     }
+    if (STAGED_BIAS) consumer_wait(biases);                   // without it, where a unit is masked, its bias overwrites what leaves
     if constexpr (STORE_DBIAS) {
-      consumer_wait(biases);                                  // without it, of a unit that is masked, the bias overwrites what leaves
       store(biases.tile(), sum_reg, own_row);                 // in place of the rows of the bias that only this warp has read
       fence_proxy_async();                                    // without it rows leave that have not been written
       store_async(p.gradient_map, first.batch, first.head, row0, biases.tile(), own_row, col0);

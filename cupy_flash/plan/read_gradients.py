@@ -93,9 +93,12 @@ def read_gradient_plans(problem: BackwardProblem, backward: KernelPlan) -> tuple
 
 def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) -> ReadGradientPlan:
     p, architecture, expressions = problem.forward, backward.architecture, _text(problem, part, backward)
-    row, why_kernel = chosen_row(problem, part, expressions, architecture)
-    file, copy_bytes, why_copy = PAIR_BIAS, 16, ""
-    if row is None:
+    # The gradient of a bias asks nothing of a softcap, which comes before: so scores are only something more.
+    of_pair = _text(replace(problem, forward=replace(p, softcap=None)), part, backward)
+    row, why_kernel = chosen_row(problem, part, of_pair, architecture)
+    if row is not None:
+        file, expressions, copy_bytes, why_copy = PAIR_BIAS, of_pair, 16, ""
+    else:
         file, (copy_bytes, why_copy) = FILE, copy_size({name: problem.layouts[name] for name in MOVED})
         crowded = expressions.pressure in (Pressure.SEVERAL, Pressure.MANY) or p.scores.dropout is not None
         rows, width = read_rows(architecture.name, p.dtype, crowded), padded(max(p.dim, p.dim_v))
