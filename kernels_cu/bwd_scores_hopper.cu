@@ -6,16 +6,16 @@
 //                       warpgroup is the producer, each consumer owns 64 queries of the unit:
 //
 //     producer: for each unit, and each batch element and head that share it:
-//                 Q_i, K_j,  and dO_i, V_j with lse_i and delta_i              as far ahead as there are stages
+//                 Q_i, K_j with lse_i,  and dO_i, V_j with delta_i             as far ahead as there are stages
 //               by another warp, for each unit:  B_ij
 //
 //     consumer: for each unit:
 //                 G = 0
 //                 for each batch element and head that share it:
-//                   start S = Q_i K_j^T
-//                   start dP = dO_i V_j^T                                      one warpgroup starts both behind those of the other
-//                   wait for S;  P = 2^(S + B_ij - lse_i)                      beneath the second product
-//                   wait for dP; G += P o (dP - delta_i)                       in registers
+//                   S = Q_i K_j^T                                              warpgroups start their products in turn (ping-pong), so that
+//                   P = 2^(S + B_ij - lse_i)                                   all else is done beneath those of the other one
+//                   dP = dO_i V_j^T
+//                   G += P o (dP - delta_i)                                    in registers
 //                 G goes to the gradient, if the block is the only one of the unit, or to partial sums
 //                                                                            (STORE_DBIAS: TMA stores it from where B_ij was)
 //
@@ -29,7 +29,7 @@ constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgr
 static_assert(TILE_Q == 64 * GROUPS, "a warpgroup owns 64 queries");
 static_assert(SCORES == PLUS_TERM && HAS_BIAS && !MASKED_PAIRS && !DROPOUT && !VARLEN, "a bias alone is asked for each pair");
 static_assert(OF_QUERY && OF_KEY && !SCATTERED && !GATHERED && !HAS_FACTOR, "whose elements belong to a query and a key");
-static_assert(STAGES > 1, "both products of a step have their operands at a time");
+static_assert(GROUPS > 1, "they take turns");
 
 enum NamedBarrier { ORDER = 1 };                              // of ping-pong, for each warpgroup
 static_assert(ORDER + GROUPS <= NAMED_BARRIERS);
@@ -42,7 +42,7 @@ constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_R
 // Shared memory: operands of the products; the bias of a unit; statistics of queries; barriers.
 constexpr int BIAS_OFFSET = STAGES * Operands::bytes;
 constexpr int STATS_OFFSET = BIAS_OFFSET + BIAS_BYTES;
-constexpr int RING_BARRIERS = STATS_OFFSET + STATS_PLACES * STATS_BYTES;
+constexpr int RING_BARRIERS = STATS_OFFSET + STATS_BYTES;
 constexpr int BIAS_BARRIERS = RING_BARRIERS + STAGES * STAGE_BARRIERS;
 constexpr int SHARED_BYTES = BIAS_BARRIERS + STAGED_BIAS * STAGE_BARRIERS;
 
@@ -64,9 +64,9 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
         #pragma unroll 1
         for (; now.left > 0; now.advance(p)) {
           producer_acquire(ring);                             // without it operands are overwritten that a slower warp still reads
-          load_operands<false>(ring, p.q_map, p.k_map, p, now, stats_smem);
+          load_operands(ring, p.q_map, p.k_map, p, now, false, stats_smem);
           producer_acquire(ring);                             // the same
-          load_operands<true>(ring, p.dout_map, p.v_map, p, now, stats_smem);
+          load_operands(ring, p.dout_map, p.v_map, p, now, true, stats_smem);
         }
       });
     }
@@ -97,19 +97,13 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
     for (i64 left = first.left; left > 0; --left) {
       Acc<16, TILE_KV> s_reg, dp_reg;
       RowVec<16> lse_reg, delta_reg;
-      Ring of_scores = ring;
-      ring.advance();
-      consumer_wait(of_scores);                               // without it the product reads queries and keys that have not arrived
-      wait_pingpong<ORDER>(group);                            // without it the products of both queue, and then neither computes anything else
-      start_product_transposed(s_reg, of_scores.tile().queries(), group_row, of_scores.tile().keys());
-      consumer_wait(ring);                                    // without it the product reads gradients and values that have not arrived
-      start_product_transposed(dp_reg, ring.tile().queries(), group_row, ring.tile().keys());
+      consumer_wait(ring);                                    // without it the product reads queries and keys that have not arrived
+      wait_pingpong<ORDER>(group);                            // without it products of both run at a time, and then none beneath which to compute
+      start_product_transposed(s_reg, ring.tile().queries(), group_row, ring.tile().keys());
       arrive_pingpong<ORDER>(group, GROUPS);                  // without it the other warpgroup waits for ever
-      const SharedAddress stats = stats_smem + stats_place(ring) * STATS_BYTES;
-      load_rows(lse_reg, stats, own_row);
-      load_rows(delta_reg, stats + TILE_Q * 4, own_row, p.delta_sign);
-      wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
-      consumer_release(of_scores);                            // without it the producer waits for ever
+      load_rows(lse_reg, stats_of(stats_smem, ring), own_row);
+      wait_for_products<0>(s_reg);                            // without it scores are read that do not exist yet
+      consumer_release(ring);                                 // without it the producer waits for ever
       if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
       if constexpr (STAGED_BIAS) {
         consumer_wait(biases);                                // without it a bias is read that has not arrived
@@ -119,6 +113,11 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       }
       exponentiate(s_reg, lse_reg, scale_log2);
       if (!whole) apply_mask(s_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);
+      consumer_wait(ring);                                    // without it the product reads gradients and values that have not arrived
+      wait_pingpong<ORDER>(group);                            // without it the order is lost
+      start_product_transposed(dp_reg, ring.tile().queries(), group_row, ring.tile().keys());
+      arrive_pingpong<ORDER>(group, GROUPS);                  // without it the other warpgroup waits for ever
+      load_rows(delta_reg, stats_of(stats_smem, ring), own_row, p.delta_sign);
       wait_for_products<0>(dp_reg);                           // without it dP is read that does not exist yet
       consumer_release(ring);                                 // without it the producer waits for ever
       if (!whole) apply_mask(dp_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);  // 0 times whatever dP was may be NaN

@@ -18,55 +18,56 @@ struct Operands {
 using Ring = Pipeline<Operands, STAGES, ELECT_ONE>;
 using Biases = Pipeline<BiasTile, 1, ELECT_ONE>;
 
-// Statistics come with every second stage, that of dO and V, and so there are half as many places for them; and one more, so that a place is filled
-// again only when all warps have started a product since they read it: what lanes read one by one, they then have.
-constexpr int STATS_BYTES = 2 * TILE_Q * int(sizeof(float));
-constexpr int STATS_PLACES = STAGES / 2 + 1;
-OP int stats_place(const Ring& ring) { return int(ring.count / 2 % STATS_PLACES); }
+// With Q and K come the log-sum-exps of the queries, with dO and V their deltas: a number for each row, each kind in places of its own. Of these there
+// is one more than stages of the kind are at work, so that a place is filled again only when all warps have started a product since they read it:
+// what lanes read one by one, they then have.
+constexpr int STAT_BYTES = TILE_Q * int(sizeof(float));
+constexpr int STAT_PLACES = STAGES / 2 + 1;
+constexpr int STATS_BYTES = 2 * STAT_PLACES * STAT_BYTES;
+OP SharedAddress stats_of(SharedAddress stats, const Ring& ring) {
+  return stats + int(ring.count % 2 * STAT_PLACES + ring.count / 2 % STAT_PLACES) * STAT_BYTES;
+}
 
 // Those of a tile lie in as many tiles of the backward as these have other rows. All have a multiple of so many, which lie side by side.
-constexpr int STATS_ROWS = 16, STATS_PIECES = TILE_Q / STATS_ROWS;
+constexpr int PIECE_ROWS = 16, PIECES = TILE_Q / PIECE_ROWS, PIECE_BYTES = PIECE_ROWS * int(sizeof(float));
 
 // How many pieces of a tile there are. Rows behind the last tile of the backward have none.
-OP int stats_pieces(const ScoreGradientParams& p, const PairCursor& at) {
+OP int stat_pieces(const ScoreGradientParams& p, const PairCursor& at) {
   const int rows = int(p.stats_rows_divmod.divisor), tiles = int(divide(p.len_q - 1, p.stats_rows_divmod)) + 1;
-  return min_of((tiles * rows - at.q_tile * TILE_Q) / STATS_ROWS, STATS_PIECES);
+  return min_of((tiles * rows - at.q_tile * TILE_Q) / PIECE_ROWS, PIECES);
 }
-OP const float* stats_piece(const ScoreGradientParams& p, const PairCursor& at, bool deltas, int piece) {
+OP const float* stat_piece(const ScoreGradientParams& p, const PairCursor& at, bool deltas, int piece) {
   const int rows = int(p.stats_rows_divmod.divisor), tiles = int(divide(p.len_q - 1, p.stats_rows_divmod)) + 1;
-  const int row = at.q_tile * TILE_Q + piece * STATS_ROWS, tile = int(divide(row, p.stats_rows_divmod));
+  const int row = at.q_tile * TILE_Q + piece * PIECE_ROWS, tile = int(divide(row, p.stats_rows_divmod));
   const i64 number = i64(at.batch_number(p) * p.heads + at.head) * tiles + tile;
   return p.stats + (number * 2 + deltas) * rows + (row - tile * rows);
 }
-// They are on their way to `to`, lse before delta, and arrive with the stage at hand.
-OP void start_stats(const Ring& ring, const ScoreGradientParams& p, const PairCursor& of, int pieces, SharedAddress to, [[maybe_unused]] CallSite at) {
-  constexpr int BYTES = STATS_ROWS * int(sizeof(float));
+// They are on their way to `to`, and arrive with the stage at hand.
+OP void start_stats(const Ring& ring, const ScoreGradientParams& p, const PairCursor& of, bool deltas, int pieces, SharedAddress to,
+                    [[maybe_unused]] CallSite at) {
 #if ON_GPU
   const int l = lane_id();
-  if (l % STATS_PIECES < pieces && l < 2 * STATS_PIECES)
-    cp_async_bulk(to + l * BYTES, stats_piece(p, of, l >= STATS_PIECES, l % STATS_PIECES), BYTES, ring.full().address);
+  if (l < pieces) cp_async_bulk(to + l * PIECE_BYTES, stat_piece(p, of, deltas, l), PIECE_BYTES, ring.full().address);
   __syncwarp();                                               // for the assembler, which would have the lanes meet later, and more often
 #else
-  for (int l = 0; l < 2 * STATS_PIECES; ++l) {
-    if (l % STATS_PIECES >= pieces) continue;
-    const float* const from = stats_piece(p, of, l >= STATS_PIECES, l % STATS_PIECES);
-    host::self->block->load_async(warp_id(), ring.full().address, {BYTES, [=] {
-      count_read(BYTES);
-      std::memcpy(to + l * BYTES, from, BYTES);
+  for (int l = 0; l < pieces; ++l) {
+    const float* const from = stat_piece(p, of, deltas, l);
+    host::self->block->load_async(warp_id(), ring.full().address, {PIECE_BYTES, [=] {
+      count_read(PIECE_BYTES);
+      std::memcpy(to + l * PIECE_BYTES, from, PIECE_BYTES);
     }}, at);
   }
 #endif
 }
 
-// The stage at hand = queries and keys of a pair of tiles; goes on to the next one. With STATS come those of the queries.
-template <bool STATS>
-OP void load_operands(Ring& ring, const TensorMap& of_queries, const TensorMap& of_keys, const ScoreGradientParams& p, const PairCursor& of,
+// The stage at hand = queries and keys of a pair of tiles, or with `deltas` gradients and values; goes on to the next one.
+OP void load_operands(Ring& ring, const TensorMap& of_queries, const TensorMap& of_keys, const ScoreGradientParams& p, const PairCursor& of, bool deltas,
                       SharedAddress stats, CallSite at = call_site()) {
-  const int pieces = STATS ? stats_pieces(p, of) : 0;
-  arrive_expect_tx(ring.full(), Operands::bytes + pieces * 2 * STATS_ROWS * int(sizeof(float)), at);
+  const int pieces = stat_pieces(p, of);
+  arrive_expect_tx(ring.full(), Operands::bytes + pieces * PIECE_BYTES, at);
   start_load(ring, ring.tile().queries(), of_queries, of.batch, of.head, of.q_tile * TILE_Q, 0, at);
   start_load(ring, ring.tile().keys(), of_keys, of.batch, of.head / p.heads_per_kv, of.kv_tile * TILE_KV, 0, at);
-  if constexpr (STATS) start_stats(ring, p, of, pieces, stats + stats_place(ring) * STATS_BYTES, at);
+  start_stats(ring, p, of, deltas, pieces, stats_of(stats, ring), at);
   ring.advance();
 }
 // The bias of a unit, which is that of any batch element and head that share it.
@@ -110,7 +111,7 @@ template <int M, int N> OP void exponentiate(Acc<M, N>& s, const RowVec<M>& lse,
     #pragma unroll
     for (int r = 0; r < s.regs; ++r) s.at(l, r) = exp2_approx(fmaf(s.at(l, r), scale_log2, -lse.at(l, s.slot(r))));
   }
-  pin(s);                                                     // all of this now, and not when the product beneath has been waited for
+  pin(s);                                                     // all of this now, and not when the next product has been waited for
 }
 
 // sum += P o (dP - delta)
