@@ -111,6 +111,15 @@ queries, lengths = normal(2, 4, 1, 64), cupy.array([2500, 70])  # three blocks s
 attention(queries, *pool, pages=pages, seqlens_kv=lengths)
 attention(normal(2, 4, 130, 64), *pool, pages=pages, seqlens_kv=lengths, causal=True)  # so many queries have pages by TMA
 
+# On sm_90a TMA stores the gradient of the first bias; of the second, blocks share units, and the third is read by lanes.
+q, k, v, dout = (normal(3, heads, rows, 64) for heads, rows in ((4, 150), (2, 200), (2, 200), (4, 150)))
+for bias in (normal(4, 150, 200), normal(150, 200), normal(4, 150, 200, dtype="float32")):
+    out, lse = plan_attention(q, k, v, bias=bias, causal=True, kernel="fwd_v2", return_lse=True)(q, k, v, bias=bias)
+    plan = plan_attention_backward(dout, q, k, v, out, lse, bias=bias, causal=True, wrt="bias")
+    plan(dout, q, k, v, out, lse, bias=bias)
+    cupy.cuda.Device().synchronize()
+
+q, k, v = normal(3, 2, 210, 64)
 def taken_apart(**asked):
     terms = normal(210, dtype="float32")
     asked["arrays"] = given = {"t": terms if "kv_idx" in asked["score"] else terms[:2]}
