@@ -17,7 +17,6 @@
 //                   dP = dO_i V_j^T
 //                   G += P o (dP - delta_i)                                    in registers
 //                 G goes to the gradient, if the block is the only one of the unit, or to partial sums
-//                                                                            (STORE_DBIAS: TMA stores it from where B_ij was)
 //
 //   bwd_scores_hopper_add   gradient = partial sums, added up in one order
 #include "config.cuh"
@@ -60,20 +59,22 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
   if (warp < 4) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
     if (warp == 0) {
-      for_parts(p, [&](PairCursor& now, u32) {
+      for_parts(p, [&](UnitPart& part) {
         #pragma unroll 1
-        for (; now.left > 0; now.advance(p)) {
+        for (PairCursor& now = part.first; now.left > 0; now.advance(p)) {
+          const StepCoord step(p, now);
           producer_acquire(ring);                             // without it operands are overwritten that a slower warp still reads
-          load_operands(ring, p.q_map, p.k_map, p, now, false, stats_smem);
+          load_operands(ring, p.q_map, p.k_map, p, step, false, stats_smem);
           producer_acquire(ring);                             // the same
-          load_operands(ring, p.dout_map, p.v_map, p, now, true, stats_smem);
+          load_operands(ring, p.dout_map, p.v_map, p, step, true, stats_smem);
         }
       });
     }
     if (STAGED_BIAS && warp == 1) {
-      for_parts(p, [&](const PairCursor& now, u32) {
+      for_parts(p, [&](const UnitPart& part) {
+        if (part.first.left <= 0) return;
         producer_acquire(biases);                             // without it a bias is overwritten that a slower warp still reads
-        load_bias(biases, p.bias_map, now);
+        load_bias(biases, p.bias_map, part.first);
       });
     }
     return;
@@ -84,13 +85,14 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
   const Mask mask{p.mask, p.len_kv};
   const float scale_log2 = exponent_scale(p.scale);
   if (group == GROUPS - 1) arrive_pingpong<ORDER>(group, GROUPS); // without it nobody begins
-  for_parts(p, [&](const PairCursor& first, u32 part) {
+  for_parts(p, [&](const UnitPart& part) {
+    const PairCursor& first = part.first;
     const int row0 = first.q_tile * TILE_Q + own_row, col0 = first.kv_tile * TILE_KV;
     const bool whole = row0 + 16 <= p.len_q && unmasked_keys(mask, row0, 16).contains(col0, TILE_KV);
     struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{first.batch, first.batch_number(p)};
     const ScoreContext x = score_context(p, here, first.head);
     PairArrays<16, TILE_KV> arrays;                           // the bias, unless it is in shared memory
-    if (!STAGED_BIAS) load<false>(arrays, x, row0, col0);
+    if (!STAGED_BIAS && first.left > 0) load<false>(arrays, x, row0, col0);
     Acc<16, TILE_KV> sum_reg;                                 // G
     fill(sum_reg, 0.f);
     #pragma unroll 1
@@ -117,22 +119,14 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       wait_pingpong<ORDER>(group);                            // without it the order is lost
       start_product_transposed(dp_reg, ring.tile().queries(), group_row, ring.tile().keys());
       arrive_pingpong<ORDER>(group, GROUPS);                  // without it the other warpgroup waits for ever
+      if (STAGED_BIAS && left == 1) consumer_release(biases); // without it the producer waits for ever. All lanes have read it before the product
       load_rows(delta_reg, stats_of(stats_smem, ring), own_row, p.delta_sign);
       wait_for_products<0>(dp_reg);                           // without it dP is read that does not exist yet
       consumer_release(ring);                                 // without it the producer waits for ever
       if (!whole) apply_mask(dp_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);  // 0 times whatever dP was may be NaN
       add_gradients(sum_reg, s_reg, dp_reg, delta_reg);
     }
-    if (STAGED_BIAS) consumer_wait(biases);                   // without it, where a unit is masked, its bias overwrites what leaves
-    if constexpr (STORE_DBIAS) {
-      store(biases.tile(), sum_reg, own_row);                 // in place of the rows of the bias that only this warp has read
-      fence_proxy_async();                                    // without it rows leave that have not been written
-      store_async(p.gradient_map, first.batch, first.head, row0, biases.tile(), own_row, col0);
-      wait_for_stores();                                      // without it the next bias overwrites rows that have not left
-    } else {
-      end_unit(p, sum_reg, part / p.splits, part % p.splits, own_row);
-    }
-    if (STAGED_BIAS) consumer_release(biases);                // without it the producer waits for ever
+    store_sums(p, part, sum_reg, own_row);
   });
   if (group == 0) wait_pingpong<ORDER>(group);                // without it the last one's arrival is left over
 }

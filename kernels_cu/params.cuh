@@ -268,12 +268,14 @@ struct ScoreGradientParams : BackwardParams {
 
 // The same of bwd_scores_hopper.cu.
 struct HopperScoreGradientParams : ScoreGradientParams {
+  FastDivmod splits_divmod;               // splits
+  FastDivmod key_tiles_divmod, query_tiles_divmod, owner_heads_divmod;        // of a unit's number: tiles of a head, and heads that have units of their own
+  i64 walked;                             // batch elements and heads that share a unit
   TensorMap q_map;                        // q in boxes of TILE_Q x 64
   TensorMap k_map;                        // k in boxes of TILE_KV x 64
   TensorMap v_map;                        // v, the same
   TensorMap dout_map;                     // dout in boxes of TILE_Q x 64
   TensorMap bias_map;                     // STAGED_BIAS: the bias in boxes of TILE_Q x 64
-  TensorMap gradient_map;                 // STORE_DBIAS: its gradient in boxes of 16 x 64
 };
 
 // out = the attention over the keys of a and of b together, from the attention over each.

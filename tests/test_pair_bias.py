@@ -63,48 +63,51 @@ def kernel_of(plan):
     return kernel
 
 
-STORED = [
+STAGED = [
     case(),
     case("bfloat16", dim=128, causal=True),
-    case(bias="full", softcap=3.0, dim=96),  # the backward stores no such gradient
+    case(bias="full", softcap=3.0, dim=96),  # of which the backward stores no gradient
     case("bfloat16", dim=256, window=(60, 10)),
     case(dim=32, causal="top_left", prefix=20),
     case(dim=64, scale=-0.2, layout="bshd"),  # scores scaled one by one
     case(dim=128, layout="broadcast", batch=(2,)),
     case(dim=192, dim_v=40, len_q=257, sinks=1),
-]
-
-
-@pytest.mark.parametrize("schedule", thinned(host.SCHEDULES))
-@pytest.mark.parametrize("case", thinned(STORED), ids=str)
-def test_tma_stores_what_one_block_has_summed_up(case, schedule, monkeypatch):
-    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
-    monkeypatch.setattr(pair_bias, "MULTIPROCESSORS", 1)  # so that none shares a unit
-    config = kernel_of(judged(case)).config
-    assert config.STAGED_BIAS and config.STORE_DBIAS
-    assert config.EXPLICIT_SCORES is (case.softcap is not None or case.scale is not None)
-
-
-LEFT_TO_LANES = [
-    case(bias_dtype="float32", causal=True),  # of which ldmatrix moves no element
-    case("bfloat16", bias_dtype="float32", bias="batch", dim=200),
-    case(len_kv=203, dim=128),  # rows that TMA does not find
     case("bfloat16", bias="pairs", causal=True, dim=128),  # units that blocks share, and of which a mask leaves some nothing
     case(bias="batch", batch=(2, 1, 2), window=(40, 10)),
 ]
 
 
-@pytest.mark.parametrize("schedule", thinned(host.SCHEDULES, first=1))
-@pytest.mark.parametrize("case", thinned(LEFT_TO_LANES), ids=str)
-def test_lanes_store_everything_else(case, schedule, monkeypatch):
+@pytest.mark.parametrize("schedule", thinned(host.SCHEDULES))
+@pytest.mark.parametrize("case", thinned(STAGED), ids=str)
+def test_a_bias_that_stays_in_shared_memory(case, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     plan = judged(case)
     config = kernel_of(plan).config
-    assert not config.STORE_DBIAS and config.STAGED_BIAS is (case.bias_dtype != "float32" and case.len_kv % 8 == 0)
+    assert config.STAGED_BIAS and config.COPY_BYTES == 16
     assert ("partials" in plan.workspace.names) is (case.bias in ("pairs", "batch"))
+    assert config.EXPLICIT_SCORES is (case.softcap is not None or case.scale is not None)
 
 
-OTHERS = {
+OTHERS = [
+    case(bias_dtype="float32", causal=True),  # of which ldmatrix moves no element
+    case("bfloat16", bias_dtype="float32", bias="batch", dim=200),
+    case(len_kv=203, dim=128),  # rows that TMA does not find
+    case(len_kv=202, softcap=5.0),
+]
+
+
+@pytest.mark.parametrize("schedule", thinned(host.SCHEDULES, first=1))
+@pytest.mark.parametrize("case", thinned(OTHERS), ids=str)
+def test_a_bias_that_lanes_read(case, schedule, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+    monkeypatch.setattr(pair_bias, "MULTIPROCESSORS", 3)  # so that blocks take several units, and none shares one
+    plan = judged(case)
+    config = kernel_of(plan).config
+    assert not config.STAGED_BIAS and "partials" not in plan.workspace.names
+    assert case.len_kv % 2 == 0 or config.COPY_BYTES == 0
+
+
+WHY_NOT = {
     "more than a bias is asked for each pair": case(mask="array"),
     "the bias lacks an axis of queries or of keys": case(bias="keys"),
     "no TMA: rows of q start -128 bytes apart, backwards": case(layout="negative"),
@@ -112,9 +115,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("why_not", OTHERS)
+@pytest.mark.parametrize("why_not", WHY_NOT)
 def test_a_plan_says_why_another_kernel_computes_it(why_not):
-    plan, *_ = planned(OTHERS[why_not])
+    plan, *_ = planned(WHY_NOT[why_not])
     assert plan.kernels[1].file == "bwd_scores" and f"\n  not bwd_scores_hopper: {why_not}\n" in str(plan)
 
 
@@ -167,7 +170,7 @@ def test_what_is_moved_is_counted(monkeypatch):
     both, without = (made.counted(*given, **operands)[1] for made in (plan, alone))
     tile, elements, bias = 128, 5 * 4, operands["bias"]
     pairs = elements * (256 // tile) * (384 // tile)
-    assert kernel_of(plan).config.STORE_DBIAS
+    assert kernel_of(plan).config.STAGED_BIAS and "partials" not in plan.workspace.names
     assert both.read_bytes - without.read_bytes == pairs * 4 * tile * 64 * 2 + bias.nbytes + pairs * 2 * tile * 4
     assert both.written_bytes - without.written_bytes == bias.nbytes
     assert both.flops - without.flops == elements * 256 * 384 * 64 * 2 * 2

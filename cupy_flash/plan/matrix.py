@@ -59,9 +59,8 @@ def every_plan(
             rows = (rows_for if kernel == PAIR_BIAS else partial(table_for, kernel))(architecture, dtype)
             plans = list(dict.fromkeys(_row_plan(kernel, architecture, dtype, precision, row) for row in rows))
             yield from plans
-            more = {"fwd_hopper": "SPLIT_KV", PAIR_BIAS: "STORE_DBIAS"}.get(kernel)
-            others = (plan for plan in plans if kernel != PAIR_BIAS or plan.config.STAGED_BIAS)
-            yield from (replace(plan, config=replace(plan.config, **{more: True})) for plan in others if more)
+            if kernel == "fwd_hopper":
+                yield from (replace(plan, config=replace(plan.config, SPLIT_KV=True)) for plan in plans)
         elif precision == "ieee":
             yield PLANNED_ALONE[kernel](architecture, dtype)
             if kernel == "append":

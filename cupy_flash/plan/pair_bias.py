@@ -15,11 +15,10 @@ from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig
 
 FILE = "bwd_scores_hopper"
-WARP_ROWS = 16  # what a warp of it stores
 IN_MAPS = ("q", "k", "v", "dout")
 MULTIPROCESSORS = 132  # of an H200, each of which holds one block
 ENDING = 2  # steps of the loop that the end of a unit takes about as long as
-MOST_ROUNDS = 16  # of units that the blocks take one after the other, if these are split so that all end together
+MOST_ROUNDS = 6  # of units that the blocks take one after the other, if these are split so that all end together
 STAYS = "the bias of a unit stays in shared memory for all that share it; half a step is on its way beneath the other half"
 IN_REGISTERS = "the bias of a unit, which TMA does not bring, stays in registers"
 TWO_GROUPS = {"warps": 12, "min_blocks": 1}
@@ -80,17 +79,8 @@ def maps_of(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan) ->
         return {}
     queries, keys = kernel.config.TILE_Q, kernel.config.TILE_KV
     boxes = dict(zip(IN_MAPS, (queries, keys, keys, queries))) | ({"bias": queries} if kernel.config.STAGED_BIAS else {})
-    boxes |= {"gradient": WARP_ROWS} if kernel.config.STORE_DBIAS else {}
     found = tensor_maps(problem.forward.batch, _layouts(problem, part), boxes)
     return {f"{name}_map": described for name, described in found.items()}
-
-
-def is_stored(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan, splits: int) -> bool:
-    """Whether TMA stores the gradient: from the place of the bias in shared memory, if no other block has sums of a unit."""
-    if kernel.file != FILE or not kernel.config.STAGED_BIAS or splits > 1 or part.array.dtype != problem.forward.dtype:
-        return False
-    # What pairs share has a stride of 0, but of a unit all elements are apart.
-    return not obstacle(problem.forward.batch, _layouts(problem, part), ("gradient",), ("gradient",))
 
 
 def _layouts(problem: BackwardProblem, part: ReadGradient) -> dict[str, Layout]:

@@ -29,7 +29,7 @@ from .kernel import (
     text_of,
 )
 from .pair_bias import FILE as PAIR_BIAS
-from .pair_bias import chosen_row, is_stored, maps_of, splits_of_units
+from .pair_bias import chosen_row, maps_of, splits_of_units
 from .params import read_gradient_params
 from .read_tuning import read_rows
 from .sequences import is_packed, tiles_of
@@ -97,7 +97,8 @@ def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) ->
     of_pair = _text(replace(problem, forward=replace(p, softcap=None)), part, backward)
     row, why_kernel = chosen_row(problem, part, of_pair, architecture)
     if row is not None:
-        file, expressions, copy_bytes, why_copy = PAIR_BIAS, of_pair, 16, ""
+        file, expressions = PAIR_BIAS, of_pair
+        copy_bytes, why_copy = copy_size({"its gradient": part.of_pairs})  # the rest is moved by TMA
     else:
         file, (copy_bytes, why_copy) = FILE, copy_size({name: problem.layouts[name] for name in MOVED})
         crowded = expressions.pressure in (Pressure.SEVERAL, Pressure.MANY) or p.scores.dropout is not None
@@ -125,8 +126,6 @@ def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) ->
         reasons=tuple(filter(None, (_share(part), why_kernel, row.reason, why_copy))),
     )
     units, splits = _units(problem, part, kernel)
-    if is_stored(problem, part, kernel, splits):
-        kernel = replace(kernel, config=replace(kernel.config, STORE_DBIAS=True))
     launches = _launches(problem, part, kernel, units, splits)
     workspace = _workspace(part, kernel, units, splits)
     maps = maps_of(problem, part, kernel)

@@ -18,9 +18,9 @@ struct Operands {
 using Ring = Pipeline<Operands, STAGES, ELECT_ONE>;
 using Biases = Pipeline<BiasTile, 1, ELECT_ONE>;
 
-// With Q and K come the log-sum-exps of the queries, with dO and V their deltas: a number for each row, each kind in places of its own. Of these there
-// is one more than stages of the kind are at work, so that a place is filled again only when all warps have started a product since they read it:
-// what lanes read one by one, they then have.
+// With Q and K come the log-sum-exps of the queries, with dO and V their deltas: a number for each row, each kind in places of its own. Of these
+// there is one more than stages of the kind are at work, so that a place is filled again only when all warps have started a product since they
+// read it: what lanes read one by one, they then have.
 constexpr int STAT_BYTES = TILE_Q * int(sizeof(float));
 constexpr int STAT_PLACES = STAGES / 2 + 1;
 constexpr int STATS_BYTES = 2 * STAT_PLACES * STAT_BYTES;
@@ -31,27 +31,33 @@ OP SharedAddress stats_of(SharedAddress stats, const Ring& ring) {
 // Those of a tile lie in as many tiles of the backward as these have other rows. All have a multiple of so many, which lie side by side.
 constexpr int PIECE_ROWS = 16, PIECES = TILE_Q / PIECE_ROWS, PIECE_BYTES = PIECE_ROWS * int(sizeof(float));
 
-// How many pieces of a tile there are. Rows behind the last tile of the backward have none.
-OP int stat_pieces(const ScoreGradientParams& p, const PairCursor& at) {
-  const int rows = int(p.stats_rows_divmod.divisor), tiles = int(divide(p.len_q - 1, p.stats_rows_divmod)) + 1;
-  return min_of((tiles * rows - at.q_tile * TILE_Q) / PIECE_ROWS, PIECES);
-}
-OP const float* stat_piece(const ScoreGradientParams& p, const PairCursor& at, bool deltas, int piece) {
-  const int rows = int(p.stats_rows_divmod.divisor), tiles = int(divide(p.len_q - 1, p.stats_rows_divmod)) + 1;
-  const int row = at.q_tile * TILE_Q + piece * PIECE_ROWS, tile = int(divide(row, p.stats_rows_divmod));
-  const i64 number = i64(at.batch_number(p) * p.heads + at.head) * tiles + tile;
-  return p.stats + (number * 2 + deltas) * rows + (row - tile * rows);
-}
-// They are on their way to `to`, and arrive with the stage at hand.
-OP void start_stats(const Ring& ring, const ScoreGradientParams& p, const PairCursor& of, bool deltas, int pieces, SharedAddress to,
+// What the loads of a step need besides the cursor, found before a stage is waited for.
+struct StepCoord {
+  const PairCursor& at;
+  int head_kv;
+  int pieces;                                                 // of the tile's statistics: rows behind the last tile of the backward have none
+  const float* stats;                                         // of the first queries of the head
+
+  OP StepCoord(const HopperScoreGradientParams& p, const PairCursor& at) : at(at), head_kv(at.head / p.heads_per_kv) {
+    const int rows = int(p.stats_rows_divmod.divisor), tiles = int(divide(p.len_q - 1, p.stats_rows_divmod)) + 1;
+    pieces = min_of((tiles * rows - at.q_tile * TILE_Q) / PIECE_ROWS, PIECES);
+    stats = p.stats + i64(at.batch_number(p) * p.heads + at.head) * tiles * 2 * rows;
+  }
+  OP const float* piece(const HopperScoreGradientParams& p, bool deltas, int number) const {
+    const int rows = int(p.stats_rows_divmod.divisor), row = at.q_tile * TILE_Q + number * PIECE_ROWS, tile = int(divide(row, p.stats_rows_divmod));
+    return stats + i64(tile + deltas) * rows + row;
+  }
+};
+// Statistics are on their way to `to`, and arrive with the stage at hand.
+OP void start_stats(const Ring& ring, const HopperScoreGradientParams& p, const StepCoord& step, bool deltas, SharedAddress to,
                     [[maybe_unused]] CallSite at) {
 #if ON_GPU
   const int l = lane_id();
-  if (l < pieces) cp_async_bulk(to + l * PIECE_BYTES, stat_piece(p, of, deltas, l), PIECE_BYTES, ring.full().address);
+  if (l < step.pieces) cp_async_bulk(to + l * PIECE_BYTES, step.piece(p, deltas, l), PIECE_BYTES, ring.full().address);
   __syncwarp();                                               // for the assembler, which would have the lanes meet later, and more often
 #else
-  for (int l = 0; l < pieces; ++l) {
-    const float* const from = stat_piece(p, of, deltas, l);
+  for (int l = 0; l < step.pieces; ++l) {
+    const float* const from = step.piece(p, deltas, l);
     host::self->block->load_async(warp_id(), ring.full().address, {PIECE_BYTES, [=] {
       count_read(PIECE_BYTES);
       std::memcpy(to + l * PIECE_BYTES, from, PIECE_BYTES);
@@ -61,13 +67,12 @@ OP void start_stats(const Ring& ring, const ScoreGradientParams& p, const PairCu
 }
 
 // The stage at hand = queries and keys of a pair of tiles, or with `deltas` gradients and values; goes on to the next one.
-OP void load_operands(Ring& ring, const TensorMap& of_queries, const TensorMap& of_keys, const ScoreGradientParams& p, const PairCursor& of, bool deltas,
-                      SharedAddress stats, CallSite at = call_site()) {
-  const int pieces = stat_pieces(p, of);
-  arrive_expect_tx(ring.full(), Operands::bytes + pieces * PIECE_BYTES, at);
-  start_load(ring, ring.tile().queries(), of_queries, of.batch, of.head, of.q_tile * TILE_Q, 0, at);
-  start_load(ring, ring.tile().keys(), of_keys, of.batch, of.head / p.heads_per_kv, of.kv_tile * TILE_KV, 0, at);
-  start_stats(ring, p, of, deltas, pieces, stats_of(stats, ring), at);
+OP void load_operands(Ring& ring, const TensorMap& of_queries, const TensorMap& of_keys, const HopperScoreGradientParams& p, const StepCoord& step,
+                      bool deltas, SharedAddress stats, CallSite at = call_site()) {
+  arrive_expect_tx(ring.full(), Operands::bytes + step.pieces * PIECE_BYTES, at);
+  start_load(ring, ring.tile().queries(), of_queries, step.at.batch, step.at.head, step.at.q_tile * TILE_Q, 0, at);
+  start_load(ring, ring.tile().keys(), of_keys, step.at.batch, step.head_kv, step.at.kv_tile * TILE_KV, 0, at);
+  start_stats(ring, p, step, deltas, stats_of(stats, ring), at);
   ring.advance();
 }
 // The bias of a unit, which is that of any batch element and head that share it.
@@ -77,14 +82,59 @@ OP void load_bias(Biases& biases, const TensorMap& map, const PairCursor& of, Ca
   biases.advance();
 }
 
-// Calls use(first, part) for each part of a unit that the block takes, by its number and its first pair of tiles.
-template <typename Use> OP void for_parts(const ScoreGradientParams& p, Use use) {
+// Where a unit begins: `unit_of` without divisions, which consumers would wait for between two units.
+OP PairCursor unit_at(const HopperScoreGradientParams& p, u32 number) {
+  const u32 row = divide(number, p.key_tiles_divmod), of_heads = divide(row, p.query_tiles_divmod);
+  u32 rest = divide(of_heads, p.owner_heads_divmod);
+  PairCursor unit;
+  unit.kv_tile = int(number - row * p.key_tiles_divmod.divisor);
+  unit.q_tile = int(row - of_heads * p.query_tiles_divmod.divisor);
+  unit.head = unit.first_head = int(of_heads - rest * p.owner_heads_divmod.divisor) * p.heads_summed;
+  #pragma unroll
+  for (int i = BATCH_AXES - 1; i >= 0; --i) unit.batch[i] = unit.first_batch[i] = rest > 0 ? take(rest, p.batch[i] / p.batch_summed[i]) : 0;
+  unit.left = p.walked;
+  return unit;
+}
+// A part of a unit: of its batch elements and heads, as many as of any other part, or one more. Of tiles that the mask hides it has none.
+struct UnitPart {
+  u32 unit, split;
+  PairCursor first;
+
+  OP UnitPart(const HopperScoreGradientParams& p, u32 part)
+      : unit(divide(part, p.splits_divmod)), split(part - unit * p.splits), first(unit_at(p, unit)) {
+    if (p.splits > 1) {
+      i64 rest = p.walked * split / p.splits;
+      first.left = p.walked * (split + 1) / p.splits - rest;
+      first.head += take(rest, p.heads_summed);
+      #pragma unroll
+      for (int i = BATCH_AXES - 1; i >= 0; --i) first.batch[i] += take(rest, p.batch_summed[i]);
+    }
+    if (!first.visible({p.mask, p.len_kv})) first.left = 0;
+  }
+};
+// Calls use(part) for each part that the block takes.
+template <typename Use> OP void for_parts(const HopperScoreGradientParams& p, Use use) {
   #pragma unroll 1
   for (u32 part = block_id(); part < p.parts; part += blocks()) {
-    PairCursor first;
-    find_first(first, p, part / p.splits, part % p.splits);
-    use(first, part);
+    UnitPart at(p, part);
+    use(at);
   }
+}
+
+// The sums of 16 queries of a unit leave: to the gradient, if the block is the only one of its unit, or to partial sums.
+template <typename T> constexpr bool IS_ELEMENT = false;
+template <> constexpr bool IS_ELEMENT<Element> = true;
+template <int N> OP void store_sums(const HopperScoreGradientParams& p, const UnitPart& of, const Acc<16, N>& sum, int row0) {
+  if constexpr (IS_ELEMENT<GradientElement>) {
+    if (p.splits == 1) {
+      GlobalTile rows = slice(p.gradient, of.first.batch, of.first.head, of.first.q_tile * TILE_Q + row0, p.len_q, p.len_kv);
+      rows.base += of.first.kv_tile * TILE_KV * p.gradient.col_stride;
+      rows.cols -= of.first.kv_tile * TILE_KV;
+      store(rows, sum);
+      return;
+    }
+  }
+  end_unit(p, sum, of.unit, of.split, row0);
 }
 
 // Scores and what a tile in shared memory has for them, its rows from row0 on: a few at a time, which take no registers for the whole tile.

@@ -111,7 +111,7 @@ queries, lengths = normal(2, 4, 1, 64), cupy.array([2500, 70])  # three blocks s
 attention(queries, *pool, pages=pages, seqlens_kv=lengths)
 attention(normal(2, 4, 130, 64), *pool, pages=pages, seqlens_kv=lengths, causal=True)  # so many queries have pages by TMA
 
-# On sm_90a TMA stores the gradient of the first bias; of the second, blocks share units, and the third is read by lanes.
+# On sm_90a one block has a unit of the first bias; of the second, several share one, and the third is read by lanes.
 q, k, v, dout = (normal(3, heads, rows, 64) for heads, rows in ((4, 150), (2, 200), (2, 200), (4, 150)))
 for bias in (normal(4, 150, 200), normal(150, 200), normal(4, 150, 200, dtype="float32")):
     out, lse = plan_attention(q, k, v, bias=bias, causal=True, kernel="fwd_v2", return_lse=True)(q, k, v, bias=bias)
