@@ -268,6 +268,18 @@ struct ScoreGradientParams : BackwardParams {
   int elements_q, elements_kv;            // VARLEN: of the axes of queries and keys; CLAMPED: pairs beyond the last one read that
 };
 
+// The same of bwd_scores_hopper.cu.
+struct HopperScoreGradientParams : ScoreGradientParams {
+  FastDivmod splits_divmod;               // splits
+  FastDivmod key_tiles_divmod, query_tiles_divmod, owner_heads_divmod;        // of a unit's number: tiles of a head, and heads that have units of their own
+  i64 walked;                             // batch elements and heads that share a unit
+  TensorMap q_map;                        // q in boxes of TILE_Q x 64
+  TensorMap k_map;                        // k in boxes of TILE_KV x 64
+  TensorMap v_map;                        // v, the same
+  TensorMap dout_map;                     // dout in boxes of TILE_Q x 64
+  TensorMap bias_map;                     // STAGED_BIAS: the bias in boxes of TILE_Q x 64
+};
+
 // out = the attention over the keys of a and of b together, from the attention over each.
 struct MergeParams {
   Tensor out_a, out_b, out;               // (*batch, heads, len_q, dim_v)

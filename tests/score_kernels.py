@@ -60,7 +60,8 @@ def judged(
         close(got, right, plainly, 3, unit, largest)
     behind = len(wrt) - (backward.kernel.config.STORE_DBIAS and "bias" in wrt)  # what the first kernel does not store
     assert backward.kernels[0] == backward.kernel and len(backward.kernels) >= 1 + behind
-    assert {kernel.file for kernel in backward.kernels[1:]} == ({"bwd_scores"} if behind else set())
+    assert len(backward.kernels) > 1 if behind else len(backward.kernels) == 1
+    assert {kernel.file for kernel in backward.kernels[1:]} <= {"bwd_scores", "bwd_scores_hopper"}
     for name in wrt:
         (got, like), right, plainly = of_name(name, gradients, given), *(of_name(name, x, given)[0] for x in (exacts, plains))
         got = fetch(got)

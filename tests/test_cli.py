@@ -21,6 +21,7 @@ from cupy_flash.judge.cases import quick_cases
 from cupy_flash.judge.check import select_computations
 from cupy_flash.machine import cache, nvrtc, source
 from cupy_flash.machine.nvrtc import Report
+from cupy_flash.plan import pair_bias
 from cupy_flash.plan.architecture import ARCHITECTURES, architecture_named
 from cupy_flash.plan.matrix import KINDS, PLANNED_ALONE, every_plan, has
 from cupy_flash.plan.tuning import KERNEL_TABLES, MASKS
@@ -249,11 +250,13 @@ def test_the_matrix_has_every_row():
         if has(a, kind)
         for row in tables.get(a.name, {}).get("float32" if "32" in kind else "half", ())
     }
+    of_pairs = [row for kind in ("float16", "bfloat16") for row in pair_bias.rows_for(ARCHITECTURES["90a"], kind)]
     kinds = [(a, kind) for a in ARCHITECTURES.values() for kind in KINDS if has(a, kind) and kind != "tf32"]
     alone = list(product(PLANNED_ALONE, kinds))
     shared = [row for row in rows if row[0] == "fwd_hopper"]  # a second time, with query tiles that blocks share
     queries = [kind for kernel, kind in alone if kernel == "append"]  # a second time, with queries beside keys
-    assert len(plans) == len({plan.name for plan in plans}) == len(rows) + len(shared) + len(alone) + len(queries)
+    every = (rows, shared, alone, queries, of_pairs)
+    assert len(plans) == len({plan.name for plan in plans}) == sum(map(len, every))
     assert sum(plan.config.ROTATE_Q for plan in plans) == len(queries) > 0
     assert sum(plan.config.SPLIT_KV for plan in plans) == len(shared) > 0
     assert not any(p.architecture.number == 75 and (p.config.DTYPE == "BFLOAT16" or p.config.TF32_PASSES == 1) for p in plans)

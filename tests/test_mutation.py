@@ -24,13 +24,13 @@ from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.machine import host, source
 from cupy_flash.machine.host import SCHEDULES
 from cupy_flash.plan import backward as backward_plan
-from cupy_flash.plan import read_gradients, schedule
+from cupy_flash.plan import pair_bias, read_gradients, schedule
 from cupy_flash.plan.kernel import configure
 
 KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu|classify\.cu", file))
 # Headers, and a kernel that each is a part of.
 PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper", "tile/dq_protocol.cuh": "bwd_hopper"}
-PARTS |= {"tile/score_sums.cuh": "bwd_scores", "tile/element_sums.cuh": "bwd_scores"}
+PARTS |= {"tile/score_sums.cuh": "bwd_scores", "tile/element_sums.cuh": "bwd_scores", "tile/unit_tiles.cuh": "bwd_scores_hopper"}
 PARTS |= {"tile/schedule.cuh": "fwd_v2", "tile/split.cuh": "fwd_v2", "tile/clipped.cuh": "fwd_hopper"}
 # Or a comment, which may speak of one.
 CALL = re.compile(r"//.*|\b(?:(?:sync|arrive|wait|commit|producer|consumer)_\w+|fence_proxy_async)(?:<[^;]*>)?\([^;]*\);")
@@ -103,6 +103,10 @@ def settings_of(kernel):
     if kernel == "bwd_scores":
         setting = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 16, "WARPS": 2, "STAGES": 2})
         return {"two stages": setting, "one stage": setting.but(STAGES=1), "stores": setting.but(COPY_BYTES=0)}
+    if kernel == "bwd_scores_hopper":
+        setting = Setting(replace(HOPPER_BACKWARD_CASE, batch=(3,), bias="heads"), {"TILE_Q": 128, "TILE_KV": 64, "STAGES": 2})
+        parts = replace(setting, case=replace(setting.case, heads_q=1, bias="pairs"))  # few units, which blocks share
+        return {"stores": setting, "parts": parts, "registers": setting.but(STAGED_BIAS=False)}
     setting = TWO_PAIRS if kernel.startswith("bwd") else TWO_STAGES
     if kernel == "fwd_v2":
         splits = replace(setting.but(SPLIT_KV=True, LAST_COMBINES=True), case=Case("float16", 60, 1030, dim=32))
@@ -221,6 +225,24 @@ def gradients(kernel, setting):
     return compare_gradients(computed, dout, *inputs, dlse=dlse, wrt=wrt, **arrays, **case.scores)
 
 
+def sums_of_pairs(kernel, setting):
+    """The judgement on the gradient of a bias that batch elements share, and of which a causal mask leaves some units nothing."""
+    case = setting.case
+    inputs, (dout, dlse) = make_inputs(case), make_cotangents(case)
+    arrays = case.arrays()
+    given = (dout, *inputs, *attention(*inputs, **arrays, **case.options))
+
+    def configured(*problem, **knobs):
+        return replace(configure(*problem, **knobs), **setting.constants)
+
+    with mock.patch.object(read_gradients, "configure", configured), mock.patch.object(pair_bias, "MULTIPROCESSORS", 4):
+        plan = plan_attention_backward(*given, dlse=dlse, **arrays, backend="host", arch="90a", wrt="bias", causal=True)
+        plan = BackwardPlan(plan.problem, plan.kernel)
+    assert plan.kernels[1].file == kernel and setting.constants.items() <= asdict(plan.kernels[1].config).items()
+    computed = plan(*given, dlse=dlse, **arrays)
+    return compare_gradients(computed, dout, *inputs, dlse=dlse, wrt={"bias": arrays["bias"]}, **case.meaning())
+
+
 @dataclass(frozen=True)
 class Agreement:
     """Whether one gradient is that of NumPy."""
@@ -266,7 +288,8 @@ def faults_without(monkeypatch):
         monkeypatch.setenv("LEFT_OUT", "-1" if number is None else str(number))
         texts = with_choice(kernel)
         monkeypatch.setattr(host, "source_of", lambda plan: source.source_of(plan) | texts)
-        compute = sums_of_reads if kernel == "bwd_scores" else gradients if kernel.startswith("bwd") else results
+        sums = {"bwd_scores": sums_of_reads, "bwd_scores_hopper": sums_of_pairs}
+        compute = sums.get(kernel, gradients if kernel.startswith("bwd") else results)
         for (name, setting), order in product(list(settings_of(kernel).items())[::keep], SCHEDULES):
             monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
             try:

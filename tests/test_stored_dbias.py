@@ -1,4 +1,4 @@
-"""The gradient of a bias: TMA stores it where the backwards for sm_90a have dS, or bwd_scores computes it. On the host."""
+"""The gradient of a bias: TMA stores it where the backwards for sm_90a have dS, or another kernel computes it. On the host."""
 
 from itertools import product
 
@@ -149,17 +149,20 @@ NOT_STORED = {
 
 
 @pytest.mark.parametrize("asked", thinned(NOT_STORED))
-def test_bwd_scores_sums_up_what_pairs_share(asked):
+def test_another_kernel_sums_up_what_pairs_share(asked):
     shape, dtype, options = NOT_STORED[asked]
     plan = agree(inputs("float16", 64), {"bias": normal(*shape, dtype=dtype, seed=4), **options})
-    assert [kernel.file for kernel in plan.kernels[1:]] == ["bwd_scores"] and not plan.kernel.config.STORE_DBIAS
+    file = "bwd_scores" if "mask" in options else "bwd_scores_hopper"
+    assert [kernel.file for kernel in plan.kernels[1:]] == [file] and not plan.kernel.config.STORE_DBIAS
 
 
 def test_rows_that_end_within_a_chunk_are_not_stored():
     """TMA finds rows of the bias, which has gaps between them; of the gradient, which has none, it would write to the next ones."""
     whole = normal(BATCH, HEADS, LEN_Q, LEN_KV, dtype="float16", seed=4)
     plan = agree(inputs("float16", 64, len_kv=LEN_KV - 5), {"bias": whole[..., : LEN_KV - 5]})
-    assert plan.kernel.config.STAGED_BIAS and not plan.kernel.config.STORE_DBIAS and plan.kernels[1].file == "bwd_scores"
+    assert plan.kernel.config.STAGED_BIAS and not plan.kernel.config.STORE_DBIAS
+    behind = plan.kernels[1]
+    assert behind.file == "bwd_scores_hopper" and behind.config.STAGED_BIAS and behind.config.COPY_BYTES == 0
 
 
 def test_nothing_is_stored_that_is_not_asked_for():

@@ -66,7 +66,10 @@ class BackwardPlan(Prepared):
                 kernel, launches, params, (*names, *stored), workspace, p.device, maps, None, found, keeps_tiles
             )
             self._of_reads = tuple(
-                (plan.part.name, Execution(plan.kernel, plan.launches, plan.params, (*names, "gradient"), workspace, p.device))
+                (
+                    plan.part.name,
+                    Execution(plan.kernel, plan.launches, plan.params, (*names, "gradient"), workspace, p.device, plan.maps),
+                )
                 for plan in plans
             )
         names = (*BACKWARD_ARRAYS, *p.given)

@@ -25,6 +25,7 @@ PARAMS = {
     "bwd_hopper": "HopperBackwardParams",
     "bwd_hopper_wide": "HopperBackwardParams",
     "bwd_scores": "ScoreGradientParams",
+    "bwd_scores_hopper": "HopperScoreGradientParams",
     "merge": "MergeParams",
     "classify": "ClassifyParams",
     "rotate": "RotateParams",
@@ -160,6 +161,11 @@ class KernelPlan:
             main, add = c.STAGES * (tiles + stats) + folded, 4 * 32 * c.WARPS
             of_blocks = {"bwd_scores": main, "bwd_scores_add": add, "bwd_scores_gather": add}
             return {"bwd_scores_clear": 0} | of_blocks | {"bwd_scores_store": 0}
+        if self.file == "bwd_scores_hopper":
+            operands = 128 * -(-c.WIDTH // 64) * (c.TILE_Q + c.TILE_KV)  # in panels of 64 columns
+            bias, stats = c.STAGED_BIAS * 128 * c.TILE_Q * -(-c.TILE_KV // 64), (c.STAGES // 2 + 1) * 2 * c.TILE_Q * 4
+            main = c.STAGES * operands + bias + stats + 8 * 2 * (c.STAGES + c.STAGED_BIAS)
+            return {self.file: main, f"{self.file}_add": 4 * 32 * c.WARPS}
         if self.file == "fwd_hopper":
             panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
             queries = 64 * c.STAGES_Q * panels + c.TMA_STORE_OUT * c.TILE_Q * panels_v  # and out
@@ -203,6 +209,7 @@ class KernelPlan:
         else:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"s{c.STAGES}"] * (self.file == "fwd_v2" and c.STAGES != 2)
             words.append(f"copy{c.COPY_BYTES or 'elements'}")
+            words += ["staged"] * (c.STAGED_BIAS and self.file == "bwd_scores_hopper")
         words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST

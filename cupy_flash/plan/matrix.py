@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from .append import append_plan
 from .architecture import ARCHITECTURES, Architecture
 from .kernel import PARAMS, KernelPlan, configure
 from .merge import merge_plan
+from .pair_bias import FILE as PAIR_BIAS
+from .pair_bias import rows_for, text_of_rows
 from .rotate import rotate_plan
 from .tuning import TileConfig, table_for
 
@@ -53,7 +56,7 @@ def every_plan(
         dtype, precision = KINDS[kind]
         if kernel not in PLANNED_ALONE:
             # Rows for few queries and for small copies may be one tile.
-            rows = table_for(kernel, architecture, dtype)
+            rows = (rows_for if kernel == PAIR_BIAS else partial(table_for, kernel))(architecture, dtype)
             plans = list(dict.fromkeys(_row_plan(kernel, architecture, dtype, precision, row) for row in rows))
             yield from plans
             if kernel == "fwd_hopper":
@@ -65,5 +68,10 @@ def every_plan(
 
 
 def _row_plan(kernel: str, architecture: Architecture, dtype: str, precision: str, row: TileConfig) -> KernelPlan:
-    config = configure(row, architecture, dtype, precision, row.width, row.width_v or row.width)
+    width_v = row.width_v or row.width
+    if kernel == PAIR_BIAS:  # which is compiled for a bias alone
+        text = text_of_rows(dtype)
+        config = configure(row, architecture, dtype, precision, row.width, width_v, expressions=text)
+        return KernelPlan(kernel, architecture, config, (row.reason,), text)
+    config = configure(row, architecture, dtype, precision, row.width, width_v)
     return KernelPlan(kernel, architecture, config, (row.reason,))

@@ -29,6 +29,7 @@ TILES = "tile_"  # and those of parts of workspace in `TileLists`
 SEQUENCES = "sequences."  # and those of words in `SequenceParams`
 FLOAT32 = numpy.finfo(numpy.float32)
 _BACKWARD_DIVMODS = ("heads_together_divmod", "group_divmod", "units_divmod", "heads_per_kv_divmod", "accum_heads_divmod")
+_UNIT_DIVMODS = ("splits_divmod", "key_tiles_divmod", "query_tiles_divmod", "owner_heads_divmod")
 _GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards")
 
 
@@ -126,9 +127,15 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
 
 
 def read_gradient_params(
-    problem: BackwardProblem, part: ReadGradient, units: int, splits: int, stats_rows: int, delta_sign: int
+    problem: BackwardProblem,
+    part: ReadGradient,
+    units: int,
+    splits: int,
+    stats_rows: int,
+    delta_sign: int,
+    maps: dict[str, TensorMap],
 ) -> numpy.ndarray:
-    """A size-1 array of `ScoreGradientParams` with everything but the addresses.
+    """A size-1 array of `ScoreGradientParams`, or with maps `HopperScoreGradientParams`, with everything but the addresses.
 
     Parameters
     ----------
@@ -138,6 +145,7 @@ def read_gradient_params(
         How many units the elements are cut into, and how many blocks share one.
     stats_rows, delta_sign : int
         Rows of the tiles that the backward has statistics of, and what its delta is multiplied by.
+    maps : dict of str to TensorMap
 
     Raises
     ------
@@ -146,7 +154,10 @@ def read_gradient_params(
     """
     layouts = problem.layouts | {"gradient": part.of_pairs}
     forward = problem.forward
-    params = _with_strides("ScoreGradientParams", forward.batch, layouts, forward.scores, forward.lengths)
+    name = "HopperScoreGradientParams" if maps else "ScoreGradientParams"
+    params = _with_strides(name, forward.batch, layouts, forward.scores, forward.lengths)
+    for name, described in maps.items():
+        params[name] = described.in_the_clear()
     _add_scores(params, forward)
     _add_pairs(params, forward)
     _add_lengths(params, forward.lengths)
@@ -156,6 +167,12 @@ def read_gradient_params(
     params["batch_summed"] = numpy.where(params["gradient"]["batch_stride"] == 0, params["batch"], 1)
     params["heads_summed"], params["splits"], params["parts"] = part.heads_summed, splits, max(units * splits, 0)
     params["stats_rows_divmod"], params["delta_sign"] = fast_divmod(stats_rows), delta_sign
+    if maps:
+        tiles = (-(-length // maps[name].box_rows) for name, length in (("k_map", forward.len_kv), ("q_map", forward.len_q)))
+        numbers = splits, *tiles, forward.heads_q // max(part.heads_summed, 1)
+        for field, number in zip(_UNIT_DIVMODS, numbers):
+            params[field] = fast_divmod(max(number, 1))
+        params["walked"] = part.heads_summed * numpy.prod(params["batch_summed"], dtype=numpy.int64)
     return params
 
 

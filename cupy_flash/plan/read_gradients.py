@@ -1,4 +1,4 @@
-"""How kernels compute gradients of what scores read: a `KernelPlan` of bwd_scores for each read, its grids and its workspace."""
+"""How kernels compute gradients of what scores read: a `KernelPlan` for each read, its grids and its workspace."""
 
 from __future__ import annotations
 
@@ -28,17 +28,22 @@ from .kernel import (
     taken_apart,
     text_of,
 )
+from .pair_bias import FILE as PAIR_BIAS
+from .pair_bias import chosen_row, maps_of, splits_of_units
 from .params import read_gradient_params
 from .read_tuning import read_rows
 from .sequences import is_packed, tiles_of
 from .stored_dbias import is_of_bias
+from .tensor_map import TensorMap
 from .tuning import row_for
 from .workspace import Workspace
 
 FILE = "bwd_scores"
 MOVED = ("q", "k", "v", "dout")
 MOST_BLOCKS = 2 * 132  # of units that blocks share: two for each multiprocessor of an H200
-AT_A_TIME = 8  # blocks a multiprocessor, that take one unit after the other: more than run at once, so that none is waited for long
+# Blocks a multiprocessor, that take one unit after the other: more than run at once, so that none is waited for long. Of
+# bwd_scores_hopper one runs, and loads what the next unit takes beneath the last.
+AT_A_TIME, OF_PAIR_BIAS = 8, 1
 ONE = Literal(1.0)
 FLAGS = ("of_query", "of_key", "of_distance", "gathered", "scattered", "by_score", "clamped")  # of a part, which its text states
 
@@ -55,7 +60,9 @@ class ReadGradientPlan:
     workspace : Workspace
         What the launches need beside what the backward leaves.
     params : numpy.ndarray
-        A size-1 array of `ScoreGradientParams` with everything but the addresses.
+        A size-1 array of `ScoreGradientParams`, or of `HopperScoreGradientParams`, with everything but the addresses.
+    maps : dict of str to TensorMap
+        The fields of the latter that are maps.
     """
 
     part: ReadGradient
@@ -63,6 +70,7 @@ class ReadGradientPlan:
     launches: tuple[Launch, ...]
     workspace: Workspace
     params: numpy.ndarray
+    maps: dict[str, TensorMap]
 
 
 def read_gradient_plans(problem: BackwardProblem, backward: KernelPlan) -> tuple[ReadGradientPlan, ...]:
@@ -85,22 +93,28 @@ def read_gradient_plans(problem: BackwardProblem, backward: KernelPlan) -> tuple
 
 def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) -> ReadGradientPlan:
     p, architecture, expressions = problem.forward, backward.architecture, _text(problem, part, backward)
-    explicit, _ = explicit_scores(p, expressions)
-    copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in MOVED})
-    width = padded(max(p.dim, p.dim_v))
-    crowded = expressions.pressure in (Pressure.SEVERAL, Pressure.MANY) or p.scores.dropout is not None
-    rows = read_rows(architecture.name, p.dtype, crowded)
-    row = row_for(FILE, architecture, p.dtype, width, p.len_q, copy_bytes, rows=rows)
+    # The gradient of a bias asks nothing of a softcap, which comes before: so scores are only something more.
+    of_pair = _text(replace(problem, forward=replace(p, softcap=None)), part, backward)
+    row, why_kernel = chosen_row(problem, part, of_pair, architecture)
+    if row is not None:
+        file, expressions = PAIR_BIAS, of_pair
+        copy_bytes, why_copy = copy_size({"its gradient": part.of_pairs})  # the rest is moved by TMA
+    else:
+        file, (copy_bytes, why_copy) = FILE, copy_size({name: problem.layouts[name] for name in MOVED})
+        crowded = expressions.pressure in (Pressure.SEVERAL, Pressure.MANY) or p.scores.dropout is not None
+        rows, width = read_rows(architecture.name, p.dtype, crowded), padded(max(p.dim, p.dim_v))
+        row = replace(row_for(FILE, architecture, p.dtype, width, p.len_q, copy_bytes, rows=rows), width=width)
+    explicit, _ = explicit_scores(p, expressions, unless_large=file == PAIR_BIAS)
     kernel = KernelPlan(
-        file=FILE,
+        file=file,
         architecture=architecture,
         config=configure(
             row,
             architecture,
             p.dtype,
             p.precision,
-            width,
-            width,
+            row.width,
+            row.width,
             copy_bytes=copy_bytes,
             explicit=explicit,
             mask=p.mask.kind,
@@ -109,13 +123,14 @@ def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) ->
             expressions=expressions,
         ),
         expressions=expressions,
-        reasons=tuple(filter(None, (_share(part), row.reason, why_copy))),
+        reasons=tuple(filter(None, (_share(part), why_kernel, row.reason, why_copy))),
     )
     units, splits = _units(problem, part, kernel)
     launches = _launches(problem, part, kernel, units, splits)
     workspace = _workspace(part, kernel, units, splits)
-    params = read_gradient_params(problem, part, units, splits, backward.config.TILE_Q, delta_sign(backward))
-    return ReadGradientPlan(part, kernel, launches, workspace, params)
+    maps = maps_of(problem, part, kernel)
+    params = read_gradient_params(problem, part, units, splits, backward.config.TILE_Q, delta_sign(backward), maps)
+    return ReadGradientPlan(part, kernel, launches, workspace, params, maps)
 
 
 def _share(part: ReadGradient) -> str:
@@ -175,7 +190,10 @@ def _units(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan) -> 
         walked = summed
     else:  # blocks share out query tiles, and each takes the key tiles that one sees
         walked = tiles_of(p, c.TILE_Q, "q") if is_packed(p, "q") and summed > 1 else summed * query_tiles
-    return units, max(1, min(walked * part.heads_summed, MOST_BLOCKS // max(units, 1)))
+    walked *= part.heads_summed
+    if kernel.file == PAIR_BIAS:
+        return units, splits_of_units(units, walked)
+    return units, max(1, min(walked, MOST_BLOCKS // max(units, 1)))
 
 
 def _launches(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan, units: int, splits: int) -> tuple[Launch, ...]:
@@ -193,7 +211,9 @@ def _launches(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan, 
     }
     if problem.zero or not (problem.forward.len_q and problem.forward.len_kv and part.elements):
         blocks = dict.fromkeys(blocks, 0)  # the gradient is what it is allocated as, 0
-    in_turn = {FILE: AT_A_TIME}
+    if kernel.file == PAIR_BIAS:
+        blocks = {entry: blocks[entry.replace(PAIR_BIAS, FILE)] for entry in kernel.entries}
+    in_turn = {FILE: AT_A_TIME, PAIR_BIAS: OF_PAIR_BIAS}
     return tuple(checked(Launch(entry, blocks[entry], shared, in_turn.get(entry))) for entry, shared in kernel.entries.items())
 
 

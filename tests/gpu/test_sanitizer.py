@@ -117,6 +117,15 @@ for _ in range(2):
     plan(queries, *pool, **told, workspace=memory)
 attention(normal(2, 4, 130, 64), *pool, **told, causal=True)  # so many queries have pages by TMA
 
+# On sm_90a one block has a unit of the first bias; of the second, several share one, and the third is read by lanes.
+q, k, v, dout = (normal(3, heads, rows, 64) for heads, rows in ((4, 150), (2, 200), (2, 200), (4, 150)))
+for bias in (normal(4, 150, 200), normal(150, 200), normal(4, 150, 200, dtype="float32")):
+    out, lse = plan_attention(q, k, v, bias=bias, causal=True, kernel="fwd_v2", return_lse=True)(q, k, v, bias=bias)
+    plan = plan_attention_backward(dout, q, k, v, out, lse, bias=bias, causal=True, wrt="bias")
+    plan(dout, q, k, v, out, lse, bias=bias)
+    cupy.cuda.Device().synchronize()
+
+q, k, v = normal(3, 2, 210, 64)
 def taken_apart(**asked):
     terms = normal(210, dtype="float32")
     asked["arrays"] = given = {"t": terms if "kv_idx" in asked["score"] else terms[:2]}

@@ -1,0 +1,103 @@
+"""Where bwd_scores_hopper computes the gradient of a bias: its tiles, its tensor maps, and how many blocks share a unit of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..problem.backward import BackwardProblem
+from ..problem.layout import Layout
+from ..problem.read_gradients import ReadGradient
+from .architecture import Architecture
+from .expression_text import ExpressionText, Pressure
+from .kernel import KernelPlan, padded
+from .stored_dbias import is_of_bias
+from .tensor_map import TensorMap, obstacle, tensor_maps
+from .tuning import TileConfig
+
+FILE = "bwd_scores_hopper"
+IN_MAPS = ("q", "k", "v", "dout")
+MULTIPROCESSORS = 132  # of an H200, each of which holds one block
+ENDING = 2  # steps of the loop that the end of a unit takes about as long as
+MOST_ROUNDS = 6  # of units that the blocks take one after the other, if these are split so that all end together
+STAYS = "the bias of a unit stays in shared memory for all that share it; half a step is on its way beneath the other half"
+IN_REGISTERS = "the bias of a unit, which TMA does not bring, stays in registers"
+TWO_GROUPS = {"warps": 12, "min_blocks": 1}
+STAGED_ROWS = (
+    TileConfig(64, 128, 128, STAYS, **TWO_GROUPS, stages=4, staged_bias=True),
+    TileConfig(128, 128, 128, STAYS, **TWO_GROUPS, stages=3, staged_bias=True),
+    TileConfig(256, 128, 64, STAYS, **TWO_GROUPS, staged_bias=True),
+)
+OTHER_ROWS = (
+    TileConfig(128, 128, 64, IN_REGISTERS, **TWO_GROUPS, stages=4),
+    TileConfig(256, 128, 64, IN_REGISTERS, **TWO_GROUPS),
+)
+ROWS = STAGED_ROWS + OTHER_ROWS
+ELEMENTS = {"float16": "half_t", "bfloat16": "bfloat_t"}  # as ``kernels_cu/tile/element.cuh`` has them
+
+
+def text_of_rows(dtype: str) -> ExpressionText:
+    """What the rows of a dtype are compiled with to be looked at: a bias of that dtype, whose gradient has it too."""
+    stated = {name: "true" for name in ("HAS_BIAS", "BIAS_BY_TWO", "OF_QUERY", "OF_KEY")}
+    stated |= {name: ELEMENTS[dtype] for name in ("BiasElement", "GradientElement")}
+    return ExpressionText("PLUS_TERM", "(at.bias * x.unit)", constants=tuple(stated.items()), pressure=Pressure.BIAS)
+
+
+def rows_for(architecture: Architecture, dtype: str) -> tuple[TileConfig, ...]:
+    """All rows of the kernel; none on an architecture and for a dtype that it does not exist for."""
+    return ROWS if architecture.name == "90a" and dtype in ELEMENTS else ()
+
+
+def chosen_row(
+    problem: BackwardProblem, part: ReadGradient, expressions: ExpressionText, architecture: Architecture
+) -> tuple[TileConfig | None, str]:
+    """The row for a gradient, or None and why bwd_scores computes it instead; '' where there is nothing to choose."""
+    p = problem.forward
+    if not is_of_bias(part) or not rows_for(architecture, p.dtype):
+        return None, ""
+    why_not = ""
+    if not (part.of_query and part.of_key):
+        why_not = "the bias lacks an axis of queries or of keys"
+    elif p.lengths is not None:
+        why_not = "sequences have lengths of their own"
+    elif (expressions.kind, expressions.pressure, p.scores.dropout) != ("PLUS_TERM", Pressure.BIAS, None):
+        why_not = "more than a bias is asked for each pair"
+    else:
+        no_map = obstacle(p.batch, _layouts(problem, part), IN_MAPS)
+        why_not = no_map and f"no TMA: {no_map}"
+    if why_not:
+        return None, f"not {FILE}: {why_not}"
+    width = padded(max(p.dim, p.dim_v))
+    # The kernel gets the bias as the backward does, with the batch axes of all arrays merged, and ldmatrix moves 16 bits.
+    staged = p.scores.bias.dtype in ELEMENTS and not obstacle(p.batch, _layouts(problem, part), ("bias",))
+    row = next(row for row in (STAGED_ROWS if staged else OTHER_ROWS) if row.width >= width)
+    return replace(row, width=width), ""
+
+
+def maps_of(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan) -> dict[str, TensorMap]:
+    """The tensor maps that a kernel is given besides the arrays, by field; none if it is another one."""
+    if kernel.file != FILE:
+        return {}
+    queries, keys = kernel.config.TILE_Q, kernel.config.TILE_KV
+    boxes = dict(zip(IN_MAPS, (queries, keys, keys, queries))) | ({"bias": queries} if kernel.config.STAGED_BIAS else {})
+    found = tensor_maps(problem.forward.batch, _layouts(problem, part), boxes)
+    return {f"{name}_map": described for name, described in found.items()}
+
+
+def _layouts(problem: BackwardProblem, part: ReadGradient) -> dict[str, Layout]:
+    """All arrays whose batch axes are merged, as `read_gradient_params` merges them."""
+    given = {name: layout for name, layout in problem.layouts.items() if layout is not None}
+    return given | problem.forward.scores.layouts | {"gradient": part.of_pairs}
+
+
+def splits_of_units(units: int, walked: int) -> int:
+    """How many blocks share a unit of so many steps: as many as make all blocks end soonest.
+
+    Blocks take units, or parts of them, in rounds; the last round of few units leaves most blocks without one. The end of a unit
+    takes time as well, and with more parts, so do partial sums.
+    """
+    most = max(1, min(walked, MOST_ROUNDS * MULTIPROCESSORS // max(units, 1)))
+
+    def steps(splits: int) -> int:
+        return -(-units * splits // MULTIPROCESSORS) * (-(-walked // splits) + ENDING * (1 + (splits > 1)))
+
+    return min(range(1, most + 1), key=steps)

@@ -1,0 +1,134 @@
+// bwd_scores_hopper.cu -- the gradient of a bias that has an axis of queries and one of keys, and whose elements batch elements or heads may share:
+// what bwd_scores.cu does, for sm_90a, with TMA and products of whole warpgroups (wgmma). It runs behind any backward, whose lse and delta of
+// each query it reads, and computes S and dP again.
+//
+//   bwd_scores_hopper   A block takes one unit of elements after the other, the bias B_ij of a tile of queries i and a tile of keys j. Its first
+//                       warpgroup is the producer, each consumer owns 64 queries of the unit:
+//
+//     producer: for each unit, and each batch element and head that share it:
+//                 Q_i, K_j with lse_i,  and dO_i, V_j with delta_i             as far ahead as there are stages
+//               by another warp, for each unit:  B_ij
+//
+//     consumer: for each unit:
+//                 G = 0
+//                 for each batch element and head that share it:
+//                   S = Q_i K_j^T                                              warpgroups start their products in turn (ping-pong), so that
+//                   P = 2^(S + B_ij - lse_i)                                   all else is done beneath those of the other one
+//                   dP = dO_i V_j^T
+//                   G += P o (dP - delta_i)                                    in registers
+//                 G goes to the gradient, if the block is the only one of the unit, or to partial sums
+//
+//   bwd_scores_hopper_add   gradient = partial sums, added up in one order
+#include "config.cuh"
+#include "params.cuh"
+#include "tile/unit_tiles.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
+static_assert(TILE_Q == 64 * GROUPS, "a warpgroup owns 64 queries");
+static_assert(SCORES == PLUS_TERM && HAS_BIAS && !MASKED_PAIRS && !DROPOUT && !VARLEN, "a bias alone is asked for each pair");
+static_assert(OF_QUERY && OF_KEY && !SCATTERED && !GATHERED && !HAS_FACTOR, "whose elements belong to a query and a key");
+static_assert(GROUPS > 1, "they take turns");
+
+enum NamedBarrier { ORDER = 1 };                              // of ping-pong, for each warpgroup
+static_assert(ORDER + GROUPS <= NAMED_BARRIERS);
+
+// Of the registers that a launch deals out evenly, the producer gives back most.
+constexpr int REGISTERS = 65536 / THREADS / 8 * 8;
+constexpr int PRODUCER_REGISTERS = 40;
+constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
+
+// Shared memory: operands of the products; the bias of a unit; statistics of queries; barriers.
+constexpr int BIAS_OFFSET = STAGES * Operands::bytes;
+constexpr int STATS_OFFSET = BIAS_OFFSET + BIAS_BYTES;
+constexpr int RING_BARRIERS = STATS_OFFSET + STATS_BYTES;
+constexpr int BIAS_BARRIERS = RING_BARRIERS + STAGES * STAGE_BARRIERS;
+constexpr int SHARED_BYTES = BIAS_BARRIERS + STAGED_BIAS * STAGE_BARRIERS;
+
+KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) {
+  const SharedAddress smem = shared_memory(), stats_smem = smem + STATS_OFFSET;
+  const int warp = int(uniform(u32(warp_id())));
+  Ring ring{smem, smem + RING_BARRIERS};                      // Q and K, dO and V, Q and K ...
+  Biases biases{smem + BIAS_OFFSET, smem + BIAS_BARRIERS};
+  if (warp == 0) {
+    init_pipeline(ring, 4 * GROUPS);                          // warps that hand a stage back
+    if (STAGED_BIAS) init_pipeline(biases, 4 * GROUPS);
+  }
+  sync_block();                                               // without it a warp arrives at a barrier that does not count yet
+
+  if (warp < 4) {
+    warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+    if (warp == 0) {
+      for_parts(p, [&](UnitPart& part) {
+        #pragma unroll 1
+        for (PairCursor& now = part.first; now.left > 0; now.advance(p)) {
+          const StepCoord step(p, now);
+          producer_acquire(ring);                             // without it operands are overwritten that a slower warp still reads
+          load_operands(ring, p.q_map, p.k_map, p, step, false, stats_smem);
+          producer_acquire(ring);                             // the same
+          load_operands(ring, p.dout_map, p.v_map, p, step, true, stats_smem);
+        }
+      });
+    }
+    if (STAGED_BIAS && warp == 1) {
+      for_parts(p, [&](const UnitPart& part) {
+        if (part.first.left <= 0) return;
+        producer_acquire(biases);                             // without it a bias is overwritten that a slower warp still reads
+        load_bias(biases, p.bias_map, part.first);
+      });
+    }
+    return;
+  }
+
+  warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+  const int group = warp / 4 - 1, group_row = group * 64, own_row = group_row + warp % 4 * 16;
+  const Mask mask{p.mask, p.len_kv};
+  const float scale_log2 = exponent_scale(p.scale);
+  if (group == GROUPS - 1) arrive_pingpong<ORDER>(group, GROUPS); // without it nobody begins
+  for_parts(p, [&](const UnitPart& part) {
+    const PairCursor& first = part.first;
+    const int row0 = first.q_tile * TILE_Q + own_row, col0 = first.kv_tile * TILE_KV;
+    const bool whole = row0 + 16 <= p.len_q && unmasked_keys(mask, row0, 16).contains(col0, TILE_KV);
+    struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{first.batch, first.batch_number(p)};
+    const ScoreContext x = score_context(p, here, first.head);
+    PairArrays<16, TILE_KV> arrays;                           // the bias, unless it is in shared memory
+    if (!STAGED_BIAS && first.left > 0) load<false>(arrays, x, row0, col0);
+    Acc<16, TILE_KV> sum_reg;                                 // G
+    fill(sum_reg, 0.f);
+    #pragma unroll 1
+    for (i64 left = first.left; left > 0; --left) {
+      Acc<16, TILE_KV> s_reg, dp_reg;
+      RowVec<16> lse_reg, delta_reg;
+      consumer_wait(ring);                                    // without it the product reads queries and keys that have not arrived
+      wait_pingpong<ORDER>(group);                            // without it products of both run at a time, and then none beneath which to compute
+      start_product_transposed(s_reg, ring.tile().queries(), group_row, ring.tile().keys());
+      arrive_pingpong<ORDER>(group, GROUPS);                  // without it the other warpgroup waits for ever
+      load_rows(lse_reg, stats_of(stats_smem, ring), own_row);
+      wait_for_products<0>(s_reg);                            // without it scores are read that do not exist yet
+      consumer_release(ring);                                 // without it the producer waits for ever
+      if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+      if constexpr (STAGED_BIAS) {
+        consumer_wait(biases);                                // without it a bias is read that has not arrived
+        modify_scores(s_reg, biases.tile(), x, own_row);
+      } else {
+        modify_scores<false>(s_reg, arrays, x, row0, col0);
+      }
+      exponentiate(s_reg, lse_reg, scale_log2);
+      if (!whole) apply_mask(s_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);
+      consumer_wait(ring);                                    // without it the product reads gradients and values that have not arrived
+      wait_pingpong<ORDER>(group);                            // without it the order is lost
+      start_product_transposed(dp_reg, ring.tile().queries(), group_row, ring.tile().keys());
+      arrive_pingpong<ORDER>(group, GROUPS);                  // without it the other warpgroup waits for ever
+      if (STAGED_BIAS && left == 1) consumer_release(biases); // without it the producer waits for ever. All lanes have read it before the product
+      load_rows(delta_reg, stats_of(stats_smem, ring), own_row, p.delta_sign);
+      wait_for_products<0>(dp_reg);                           // without it dP is read that does not exist yet
+      consumer_release(ring);                                 // without it the producer waits for ever
+      if (!whole) apply_mask(dp_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);  // 0 times whatever dP was may be NaN
+      add_gradients(sum_reg, s_reg, dp_reg, delta_reg);
+    }
+    store_sums(p, part, sum_reg, own_row);
+  });
+  if (group == 0) wait_pingpong<ORDER>(group);                // without it the last one's arrival is left over
+}
+
+KERNEL(THREADS, 1) bwd_scores_hopper_add(GRID_CONSTANT HopperScoreGradientParams p) { add_partials(p); }
