@@ -103,7 +103,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     KeptPairs<true, 16, TILE_Q> kept;
     consumer_wait(block.queries);                             // without it the product reads queries that have not arrived
     start_product_transposed(s_reg, k_smem, 0, q_smem);
-    if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
+    if constexpr (DROPOUT && SCORES != EXPRESSION) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     float scale_log2 = exponent_scale(p.scale), masked = -infinity(), slope = 1.f;
@@ -122,7 +122,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     if (SCORES != EXPRESSION && cut(col0)) apply_mask(s_reg, block.mask, row0, col0, masked);
     if constexpr (SCORES == EXPRESSION) {
       probabilities(s_reg, factor_reg, block.lse_smem(), context(head), block.mask, cut(col0), row0, col0, scale_log2, p.softcap, terms, ask_pairs);
-      if constexpr (DROPOUT) drop(s_reg, kept);
+      if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + head, row0, col0), drop(s_reg, kept);
       to_operands(p_reg, s_reg);
       pass(p_smem(block.queries.count), factor_reg);
     } else {

@@ -118,8 +118,6 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   Acc<PAIR_KEYS, WIDTH> sum_reg;                              // dV or dK
   fill(sum_reg, 0.f);
   u32 number = 0;                                             // of the query tile
-  Dropping dropout{};
-  if constexpr (DROPOUT) dropout = seeded(p.scores);
 
   #pragma unroll 1
   for (int step = 0; step < steps; ++step, advance(now)) {
@@ -149,7 +147,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     if (masked && !(SCORES == EXPRESSION && for_values))
       apply_mask(product_reg, mask, row0 + pair_row, col0, for_values ? -infinity() : 0.f);    // 0 (0 - delta) is 0, whatever dP was
     KeptPairs<true, PAIR_KEYS, TILE_Q> kept;
-    if constexpr (DROPOUT) draw(kept, dropout, here.batch_number * p.heads + now.head, row0 + pair_row, col0);
+    if constexpr (DROPOUT) draw(kept, seeded(p.scores), here.batch_number * p.heads + now.head, row0 + pair_row, col0);
     if (for_values) {
       auto &s_reg = product_reg, &p_reg = product_reg;        // S^T becomes P^T
       const auto& lse_reg = stat_reg;
@@ -162,7 +160,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     } else {
       auto &dp_reg = product_reg, &ds_reg = product_reg;      // dP^T becomes dS^T
       const auto& delta_reg = stat_reg;
-      if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, dropout.scale);
+      if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, p.scores.dropout.scale);
       sync_pair(PASSED + pair);                               // without it P is read before the other warp has written it
       score_gradients(dp_reg, delta_reg, p_smem);
       store(pair_ds_smem, ds_reg);                            // over P, which only this warp reads
@@ -187,7 +185,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   sync_block();                                               // without it gradients overwrite K and V that a slower warp still reads
   if (p.dq_semaphore && steps > 0 && warp == 0) semaphore_release(p.dq_semaphore + number);
   if (!for_values) scale(sum_reg, p.scale);
-  if constexpr (DROPOUT) if (for_values) scale(sum_reg, dropout.scale);
+  if constexpr (DROPOUT) if (for_values) scale(sum_reg, p.scores.dropout.scale);
   // Computed again, instead of keeping it in registers that the loop needs.
   const KeyBlockCoord coord = key_block_coord(p);
   const auto keys = rows_of_sequence<KEYS>(p, coord.batch_number);
