@@ -264,7 +264,7 @@ PAIR_TABLES: dict[str, dict[str, dict[str, tuple[TileConfig, ...]]]] = {
 # In place of rows as wide, where several things are asked of a pair: of kernels that have one table for all else.
 MANY_32, MANY_64 = TileConfig(32, 32, 32, REGISTERS, **ONE_BLOCK), TileConfig(64, 64, 64, REGISTERS, **EIGHT)
 MANY_80 = (MANY_64, TileConfig(96, 32, 32, REGISTERS, **ONE_BLOCK))
-MANY_100 = (MANY_32, *BACKWARD_HALVES_100[1:3], TileConfig(256, 16, 32, REGISTERS, stages=1, **ONE_BLOCK))
+MANY_100 = (MANY_32, *MANY_80, *BACKWARD_HALVES_100[1:3], TileConfig(256, 16, 32, REGISTERS, stages=1, **ONE_BLOCK))
 SEVERAL_100 = (MANY_64, TileConfig(96, 64, 64, REGISTERS, stages=1, **EIGHT))
 CROWDED_FLOAT32_100 = (FLOAT32_80[0], TileConfig(128, 64, 32, REGISTERS, **ONE_BLOCK, stages=1))
 MASKED_100 = (*BACKWARD_FLOAT32_80[:2], TileConfig(192, 16, 32, REGISTERS, stages=1, **ONE_BLOCK))
