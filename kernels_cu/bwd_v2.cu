@@ -147,20 +147,20 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     if (masked && !(SCORES == EXPRESSION && for_values))
       apply_mask(product_reg, mask, row0 + pair_row, col0, for_values ? -infinity() : 0.f);    // 0 (0 - delta) is 0, whatever dP was
     KeptPairs<true, PAIR_KEYS, TILE_Q> kept;
-    if constexpr (DROPOUT) draw(kept, seeded(p.scores), here.batch_number * p.heads + now.head, row0 + pair_row, col0);
+    const u32 head_of_all = here.batch_number * p.heads + now.head;
     if (for_values) {
       auto &s_reg = product_reg, &p_reg = product_reg;        // S^T becomes P^T
       const auto& lse_reg = stat_reg;
       if constexpr (SCORES == EXPRESSION)
         probabilities(s_reg, lse_reg, score_context(p, here, now.head, seq.q.len(), seq.kv.len()), mask, masked, row0 + pair_row, col0, p.softcap, p_smem, ask_pairs);
       else probabilities(s_reg, lse_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, p_smem);
-      if constexpr (DROPOUT) drop(p_reg, kept);
+      if constexpr (DROPOUT) draw(kept, seeded(p.scores), head_of_all, row0 + pair_row, col0), drop(p_reg, kept);
       to_operands(operand_reg, p_reg);
       arrive_pair(PASSED + pair);                             // without it the other warp waits for P forever
     } else {
       auto &dp_reg = product_reg, &ds_reg = product_reg;      // dP^T becomes dS^T
       const auto& delta_reg = stat_reg;
-      if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, p.scores.dropout.scale);
+      if constexpr (DROPOUT) draw(kept, seeded(p.scores), head_of_all, row0 + pair_row, col0), drop(dp_reg, kept), scale(dp_reg, p.scores.dropout.scale);
       sync_pair(PASSED + pair);                               // without it P is read before the other warp has written it
       score_gradients(dp_reg, delta_reg, p_smem);
       store(pair_ds_smem, ds_reg);                            // over P, which only this warp reads
