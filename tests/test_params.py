@@ -153,7 +153,7 @@ def test_what_scores_read_becomes_numbers():
     assert captured["stride"].tolist() == [[0] * 4, [1, 7, 0, 0], *[[0] * 4] * 4]
     assert captured["extent"].tolist() == [[0] * 4, [7, 5, 0, 0], *[[0] * 4] * 4]
     dropout = params["scores"]["dropout"]
-    assert dropout["threshold"] == 2**30 and dropout["scale"] == numpy.float32(4 / 3)
+    assert dropout["threshold"] == 2**13 and dropout["scale"] == numpy.float32(4 / 3)
     names = names_of_scores(problem.scores)
     called = ("bias", "pair_mask", "seed_low", "offset", "captured 0", "captured 1")
     assert names == tuple(f"scores.{name}" for name in called)
