@@ -19,6 +19,7 @@ from cupy_flash.machine.toolchain import compiler
 from cupy_flash.plan import forward as forward_plan
 from cupy_flash.plan import schedule, sources
 from cupy_flash.plan.tuning import HOPPER_BACKWARD, KERNEL_TABLES, MASKS
+from cupy_flash.problem import arrays
 
 settings.register_profile("cupy_flash", deadline=None)  # an example may have to wait for a compiler
 settings.load_profile("cupy_flash")
@@ -49,6 +50,19 @@ def kernel_cache(tmp_path_factory):
         for name in ("CUPY_FLASH_HOST_SANITIZE", "CUPY_FLASH_HOST_SCHEDULE", "COLUMNS"):
             environment.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture
+def poisoned_results(monkeypatch):
+    """What nobody writes to of a result stays NaN."""
+    empty = arrays.empty
+
+    def poisoned(layout):
+        x = empty(layout)
+        x[...] = math.nan
+        return x
+
+    monkeypatch.setattr(arrays, "empty", poisoned)
 
 
 @pytest.fixture

@@ -15,26 +15,14 @@ from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.machine import host
 from cupy_flash.plan import pair_bias
 from cupy_flash.plan.pair_bias import MULTIPROCESSORS, splits_of_units
-from cupy_flash.problem import arrays
+
+pytestmark = pytest.mark.usefixtures("poisoned_results")
 
 SHAPE = {"len_q": 150, "len_kv": 200, "heads_q": 4, "heads_kv": 2, "batch": (3,), "bias": "heads"}  # off every tile edge
 
 
 def case(dtype="float16", **changes):
     return Case(dtype, **SHAPE | changes)
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """What nobody writes to stays NaN."""
-    empty = arrays.empty
-
-    def poisoned(layout):
-        x = empty(layout)
-        x[...] = numpy.nan
-        return x
-
-    monkeypatch.setattr(arrays, "empty", poisoned)
 
 
 def planned(case, **more):

@@ -11,7 +11,8 @@ from cupy_flash import attention, attention_backward, plan_attention_backward
 from cupy_flash.machine import host
 from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan.backward import make_grouping
-from cupy_flash.problem import arrays
+
+pytestmark = pytest.mark.usefixtures("poisoned_results")
 
 BATCH, HEADS, HEADS_KV, LEN_Q, LEN_KV = 2, 4, 2, 141, 208  # off every tile edge, and whole chunks of 16 bytes
 WHERE = {"backend": "host", "arch": "90a"}
@@ -26,19 +27,6 @@ MASKS = {
 @pytest.fixture(params=thinned(host.SCHEDULES, first=1))  # of the deferred one no store is done early
 def schedule(request, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """What nobody writes to stays NaN."""
-    empty = arrays.empty
-
-    def poisoned(layout):
-        x = empty(layout)
-        x[...] = numpy.nan
-        return x
-
-    monkeypatch.setattr(arrays, "empty", poisoned)
 
 
 def normal(*shape, dtype, seed=0):
