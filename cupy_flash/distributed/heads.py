@@ -101,7 +101,7 @@ def halves(whole: Whole) -> int:
 
 
 def portions_of(whole: Whole) -> tuple[Portion, ...]:
-    """The portions of heads whose gradients are computed one after the other, while others are under way.
+    """The portions of heads that are computed one after the other, while others are under way.
 
     Each has whole key heads, so that each gradient is complete in one of them.
     """

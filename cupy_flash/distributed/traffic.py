@@ -129,7 +129,7 @@ def _all_gather(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
 
 def _ulysses(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
     every = [Run(0, sum(rows), 0) for rows in (whole.rows_q, whole.rows_kv)]
-    portions = portions_of(whole) if backward else (WHOLE,)
+    portions = portions_of(whole)
     steps = [Step((), _changed(whole, rank, backward, portions[0])[0])]
     for i, portion in enumerate(portions):  # beneath each is what the next one needs, and what the last one gave
         coming = [_changed(whole, rank, backward, own)[0] for own in portions[i + 1 : i + 2]]
