@@ -74,7 +74,7 @@ def order(monkeypatch):
 
 def test_copies_are_beneath_exchanges(in_halves, order):
     """While half of the rows is under way, the other one is packed, or brought to its place; own rows are copied beneath both."""
-    run(replace(CASE, heads_kv=2), 2, "ulysses", "zigzag", gradients=False)
+    run(replace(CASE, heads_q=2, heads_kv=2), 2, "ulysses", "zigzag", gradients=False)
     there = ["copies", "starts", "copies", "starts", "copies", "waits", "waits"]
     back = ["starts", "starts", "copies", "waits", "copies", "waits", "copies"]
     assert len(order) == 2
@@ -110,11 +110,16 @@ def test_a_plan_knows_what_travels_beneath(backward, monkeypatch):
     assert first.blocks == second.blocks == tuple((block, number // 2) for block, number in at_once[1].blocks)
 
 
-def test_one_key_head_is_not_halved(in_halves, order):
-    """Its gradient would be the sum of both. The exchange has rounds of rows all the same."""
-    run(replace(CASE, heads_kv=2), 2, "ulysses", "zigzag")
+def test_one_key_head_is_halved_by_its_queries(in_halves, order):
+    """In the forward, for which its keys travel once. Its gradient would be the sum of both: that exchange has rounds of rows."""
+    case = replace(CASE, heads_kv=2)
+    run(case, 2, "ulysses", "zigzag", gradients=False)
     for own in order.values():
-        assert (own.count("computes"), own.count("starts")) == (2, 8)
+        assert (own.count("computes"), own.count("starts")) == (2, 4)
+    order.clear()
+    run(case, 2, "ulysses", "zigzag")
+    for own in order.values():
+        assert (own.count("computes"), own.count("starts")) == (3, 8)
 
 
 def test_what_is_small_is_sent_at_once(order):

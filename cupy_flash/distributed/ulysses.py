@@ -15,7 +15,7 @@ from .blocks import Interval
 from .calls import Calls
 from .change import Change, heads_in
 from .communicator import Communicator
-from .heads import Portion, groups_of, halves, portions_of, side_of
+from .heads import Portion, comes_again, groups_of, halves, portions_of, side_of
 from .rows import empty_rows
 from .whole import Whole
 
@@ -33,7 +33,7 @@ def backward(comm: Communicator, calls: Calls, inputs: tuple[Any, ...], k: Any, 
     given = [(dout, False), (q, False), (k, True), (v, True), (out, False), (lse[..., None], False)]
     given += [] if dlse is None else [(dlse[..., None], False)]
     results = list(zip(results, (False, True, True)))
-    _in_portions(comm, calls.whole, given, lambda portion, arrays: _gradients(calls, portion, *arrays), results)
+    _in_portions(comm, calls.whole, given, lambda portion, arrays: _gradients(calls, portion, *arrays), results, True)
 
 
 def _in_portions(
@@ -42,6 +42,7 @@ def _in_portions(
     given: list[tuple[Any, bool]],
     compute: Callable[[Portion, list[Any]], list[Any]],
     results: list[tuple[Any, bool]],
+    backward: bool = False,
 ) -> None:
     """Compute with all rows of this rank's heads, and give the rows back.
 
@@ -55,13 +56,18 @@ def _in_portions(
         From the same as all rows of a portion of its heads to the same of the results.
     results : list of (array, bool)
         What is written.
+    backward : bool
+        Whether it is gradients that are computed.
     """
-    portions = portions_of(whole)
+    portions = portions_of(whole, backward)
     rounds = halves(whole) if len(portions) == 1 else 1
     coming, going = [], []
     for portion in portions:
-        change = Change(whole, comm, rounds, portion)
-        coming.append((portion, change, [change.to_heads(x, of_keys) for x, of_keys in given]))
+        change, arrays = Change(whole, comm, rounds, portion), []
+        for i, (x, of_keys) in enumerate(given):
+            again = comes_again(whole, of_keys, portion)
+            arrays.append(coming[0][2][i] if again else change.to_heads(x, of_keys))
+        coming.append((portion, change, arrays))
         change.begin()
     while coming:
         portion, change, arrays = coming.pop(0)
