@@ -245,6 +245,7 @@ struct HopperBackwardParams : BackwardMaps, BackwardParams {
   u32 reused;                             // heads before this one leave their dq_accum to others,
   u32 cleared_after;                      // blocks of heads that come so many heads later having cleared them
   u32 backwards;                          // blocks of heads before this one take the last keys first
+  u32 first_tiles;                        // TILE_LIST: so many blocks come before all others, and have the first keys of all units
   TensorMap dbias_map;                    // STORE_DBIAS: the gradient of the bias in boxes of TILE_Q x 64
 };
 
