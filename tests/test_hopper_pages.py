@@ -1,4 +1,4 @@
-"""Keys in pages in fwd_hopper: whatever sizes pages and tiles have, and however often lanes run out of pieces, bits are those of keys in a row."""
+"""Keys in pages in fwd_hopper: bits are those of keys in a row, whatever sizes pages and tiles have."""
 
 import numpy
 import pytest
@@ -25,8 +25,8 @@ def in_pages(x, lens, size, rng):
 
 
 # Pages that a tile has 1, 2, 4 and 8 of, that have several tiles, and that no tile is a multiple of.
-SIZES = (8, 16, 24, 48, 64, 256)
-QUICK = {(64, 256, "causal"), (128, 8, "causal"), (128, 16, "window"), (192, 64, "causal")}
+SIZES = (1, 3, 8, 16, 24, 48, 64, 256)
+QUICK = {(128, 1, "causal"), (64, 256, "causal"), (128, 8, "causal"), (128, 16, "window"), (192, 64, "causal")}
 MASKS = {"causal": {"causal": True}, "window": {"window": (300, 0)}, "full": {}}
 SETTINGS = [
     pytest.param(dim, size, mask, marks=() if (dim, size, mask) in QUICK else release)
@@ -49,7 +49,8 @@ def test_bits_are_those_of_keys_in_a_row(dim, size, mask):
     results = []
     for keys, given in (((k, v), lengths), (pools, lengths | {"pages": tables[0]})):
         plan = plan_attention(q, *keys, **given, **options)
-        assert plan.kernel.file == "fwd_hopper" and plan.kernel.config.PAGED == ("pages" in given)
+        assert plan.kernel.file == "fwd_hopper" and ("pages" in given) == plan.kernel.config.PAGED
+        assert ("pages" in given and size < 8) == plan.kernel.config.COPIED_PAGES
         results.append(plan(q, *keys, **given))
     for x, y in zip(*results):
         assert numpy.isfinite(x[0, :, :70].astype(float)).all()

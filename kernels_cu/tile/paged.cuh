@@ -3,18 +3,20 @@
 // waited for, and once for keys and their values.
 #pragma once
 #include "tile/clipped.cuh"
+#include "tile/copied_pages.cuh"
 #include "tile/work.cuh"
 
 // The pages of the pieces of some tiles that follow each other, one for each lane.
-struct PagePlaces {
+struct PiecePlaces {
   Regs<int, 1> page;
   int lane;                                                   // of the first piece of the tile at hand
 };
+using PagePlaces = Choose<COPIED_PAGES, RowPlaces, PiecePlaces>;
 // How many pieces hold some of so many rows.
 OP int pieces_of(const HopperVarlenParams& p, int rows) { return int(divide(max_of(rows, 0) + p.piece_divmod.divisor - 1, p.piece_divmod)); }
 // Goes on to the tile of a sequence from key `row` on, which is the next one but where a query tile begins. Entries are read for as many tiles as
 // lanes have pieces of: a pass of the producer has no time to wait for memory. Of pieces beyond the sequence's end none is read.
-template <typename Params, typename Coord> OP void find_pages(PagePlaces& places, const Params& p, const Coord& of, int row, bool begins) {
+template <typename Params, typename Coord> OP void find_pages(PiecePlaces& places, const Params& p, const Coord& of, int row, bool begins) {
   if constexpr (PAGED) {
     static_assert(TILE_KV / 8 <= 32, "each lane has one piece, of 8 rows at least");
     const SequenceParams& s = p.sequences;
@@ -32,7 +34,7 @@ template <typename Params, typename Coord> OP void find_pages(PagePlaces& places
 // The stage at hand = the tile of keys or values there, from key `row` on, of which so many exist; goes on to the next one. Pieces of which no row
 // exists are not read, and leave there what there was.
 template <typename T, int DEPTH, Lanes LANES>
-OP void load_pages(Pipeline<T, DEPTH, LANES>& pipeline, const HopperVarlenParams& p, const TensorMap& map, const PagePlaces& places, int head, int row, int rows,
+OP void load_pages(Pipeline<T, DEPTH, LANES>& pipeline, const HopperVarlenParams& p, const TensorMap& map, const PiecePlaces& places, int head, int row, int rows,
                    CallSite at = call_site()) {
   const FastDivmod& page = p.sequences.page_divmod;
   const int piece = int(p.piece_divmod.divisor), brought = rows < T::rows ? pieces_of(p, rows) * piece : T::rows;
@@ -46,7 +48,7 @@ OP void load_pages(Pipeline<T, DEPTH, LANES>& pipeline, const HopperVarlenParams
   pipeline.advance();
 }
 template <typename T, int DEPTH, Lanes LANES>
-OP void load_pages_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const HopperVarlenParams& p, const TensorMap& map, const PagePlaces& places,
+OP void load_pages_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const HopperVarlenParams& p, const TensorMap& map, const PiecePlaces& places,
                            int head, int row, int rows, CallSite at = call_site()) {
   if (rows >= T::rows) return load_pages(pipeline, p, map, places, head, row, rows, at);
   clip(pipeline, clipping, rows, [&](Pipeline<T, 1, LANES>& alone) { load_pages(alone, p, map, places, head, row, rows, at); }, at);
@@ -54,11 +56,13 @@ OP void load_pages_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clippi
 
 // Keys, or values, of a sequence wherever they are. Of values, rows beyond its end become zeros.
 template <typename Keys, typename Params, typename Coord> OP void load_keys(Keys& keys, const Params& p, const Coord& of, const PagePlaces& places, int row) {
-  if constexpr (PAGED) load_pages(keys, p, p.k_map, places, of.head, row, of.kv.len() - row);
+  if constexpr (COPIED_PAGES) copy_pages(keys, p, p.k, p.sequences.k_page_stride, places, of.head, row, of.kv.len() - row);
+  else if constexpr (PAGED) load_pages(keys, p, p.k_map, places, of.head, row, of.kv.len() - row);
   else load_async(keys, p.k_map, of.batch, of.head, of.kv.first() + row);
 }
 template <typename Values, typename Params, typename Coord>
 OP void load_values(Values& values, Clipping& clipping, const Params& p, const Coord& of, const PagePlaces& places, int row) {
-  if constexpr (PAGED) load_pages_clipped(values, clipping, p, p.v_map, places, of.head, row, of.kv.len() - row);
+  if constexpr (COPIED_PAGES) copy_pages(values, p, p.v, p.sequences.v_page_stride, places, of.head, row, of.kv.len() - row);
+  else if constexpr (PAGED) load_pages_clipped(values, clipping, p, p.v_map, places, of.head, row, of.kv.len() - row);
   else load_clipped(values, clipping, p.v_map, of.batch, of.head, of.kv.first() + row, of.kv.len() - row);
 }

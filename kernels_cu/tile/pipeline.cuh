@@ -40,6 +40,8 @@ OP void mbarrier_arrive_if(SharedAddress barrier, bool calls) {
   asm volatile("{ .reg .pred calls; setp.ne.u32 calls, %1, 0; @calls mbarrier.arrive.shared::cta.b64 _, [%0]; }"
                :: "r"(barrier), "r"(u32(calls)) : "memory");
 }
+// arrives when what the lane has copied by cp.async has come; counts itself, so that the phase waits for one more
+OP void cp_async_mbarrier_arrive(SharedAddress barrier) { asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" :: "r"(barrier) : "memory"); }
 OP void mbarrier_arrive_expect_tx(SharedAddress barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
@@ -189,9 +191,19 @@ template <typename T, int DEPTH, Lanes LANES> OP void init_pipeline(Pipeline<T, 
     init_mbarrier(pipeline.empty(), readers, at);
   }
 }
+// What the lanes of the warp have written to shared memory is seen by TMA.
+OP void fence_proxy_async() {
+#if ON_GPU
+  fence_proxy_async_shared();
+  __syncwarp();
+#else
+  host::self->show_stores();
+#endif
+}
 // Waits until the stage at hand is full, or is empty, which it is at first.
 template <typename T, int DEPTH, Lanes LANES> OP void consumer_wait(const Pipeline<T, DEPTH, LANES>& pipeline, CallSite at = call_site()) {
   wait_for<LANES>(pipeline.full(), pipeline.phase(), at);
+  if constexpr (COPIED_PAGES) fence_proxy_async();            // without it products read what was there before lanes copied
 }
 template <typename T, int DEPTH, Lanes LANES> OP void producer_acquire(const Pipeline<T, DEPTH, LANES>& pipeline, CallSite at = call_site()) {
   wait_for<LANES>(pipeline.empty(), pipeline.phase() ^ 1, at);
@@ -338,15 +350,6 @@ OP void wait_for_stores() {
   __syncwarp();
 #else
   host::self->wait_for_async_stores();
-#endif
-}
-// What the lanes of the warp have written to shared memory is seen by TMA.
-OP void fence_proxy_async() {
-#if ON_GPU
-  fence_proxy_async_shared();
-  __syncwarp();
-#else
-  host::self->show_stores();
 #endif
 }
 
