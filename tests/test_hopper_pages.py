@@ -10,10 +10,10 @@ release = pytest.mark.release
 
 
 def in_pages(x, lens, size, rng):
-    """A pool of pages in any order, NaN where no key is, and the table of them; entries that nobody needs lead nowhere."""
+    """A pool of pages in any order, NaN where no key is as in the whole first one, and their table, whose other entries lead nowhere."""
     used = [-(-n // size) for n in lens]
     table = numpy.full((len(lens), max(used) + 1), 2**31 - 1, numpy.int32)
-    order, first = rng.permutation(sum(used) + 1), 0
+    order, first = 1 + rng.permutation(sum(used)), 0
     pool = numpy.full((sum(used) + 1, x.shape[1], size, x.shape[3]), numpy.nan, x.dtype)
     for b, (n, count) in enumerate(zip(lens, used)):
         table[b, :count] = order[first : first + count]
