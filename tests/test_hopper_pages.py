@@ -10,7 +10,7 @@ release = pytest.mark.release
 
 
 def in_pages(x, lens, size, rng):
-    """A pool of pages in any order, NaN where no key is as in the whole first one, and their table, whose other entries lead nowhere."""
+    """A pool of pages in any order, NaN where no key is, as in its first one, and their table; other entries lead nowhere."""
     used = [-(-n // size) for n in lens]
     table = numpy.full((len(lens), max(used) + 1), 2**31 - 1, numpy.int32)
     order, first = 1 + rng.permutation(sum(used)), 0
@@ -33,6 +33,7 @@ SETTINGS = [
     for dim in (64, 128, 192, 256)
     for size in SIZES
     for mask in MASKS
+    if (dim, mask) != (64, "full") or size >= 8  # copied, they are for fwd_v2
 ]
 
 
