@@ -75,7 +75,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     explicit, why_scores = explicit_scores(problem, expressions, unless_large=kernel == "fwd_hopper")
     widest = max(width, width_v)
     pack_gqa = problem.mask.queries is not None
-    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked)
+    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked, problem.len_kv)
     # Rows for few queries leave registers to tell which query of its head a row is, and where results in float32 go.
     crowded = kernel == "fwd_v2" and (pack_gqa or _crowded_by_results(problem, architecture, copy_bytes))
     row = row_for(
@@ -186,7 +186,7 @@ def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: E
         return "fwd_hopper knows no elements of a cache"
     if lengths.paged and lengths.page_size % LEAST_PIECE:
         return f"no TMA: pages have {lengths.page_size} keys, which {LEAST_PIECE} do not divide"
-    if (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem)[0]:
+    if (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem, problem.len_kv)[0]:
         return "few queries: heads of a group share a tile, or blocks its keys, in fwd_v2"
     crowded = _crowded(problem, architecture, taken_apart(problem, expressions))
     if lengths.paged and _crowded_by_pages(problem):
