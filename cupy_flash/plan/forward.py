@@ -24,6 +24,7 @@ from .kernel import (
     taken_apart,
     text_of,
 )
+from .key_warps import with_key_warps
 from .packing import FEW, packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
 from .sequences import elements_of, row_length, tiles_of
@@ -92,9 +93,12 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         lengths=problem.lengths is not None or (split and kernel == "fwd_v2"),
         rows=rows_of(kernel, architecture, problem, expressions),
     )
+    itemsize = 4 if problem.dtype == "float32" else 2
+    if kernel == "fwd_v2":
+        row = with_key_warps(row, architecture, itemsize, width, width_v, problem)
     combines, why_combines = False, "a kernel combines splits: most tiles that blocks of fwd_hopper share have many rows" * split
     if split and kernel == "fwd_v2":
-        row = deeper(row, architecture, 4 if problem.dtype == "float32" else 2, width, width_v)
+        row = deeper(row, architecture, itemsize, width, width_v)
         combines, why_combines = last_combines(row, width, width_v, problem)
     if copy_bytes < 16 or problem.lengths is not None or problem.has_wider_results:
         # TMA would write beyond a row's end, see `obstacle`, or that of a sequence; and shared memory has no room for float32.

@@ -101,7 +101,7 @@ def deeper(row: TileConfig, architecture: Architecture, itemsize: int, width: in
     """The row with as many stages as leave room for a second block: what splits wait for is memory alone."""
     if not architecture.copies_ahead:
         return row
-    queries, stage = itemsize * row.tile_q * max(width, width_v), itemsize * row.tile_kv * (width + width_v)
+    queries, stage = itemsize * row.warps_kv * row.tile_q * max(width, width_v), itemsize * row.tile_kv * (width + width_v)
     room = architecture.shared_bytes // 2 - RESERVED_BYTES
     return replace(row, stages=max(row.stages, min((room - queries) // stage, MOST_STAGES)))
 
