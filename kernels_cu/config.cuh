@@ -33,6 +33,7 @@ constexpr int   WIDTH = 64;               // head dim, rounded up to a multiple 
 constexpr int   WIDTH_V = 64;             // the same for the head dim of v and out
 constexpr int   WARPS = 4;                // each owns TILE_Q / WARPS query rows: 16 or 32; in the backward a pair owns 2 TILE_KV / WARPS key rows: 16, 32 or 64;
                                           // in fwd_hopper a producer warpgroup loads, and each consumer warpgroup owns 64 query rows
+constexpr int   WARPS_KV = 1;             // fwd_v2: warps among which each key tile is dealt out: 1, so that warps see all keys and have rows of their own; or WARPS, so that all have the same few rows, and 16 keys or more of each tile
 constexpr int   STAGES = 2;               // tiles of K and V, in the backward of Q and dO, in flight or in use
 constexpr int   STAGES_V = 2;             // fwd_hopper: tiles of V in flight or in use; STAGES are those of K
 constexpr int   STAGES_Q = 2;             // fwd_hopper: stages of 64 queries each; with more than consumer warpgroups, a query tile begins beneath the end of the one before

@@ -81,7 +81,8 @@ def test_hopper(case, schedule, schedule_as):
 
 PATHS = {
     "fwd_v2-sm_80-float16-d64-128x64-w4-copy16": Case("float16", 100, 100),
-    "fwd_v2-sm_80-float16-d64-64x64-w4-copy16": Case("float16", 1, 100),
+    "fwd_v2-sm_80-float16-d64-64x64-w4-copy16": Case("float16", 17, 100),
+    "fwd_v2-sm_80-float16-d64-16x64-w4-kv4-copy16": Case("float16", 1, 100),
     "fwd_v2-sm_80-float16-d64-128x64-w4-copyelements": Case("float16", 100, 100, dim=33),
     "fwd_v2-sm_80-bfloat16-d128-128x32-w4-copy4-explicit": Case("bfloat16", 100, 100, dim=98, softcap=10.0),
     "fwd_v2-sm_80-float32-d192-v128-tf32-64x16-w4-copy16": Case("float32", 9, 9, dim=160, dim_v=128, precision="tf32"),

@@ -258,7 +258,7 @@ def test_decoding_reads_each_key_once_for_all_heads_of_a_group(kind, queries):
     ragged = Ragged([(queries, n) for n in (900, 411, 1300)], heads=(12, 2))
     read, _, plan = traffic_of(ragged, "all", kind, causal=True)
     keys = sum(part[name].nbytes for part in ragged.parts for name in "kv")
-    queries_bytes = sum(part["q"].nbytes for part in ragged.parts)
+    queries_bytes = plan.kernel.config.WARPS_KV * sum(part["q"].nbytes for part in ragged.parts)
     granules = keys // 16
     table = granules * 8 if kind == "pages" else 0
     assert (kind == "pages") == plan.kernel.config.PAGED

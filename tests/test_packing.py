@@ -162,8 +162,10 @@ def test_the_plan_shows_what_was_asked_for():
 def test_keys_and_values_are_read_once(kernel):
     case = Case("float16", 1, 150, heads_q=12, heads_kv=2, batch=(2,))
     inputs = make_inputs(case)
-    _, traffic = planned(*inputs, kernel=kernel).counted(*inputs)
-    assert traffic.read_bytes == sum(x.nbytes for x in inputs)
+    plan = planned(*inputs, kernel=kernel)
+    _, traffic = plan.counted(*inputs)
+    q, k, v = (x.nbytes for x in inputs)
+    assert traffic.read_bytes == plan.kernel.config.WARPS_KV * q + k + v
 
 
 def test_one_key_left_decides_how_it_is_copied():
@@ -225,7 +227,8 @@ def test_few_queries_are_attention(kernel, order):
         packed = packing_of(plan.problem).problem
         c = plan.kernel.config
         assert packed.len_q == group * queries and c.PACK_GQA is (packed.mask.queries is not None)
-        assert kernel != "fwd_v2" or not c.PACK_GQA or c.TILE_Q == SHORT  # other rows of the table would spill
+        few = 16 if packed.len_q <= 16 else SHORT  # rows: others of the table would spill
+        assert kernel != "fwd_v2" or not c.PACK_GQA or few == c.TILE_Q
         assert blocks_of(plan) == 4 * -(-packed.len_q // c.TILE_Q)
         judged(plan, *inputs)
 

@@ -187,6 +187,18 @@ def test_nothing_is_launched_for_nothing(batch, heads):
     assert plan.kernel.config.SPLIT_KV and plan(q, kv, kv).shape == q.shape and [x.blocks for x in plan.launches] == [0]
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_window_is_split_by_the_keys_that_it_leaves(heads):
+    """Where heads share a tile, a kernel is told of these alone."""
+    rng = np.random.default_rng(0)
+    q, (k, v) = rng.standard_normal((heads, 2, 64)).astype("float16"), rng.standard_normal((2, 1, 3000, 64)).astype("float16")
+    for left in (40, 2000):
+        plan = plan_attention(q, k, v, backend="host", kernel="fwd_v2", window=(left, 0), return_lse=True)
+        assert plan.kernel.config.SPLIT_KV is (heads == 1 or left == 2000)
+        comparison = compare(*plan(q, k, v), q, k, v, scale=1 / 8, first_key=2998 - left, last_key=2998)
+        assert comparison.ok, comparison.message
+
+
 @pytest.mark.parametrize(
     "dtype, heads, queries, dim, keys, by_last",
     [

@@ -24,6 +24,7 @@ from .kernel import (
     taken_apart,
     text_of,
 )
+from .key_warps import with_key_warps
 from .packing import FEW, packing_of
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
 from .sequences import elements_of, row_length, tiles_of
@@ -75,7 +76,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     explicit, why_scores = explicit_scores(problem, expressions, unless_large=kernel == "fwd_hopper")
     widest = max(width, width_v)
     pack_gqa = problem.mask.queries is not None
-    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked)
+    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked, problem.len_kv)
     # Rows for few queries leave registers to tell which query of its head a row is, and where results in float32 go.
     crowded = kernel == "fwd_v2" and (pack_gqa or _crowded_by_results(problem, architecture, copy_bytes))
     row = row_for(
@@ -92,9 +93,12 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         lengths=problem.lengths is not None or (split and kernel == "fwd_v2"),
         rows=rows_of(kernel, architecture, problem, expressions),
     )
+    itemsize = 4 if problem.dtype == "float32" else 2
+    if kernel == "fwd_v2":
+        row = with_key_warps(row, architecture, itemsize, width, width_v, problem)
     combines, why_combines = False, "a kernel combines splits: most tiles that blocks of fwd_hopper share have many rows" * split
     if split and kernel == "fwd_v2":
-        row = deeper(row, architecture, 4 if problem.dtype == "float32" else 2, width, width_v)
+        row = deeper(row, architecture, itemsize, width, width_v)
         combines, why_combines = last_combines(row, width, width_v, problem)
     if copy_bytes < 16 or problem.lengths is not None or problem.has_wider_results:
         # TMA would write beyond a row's end, see `obstacle`, or that of a sequence; and shared memory has no room for float32.
@@ -187,7 +191,7 @@ def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: E
         return "fwd_hopper knows no elements of a cache"
     if _copies_pages(problem) and (problem.dim % BOX_COLUMNS or problem.dim_v % BOX_COLUMNS):
         return f"no TMA: pages have {lengths.page_size} keys, which {LEAST_PIECE} do not divide, nor {BOX_COLUMNS} head dims"
-    if (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem)[0]:
+    if (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem, problem.len_kv)[0]:
         return "few queries: heads of a group share a tile, or blocks its keys, in fwd_v2"
     crowded = _crowded(problem, architecture, taken_apart(problem, expressions))
     if lengths.paged and _crowded_by_pages(problem, expressions):

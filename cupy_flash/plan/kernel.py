@@ -60,6 +60,7 @@ class Config:
     WIDTH: int
     WIDTH_V: int
     WARPS: int
+    WARPS_KV: int
     STAGES: int
     STAGES_V: int
     STAGES_Q: int
@@ -178,10 +179,9 @@ class KernelPlan:
             if c.SCORES == "PLUS_COLUMN":  # terms of keys
                 main["fwd_hopper"] = -(-main["fwd_hopper"] // 16) * 16 + 4 * (c.TILE_KV + 4) * c.STAGES
             return self._schedule | main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
-        queries = c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
+        queries = c.WARPS_KV * c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         main = {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
-        combines = c.SPLIT_KV and not c.LAST_COMBINES
-        return self._schedule | main | ({f"{self.file}_combine": 0} if combines else {})
+        return self._schedule | main | ({f"{self.file}_combine": 0} if c.SPLIT_KV and not c.LAST_COMBINES else {})
 
     @property
     def _schedule(self) -> dict[str, int]:
@@ -204,7 +204,7 @@ class KernelPlan:
         c = self.config
         words = [self.file, str(self.architecture), c.DTYPE.lower(), f"d{c.WIDTH}"]
         words += [f"v{c.WIDTH_V}"] * (c.WIDTH_V != c.WIDTH) + ["tf32"] * (c.TF32_PASSES == 1)
-        words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}"] + [f"q{c.Q_TILES}"] * (c.Q_TILES > 1)
+        words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}", *[f"kv{c.WARPS_KV}"] * (c.WARPS_KV > 1), *[f"q{c.Q_TILES}"] * (c.Q_TILES > 1)]
         if self.file == "fwd_hopper":
             words.append(f"q{c.STAGES_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.TMA_STORE_OUT + "b" * c.STAGED_BIAS + "p" * c.PINGPONG)
         else:

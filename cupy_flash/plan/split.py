@@ -26,7 +26,7 @@ LAUNCH, TRIP = 4.0, 0.8  # µs: from the end of a kernel to where the next one c
 WARP_ROWS, COMBINED_COLUMNS = 16, 32  # of a query tile of fwd_hopper: rows that a warp combines, and with so many columns
 
 
-def splits_keys(kernel: str, problem: Problem) -> tuple[bool, str]:
+def splits_keys(kernel: str, problem: Problem, len_kv: int) -> tuple[bool, str]:
     """Whether blocks share the keys of a query tile, and why.
 
     Parameters
@@ -34,10 +34,12 @@ def splits_keys(kernel: str, problem: Problem) -> tuple[bool, str]:
     kernel : str
     problem : Problem
         As the user states it: few queries of several heads may be many rows.
+    len_kv : int
+        Keys that the kernel is told of: of one window, fewer.
     """
     lengths = problem.lengths
     few = not (lengths and lengths.packed_q) and 1 <= problem.len_q <= FEW
-    if kernel != "fwd_v2" or not few or problem.len_kv < 2 * SPLIT_KEYS:
+    if kernel != "fwd_v2" or not few or len_kv < 2 * SPLIT_KEYS:
         return False, ""
     return True, f"split keys: few queries, and {SPLIT_KEYS} keys a block or more, by the length of a sequence alone"
 
@@ -99,7 +101,7 @@ def deeper(row: TileConfig, architecture: Architecture, itemsize: int, width: in
     """The row with as many stages as leave room for a second block: what splits wait for is memory alone."""
     if not architecture.copies_ahead:
         return row
-    queries, stage = itemsize * row.tile_q * max(width, width_v), itemsize * row.tile_kv * (width + width_v)
+    queries, stage = itemsize * row.warps_kv * row.tile_q * max(width, width_v), itemsize * row.tile_kv * (width + width_v)
     room = architecture.shared_bytes // 2 - RESERVED_BYTES
     return replace(row, stages=max(row.stages, min((room - queries) // stage, MOST_STAGES)))
 

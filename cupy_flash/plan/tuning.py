@@ -27,6 +27,7 @@ class TileConfig:
     tile_kv: int
     why: str
     warps: int = 4
+    warps_kv: int = 1
     stages: int = 2
     stages_v: int = 2
     stages_q: int = 2

@@ -246,6 +246,14 @@ struct PagedTile {
     const i64 page = read_length(*of, of->pages, PAGES, first_page + number, of->rows_of_cache - 1);
     return page * page_stride + (key - number * int(of->page_divmod.divisor)) * row_stride;
   }
+  OP int page_of(int row) const {
+    return read_length(*of, of->pages, PAGES, first_page + int(divide(row0 + row, of->page_divmod)), of->rows_of_cache - 1);
+  }
+  // the same rows from one on, if all that are asked for lie in the page of that one, which is `page` of the array
+  OP GlobalTile in_page(int row, int page) const {
+    const int key = row0 + row, in_page = key - int(divide(key, of->page_divmod) * of->page_divmod.divisor);
+    return {base + page * page_stride + in_page * row_stride, row_stride, col_stride, rows - row, cols};
+  }
 };
 using KeySlice = Choose<PAGED, PagedTile, GlobalTile>;
 

@@ -81,6 +81,25 @@ constexpr int COMBINED_COLS = 32 * OF_LANE, COMBINED_ACROSS = WIDTH_V / COMBINED
 constexpr int COMBINED_AT_ONCE = 16;                          // splits on their way at a time
 static_assert(MOST_SPLITS == 64 && 32 % COMBINED_AT_ONCE == 0, "a lane has the weights of two splits, of which those at hand are in one register");
 
+// Columns of a row of the result leave, col0 ... times a factor, and its log-sum-exp.
+OP void store_row(const ForwardParams& p, const BlockCoord& here, int row_q, int end, int col0, const Regs<float, OF_LANE>& out,
+                  const Regs<float, 1>& factor, const Regs<float, 1>& lse) {
+  const ResultTile to = slice<Result>(p.out, here.batch, here.head, row_q, end, p.dim_v);
+  for_lane(l) {
+    #pragma unroll
+    for (int e = 0; e < OF_LANE; e += STORED) {
+      const int col = col0 + l * OF_LANE + e;
+      if (col >= to.cols) continue;
+      Neighbours<Result, STORED> columns;
+      #pragma unroll
+      for (int i = 0; i < STORED; ++i) columns.x[i] = from_float<Result>(out.at(l, e + i) * factor.at(l, 0));
+      count_written(sizeof columns);
+      *reinterpret_cast<Neighbours<Result, STORED>*>(to.at(0, col)) = columns;
+    }
+    if (p.lse.data && col0 == 0 && l == 0) write(row_slice(p.lse, here.batch, here.head, row_q), lse.at(l, 0));
+  }
+}
+
 OP void combine_row(const ForwardParams& p, const SplitQueryTile& tile, int row, int col0) {
   const int row_q = tile.seq.q.first() + tile.here.row + row, end = tile.seq.q.end_of_room(), count = tile.splits.count();
   if (row_q >= end) return;
@@ -147,32 +166,21 @@ OP void combine_row(const ForwardParams& p, const SplitQueryTile& tile, int row,
     }
   }
 
-  const ResultTile to = slice<Result>(p.out, tile.here.batch, tile.here.head, row_q, end, p.dim_v);
+  Regs<float, 1> factor, lse;
   for_lane(l) {
-    float factor = 1.f;
+    float correction = 1.f;
     if constexpr (SINKS != NO_SINKS) {
-      if (exists) factor = join_sinks(max.at(l, 0), sum.at(l, 0), p, query_head(tile.mask(), tile.here.head, tile.here.row + row, p.len_q));
+      if (exists) correction = join_sinks(max.at(l, 0), sum.at(l, 0), p, query_head(tile.mask(), tile.here.head, tile.here.row + row, p.len_q));
     }
     const float total = sum.at(l, 0);
-    factor = total == 0.f ? 0.f : factor * reciprocal(total);
-    #pragma unroll
-    for (int e = 0; e < OF_LANE; e += STORED) {
-      const int col = col0 + l * OF_LANE + e;
-      if (col >= to.cols) continue;
-      Neighbours<Result, STORED> columns;
-      #pragma unroll
-      for (int i = 0; i < STORED; ++i) columns.x[i] = from_float<Result>(out.at(l, e + i) * factor);
-      count_written(sizeof columns);
-      *reinterpret_cast<Neighbours<Result, STORED>*>(to.at(0, col)) = columns;
-    }
-    if (p.lse.data && col0 == 0 && l == 0)
-      write(row_slice(p.lse, tile.here.batch, tile.here.head, row_q), total == 0.f ? -infinity() : (max.at(l, 0) + log2_approx(total)) * LN2);
+    factor.at(l, 0) = total == 0.f ? 0.f : correction * reciprocal(total);
+    lse.at(l, 0) = total == 0.f ? -infinity() : (max.at(l, 0) + log2_approx(total)) * LN2;
   }
+  store_row(p, tile.here, row_q, end, col0, out, factor, lse);
 }
 
 // By all warps of a block whose split has left: the one that is the last of its query tile combines all of them.
-OP void combine_if_last(const ForwardParams& p) {
-  const SplitQueryTile tile = split_query_tile(p, tile_of_block(p));
+OP void combine_if_last(const ForwardParams& p, const SplitQueryTile& tile) {
   const SharedAddress before_smem = shared_memory();
   sync_block();                                               // without it rows are missing that slower warps have not stored when the block is counted,
                                                               // and the count is written over keys that they still read
