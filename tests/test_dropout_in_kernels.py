@@ -52,18 +52,25 @@ def test_each_gradient_has_the_pairs_of_the_forward(kind):
 
 @pytest.mark.parametrize("dropped", [1, 0x4000, 0x7C00, 0x7C01, 0x7FFF])
 def test_as_many_as_are_asked_for(dropped):
-    """fwd_hopper compares numbers as float16, up to what is infinity there. Beyond that fwd_v2 computes, and says so."""
-    p, kernel = dropped / 2**15, "fwd_v2" if dropped > 0x7C00 else "fwd_hopper"
+    """Hopper kernels compare numbers as float16, up to what is infinity there. Beyond that others compute, and say so."""
+    p, version = dropped / 2**15, "v2" if dropped > 0x7C00 else "hopper"
     kept = dropout_mask((4, LENGTH, LENGTH), p, SEED)
     q = numpy.zeros((4, LENGTH, DIM), numpy.float16)
     v, keys = one_hot(LENGTH, 0, 4, "float16")
     options = {"backend": "host", "arch": "90a", "dropout": p, "seed": SEED}
     plan = plan_attention(q, q, v, **options)
-    assert plan.kernel.file == kernel
+    assert plan.kernel.file == f"fwd_{version}"
     assert ((plan(q, q, v, seed=SEED)[..., : len(keys)] != 0) == kept[..., keys]).all()
-    if kernel == "fwd_v2":
-        with pytest.raises(UnsupportedError, match="at most 31 of 32 pairs"):
+    given = (v, q, q, q, q, numpy.zeros((4, LENGTH), numpy.float32))  # of lse 0, so that P is 1
+    backward = plan_attention_backward(*given, **options)
+    assert backward.kernel.file == f"bwd_{version}"
+    assert ((backward(*given, seed=SEED).dv[..., : len(keys)] != 0) == kept[:, keys].swapaxes(1, 2)).all()
+    if version == "v2":
+        with pytest.raises(UnsupportedError, match="fwd_hopper drops at most 31 of 32 pairs"):
             plan_attention(q, q, v, kernel="fwd_hopper", **options)
+        for kernel in ("bwd_hopper", "bwd_hopper_wide"):
+            with pytest.raises(UnsupportedError, match="Hopper kernels drop at most 31 of 32 pairs"):
+                plan_attention_backward(*given, kernel=kernel, **options)
 
 
 @pytest.mark.parametrize("len_q, len_kv, heads_kv", [(1, 75, 1), (9, 75, 2), (4, 1500, 1)])

@@ -74,6 +74,18 @@ template <bool TRANSPOSED, int M, int N> struct KeptPairs : Regs<u32, ceil_div(M
   }
   OP bool has(int lane, int r) const { return this->at(lane, block(r) / 4) >> bit(r) & 1; }
 };
+// Lower halves are of even keys so far; they become those of even queries.
+template <int N> OP void even_queries_low(Regs<u32, N>& kept) {
+  Regs<u32, N> other = kept;
+  exchange_lanes<4>(other);
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const u32 own = kept.at(l, i), received = other.at(l, i);
+      kept.at(l, i) = l / 4 % 2 ? received >> 16 | (own & 0xffff0000u) : (own & 0xffffu) | received << 16;
+    }
+  }
+}
 // Nothing here waits for the elements.
 template <bool TRANSPOSED, int M, int N, typename Dropout>
 OP void draw(KeptPairs<TRANSPOSED, M, N>& kept, const Dropout& dropout, u32 batch_head, int row0, int col0) {
@@ -84,19 +96,9 @@ OP void draw(KeptPairs<TRANSPOSED, M, N>& kept, const Dropout& dropout, u32 batc
   for_words<TRANSPOSED, M, N>(dropout, batch_head, row0, col0, [&](int l, int block, const RandomWords& words) {
     #pragma unroll
     for (int word = 0; word < 4; ++word) kept.at(l, block / 4) |= kept_halves(dropout, words.x[word]) >> (15 - block % 4 * 4 - word);
-    pin(kept);                                                // one block after the other, beneath products that are on their way: several at once
-  });                                                         // take registers
-  if constexpr (TRANSPOSED) {                                 // lower halves are of even keys so far; they become those of even queries
-    KeptPairs<TRANSPOSED, M, N> other = kept;
-    exchange_lanes<4>(other);
-    for_lane(l) {
-      #pragma unroll
-      for (int i = 0; i < kept.size; ++i) {
-        const u32 own = kept.at(l, i), received = other.at(l, i);
-        kept.at(l, i) = l / 4 % 2 ? received >> 16 | (own & 0xffff0000u) : (own & 0xffffu) | received << 16;
-      }
-    }
-  }
+    pin(kept);                                                // one block after the other: several at once take registers
+  });
+  if constexpr (TRANSPOSED) even_queries_low(kept);
 }
 
 // Elements of pairs that are dropped become 0, by selection, whatever they were. Who sums up the others multiplies the sum by the scale.
@@ -106,18 +108,6 @@ template <bool TRANSPOSED, int M, int N> OP void drop(Acc<M, N>& x, const KeptPa
     for (int r = 0; r < x.regs; ++r) x.at(l, r) = kept.has(l, r) ? x.at(l, r) : 0.f;
   }
 }
-// The same where P of these pairs has been dropped, as A operands of 16-bit elements. Where it was 0 before, it does not matter what becomes of x.
-template <int N> OP void drop(Acc<16, 16 * N>& x, const OperandA<16> (&p)[N]) {
-  for_lane(l) {
-    #pragma unroll
-    for (int r = 0; r < x.regs; r += 2) {
-      const u32 halves = p[r / 8].at(l, r / 4 % 2 * 2 + r / 2 % 2);
-      x.at(l, r) = halves & 0xffffu ? x.at(l, r) : 0.f;
-      x.at(l, r + 1) = halves & 0xffff0000u ? x.at(l, r + 1) : 0.f;
-    }
-  }
-}
-
 // The same of P as A operands of 16-bit elements, whose rows are queries: a word is for the two elements of a register. All bits of a half are
 // set where its pair is kept. For thresholds up to 0x7c00: numbers of 15 bits are in the order of the float16 that have their bits, up to
 // infinity, and what has more bits is not a number, which `geu` counts as above all.
@@ -130,22 +120,85 @@ OP u32 whole_halves(const DropoutParams& dropout, u32 word) {
   return (kept_halves(dropout, word) >> 15) * 0xffffu;
 #endif
 }
-template <int N, typename Dropout>
-OP void draw(OperandA<16> (&kept)[N], const Dropout& dropout, u32 batch_head, int row0, int col0) {
-  for_words<false, 16, 16 * N>(dropout, batch_head, row0, col0, [&](int l, int block, const RandomWords& words) {
-    #pragma unroll
-    for (int word = 0; word < 4; ++word) kept[block].at(l, word / 2 + word % 2 * 2) = whole_halves(dropout, words.x[word]);
-  });
+#if ON_GPU
+// The highest bits of two bytes, BYTE and the one two further, each in all bits of a half.
+template <int BYTE> OP u32 prmt_signs(u32 x) {
+  u32 halves;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(halves) : "r"(x), "n"(0xaa88 + BYTE * 0x1111));
+  return halves;
 }
+#else
+template <int BYTE> u32 prmt_signs(u32 x) { return (x >> (8 * BYTE + 7) & 0x10001u) * 0xffffu; }
+#endif
+
+// Which pairs of N A operands of a warpgroup's product are kept, a bit each. Four operands share a register, whose halves are for those of theirs.
+template <bool TRANSPOSED, int N> struct KeptHalves : Regs<u32, ceil_div(N, 4)> {
+  static constexpr int size = ceil_div(N, 4), rounds = ceil_div(N, size);
+  static OP constexpr int bit(int i, int r) { return (rounds - 1 - i % rounds) * 4 + r; }
+  // all bits of a half of register r of operand i, where its pair is kept
+  OP u32 whole(int lane, int i, int r) const {
+    const u32 x = this->at(lane, i / rounds) << (7 - bit(i, r) % 8);
+    return bit(i, r) < 8 ? prmt_signs<0>(x) : prmt_signs<1>(x);
+  }
+};
+// In a loop, since a cache of instructions would not hold all of it beside the rest of a step, and no register depends on the round. Called
+// beneath products that are on their way.
+template <bool TRANSPOSED, int N, typename Dropout>
+OP void draw(KeptHalves<TRANSPOSED, N>& kept, const Dropout& dropout, u32 batch_head, int first_row, int first_col) {
+  const u32 row = first_row + (TRANSPOSED ? first_key(dropout) : first_query(dropout));
+  const u32 col = first_col + (TRANSPOSED ? first_query(dropout) : first_key(dropout));
+  batch_head += first_head(dropout);
+  for_lane(l) {
+    u32 key = TRANSPOSED ? row / 4 + l / 8 : col / 4 + l % 4;
+    u32 query = TRANSPOSED ? col / 2 + l % 4 * 2 + l / 4 % 2 : row / 2 + l / 4;
+    #pragma unroll
+    for (int i = 0; i < kept.size; ++i) kept.at(l, i) = 0;
+    #pragma unroll (N > 4 ? 1 : 2)                             // two blocks at once, since instructions of one wait for each other
+    for (int round = 0; round < kept.rounds; ++round) {
+      #pragma unroll
+      for (int i = 0; i < kept.size; ++i) {
+        const u32 block = i * kept.rounds, block_key = TRANSPOSED ? key : key + block * 4, block_query = TRANSPOSED ? query + block * 8 : query;
+        const RandomWords words = philox4x32_7(block_key, block_query, batch_head, dropout.offset, dropout.seed_low, dropout.seed_high);
+        kept.at(l, i) <<= 4;
+        #pragma unroll
+        for (int word = 0; word < 4; ++word)
+          kept.at(l, i) |= whole_halves(dropout, words.x[word]) & 0x10001u << (TRANSPOSED ? word : word / 2 + word % 2 * 2);
+      }
+      if (TRANSPOSED) query += 8;
+      else key += 4;
+    }
+  }
+  if constexpr (TRANSPOSED) even_queries_low(kept);
+  pin(kept);
+}
+
 // P as A operands, with DROPOUT what is left of it.
-template <int N> OP void to_operands(OperandA<16> (&p)[N], const Acc<16, 16 * N>& s, const OperandA<16> (&kept)[N]) {
+template <int N, typename Dropout>
+OP void to_operands(OperandA<16> (&p)[N], const Acc<16, 16 * N>& s, const Dropout& dropout, const KeptHalves<false, N>& kept) {
   to_operands(p, s);
   if constexpr (DROPOUT) {
+    if (dropout.threshold == 0) return;                       // never: a branch, or this would be done between products that are started next
     for_lane(l) {
       #pragma unroll
       for (int i = 0; i < N; ++i)
         #pragma unroll
-        for (int r = 0; r < 4; ++r) p[i].at(l, r) &= kept[i].at(l, r);
+        for (int r = 0; r < 4; ++r) p[i].at(l, r) &= kept.whole(l, i, r);
     }
+  }
+}
+// Half after half, in the order of their bits, of which a GPU then moves seven at once to predicates.
+template <bool TRANSPOSED, int N> OP void drop(Acc<16, 16 * N>& x, const KeptHalves<TRANSPOSED, N>& kept) {
+  for_lane(l) {
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+      #pragma unroll
+      for (int i = N - 1; i >= 0; --i) {
+        const u32 bits = kept.at(l, i / kept.rounds) >> (16 * half + kept.bit(i, 0));
+        #pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          float& own = x.at(l, x.reg(r % 2, i * 4 + r / 2 * 2 + half));
+          own = bits & 1u << r ? own : 0.f;
+        }
+      }
   }
 }
