@@ -73,6 +73,31 @@ def test_as_many_as_are_asked_for(dropped):
                 plan_attention_backward(*given, kernel=kernel, **options)
 
 
+WIDER = [(128, (128, 128), (64, 128)), (192, (128, 80), (64, 64)), (256, (128, 64), None)]
+
+
+@pytest.mark.parametrize("dim, tile, backward_tile", WIDER)
+def test_tiles_of_wider_heads(dim, tile, backward_tile):
+    """As many blocks of 16 x 16 pairs as a warp may draw: 80 keys are five of them, which two registers share unevenly."""
+    length = 150
+    kept = dropout_mask((1, length, length), P, SEED)
+    zeros, hot = numpy.zeros((1, length, dim), numpy.float16), numpy.eye(length, dim, dtype=numpy.float16)[None]
+    options = {"backend": "host", "arch": "90a", "dropout": P, "seed": SEED}
+    keys = min(dim, length)
+
+    def tile_of(plan):
+        return plan.kernel.config.TILE_Q, plan.kernel.config.TILE_KV
+
+    plan = plan_attention(zeros, zeros, hot, **options)
+    assert plan.kernel.file == "fwd_hopper" and tile_of(plan) == tile
+    assert ((plan(zeros, zeros, hot, seed=SEED)[..., :keys] != 0) == kept[..., :keys]).all()
+    if backward_tile:
+        given = (hot, zeros, zeros, zeros, zeros, numpy.zeros((1, length), numpy.float32))
+        backward = plan_attention_backward(*given, **options)
+        assert backward.kernel.file.startswith("bwd_hopper") and tile_of(backward) == backward_tile
+        assert ((backward(*given, seed=SEED).dv[..., :keys] != 0) == kept[:, :keys].swapaxes(1, 2)).all()
+
+
 @pytest.mark.parametrize("len_q, len_kv, heads_kv", [(1, 75, 1), (9, 75, 2), (4, 1500, 1)])
 @pytest.mark.parametrize("kind", [("80", "bfloat16"), ("90a", "float16")], ids="-".join)
 def test_few_queries_and_split_keys(kind, len_q, len_kv, heads_kv):
