@@ -185,7 +185,7 @@ BACKWARD_HOPPER_READS = (
 )
 BACKWARD_HOPPER_MASK = (TileConfig(64, 128, 128, WIDE_STEPS, warps=12, min_blocks=1, without_lengths=True), *BACKWARD_HOPPER_READS)
 BACKWARD_HOPPER_DROPOUT = (
-    TileConfig(64, 128, 128, WIDE_STEPS, warps=12, min_blocks=1, plain_scores=True),
+    TileConfig(64, 128, 128, "wide query tiles halve what is done once a tile", warps=12, min_blocks=1, plain_scores=True),
     TileConfig(64, 64, 128, REGISTERS, warps=12, min_blocks=1),
     TileConfig(128, 64, 128, REGISTERS, warps=12, min_blocks=1, plain_scores=True),
 )
