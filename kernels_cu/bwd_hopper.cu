@@ -148,7 +148,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     start_product_transposed(s_reg, k_smem, group_row, q_smem);
     if (!DELTA_AHEAD) consumer_wait(block.douts);             // without it the product reads gradients that have not arrived
     start_product_transposed(dp_reg, v_smem, group_row, do_smem, DELTA_AHEAD);
-    KeptHalves<true, TILE_Q / 16> kept;
+    KeptHalves<TILE_Q / 16> kept;
     if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
     const bool masked = !common.contains(col0, TILE_Q);

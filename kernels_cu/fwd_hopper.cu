@@ -179,13 +179,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   warpgroup_reg_alloc<CONSUMER_REGISTERS>();
   QueryTile q_smem;
   Acc<16, TILE_KV> s_reg;
-  OperandA<16> p_reg[TILE_KV / 16];
-  KeptHalves<false, TILE_KV / 16> kept_reg;                   // DROPOUT: pairs of this tile
+  OperandA<16> p_reg[TILE_KV / 16], kept_reg[TILE_KV / 16];   // P; DROPOUT: ones where a pair is kept
   Acc<16, WIDTH_V> o_reg;
   OnlineSoftmax<16> softmax(LOWEST);
   float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
   Dropping dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
+
   RowVec<16> terms_reg;                                       // WITH_TERMS: the rows' part of the term, in this key tile
   float common = 0.f, largest = LOWEST;                       // COLUMNS: what these have in common, and of all key tiles of the query tile so far
   u32 number = 0;                                             // NUMBERED: of the key tile, which `tile` only counts
@@ -305,7 +305,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     const bool follows = kind.follows, starts = kind.starts, ends = kind.ends;
     const KeyTile k_smem = keys.tile();
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
-    if (follows) to_operands(p_reg, s_reg, dropout, kept_reg);
+    if (follows) to_operands(p_reg, s_reg, kept_reg);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
     if constexpr (NUMBERED) number = uniform(load_shared<u32>(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32))));
     const SharedAddress columns = smem + COLUMNS_OFFSET + keys.stage() * COLUMN_BYTES;
@@ -377,7 +377,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       ends = true, skipped = beyond;
     }
     consumer_wait(values);                                    // without it the product reads values that have not arrived
-    to_operands(p_reg, s_reg, dropout, kept_reg);
+    to_operands(p_reg, s_reg, kept_reg);
     start_product(o_reg, p_reg, values.tile(), sums);
     sums = false;
     RowVec<16> weight;

@@ -78,7 +78,7 @@ WIDER = [(128, (128, 128), (64, 128)), (192, (128, 80), (64, 64)), (256, (128, 6
 
 @pytest.mark.parametrize("dim, tile, backward_tile", WIDER)
 def test_tiles_of_wider_heads(dim, tile, backward_tile):
-    """As many blocks of 16 x 16 pairs as a warp may draw: 80 keys are five of them, which two registers share unevenly."""
+    """As many blocks of 16 x 16 pairs as a warp may draw: of a forward also five, of 80 keys."""
     length = 150
     kept = dropout_mask((1, length, length), P, SEED)
     zeros, hot = numpy.zeros((1, length, dim), numpy.float16), numpy.eye(length, dim, dtype=numpy.float16)[None]

@@ -120,6 +120,28 @@ OP u32 whole_halves(const DropoutParams& dropout, u32 word) {
   return (kept_halves(dropout, word) >> 15) * 0xffffu;
 #endif
 }
+// For a forward, whose registers have room for whole masks. Neither in a loop nor pinned: a compiler then mixes all blocks of a tile into its
+// exponentials. A loop is less code, but as many instructions, of which too few do not wait for each other, and was slower.
+template <int N, typename Dropout>
+OP void draw(OperandA<16> (&kept)[N], const Dropout& dropout, u32 batch_head, int row0, int col0) {
+  for_words<false, 16, 16 * N>(dropout, batch_head, row0, col0, [&](int l, int block, const RandomWords& words) {
+    #pragma unroll
+    for (int word = 0; word < 4; ++word) kept[block].at(l, word / 2 + word % 2 * 2) = whole_halves(dropout, words.x[word]);
+  });
+}
+// P as A operands, with DROPOUT what is left of it.
+template <int N> OP void to_operands(OperandA<16> (&p)[N], const Acc<16, 16 * N>& s, const OperandA<16> (&kept)[N]) {
+  to_operands(p, s);
+  if constexpr (DROPOUT) {
+    for_lane(l) {
+      #pragma unroll
+      for (int i = 0; i < N; ++i)
+        #pragma unroll
+        for (int r = 0; r < 4; ++r) p[i].at(l, r) &= kept[i].at(l, r);
+    }
+  }
+}
+
 #if ON_GPU
 // The highest bits of two bytes, BYTE and the one two further, each in all bits of a half.
 template <int BYTE> OP u32 prmt_signs(u32 x) {
@@ -131,69 +153,51 @@ template <int BYTE> OP u32 prmt_signs(u32 x) {
 template <int BYTE> u32 prmt_signs(u32 x) { return (x >> (8 * BYTE + 7) & 0x10001u) * 0xffffu; }
 #endif
 
-// Which pairs of N A operands of a warpgroup's product are kept, a bit each. Four operands share a register, whose halves are for those of theirs.
-template <bool TRANSPOSED, int N> struct KeptHalves : Regs<u32, ceil_div(N, 4)> {
-  static constexpr int size = ceil_div(N, 4), rounds = ceil_div(N, size);
-  static OP constexpr int bit(int i, int r) { return (rounds - 1 - i % rounds) * 4 + r; }
+// Which pairs of N A operands are kept, for a backward: their rows are keys. A bit each, since dK and dV leave no registers for whole masks. Four
+// operands share a register, whose halves are for those of theirs.
+template <int N> struct KeptHalves : Regs<u32, ceil_div(N, 4)> {
+  static constexpr int size = ceil_div(N, 4);
+  static OP constexpr int bit(int i, int r) { return (3 - i % 4) * 4 + r; }
   // all bits of a half of register r of operand i, where its pair is kept
   OP u32 whole(int lane, int i, int r) const {
-    const u32 x = this->at(lane, i / rounds) << (7 - bit(i, r) % 8);
+    const u32 x = this->at(lane, i / 4) << (7 - bit(i, r) % 8);
     return bit(i, r) < 8 ? prmt_signs<0>(x) : prmt_signs<1>(x);
   }
 };
-// In a loop, since a cache of instructions would not hold all of it beside the rest of a step, and no register depends on the round. Called
-// beneath products that are on their way.
-template <bool TRANSPOSED, int N, typename Dropout>
-OP void draw(KeptHalves<TRANSPOSED, N>& kept, const Dropout& dropout, u32 batch_head, int first_row, int first_col) {
-  const u32 row = first_row + (TRANSPOSED ? first_key(dropout) : first_query(dropout));
-  const u32 col = first_col + (TRANSPOSED ? first_query(dropout) : first_key(dropout));
+// Beneath products that are on their way. Four blocks of pairs at once: instructions of one wait for each other, and two at once were slower.
+template <int N, typename Dropout>
+OP void draw(KeptHalves<N>& kept, const Dropout& dropout, u32 batch_head, int row0, int col0) {
+  static_assert(N % 4 == 0, "four operands share a register");
+  const u32 row = row0 + first_key(dropout), col = col0 + first_query(dropout);
   batch_head += first_head(dropout);
   for_lane(l) {
-    u32 key = TRANSPOSED ? row / 4 + l / 8 : col / 4 + l % 4;
-    u32 query = TRANSPOSED ? col / 2 + l % 4 * 2 + l / 4 % 2 : row / 2 + l / 4;
+    const u32 key = row / 4 + l / 8;
+    u32 query = col / 2 + l % 4 * 2 + l / 4 % 2;
     #pragma unroll
     for (int i = 0; i < kept.size; ++i) kept.at(l, i) = 0;
-    #pragma unroll (N > 4 ? 1 : 2)                             // two blocks at once, since instructions of one wait for each other
-    for (int round = 0; round < kept.rounds; ++round) {
+    #pragma unroll (4 / KeptHalves<N>::size)
+    for (int round = 0; round < 4; ++round) {
       #pragma unroll
       for (int i = 0; i < kept.size; ++i) {
-        const u32 block = i * kept.rounds, block_key = TRANSPOSED ? key : key + block * 4, block_query = TRANSPOSED ? query + block * 8 : query;
-        const RandomWords words = philox4x32_7(block_key, block_query, batch_head, dropout.offset, dropout.seed_low, dropout.seed_high);
+        const RandomWords words = philox4x32_7(key, query + i * 32, batch_head, dropout.offset, dropout.seed_low, dropout.seed_high);
         kept.at(l, i) <<= 4;
         #pragma unroll
-        for (int word = 0; word < 4; ++word)
-          kept.at(l, i) |= whole_halves(dropout, words.x[word]) & 0x10001u << (TRANSPOSED ? word : word / 2 + word % 2 * 2);
+        for (int word = 0; word < 4; ++word) kept.at(l, i) |= whole_halves(dropout, words.x[word]) & 0x10001u << word;
       }
-      if (TRANSPOSED) query += 8;
-      else key += 4;
+      query += 8;
     }
   }
-  if constexpr (TRANSPOSED) even_queries_low(kept);
+  even_queries_low(kept);
   pin(kept);
 }
-
-// P as A operands, with DROPOUT what is left of it.
-template <int N, typename Dropout>
-OP void to_operands(OperandA<16> (&p)[N], const Acc<16, 16 * N>& s, const Dropout& dropout, const KeptHalves<false, N>& kept) {
-  to_operands(p, s);
-  if constexpr (DROPOUT) {
-    if (dropout.threshold == 0) return;                       // never: a branch, or this would be done between products that are started next
-    for_lane(l) {
-      #pragma unroll
-      for (int i = 0; i < N; ++i)
-        #pragma unroll
-        for (int r = 0; r < 4; ++r) p[i].at(l, r) &= kept.whole(l, i, r);
-    }
-  }
-}
 // Half after half, in the order of their bits, of which a GPU then moves seven at once to predicates.
-template <bool TRANSPOSED, int N> OP void drop(Acc<16, 16 * N>& x, const KeptHalves<TRANSPOSED, N>& kept) {
+template <int N> OP void drop(Acc<16, 16 * N>& x, const KeptHalves<N>& kept) {
   for_lane(l) {
     #pragma unroll
     for (int half = 0; half < 2; ++half)
       #pragma unroll
       for (int i = N - 1; i >= 0; --i) {
-        const u32 bits = kept.at(l, i / kept.rounds) >> (16 * half + kept.bit(i, 0));
+        const u32 bits = kept.at(l, i / 4) >> (16 * half + kept.bit(i, 0));
         #pragma unroll
         for (int r = 0; r < 4; ++r) {
           float& own = x.at(l, x.reg(r % 2, i * 4 + r / 2 * 2 + half));

@@ -66,7 +66,7 @@ constexpr bool FACTOR_APART = EXPLICIT_SCORES || SCORES == SCALED || DROPOUT;
 // columns is read from shared memory when it is needed.
 template <int N>
 OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16> (&factor_reg)[N / 16], SharedAddress lse, float scale_log2,
-                      float softcap, const RowVec<16>& terms, float slope, const KeptHalves<true, N / 16>& kept) {
+                      float softcap, const RowVec<16>& terms, float slope, const KeptHalves<N / 16>& kept) {
   const float inverse = softcap > 0.f ? LN2 / softcap : 0.f;     // of a score in units of log 2
   for_lane(l) {
     const int lane = TMA_REDUCE_DQ ? not_ahead(l) : l;
