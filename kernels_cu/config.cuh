@@ -18,6 +18,7 @@ constexpr ScoreKind SCORES = UNCHANGED;   // what becomes of scores: nothing; a 
 constexpr bool  MASKED_PAIRS = false;     // pairs are masked by an expression or an array as well
 constexpr bool  VARLEN = false;           // batch elements have lengths of their own, packed or padded, see tile/sequence.cuh
 constexpr bool  PAGED = false;            // of VARLEN: keys and values lie in pages
+constexpr bool  COPIED_PAGES = false;     // of PAGED, fwd_hopper: lanes copy keys and values, where pages have fewer keys than TMA brings at a time
 constexpr bool  TILE_LIST = false;        // of MASKED_PAIRS: blocks visit the tiles of a list, see tile/tile_list.cuh
 constexpr bool  DROPOUT = false;          // probabilities are dropped, see tile/dropout.cuh
 constexpr bool  PLACED = false;           // of DROPOUT: pairs are numbered from elsewhere than the first query, key and head, as a part of a problem that several devices share

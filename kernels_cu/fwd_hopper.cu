@@ -122,7 +122,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     };
     // Keys come just in time: whatever is done between a stage that becomes free and its load, the consumers wait for.
     TileCoord of_keys{}, of_values{};                         // whose head is that of keys
-    PagePlaces pages_of_values{};                             // PAGED: as found for the keys
+    PagePlaces pages{}, pages_of_values{};                    // PAGED: these as found for the keys
     int tile = 0, end = 1, placed = 0, head = 0;              // of values, and beyond the last one of the query tile; at first there are none. COLUMNS: its head
     bool values_due = false, announced = false, further = false; // announced: queries of the next query tile are on their way; further: keys besides the first
     #pragma unroll 1
@@ -143,11 +143,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
       ColumnTerms columns;                                    // found before a stage is waited for, as pages, and the number of the key tile
-      PagePlaces pages{};
       const u32 number = place | (TILE_LIST && pass.has_keys() && list_of_keys.is_whole(next) ? ALL_PAIRS : 0);
       if (pass.has_keys()) {
         if constexpr (COLUMNS) find_columns(columns, p, of_keys, head, place * TILE_KV);
-        find_pages(pages, p, of_keys, place * TILE_KV);
+        find_pages(pages, p, of_keys, place * TILE_KV, pass.across);
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
         if constexpr (NUMBERED) store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), number);
         if constexpr (COLUMNS) store(smem + COLUMNS_OFFSET + keys.stage() * COLUMN_BYTES, columns);

@@ -184,7 +184,9 @@ static_assert(sizeof(HopperForwardParams) <= 4096, "what a kernel can be passed 
 struct HopperVarlenParams : HopperForwardCommon {
   SequenceParams sequences;
   FastDivmod piece_divmod;                // PAGED: keys of a box of the maps, which divide a page and a tile
+  int pieces_of_tile;                     // how many of these a tile takes
   PlacedWorkItem* work;                   // how many query tiles there are, and how many of these have queries, as a first sequence and row; then those of a head
+  Tensor k, v;                            // COPIED_PAGES
 };
 static_assert(sizeof(HopperVarlenParams) <= 4096, "what a kernel can be passed by every driver");
 
@@ -245,6 +247,7 @@ struct HopperBackwardParams : BackwardMaps, BackwardParams {
   u32 reused;                             // heads before this one leave their dq_accum to others,
   u32 cleared_after;                      // blocks of heads that come so many heads later having cleared them
   u32 backwards;                          // blocks of heads before this one take the last keys first
+  u32 first_tiles;                        // TILE_LIST: so many blocks come before all others, and have the first keys of all units
   TensorMap dbias_map;                    // STORE_DBIAS: the gradient of the bias in boxes of TILE_Q x 64
 };
 

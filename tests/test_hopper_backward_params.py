@@ -34,8 +34,9 @@ def test_a_problem_becomes_numbers(kernel):
     problem = problem_of(kernel=kernel)
     plan = make_backward_plan(problem, SM_90A)
     grouping = Grouping(
-        1, 8, blocks=16, owners=30, accum_heads=11, finishing=5, last_heads=7, reused=9, cleared_after=13, backwards=3
-    )
+        1, 8, blocks=16, owners=30, accum_heads=11, finishing=5, last_heads=7, reused=9, cleared_after=13, backwards=3,
+        first_tiles=4,
+    )  # fmt: skip
     params = backward_params(problem, grouping, backward_maps(plan, problem))[0]
     assert params.dtype == HOPPER_BACKWARD
     queries, keys = plan.config.TILE_Q, plan.config.TILE_KV
@@ -89,7 +90,7 @@ def test_a_problem_becomes_numbers(kernel):
         "accum_heads_divmod": 11,
     }
     assert {name: params[name].tolist() for name in divisors} == {name: fast_divmod(n) for name, n in divisors.items()}
-    heads = {"owners": 30, "last_heads": 7, "reused": 9, "cleared_after": 13, "backwards": 3}
+    heads = {"owners": 30, "last_heads": 7, "reused": 9, "cleared_after": 13, "backwards": 3, "first_tiles": 4}
     assert {name: params[name].tolist() for name in heads} == heads
     mapped = {f"{name}_map" for name in (*MAPPED, "bias", "dbias")}
     assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *heads, *mapped} == set()

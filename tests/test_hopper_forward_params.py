@@ -29,7 +29,7 @@ def test_a_problem_becomes_numbers():
     problem = make_problem(q, k, v, asked, out)
     plan = make_forward_plan(problem, SM_90A)
     plan = replace(plan, config=replace(plan.config, TMA_STORE_OUT=True))
-    params = hopper_forward_params(problem, forward_maps(plan, problem), 3)[0]
+    params = hopper_forward_params(problem, forward_maps(plan, problem), 3, 5)[0]
     in_maps = ("q_map", "k_map", "v_map", "out_map")
     assert {name: params[name]["size"].tolist() for name in in_maps} == {
         "q_map": [64, 10, 6, 2, 1],
@@ -81,7 +81,7 @@ def test_a_problem_becomes_numbers():
 
 def test_an_lse_left_out_is_null():
     problem = problem_of((2, 3, 50, 64))
-    params = hopper_forward_params(problem, forward_maps(make_forward_plan(problem, SM_90A), problem), 64)
+    params = hopper_forward_params(problem, forward_maps(make_forward_plan(problem, SM_90A), problem), 64, 128)
     assert params["lse"].tobytes() == bytes(params["lse"].nbytes)
 
 

@@ -166,7 +166,7 @@ def told(blocks, len_kv=1000, **options):
     q, k = numpy.zeros((2, 3, 1000, 64), numpy.float16), numpy.zeros((2, 3, len_kv, 64), numpy.float16)
     problem = plan_attention(q, k, k, backend="host", arch="90a", **options).problem
     plan = make_forward_plan(problem, architecture_named("90a"))
-    params = hopper_forward_params(problem, forward_maps(plan, problem), plan.config.TILE_Q)
+    params = hopper_forward_params(problem, forward_maps(plan, problem), plan.config.TILE_Q, plan.config.TILE_KV)
     launches = tuple(launch.on(blocks) for launch in forward_launches(plan, problem))
     return plan, *scheduled(plan, params, launches, problem.mask)
 
@@ -188,7 +188,7 @@ def test_tiles_of_several_heads_are_taken_by_number():
     q, k = numpy.zeros((9, 12, 40, 64), numpy.float16), numpy.zeros((9, 1, 600, 64), numpy.float16)
     problem = packing_of(plan_attention(q, k, k, backend="host", arch="90a", window=(100, 0)).problem).problem
     plan = make_forward_plan(problem, architecture_named("90a"))
-    params = hopper_forward_params(problem, forward_maps(plan, problem), plan.config.TILE_Q)
+    params = hopper_forward_params(problem, forward_maps(plan, problem), plan.config.TILE_Q, plan.config.TILE_KV)
     launches = tuple(launch.on(5) for launch in forward_launches(plan, problem))
     params, _ = scheduled(plan, params, launches, problem.mask)
     assert plan.config.PACK_GQA and not plan.config.SPLIT_KV and params[0]["tiles"] > 5

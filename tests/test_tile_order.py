@@ -1,4 +1,4 @@
-"""Where pairs are masked, blocks add to dq in the order of the lists: each waits for those before it that add to the same tile."""
+"""Where pairs are masked, in which order blocks begin, and how they add to dq: in the order of the lists if that has to be one."""
 
 import re
 
@@ -7,8 +7,10 @@ import pytest
 from thinned import thinned
 from tile_masks import inputs, with_holes
 
-from cupy_flash import attention, plan_attention_backward
+from cupy_flash import attention, attention_backward, plan_attention_backward
+from cupy_flash.call import backward
 from cupy_flash.machine import host, source
+from cupy_flash.plan import backward as backward_plan
 
 # Where each kernel waits, where it adds, and the file that has both.
 PLACES = {
@@ -42,3 +44,39 @@ def test_blocks_add_in_the_order_of_lists(kernel, left_out, monkeypatch, change_
         plan(*given, mask=mask, workspace=memory)
         sums.append(plan.workspace.on_host(memory)["dq_accum"].tobytes())
     assert (sums[0] == sums[1]) is not left_out
+
+
+@pytest.mark.parametrize("deterministic, reused", [(False, False), (True, False), (False, True)])
+def test_the_first_keys_of_all_heads_come_before_others(deterministic, reused, monkeypatch, change_kernel, capfd):
+    """Unless blocks wait for others, that add before them, or whose sums they use again: these take heads in groups."""
+    monkeypatch.setattr(backward_plan, "MOST_ROWS_REUSED", 10_000 if reused else 0)
+    monkeypatch.setattr(backward_plan, "HOPPER_BLOCKS_TOGETHER", 1)
+    monkeypatch.setattr(backward_plan, "CLEARING_BLOCKS", 1)
+    monkeypatch.setattr(backward_plan, "LAST_BLOCKS", 1)
+    text, begins = source.files()["bwd_hopper.cu"], "  KeyBlock block(p);\n"
+    assert text.count(begins) == 1
+    says = '  if (warp == 0) std::fprintf(stderr, "%d %u\\n", block.here.tile, block.head);\n'
+    change_kernel("bwd_hopper.cu", text.replace(begins, begins + says))
+    q, k, v, dout = inputs("float16", batch=3, heads=4, heads_kv=4, len_kv=300)
+    places = numpy.arange(q.shape[-2])[:, None] * 300 // q.shape[-2], numpy.arange(300)
+    mask = (places[1] < 20) | (abs(places[0] - places[1]) < 30)
+    given = (dout, q, k, v, *attention(q, k, v, mask=mask, return_lse=True))
+    options = {"mask": mask, "deterministic": deterministic}
+    backward._prepared.cache_clear()
+    plan = plan_attention_backward(*given, **options, backend="host", arch="90a", kernel="bwd_hopper")
+    backward._prepared.cache_clear()
+    assert plan.kernel.config.TILE_LIST and plan.kernel.config.TILE_KV == 128
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(plan.kernel.config.WARPS))  # one block at a time
+    capfd.readouterr()
+    found = plan(*given, mask=mask)
+    order = [tuple(map(int, line.split())) for line in capfd.readouterr().err.splitlines()]
+    tiles, heads, group = 3, 12, 4
+    assert sorted(order) == [(tile, head) for tile in range(tiles) for head in range(heads)]
+    if deterministic or reused:
+        assert order == [(t, first + h) for first in range(0, heads, group) for t in range(tiles) for h in range(group)]
+    else:
+        others = [(t, first + h) for first in range(0, heads, group) for t in range(1, tiles) for h in range(group)]
+        assert order == [(0, head) for head in range(heads)] + others
+    right = attention_backward(*given, mask=mask, backend="numpy")
+    for got, expected in zip(found[:3], right[:3]):
+        assert numpy.allclose(got.astype(numpy.float32), expected.astype(numpy.float32), rtol=2.0**-7, atol=2.0**-7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from numbers import Number
 from typing import Any
@@ -48,18 +49,26 @@ class Captured:
     def __init__(
         self, operands: dict[str, Any], arrays: dict[str, Any], score: Any, mask: Any, kept: TileMask | None = None
     ) -> None:
-        self.names = (*operands, *map(label, arrays))
+        self.names, self.options = _named(tuple(operands), tuple(arrays))
         self.given = (*operands.values(), *arrays.values())
-        self.views = tuple([_view(x, name) for x, name in zip(self.given, self.names)])
-        described = [_described(name, view) for name, view in zip(self.names, self.views)]
-        self.descriptions = tuple([description for description, _ in described])
-        self.addresses = [at for _, at in described]
-        self.words = [word for name, view, at in zip(self.names, self.views, self.addresses) for word in _words(name, view, at)]
-        self.options = {"operands": tuple(operands), "arrays": tuple(arrays)}
+        views, descriptions, self.addresses, self.words = [], [], [], []
+        for name, x in zip(self.names, self.given):  # one loop: a call takes few microseconds
+            view = _view(x, name)
+            views.append(view)
+            if isinstance(view, numpy.ndarray) and _is_value(name, view):
+                # Where one lies that is told by its value is nothing that a plan depends on.
+                description, at = (view.shape, (view.itemsize,) * view.ndim, view.dtype, 0, None), 0
+                self.words += _value(name, view)
+            else:
+                description, at = array_views.describe(view)
+                self.words.append(at)
+            descriptions.append(description)
+            self.addresses.append(at)
+        self.views, self.descriptions = tuple(views), tuple(descriptions)
         if callable(score) or callable(mask):  # traced anew in each call: what a function reads may have changed
             layouts = {name: array_views.layout_of(d, label(name)) for name, d in zip(arrays, self.descriptions[len(operands) :])}
             score, mask = _traced(score_expression, score, layouts), _traced(mask_expression, mask, layouts)
-        self.options |= {"score": score, "mask": mask}
+        self.options = {**self.options, "score": score, "mask": mask}
         self.found = None if kept is None else kept.found
         if kept is not None:
             self.options["keeps_tiles"] = True
@@ -68,8 +77,7 @@ class Captured:
     def on_host(self) -> list[numpy.ndarray | int]:
         """The same where kernels are executed on the host: arrays, and of values what kernels are told."""
         operands = zip(self.names, self.views)
-        return [x for name, view in operands for x in (_words(name, view, 0) if _is_value(name, view) else [view])]
-
+        return [x for name, view in operands for x in (_value(name, view) if _is_value(name, view) else [view])]
 
     @property
     def lengths_in_host_memory(self) -> dict[str, numpy.ndarray]:
@@ -95,7 +103,13 @@ class Captured:
     def _place_of_word(self, name: str) -> int:
         """Which of the words an array has; a seed that is a value has two."""
         before = self.names[: self.names.index(name)]
-        return sum(len(_words(other, view, 0)) for other, view in zip(before, self.views))
+        return sum(len(_value(other, view)) if _is_value(other, view) else 1 for other, view in zip(before, self.views))
+
+
+@functools.lru_cache(maxsize=1024)
+def _named(operands: tuple[str, ...], arrays: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """What messages call them, and what the options of a plan say of them."""
+    return (*operands, *map(label, arrays)), {"operands": operands, "arrays": arrays}
 
 
 NOTHING = Captured({}, {}, None, None)
@@ -206,17 +220,8 @@ def _seed(x: Any) -> array_views.Array:
     return view
 
 
-def _described(name: str, view: array_views.Array) -> tuple[tuple[Any, ...], int]:
-    """What `describe` says of an array. Where one lies that is told by its value is nothing that a plan depends on."""
-    if _is_value(name, view):
-        return (view.shape, (view.itemsize,) * view.ndim, view.dtype, 0, None), 0
-    return array_views.describe(view)
-
-
-def _words(name: str, view: array_views.Array, address: int) -> list[int]:
-    """What a kernel is told of an operand: its address, or its value, a number of 32 bits."""
-    if not _is_value(name, view):
-        return [address]
+def _value(name: str, view: numpy.ndarray) -> list[int]:
+    """What a kernel is told of an operand that is a value: a number of 32 bits, or a seed's two of 64."""
     if name == "seed":
         return [int(number) for number in view]
     if view.dtype.name not in ITEMSIZE:

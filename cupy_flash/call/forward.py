@@ -48,7 +48,7 @@ class AttentionPlan(Prepared):
             launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)
             maps = forward_maps(kernel, packed)
             if maps:
-                params = hopper_forward_params(packed, maps, kernel.config.TILE_Q)
+                params = hopper_forward_params(packed, maps, kernel.config.TILE_Q, kernel.config.TILE_KV)
             else:
                 params = forward_params(packed, forward_splits(kernel, packed))
             names = (*FORWARD_ARRAYS, *names_of_given(problem))

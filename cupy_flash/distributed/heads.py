@@ -84,9 +84,9 @@ def side_of(whole: Whole, of_keys: bool, portion: Portion = WHOLE) -> Side:
         n = heads[0][1]
         even = n if heads == tuple((n * rank, n * (rank + 1)) for rank in range(whole.size)) else 0
         shared = any(a[1] > b[0] for a, b in pairwise([own for own in heads if own[0] < own[1]]))
-        if portion != WHOLE:
-            keys = n if of_keys else side_of(whole, True).even
-            first, stop = (keys * i // portion[1] * (n // keys) for i in (portion[0], portion[0] + 1))
+        if portion != WHOLE and not (of_keys and n == 1):
+            units = n if of_keys or side_of(whole, True).even == 1 else side_of(whole, True).even
+            first, stop = (units * i // portion[1] * (n // units) for i in (portion[0], portion[0] + 1))
             heads = tuple((n * rank + first, n * rank + stop) for rank in range(whole.size))
         found = Side(heads, whole.kv_runs if of_keys else whole.q_runs, even, shared)
         whole.known["side", of_keys, portion] = found
@@ -100,13 +100,19 @@ def halves(whole: Whole) -> int:
     return 2 if queries * (whole.size - 1) // whole.size >= 2 * LEAST else 1
 
 
-def portions_of(whole: Whole) -> tuple[Portion, ...]:
-    """The portions of heads whose gradients are computed one after the other, while others are under way.
+def portions_of(whole: Whole, backward: bool) -> tuple[Portion, ...]:
+    """The portions of heads that are computed one after the other, while others are under way.
 
-    Each has whole key heads, so that each gradient is complete in one of them.
+    Each has whole key heads, so that each gradient is complete in one of them. A forward halves the queries of a single key head.
     """
-    several = side_of(whole, True).even > 1 and side_of(whole, False).even and halves(whole) > 1
+    keys, queries = side_of(whole, True).even, side_of(whole, False).even
+    several = queries and (keys > 1 or (keys == 1 and queries > 1 and not backward)) and halves(whole) > 1
     return ((0, 2), (1, 2)) if several else (WHOLE,)
+
+
+def comes_again(whole: Whole, of_keys: bool, portion: Portion) -> bool:
+    """Whether a portion has the same heads as the one before: the single key head of each rank."""
+    return of_keys and portion[0] > 0 and side_of(whole, True).even == 1
 
 
 def groups_of(whole: Whole, portion: Portion, rank: int) -> list[tuple[Interval, Interval]]:

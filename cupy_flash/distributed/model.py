@@ -1,7 +1,7 @@
 """How long a scheme takes, by a model: rates that were measured on one device, and links of a given speed.
 
 Ranks wait for each other at each exchange, so each step takes as long as on the slowest of them. In a ring, and between portions of
-Ulysses' backward, an exchange is beneath the computation, and shows only where it is longer. That it slows down what it is beneath,
+Ulysses, an exchange is beneath the computation, and shows only where it is longer. That it slows down what it is beneath,
 is not in the model.
 """
 

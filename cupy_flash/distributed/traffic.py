@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..problem.layout import ITEMSIZE
 from . import gathered, ring
 from .blocks import Block, blocks_of, fused
-from .heads import WHOLE, Portion, groups_of, heads_of, portions_of, side_of
+from .heads import WHOLE, Portion, comes_again, groups_of, heads_of, portions_of, side_of
 from .merging import Order, order_of
 from .rows import common, length
 from .sharding import Run
@@ -129,7 +129,7 @@ def _all_gather(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
 
 def _ulysses(whole: Whole, rank: int, backward: bool) -> tuple[Step, ...]:
     every = [Run(0, sum(rows), 0) for rows in (whole.rows_q, whole.rows_kv)]
-    portions = portions_of(whole) if backward else (WHOLE,)
+    portions = portions_of(whole, backward)
     steps = [Step((), _changed(whole, rank, backward, portions[0])[0])]
     for i, portion in enumerate(portions):  # beneath each is what the next one needs, and what the last one gave
         coming = [_changed(whole, rank, backward, own)[0] for own in portions[i + 1 : i + 2]]
@@ -156,6 +156,8 @@ def _changed(whole: Whole, rank: int, backward: bool, portion: Portion) -> tuple
         """What goes and comes where rows of arrays become heads: of each the bytes of a row of a head, and whether of keys."""
         sent = received = 0
         for elements, of_keys in arrays:
+            if comes_again(whole, of_keys, portion):
+                continue
             rows, heads = whole.rows_kv if of_keys else whole.rows_q, side_of(whole, of_keys, portion).heads
             sent += elements * rows[rank] * sum(heads[other][1] - heads[other][0] for other in others)
             received += elements * (heads[rank][1] - heads[rank][0]) * sum(rows[other] for other in others)

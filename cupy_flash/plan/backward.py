@@ -192,6 +192,7 @@ class Grouping:
     reused: int = 0  # query heads before this one leave their sums to others
     cleared_after: int = 0  # which blocks of so many heads later clear
     backwards: int = 0  # query heads before this one are added to from the last keys to the first
+    first_tiles: int = 0  # blocks that come before all others, and have the first keys of each head
 
 
 def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
@@ -203,6 +204,9 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     Short heads leave their sums to others that are some groups behind, so that they stay in the L2 cache; half way between them,
     blocks of a third head clear them. Of long heads, the last block takes so long that others would wait for it, and so would they
     for shorter ones whose longest blocks come last. bwd_hopper_wide was slower with it, and has no code for it.
+
+    Of masks with lists of tiles, many show the first keys to all queries and others to few. A head's block of first keys is then
+    longer than all others, and the last heads' would begin near the end: so they come first, wherever no block waits for others.
     """
     p = problem.forward
     per_block, together, tiles = heads_per_block(plan, problem), heads_together(plan, problem), _key_tiles(plan, problem)
@@ -221,9 +225,13 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     if plan.file == "bwd_hopper" and p.len_q <= MOST_ROWS_REUSED // (2 if backwards else 1):
         accum_heads = min((clearing + max(last_groups, 1)) * group, heads)
     finishing = (heads - last_heads) * -(-p.len_q // (WARP_ROWS * plan.config.WARPS))
+    first_tiles = 0
+    if plan.config.TILE_LIST and not problem.deterministic and accum_heads == heads and tiles > 1:
+        first_tiles, blocks = owners // tiles, together * (tiles - 1)
     return Grouping(
-        per_block, together, blocks, owners, accum_heads, finishing, last_heads, heads - accum_heads, clearing * group, backwards
-    )
+        per_block, together, blocks, owners, accum_heads, finishing, last_heads, heads - accum_heads, clearing * group, backwards,
+        first_tiles,
+    )  # fmt: skip
 
 
 def _backwards(problem: BackwardProblem, heads: int, group: int) -> int:

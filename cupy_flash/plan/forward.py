@@ -29,7 +29,7 @@ from .pair_tuning import drops_most
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
 from .sequences import elements_of, row_length, tiles_of
 from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
-from .tensor_map import TensorMap, obstacle, tensor_maps
+from .tensor_map import BOX_COLUMNS, TensorMap, obstacle, tensor_maps
 from .tuning import SHORT, row_for, table_for
 from .workspace import Workspace
 
@@ -125,6 +125,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             expressions=expressions,
             tile_list=listed,
             from_last=rises,
+            copied_pages=kernel == "fwd_hopper" and _copies_pages(problem),
         ),
         expressions=expressions,
         reasons=tuple(filter(None, reasons)),
@@ -184,12 +185,12 @@ def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: E
     lengths = problem.lengths
     if lengths.cache is not None and not lengths.paged:
         return "fwd_hopper knows no elements of a cache"
-    if lengths.paged and lengths.page_size % LEAST_PIECE:
-        return f"no TMA: pages have {lengths.page_size} keys, which {LEAST_PIECE} do not divide"
+    if _copies_pages(problem) and (problem.dim % BOX_COLUMNS or problem.dim_v % BOX_COLUMNS):
+        return f"no TMA: pages have {lengths.page_size} keys, which {LEAST_PIECE} do not divide, nor {BOX_COLUMNS} head dims"
     if (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem)[0]:
         return "few queries: heads of a group share a tile, or blocks its keys, in fwd_v2"
     crowded = _crowded(problem, architecture, taken_apart(problem, expressions))
-    if lengths.paged and _crowded_by_pages(problem):
+    if lengths.paged and _crowded_by_pages(problem, expressions):
         crowded = "fwd_hopper has no registers for pages and what is asked besides"
     layouts, cached = layouts_of(problem), lengths.caches
     named = [name for name in MOVED if name not in cached]
@@ -216,10 +217,16 @@ def _crowded_by_results(problem: Problem, architecture: Architecture, copy_bytes
     return problem.has_wider_results and (copy_bytes == 0 or narrow)
 
 
-def _crowded_by_pages(problem: Problem) -> bool:
+def _copies_pages(problem: Problem) -> bool:
+    """Whether lanes of fwd_hopper copy keys, since TMA brings more of them at a time than a page has."""
+    return problem.lengths is not None and problem.lengths.paged and problem.lengths.page_size % LEAST_PIECE != 0
+
+
+def _crowded_by_pages(problem: Problem, expressions: ExpressionText) -> bool:
     """Whether the registers that say where pages are would be missed elsewhere, as compiled for each."""
-    asked = problem.softcap is not None or problem.mask.kind != "BAND"
-    return bool(problem.scores) or (asked and max(problem.dim, problem.dim_v) > 192)
+    asked, widest = problem.softcap is not None or problem.mask.kind != "BAND", max(problem.dim, problem.dim_v)
+    many_rows = widest <= 64 and (problem.mask.shape == "full" or explicit_scores(problem, expressions, unless_large=True)[0])
+    return bool(problem.scores) or (asked and widest > 192) or (many_rows and _copies_pages(problem))  # of 128 keys a tile
 
 
 def _split_kv(problem: Problem) -> tuple[bool, str]:

@@ -48,6 +48,7 @@ class Config:
     MASKED_PAIRS: bool
     VARLEN: bool
     PAGED: bool
+    COPIED_PAGES: bool
     TILE_LIST: bool
     DROPOUT: bool
     PLACED: bool
@@ -213,7 +214,7 @@ class KernelPlan:
         words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
-        words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
+        words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["copied"] * c.COPIED_PAGES + ["rotateq"] * c.ROTATE_Q
         words += ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
         words += ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
@@ -353,6 +354,7 @@ def configure(
     from_last: bool = False,
     adds: bool = False,
     store_dbias: bool = False,
+    copied_pages: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     lengths = None if problem is None else problem.lengths
@@ -374,6 +376,7 @@ def configure(
         "MASKED_PAIRS": bool(expressions.takes_part),
         "VARLEN": lengths is not None,
         "PAGED": lengths is not None and lengths.paged,
+        "COPIED_PAGES": copied_pages,
         "TILE_LIST": tile_list,
         "DROPOUT": problem is not None and problem.scores.dropout is not None,
         "PLACED": problem is not None and problem.scores.place is not None,

@@ -30,7 +30,7 @@ SEQUENCES = "sequences."  # and those of words in `SequenceParams`
 FLOAT32 = numpy.finfo(numpy.float32)
 _BACKWARD_DIVMODS = ("heads_together_divmod", "group_divmod", "units_divmod", "heads_per_kv_divmod", "accum_heads_divmod")
 _UNIT_DIVMODS = ("splits_divmod", "key_tiles_divmod", "query_tiles_divmod", "owner_heads_divmod")
-_GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards")
+_GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards", "first_tiles")
 
 
 def forward_params(problem: Problem, splits: KeySplits | None = None) -> numpy.ndarray:
@@ -55,7 +55,7 @@ def forward_params(problem: Problem, splits: KeySplits | None = None) -> numpy.n
     return params
 
 
-def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: int) -> numpy.ndarray:
+def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: int, tile_kv: int) -> numpy.ndarray:
     """A size-1 array of `HopperForwardParams` with everything but the addresses, its maps in the clear.
 
     Which tiles a block takes is not in it yet, see `schedule_params`. Of sequences of their own lengths it is `HopperVarlenParams`:
@@ -84,6 +84,7 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
         params["tiles_of_head_divmod"] = fast_divmod(tiles_of_head)
     else:
         params["piece_divmod"] = fast_divmod(maps["k_map"].box_rows)
+        params["pieces_of_tile"] = tile_kv // maps["k_map"].box_rows
     return params
 
 

@@ -1,55 +1,68 @@
 // paged.cuh -- keys and values in pages by TMA (PAGED). A tile is brought in pieces, each of which lies within one page: a piece has so many rows
-// that they divide a page and a tile. A lane finds the page of a piece and has its boxes brought, so that all entries of a tile are read at once:
-// before a stage is waited for, and once for keys and their values.
+// that they divide a page and a tile. Lanes find the pages of as many pieces as there are lanes, those of several tiles at once, before a stage is
+// waited for, and once for keys and their values.
 #pragma once
 #include "tile/clipped.cuh"
+#include "tile/copied_pages.cuh"
 #include "tile/work.cuh"
 
-// Where the pieces of a tile are, one for each lane.
-struct PagePlaces {
-  Regs<int, 1> page, row;
+// The pages of the pieces of some tiles that follow each other, one for each lane.
+struct PiecePlaces {
+  Regs<int, 1> page;
+  int lane;                                                   // of the first piece of the tile at hand
 };
-// How many hold some of so many rows of a tile.
-OP int pieces_of(const HopperVarlenParams& p, int rows, int most) {
-  return int(divide(max_of(min_of(rows, most), 0) + p.piece_divmod.divisor - 1, p.piece_divmod));
-}
-// Those of the tile of a sequence from `row` on; of pieces beyond its end no entry is read.
-template <typename Params, typename Coord> OP void find_pages(PagePlaces& places, const Params& p, const Coord& of, int row) {
+using PagePlaces = Choose<COPIED_PAGES, RowPlaces, PiecePlaces>;
+// How many pieces hold some of so many rows.
+OP int pieces_of(const HopperVarlenParams& p, int rows) { return int(divide(max_of(rows, 0) + p.piece_divmod.divisor - 1, p.piece_divmod)); }
+// Goes on to the tile of a sequence from key `row` on, which is the next one but where a query tile begins. Entries are read for as many tiles as
+// lanes have pieces of: a pass of the producer has no time to wait for memory. Of pieces beyond the sequence's end none is read.
+template <typename Params, typename Coord> OP void find_pages(PiecePlaces& places, const Params& p, const Coord& of, int row, bool begins) {
   if constexpr (PAGED) {
     static_assert(TILE_KV / 8 <= 32, "each lane has one piece, of 8 rows at least");
     const SequenceParams& s = p.sequences;
-    const int pieces = pieces_of(p, of.kv.len() - row, TILE_KV);
+    places.lane += p.pieces_of_tile;
+    if (!begins && places.lane + p.pieces_of_tile <= 32) return;
+    places.lane = 0;
+    const int pieces = pieces_of(p, of.kv.len() - row);
     for_lane(l) {
-      const int key = row + l * int(p.piece_divmod.divisor), number = int(divide(key, s.page_divmod));
-      places.row.at(l, 0) = key - number * int(s.page_divmod.divisor);
+      const u32 number = divide(row + l * p.piece_divmod.divisor, s.page_divmod);
       if (l < pieces) places.page.at(l, 0) = read_length(s, s.pages, PAGES, i64(of.batch_number) * s.pages_of_sequence + number, s.rows_of_cache - 1);
     }
   }
 }
 
-// The stage at hand = keys or values there; goes on to the next one. Pieces of which no row exists are not read, and leave there what there was.
+// The stage at hand = the tile of keys or values there, from key `row` on, of which so many exist; goes on to the next one. Pieces of which no row
+// exists are not read, and leave there what there was.
 template <typename T, int DEPTH, Lanes LANES>
-OP void load_pages(Pipeline<T, DEPTH, LANES>& pipeline, const HopperVarlenParams& p, const TensorMap& map, const PagePlaces& places, int head, int rows,
+OP void load_pages(Pipeline<T, DEPTH, LANES>& pipeline, const HopperVarlenParams& p, const TensorMap& map, const PiecePlaces& places, int head, int row, int rows,
                    CallSite at = call_site()) {
-  const int pieces = pieces_of(p, rows, T::rows), rows_of_piece = int(p.piece_divmod.divisor);
-  arrive_expect_tx(pipeline.full(), pieces * rows_of_piece * T::panels * 128, at);
-  start_pieces(pipeline, pieces, rows_of_piece, map, places.page, head, places.row, at);
+  const FastDivmod& page = p.sequences.page_divmod;
+  const int piece = int(p.piece_divmod.divisor), brought = rows < T::rows ? pieces_of(p, rows) * piece : T::rows;
+  arrive_expect_tx(pipeline.full(), brought * T::panels * 128, at);
+  int in_page = row - int(divide(row, page) * page.divisor), lane = places.lane;
+  #pragma unroll 1
+  for (int to = 0; to < brought; to += piece) {
+    start_piece(pipeline, to, piece, map, value_of_lane(places.page, lane++), head, in_page, at);
+    in_page = in_page + piece < int(page.divisor) ? in_page + piece : 0;
+  }
   pipeline.advance();
 }
 template <typename T, int DEPTH, Lanes LANES>
-OP void load_pages_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const HopperVarlenParams& p, const TensorMap& map, const PagePlaces& places,
-                           int head, int rows, CallSite at = call_site()) {
-  if (rows >= T::rows) return load_pages(pipeline, p, map, places, head, rows, at);
-  clip(pipeline, clipping, rows, [&](Pipeline<T, 1, LANES>& alone) { load_pages(alone, p, map, places, head, rows, at); }, at);
+OP void load_pages_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const HopperVarlenParams& p, const TensorMap& map, const PiecePlaces& places,
+                           int head, int row, int rows, CallSite at = call_site()) {
+  if (rows >= T::rows) return load_pages(pipeline, p, map, places, head, row, rows, at);
+  clip(pipeline, clipping, rows, [&](Pipeline<T, 1, LANES>& alone) { load_pages(alone, p, map, places, head, row, rows, at); }, at);
 }
 
 // Keys, or values, of a sequence wherever they are. Of values, rows beyond its end become zeros.
 template <typename Keys, typename Params, typename Coord> OP void load_keys(Keys& keys, const Params& p, const Coord& of, const PagePlaces& places, int row) {
-  if constexpr (PAGED) load_pages(keys, p, p.k_map, places, of.head, of.kv.len() - row);
+  if constexpr (COPIED_PAGES) copy_pages(keys, p, p.k, p.sequences.k_page_stride, places, of.head, row, of.kv.len() - row);
+  else if constexpr (PAGED) load_pages(keys, p, p.k_map, places, of.head, row, of.kv.len() - row);
   else load_async(keys, p.k_map, of.batch, of.head, of.kv.first() + row);
 }
 template <typename Values, typename Params, typename Coord>
 OP void load_values(Values& values, Clipping& clipping, const Params& p, const Coord& of, const PagePlaces& places, int row) {
-  if constexpr (PAGED) load_pages_clipped(values, clipping, p, p.v_map, places, of.head, of.kv.len() - row);
+  if constexpr (COPIED_PAGES) copy_pages(values, p, p.v, p.sequences.v_page_stride, places, of.head, row, of.kv.len() - row);
+  else if constexpr (PAGED) load_pages_clipped(values, clipping, p, p.v_map, places, of.head, row, of.kv.len() - row);
   else load_clipped(values, clipping, p.v_map, of.batch, of.head, of.kv.first() + row, of.kv.len() - row);
 }

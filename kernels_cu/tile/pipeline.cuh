@@ -40,6 +40,8 @@ OP void mbarrier_arrive_if(SharedAddress barrier, bool calls) {
   asm volatile("{ .reg .pred calls; setp.ne.u32 calls, %1, 0; @calls mbarrier.arrive.shared::cta.b64 _, [%0]; }"
                :: "r"(barrier), "r"(u32(calls)) : "memory");
 }
+// arrives when what the lane has copied by cp.async has come; counts itself, so that the phase waits for one more
+OP void cp_async_mbarrier_arrive(SharedAddress barrier) { asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" :: "r"(barrier) : "memory"); }
 OP void mbarrier_arrive_expect_tx(SharedAddress barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
@@ -189,9 +191,19 @@ template <typename T, int DEPTH, Lanes LANES> OP void init_pipeline(Pipeline<T, 
     init_mbarrier(pipeline.empty(), readers, at);
   }
 }
+// What the lanes of the warp have written to shared memory is seen by TMA.
+OP void fence_proxy_async() {
+#if ON_GPU
+  fence_proxy_async_shared();
+  __syncwarp();
+#else
+  host::self->show_stores();
+#endif
+}
 // Waits until the stage at hand is full, or is empty, which it is at first.
 template <typename T, int DEPTH, Lanes LANES> OP void consumer_wait(const Pipeline<T, DEPTH, LANES>& pipeline, CallSite at = call_site()) {
   wait_for<LANES>(pipeline.full(), pipeline.phase(), at);
+  if constexpr (COPIED_PAGES) fence_proxy_async();            // without it products read what was there before lanes copied
 }
 template <typename T, int DEPTH, Lanes LANES> OP void producer_acquire(const Pipeline<T, DEPTH, LANES>& pipeline, CallSite at = call_site()) {
   wait_for<LANES>(pipeline.empty(), pipeline.phase() ^ 1, at);
@@ -256,24 +268,19 @@ OP void start_numbers(const Pipeline<T, DEPTH, LANES>& pipeline, const float* fr
   }}, at);
 #endif
 }
-// The same in pieces of so many rows as a box of the map has, each from a row and a batch element of its own: that of a lane.
+// A piece of a tile, from its row `to` on, which has as many rows as a box of the map: map[element, head, row : row + rows] is on its way there.
 template <typename T, int DEPTH, Lanes LANES>
-OP void start_pieces(const Pipeline<T, DEPTH, LANES>& pipeline, int pieces, int rows, const TensorMap& map, const Regs<int, 1>& element, int head,
-                     const Regs<int, 1>& row, CallSite at) {
+OP void start_piece(const Pipeline<T, DEPTH, LANES>& pipeline, int to, int rows, const TensorMap& map, int element, int head, int row, CallSite at) {
+  const SharedAddress base = pipeline.tile().base + to * 128;
 #if ON_GPU
-  const int l = lane_id();
-  if (l < pieces) {
-    #pragma unroll
-    for (int i = 0; i < T::panels; ++i)
-      cp_async_bulk_tensor_5d(pipeline.tile().base + i * T::panel_bytes + l * rows * 128, map, pipeline.full().address, 64 * i, row.at(l, 0), head, element.at(l, 0), 0);
+  if (LANES == ELECT_ONE ? elect_sync() : lane_id() == 0) {
+    #pragma unroll (min_of(T::panels, 2))                     // of four, addresses would spill
+    for (int i = 0; i < T::panels; ++i) cp_async_bulk_tensor_5d(base + i * T::panel_bytes, map, pipeline.full().address, 64 * i, row, head, element, 0);
   }
-  __syncwarp();                                               // for the assembler, which would have the lanes meet later, and more often
 #else
-  for (int l = 0; l < pieces; ++l) {
-    for (int i = 0; i < T::panels; ++i) {
-      const Box box(map, pipeline.tile().base + i * T::panel_bytes + l * rows * 128, rows, 64 * i, row.at(l, 0), head, {0, 0, 0, element.at(l, 0)}, at);
-      host::self->block->load_async(warp_id(), pipeline.full().address, {rows * 128, [=] { box.load(); }}, at);
-    }
+  for (int i = 0; i < T::panels; ++i) {
+    const Box box(map, base + i * T::panel_bytes, rows, 64 * i, row, head, {0, 0, 0, element}, at);
+    host::self->block->load_async(warp_id(), pipeline.full().address, {rows * 128, [=] { box.load(); }}, at);
   }
 #endif
 }
@@ -343,15 +350,6 @@ OP void wait_for_stores() {
   __syncwarp();
 #else
   host::self->wait_for_async_stores();
-#endif
-}
-// What the lanes of the warp have written to shared memory is seen by TMA.
-OP void fence_proxy_async() {
-#if ON_GPU
-  fence_proxy_async_shared();
-  __syncwarp();
-#else
-  host::self->show_stores();
 #endif
 }
 

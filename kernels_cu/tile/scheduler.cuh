@@ -114,17 +114,26 @@ OP KeyBlockCoord key_block_coord(const int (&batch)[BATCH_AXES], int heads, int 
   return here;
 }
 
+// TILE_LIST: if there are `first_tiles`, so many blocks have the first keys of all units, and come before any others. Where all queries see these, but
+// few of the others, a block that took them near the end would keep the whole device waiting.
+OP bool has_first_keys(const HopperBackwardParams& p) { return TILE_LIST && block_id() < p.first_tiles; }
+OP u32 block_of_others(const HopperBackwardParams& p) { return TILE_LIST && !has_first_keys(p) ? block_id() - p.first_tiles : block_id(); }
+
 // The same with divisions by multiplication, which take a block less time.
 OP KeyBlockCoord key_block_coord(const HopperBackwardParams& p, int tile_kv) {
   u32 units = p.units_divmod.divisor;
   #pragma unroll
   for (int i = 0; i < BATCH_AXES; ++i) units *= p.batch[i];
   const u32 together = p.heads_together_divmod.divisor;
-  const u32 group = divide(block_id(), p.group_divmod), first_unit = group * together, rest = block_id() - group * p.group_divmod.divisor;
+  const u32 group = divide(block_of_others(p), p.group_divmod), first_unit = group * together, rest = block_of_others(p) - group * p.group_divmod.divisor;
   const u32 here_together = min_of(together, units - first_unit);
   KeyBlockCoord here;
   here.tile = int(here_together == together ? divide(rest, p.heads_together_divmod) : rest / here_together);
-  const u32 unit = first_unit + rest - here.tile * here_together;
+  u32 unit = first_unit + rest - here.tile * here_together;
+  if constexpr (TILE_LIST) {
+    if (has_first_keys(p)) here.tile = 0, unit = block_id();
+    else if (p.first_tiles) ++here.tile;
+  }
   here.batch_number = divide(unit, p.units_divmod);
   here.first_head = int(unit - here.batch_number * p.units_divmod.divisor) * p.heads_per_block;
   here.head_kv = int(divide(here.first_head, p.heads_per_kv_divmod));
