@@ -148,7 +148,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     start_product_transposed(s_reg, k_smem, group_row, q_smem);
     if (!DELTA_AHEAD) consumer_wait(block.douts);             // without it the product reads gradients that have not arrived
     start_product_transposed(dp_reg, v_smem, group_row, do_smem, DELTA_AHEAD);
-    KeptPairs<true, 16, TILE_Q> kept;
+    KeptHalves<TILE_Q / 16> kept;
     if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
     const bool masked = !common.contains(col0, TILE_Q);
@@ -178,7 +178,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     else wait_for_products<1>(dp_reg);                        // the same: here no product of dQ runs
     if (!follows && LATE) let_begin();
     if (masked) apply_mask(dp_reg, mask_again(block), row0, col0, 0.f);   // 0 times whatever dP was may be NaN
-    if constexpr (DROPOUT) drop(dp_reg, p_reg), scale(dp_reg, p.scores.dropout.scale);
+    if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, p.scores.dropout.scale);
     score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES || DROPOUT ? factor_reg : p_reg, dp_reg, block.delta_smem(), of_head.factor);
     if (follows && !early) start_dq(dq_reg);
     store_transposed(block.ds_smem(block.queries.count), ds_reg, TMA_REDUCE_DQ ? not_ahead(own_row) : own_row);

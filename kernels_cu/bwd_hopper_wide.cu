@@ -100,7 +100,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
     Acc<16, TILE_Q> s_reg;
     OperandA<16> p_reg[TILE_Q / 16], factor_reg[TILE_Q / 16];
-    KeptPairs<true, 16, TILE_Q> kept;
+    KeptHalves<TILE_Q / 16> kept;
     consumer_wait(block.queries);                             // without it the product reads queries that have not arrived
     start_product_transposed(s_reg, k_smem, 0, q_smem);
     if constexpr (DROPOUT && SCORES != EXPRESSION) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
@@ -139,7 +139,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
     Acc<16, TILE_Q> dp_reg;
     OperandA<16> factor_reg[TILE_Q / 16], ds_reg[TILE_Q / 16];
-    KeptPairs<true, 16, TILE_Q> kept;
+    KeptHalves<TILE_Q / 16> kept;
     consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
     start_product_transposed(dp_reg, v_smem, 0, do_smem);
     if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);

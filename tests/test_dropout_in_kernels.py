@@ -52,18 +52,50 @@ def test_each_gradient_has_the_pairs_of_the_forward(kind):
 
 @pytest.mark.parametrize("dropped", [1, 0x4000, 0x7C00, 0x7C01, 0x7FFF])
 def test_as_many_as_are_asked_for(dropped):
-    """fwd_hopper compares numbers as float16, up to what is infinity there. Beyond that fwd_v2 computes, and says so."""
-    p, kernel = dropped / 2**15, "fwd_v2" if dropped > 0x7C00 else "fwd_hopper"
+    """Hopper kernels compare numbers as float16, up to what is infinity there. Beyond that others compute, and say so."""
+    p, version = dropped / 2**15, "v2" if dropped > 0x7C00 else "hopper"
     kept = dropout_mask((4, LENGTH, LENGTH), p, SEED)
     q = numpy.zeros((4, LENGTH, DIM), numpy.float16)
     v, keys = one_hot(LENGTH, 0, 4, "float16")
     options = {"backend": "host", "arch": "90a", "dropout": p, "seed": SEED}
     plan = plan_attention(q, q, v, **options)
-    assert plan.kernel.file == kernel
+    assert plan.kernel.file == f"fwd_{version}"
     assert ((plan(q, q, v, seed=SEED)[..., : len(keys)] != 0) == kept[..., keys]).all()
-    if kernel == "fwd_v2":
-        with pytest.raises(UnsupportedError, match="at most 31 of 32 pairs"):
+    given = (v, q, q, q, q, numpy.zeros((4, LENGTH), numpy.float32))  # of lse 0, so that P is 1
+    backward = plan_attention_backward(*given, **options)
+    assert backward.kernel.file == f"bwd_{version}"
+    assert ((backward(*given, seed=SEED).dv[..., : len(keys)] != 0) == kept[:, keys].swapaxes(1, 2)).all()
+    if version == "v2":
+        with pytest.raises(UnsupportedError, match="fwd_hopper drops at most 31 of 32 pairs"):
             plan_attention(q, q, v, kernel="fwd_hopper", **options)
+        for kernel in ("bwd_hopper", "bwd_hopper_wide"):
+            with pytest.raises(UnsupportedError, match="Hopper kernels drop at most 31 of 32 pairs"):
+                plan_attention_backward(*given, kernel=kernel, **options)
+
+
+WIDER = [(128, (128, 128), (64, 128)), (192, (128, 80), (64, 64)), (256, (128, 64), None)]
+
+
+@pytest.mark.parametrize("dim, tile, backward_tile", WIDER)
+def test_tiles_of_wider_heads(dim, tile, backward_tile):
+    """As many blocks of 16 x 16 pairs as a warp may draw: of a forward also five, of 80 keys."""
+    length = 150
+    kept = dropout_mask((1, length, length), P, SEED)
+    zeros, hot = numpy.zeros((1, length, dim), numpy.float16), numpy.eye(length, dim, dtype=numpy.float16)[None]
+    options = {"backend": "host", "arch": "90a", "dropout": P, "seed": SEED}
+    keys = min(dim, length)
+
+    def tile_of(plan):
+        return plan.kernel.config.TILE_Q, plan.kernel.config.TILE_KV
+
+    plan = plan_attention(zeros, zeros, hot, **options)
+    assert plan.kernel.file == "fwd_hopper" and tile_of(plan) == tile
+    assert ((plan(zeros, zeros, hot, seed=SEED)[..., :keys] != 0) == kept[..., :keys]).all()
+    if backward_tile:
+        given = (hot, zeros, zeros, zeros, zeros, numpy.zeros((1, length), numpy.float32))
+        backward = plan_attention_backward(*given, **options)
+        assert backward.kernel.file.startswith("bwd_hopper") and tile_of(backward) == backward_tile
+        assert ((backward(*given, seed=SEED).dv[..., :keys] != 0) == kept[:, :keys].swapaxes(1, 2)).all()
 
 
 @pytest.mark.parametrize("len_q, len_kv, heads_kv", [(1, 75, 1), (9, 75, 2), (4, 1500, 1)])

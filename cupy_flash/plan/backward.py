@@ -26,6 +26,7 @@ from .kernel import (
     taken_apart,
     text_of,
 )
+from .pair_tuning import drops_most
 from .schedule import L2_BYTES
 from .sequences import elements_of, tiles_of
 from .stored_dbias import dbias_of_pairs
@@ -163,6 +164,8 @@ def _backward_kernel(problem: BackwardProblem, architecture: Architecture, expre
     else:
         why_not = obstacle(p.batch, _layouts(problem), _in_maps(p), () if p.has_wider_results else GRADIENTS)
         why_not = why_not and f"no TMA: {why_not}"
+        if drops_most(p):
+            why_not = "Hopper kernels drop at most 31 of 32 pairs"
     for kernel in kernels:
         if not why_not and any(row.width >= _width(p) and not (explicit and row.plain_scores) for row in tables[kernel]):
             return kernel, ""

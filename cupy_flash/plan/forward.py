@@ -26,6 +26,7 @@ from .kernel import (
 )
 from .key_warps import with_key_warps
 from .packing import FEW, packing_of
+from .pair_tuning import drops_most
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
 from .sequences import elements_of, row_length, tiles_of
 from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
@@ -40,7 +41,6 @@ EVEN = 0.75  # of the longest query tile that the shortest has to have
 WORK_ITEM_BYTES = {"fwd_v2": 8, "fwd_hopper": 32}  # sequence and row of a query tile, and for a persistent block, where that lies
 LEAST_PIECE = 8  # keys of a page that TMA brings at a time: rows of shared memory are swizzled in eights
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
-FLOAT16_INFINITY = 0x7C00  # its bits
 
 
 def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPlan:
@@ -206,8 +206,7 @@ def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: E
 
 def _crowded(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
     """Why fwd_hopper cannot do what is asked for each pair, or '': mostly since its registers do not hold it."""
-    dropout = problem.scores.dropout
-    if dropout is not None and dropout.threshold > FLOAT16_INFINITY:  # tile/dropout.cuh compares numbers as float16
+    if drops_most(problem):
         return "fwd_hopper drops at most 31 of 32 pairs"
     widest = padded(max(problem.dim, problem.dim_v))
     rows = rows_of("fwd_hopper", architecture, problem, expressions)

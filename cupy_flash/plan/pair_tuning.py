@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..problem.forward import Problem
 from .expression_text import Pressure
 from .tuning import HOPPER as PLAIN_HOPPER
 from .tuning import HOPPER_BACKWARD as PLAIN_BACKWARD
@@ -100,6 +101,7 @@ HOPPER_STAGED = (
     TileConfig(192, 128, 64, STAGED, **SHARED, staged_bias=True),
     TileConfig(256, 128, 64, STAGED, **WIDE, staged_bias=True),
 )
+FLOAT16_INFINITY = 0x7C00  # its bits
 DRAWS = "bits are drawn beneath the products and exponentials of the other group"
 HOPPER_DROPOUT = (
     HOPPER_FEW,
@@ -183,6 +185,7 @@ BACKWARD_HOPPER_READS = (
 )
 BACKWARD_HOPPER_MASK = (TileConfig(64, 128, 128, WIDE_STEPS, warps=12, min_blocks=1, without_lengths=True), *BACKWARD_HOPPER_READS)
 BACKWARD_HOPPER_DROPOUT = (
+    TileConfig(64, 128, 128, "wide query tiles halve what is done once a tile", warps=12, min_blocks=1, plain_scores=True),
     TileConfig(64, 64, 128, REGISTERS, warps=12, min_blocks=1),
     TileConfig(128, 64, 128, REGISTERS, warps=12, min_blocks=1, plain_scores=True),
 )
@@ -277,6 +280,12 @@ NARROWER: dict[tuple[str, str, str, Pressure], tuple[TileConfig, ...]] = {
     ("bwd_v2", "100", "float32", Pressure.SEVERAL): SEVERAL_100,
     ("bwd_v2", "100", "float32", Pressure.ARRAY_MASK): MASKED_100,
 }
+
+
+def drops_most(problem: Problem) -> bool:
+    """Whether dropout leaves fewer than 1 of 32 pairs: Hopper kernels compare its numbers as float16, in ``tile/dropout.cuh``."""
+    dropout = problem.scores.dropout
+    return dropout is not None and dropout.threshold > FLOAT16_INFINITY
 
 
 def pair_rows(kernel: str, architecture: str, dtype: str, pressure: Pressure) -> tuple[TileConfig, ...]:

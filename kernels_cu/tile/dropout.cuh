@@ -74,6 +74,18 @@ template <bool TRANSPOSED, int M, int N> struct KeptPairs : Regs<u32, ceil_div(M
   }
   OP bool has(int lane, int r) const { return this->at(lane, block(r) / 4) >> bit(r) & 1; }
 };
+// Lower halves are of even keys so far; they become those of even queries.
+template <int N> OP void even_queries_low(Regs<u32, N>& kept) {
+  Regs<u32, N> other = kept;
+  exchange_lanes<4>(other);
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const u32 own = kept.at(l, i), received = other.at(l, i);
+      kept.at(l, i) = l / 4 % 2 ? received >> 16 | (own & 0xffff0000u) : (own & 0xffffu) | received << 16;
+    }
+  }
+}
 // Nothing here waits for the elements.
 template <bool TRANSPOSED, int M, int N, typename Dropout>
 OP void draw(KeptPairs<TRANSPOSED, M, N>& kept, const Dropout& dropout, u32 batch_head, int row0, int col0) {
@@ -84,19 +96,9 @@ OP void draw(KeptPairs<TRANSPOSED, M, N>& kept, const Dropout& dropout, u32 batc
   for_words<TRANSPOSED, M, N>(dropout, batch_head, row0, col0, [&](int l, int block, const RandomWords& words) {
     #pragma unroll
     for (int word = 0; word < 4; ++word) kept.at(l, block / 4) |= kept_halves(dropout, words.x[word]) >> (15 - block % 4 * 4 - word);
-    pin(kept);                                                // one block after the other, beneath products that are on their way: several at once
-  });                                                         // take registers
-  if constexpr (TRANSPOSED) {                                 // lower halves are of even keys so far; they become those of even queries
-    KeptPairs<TRANSPOSED, M, N> other = kept;
-    exchange_lanes<4>(other);
-    for_lane(l) {
-      #pragma unroll
-      for (int i = 0; i < kept.size; ++i) {
-        const u32 own = kept.at(l, i), received = other.at(l, i);
-        kept.at(l, i) = l / 4 % 2 ? received >> 16 | (own & 0xffff0000u) : (own & 0xffffu) | received << 16;
-      }
-    }
-  }
+    pin(kept);                                                // one block after the other: several at once take registers
+  });
+  if constexpr (TRANSPOSED) even_queries_low(kept);
 }
 
 // Elements of pairs that are dropped become 0, by selection, whatever they were. Who sums up the others multiplies the sum by the scale.
@@ -106,18 +108,6 @@ template <bool TRANSPOSED, int M, int N> OP void drop(Acc<M, N>& x, const KeptPa
     for (int r = 0; r < x.regs; ++r) x.at(l, r) = kept.has(l, r) ? x.at(l, r) : 0.f;
   }
 }
-// The same where P of these pairs has been dropped, as A operands of 16-bit elements. Where it was 0 before, it does not matter what becomes of x.
-template <int N> OP void drop(Acc<16, 16 * N>& x, const OperandA<16> (&p)[N]) {
-  for_lane(l) {
-    #pragma unroll
-    for (int r = 0; r < x.regs; r += 2) {
-      const u32 halves = p[r / 8].at(l, r / 4 % 2 * 2 + r / 2 % 2);
-      x.at(l, r) = halves & 0xffffu ? x.at(l, r) : 0.f;
-      x.at(l, r + 1) = halves & 0xffff0000u ? x.at(l, r + 1) : 0.f;
-    }
-  }
-}
-
 // The same of P as A operands of 16-bit elements, whose rows are queries: a word is for the two elements of a register. All bits of a half are
 // set where its pair is kept. For thresholds up to 0x7c00: numbers of 15 bits are in the order of the float16 that have their bits, up to
 // infinity, and what has more bits is not a number, which `geu` counts as above all.
@@ -130,6 +120,8 @@ OP u32 whole_halves(const DropoutParams& dropout, u32 word) {
   return (kept_halves(dropout, word) >> 15) * 0xffffu;
 #endif
 }
+// For a forward, whose registers have room for whole masks. Neither in a loop nor pinned: a compiler then mixes all blocks of a tile into its
+// exponentials. A loop is less code, but as many instructions, of which too few do not wait for each other, and was slower.
 template <int N, typename Dropout>
 OP void draw(OperandA<16> (&kept)[N], const Dropout& dropout, u32 batch_head, int row0, int col0) {
   for_words<false, 16, 16 * N>(dropout, batch_head, row0, col0, [&](int l, int block, const RandomWords& words) {
@@ -147,5 +139,70 @@ template <int N> OP void to_operands(OperandA<16> (&p)[N], const Acc<16, 16 * N>
         #pragma unroll
         for (int r = 0; r < 4; ++r) p[i].at(l, r) &= kept[i].at(l, r);
     }
+  }
+}
+
+#if ON_GPU
+// The highest bits of two bytes, BYTE and the one two further, each in all bits of a half.
+template <int BYTE> OP u32 prmt_signs(u32 x) {
+  u32 halves;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(halves) : "r"(x), "n"(0xaa88 + BYTE * 0x1111));
+  return halves;
+}
+#else
+template <int BYTE> u32 prmt_signs(u32 x) { return (x >> (8 * BYTE + 7) & 0x10001u) * 0xffffu; }
+#endif
+
+// Which pairs of N A operands are kept, for a backward: their rows are keys. A bit each, since dK and dV leave no registers for whole masks. Four
+// operands share a register, whose halves are for those of theirs.
+template <int N> struct KeptHalves : Regs<u32, ceil_div(N, 4)> {
+  static constexpr int size = ceil_div(N, 4);
+  static OP constexpr int bit(int i, int r) { return (3 - i % 4) * 4 + r; }
+  // all bits of a half of register r of operand i, where its pair is kept
+  OP u32 whole(int lane, int i, int r) const {
+    const u32 x = this->at(lane, i / 4) << (7 - bit(i, r) % 8);
+    return bit(i, r) < 8 ? prmt_signs<0>(x) : prmt_signs<1>(x);
+  }
+};
+// Beneath products that are on their way. Four blocks of pairs at once: instructions of one wait for each other, and two at once were slower.
+template <int N, typename Dropout>
+OP void draw(KeptHalves<N>& kept, const Dropout& dropout, u32 batch_head, int row0, int col0) {
+  static_assert(N % 4 == 0, "four operands share a register");
+  const u32 row = row0 + first_key(dropout), col = col0 + first_query(dropout);
+  batch_head += first_head(dropout);
+  for_lane(l) {
+    const u32 key = row / 4 + l / 8;
+    u32 query = col / 2 + l % 4 * 2 + l / 4 % 2;
+    #pragma unroll
+    for (int i = 0; i < kept.size; ++i) kept.at(l, i) = 0;
+    #pragma unroll (4 / KeptHalves<N>::size)
+    for (int round = 0; round < 4; ++round) {
+      #pragma unroll
+      for (int i = 0; i < kept.size; ++i) {
+        const RandomWords words = philox4x32_7(key, query + i * 32, batch_head, dropout.offset, dropout.seed_low, dropout.seed_high);
+        kept.at(l, i) <<= 4;
+        #pragma unroll
+        for (int word = 0; word < 4; ++word) kept.at(l, i) |= whole_halves(dropout, words.x[word]) & 0x10001u << word;
+      }
+      query += 8;
+    }
+  }
+  even_queries_low(kept);
+  pin(kept);
+}
+// Half after half, in the order of their bits, of which a GPU then moves seven at once to predicates.
+template <int N> OP void drop(Acc<16, 16 * N>& x, const KeptHalves<N>& kept) {
+  for_lane(l) {
+    #pragma unroll
+    for (int half = 0; half < 2; ++half)
+      #pragma unroll
+      for (int i = N - 1; i >= 0; --i) {
+        const u32 bits = kept.at(l, i / 4) >> (16 * half + kept.bit(i, 0));
+        #pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          float& own = x.at(l, x.reg(r % 2, i * 4 + r / 2 * 2 + half));
+          own = bits & 1u << r ? own : 0.f;
+        }
+      }
   }
 }

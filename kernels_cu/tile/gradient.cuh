@@ -66,7 +66,7 @@ constexpr bool FACTOR_APART = EXPLICIT_SCORES || SCORES == SCALED || DROPOUT;
 // columns is read from shared memory when it is needed.
 template <int N>
 OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16> (&factor_reg)[N / 16], SharedAddress lse, float scale_log2,
-                      float softcap, const RowVec<16>& terms, float slope, const KeptPairs<true, 16, N>& kept) {
+                      float softcap, const RowVec<16>& terms, float slope, const KeptHalves<N / 16>& kept) {
   const float inverse = softcap > 0.f ? LN2 / softcap : 0.f;     // of a score in units of log 2
   for_lane(l) {
     const int lane = TMA_REDUCE_DQ ? not_ahead(l) : l;
@@ -82,9 +82,9 @@ OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16>
           p[i] = exp2_approx(exponent(score, scale_log2, stat.x[i], terms.at(l, row)));
           factor[i] = p[i] == 0.f ? 0.f : p[i] * (SCORES == SCALED ? slope : 1.f - bent * bent);      // of a masked pair, bent is infinite or NaN
           if (!EXPLICIT_SCORES && SCORES != SCALED) factor[i] = p[i];
-          if constexpr (DROPOUT) p[i] = kept.has(l, r + 2 * row + i) ? p[i] : 0.f;
         }
         p_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(p[0], p[1]);
+        if constexpr (DROPOUT) p_reg[r / 8].at(l, r / 4 % 2 * 2 + row) &= kept.whole(l, r / 8, r / 4 % 2 * 2 + row);
         if (FACTOR_APART) factor_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(factor[0], factor[1]);
       }
     }
