@@ -1,13 +1,14 @@
 """Make what the pages show from what is committed: tables and bars from `docs/data`, drawings from the library itself.
 
 `python docs/make.py` writes them, `python docs/make.py --check` names what is no longer what it would write, and fails.
+`python docs/make.py --timeline found.json` first puts in `docs/data` what `bench-distributed --timeline --json` has noted.
 """
 
 import sys
 from pathlib import Path
 
 import forecasts
-from drawing import bars, kernels, machines, masks, ranks, sequences, softmax
+from drawing import bars, kernels, machines, masks, ranks, sequences, softmax, timeline
 from tables import FOLDER, filled
 
 PICTURES = FOLDER / "pictures"
@@ -25,6 +26,7 @@ DRAWINGS = {
     "sequences": sequences.layouts,
     "ranks-orders": ranks.orders,
     "ranks-schemes": ranks.schemes,
+    "ranks-timeline": timeline.ranks,
 }
 
 
@@ -38,6 +40,9 @@ def made() -> dict[Path, str]:
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--timeline"]:
+        found = timeline.data(Path(arguments[1]).read_text(encoding="utf-8"))
+        (FOLDER / "data" / "timeline.csv").write_text(found, encoding="utf-8")
     files = made()
     stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if arguments == ["--check"]:

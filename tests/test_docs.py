@@ -4,6 +4,7 @@ import doctest
 import html
 import importlib.util
 import inspect
+import json
 import os
 import re
 import runpy
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -18,7 +20,9 @@ import pytest
 
 import cupy_flash
 from cupy_flash.cli import main
+from cupy_flash.distributed.timeline import Span
 from cupy_flash.machine import source
+from cupy_flash.measure.distributed import Measured
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -240,8 +244,34 @@ def test_a_table_or_picture_of_other_figures_is_noticed(tmp_path):
     text = figures.read_text(encoding="utf-8")
     assert "forward,bfloat16,128,full,8192,cupy_flash,756" in text
     figures.write_text(text.replace("full,8192,cupy_flash,756", "full,8192,cupy_flash,768"), encoding="utf-8")
+    spans = docs / "data/timeline.csv"
+    spans.write_text(spans.read_text(encoding="utf-8") + "ring,backward,0,merge,9000,9100\n", encoding="utf-8")
     (docs / "pictures/masks.svg").write_text("", encoding="utf-8")
-    assert stale(docs) == ["docs/benchmarks.md", "docs/pictures/benchmark-forward.svg", "docs/pictures/masks.svg"]
+    pictures = [f"docs/pictures/{name}.svg" for name in ("benchmark-forward", "masks", "ranks-timeline")]
+    assert stale(docs) == ["docs/benchmarks.md", *pictures]
+
+
+def test_timelines_are_put_among_the_figures(tmp_path):
+    """Spans of a kind are one where they overlap or are nearer than 5 microseconds, and what failed has none."""
+    docs = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs", docs)
+    first = [("copy", 0, 9.6), ("attention", 13, 400), ("copy", 14.4, 20), ("copy", 25, 27), ("copy", 25, 26), ("merge", 401, 401)]
+    spans = tuple(tuple(Span(kind, b / 1e6, e / 1e6) for kind, b, e in of) for of in (first, [("exchange", 1.2e3, 2e3)]))
+    row = Measured("ring", 2, 64, "forward", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1, spans=spans)
+    failed = replace(row, scheme="ulysses", rows=128, seconds=None, error="failed", spans=())
+    (tmp_path / "found.json").write_text(json.dumps({"results": [asdict(row), asdict(failed)]}), encoding="utf-8")
+    arguments = [sys.executable, docs / "make.py", "--timeline", tmp_path / "found.json"]
+    done = subprocess.run(arguments, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, encoding="utf-8", timeout=60)
+    assert done.returncode == 0 and "docs/pictures/ranks-timeline.svg\n" in done.stdout, done.stderr
+    assert (docs / "data/timeline.csv").read_text(encoding="utf-8").splitlines() == [
+        "scheme,direction,rank,kind,begin,end",
+        "ring,forward,0,attention,13,400",
+        "ring,forward,0,merge,401,401",
+        "ring,forward,0,copy,0,20",
+        "ring,forward,0,copy,25,27",
+        "ring,forward,1,exchange,1200,2000",
+    ]
+    assert "0% of exchanges beneath attention" in (docs / "pictures/ranks-timeline.svg").read_text(encoding="utf-8")
 
 
 def test_every_figure_is_on_the_page():
