@@ -204,7 +204,8 @@ class KernelPlan:
         c = self.config
         words = [self.file, str(self.architecture), c.DTYPE.lower(), f"d{c.WIDTH}"]
         words += [f"v{c.WIDTH_V}"] * (c.WIDTH_V != c.WIDTH) + ["tf32"] * (c.TF32_PASSES == 1)
-        words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}", *[f"kv{c.WARPS_KV}"] * (c.WARPS_KV > 1), *[f"q{c.Q_TILES}"] * (c.Q_TILES > 1)]
+        several = [f"kv{c.WARPS_KV}"] * (c.WARPS_KV > 1) + [f"q{c.Q_TILES}"] * (c.Q_TILES > 1)
+        words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}", *several]
         if self.file == "fwd_hopper":
             words.append(f"q{c.STAGES_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.TMA_STORE_OUT + "b" * c.STAGED_BIAS + "p" * c.PINGPONG)
         else:
@@ -215,9 +216,8 @@ class KernelPlan:
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["copied"] * c.COPIED_PAGES + ["rotateq"] * c.ROTATE_Q
-        words += ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
-        words += ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS
-        words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
+        words += ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED + ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS
+        words += ["dbias"] * c.STORE_DBIAS + [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
         return "-".join(words)
 
     def __str__(self) -> str:
