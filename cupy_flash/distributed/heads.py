@@ -18,6 +18,7 @@ from .whole import Whole
 Portion = tuple[int, int]  # the number of a portion of each rank's heads, and how many portions there are
 WHOLE: Portion = (0, 1)
 LEAST = 16 << 20  # bytes that a rank sends of queries in half an exchange: of fewer, starting it takes longer than is saved
+LEAST_FLOPS = 4e12  # of a rank's forward: with fewer, a device has done one portion before its host has queued the other
 
 
 def heads_of(whole: Whole, rank: int) -> Interval:
@@ -103,11 +104,15 @@ def halves(whole: Whole) -> int:
 def portions_of(whole: Whole, backward: bool) -> tuple[Portion, ...]:
     """The portions of heads that are computed one after the other, while others are under way.
 
-    Each has whole key heads, so that each gradient is complete in one of them. A forward halves the queries of a single key head.
+    Each has whole key heads, so that each gradient is complete in one of them. A forward halves the queries of a single key head,
+    and has no portions where it is short: on two H100s of 8,192 tokens each its host took 5.1 ms for two, and 2.8 ms for one.
     """
     keys, queries = side_of(whole, True).even, side_of(whole, False).even
-    several = queries and (keys > 1 or (keys == 1 and queries > 1 and not backward)) and halves(whole) > 1
-    return ((0, 2), (1, 2)) if several else (WHOLE,)
+    if backward:
+        several = queries and keys > 1
+    else:
+        several = queries and (keys > 1 or (keys == 1 and queries > 1)) and whole.problem.flops >= LEAST_FLOPS * whole.size
+    return ((0, 2), (1, 2)) if several and halves(whole) > 1 else (WHOLE,)
 
 
 def comes_again(whole: Whole, of_keys: bool, portion: Portion) -> bool:
