@@ -210,14 +210,14 @@ class KernelPlan:
             words.append(f"q{c.STAGES_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.TMA_STORE_OUT + "b" * c.STAGED_BIAS + "p" * c.PINGPONG)
         else:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"s{c.STAGES}"] * (self.file == "fwd_v2" and c.STAGES != 2)
-            words.append(f"copy{c.COPY_BYTES or 'elements'}")
-            words += ["staged"] * (c.STAGED_BIAS and self.file == "bwd_scores_hopper")
+            words += [f"copy{c.COPY_BYTES or 'elements'}"] + ["staged"] * (c.STAGED_BIAS and self.file == "bwd_scores_hopper")
         words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["copied"] * c.COPIED_PAGES + ["rotateq"] * c.ROTATE_Q
-        words += ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED + ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS
-        words += ["dbias"] * c.STORE_DBIAS + [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
+        words += ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
+        words += ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS
+        words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
         return "-".join(words)
 
     def __str__(self) -> str:
