@@ -217,7 +217,9 @@ sys.exit(any(process.exitcode for process in processes))
 """
 
 
-@pytest.mark.parametrize("work, processes, made", [("payload", 64, 1), ("kernel", 4, 2)])
+@pytest.mark.parametrize(
+    "work, processes, made", [("payload", 64, 1), pytest.param("kernel", 4, 2, marks=pytest.mark.release)]
+)
 def test_processes_that_start_at_once(work, processes, made, own_folder):
     """All find an empty cache, none reads half a file, and one file is left; of a kernel, and one that executes kernels."""
     done = subprocess.run([sys.executable, "-c", AT_ONCE, work, str(processes)], capture_output=True, text=True)
