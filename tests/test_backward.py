@@ -271,6 +271,7 @@ def test_counts_of_a_forward():
         plan_attention(q, k, v).counted(q, k, v)
 
 
+@pytest.mark.release
 def test_sanitized_runs_count_nothing(monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")
     given = arguments((1, 40, 32))
