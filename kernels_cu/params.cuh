@@ -169,6 +169,7 @@ struct HopperForwardCommon {
   Tensor sinks;                           // (heads, sinks_of_head)  SINKS: of query heads, also where heads share tiles
   i64 sinks_of_head;
   ScoreParams scores;
+  FastDivmod in_turn_divmod;              // STAGED_BIAS: batch elements that share a bias and alternate; 1 if there are none
 };
 
 constexpr int TABLE_BLOCKS = 136;

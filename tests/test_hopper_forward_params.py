@@ -76,6 +76,7 @@ def test_a_problem_becomes_numbers():
         "out_partials": 0,
         "lse_partials": 0,
         "sinks_of_head": 0,
+        "in_turn_divmod": (1, 0, 0),
     }
 
 

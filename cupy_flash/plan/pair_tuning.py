@@ -21,6 +21,7 @@ from .tuning import (
     PINGPONG,
     SHARED,
     SHORT,
+    THREE,
     THREE_NARROW,
     TWO,
     TWO_GROUPS,
@@ -93,11 +94,13 @@ HOPPER_READS = (
 )
 # A bias that comes with the keys takes no registers for addresses, but shared memory in each stage of theirs.
 STAGED = "the bias of a key tile comes with its keys"
+STAGED_SHORT = STAGED + "; two groups leave fewer rows that do not exist"
 STAGED_QUERIES = "the bias of a query tile comes with its queries"
 HOPPER_STAGED = (
     replace(HOPPER_FEW, why=HOPPER_FEW.why + "; " + STAGED, staged_bias=True),
-    TileConfig(64, 192, 64, STAGED, warps=16, stages=3, stages_v=3, stages_q=6, tma_store_out=True, min_blocks=1, staged_bias=True),
-    TileConfig(128, 192, 64, STAGED, warps=16, stages_q=4, tma_store_out=True, min_blocks=1, staged_bias=True),
+    TileConfig(64, 128, 128, STAGED_SHORT, **TWO, stages=3, tma_store_out=True, max_len_q=256, staged_bias=True),
+    TileConfig(64, 192, 64, STAGED + PINGPONG, **{**THREE, "tma_store_out": False}, pingpong=True, staged_bias=True),
+    TileConfig(128, 128, 112, STAGED + PINGPONG, **SHARED, pingpong=True, staged_bias=True),
     TileConfig(192, 128, 64, STAGED, **SHARED, staged_bias=True),
     TileConfig(256, 128, 64, STAGED, **WIDE, staged_bias=True),
 )

@@ -14,6 +14,7 @@ from ..problem.layout import BATCH_AXES, Layout, merge_batch_axes
 from ..problem.lengths import FIELDS, Lengths
 from ..problem.mask import UNBOUNDED
 from ..problem.scores import Scores, told_apart
+from .shared_bias import elements_in_turn
 from .split import KeySplits
 from .structs import struct
 from .tensor_map import TensorMap
@@ -82,6 +83,7 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
         tiles_of_head = -(-problem.len_q // tile_q)
         params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
         params["tiles_of_head_divmod"] = fast_divmod(tiles_of_head)
+        params["in_turn_divmod"] = fast_divmod(elements_in_turn(problem, int(params["tiles"][0])) if "bias_map" in maps else 1)
     else:
         params["piece_divmod"] = fast_divmod(maps["k_map"].box_rows)
         params["pieces_of_tile"] = tile_kv // maps["k_map"].box_rows

@@ -26,6 +26,7 @@ ALL_TILES = 2**31 - 1
 ROUNDS_BY_TABLE = (1, 2, 3)  # so many rounds, of two tiles for each block, and what is left over after the last whole one
 BUSY = 0.99  # of the time in which the block that takes longest works, all blocks do: good enough
 ROUNDS_COUNTED = 1024  # of those by the formula: what earlier ones leave uneven is little beside them
+TILES_IN_A_ROW = 2  # of one head and batch element, a long and a short one, also where batch elements take turns
 L2_BYTES = 32 << 20  # of what all blocks of an sm_90 read or add to, that stay in its L2 cache
 STEPS_BESIDES = 1  # what beginning and ending a query tile takes, in steps of one key tile
 LEAST_SPLIT = 512  # keys of a split: one of fewer takes longer to begin and to combine than to compute
@@ -113,7 +114,7 @@ def listed_costs(tiles: int) -> numpy.ndarray:
     return 1 + numpy.arange(tiles) / (64 * tiles)
 
 
-def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: float, blocks: int) -> Schedule:
+def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: float, blocks: int, in_turn: int = 1) -> Schedule:
     """Deal out the query tiles of all heads.
 
     Parameters
@@ -126,6 +127,8 @@ def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: 
     bytes_of_head : float
         Of keys and values, for each query head.
     blocks : int
+    in_turn : int
+        Batch elements whose tiles alternate, two at a time.
     """
     tiles_of_head = len(costs)
     tiles = heads * tiles_of_head
@@ -144,7 +147,7 @@ def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: 
     fewer = [max(most - by_table, 0) for by_table in ROUNDS_BY_TABLE]
     longest, best = math.inf, Schedule(run=2)
     for rounds in list(filter(stays_in_cache, fewer)) or filter(stays_in_cache, [most]):
-        load, schedule = _deal_out(in_order, tiles, rounds, blocks)
+        load, schedule = _deal_out(in_order, tiles, rounds, blocks, in_turn)
         if load < longest:
             longest, best = load, schedule
         if BUSY * longest * blocks <= heads * costs.sum():
@@ -152,13 +155,18 @@ def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: 
     return best
 
 
-def _deal_out(in_order: numpy.ndarray, tiles: int, rounds: int, blocks: int) -> tuple[float, Schedule]:
+def place_in_order(number: numpy.ndarray, in_turn: int) -> numpy.ndarray:
+    """Where these tiles are of a group of batch elements in turn, counting those of one element, as in `tile_coord`."""
+    return number // (TILES_IN_A_ROW * in_turn) * TILES_IN_A_ROW + number % TILES_IN_A_ROW
+
+
+def _deal_out(in_order: numpy.ndarray, tiles: int, rounds: int, blocks: int, in_turn: int) -> tuple[float, Schedule]:
     """What remains after so many rounds of two tiles, the longest first, and how long the block takes that takes longest."""
     tiles_of_head, first = len(in_order), rounds * 2 * blocks
     counted = min(rounds, ROUNDS_COUNTED)
-    by_formula = in_order[numpy.arange(first - counted * 2 * blocks, first) % tiles_of_head]
+    by_formula = in_order[place_in_order(numpy.arange(first - counted * 2 * blocks, first), in_turn) % tiles_of_head]
     loads = by_formula.reshape(counted, blocks, 2).sum((0, 2), dtype=float)
-    left = in_order[numpy.arange(first, tiles) % tiles_of_head]
+    left = in_order[place_in_order(numpy.arange(first, tiles), in_turn) % tiles_of_head]
 
     least = [(load, block) for block, load in enumerate(loads)]
     heapq.heapify(least)

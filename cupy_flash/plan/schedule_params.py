@@ -50,7 +50,8 @@ def scheduled(
         if c.TILE_LIST and costs.min() == costs.max():
             costs = costs * listed_costs(len(costs))
         if costs.min() < costs.max():
-            schedule = make_schedule(costs, int(p["tiles"]) // len(costs), len_kv, bytes_of_head, computing.blocks)
+            heads, in_turn = int(p["tiles"]) // len(costs), int(p["in_turn_divmod"]["divisor"])
+            schedule = make_schedule(costs, heads, len_kv, bytes_of_head, computing.blocks, in_turn)
     p["run"], p["by_formula"], p["table"] = schedule.run, schedule.by_formula, NONE
     for block, tiles in enumerate(schedule.table):
         p["table"][block, : len(tiles)] = tiles

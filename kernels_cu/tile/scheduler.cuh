@@ -52,13 +52,21 @@ OP void batch_element(int (&element)[BATCH_AXES], u32 inner, u32 number) {
 
 // Query tiles by number, head after head, so that the blocks at work share keys and values in the L2 cache. Of a head the last tile comes
 // first, then the first, the last but one, the second ...: under a causal mask two neighbours are as long together as any other two.
+// STAGED_BIAS: two neighbours of one batch element, then the same of the next that shares its bias, so that these meet in the L2 cache.
 OP BlockCoord tile_coord(const HopperForwardCommon& p, u32 number, int tile_q) {
+  u32 element = 0;                                            // of those in turn
+  if constexpr (STAGED_BIAS) {
+    const u32 pair = number / 2, of_element = divide(pair, p.in_turn_divmod);
+    element = pair - of_element * p.in_turn_divmod.divisor;
+    number = of_element * 2 + number % 2;
+  }
   const u32 head = divide(number, p.tiles_of_head_divmod), position = number - head * p.tiles_of_head_divmod.divisor;
   const u32 tile = position % 2 ? position / 2 : p.tiles_of_head_divmod.divisor - 1 - position / 2;
   BlockCoord here;
   here.row = int(tile) * tile_q;
   here.batch_number = divide(head, p.heads_divmod);
   here.head = int(head - here.batch_number * p.heads);
+  if constexpr (STAGED_BIAS) here.batch_number = here.batch_number * p.in_turn_divmod.divisor + element;
   batch_element(here.batch, p.batch[BATCH_AXES - 1], here.batch_number);
   return here;
 }

@@ -125,6 +125,29 @@ for bias in (normal(4, 150, 200), normal(150, 200), normal(4, 150, 200, dtype="f
     plan(dout, q, k, v, out, lse, bias=bias)
     cupy.cuda.Device().synchronize()
 
+# On sm_90a lanes copy pages of these sizes for many queries, and each warp of fwd_v2 has keys of its own for few.
+for size in (48, 1):
+    pool = normal(2, 240 // size * 2, 2, size, 64)
+    pages = cupy.asarray(numpy.arange(240 // size * 2, dtype=numpy.int32)[::-1].reshape(2, -1).copy())
+    for rows in (1, 130):
+        attention(normal(2, 4, rows, 64), *pool, pages=pages, seqlens_kv=cupy.array([230, 70]), causal=True)
+        cupy.cuda.Device().synchronize()
+
+def both(dim, backward, *, seed=None, arrays=None, **asked):
+    q, k, v, dout = normal(4, 2, 300, dim)
+    given = {"seed": seed, "arrays": arrays}
+    plan_attention(q, k, v, **given, **asked)(q, k, v, **given)
+    out, lse = plan_attention(q, k, v, kernel="fwd_v2", return_lse=True, **given, **asked)(q, k, v, **given)
+    for kernel in (None, "bwd_v2")[: 1 + backward]:
+        plan = plan_attention_backward(dout, q, k, v, out, lse, kernel=kernel, **given, **asked)
+        plan(dout, q, k, v, out, lse, **given)
+        cupy.cuda.Device().synchronize()
+
+for dim in (64, 128, 256):
+    both(dim, dim == 64, dropout=0.25, seed=7, causal=True)
+documents = cupy.asarray(numpy.arange(300, dtype=numpy.int32) // 77)
+both(64, True, mask="doc[q_idx] == doc[kv_idx]", arrays={"doc": documents})  # tiles of a list
+
 q, k, v = normal(3, 2, 210, 64)
 def taken_apart(**asked):
     terms = normal(210, dtype="float32")
