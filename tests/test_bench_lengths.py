@@ -17,21 +17,25 @@ from cupy_flash.cli import bench_lengths as command
 from cupy_flash.cli import main
 from cupy_flash.judge.oracle import sees
 from cupy_flash.measure import lengths_machine, lengths_peers
-from cupy_flash.measure.bench import Failure, Run
+from cupy_flash.measure.bench import Effort, Failure, Run, measure
 from cupy_flash.measure.lengths import (
+    CALLS,
     DENSE,
     HIDDEN,
     PAGE_SIZES,
     ROWS,
+    TIMES_L2,
     TOKENS,
     LengthsCell,
+    caches_of,
     cells,
     documents,
     log_uniform,
     offsets_of,
     pairs_of,
 )
-from cupy_flash.measure.lengths_machine import LengthsBench, captured, judged_sequences, kernels_in
+from cupy_flash.measure.lengths_machine import Graph, LengthsBench, captured, judged_sequences, kernels_in
+from cupy_flash.measure.stopwatch import GpuBench
 
 LENS = (5, 70, 1, 33)
 PACKED = LengthsCell("packed", "some", "forward", 16, 2, 2, LENS, LENS, causal=True)
@@ -83,6 +87,15 @@ def test_what_is_measured():
     assert [c.row for c in cells(("step", "pages"))] == ["pages", "pages", "step"]
 
 
+@pytest.mark.parametrize("l2_bytes", [40 << 20, 50 << 20, 126 << 20])
+def test_caches_are_as_many_as_keep_keys_out_of_the_l2_cache(l2_bytes):
+    for cell in cells(("decode", "step")):
+        count = caches_of(cell, l2_bytes)
+        assert count * cell.key_bytes >= TIMES_L2 * l2_bytes > (count - 1) * cell.key_bytes or count == 1
+    assert caches_of(cells(("decode",))[0], 50 << 20) == 7  # of 8,192 keys
+    assert caches_of(ALIKE, 50 << 20) == CALLS and caches_of(ALIKE, 1) == 1
+
+
 def test_sequences_that_are_judged():
     assert judged_sequences(PACKED) == [0, 1, 2, 3]
     assert judged_sequences(replace(ALIKE, lens_kv=(0, 5, 0))) == [1] and judged_sequences(replace(ALIKE, lens_kv=(0,) * 3)) == []
@@ -93,21 +106,50 @@ def test_sequences_that_are_judged():
 # Contenders and their judge
 
 
+class FakeStream:
+    """One that computes what it is given at once, so that launching the graph has nothing left to do."""
+
+    ptr, captures = 0, False
+
+    def __init__(self, non_blocking):
+        assert non_blocking
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        assert not self.captures
+
+    def begin_capture(self):
+        self.captures = True
+
+    def end_capture(self):
+        self.captures = False
+        return SimpleNamespace(launch=lambda: None)
+
+
 @pytest.fixture
 def machine(numpy_as_cupy, monkeypatch):  # noqa: F811
+    import cupy
+
+    cupy.cuda.Stream = FakeStream
+    cupy.cuda.Device = lambda: SimpleNamespace(synchronize=lambda: None, attributes={"L2CacheSize": 10_000})
     monkeypatch.setattr(lengths_peers, "unwritten", lambda like: numpy.full_like(like, numpy.nan))
-    monkeypatch.setattr(lengths_peers, "captured", lambda run, report: [report(7) if report else None, run][1])
-    return LengthsBench(SimpleNamespace(time=None, clear=None, matmul_rate=None, device="a fake", versions={}))
+    monkeypatch.setattr(lengths_machine, "kernels_in", lambda stream: 7)
+    return LengthsBench(SimpleNamespace(time=None, clear=None, matmul_rate=None, captured=None, device="a fake", versions={}))
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_contenders_are_right_and_their_judge_finds_faults(machine, cell):
-    inputs, kernels = machine.make_inputs(cell), {}
-    there, missing = lengths_peers.contenders(cell, (), kernels.__setitem__)
+    inputs, graphs = machine.make_inputs(cell), {}
+    there, missing = lengths_peers.contenders(cell, (), graphs.__setitem__)
+    caches = caches_of(cell, 10_000) if cell.decodes else 1
     assert missing == () and all(c.ours for c in there)
     for one in there:
         run = one.prepare(cell, inputs)
         results = run.arrays(run.launch())
+        assert run.calls == (CALLS if cell.decodes else 1) and len(results) == caches * (1 if cell.direction == "forward" else 3)
+        assert len({x.ctypes.data for x in results}) == len(results)
         verdict = machine.judge(cell, inputs, results)
         assert verdict.ok, f"{one.name}: {verdict.note}"
         for result in results:
@@ -117,15 +159,68 @@ def test_contenders_are_right_and_their_judge_finds_faults(machine, cell):
                 assert not machine.judge(cell, inputs, results).ok
                 result[0] = kept
         assert not machine.judge(cell, inputs, (results[0][:-1], *results[1:])).ok
-    assert set(kernels) == ({c.name for c in there} if cell.decodes else set())
+    assert graphs == ({c.name: Graph(CALLS, caches, 7) for c in there} if cell.decodes else {})
+
+
+def test_calls_of_a_graph_have_caches_in_turn(machine, monkeypatch):
+    """Each contender's: keys and values are at other addresses, and hold the same."""
+    read = []
+
+    def planned(cell, inputs, given, rows, deterministic=False):
+        _, k, v = inputs
+        return Run(lambda: read.append((k.ctypes.data, v.ctypes.data, k.tobytes(), v.tobytes())), lambda _: ())
+
+    monkeypatch.setattr(lengths_peers, "_planned", planned)
+    for one in lengths_peers.contenders(ALIKE, ())[0]:
+        read.clear()
+        run = one.prepare(ALIKE, machine.make_inputs(ALIKE))
+        addresses = [(k, v) for k, v, *_ in read]
+        assert caches_of(ALIKE, 10_000) == 3 and len({*addresses}) == 3 and len({x for pair in addresses for x in pair}) == 6
+        assert addresses == addresses[:3] + [addresses[i % 3] for i in range(CALLS)]  # once each before the graph
+        assert len({bytes(k) + bytes(v) for *_, k, v in read}) == 1
+        run.launch()
+        assert len(read) == 3 + CALLS
+
+
+def test_turns_are_as_long_however_many_calls_a_launch_has():
+    bench, effort = FakeBench({"one": 1e-4, "many": 1e-4}), Effort(rounds=1, seconds=0.02)
+    many = replace(contender("many"), prepare=lambda cell, inputs: Run(lambda: "many", lambda result: (result,), calls=20))
+    [result] = measure([ALIKE], [contender("one"), many], bench, effort)
+    assert {m.contender: (m.seconds, m.launches) for m in result.measurements} == {"one": (1e-4, 100), "many": (1e-4, 10)}
+
+
+def test_seconds_are_of_one_call():
+    bench = object.__new__(GpuBench)  # without a device
+    runtime = SimpleNamespace(deviceSynchronize=lambda: None)
+    events = {"Event": lambda: SimpleNamespace(record=lambda: None), "get_elapsed_time": lambda start, stop: 40}
+    bench._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, **events))
+    bench._flush = SimpleNamespace(data=SimpleNamespace(memset_async=lambda value, size: None))
+    for calls, seconds in ((1, 0.04), (20, 0.002)):
+        assert bench.time(Run(lambda: None, lambda _: (), calls=calls), 3) == [seconds] * 3
+
+
+def test_who_is_batch_invariant():
+    backward = replace(PACKED, direction="backward", lens_q=(20,) * 3, lens_kv=(20,) * 3)
+    names = [c.name for c in lengths_peers.contenders(backward, ())[0]]
+    assert names == ["packed", "packed, in order", "dense"]
+    assert [n for n in names if lengths_peers.batch_invariant(backward, n)] == ["packed, in order"]
+    names = [c.name for c in lengths_peers.contenders(ALIKE, ())[0]]
+    assert [n for n in names if not lengths_peers.batch_invariant(ALIKE, n)] == ["dense"]
 
 
 def test_who_takes_part():
-    names = {(c.row, c.alike): [x.name for x in lengths_peers.contenders(c, ())[0]] for c in cells()}
+    names = {(c.row, c.direction, c.alike): [x.name for x in lengths_peers.contenders(c, ())[0]] for c in cells()}
     pages = ["contiguous", *(f"pages of {size}" for size in PAGE_SIZES)]
-    assert names[("packed", False)] == ["packed"] and names[("packed", True)] == ["packed", "dense"]
-    assert names[("pages", True)] == pages and names[("decode", False)] == ["contiguous", "pages of 64"]
-    assert names[("step", True)] == ["pages of 64", "append, attend"]
+    assert names == {
+        ("packed", "forward", False): ["packed"],
+        ("packed", "forward", True): ["packed", "dense"],
+        ("packed", "backward", False): ["packed", "packed, in order"],
+        ("packed", "backward", True): ["packed", "packed, in order", "dense"],
+        ("pages", "forward", True): pages,
+        ("decode", "forward", False): ["contiguous", "pages of 64"],
+        ("decode", "forward", True): ["contiguous", "pages of 64", "dense"],
+        ("step", "forward", True): ["pages of 64", "append, attend"],
+    }
 
 
 def test_peers_are_asked_for_where_they_compute_the_same(monkeypatch):
@@ -160,14 +255,14 @@ def test_kernels_of_a_graph_are_counted():
         x.__imul__(2)
 
     launch()
-    run = captured(Run(launch, lambda _: (x,)), told.append)
-    assert told == [2]
+    run = captured([Run(launch, lambda _: (x,))], told.append)
+    assert told == [Graph(CALLS, 1, 2)]
     kept = weakref.ref(launch)
     del launch
     x.fill(0)
     run.launch()
     cupy.cuda.Device().synchronize()
-    assert (x == 2).all() and kept() is not None  # whose arrays the graph writes
+    assert (x == 2**CALLS * 2 - 2).all() and kept() is not None  # whose arrays the graph writes
 
 
 # The command
@@ -179,12 +274,13 @@ def run(*arguments):
 
 @pytest.fixture
 def fake(monkeypatch):
-    bench = FakeBench({"ours": 1e-3, "peer": 2e-3})
+    bench = FakeBench({"ours": 1e-3, "dense": 9e-4, "peer": 2e-3})
     bench.copy_rate = lambda: 4e12
 
     def contenders(cell, peers, told):
-        told("ours", 3)
-        there = (contender("ours", ours=True), *(contender("peer") for _ in peers))
+        if cell.decodes:
+            told("ours", Graph(20, 7, 3))
+        there = (contender("ours", ours=True), contender("dense", ours=True), *(contender("peer") for _ in peers))
         return there, (Failure("fa4", "there is no module flash_attn.cute"),)
 
     monkeypatch.setattr(command, "_machine", lambda: bench)
@@ -200,16 +296,29 @@ def test_the_command_prints_and_writes_what_it_found(fake, tmp_path):
     assert report["device"] == "a fake" and report["copy_gb_per_s"] == 4000 and report["date"] and report["versions"]
     assert report["missing"] == [{"contender": "fa4", "message": "there is no module flash_attn.cute"}]
     for cell, expected in zip(report["cells"], cells(), strict=True):
-        ours, peer = cell["measurements"]
+        ours, dense, peer = cell["measurements"]
         assert (cell["name"], cell["flops"], cell["key_bytes"]) == (expected.name, expected.flops, expected.key_bytes)
-        assert (ours["ours"], ours["kernels"], peer["ours"], peer["kernels"]) == (True, 3, False, None)
+        keys = ("ours", "batch_invariant", "share_of_dense", "kernels", "calls", "caches")
+        graph = (3, 20, 7) if expected.decodes else (None, 1, 1)
+        assert [ours[key] for key in keys] == [True, expected.direction == "forward", pytest.approx(0.9), *graph]
+        assert [dense[key] for key in keys] == [True, False, 1, None, 1, 1]
+        assert [peer[key] for key in keys] == [False, None, None, None, 1, 1]
         assert math.isclose(ours["tflops"], expected.flops / 1e-3 / 1e12) and math.isclose(peer["tflops"], ours["tflops"] / 2)
         assert math.isclose(ours["key_gb_per_s"], expected.key_bytes / 1e6) and cell["failures"] == []
         assert math.isclose(ours["share_of_copy"], ours["key_gb_per_s"] / 4000)
     [line] = [line for line in result.stdout.splitlines() if line.startswith("64 x 8k") and "ours" in line]
     rate = 2 * 64 * 8192 * 8 * 128 * 2 / 1e-3
-    assert line.split()[4:] == ["forward", "ours", "1000.0", "1.00", f"{rate / 1e9:.0f}", f"{rate / 4e12:.0%}", "3"]
+    assert line.split()[4:] == ["forward", "ours", "1000.0", "1.00", "90%", f"{rate / 1e9:.0f}", f"{rate / 4e12:.0%}", "3", "7"]
     assert "fa4: there is no module flash_attn.cute" in result.stdout
+
+
+def test_the_rest_from_graphs_as_well(fake, tmp_path):
+    path, launched = tmp_path / "found.json", {}
+    fake.captured = lambda run: replace(run, launch=lambda: launched.setdefault(run.launch(), run.launch()))
+    assert run("--rows", "packed", "--peers", "none", "--graphs", "--json", path).exit_code == 0
+    assert {*launched} == {"ours", "dense"} and json.loads(path.read_text())["effort"]["graphs"]
+    launched.clear()
+    assert run("--rows", "decode,step", "--peers", "none", "--graphs").exit_code == 0 and not launched
 
 
 def test_what_fails_stops_nothing_and_shows(fake):

@@ -13,8 +13,9 @@ import click
 
 from .. import __version__
 from ..measure.bench import CellResult, Effort, Failure, Measurement, measure, reason
-from ..measure.lengths import ROWS, LengthsCell, cells
-from ..measure.lengths_peers import PEERS, contenders
+from ..measure.lengths import CALLS, ROWS, LengthsCell, cells
+from ..measure.lengths_machine import Graph
+from ..measure.lengths_peers import DENSE, PEERS, batch_invariant, contenders
 from . import bench
 from .lists import names
 from .output import echo_progress, table, terminal_width, tflops
@@ -24,8 +25,8 @@ EFFORT = Effort(rounds=3, seconds=0.15)
 TITLES = {
     "packed": "documents one behind the other, causal: TFLOP/s of pairs that are seen",
     "pages": "caches in shuffled pages beside contiguous ones",
-    "decode": "one query on each cache, in a graph: keys and values read once",
-    "step": "a layer's step of decoding, in a graph",
+    "decode": f"one query on each cache, one of {CALLS} calls in a graph: keys and values read once, from memory",
+    "step": f"a layer's step of decoding, one of {CALLS} in a graph",
 }
 
 
@@ -40,7 +41,7 @@ class LengthsReport:
     missing: tuple[Failure, ...] = ()  # what was asked for and is not there
     results: tuple[CellResult, ...] = ()
     ours: frozenset[str] = frozenset()
-    kernels: dict[tuple[LengthsCell, str], int] = field(default_factory=dict)  # in a contender's graph
+    graphs: dict[tuple[LengthsCell, str], Graph] = field(default_factory=dict)  # of contenders that decode
 
 
 @click.command("bench-lengths")
@@ -48,24 +49,32 @@ class LengthsReport:
 @click.option("--peers", type=names(*PEERS, "none"), default=",".join(PEERS), help="By default all that are installed.")
 @click.option("--rounds", type=click.IntRange(1), default=EFFORT.rounds, show_default=True, help="Turns in a cell.")
 @click.option("--seconds", type=bench.SECONDS, default=EFFORT.seconds, show_default=True, help="GPU time of a contender.")
+@click.option("--graphs", is_flag=True, help="Launch the rest from CUDA graphs as well, without the time of a host.")
 @click.option("--json", "json_path", type=OUTPUT, metavar="FILE", help="Write what was found, again after each cell.")
 @click.pass_context
 def bench_lengths(
-    context: click.Context, rows: tuple[str, ...], peers: tuple[str, ...], rounds: int, seconds: float, json_path: Path | None
+    context: click.Context,
+    rows: tuple[str, ...],
+    peers: tuple[str, ...],
+    rounds: int,
+    seconds: float,
+    graphs: bool,
+    json_path: Path | None,
 ) -> None:
     """Measure sequences of several lengths.
 
     In bfloat16, in one process: documents one behind the other, forward and backward; caches in shuffled pages of several sizes;
     decoding, in microseconds, in bytes of keys and values per second, and as a share of what this card copies; the step of a
-    layer, with how many kernels its graph has. Results are judged before they are timed. Exits with 1 if a kernel of this
-    project fails.
+    layer, with how many kernels it has. Decoding is timed as one of 20 calls in a graph, which read keys from memory. A call with
+    lengths is batch-invariant; what that costs is its share of the rate of the call without, 'dense', which need not be. Results
+    are judged before they are timed. Exits with 1 if a kernel of this project fails.
 
     \b
     Examples:
       cupy-flash bench-lengths --json found.json
       cupy-flash bench-lengths --rows decode,step --peers none
     """
-    machine, effort = _machine(), Effort(rounds, seconds)
+    machine, effort = _machine(), Effort(rounds, seconds, graphs)
     chosen = cells(rows)
     try:
         copy_rate, missing = machine.copy_rate(), ()
@@ -91,20 +100,21 @@ def _reports(
     """The report after each cell; it is in the file before the next one is measured."""
     asked = [peer for peer in peers if peer != "none"]
     for cell in chosen:
-        kernels: dict[tuple[LengthsCell, str], int] = {}
+        graphs: dict[tuple[LengthsCell, str], Graph] = {}
 
-        def told(name: str, count: int, cell: LengthsCell = cell, kernels: dict[Any, int] = kernels) -> None:
-            kernels[cell, name] = count
+        def told(name: str, graph: Graph, cell: LengthsCell = cell, graphs: dict[Any, Graph] = graphs) -> None:
+            graphs[cell, name] = graph
 
         there, missing = contenders(cell, asked, told)
-        [result] = measure([cell], there, machine, report.effort)
+        # One that decodes is launched from a graph of several calls already.
+        [result] = measure([cell], there, machine, replace(report.effort, graphs=report.effort.graphs and not cell.decodes))
         report = replace(
             report,
             versions=machine.versions,
             missing=tuple(dict.fromkeys((*report.missing, *missing))),
             results=(*report.results, result),
             ours=report.ours | {c.name for c in there if c.ours},
-            kernels=report.kernels | kernels,
+            graphs=report.graphs | graphs,
         )
         if path is not None:
             _write(report, path)
@@ -134,7 +144,7 @@ def record_of(report: LengthsReport) -> dict[str, Any]:
                 "pairs": r.cell.pairs,
                 "flops": r.cell.flops,
                 "key_bytes": r.cell.key_bytes,
-                "measurements": [asdict(m) | figures(r.cell, m, report) for m in r.measurements],
+                "measurements": [asdict(m) | figures(r, m, report) for m in r.measurements],
                 "failures": [asdict(failure) for failure in r.failures],
             }
             for r in report.results
@@ -142,15 +152,20 @@ def record_of(report: LengthsReport) -> dict[str, Any]:
     }
 
 
-def figures(cell: LengthsCell, found: Measurement, report: LengthsReport) -> dict[str, Any]:
-    """What follows from a time: rates, the share of what the card copies, and how many kernels were launched."""
+def figures(result: CellResult, found: Measurement, report: LengthsReport) -> dict[str, Any]:
+    """What follows from a time: rates, shares of what the card copies and of the call without lengths; and what was in a graph."""
+    cell, ours, graph = result.cell, found.contender in report.ours, report.graphs.get((result.cell, found.contender))
     rate = cell.key_bytes / found.seconds
     return {
-        "ours": found.contender in report.ours,
+        "ours": ours,
+        "batch_invariant": batch_invariant(cell, found.contender) if ours else None,
+        "share_of_dense": result.speedup(found.contender, DENSE) if ours else None,
         "tflops": cell.flops / found.seconds / 1e12,
         "key_gb_per_s": rate / 1e9,
         "share_of_copy": rate / report.copy_rate if report.copy_rate else None,
-        "kernels": report.kernels.get((cell, found.contender)),
+        "kernels": graph and graph.kernels,  # of one call
+        "calls": graph.calls if graph else 1,  # in a launch
+        "caches": graph.caches if graph else 1,  # that these have in turn
     }
 
 
@@ -163,8 +178,8 @@ def print_report(report: LengthsReport) -> None:
         lines = [line for r in results for line in _lines(r, report)]
         if lines:
             click.echo(f"\n{row}: {TITLES[row]}\n")
-            header = ("", "dim", "", "", "µs", "as fast", "TFLOP/s", "GB/s", "of copy", "kernels")
-            for line in table(header, lines, "<><<>>>>>>", terminal_width()):
+            header = ("", "dim", "", "", "µs", "as fast", "of dense", "TFLOP/s", "GB/s", "of copy", "kernels", "caches")
+            for line in table(header, lines, "<><<>>>>>>>>", terminal_width()):
                 click.echo(line)
     notes = [f"{failure.contender}: {failure.message}" for failure in report.missing]
     notes += [f"{f.contender}: {r.cell}: failed: {f.message}" for r in report.results for f in r.failures]
@@ -176,10 +191,10 @@ def print_report(report: LengthsReport) -> None:
 
 
 def _lines(result: CellResult, report: LengthsReport) -> Iterator[tuple[str, ...]]:
-    """A line for each contender: 'as fast' as the first of them."""
+    """A line for each contender: 'as fast' as the first of them, and of this project, its share 'of dense'."""
     cell, first = result.cell, result.measurements[0].contender if result.measurements else ""
     for found in result.measurements:
-        of = figures(cell, found, report)
+        of = figures(result, found, report)
         share = "" if of["share_of_copy"] is None or not cell.decodes else f"{of['share_of_copy']:.0%}"
         yield (
             cell.name,
@@ -188,8 +203,10 @@ def _lines(result: CellResult, report: LengthsReport) -> Iterator[tuple[str, ...
             found.contender + ("!" if found.note else ""),
             f"{found.seconds * 1e6:.1f}",
             f"{result.speedup(found.contender, first):.2f}",
+            "" if of["share_of_dense"] is None or found.contender == DENSE else f"{of['share_of_dense']:.0%}",
             "" if cell.decodes else tflops(of["tflops"] * 1e12),
             f"{of['key_gb_per_s']:.0f}" if cell.decodes else "",
             share,
             "" if of["kernels"] is None else str(of["kernels"]),
+            str(of["caches"]) if cell.decodes else "",
         )

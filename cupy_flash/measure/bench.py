@@ -41,12 +41,15 @@ class Run:
         On whose current stream the work is queued: its events measure it.
     differentiates : bool
         Whether PyTorch finds out in each launch what there is to compute.
+    calls : int
+        How often a launch does the work, one call behind the other. Times are of one.
     """
 
     launch: Callable[[], Any]
     arrays: Callable[[Any], tuple[Array, ...]]
     library: str = "cupy"
     differentiates: bool = False
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class Bench(Protocol):
         """The same work, launched from a CUDA graph, which leaves its host out of what is measured."""
 
     def time(self, run: Run, launches: int) -> list[float]:
-        """Seconds of each of so many launches."""
+        """Seconds of each of so many launches, divided by the calls in it."""
 
     def matmul_rate(self, dtype: str) -> float:
         """Operations per second of cuBLAS."""
@@ -112,7 +115,7 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class Measurement:
-    """How long one launch of a contender takes.
+    """How long one launch of a contender takes, or one call of those in it.
 
     Parameters
     ----------
@@ -262,7 +265,7 @@ def _measure(cell: Cell, contenders: list[Contender], bench: Bench, effort: Effo
                     raise ArithmeticError(verdict.note)
                 if effort.graphs:
                     run, verdict = _captured(run, verdict, bench)
-                launches = effort.launches(statistics.median(bench.time(run, WARM_UP)))
+                launches = effort.launches(run.calls * statistics.median(bench.time(run, WARM_UP)))
                 turns[contender.name] = _Turns(run, verdict.note, launches)
             except Exception as error:  # whatever it is, it is what became of this contender, and the others are still to run
                 failures.append(Failure(contender.name, reason(error, *(str(note.message) for note in notes))))

@@ -4,7 +4,9 @@ A `LengthsCell` is a problem of sequences of their own lengths, to be measured b
 one behind the other, (all rows, heads, dim), and each contender makes of them what it takes: a cache, pages, nested tensors.
 
 Rates of documents count the pairs that see each other, as in `bench`. Rates of decoding count the keys and values that are read
-once, in bytes: that is what a decoder waits for, so the limit is how fast the card copies.
+once, in bytes: that is what a decoder waits for, so the limit is how fast the card copies. A decoder has a call for each layer, and
+each layer's keys come from memory. So decoding is measured as `CALLS` calls in one graph, which have several caches in turn where
+one would still lie in the L2 cache when it is read again.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ HIDDEN = 2048  # heads times dim of documents
 DENSE = 4096  # length of documents that are all alike, which a call without lengths computes as well
 PAGE_SIZES = (256, 64, 16, 1)
 PAGE_SIZE = 64  # of decoding
+CALLS = 20  # of a decoding contender in its graph, as of that many layers
+TIMES_L2 = 4  # the L2 cache, as many bytes as are read between two readings of a key
 ITEM_BYTES = 2  # of bfloat16, as which everything is measured
 ROWS = ("packed", "pages", "decode", "step")
 
@@ -57,7 +61,7 @@ class LengthsCell:
 
     @property
     def decodes(self) -> bool:
-        """Whether each sequence has one query: such a step is captured in a graph, as servers do."""
+        """Whether each sequence has one query: such steps are captured in a graph, as servers do."""
         return set(self.lens_q) == {1}
 
     @property
@@ -89,6 +93,15 @@ def pairs_of(len_q: int, len_kv: int, causal: bool) -> int:
     hidden = max(0, -first + 1)  # queries that see none
     seeing = len_q - hidden
     return seeing * (max(first, 1) + len_kv) // 2
+
+
+def caches_of(cell: LengthsCell, l2_bytes: int) -> int:
+    """How many caches the calls of a graph have in turn: together they have `TIMES_L2` times the bytes of the L2 cache.
+
+    So keys come from memory, and little is left of them in the L2 cache when they are read again. One cache that is so large is
+    enough, and no more than `CALLS` are made.
+    """
+    return min(CALLS, max(1, -(-TIMES_L2 * l2_bytes // cell.key_bytes)))
 
 
 def offsets_of(lens: tuple[int, ...]) -> list[int]:

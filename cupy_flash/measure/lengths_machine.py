@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import statistics
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +14,7 @@ import numpy
 from ..judge.compare import compare
 from ..judge.compare_gradients import compare_gradients
 from .bench import Array, Run, Verdict
-from .lengths import LengthsCell, offsets_of
+from .lengths import CALLS, LengthsCell, offsets_of
 from .stopwatch import GpuBench
 
 COPIED_BYTES = 2 << 30
@@ -39,6 +39,7 @@ class LengthsBench:
         self._cupy = cupy
         self._machine = machine
         self.time, self.clear, self.matmul_rate = machine.time, machine.clear, machine.matmul_rate
+        self.captured = machine.captured
 
     @property
     def device(self) -> str:
@@ -62,25 +63,32 @@ class LengthsBench:
 
         All have to be finite. Of the first, the last, the longest and the shortest sequence the first and the last head are judged
         against float64 by the bounds of `compare`: of a result its first and last rows, and gradients whole, of those sequences
-        that have no more than `JUDGED_PAIRS`.
+        that have no more than `JUDGED_PAIRS`. Results of several caches, which hold the same, come one behind the other.
         """
         likes = inputs[:1] if cell.direction == "forward" else inputs[:3]
+        try:
+            for first in range(0, len(results), len(likes)):
+                verdict = self._judge(cell, inputs, likes, results[first : first + len(likes)])
+                if not verdict.ok:
+                    return verdict
+        except self._cupy.cuda.memory.OutOfMemoryError as error:
+            return Verdict(True, f"not judged: {error}")
+        finally:
+            self._cupy.get_default_memory_pool().free_all_blocks()
+        return Verdict()
+
+    def _judge(self, cell: LengthsCell, inputs: tuple[Array, ...], likes: tuple[Array, ...], results: tuple[Array, ...]) -> Verdict:
         for result, like in zip(results, likes, strict=True):
             if result.shape != like.shape or result.dtype != like.dtype:
                 return Verdict(False, f"a result is {result.dtype} {result.shape}, expected {like.dtype} {like.shape}")
             if not self._cupy.isfinite(result.astype(numpy.float32)).all():
                 return Verdict(False, "a result is not finite")
         wrong_in = _wrong_rows if cell.direction == "forward" else _wrong_gradients
-        try:
-            for number in judged_sequences(cell):
-                for head in (0, cell.heads - 1):
-                    wrong = wrong_in(cell, number, head, inputs, results)
-                    if wrong:
-                        return Verdict(False, f"sequence {number}: {wrong}")
-        except self._cupy.cuda.memory.OutOfMemoryError as error:
-            return Verdict(True, f"not judged: {error}")
-        finally:
-            self._cupy.get_default_memory_pool().free_all_blocks()
+        for number in judged_sequences(cell):
+            for head in (0, cell.heads - 1):
+                wrong = wrong_in(cell, number, head, inputs, results)
+                if wrong:
+                    return Verdict(False, f"sequence {number}: {wrong}")
         return Verdict()
 
     def copy_rate(self) -> float:
@@ -133,24 +141,49 @@ def _wrong_gradients(cell: LengthsCell, number: int, head: int, inputs: tuple[Ar
 # Graphs
 
 
-def captured(run: Run, report: Callable[[int], None] | None = None) -> Run:
-    """A run that launches a graph of what another one queues; that one is called once before, which compiles it.
+@dataclass(frozen=True)
+class Graph:
+    """What was captured of a contender.
 
     Parameters
     ----------
-    run : Run
-        What it queues takes its time on the device alone: nothing is allocated or waited for.
-    report : callable, optional
-        Is told how many kernels the graph has, where the driver says so: of CuPy's runs.
+    calls : int
+    caches : int
+        That the calls have in turn.
+    kernels : int or None
+        Of one call, where the driver says so: of CuPy's runs.
     """
-    results = run.launch()
-    if run.library == "torch":
+
+    calls: int
+    caches: int
+    kernels: int | None
+
+
+def captured(runs: Sequence[Run], report: Callable[[Graph], None] = lambda graph: None) -> Run:
+    """A run that launches a graph of `CALLS` calls of others in turn; each of these is called once before, which compiles it.
+
+    Parameters
+    ----------
+    runs : sequence of Run
+        The same work on caches of their own, one library's. What they queue takes its time on the device alone: nothing is waited
+        for. Their results come one behind the other.
+    report : callable
+        Is told what the graph has in it.
+    """
+    first, kernels = runs[0], None
+    results = [run.launch() for run in runs]
+
+    def queue(call: int) -> None:
+        results[call % len(runs)] = runs[call % len(runs)].launch()
+
+    if first.library == "torch":
         import torch
 
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            results = run.launch()
+            for call in range(CALLS):
+                queue(call)
         launch = graph.replay
     else:
         import cupy
@@ -160,19 +193,30 @@ def captured(run: Run, report: Callable[[int], None] | None = None) -> Run:
         with stream:
             stream.begin_capture()
             try:
-                results = run.launch()
-                count = kernels_in(stream.ptr)
+                queue(0)
+                kernels = kernels_in(stream.ptr)
+                for call in range(1, CALLS):
+                    queue(call)
             finally:
                 graph = stream.end_capture()
-        if report is not None and count is not None:
-            report(count)
         launch = graph.launch
+    report(Graph(CALLS, len(runs), kernels))
 
-    def launched(queues: Any = run.launch) -> Any:
+    def launched(queues: Any = tuple(runs)) -> Any:
         launch()  # which knows where arrays are that nothing but `queues` keeps
         return results
 
-    return replace(run, launch=launched)
+    def arrays(results: list[Any]) -> tuple[Array, ...]:
+        return tuple(array for run, result in zip(runs, results, strict=True) for array in run.arrays(result))
+
+    return replace(first, launch=launched, arrays=arrays, calls=CALLS)
+
+
+def l2_bytes() -> int:
+    """Of the current device's L2 cache."""
+    import cupy
+
+    return cupy.cuda.Device().attributes["L2CacheSize"]
 
 
 def kernels_in(stream: int) -> int | None:

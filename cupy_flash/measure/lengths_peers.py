@@ -1,7 +1,10 @@
 """The contenders of `bench-lengths`: this project's calls for packed rows, caches and pages, and what PyTorch and others have.
 
-All of them get the same rows, (all rows, heads, dim), and give back their results so. Where a cell decodes, what a contender queues
-is captured in a graph, which is what is timed.
+All of them get the same rows, (all rows, heads, dim), and give back their results so. Where a cell decodes, calls of a contender
+are captured in a graph, on several caches in turn if one is small, and the graph is what is timed.
+
+A call with lengths is batch-invariant: what else is in the batch changes no bit of a sequence's result, nor of its gradients where
+they are summed in order. `DENSE` is the call without lengths, which promises no such thing and may divide work as suits the batch.
 """
 
 from __future__ import annotations
@@ -17,17 +20,18 @@ from ..api.backward import plan_attention_backward
 from ..api.forward import attention, plan_attention
 from ..errors import UnsupportedError
 from .bench import Array, Contender, Failure, Run
-from .lengths import LengthsCell, offsets_of
-from .lengths_machine import captured
+from .lengths import LengthsCell, caches_of, offsets_of
+from .lengths_machine import Graph, captured, l2_bytes
 from .peers import NEEDS, is_installed, torch_run, unwritten, workspace_of
 
 PEERS = ("torch-flash2", "torch-cudnn", "fa4")
+DENSE, IN_ORDER = "dense", "packed, in order"
 Inputs = tuple[Array, ...]
 Prepare = Callable[[LengthsCell, Inputs], Run]
 
 
 def contenders(
-    cell: LengthsCell, peers: Iterable[str] = PEERS, report: Callable[[str, int], None] = lambda name, kernels: None
+    cell: LengthsCell, peers: Iterable[str] = PEERS, report: Callable[[str, Graph], None] = lambda name, graph: None
 ) -> tuple[tuple[Contender, ...], tuple[Failure, ...]]:
     """Those of a cell, and why others are not there.
 
@@ -37,32 +41,45 @@ def contenders(
     peers : iterable of str
         Out of `PEERS`.
     report : callable
-        Is told how many kernels the graph of a contender of this project has, by its name.
+        Is told what the graph of a contender has in it, by its name.
     """
     own: dict[str, Prepare] = {}
     if cell.row == "packed":
         own["packed"] = _packed
-        own |= {"dense": _dense} if cell.alike else {}
+        own |= {IN_ORDER: partial(_packed, deterministic=True)} if cell.direction == "backward" else {}
     else:
         own["contiguous"] = _contiguous
         own |= {f"pages of {size}": partial(_paged, size) for size in cell.page_sizes}
     if cell.row == "step":
         own = {f"pages of {size}": partial(_paged, size) for size in cell.page_sizes}
         own |= {"append, attend": partial(_step, cell.page_sizes[0])}
-    there = [Contender(name, partial(_graphed, prepare, name, report), True) for name, prepare in own.items()]
+    own |= {DENSE: _dense} if cell.alike and cell.row in ("packed", "decode") else {}
+    there = [Contender(name, partial(_graphed, prepare, partial(report, name)), True) for name, prepare in own.items()]
     missing = []
     compared = cell.row == "decode" or (cell.row == "packed" and not cell.alike)
     for name in peers if compared else ():
         if not is_installed(NEEDS[name]):
             missing.append(Failure(name, f"there is no module {NEEDS[name]}"))
         else:
-            there.append(Contender(name, partial(_graphed, OF_PEERS[name], name, None)))
+            there.append(Contender(name, partial(_graphed, OF_PEERS[name], partial(report, name))))
     return tuple(there), tuple(missing)
 
 
-def _graphed(prepare: Prepare, name: str, report: Callable[[str, int], None] | None, cell: LengthsCell, inputs: Inputs) -> Run:
-    run = prepare(cell, inputs)
-    return captured(run, report and partial(report, name)) if cell.decodes else run
+def batch_invariant(cell: LengthsCell, name: str) -> bool:
+    """Whether a contender of this project promises that nothing else in the batch changes a sequence's bits."""
+    return name != DENSE and (cell.direction == "forward" or name == IN_ORDER)
+
+
+def _graphed(prepare: Prepare, report: Callable[[Graph], None], cell: LengthsCell, inputs: Inputs) -> Run:
+    if not cell.decodes:
+        return prepare(cell, inputs)
+    more = (_on_caches_of_its_own(inputs) for _ in range(1, caches_of(cell, l2_bytes())))
+    return captured([prepare(cell, own) for own in (inputs, *more)], report)
+
+
+def _on_caches_of_its_own(inputs: Inputs) -> Inputs:
+    q, *caches = inputs
+    return (q, *(_bits(x).copy().view(x.dtype) for x in caches))
 
 
 # Of this project
@@ -74,9 +91,9 @@ def _numbers(values: Iterable[int]) -> Array:
     return cupy.asarray(numpy.array(list(values), numpy.int32))
 
 
-def _packed(cell: LengthsCell, inputs: Inputs) -> Run:
+def _packed(cell: LengthsCell, inputs: Inputs, deterministic: bool = False) -> Run:
     given = {"cu_seqlens_q": _numbers(offsets_of(cell.lens_q)), "cu_seqlens_kv": _numbers(offsets_of(cell.lens_kv))}
-    return _planned(cell, inputs, given, lambda x: x)
+    return _planned(cell, inputs, given, lambda x: x, deterministic)
 
 
 def _dense(cell: LengthsCell, inputs: Inputs) -> Run:
@@ -140,7 +157,9 @@ def _on_cache(cell: LengthsCell, q: Array, k: Array, v: Array, given: dict[str, 
     return _planned(cell, (q, k, v), given, lambda x: x.reshape(-1, *x.shape[2:]))
 
 
-def _planned(cell: LengthsCell, inputs: Inputs, given: dict[str, Array], rows: Callable[[Array], Array]) -> Run:
+def _planned(
+    cell: LengthsCell, inputs: Inputs, given: dict[str, Array], rows: Callable[[Array], Array], deterministic: bool = False
+) -> Run:
     """A plan with all that it writes to; `rows` makes packed rows of a result."""
     q, k, v, *dout = inputs
     options = {"causal": cell.causal, "layout": "bshd", **given}
@@ -151,7 +170,7 @@ def _planned(cell: LengthsCell, inputs: Inputs, given: dict[str, Array], rows: C
         return Run(launch, lambda out: (rows(out),))
     arguments = (*dout, q, k, v, *attention(q, k, v, **options, return_lse=True))
     results = dict(zip(("dq", "dk", "dv"), map(unwritten, (q, k, v))))
-    plan = plan_attention_backward(*arguments, **options, **results)
+    plan = plan_attention_backward(*arguments, **options, **results, deterministic=deterministic)
     return Run(partial(plan, *arguments, workspace=workspace_of(plan), **results, **given), lambda found: tuple(map(rows, found)))
 
 

@@ -117,7 +117,8 @@ class GpuBench:
     def time(self, run: Run, launches: int) -> list[float]:
         """Seconds of each of so many launches, each behind a write of `FLUSH_BYTES` that leaves nothing useful in the cache.
 
-        Nothing is waited for before all are queued: while the GPU is writing, the host prepares what comes next.
+        Of a launch of several calls, seconds of one. Nothing is waited for before all are queued: while the GPU is writing, the
+        host prepares what comes next.
         """
         new_event, milliseconds = self._events(run.library)
         pairs = [(new_event(), new_event()) for _ in range(launches)]
@@ -127,7 +128,7 @@ class GpuBench:
             run.launch()
             stop.record()
         self._cupy.cuda.runtime.deviceSynchronize()
-        return [milliseconds(start, stop) / 1000 for start, stop in pairs]
+        return [milliseconds(start, stop) / 1000 / run.calls for start, stop in pairs]
 
     def matmul_rate(self, dtype: str) -> float:
         """Operations per second of cuBLAS on a product of two square matrices of `MATMUL_SIZE` rows: the median."""
