@@ -3,7 +3,9 @@
 import json
 import math
 import statistics
+import sys
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -180,6 +182,20 @@ def test_calls_of_a_graph_have_caches_in_turn(machine, monkeypatch):
         assert len({bytes(k) + bytes(v) for *_, k, v in read}) == 1
         run.launch()
         assert len(read) == 3 + CALLS
+
+
+def test_calls_of_a_peer_are_captured_alike(monkeypatch):
+    """By a stand-in for PyTorch, whose graph computes again what was captured."""
+    log, graph = [], SimpleNamespace(replay=lambda: log.append("replay"))
+    cuda = SimpleNamespace(CUDAGraph=lambda: graph, synchronize=lambda: log.append("synchronized"))
+    cuda.graph = lambda given: nullcontext(log.append("captured" if given is graph else "another graph"))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    runs = [Run(lambda n=n: log.append(n) or f"{n} {len(log)}", lambda result: (result,), "torch") for n in "ab"]
+    told = []
+    run = captured(runs, told.append)
+    assert log == ["a", "b", "synchronized", "captured", *"ab" * (CALLS // 2)] and told == [Graph(CALLS, 2, None)]
+    assert run.arrays(run.launch()) == (f"a {CALLS + 3}", f"b {CALLS + 4}")  # of the last call on each, which the graph writes again
+    assert log[-1] == "replay" and (run.library, run.calls) == ("torch", CALLS)
 
 
 def test_turns_are_as_long_however_many_calls_a_launch_has():
