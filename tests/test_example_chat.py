@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -246,6 +247,32 @@ def test_command(example, monkeypatch, options):
     assert long.exit_code == 2 and "the positions that the model knows" in long.output
 
 
+def test_random_weights(example, monkeypatch):
+    """The command without any weights, of a smaller model than the real one."""
+    pytest.importorskip("tokenizers")
+    of_model = sys.modules["chat_model"].Config
+    tiny = of_model(1, heads=2, heads_kv=1, width=16, hidden=20, vocabulary=300, context=400)
+    monkeypatch.setattr(example, "SMOLLM2", tiny)
+    words = example.load_noise()[1]
+    assert "".join(map(words.reader(), words.of("aü \n"))) == "aü \n"
+    arguments = ["--device", "cpu", "--tokens", "5", "--random-weights", "--attention", "flash", "--attention", "naive"]
+    result = CliRunner().invoke(example.main, [*arguments, "abc", "ü"])
+    assert result.exit_code == 0, result.output
+    assert "other tokens" not in result.stderr and "written a second" in result.stderr and "device memory" not in result.stderr
+    rows = np.concatenate([x.ravel() for name, x in example.random_weights({"a": (900,), "b": (30, 900)}) if name == "b"])
+    assert abs(rows.std() * 30 - 1) < 0.05  # so that a product of 900 numbers is as large as one of them
+
+
+def test_memory_of_a_device_is_what_came_to_be_in_use(example):
+    free, given_back = [1000e6, 900e6], []
+    pool = SimpleNamespace(free_all_blocks=lambda: given_back.append(free.pop()))
+    runtime = SimpleNamespace(memGetInfo=lambda: (free[-1], 2000e6))
+    memory = example.DeviceMemory(SimpleNamespace(get_default_memory_pool=lambda: pool, cuda=SimpleNamespace(runtime=runtime)))
+    free.append(750e6)
+    assert given_back and str(memory) == ", 250 MB of device memory besides the weights"
+    assert str(example.DeviceMemory(np)) == ""
+
+
 def test_missing_package_is_named(example, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     result = CliRunner().invoke(example.main, ["--device", "cpu", "hello"])
@@ -271,6 +298,7 @@ def loaded(example):
 @needs_weights
 def test_the_capital_of_france(example, loaded):
     model, words = loaded
+    assert (model.config.shapes, model.config.context) == (example.SMOLLM2.shapes, example.SMOLLM2.context)
     prompts = [example.Prompt(words.of("The capital of France is"), 2), example.Prompt(words.of("2 + 2 ="), 2)]
     options = {"temperature": 0, "seed": 0, "together": 2, "page": 4, "chunk": 8}
     for attention, replay in (("flash", True), ("flash", False), ("naive", False)):

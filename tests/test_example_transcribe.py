@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import wave
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -294,6 +295,17 @@ def test_command(example, small, words, tmp_path, monkeypatch):
     assert result.exit_code == 2 and "expected a token of the model, got <|xx|>" in result.output
 
 
+def test_random_weights(example, config, tmp_path, monkeypatch):
+    """The command without any weights, of a smaller model than the real one."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr(example, "BASE", replace(config, layers=1, vocabulary=example.BASE.vocabulary))
+    sound = str(written(tmp_path / "a.wav", np.random.default_rng(0).standard_normal(7000) * 0.1, 16000))
+    result = CliRunner().invoke(example.main, ["--device", "cpu", "--random-weights", "--attention", "naive", sound])
+    assert result.exit_code == 0, result.output
+    tokens = 2 * (config.context - 4)  # of two spans, behind what the decoder is told: nothing ends one
+    assert f"0.4 s of sound heard and {tokens} tokens written" in result.stderr and "written a second" in result.stderr
+
+
 def test_missing_package_is_named(example, monkeypatch, tmp_path):
     monkeypatch.setattr(example, "PACKAGES", ("no_such_package",))
     sound = written(tmp_path / "a.wav", np.zeros(100), 16000)
@@ -322,6 +334,7 @@ def frames(example, tmp_path_factory):
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_a_spoken_sentence(example, loaded, frames, attention):
     model, words = loaded
+    assert model.config.shapes == example.BASE.shapes
     [tokens] = example.transcribed(model, words, frames, example.ATTENTION[attention], "en")
     heard = words.text(tokens).lower().strip(".").split()
     assert {"open", "window", "close", "door"} <= {*heard} and tokens[-1] == words.end
