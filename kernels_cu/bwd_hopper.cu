@@ -62,8 +62,9 @@ OP void add_part(const HopperBackwardParams& p, const KeyBlock& block, u32 numbe
 // Whether dP starts from -delta: it saves subtractions, but the first product of a step waits for dO, and what is dropped is dP alone.
 constexpr bool DELTA_AHEAD = WIDTH <= 64 && !DROPOUT;
 
-// Whether dQ runs beneath dS, and not behind it: with a softcap or dropout, or with more queries, there are no registers for dQ beside dP.
-constexpr bool EARLY = !EXPLICIT_SCORES && !DROPOUT && !TMA_REDUCE_DQ;
+// Whether dQ runs beneath dS, and not behind it: with a softcap or dropout, with more queries, or where pairs are asked (float16 packs otherwise,
+// and more registers hold what it packs), there are no registers for dQ beside dP.
+constexpr bool EARLY = !EXPLICIT_SCORES && !DROPOUT && !TMA_REDUCE_DQ && !(MASKED_PAIRS && WIDTH > 64 && DTYPE == FLOAT16);
 
 // Whether there are registers for what the pairs of a head have in common, which otherwise is asked again for each query tile.
 constexpr bool KEEPS_TERMS = (WIDTH > 64 || SCORES == SCALED || SCORES == PLUS_COLUMN) && !TMA_REDUCE_DQ;

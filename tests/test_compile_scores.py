@@ -15,7 +15,7 @@ from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.tuning import WIDTHS
 from cupy_flash.problem.arrays import DTYPES
 
-LENGTH = 256
+LENGTH, SHORT = 4352, 256  # tiles of short sequences are others
 SLOPES = numpy.ones(2, numpy.float32)
 SEEN = numpy.ones((LENGTH, LENGTH), bool)
 DOCUMENTS = {"mask": "doc[q_idx] == doc[kv_idx]", "arrays": {"doc": numpy.ones(LENGTH, numpy.int32)}}
@@ -23,8 +23,11 @@ CLIP = {"score": "c * tanh(score / c)", "arrays": {"c": 5.0}}
 TABLE = {"score": "score + table[kv_idx - q_idx + 256]", "arrays": {"table": numpy.ones(600, numpy.float32)}}
 
 
-def bias(dtype):
-    return {"bias": numpy.zeros((2, LENGTH, LENGTH), DTYPES[dtype])}
+PREFIX = {"mask": "kv_idx <= q_idx or kv_idx < n", "arrays": {"n": 100}}
+
+
+def bias(dtype, length=LENGTH):
+    return {"bias": numpy.zeros((2, length, length), DTYPES[dtype])}
 
 
 ASKED = {
@@ -32,8 +35,10 @@ ASKED = {
     "clip": lambda dtype: CLIP,
     "table": lambda dtype: TABLE,
     "bias": bias,
+    "short bias": lambda dtype: bias(dtype, SHORT),
     "float32 bias": lambda dtype: bias("float32"),
     "documents": lambda dtype: DOCUMENTS,
+    "prefix": lambda dtype: PREFIX,
     "mask": lambda dtype: {"mask": SEEN},
     "dropout": lambda dtype: {"dropout": 0.1, "seed": 1},
     "bias, dropout": lambda dtype: bias(dtype) | {"dropout": 0.1, "seed": 1},
@@ -69,8 +74,9 @@ def test_shared_memory_holds_every_tile(architecture):
     """Of a wide bias tile it has to hold two besides keys, values and queries; nothing but a device says so otherwise."""
     for dtype in ("float16", "float32"):
         for dim in WIDTHS:
-            q, lse = numpy.zeros((2, LENGTH, dim), DTYPES[dtype]), numpy.zeros((2, LENGTH), numpy.float32)
-            for options in (asked(dtype) for asked in ASKED.values()):
+            for name, asked in ASKED.items():
+                length, options = SHORT if "short" in name else LENGTH, asked(dtype)
+                q, lse = numpy.zeros((2, length, dim), DTYPES[dtype]), numpy.zeros((2, length), numpy.float32)
                 where = {"backend": "host", "arch": architecture, **options}
                 kernels = [plan_attention(q, q, q, **where).kernel]
                 with contextlib.suppress(UnsupportedError):  # where it holds no tile at all
@@ -140,13 +146,14 @@ def test_a_gradient_that_is_stored_takes_no_registers(dtype, deterministic, dim)
 
 @pytest.mark.parametrize("architecture, dtype, dim, asked, way", list(settings()))
 def test_no_spill(architecture, dtype, dim, asked, way):
-    q = numpy.zeros((2, LENGTH, dim), DTYPES[dtype])
+    length = SHORT if "short" in asked else LENGTH
+    q = numpy.zeros((2, length, dim), DTYPES[dtype])
     options = {"backend": "host", "arch": architecture, **ASKED[asked](dtype)}
     try:
         if way == "forward":
             plan = plan_attention(q, q, q, **options)
         else:
-            plan = plan_attention_backward(q, q, q, q, q, numpy.zeros((2, LENGTH), numpy.float32), **options)
+            plan = plan_attention_backward(q, q, q, q, q, numpy.zeros((2, length), numpy.float32), **options)
     except UnsupportedError as error:
         assert "shared memory" in str(error)
         return

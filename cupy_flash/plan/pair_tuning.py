@@ -15,6 +15,8 @@ from .tuning import HOPPER as PLAIN_HOPPER
 from .tuning import HOPPER_BACKWARD as PLAIN_BACKWARD
 from .tuning import HOPPER_BACKWARD_WIDE as PLAIN_BACKWARD_WIDE
 from .tuning import (
+    FOUR,
+    FOUR_GROUPS,
     NARROW,
     ONE_GRADIENT,
     ONE_GROUP,
@@ -101,22 +103,28 @@ HOPPER_STAGED = (
     TileConfig(64, 128, 128, STAGED_SHORT, **TWO, stages=3, tma_store_out=True, max_len_q=256, staged_bias=True),
     TileConfig(64, 192, 64, STAGED + PINGPONG, **{**THREE, "tma_store_out": False}, pingpong=True, staged_bias=True),
     TileConfig(128, 128, 112, STAGED + PINGPONG, **SHARED, pingpong=True, staged_bias=True),
-    TileConfig(192, 128, 64, STAGED, **SHARED, staged_bias=True),
-    TileConfig(256, 128, 64, STAGED, **WIDE, staged_bias=True),
+    TileConfig(192, 128, 64, STAGED + PINGPONG, **WIDE, stages=3, pingpong=True, staged_bias=True),
+    TileConfig(256, 128, 64, STAGED + PINGPONG, **WIDE, pingpong=True, staged_bias=True),
 )
 FLOAT16_INFINITY = 0x7C00  # its bits
 DRAWS = "bits are drawn beneath the products and exponentials of the other group"
 HOPPER_DROPOUT = (
     HOPPER_FEW,
-    TileConfig(64, 128, 128, DRAWS, **TWO_PINGPONG),
+    TileConfig(64, 128, 128, DRAWS, **TWO_PINGPONG, stages=4, stages_v=4),
     TileConfig(128, 128, 128, DRAWS, **TWO_PINGPONG),
-    *(replace(row, without_lengths=False) for row in HOPPER_READS[3:]),
+    replace(HOPPER_READS[3], without_lengths=False),
+    TileConfig(256, 128, 64, DRAWS, **WIDE, pingpong=True),
 )
 # Those of the plain table, since few pairs are asked, but for tiles of 192 queries: more of them are seen in part.
-HOPPER_MASK = (
+HOPPER_ARRAY_MASK = (
     *HOPPER_READS[:2],
     TileConfig(128, 128, 128, TWO_GROUPS + PINGPONG, **TWO_PINGPONG, without_lengths=True),
     *(replace(row, without_lengths=True) for row in PLAIN_HOPPER if row.width > 128),
+)
+HOPPER_MASK = (
+    HOPPER_FEW,
+    TileConfig(64, 256, 64, FOUR_GROUPS + PINGPONG, **FOUR, pingpong=True, without_lengths=True),
+    *HOPPER_ARRAY_MASK[1:],
 )
 HOPPER_LOOKUPS = (*HOPPER_READS[:2], TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG), *HOPPER_READS[3:])
 # Behind all of these: where sequences have lengths of their own as well.
@@ -220,7 +228,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
     "fwd_hopper": {
         Pressure.TERM: HOPPER_TERM + HOPPER_LENGTHS[1:],
         Pressure.BIAS: HOPPER_READS + HOPPER_LENGTHS,
-        Pressure.ARRAY_MASK: HOPPER_MASK + HOPPER_LENGTHS,
+        Pressure.ARRAY_MASK: HOPPER_ARRAY_MASK + HOPPER_LENGTHS,
         Pressure.MASK: HOPPER_MASK,
         Pressure.LOOKUPS: HOPPER_LOOKUPS + HOPPER_LENGTHS[1:],
         Pressure.EXPRESSION: HOPPER_EXPRESSION,

@@ -127,7 +127,8 @@ template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, 
 constexpr bool PAIRS_IN_LOOP = TILE_LIST || MASK_IN_LOOP;
 template <bool TRANSPOSED, int M, int N> OP u64 pairs_that_take_part(const Acc<M, N>& s, int l, const ScoreContext& x, int row0, int col0) {
   static_assert(Acc<M, N>::regs <= 64, "a bit for each register");
-  constexpr int AT_ONCE = MASK_IN_LOOP && VARLEN ? 4 : 8, COLS = 2 * AT_ONCE;         // without lists the registers of this are the kernel's
+  // Without lists the registers of this are the kernel's. In the backward two gradients leave fewer.
+  constexpr int AT_ONCE = (MASK_IN_LOOP && VARLEN) || TRANSPOSED ? 4 : 8, COLS = 2 * AT_ONCE;
   static_assert(N % COLS == 0, "whole columns of 16 rows at a time");
   u64 bits = 0;
   #pragma unroll
