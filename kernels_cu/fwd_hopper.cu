@@ -59,7 +59,7 @@ constexpr int SEQUENCES_OFFSET = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescrip
 constexpr int CLIPPED_BARRIER = SEQUENCES_OFFSET + VARLEN * STAGES_Q * int(sizeof(SequenceDescriptor));
 constexpr int NUMBERS_OFFSET = CLIPPED_BARRIER + VARLEN * Mbarrier::bytes; // last: what lies behind them would not be aligned
 constexpr int COLUMNS_OFFSET = (NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32)) + 15) / 16 * 16;
-constexpr int SHARED_BYTES = COLUMNS ? COLUMNS_OFFSET + STAGES * COLUMN_BYTES : NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
+constexpr int SHARED_BYTES = COLUMNS ? COLUMNS_OFFSET + StoredColumns::all_bytes : NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
 
 constexpr bool ARRAYS_AHEAD = WIDTH_V < 128;                  // what pairs have in arrays comes beneath the product of the scores: wider heads leave no registers for it
 KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: the query tiles of sequences
@@ -80,6 +80,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     init_pipeline(values, 4 * GROUPS);
     init_pipeline(queries, SHARED_STAGES ? 4 * GROUPS : 4);
     if (VARLEN) init_clipping(clipping);
+    if constexpr (COLUMNS) store_ones(StoredColumns(smem + COLUMNS_OFFSET, 0));
   }
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
 
@@ -149,10 +150,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         find_pages(pages, p, of_keys, place * TILE_KV, pass.across);
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
         if constexpr (NUMBERED) store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), number);
-        if constexpr (COLUMNS) store(smem + COLUMNS_OFFSET + keys.stage() * COLUMN_BYTES, columns);
-        if constexpr (NUMBERED || COLUMNS) sync_warp();       // without it a number or a term is read that has not been written
+        if constexpr (COLUMNS && VARLEN) store(StoredColumns(smem + COLUMNS_OFFSET, keys.stage()), columns);
+        if constexpr (NUMBERED) sync_warp();                  // without it a number is read that has not been written
         if constexpr (VARLEN) load_keys(keys, p, of_keys, pages, place * TILE_KV);
         else if constexpr (STAGED_BIAS) load_with_bias(keys, p, of_keys, head, place * TILE_KV);
+        else if constexpr (COLUMNS) load_with_terms(keys, p.k_map, of_keys, place * TILE_KV, smem + COLUMNS_OFFSET, columns);
         else load_async(keys, p.k_map, of_keys.batch, of_keys.head, place * TILE_KV);
       }
       if (values_due) {
@@ -287,10 +289,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   };
 
   // Where the maximum so far was too small: S once more, and P with the maximum of S.
-  const auto redo = [&](const KeyTile& k_smem, SharedAddress columns, RowVec<16>& correction, RowVec<16>& sum) {
+  const auto redo = [&](const KeyTile& k_smem, const StoredColumns& columns, RowVec<16>& correction, RowVec<16>& sum) {
     Arrays arrays;
-    if constexpr (COLUMNS) start_from_columns(s_reg, columns);
-    start_product_transposed(s_reg, q_smem, 0, k_smem, COLUMNS);
+    start_scores(s_reg, q_smem, k_smem, columns);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     load_arrays(arrays, k_smem);
     scores_of_tile(arrays);
@@ -307,10 +308,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (follows) to_operands(p_reg, s_reg, kept_reg);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
     if constexpr (NUMBERED) number = uniform(load_shared<u32>(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32))));
-    const SharedAddress columns = smem + COLUMNS_OFFSET + keys.stage() * COLUMN_BYTES;
-    if constexpr (COLUMNS) common = start_from_columns(s_reg, columns);
+    const StoredColumns columns(smem + COLUMNS_OFFSET, keys.stage());
+    if constexpr (COLUMNS) common = load_shared<float>(columns.common());
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it products of several warpgroups queue, and no scores are done soon
-    start_product_transposed(s_reg, q_smem, 0, k_smem, COLUMNS);
+    start_scores(s_reg, q_smem, k_smem, columns);
     RowVec<16> weight;
     if (follows) {
       if (real) consumer_wait(values);                        // without it the product reads values that have not arrived

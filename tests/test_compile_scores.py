@@ -1,6 +1,7 @@
 """What is asked for each pair of a query and a key compiles for every architecture without spills."""
 
 import contextlib
+from itertools import product
 
 import numpy
 import pytest
@@ -142,6 +143,31 @@ def test_a_gradient_that_is_stored_takes_no_registers(dtype, deterministic, dim)
         assert kernel.config.STORE_DBIAS is (wrt == "bias")
         codes.append(read(nvrtc.compile_plan(kernel)[0])[kernel.file])
     assert codes[1].stack_bytes == 0 and codes[0].rounds == codes[1].rounds
+
+
+MASKS = ({}, {"causal": True}, {"window": (40, 0)})
+LENGTHS = (64, 512, 2048, 8192)  # of queries and keys: those that rows differ by
+
+
+def plan_of_keys(dtype, dims, length, **options):
+    q, k, v = (numpy.zeros((1, 2, length, dim), DTYPES[dtype]) for dim in (dims[0], *dims))
+    asked = {"score": "score + t[kv_idx]", "arrays": {"t": numpy.ones(length, numpy.float32)}}
+    kernel = plan_attention(q, k, v, backend="host", arch="90a", **asked, **options).kernel
+    assert (kernel.file, kernel.config.SCORES) == ("fwd_hopper", "PLUS_COLUMN")
+    return kernel
+
+
+def test_shared_memory_holds_terms_of_keys():
+    for dims, length, mask in product([*((dim, dim) for dim in WIDTHS), (192, 128)], LENGTHS, MASKS):
+        for more in ({}, {"seqlens_q": numpy.array([length]), "seqlens_kv": numpy.array([length])}):
+            kernel = plan_of_keys("float16", dims, length, **mask, **more)
+            assert kernel.shared_bytes <= ARCHITECTURES["90a"].shared_bytes, str(kernel)
+
+
+@pytest.mark.parametrize("case", thinned(list(product(["bfloat16", "float16"], WIDTHS, LENGTHS, MASKS)), keep=24, first=1), ids=str)
+def test_terms_of_keys_take_no_registers(case):
+    dtype, dim, length, mask = case
+    assert nvrtc.report(plan_of_keys(dtype, (dim, dim), length, **mask)).fault == ""
 
 
 @pytest.mark.parametrize("architecture, dtype, dim, asked, way", list(settings()))

@@ -77,6 +77,7 @@ OFFSETS, KEYS = numpy.array([0, 70, 70, 200, 265]), numpy.array([0, 150, 160, 16
 ASKED = {
     "expression": {"score": "score + 0.2 * (kv_idx - q_idx) * (q_len > 100)", "causal": True},
     "linear": {"score": "score - 0.02 * (q_idx + kv_len - q_len - kv_idx)", "causal": True},
+    "key": {"score": "score + t[h, kv_idx]", "arrays": {"t": RNG.standard_normal((2, 150)).astype(numpy.float32)}, "causal": True},
     "alibi": {"alibi_slopes": numpy.array([0.1, 0.02], numpy.float32), "causal": True},
     "documents": {"mask": "(q_idx + b) // 20 == kv_idx // 20"},
     "dropout": {"dropout": 0.2, "seed": 3, "causal": True},
@@ -84,7 +85,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("asked", [pytest.param(name, marks=() if name == "linear" else release) for name in ASKED])
+@pytest.mark.parametrize("asked", [pytest.param(name, marks=() if name in ("linear", "key") else release) for name in ASKED])
 def test_what_is_asked_for_each_pair_is_asked_in_places_of_the_sequence(asked, taken):
     """Rows behind the last sequence are poison; a key of the sequence without queries is never asked for."""
     q, k, v = (RNG.standard_normal((heads, rows, 64)).astype(numpy.float16) for heads, rows in ((2, 280), (1, 270), (1, 270)))
@@ -92,8 +93,10 @@ def test_what_is_asked_for_each_pair_is_asked_in_places_of_the_sequence(asked, t
     options = {"cu_seqlens_q": OFFSETS, "cu_seqlens_kv": KEYS, "return_lse": True, **ASKED[asked]}
     expected = attention(q, k, v, **options)
     plan = plan_attention(q, k, v, backend="host", arch="90a", **options)
-    operands = {name: x for name, x in options.items() if name.startswith("cu_") or name in ("alibi_slopes", "sinks", "seed")}
+    kept = ("alibi_slopes", "sinks", "seed", "arrays")
+    operands = {name: x for name, x in options.items() if name.startswith("cu_") or name in kept}
     found = plan(q, k, v, **operands)
+    assert (plan.kernel.config.SCORES == "PLUS_COLUMN") is (asked == "key")
     assert taken == ["fwd_hopper"] and not found[0][:, 265:].any() and (found[1][:, 265:] == -numpy.inf).all()
     numpy.testing.assert_allclose(found[0].astype(float), expected[0].astype(float), **NUMPY)
     numpy.testing.assert_allclose(found[1], expected[1], atol=2e-3)

@@ -19,6 +19,7 @@ def normal(*shape):
 ASKED = {  # options, and of what gradients are asked for
     "bias, ranges": ({"bias": normal(HEADS, LEN_Q, LEN_KV), "mask": KeyRanges(DOCUMENTS, DOCUMENTS + 35)}, "bias"),
     "tables": ({"score": TABLE, "arrays": {"t": normal(60, HEADS), "u": normal(50)}}, ("t", "u")),
+    "keys": ({"score": "score + t[kv_idx, h]", "arrays": {"t": normal(LEN_KV, HEADS)}}, ()),
     "mask": ({"mask": RNG.random((BATCH, 1, LEN_Q, LEN_KV)) < 0.1, "causal": True}, ()),
     "alibi, dropout": ({"alibi_slopes": abs(normal(HEADS)), "dropout": 0.2, "seed": 3}, "alibi_slopes"),
 }

@@ -17,9 +17,9 @@ from cupy_flash.problem.arrays import DTYPES
 LENGTH = 256
 SLOPES = numpy.ones(2, numpy.float32)
 PLAIN = {"SCORES": "UNCHANGED", "EXPLICIT_SCORES": False, "SOFTCAP": True}
-ASKED = {  # at most so many instructions a score: one for a linear term or half for one of a key, and what a row of a tile takes
+ASKED = {  # at most so many instructions a score: one for a linear term, none for one of a key, and what a row of a tile takes
     "linear": ({"score": "score + slope[h] * kv_idx", "arrays": {"slope": SLOPES}}, 1.4, 1.9),
-    "key": ({"score": "score + t[kv_idx]", "arrays": {"t": numpy.ones(LENGTH, numpy.float32)}}, 1.05, 1.7),
+    "key": ({"score": "score + t[kv_idx]", "arrays": {"t": numpy.ones(LENGTH, numpy.float32)}}, 0.45, 1.7),
     "factor": ({"score": "score * t[h]", "arrays": {"t": SLOPES}}, 0.1, 1.3),
     "alibi": ({"alibi_slopes": SLOPES, "causal": True}, 1.5, 2.0),
     "bias": ({}, 3, 3),

@@ -61,6 +61,14 @@ def test_terms_of_keys(case, schedule):
     check("PLUS_COLUMN", *case[:2], options, {"bias": (2.0 * t - 1)[:, None, None]})
 
 
+@pytest.mark.parametrize("shape", thinned(SHAPES, keep=3))
+def test_terms_that_rise(shape, schedule):
+    """By so much, in the middle of a key tile, that it is computed again, with its terms."""
+    t = OF_KEYS + 40 * (numpy.arange(LEN_KV) >= 130).astype(numpy.float32)
+    options = {"score": "score + t[b, kv_idx]", "arrays": {"t": t}}
+    check("PLUS_COLUMN", shape, "full", options, {"bias": t.astype(float)[:, None, None]})
+
+
 @pytest.mark.parametrize("held", thinned([numpy.inf, numpy.nan, 1e30, 1e9, -numpy.inf], keep=3, first=1))
 def test_what_masked_keys_hold_reaches_nothing(held):
     q, k, v, dout = inputs("float16", 40)

@@ -205,9 +205,24 @@ BACKWARD_HOPPER_WIDE = (
     TileConfig(192, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),  # wider ones would spill, and are for bwd_v2
 )
 
+# Terms of keys lie in shared memory, beside keys and values that fill it. Where they find no room, a stage makes it.
+TERMS = "; terms of keys have the room of a stage"
+LESS = {(128, 128, 128): {"stages_q": 3}, (128, 192, 64): {"stages": 3}, (256, 64, 64): {"stages": 2}}
+
+
+def beside_terms(row: TileConfig) -> tuple[TileConfig, ...]:
+    """The rows in place of one. Sequences of their own lengths have no stage for out, which is room enough."""
+    changed = LESS.get((row.width, row.tile_q, row.tile_kv))
+    if changed is None:
+        return (row,)
+    less = replace(row, **changed, why=row.why + TERMS, without_lengths=row.tma_store_out)
+    return (less, row) if row.tma_store_out else (less,)
+
+
 # Of what is taken apart, see `apart`, where a plain row has no registers for it: for 80 queries and a factor, or lengths and terms
-# of keys.
+# of keys; or no shared memory.
 APART_ROWS = {
+    ("fwd_hopper", "PLUS_COLUMN"): tuple(own for row in PLAIN_HOPPER for own in beside_terms(row)),
     ("bwd_hopper", "SCALED"): (*PLAIN_BACKWARD[:2], replace(PLAIN_BACKWARD[2], max_len_q=None)),
     ("bwd_hopper", "PLUS_COLUMN"): tuple(replace(row, without_lengths=row.masks == ("causal",)) for row in PLAIN_BACKWARD),
 }

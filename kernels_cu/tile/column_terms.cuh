@@ -1,17 +1,27 @@
 // column_terms.cuh -- a term of the key alone (PLUS_COLUMN) in fwd_hopper.cu. The producer finds it once for each key of a tile, where every lane
-// would for all pairs that it has, and puts it into shared memory beside the keys. Products start from it, so that a score costs no addition.
+// would for all pairs that it has, and puts it into shared memory beside the keys. There it is one more step of the product of queries and keys,
+// of ones beside the queries: S = [1 Q] [T K]^T, so that a score costs no instruction.
 //
-//   What lies there is the term in units of products, less what all of a tile have in common, and behind them that, in units of log 2. It is 0 but
+//   T is the term in units of products, less what all of a tile have in common, and behind a tile lies that, in units of log 2. It is 0 but
 //   in a tile whose terms are all so large, such as -1e9, that only differences of such terms are exact: then it is the largest one. The largest of
 //   the tiles so far is left out of a maximum (`OnlineSoftmax`) until all keys have been seen. Where one term is ordinary nothing is subtracted, or
 //   a large one, of a key that is masked, would take from the others what they differ by.
 #pragma once
+#include "tile/pipeline.cuh"
 #include "tile/score.cuh"
 #include "tile/softmax.cuh"
+#include "tile/wgmma.cuh"
 #include "tile/work.cuh"
 
 constexpr bool COLUMNS = SCORES == PLUS_COLUMN;
-constexpr int COLUMN_BYTES = COLUMNS ? 4 * (TILE_KV + 4) : 0; // of a stage
+
+// In shared memory: ones, and for each stage of keys their terms, and what these have in common.
+struct StoredColumns : TermTile<TILE_KV> {
+  static constexpr int stage_bytes = bytes + 16;
+  static constexpr int all_bytes = bytes_of_ones + STAGES * stage_bytes;
+  OP StoredColumns(SharedAddress all, int stage) : TermTile{all + bytes_of_ones + stage * stage_bytes, all} {}
+  OP SharedAddress common() const { return base + bytes; }
+};
 
 constexpr float ORDINARY = 0x1p22f;                           // in units of log 2 a maximum of such terms is rounded by less than 1
 constexpr float MOST_COMMON = 2e38f;                          // in units of log 2 it is no infinity
@@ -45,34 +55,33 @@ template <typename Params, typename Coord> OP void find_columns(ColumnTerms& col
     columns.common.at(l, 0) = common * LOG2E;
   }
 }
-OP void store(SharedAddress to, const ColumnTerms& columns) {
+OP void store(const StoredColumns& to, const ColumnTerms& columns) {
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < columns.each; ++i)
-      if (32 * i + l < TILE_KV) store_shared(to + 4 * (32 * i + l), columns.term.at(l, i));
-    if (l == 0) store_shared(to + 4 * TILE_KV, columns.common.at(l, 0));
+      if (32 * i + l < TILE_KV) store_shared(to.at(32 * i + l), parts_of(columns.term.at(l, i)));
+    if (l == 0) store_shared(to.common(), columns.common.at(l, 0));
   }
+  fence_proxy_async();                                        // without it products, and lanes, read what was there before
 }
 
-// Two neighbours of a fragment from shared memory, where `always` says so. It does, but the assembler does not know: what was in the registers has to
-// leave them before, and the same ones serve both.
-OP void load_over(float& a, float& b, SharedAddress address, bool always) {
-#if ON_GPU
-  asm volatile("{ .reg .pred p; setp.ne.s32 p, %3, 0; @p ld.shared.v2.f32 {%0, %1}, [%2]; }" : "+f"(a), "+f"(b) : "r"(address), "r"(int(always)) : "memory");
-#else
-  const Pair pair = load_shared<Pair>(address);
-  a = pair.x[0], b = pair.x[1];
-#endif
+// The stage at hand = keys from `row` on, and beneath that these terms; goes on to the next one. Bytes that come before they are announced count all the
+// same, and the keys shall not wait until the terms have been written.
+template <typename T, int DEPTH, Lanes LANES, typename Coord>
+OP void load_with_terms(Pipeline<T, DEPTH, LANES>& keys, const TensorMap& map, const Coord& of_keys, int row, SharedAddress all_columns,
+                        const ColumnTerms& columns, CallSite at = call_site()) {
+  start_load(keys, map, of_keys.batch, of_keys.head, row, at);
+  store(StoredColumns(all_columns, keys.stage()), columns);
+  arrive_expect_tx(keys.full(), T::bytes, at);
+  keys.advance();
 }
-// s, as a product starts from it. Returns what all columns have in common.
-template <int M, int N> OP float start_from_columns(Acc<M, N>& s, SharedAddress columns) {
-  const bool always = columns != SharedAddress{};
-  for_lane(l) {
-    #pragma unroll
-    for (int r = 0; r < s.regs; r += 2) load_over(s.at(l, r), s.at(l, r + 1), columns + s.col(l, r) * 4, always);
-  }
-  return load_shared<float>(columns + 4 * N);
+
+// S = Q K^T is started, with the terms of these keys, if they have any.
+template <int N, typename QueryTile, typename KeyTile> OP void start_scores(Acc<16, N>& s, const QueryTile& q, const KeyTile& k, const StoredColumns& columns) {
+  if constexpr (COLUMNS) start_product_transposed(s, q, 0, k, columns);
+  else start_product_transposed(s, q, 0, k);
 }
+
 // What the rows have in common in this tile, besides the largest of all tiles, which a tile may raise.
 template <int M> OP void leave_out_largest(OnlineSoftmax<M>& state, RowVec<M>& terms, float common, float& largest) {
   if (common > largest) {

@@ -7,7 +7,7 @@
 //                 exponent (`terms_of_rows`), where columns are keys. What is left is a multiple of `step` for each column, a number known when
 //                 this is compiled: one instruction a score. Where columns are queries, that is in the statistics already (`of_query`), and the
 //                 rows' part is one addition. Rows of a tile are counted from its middle, so that neither is large near a diagonal
-//   PLUS_COLUMN   such a term of the key alone. In the forward products start from it, see tile/column_terms.cuh; where rows are keys, it is what
+//   PLUS_COLUMN   such a term of the key alone. In the forward it is a step of the product, see tile/column_terms.cuh; where rows are keys, it is what
 //                 a row has in common, and is added
 //   SCALED        scores times what a head has in common: a scale of the head (`scale_of_head`), and a factor of dS
 //   EXPRESSION    any other; of scores in natural units, and what they become is in units of log 2

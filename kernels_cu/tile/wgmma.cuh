@@ -9,7 +9,8 @@
 // is read where rows are the inner extent; one more is 16 bytes further. The high word is the same for all: 1024 bytes from eight rows to
 // the next eight, and the 128-byte swizzle. Apart, because a 64-bit sum for each instruction keeps the tensor cores waiting.
 OP u32 descriptor(SharedAddress start, int panel_bytes) { return (start & 0x3ffff) >> 4 | u32(panel_bytes >> 4) << 16; }
-#define DESCRIPTOR(name, low) ".reg .b64 " name "; mov.b64 " name ", {" low ", 0x40000040}; "
+#define DESCRIPTOR_OF(name, low, high) ".reg .b64 " name "; mov.b64 " name ", {" low ", " high "}; "
+#define DESCRIPTOR(name, low) DESCRIPTOR_OF(name, low, "0x40000040")
 
 // An asm statement has no loops. These spell the registers of an accumulator of N columns, as text and as operands, by tens.
 #define TEN(t) "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
@@ -61,6 +62,9 @@ template <int N> OP void wgmma_ss_b_mn(float* d, u32 a, u32 b, int add);
 template <int N> OP void wgmma_ss_a_mn(float* d, u32 a, u32 b, int add);
 // the same as the second with a in registers
 template <int N> OP void wgmma_rs(float* d, const u32* a, u32 b, int add);
+// d = a b^T: eight columns, twice, of eight rows of a, eight times, and of N rows of b, in rows of 16 bytes, one behind the other; both are
+// bfloat16, whatever elements are
+template <int N> OP void wgmma_ss_terms(float* d, u32 a, u32 b);
 template <> OP void wgmma_ss<64>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(64, "f16", D_64, DESCRIPTOR("a", "%32") DESCRIPTOR("b", "%33"), "a, b", "%34", "0, 0") : OF_D_64 : "r"(a), "r"(b), "r"(add));
@@ -175,6 +179,21 @@ template <> OP void wgmma_rs<256>(float* d, const u32* a, u32 b, int add) {
   else
     asm volatile(WGMMA(256, "bf16", D_256, DESCRIPTOR("b", "%132"), "{%128, %129, %130, %131}, b", "%133", "1") : OF_D_256 : OF_A(a), "r"(b), "r"(add));
 }
+template <> OP void wgmma_ss_terms<64>(float* d, u32 a, u32 b) {
+  asm volatile(WGMMA(64, "bf16", D_64, DESCRIPTOR_OF("a", "%32", "0") DESCRIPTOR_OF("b", "%33", "8"), "a, b", "0", "0, 0") : OF_D_64 : "r"(a), "r"(b));
+}
+template <> OP void wgmma_ss_terms<80>(float* d, u32 a, u32 b) {
+  asm volatile(WGMMA(80, "bf16", D_80, DESCRIPTOR_OF("a", "%40", "0") DESCRIPTOR_OF("b", "%41", "8"), "a, b", "0", "0, 0") : OF_D_80 : "r"(a), "r"(b));
+}
+template <> OP void wgmma_ss_terms<96>(float* d, u32 a, u32 b) {
+  asm volatile(WGMMA(96, "bf16", D_96, DESCRIPTOR_OF("a", "%48", "0") DESCRIPTOR_OF("b", "%49", "8"), "a, b", "0", "0, 0") : OF_D_96 : "r"(a), "r"(b));
+}
+template <> OP void wgmma_ss_terms<112>(float* d, u32 a, u32 b) {
+  asm volatile(WGMMA(112, "bf16", D_112, DESCRIPTOR_OF("a", "%56", "0") DESCRIPTOR_OF("b", "%57", "8"), "a, b", "0", "0, 0") : OF_D_112 : "r"(a), "r"(b));
+}
+template <> OP void wgmma_ss_terms<128>(float* d, u32 a, u32 b) {
+  asm volatile(WGMMA(128, "bf16", D_128, DESCRIPTOR_OF("a", "%64", "0") DESCRIPTOR_OF("b", "%65", "8"), "a, b", "0", "0, 0") : OF_D_128 : "r"(a), "r"(b));
+}
 
 OP void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 OP void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -232,6 +251,55 @@ OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a,
     if (!add) fill(s, 0.f);
     multiply_add(s, a_f32, b_f32);
   });
+#endif
+}
+
+// A term for each of N rows of the B operand of a product, as 16 bytes: in bfloat16, which has the exponents of float32, three parts, which have its
+// 24 bits, and zeros. Both halves of a step in k read the same bytes, so that parts are those of half the term. Beside the A operand there are ones:
+// eight rows of 16 bytes, which are read for all rows and both halves.
+template <int N> struct TermTile {
+  static constexpr int bytes = 16 * N, bytes_of_ones = 128;
+  SharedAddress base, ones;
+  OP SharedAddress at(int row) const { return base + 16 * row; }
+};
+struct alignas(16) TermParts { u32 x[4]; };
+OP float cut_to_bfloat(float x) { return bits_float(float_bits(x) & 0xffff0000u); }
+OP TermParts parts_of(float term) {
+  const float half = 0.5f * term, high = cut_to_bfloat(half), rest = high == half ? 0.f : half - high; // infinity less infinity would be NaN
+  const float middle = cut_to_bfloat(rest);
+  return {float_bits(high) >> 16 | float_bits(middle), float_bits(rest - middle) >> 16, 0, 0};
+}
+template <int N> OP void store_ones(const TermTile<N>& terms) {
+  for_lane(l) store_shared(terms.ones + 4 * l, 0x3f803f80u);  // by the warp that stores terms, whose fence shows both
+}
+
+// s = a b^T + 1 terms^T is started: another step in k, which comes first, so that it makes s.
+template <int N, int ROWS, int WIDTH>
+OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a, int row0, const PanelTile<N, WIDTH>& b, const TermTile<N>& terms,
+                                 CallSite at = call_site()) {
+#if ON_GPU
+  const u32 desc_a = descriptor(a.base + row0 * 128, 16), desc_b = descriptor(b.base, 16);
+  pin(s);
+  wgmma_fence();                                              // without it the product may overtake what was written to its registers
+  wgmma_ss_terms<N>(s.v, descriptor(terms.ones, 0), descriptor(terms.base, 0));
+  #pragma unroll
+  for (int i = 0; i < WIDTH / 16; ++i)
+    wgmma_ss<N>(s.v, desc_a + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, desc_b + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, true);
+  wgmma_commit_group();
+#else
+  start_on_host(s, false, at, [=](Acc<16, N>& s) {
+    host::self->check_shown(terms.base, terms.bytes, "multiplies", at);
+    host::self->check_shown(terms.ones, terms.bytes_of_ones, "multiplies", at);
+    float a_f32[16][16], b_f32[16][N];
+    const auto read = [](SharedAddress row, int k) { return unpack<bfloat_t>(load_shared<TermParts>(row).x[k % 8 / 2], k % 2); };
+    for (int k = 0; k < 16; ++k) {
+      for (int row = 0; row < 16; ++row) a_f32[row][k] = read(terms.ones + row % 8 * 16, k);
+      for (int col = 0; col < N; ++col) b_f32[k][col] = read(terms.at(col), k);
+    }
+    fill(s, 0.f);
+    multiply_add(s, a_f32, b_f32);
+  });
+  start_product_transposed(s, a, row0, b, true, at);
 #endif
 }
 

@@ -1,5 +1,6 @@
 """Scores, masks, biases, ALiBi and dropout by the kernels of a device."""
 
+import ml_dtypes
 import numpy
 import pytest
 from hand_masks import MASKS
@@ -19,6 +20,7 @@ from cupy_flash import (
     plan_attention,
     plan_attention_backward,
 )
+from cupy_flash.judge.oracle import oracle
 
 cupy = pytest.importorskip("cupy")
 
@@ -61,6 +63,54 @@ def test_ranges(shape, dtype):
 def test_biases(shape, dtype):
     bias = BIASES[shape](numpy.random.default_rng(2)).astype(DTYPES[dtype])
     on_device(dtype, {"bias": bias}, {"bias": bias}, "bias")
+
+
+RNG = numpy.random.default_rng(6)
+MANY_KEYS = 712  # more tiles than there are stages, the last one cut
+OF_KEYS = RNG.standard_normal((2, MANY_KEYS)).astype(numpy.float32)
+RISING = OF_KEYS + 40 * (numpy.arange(MANY_KEYS) >= 300).astype(numpy.float32)  # so that a tile is computed again
+TERMS = {  # and what they amount to
+    "rising": (RISING, RISING),
+    "of 24 bits": (1000 * OF_KEYS, 1000 * OF_KEYS),
+    "some -inf": [numpy.where(RNG.random(OF_KEYS.shape) < 0.3, numpy.float32("-inf"), OF_KEYS)] * 2,
+    "tiles of -inf": [numpy.where(numpy.arange(MANY_KEYS) < [[300], [70]], numpy.float32("-inf"), OF_KEYS)] * 2,
+    "padded": [numpy.where(numpy.arange(MANY_KEYS) < [[650], [64]], OF_KEYS, numpy.float32(x)) for x in (-1e9, -numpy.inf)],
+    "padded from the left": [
+        numpy.where(numpy.arange(MANY_KEYS) > [[650], [64]], OF_KEYS, numpy.float32(x)) for x in (-1e9, -numpy.inf)
+    ],
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_of_keys(name, dtype, dim):
+    """On sm_90a one more step of the product of queries and keys, which wgmma reads from shared memory by itself."""
+    capability = int(cupy.cuda.Device().compute_capability)
+    if capability < 80 and dtype == "bfloat16":
+        pytest.skip("a device without bfloat16 refuses it, as other tests here ask")
+    t, amount = TERMS[name]
+    rng, shapes = numpy.random.default_rng(3), ((4, 150), (2, MANY_KEYS), (2, MANY_KEYS), (4, 150))
+    given = [rng.standard_normal((2, *shape, dim)).astype(DTYPES[dtype]) for shape in shapes]
+    options = {"score": "score + t[b, kv_idx]", "arrays": {"t": t}}
+    hand = {"bias": amount.astype(float)[:, None, None]}
+    forward, _ = judged(dtype, options, hand, {}, cupy.asarray, cupy.asnumpy, inputs_given=given)
+    assert (forward.config.SCORES == "PLUS_COLUMN") is (capability == 90)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_large_terms_of_all_keys(dtype, dim):
+    """As if nothing had been added: on sm_90a what they have in common reaches no product."""
+    capability = int(cupy.cuda.Device().compute_capability)
+    if capability != 90:
+        pytest.skip("elsewhere a term is added to each score, of which float32 then holds nothing")
+    rng, shapes = numpy.random.default_rng(3), ((4, 150), (2, MANY_KEYS), (2, MANY_KEYS))
+    q, k, v = (rng.standard_normal((2, *shape, dim)).astype(DTYPES[dtype]) for shape in shapes)
+    t = numpy.full(MANY_KEYS, -1e9, numpy.float32)
+    out = attention(*map(cupy.asarray, (q, k, v)), score="score + t[kv_idx]", arrays={"t": cupy.asarray(t)})
+    exact, _ = oracle(q, k, v, scale=dim**-0.5)
+    assert abs(cupy.asnumpy(out).astype(float) - exact).max() <= 2 * float(ml_dtypes.finfo(q.dtype).eps) * abs(exact).max()
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192])
