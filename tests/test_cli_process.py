@@ -8,11 +8,13 @@ import shlex
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
+from thinned import thinned
 
 from cupy_flash.cli import main
 
@@ -99,17 +101,20 @@ def test_without_cupy_a_command_works_or_says_how_to_get_it(arguments, status, m
 # How it ends
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("line", ["source 8x64x64", "--help", "plan --help", "trace"])
-def test_where_the_reader_has_gone_a_command_ends_quietly(line, unbuffered):
+LINES = ("source 8x64x64", "--help", "plan --help", "trace")
+
+
+@pytest.mark.parametrize("asked", thinned(product(LINES, ("", "1")), keep=3), ids="-".join)
+def test_where_the_reader_has_gone_a_command_ends_quietly(asked):
+    line, unbuffered = asked
     done = shell(f"$CF {line} | true; exit ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("line", ["plan 8x64x64", "--help", "trace --json"])
-def test_where_the_output_cannot_be_written_a_command_says_so(line, unbuffered):
+@pytest.mark.parametrize("asked", thinned(product(("plan 8x64x64", "--help", "trace --json"), ("", "1")), keep=3), ids="-".join)
+def test_where_the_output_cannot_be_written_a_command_says_so(asked):
+    line, unbuffered = asked
     done = shell(f"$CF {line} > /dev/full", PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr) == (1, "Error: No space left on device\n")
     assert shell(f"$CF {line} > /dev/full 2>&1", PYTHONUNBUFFERED=unbuffered).returncode == 1

@@ -121,7 +121,7 @@ def test_arrays_of_other_libraries():
 # In kernels
 
 
-@pytest.fixture(params=host.SCHEDULES)
+@pytest.fixture(params=thinned(host.SCHEDULES, first=1))
 def schedule(request, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
 

@@ -32,7 +32,7 @@ MASKS = {
 }
 
 
-@pytest.fixture(params=host.SCHEDULES)
+@pytest.fixture(params=thinned(host.SCHEDULES))
 def schedule(request, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
 

@@ -93,7 +93,8 @@ PREFIX_QUERIES = "TransposedMask{first, UNBOUNDED, end, rows, max_of(min_of(last
 PREFIX = {"causal": True, "prefix": 33}
 MASKS = {"keys": ({}, *KEYS), "queries": ({}, *QUERIES)}
 MASKS |= {"prefix, keys": (PREFIX, *PREFIX_KEYS), "prefix, queries": (PREFIX, *PREFIX_QUERIES)}
-SHAPES = [(16, 64), (16, 80), (16, 112), (16, 176), (32, 128), (64, 48), (32, 256)]
+SHAPES = [(16, 64), (16, 80), (16, 112), (16, 176), (32, 128), (64, 48), (16, 256)]
+LARGEST = [(32, 256)]
 
 every_mask = pytest.mark.parametrize("kind", MASKS)
 
@@ -130,8 +131,9 @@ def faults(results_of):
 
 
 @every_mask
-def test_scores_in_the_mask_stay_and_others_go(kind, faults):
-    assert faults(kind, *SHAPES) == dict.fromkeys(SHAPES, 0)
+@pytest.mark.parametrize("shapes", thinned([SHAPES, LARGEST]), ids=str)
+def test_scores_in_the_mask_stay_and_others_go(kind, shapes, faults):
+    assert faults(kind, *shapes) == dict.fromkeys(shapes, 0)
 
 
 @pytest.mark.parametrize("kind", thinned(MASKS, keep=5))

@@ -4,6 +4,7 @@ import math
 
 import numpy
 import pytest
+from thinned import thinned
 
 from cupy_flash import attention, attention_backward, plan_attention, plan_attention_backward
 from cupy_flash.judge.compare import compare
@@ -107,7 +108,7 @@ def test_scores_are_scaled_one_by_one_where_the_scale_is_large():
 
 
 @kinds
-@pytest.mark.parametrize("softcap", [1e-3, 0.1, 50.0, 1e3, 1e5, 1e8, 1e20, 1e30])
+@pytest.mark.parametrize("softcap", thinned([1e-3, 0.1, 50.0, 1e3, 1e5, 1e8, 1e20, 1e30], keep=3))
 def test_softcap_is_right_relatively(arch, dtype, softcap):
     q, k, v, dout = inputs(dtype)
     for options in ({"softcap": softcap}, {"softcap": softcap, "scale": 1e-3}):
@@ -138,7 +139,7 @@ EDGES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["eager", "deferred"])
+@pytest.mark.parametrize("schedule", thinned(["eager", "deferred"]))
 @pytest.mark.parametrize(("arch", "dtype"), [("numpy", "float32"), *KINDS])
 def test_edges_of_float32_are_right(arch, dtype, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)

@@ -27,7 +27,7 @@ def test_blocks_add_in_the_order_of_lists(kernel, left_out, monkeypatch, change_
     file, wait, add = PLACES[kernel]
     text = source.files()[file]
     assert wait.search(text) and text.count(add) == 1
-    sleep = f"std::this_thread::sleep_for(std::chrono::milliseconds(100 * ({BLOCKS} - block_id() % {BLOCKS})));\n"
+    sleep = f"std::this_thread::sleep_for(std::chrono::milliseconds(50 * ({BLOCKS} - block_id() % {BLOCKS})));\n"
     change_kernel(file, (wait.sub("", text) if left_out else text).replace(add, sleep + add))
     q, k, v, dout = inputs("float16", batch=1, heads=1, heads_kv=1, len_kv=BLOCKS * 128)
     mask = numpy.ones((q.shape[-2], BLOCKS * 128), bool)
