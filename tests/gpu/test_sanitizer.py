@@ -237,8 +237,8 @@ def test_no_races(programs):
     store it before others have loaded it. A barrier of the whole block is between the two, in the machine code as well. It said
     nothing in 110 runs without a suite: of that kernel alone, with an idle machine, a busy CPU, a busy GPU, or warps that come late
     to one of its barriers; of all backward cases; of this program beside the other tools. (Before that, it spoke of bwd_v2 in 4 of
-    about 15 runs in which kernels were compiled.) Of that kernel alone it spoke in 2 of 181 runs beside a suite of 12 processes, and
-    in none of 36 beside 10 that computed all the time, nor of a kernel of nothing but such barriers there. So it takes other
+    about 15 runs in which kernels were compiled.) Of that kernel alone it spoke in 2 of 181 runs beside a suite of 12 processes,
+    and in none of 36 beside 10 that computed all the time, nor of a kernel of nothing but such barriers there. So it takes other
     processes, and not only their kernels, but why is not known. A barrier that is missing is reported in every run, see below.
     """
     for _ in range(3):
