@@ -289,6 +289,13 @@ def test_entries_of_a_file_are_compiled_at_the_same_time(plan):
     assert {entry for entry in plan.entries if f"entry function '{entry}'" in nvrtc.report(plan).log} == set(plan.entries)
 
 
+def test_every_kernel_is_watched():
+    """What a kernel has written that a tool did not watch, it takes for memory that nobody has."""
+    watched = runpy.run_path(str(Path(__file__).parent / "gpu" / "test_sanitizer.py"))["KERNELS"]
+    entries = [entry for text in source.files().values() for entry in re.findall(r"^KERNEL\([^)]*\) (\w+)\(", text, re.MULTILINE)]
+    assert len(entries) > 20 and [entry for entry in entries if not any(name in entry for name in watched)] == []
+
+
 @pytest.mark.parametrize(
     "name, file, kernel", (("EACH_LANE_ARRIVES", "tile/pipeline.cuh", "fwd_hopper"), ("NO_BARRIER", "bwd_v2.cu", "bwd_v2"))
 )

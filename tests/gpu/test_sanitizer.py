@@ -193,6 +193,8 @@ cupy.cuda.Device().synchronize()
 print("done")
 """
 
+KERNELS = ("fwd_", "bwd_", "classify", "merge", "rotate", "append")  # which are watched, and not what CuPy launches
+
 
 def run(program):
     """Run a program by itself, so that no kernel is compiled while a tool watches."""
@@ -206,7 +208,7 @@ def watch(tool, program):
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
     options = ["--tool", tool, "--error-exitcode", "9"]
-    for name in ("fwd_", "bwd_", "merge", "rotate", "append"):  # not what CuPy launches
+    for name in KERNELS:
         options += ["--kernel-name", f"kernel_substring={name}"]
     done = subprocess.run([sanitizer, *options, sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
     said = done.stdout + done.stderr
