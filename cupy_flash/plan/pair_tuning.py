@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from ..problem.forward import Problem
 from .expression_text import Pressure
+from .tuning import HOPPER as PLAIN_HOPPER
+from .tuning import HOPPER_BACKWARD as PLAIN_BACKWARD
+from .tuning import HOPPER_BACKWARD_WIDE as PLAIN_BACKWARD_WIDE
 from .tuning import (
-    FOUR,
-    FOUR_GROUPS,
     NARROW,
     ONE_GRADIENT,
     ONE_GROUP,
@@ -29,9 +30,6 @@ from .tuning import (
     WIDE_STEPS,
     TileConfig,
 )
-from .tuning import HOPPER as PLAIN_HOPPER
-from .tuning import HOPPER_BACKWARD as PLAIN_BACKWARD
-from .tuning import HOPPER_BACKWARD_WIDE as PLAIN_BACKWARD_WIDE
 
 REGISTERS = "what is asked for each pair takes registers of wider tiles"
 ONE_BLOCK = {"min_blocks": 1}
@@ -121,9 +119,10 @@ HOPPER_ARRAY_MASK = (
     TileConfig(128, 128, 128, TWO_GROUPS + PINGPONG, **TWO_PINGPONG, without_lengths=True),
     *(replace(row, without_lengths=True) for row in PLAIN_HOPPER if row.width > 128),
 )
+FEWER_CUT = "two groups of 64 rows: a tile at the end of a document has fewer pairs to ask"
 HOPPER_MASK = (
     HOPPER_FEW,
-    TileConfig(64, 256, 64, FOUR_GROUPS + PINGPONG, **FOUR, pingpong=True, without_lengths=True),
+    TileConfig(64, 128, 128, FEWER_CUT, **TWO, stages=4, stages_v=4, tma_store_out=True, plain_scores=True, without_lengths=True),
     *HOPPER_ARRAY_MASK[1:],
 )
 HOPPER_LOOKUPS = (*HOPPER_READS[:2], TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG), *HOPPER_READS[3:])
