@@ -61,7 +61,7 @@ constexpr int NUMBERS_OFFSET = CLIPPED_BARRIER + VARLEN * Mbarrier::bytes; // la
 constexpr int COLUMNS_OFFSET = (NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32)) + 15) / 16 * 16;
 constexpr int SHARED_BYTES = COLUMNS ? COLUMNS_OFFSET + StoredColumns::all_bytes : NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
 
-constexpr bool ARRAYS_AHEAD = WIDTH_V < 128;                  // what pairs have in arrays comes beneath the product of the scores: wider heads leave no registers for it
+constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS;   // what pairs have in arrays comes beneath the product of the scores: wider heads leave registers for no addresses
 KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: the query tiles of sequences
   if constexpr (VARLEN) schedule_queries(p);
 }

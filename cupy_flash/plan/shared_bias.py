@@ -35,4 +35,3 @@ def elements_in_turn(problem: Problem, tiles: int) -> int:
     most = min(elements, L2_BYTES // (HEADS_AT_WORK * bytes_of_head))
     fitting = (n for n in range(most, 1, -1) if elements % n == 0 and tiles % (n * TILES_IN_A_ROW) == 0)
     return next(fitting, 1)
-

@@ -230,17 +230,24 @@ template <int N, typename Compute> void start_on_host(Acc<16, N>& d, bool add, C
 }
 #endif
 
-// s = a b^T is started, or s += a b^T: rows row0 ... row0 + 63 of a for a warpgroup, 16 of them for the calling warp.
-template <int N, int ROWS, int WIDTH>
-OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a, int row0, const PanelTile<N, WIDTH>& b, bool add = false,
-                                 CallSite at = call_site()) {
 #if ON_GPU
+// The steps in k of s = a b^T, or of s += a b^T.
+template <int N, int ROWS, int WIDTH>
+OP void multiply_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a, int row0, const PanelTile<N, WIDTH>& b, bool add) {
   const u32 desc_a = descriptor(a.base + row0 * 128, 16), desc_b = descriptor(b.base, 16);
   pin(s);
   wgmma_fence();                                              // without it the product may overtake what was written to its registers
   #pragma unroll
   for (int i = 0; i < WIDTH / 16; ++i)
     wgmma_ss<N>(s.v, desc_a + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, desc_b + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, add || i > 0);
+}
+#endif
+// s = a b^T is started, or s += a b^T: rows row0 ... row0 + 63 of a for a warpgroup, 16 of them for the calling warp.
+template <int N, int ROWS, int WIDTH>
+OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a, int row0, const PanelTile<N, WIDTH>& b, bool add = false,
+                                 CallSite at = call_site()) {
+#if ON_GPU
+  multiply_transposed(s, a, row0, b, add);
   wgmma_commit_group();
 #else
   const int warp_row = row0 + warp_id() % 4 * 16;
@@ -278,12 +285,7 @@ template <int N, int ROWS, int WIDTH>
 OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a, int row0, const PanelTile<N, WIDTH>& b, const TermTile<N>& terms,
                                  CallSite at = call_site()) {
 #if ON_GPU
-  const u32 desc_a = descriptor(a.base + row0 * 128, 16), desc_b = descriptor(b.base, 16);
-  pin(s);
-  wgmma_fence();                                              // without it the product may overtake what was written to its registers
-  #pragma unroll
-  for (int i = 0; i < WIDTH / 16; ++i)
-    wgmma_ss<N>(s.v, desc_a + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, desc_b + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, i > 0);
+  multiply_transposed(s, a, row0, b, false);
   wgmma_ss_terms<N>(s.v, descriptor(terms.ones, 0), descriptor(terms.base, 0));
   wgmma_commit_group();
 #else
