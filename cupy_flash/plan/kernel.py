@@ -176,8 +176,12 @@ class KernelPlan:
             work = (48 + 32 * c.VARLEN) * c.STAGES_Q + 4 * c.STAGES * (c.TILE_LIST or c.FROM_LAST) + 8 * c.VARLEN
             biases = c.STAGED_BIAS * c.STAGES * c.TILE_Q * -(-c.TILE_KV // 64)
             main = {"fwd_hopper": 128 * (queries + keys + biases + values) + 8 * barriers + work}
-            if c.SCORES == "PLUS_COLUMN":  # ones, and terms of keys
-                main["fwd_hopper"] = -(-main["fwd_hopper"] // 16) * 16 + 128 + 16 * (c.TILE_KV + 1) * c.STAGES
+            terms = {  # that are a step of the product: ones, and terms of keys; distances, and steps
+                "PLUS_COLUMN": 128 + 16 * (c.TILE_KV + 1) * c.STAGES,
+                "PLUS_LINEAR": 16 * c.TILE_KV + 128 * c.STAGES_Q,
+            }
+            if c.SCORES in terms:
+                main["fwd_hopper"] = -(-main["fwd_hopper"] // 16) * 16 + terms[c.SCORES]
             return self._schedule | main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.WARPS_KV * c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         main = {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}

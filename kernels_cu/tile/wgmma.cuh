@@ -255,11 +255,11 @@ OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a,
 }
 
 // A term for each of N rows of the B operand of a product, as 16 bytes: in bfloat16, which has the exponents of float32, three parts, which have its
-// 24 bits, and zeros. Both halves of a step in k read the same bytes, so that parts are those of half the term. Beside the A operand there are ones:
-// eight rows of 16 bytes, which are read for all rows and both halves.
+// 24 bits, and zeros. Both halves of a step in k read the same bytes, so that parts are those of half the term. Beside the A operand there are ones,
+// or, of terms of few bits, parts of a factor: eight rows of 16 bytes, which are read for all rows and both halves.
 template <int N> struct TermTile {
-  static constexpr int bytes = 16 * N, bytes_of_ones = 128;
-  SharedAddress base, ones;
+  static constexpr int bytes = 16 * N, bytes_of_factors = 128;
+  SharedAddress base, factors;
   OP SharedAddress at(int row) const { return base + 16 * row; }
 };
 struct alignas(16) TermParts { u32 x[4]; };
@@ -270,10 +270,10 @@ OP TermParts parts_of(float term) {
   return {float_bits(high) >> 16 | float_bits(middle), float_bits(rest - middle) >> 16, 0, 0};
 }
 template <int N> OP void store_ones(const TermTile<N>& terms) {
-  for_lane(l) store_shared(terms.ones + 4 * l, 0x3f803f80u);  // by the warp that stores terms, whose fence shows both
+  for_lane(l) store_shared(terms.factors + 4 * l, 0x3f803f80u);  // by the warp that stores terms, whose fence shows both
 }
 
-// s = a b^T + 1 terms^T is started: another step in k, which comes first, so that it makes s.
+// s = a b^T + factors terms^T is started: another step in k, which comes first, so that it makes s.
 template <int N, int ROWS, int WIDTH>
 OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a, int row0, const PanelTile<N, WIDTH>& b, const TermTile<N>& terms,
                                  CallSite at = call_site()) {
@@ -281,7 +281,7 @@ OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a,
   const u32 desc_a = descriptor(a.base + row0 * 128, 16), desc_b = descriptor(b.base, 16);
   pin(s);
   wgmma_fence();                                              // without it the product may overtake what was written to its registers
-  wgmma_ss_terms<N>(s.v, descriptor(terms.ones, 0), descriptor(terms.base, 0));
+  wgmma_ss_terms<N>(s.v, descriptor(terms.factors, 0), descriptor(terms.base, 0));
   #pragma unroll
   for (int i = 0; i < WIDTH / 16; ++i)
     wgmma_ss<N>(s.v, desc_a + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, desc_b + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, true);
@@ -289,11 +289,11 @@ OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a,
 #else
   start_on_host(s, false, at, [=](Acc<16, N>& s) {
     host::self->check_shown(terms.base, terms.bytes, "multiplies", at);
-    host::self->check_shown(terms.ones, terms.bytes_of_ones, "multiplies", at);
+    host::self->check_shown(terms.factors, terms.bytes_of_factors, "multiplies", at);
     float a_f32[16][16], b_f32[16][N];
     const auto read = [](SharedAddress row, int k) { return unpack<bfloat_t>(load_shared<TermParts>(row).x[k % 8 / 2], k % 2); };
     for (int k = 0; k < 16; ++k) {
-      for (int row = 0; row < 16; ++row) a_f32[row][k] = read(terms.ones + row % 8 * 16, k);
+      for (int row = 0; row < 16; ++row) a_f32[row][k] = read(terms.factors + row % 8 * 16, k);
       for (int col = 0; col < N; ++col) b_f32[k][col] = read(terms.at(col), k);
     }
     fill(s, 0.f);
