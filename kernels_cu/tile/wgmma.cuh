@@ -62,7 +62,7 @@ template <int N> OP void wgmma_ss_b_mn(float* d, u32 a, u32 b, int add);
 template <int N> OP void wgmma_ss_a_mn(float* d, u32 a, u32 b, int add);
 // the same as the second with a in registers
 template <int N> OP void wgmma_rs(float* d, const u32* a, u32 b, int add);
-// d = a b^T: eight columns, twice, of eight rows of a, eight times, and of N rows of b, in rows of 16 bytes, one behind the other; both are
+// d += a b^T: eight columns, twice, of eight rows of a, eight times, and of N rows of b, in rows of 16 bytes, one behind the other; both are
 // bfloat16, whatever elements are
 template <int N> OP void wgmma_ss_terms(float* d, u32 a, u32 b);
 template <> OP void wgmma_ss<64>(float* d, u32 a, u32 b, int add) {
@@ -180,19 +180,19 @@ template <> OP void wgmma_rs<256>(float* d, const u32* a, u32 b, int add) {
     asm volatile(WGMMA(256, "bf16", D_256, DESCRIPTOR("b", "%132"), "{%128, %129, %130, %131}, b", "%133", "1") : OF_D_256 : OF_A(a), "r"(b), "r"(add));
 }
 template <> OP void wgmma_ss_terms<64>(float* d, u32 a, u32 b) {
-  asm volatile(WGMMA(64, "bf16", D_64, DESCRIPTOR_OF("a", "%32", "0") DESCRIPTOR_OF("b", "%33", "8"), "a, b", "0", "0, 0") : OF_D_64 : "r"(a), "r"(b));
+  asm volatile(WGMMA(64, "bf16", D_64, DESCRIPTOR_OF("a", "%32", "0") DESCRIPTOR_OF("b", "%33", "8"), "a, b", "1", "0, 0") : OF_D_64 : "r"(a), "r"(b));
 }
 template <> OP void wgmma_ss_terms<80>(float* d, u32 a, u32 b) {
-  asm volatile(WGMMA(80, "bf16", D_80, DESCRIPTOR_OF("a", "%40", "0") DESCRIPTOR_OF("b", "%41", "8"), "a, b", "0", "0, 0") : OF_D_80 : "r"(a), "r"(b));
+  asm volatile(WGMMA(80, "bf16", D_80, DESCRIPTOR_OF("a", "%40", "0") DESCRIPTOR_OF("b", "%41", "8"), "a, b", "1", "0, 0") : OF_D_80 : "r"(a), "r"(b));
 }
 template <> OP void wgmma_ss_terms<96>(float* d, u32 a, u32 b) {
-  asm volatile(WGMMA(96, "bf16", D_96, DESCRIPTOR_OF("a", "%48", "0") DESCRIPTOR_OF("b", "%49", "8"), "a, b", "0", "0, 0") : OF_D_96 : "r"(a), "r"(b));
+  asm volatile(WGMMA(96, "bf16", D_96, DESCRIPTOR_OF("a", "%48", "0") DESCRIPTOR_OF("b", "%49", "8"), "a, b", "1", "0, 0") : OF_D_96 : "r"(a), "r"(b));
 }
 template <> OP void wgmma_ss_terms<112>(float* d, u32 a, u32 b) {
-  asm volatile(WGMMA(112, "bf16", D_112, DESCRIPTOR_OF("a", "%56", "0") DESCRIPTOR_OF("b", "%57", "8"), "a, b", "0", "0, 0") : OF_D_112 : "r"(a), "r"(b));
+  asm volatile(WGMMA(112, "bf16", D_112, DESCRIPTOR_OF("a", "%56", "0") DESCRIPTOR_OF("b", "%57", "8"), "a, b", "1", "0, 0") : OF_D_112 : "r"(a), "r"(b));
 }
 template <> OP void wgmma_ss_terms<128>(float* d, u32 a, u32 b) {
-  asm volatile(WGMMA(128, "bf16", D_128, DESCRIPTOR_OF("a", "%64", "0") DESCRIPTOR_OF("b", "%65", "8"), "a, b", "0", "0, 0") : OF_D_128 : "r"(a), "r"(b));
+  asm volatile(WGMMA(128, "bf16", D_128, DESCRIPTOR_OF("a", "%64", "0") DESCRIPTOR_OF("b", "%65", "8"), "a, b", "1", "0, 0") : OF_D_128 : "r"(a), "r"(b));
 }
 
 OP void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -273,7 +273,7 @@ template <int N> OP void store_ones(const TermTile<N>& terms) {
   for_lane(l) store_shared(terms.factors + 4 * l, 0x3f803f80u);  // by the warp that stores terms, whose fence shows both
 }
 
-// s = a b^T + factors terms^T is started: another step in k, which comes first, so that it makes s.
+// s = a b^T + factors terms^T is started: another step in k. It comes last, or each step after it would round a sum that large terms are in.
 template <int N, int ROWS, int WIDTH>
 OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a, int row0, const PanelTile<N, WIDTH>& b, const TermTile<N>& terms,
                                  CallSite at = call_site()) {
@@ -281,13 +281,14 @@ OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a,
   const u32 desc_a = descriptor(a.base + row0 * 128, 16), desc_b = descriptor(b.base, 16);
   pin(s);
   wgmma_fence();                                              // without it the product may overtake what was written to its registers
-  wgmma_ss_terms<N>(s.v, descriptor(terms.factors, 0), descriptor(terms.base, 0));
   #pragma unroll
   for (int i = 0; i < WIDTH / 16; ++i)
-    wgmma_ss<N>(s.v, desc_a + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, desc_b + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, true);
+    wgmma_ss<N>(s.v, desc_a + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, desc_b + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, i > 0);
+  wgmma_ss_terms<N>(s.v, descriptor(terms.factors, 0), descriptor(terms.base, 0));
   wgmma_commit_group();
 #else
-  start_on_host(s, false, at, [=](Acc<16, N>& s) {
+  start_product_transposed(s, a, row0, b, false, at);
+  start_on_host(s, true, at, [=](Acc<16, N>& s) {
     host::self->check_shown(terms.base, terms.bytes, "multiplies", at);
     host::self->check_shown(terms.factors, terms.bytes_of_factors, "multiplies", at);
     float a_f32[16][16], b_f32[16][N];
@@ -296,10 +297,8 @@ OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a,
       for (int row = 0; row < 16; ++row) a_f32[row][k] = read(terms.factors + row % 8 * 16, k);
       for (int col = 0; col < N; ++col) b_f32[k][col] = read(terms.at(col), k);
     }
-    fill(s, 0.f);
     multiply_add(s, a_f32, b_f32);
   });
-  start_product_transposed(s, a, row0, b, true, at);
 #endif
 }
 
