@@ -23,9 +23,9 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/bias_tile.cuh"
-#include "tile/column_terms.cuh"
 #include "tile/combine.cuh"
 #include "tile/large_terms.cuh"
+#include "tile/linear_terms.cuh"
 #include "tile/mask.cuh"
 #include "tile/paged.cuh"
 #include "tile/pipeline.cuh"
@@ -58,8 +58,8 @@ constexpr int WORK_OFFSET = Q_BARRIERS + STAGES_Q * STAGE_BARRIERS;
 constexpr int SEQUENCES_OFFSET = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
 constexpr int CLIPPED_BARRIER = SEQUENCES_OFFSET + VARLEN * STAGES_Q * int(sizeof(SequenceDescriptor));
 constexpr int NUMBERS_OFFSET = CLIPPED_BARRIER + VARLEN * Mbarrier::bytes; // last: what lies behind them would not be aligned
-constexpr int COLUMNS_OFFSET = (NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32)) + 15) / 16 * 16;
-constexpr int SHARED_BYTES = COLUMNS ? COLUMNS_OFFSET + StoredColumns::all_bytes : NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
+constexpr int TERMS_OFFSET = (NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32)) + 15) / 16 * 16;
+constexpr int SHARED_BYTES = TERMS_IN_PRODUCT ? TERMS_OFFSET + StoredTerms::all_bytes : NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
 
 constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS;   // what pairs have in arrays comes beneath the product of the scores: wider heads leave registers for no addresses
 KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: the query tiles of sequences
@@ -80,7 +80,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     init_pipeline(values, 4 * GROUPS);
     init_pipeline(queries, SHARED_STAGES ? 4 * GROUPS : 4);
     if (VARLEN) init_clipping(clipping);
-    if constexpr (COLUMNS) store_ones(StoredColumns(smem + COLUMNS_OFFSET, 0));
+    init_terms(smem + TERMS_OFFSET);
   }
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
 
@@ -110,6 +110,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     // Queries and work of the consumers first ... end - 1.
     const auto load_queries = [&](int first, int end) {
       const bool follows = has_work_tile(p, VARLEN ? taken : index + 1);
+      const float step = LINEAR ? step_of_head(p, here) : 0.f;
       #pragma unroll 1
       for (int of = first; of < end; ++of) {
         const WorkDescriptor work = describe_work(p, mask, index, here, tiles, list, of, int(left >> 4 * of & 15), follows);
@@ -117,6 +118,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         producer_acquire(queries);                            // without it queries are overwritten that are still read
         store_once(smem + WORK_OFFSET + queries.stage() * int(sizeof(WorkDescriptor)), work);
         store_sequence(smem + SEQUENCES_OFFSET + queries.stage() * int(sizeof(SequenceDescriptor)), mask, here);
+        if constexpr (LINEAR) store_step(StoredSteps(smem + TERMS_OFFSET, queries.stage()), step);
         sync_warp();                                          // without it work is read that has not been written
         load_async(queries, p.q_map, here.batch, here.head, rows_at<QUERIES>(p, here).first() + here.row + of * ROWS);
       }
@@ -137,9 +139,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       }
       const Pass pass{last, last && announced};
       if (pass.across) {
-        of_keys = here;
-        head = here.head;
-        of_keys.head = head_kv;
+        of_keys = here, of_keys.head = head_kv, head = here.head;
         list_of_keys = {list, {}};
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
@@ -150,11 +150,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         find_pages(pages, p, of_keys, place * TILE_KV, pass.across);
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
         if constexpr (NUMBERED) store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), number);
-        if constexpr (COLUMNS && VARLEN) store(StoredColumns(smem + COLUMNS_OFFSET, keys.stage()), columns);
+        if constexpr (COLUMNS && VARLEN) store(StoredColumns(smem + TERMS_OFFSET, keys.stage()), columns);
         if constexpr (NUMBERED) sync_warp();                  // without it a number is read that has not been written
         if constexpr (VARLEN) load_keys(keys, p, of_keys, pages, place * TILE_KV);
         else if constexpr (STAGED_BIAS) load_with_bias(keys, p, of_keys, head, place * TILE_KV);
-        else if constexpr (COLUMNS) load_with_terms(keys, p.k_map, of_keys, place * TILE_KV, smem + COLUMNS_OFFSET, columns);
+        else if constexpr (COLUMNS) load_with_terms(keys, p.k_map, of_keys, place * TILE_KV, smem + TERMS_OFFSET, columns);
         else load_async(keys, p.k_map, of_keys.batch, of_keys.head, place * TILE_KV);
       }
       if (values_due) {
@@ -257,8 +257,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     const int col0 = first_key();
     if (COLUMNS) leave_out_largest(softmax, terms_reg, common, largest);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if constexpr (MODIFIED) modify_scores<false>(s_reg, arrays, context(), warp_row, col0, !(number & ALL_PAIRS));
-    if (SCORES == PLUS_LINEAR) terms_of_rows<false>(terms_reg, s_reg, context(), warp_row, col0);
+    if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, col0, !(number & ALL_PAIRS));
+    if (SCORES == PLUS_LINEAR) terms_of_rows<false, true>(terms_reg, s_reg, context(), warp_row, col0);
     if (!unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0, masked_score(terms));
     if constexpr (SCALES_LARGE) scale_as_before(s_reg, scale_log2, p.scale_log2);
   };
@@ -289,9 +289,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   };
 
   // Where the maximum so far was too small: S once more, and P with the maximum of S.
-  const auto redo = [&](const KeyTile& k_smem, const StoredColumns& columns, RowVec<16>& correction, RowVec<16>& sum) {
+  const auto redo = [&](const KeyTile& k_smem, const StoredTerms& in_product, RowVec<16>& correction, RowVec<16>& sum) {
     Arrays arrays;
-    start_scores(s_reg, q_smem, k_smem, columns);
+    start_scores(s_reg, q_smem, k_smem, in_product);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     load_arrays(arrays, k_smem);
     scores_of_tile(arrays);
@@ -308,10 +308,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (follows) to_operands(p_reg, s_reg, kept_reg);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
     if constexpr (NUMBERED) number = uniform(load_shared<u32>(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32))));
-    const StoredColumns columns(smem + COLUMNS_OFFSET, keys.stage());
-    if constexpr (COLUMNS) common = load_shared<float>(columns.common());
+    const StoredTerms in_product(smem + TERMS_OFFSET, LINEAR ? int(q_smem.base - smem) / QueryTile::bytes : keys.stage());
+    if constexpr (COLUMNS) common = load_common(in_product);
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it products of several warpgroups queue, and no scores are done soon
-    start_scores(s_reg, q_smem, k_smem, columns);
+    start_scores(s_reg, q_smem, k_smem, in_product);
     RowVec<16> weight;
     if (follows) {
       if (real) consumer_wait(values);                        // without it the product reads values that have not arrived
@@ -337,7 +337,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     exponentiate(softmax, s_reg, sum, scale_log2, terms_reg);
     if constexpr (VARLEN) fill_from(sum, queries_left(), 0.f);
     const bool again = !first && warpgroup_any(VOTE + group, too_large(sum));
-    if (again) redo(k_smem, columns, correction, sum);
+    if (again) redo(k_smem, in_product, correction, sum);
     if (MODIFIED) rising = again || (rising && !first && warp_any(below_one(correction)));
     consumer_release(keys);                                   // without it the producer waits for ever
     add(softmax, sum);

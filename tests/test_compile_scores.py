@@ -149,25 +149,32 @@ MASKS = ({}, {"causal": True}, {"window": (40, 0)})
 LENGTHS = (64, 512, 2048, 8192)  # of queries and keys: those that rows differ by
 
 
-def plan_of_keys(dtype, dims, length, **options):
+TERMS = {  # that are a step of the product of queries and keys
+    "PLUS_COLUMN": lambda length: {"score": "score + t[kv_idx]", "arrays": {"t": numpy.ones(length, numpy.float32)}},
+    "PLUS_LINEAR": lambda length: {"score": "score + slope[h] * (kv_idx - q_idx)", "arrays": {"slope": SLOPES}},
+}
+
+
+def plan_of_terms(kind, dtype, dims, length, **options):
     q, k, v = (numpy.zeros((1, 2, length, dim), DTYPES[dtype]) for dim in (dims[0], *dims))
-    asked = {"score": "score + t[kv_idx]", "arrays": {"t": numpy.ones(length, numpy.float32)}}
-    kernel = plan_attention(q, k, v, backend="host", arch="90a", **asked, **options).kernel
-    assert (kernel.file, kernel.config.SCORES) == ("fwd_hopper", "PLUS_COLUMN")
+    kernel = plan_attention(q, k, v, backend="host", arch="90a", **TERMS[kind](length), **options).kernel
+    assert (kernel.file, kernel.config.SCORES) == ("fwd_hopper", kind)
     return kernel
 
 
-def test_shared_memory_holds_terms_of_keys():
+@pytest.mark.parametrize("kind", TERMS)
+def test_shared_memory_holds_terms_in_products(kind):
     for dims, length, mask in product([*((dim, dim) for dim in WIDTHS), (192, 128)], LENGTHS, MASKS):
         for more in ({}, {"seqlens_q": numpy.array([length]), "seqlens_kv": numpy.array([length])}):
-            kernel = plan_of_keys("float16", dims, length, **mask, **more)
+            kernel = plan_of_terms(kind, "float16", dims, length, **mask, **more)
             assert kernel.shared_bytes <= ARCHITECTURES["90a"].shared_bytes, str(kernel)
 
 
 @pytest.mark.parametrize("case", thinned(list(product(["bfloat16", "float16"], WIDTHS, LENGTHS, MASKS)), keep=24, first=1), ids=str)
-def test_terms_of_keys_take_no_registers(case):
+@pytest.mark.parametrize("kind", TERMS)
+def test_terms_in_products_take_no_registers(kind, case):
     dtype, dim, length, mask = case
-    assert nvrtc.report(plan_of_keys(dtype, (dim, dim), length, **mask)).fault == ""
+    assert nvrtc.report(plan_of_terms(kind, dtype, (dim, dim), length, **mask)).fault == ""
 
 
 @pytest.mark.parametrize("architecture, dtype, dim, asked, way", list(settings()))

@@ -172,13 +172,13 @@ class KernelPlan:
             panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
             queries = 64 * c.STAGES_Q * panels + c.TMA_STORE_OUT * c.TILE_Q * panels_v  # and out
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
-            barriers = 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q)
             work = (48 + 32 * c.VARLEN) * c.STAGES_Q + 4 * c.STAGES * (c.TILE_LIST or c.FROM_LAST) + 8 * c.VARLEN
             biases = c.STAGED_BIAS * c.STAGES * c.TILE_Q * -(-c.TILE_KV // 64)
-            main = {"fwd_hopper": 128 * (queries + keys + biases + values) + 8 * barriers + work}
-            if c.SCORES == "PLUS_COLUMN":  # ones, and terms of keys
-                main["fwd_hopper"] = -(-main["fwd_hopper"] // 16) * 16 + 128 + 16 * (c.TILE_KV + 1) * c.STAGES
-            return self._schedule | main | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
+            main = 128 * (queries + keys + biases + values) + 8 * 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q) + work
+            terms = {"PLUS_COLUMN": 128 + 16 * (c.TILE_KV + 1) * c.STAGES, "PLUS_LINEAR": 16 * c.TILE_KV + 128 * c.STAGES_Q}
+            if c.SCORES in terms:  # ones, and terms of keys; distances, and steps
+                main = -(-main // 16) * 16 + terms[c.SCORES]
+            return self._schedule | {self.file: main} | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.WARPS_KV * c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         main = {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}
         return self._schedule | main | ({f"{self.file}_combine": 0} if c.SPLIT_KV and not c.LAST_COMBINES else {})

@@ -218,10 +218,18 @@ def beside_terms(row: TileConfig) -> tuple[TileConfig, ...]:
     return (less, row) if row.tma_store_out else (less,)
 
 
+def beside_steps(row: TileConfig) -> tuple[TileConfig, ...]:
+    """The same of linear terms, whose steps take registers that sequences of their own lengths have not."""
+    if (row.width, row.tile_q, row.tile_kv) != SPILLING[0]:
+        return (row,)
+    return replace(row, without_lengths=True), TileConfig(64, 256, 64, FOUR_GROUPS + PINGPONG, **FOUR, pingpong=True)
+
+
 # Of what is taken apart, see `apart`, where a plain row has no registers for it: for 80 queries and a factor, or lengths and terms
-# of keys; or no shared memory.
+# of keys or linear ones; or no shared memory.
 APART_ROWS = {
     ("fwd_hopper", "PLUS_COLUMN"): tuple(own for row in PLAIN_HOPPER for own in beside_terms(row)),
+    ("fwd_hopper", "PLUS_LINEAR"): tuple(own for row in PLAIN_HOPPER for own in beside_steps(row)),
     ("bwd_hopper", "SCALED"): (*PLAIN_BACKWARD[:2], replace(PLAIN_BACKWARD[2], max_len_q=None)),
     ("bwd_hopper", "PLUS_COLUMN"): tuple(replace(row, without_lengths=row.masks == ("causal",)) for row in PLAIN_BACKWARD),
 }

@@ -18,8 +18,8 @@ constexpr bool COLUMNS = SCORES == PLUS_COLUMN;
 // In shared memory: ones, and for each stage of keys their terms, and what these have in common.
 struct StoredColumns : TermTile<TILE_KV> {
   static constexpr int stage_bytes = bytes + 16;
-  static constexpr int all_bytes = bytes_of_ones + STAGES * stage_bytes;
-  OP StoredColumns(SharedAddress all, int stage) : TermTile{all + bytes_of_ones + stage * stage_bytes, all} {}
+  static constexpr int all_bytes = bytes_of_factors + STAGES * stage_bytes;
+  OP StoredColumns(SharedAddress all, int stage) : TermTile{all + bytes_of_factors + stage * stage_bytes, all} {}
   OP SharedAddress common() const { return base + bytes; }
 };
 
@@ -64,6 +64,7 @@ OP void store(const StoredColumns& to, const ColumnTerms& columns) {
   }
   fence_proxy_async();                                        // without it products, and lanes, read what was there before
 }
+OP float load_common(const StoredColumns& columns) { return load_shared<float>(columns.common()); }
 
 // The stage at hand = keys from `row` on, and beneath that these terms; goes on to the next one. Bytes that come before they are announced count all the
 // same, and the keys shall not wait until the terms have been written.
@@ -74,12 +75,6 @@ OP void load_with_terms(Pipeline<T, DEPTH, LANES>& keys, const TensorMap& map, c
   store(StoredColumns(all_columns, keys.stage()), columns);
   arrive_expect_tx(keys.full(), T::bytes, at);
   keys.advance();
-}
-
-// S = Q K^T is started, with the terms of these keys, if they have any.
-template <int N, typename QueryTile, typename KeyTile> OP void start_scores(Acc<16, N>& s, const QueryTile& q, const KeyTile& k, const StoredColumns& columns) {
-  if constexpr (COLUMNS) start_product_transposed(s, q, 0, k, columns);
-  else start_product_transposed(s, q, 0, k);
 }
 
 // What the rows have in common in this tile, besides the largest of all tiles, which a tile may raise.

@@ -13,12 +13,13 @@ template <bool TRANSPOSED, int M, int N> OP PairPlace place_of(const Acc<M, N>& 
   const int row = row0 + s.row(l, r), first_col = col0 + s.col(l, 0), further = s.col(l, r) - s.col(l, 0), col = first_col + further;
   return {TRANSPOSED, TRANSPOSED ? col : row, TRANSPOSED ? row : col, float(row), float(first_col), float(further), 0.f, true};
 }
-// PLUS_LINEAR: what the pairs of a row have in common of the term, in units of log 2. It is that of the key in the middle of the lane's, or
-// TRANSPOSED that of the query in the middle of the tile.
-template <bool TRANSPOSED, int M, int N> OP void terms_of_rows(RowVec<M>& terms, const Acc<M, N>& s, const ScoreContext& x, int row0, int col0) {
+// PLUS_LINEAR: what the pairs of a row have in common of the term, in units of log 2. It is that of the key in the middle of the lane's, or OF_TILE of
+// the tile; TRANSPOSED that of the query there.
+template <bool TRANSPOSED, bool OF_TILE = TRANSPOSED, int M, int N>
+OP void terms_of_rows(RowVec<M>& terms, const Acc<M, N>& s, const ScoreContext& x, int row0, int col0) {
   for_lane(l) {
     const int lane = TMA_REDUCE_DQ ? not_ahead(l) : l;
-    const int row = row0 + RowVec<M>::row(lane, 0), col = col0 + (TRANSPOSED ? N / 2 : s.col(l, 0) + middle_column(s));
+    const int row = row0 + RowVec<M>::row(lane, 0), col = col0 + (OF_TILE ? N / 2 : s.col(l, 0) + middle_column(s));
     terms.at(l, 0) = term_of({TRANSPOSED, TRANSPOSED ? col : row, TRANSPOSED ? row : col, float(row), float(col), 0.f, 0.f, true}, x) * LOG2E;
     #pragma unroll
     for (int i = 1; i < M / 8; ++i)
@@ -149,8 +150,9 @@ template <bool TRANSPOSED, int M, int N> OP u64 pairs_that_take_part(const Acc<M
 }
 
 // Scores become what the expressions say, and those of pairs that take no part become -inf. Where all take part, none is asked (`ask_pairs`).
+// OF_TILE: what is left of a linear term has been in the product, or is in the statistics.
 constexpr bool OF_PAIRS = SCORES == PLUS_TERM || SCORES == PLUS_LINEAR || SCORES == EXPRESSION;
-template <bool TRANSPOSED, int M, int N>
+template <bool TRANSPOSED, bool OF_TILE = TRANSPOSED, int M, int N>
 OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreContext& x, int first_row, int col0, bool ask_pairs = true) {
   const int row0 = not_ahead(first_row);
   for_lane(l) {
@@ -160,7 +162,7 @@ OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreC
       if (HAS_BIAS) at.bias = BIAS_AHEAD ? of_two<BiasElement>(arrays.bias.at(l, r / 2), r % 2) : of_pair<float, BiasElement>(x.bias, at, x);
       float& score = s.at(l, r);
       if (SCORES == PLUS_TERM) score += term_of(at, x);
-      if (SCORES == PLUS_LINEAR && !TRANSPOSED) score = fmaf(float(s.reg_col(r) - middle_column(s)), x.step, score);
+      if (SCORES == PLUS_LINEAR && !OF_TILE) score = fmaf(float(s.reg_col(r) - middle_column(s)), x.step, score);
       if (SCORES == EXPRESSION) score = score_of(score, at, x) * LOG2E;
     }
     if (MASKED_PAIRS && ask_pairs) {

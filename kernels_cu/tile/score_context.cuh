@@ -5,8 +5,9 @@
 //                 exponent, of log 2 if scores are scaled one by one. So it takes one addition, and the derivative is 1
 //   PLUS_LINEAR   such a term that is linear in the places of a pair. What the rows of a lane have in common of it, for a tile, goes into the
 //                 exponent (`terms_of_rows`), where columns are keys. What is left is a multiple of `step` for each column, a number known when
-//                 this is compiled: one instruction a score. Where columns are queries, that is in the statistics already (`of_query`), and the
-//                 rows' part is one addition. Rows of a tile are counted from its middle, so that neither is large near a diagonal
+//                 this is compiled: one instruction a score, or in fwd_hopper.cu a step of the product, see tile/linear_terms.cuh. Where columns
+//                 are queries, that is in the statistics already (`of_query`), and the rows' part is one addition. Rows of a tile are counted from
+//                 its middle, so that neither is large near a diagonal
 //   PLUS_COLUMN   such a term of the key alone. In the forward it is a step of the product, see tile/column_terms.cuh; where rows are keys, it is what
 //                 a row has in common, and is added
 //   SCALED        scores times what a head has in common: a scale of the head (`scale_of_head`), and a factor of dS

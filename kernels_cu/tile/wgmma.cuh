@@ -262,11 +262,11 @@ OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a,
 }
 
 // A term for each of N rows of the B operand of a product, as 16 bytes: in bfloat16, which has the exponents of float32, three parts, which have its
-// 24 bits, and zeros. Both halves of a step in k read the same bytes, so that parts are those of half the term. Beside the A operand there are ones:
-// eight rows of 16 bytes, which are read for all rows and both halves.
+// 24 bits, and zeros. Both halves of a step in k read the same bytes, so that parts are those of half the term. Beside the A operand there are ones,
+// or, of terms of few bits, parts of a factor: eight rows of 16 bytes, which are read for all rows and both halves.
 template <int N> struct TermTile {
-  static constexpr int bytes = 16 * N, bytes_of_ones = 128;
-  SharedAddress base, ones;
+  static constexpr int bytes = 16 * N, bytes_of_factors = 128;
+  SharedAddress base, factors;
   OP SharedAddress at(int row) const { return base + 16 * row; }
 };
 struct alignas(16) TermParts { u32 x[4]; };
@@ -277,26 +277,26 @@ OP TermParts parts_of(float term) {
   return {float_bits(high) >> 16 | float_bits(middle), float_bits(rest - middle) >> 16, 0, 0};
 }
 template <int N> OP void store_ones(const TermTile<N>& terms) {
-  for_lane(l) store_shared(terms.ones + 4 * l, 0x3f803f80u);  // by the warp that stores terms, whose fence shows both
+  for_lane(l) store_shared(terms.factors + 4 * l, 0x3f803f80u);  // by the warp that stores terms, whose fence shows both
 }
 
-// s = a b^T + 1 terms^T is started: another step in k. It comes last, because each step cuts sums off, and those of large terms are rounded once so.
+// s = a b^T + factors terms^T is started: another step in k. It comes last, because each step cuts sums off, and those of large terms are rounded once so.
 template <int N, int ROWS, int WIDTH>
 OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a, int row0, const PanelTile<N, WIDTH>& b, const TermTile<N>& terms,
                                  CallSite at = call_site()) {
 #if ON_GPU
   multiply_transposed(s, a, row0, b, false);
-  wgmma_ss_terms<N>(s.v, descriptor(terms.ones, 0), descriptor(terms.base, 0));
+  wgmma_ss_terms<N>(s.v, descriptor(terms.factors, 0), descriptor(terms.base, 0));
   wgmma_commit_group();
 #else
   start_product_transposed(s, a, row0, b, false, at);
   start_on_host(s, true, at, [=](Acc<16, N>& s) {
     host::self->check_shown(terms.base, terms.bytes, "multiplies", at);
-    host::self->check_shown(terms.ones, terms.bytes_of_ones, "multiplies", at);
+    host::self->check_shown(terms.factors, terms.bytes_of_factors, "multiplies", at);
     float a_f32[16][16], b_f32[16][N];
     const auto read = [](SharedAddress row, int k) { return unpack<bfloat_t>(load_shared<TermParts>(row).x[k % 8 / 2], k % 2); };
     for (int k = 0; k < 16; ++k) {
-      for (int row = 0; row < 16; ++row) a_f32[row][k] = read(terms.ones + row % 8 * 16, k);
+      for (int row = 0; row < 16; ++row) a_f32[row][k] = read(terms.factors + row % 8 * 16, k);
       for (int col = 0; col < N; ++col) b_f32[k][col] = read(terms.at(col), k);
     }
     multiply_add(s, a_f32, b_f32);
