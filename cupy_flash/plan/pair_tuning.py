@@ -11,10 +11,9 @@ from dataclasses import replace
 
 from ..problem.forward import Problem
 from .expression_text import Pressure
-from .tuning import HOPPER as PLAIN_HOPPER
-from .tuning import HOPPER_BACKWARD as PLAIN_BACKWARD
-from .tuning import HOPPER_BACKWARD_WIDE as PLAIN_BACKWARD_WIDE
 from .tuning import (
+    FOUR,
+    FOUR_GROUPS,
     NARROW,
     ONE_GRADIENT,
     ONE_GROUP,
@@ -30,6 +29,9 @@ from .tuning import (
     WIDE_STEPS,
     TileConfig,
 )
+from .tuning import HOPPER as PLAIN_HOPPER
+from .tuning import HOPPER_BACKWARD as PLAIN_BACKWARD
+from .tuning import HOPPER_BACKWARD_WIDE as PLAIN_BACKWARD_WIDE
 
 REGISTERS = "what is asked for each pair takes registers of wider tiles"
 ONE_BLOCK = {"min_blocks": 1}

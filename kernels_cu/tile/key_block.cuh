@@ -77,9 +77,10 @@ struct KeyBlock {
   u32 tiles_before;                                           // query tiles of heads that had the same sums before, and of all in between
 
   OP KeyBlock(const HopperBackwardParams& p)
-      : here(VARLEN ? key_block_coord(p) : key_block_coord(p, TILE_KV)),
+      : here(key_block_coord(p)),
         head(here.batch_number * p.heads + here.first_head) {
     keep_sequence(kept, p, here.batch_number);
+    here.tile = tile_in_sequence(kept, p, here.tile);
     mask = transposed_mask(kept, p);
     backwards = head < p.backwards;
     if (backwards && (!VARLEN || here.tile < key_tiles(p))) here.tile = key_tiles(p) - 1 - here.tile;
@@ -236,14 +237,17 @@ OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, con
     const u32 unit = (keys.batch_number() * p.heads + here.first_head) / p.heads_per_block;
     const i64 number = i64(unit) * tiles_of<KEYS>(p) + keys.first_tile() + here.tile;
     store(DkvAccum{accum + number * DkvAccum::size}, acc, row, 0);
-  } else if constexpr (VARLEN || FLOAT32_RESULTS) {           // TMA would write beyond the sequence; of float32, a tile has no room
-    const auto& keys = block.seq(p).kv;
-    store(rows_of<Result>(of_values ? p.dv : p.dk, here.batch, here.head_kv, keys.first() + block.row0 + row, keys.end_of_room(), of_values ? p.dim_v : p.dim), acc);
-  } else {
-    store(tile, acc, row);
-    fence_proxy_async();                                      // without it rows leave that have not been written
-    store_async(map, here.batch, here.head_kv, block.row0 + row, tile, row);
+    return;
   }
+  const auto& keys = block.seq(p).kv;
+  const int first = keys.first() + block.row0 + row;
+  if (FLOAT32_RESULTS || (VARLEN && first + 16 > keys.end_of_room())) { // of float32, a tile has no room; TMA would write beyond the sequence
+    store(rows_of<Result>(of_values ? p.dv : p.dk, here.batch, here.head_kv, first, keys.end_of_room(), of_values ? p.dim_v : p.dim), acc);
+    return;
+  }
+  store(tile, acc, row);
+  fence_proxy_async();                                        // without it rows leave that have not been written
+  store_async(map, here.batch, here.head_kv, first, tile, row);
 }
 
 // STORE_DBIAS. By an idle warp: dS of each step leaves as the gradient of the bias, from where consumers leave it for dQ. The warp is one of those

@@ -127,11 +127,11 @@ OP KeyBlockCoord key_block_coord(const int (&batch)[BATCH_AXES], int heads, int 
 OP bool has_first_keys(const HopperBackwardParams& p) { return TILE_LIST && block_id() < p.first_tiles; }
 OP u32 block_of_others(const HopperBackwardParams& p) { return TILE_LIST && !has_first_keys(p) ? block_id() - p.first_tiles : block_id(); }
 
-// The same with divisions by multiplication, which take a block less time.
-OP KeyBlockCoord key_block_coord(const HopperBackwardParams& p, int tile_kv) {
+// The same with divisions by multiplication, which take a block less time. Packed keys are those of one batch element.
+OP KeyBlockCoord key_block_coord(const HopperBackwardParams& p, bool packed) {
   u32 units = p.units_divmod.divisor;
   #pragma unroll
-  for (int i = 0; i < BATCH_AXES; ++i) units *= p.batch[i];
+  for (int i = 0; i < BATCH_AXES; ++i) units *= packed ? 1 : p.batch[i];
   const u32 together = p.heads_together_divmod.divisor;
   const u32 group = divide(block_of_others(p), p.group_divmod), first_unit = group * together, rest = block_of_others(p) - group * p.group_divmod.divisor;
   const u32 here_together = min_of(together, units - first_unit);

@@ -49,15 +49,12 @@ enum LengthArray { OFFSETS_Q = 1, OFFSETS_KV = 2, LENGTHS_Q = 4, LENGTHS_KV = 8,
 
 // A number of such an array, at most `most`.
 OP int read_length(const SequenceParams& s, const void* array, LengthArray which, i64 i, int most) {
-  i64 number;
   if (s.wide & which) {
     count_read(sizeof(i64));
-    number = static_cast<const i64*>(array)[i];
-  } else {
-    count_read(sizeof(int));
-    number = static_cast<const int*>(array)[i];
+    return int(max_of(min_of(static_cast<const i64*>(array)[i], i64(most)), i64(0)));
   }
-  return int(max_of(min_of(number, i64(most)), i64(0)));
+  count_read(sizeof(int));
+  return max_of(min_of(static_cast<const int*>(array)[i], most), 0);
 }
 
 // One side of a sequence; `rows` is how many the array has.
@@ -169,12 +166,14 @@ template <Side SIDE, typename Params> OP u32 sequence_of_tile(const Params& p, i
   return first;
 }
 
-// From a tile of packed rows to its sequence, and to the first row there; below 0 if no sequence has the tile.
-template <Side SIDE, typename Params> OP int row_in_sequence(const Params& p, int tile, u32& number) {
-  number = sequence_of_tile<SIDE>(p, tile);
-  const SequenceRows rows = rows_of_sequence<SIDE>(p, number);
+// The first row of a tile of packed rows in its sequence; below 0 if the sequence does not have the tile.
+template <Side SIDE> OP int row_in_sequence(const SequenceRows& rows, int tile) {
   const int row = (tile - rows.first_tile()) * TILE_ROWS<SIDE>;
   return row < rows.room ? row : -1;
+}
+template <Side SIDE, typename Params> OP int row_in_sequence(const Params& p, int tile, u32& number) {
+  number = sequence_of_tile<SIDE>(p, tile);
+  return row_in_sequence<SIDE>(rows_of_sequence<SIDE>(p, number), tile);
 }
 
 // Where a block of a grid of tiles is; `row` is below 0 if there is no such tile.
@@ -191,7 +190,7 @@ template <Side SIDE, typename Params> OP BlockCoord block_coord(const Params& p,
   }
   return block_coord(p.batch, heads, rows_of_array<SIDE>(p), TILE_ROWS<SIDE>, block);
 }
-// The same of a block of the backward; `tile` is below 0.
+// The same of a block of the backward; `tile` is below 0 if there is none.
 template <typename Params> OP KeyBlockCoord key_block_coord(const Params& p) {
   if constexpr (VARLEN) {
     if (offsets_of<KEYS>(p)) {
@@ -204,6 +203,26 @@ template <typename Params> OP KeyBlockCoord key_block_coord(const Params& p) {
     }
   }
   return key_block_coord(p.batch, p.heads, p.heads_per_kv, p.heads_per_block, p.len_kv, TILE_KV, p.heads_together);
+}
+// For sm_90a, where a multiprocessor has one block at a time, and waits until it knows. Of packed keys `tile` is counted over all sequences, until the
+// block has read where its own lies (`tile_in_sequence`).
+OP KeyBlockCoord key_block_coord(const HopperBackwardParams& p) {
+  const bool packed = offsets_of<KEYS>(p);
+  KeyBlockCoord here = key_block_coord(p, packed);
+  if constexpr (VARLEN) {
+    if (packed) {
+      here.batch_number = sequence_of_tile<KEYS>(p, here.tile);
+      if (here.batch_number < u32(p.batch[BATCH_AXES - 1])) here.batch[BATCH_AXES - 1] = int(here.batch_number); // as nearly all are, without a division
+      else batch_element(here.batch, p.batch, here.batch_number);
+    }
+  }
+  return here;
+}
+template <typename Params> OP int tile_in_sequence(const NoSequence&, const Params&, int tile) { return tile; }
+template <typename Params> OP int tile_in_sequence(const VarlenSequence<Params>& of, const Params& p, int tile) {
+  if (!offsets_of<KEYS>(p)) return tile;
+  const int row = row_in_sequence<KEYS>(of.kv, tile);
+  return row < 0 ? -1 : row / TILE_KV;
 }
 
 // Number of a tile of queries, over heads and what batch elements the array has.
