@@ -187,6 +187,7 @@ struct HopperVarlenParams : HopperForwardCommon {
   FastDivmod piece_divmod;                // PAGED: keys of a box of the maps, which divide a page and a tile
   int pieces_of_tile;                     // how many of these a tile takes
   PlacedWorkItem* work;                   // how many query tiles there are, and how many of these have queries, as a first sequence and row; then those of a head
+  FastDivmod heads_together_divmod;       // heads that take turns with the tiles of this list, before the next ones do; they divide `heads`
   Tensor k, v;                            // COPIED_PAGES
 };
 static_assert(sizeof(HopperVarlenParams) <= 4096, "what a kernel can be passed by every driver");

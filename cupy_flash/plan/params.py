@@ -14,6 +14,7 @@ from ..problem.layout import BATCH_AXES, Layout, merge_batch_axes
 from ..problem.lengths import FIELDS, Lengths
 from ..problem.mask import UNBOUNDED
 from ..problem.scores import Scores, told_apart
+from .heads_together import query_heads_together
 from .shared_bias import elements_in_turn
 from .split import KeySplits
 from .structs import struct
@@ -87,6 +88,7 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
     else:
         params["piece_divmod"] = fast_divmod(maps["k_map"].box_rows)
         params["pieces_of_tile"] = tile_kv // maps["k_map"].box_rows
+        params["heads_together_divmod"] = fast_divmod(query_heads_together(problem, tile_q))
     return params
 
 

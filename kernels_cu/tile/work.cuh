@@ -78,19 +78,21 @@ OP WorkTile work_tile_coord(const HopperForwardParams& p, u32 index, int tile_q)
   return here;
 }
 
-// VARLEN: query tiles come from a list with the longest first, each for all heads. A block begins with the one of its own number, and takes one
-// more whenever it begins one: who had longer ones takes fewer. So the number of a tile stands in place of `index` here.
+// VARLEN: query tiles come from a list with the longest first. A few heads take turns with it, whose keys and values stay in the L2 cache meanwhile;
+// then the next ones do. A block begins with the tile of its own number, and takes one more whenever it begins one: who had longer ones takes
+// fewer. So the number of a tile stands in place of `index` here.
 OP bool has_work_tile(const HopperVarlenParams& p, u32 number) {
   count_read(sizeof(WorkItem));
   return number < u32(p.work[0].row) * p.heads;
 }
 template <typename Params> OP u32 take_work_tile(const Params& p) { return blocks() + count_up(&p.work[0].taken); }
-OP SequenceCoord sequence_tile_coord(const HopperVarlenParams& p, u32 number) {
-  const u32 tile = divide(number, p.heads_divmod);
+OP SequenceCoord sequence_tile_coord(const HopperVarlenParams& p, u32 number, u32 tiles) { // of so many in the list
+  const u32 together = p.heads_together_divmod.divisor, group = number / (together * tiles), of_group = number - group * together * tiles;
+  const u32 tile = divide(of_group, p.heads_together_divmod);
   count_read(sizeof(PlacedWorkItem));
   const PlacedWorkItem item = p.work[1 + tile];
   SequenceCoord here;
-  here.head = int(number - tile * p.heads);
+  here.head = int(group * together + of_group - tile * together);
   here.row = item.row;
   here.batch_number = u32(item.sequence);
   batch_element(here.batch, p.batch, here.batch_number);
@@ -100,16 +102,16 @@ OP SequenceCoord sequence_tile_coord(const HopperVarlenParams& p, u32 number) {
 }
 OP WorkTile work_tile_coord(const HopperVarlenParams& p, u32 number, int) {
   WorkTile here{};
-  static_cast<TileCoord&>(here) = sequence_tile_coord(p, number);
+  static_cast<TileCoord&>(here) = sequence_tile_coord(p, number, u32(p.work[0].row));
   return here;
 }
 
 // VARLEN: results of rows that are no queries, which consumers do not write, by warps that have nothing else to do: `warp` of so many in a block.
 template <typename Params> OP void clear_rooms(const Params& p, int warp, int warps) {
-  const u32 end = u32(p.work[0].sequence) * p.heads;
+  const u32 tiles = u32(p.work[0].sequence), end = tiles * p.heads;
   #pragma unroll 1
   for (u32 number = block_id() * warps + warp; number < end; number += blocks() * warps) {
-    const SequenceCoord here = sequence_tile_coord(p, number);
+    const SequenceCoord here = sequence_tile_coord(p, number, tiles);
     const int first = max_of(here.row, here.q.count), rows = min_of(here.row + TILE_Q, here.q.room) - first, row0 = here.q.begin + first;
     clear<Warp>(rows_of<Result>(p.out, here.batch, here.head, row0, row0 + rows, p.dim_v));
     for_lane(l) {
