@@ -27,13 +27,13 @@ change("tile/pipeline.cuh", "  arrive_at<LANES>(pipeline.empty(), at);", "  mbar
 change("tile/pipeline.cuh", "init_mbarrier(pipeline.empty(), readers, at);", "init_mbarrier(pipeline.empty(), 32 * readers, at);")
 """
 )
-# synccheck does not see that cp.async.mbarrier.arrive counts itself before it arrives (PTX ISA), and calls that an overflow. It gets
-# a text in which the barriers of keys and values count the lanes that copy, and these only arrive.
+# synccheck does not see that cp.async.mbarrier.arrive counts itself before it arrives (PTX ISA), and calls it an overflow. It gets a
+# text in which the barriers of keys and values count the lanes that copy, and these only arrive.
 COPIES_ARE_COUNTED = (
     CHANGE
     + """
 change("tile/pipeline.cuh", "cp.async.mbarrier.arrive.shared", "cp.async.mbarrier.arrive.noinc.shared")
-change("tile/pipeline.cuh", "init_mbarrier(pipeline.full(), 1,", "init_mbarrier(pipeline.full(), COPIED_PAGES && readers > 4 ? 32 : 1,")
+change("tile/pipeline.cuh", "(pipeline.full(), 1, at)", "(pipeline.full(), COPIED_PAGES && readers > 4 ? 32 : 1, at)")
 change("tile/copied_pages.cuh", "  arrive_at<LANES>(pipeline.full(), at);", "")
 """
 )
