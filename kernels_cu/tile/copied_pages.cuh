@@ -67,7 +67,8 @@ OP void copy_pages(Pipeline<T, DEPTH, LANES>& pipeline, const HopperVarlenParams
     }
     #pragma unroll
     for (int eight = first; eight < min_of(first + 32, T::rows); eight += 8) {
-      for_lane(l) {
+      for_lane(lane) {
+        const int l = GROUPS == 3 ? not_ahead(lane) : lane;   // kept, addresses would take more registers than this producer has
         const Element* const of_lane = base + value_of_lane(offset, (eight + l / 4) % 32) + l % 4 * 8;
         #pragma unroll
         for (int i = 0; i < 2 * T::panels; ++i)
