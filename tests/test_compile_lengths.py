@@ -106,9 +106,13 @@ def settings_of_hopper():
                     yield pytest.param(dtype, dim, asked, way, marks=() if quick else pytest.mark.release)
 
 
+BY_BWD_V2 = {(192, "ranges"), (256, "ranges"), (256, "dropout"), (256, "bias, mask")}
+KEPT_ASIDE = {("float16", dim, "dropout", "backward"): 8 for dim in (32, 64)}  # bytes: a word, for forty instructions of a step
+
+
 @pytest.mark.parametrize("dtype, dim, asked, way", list(settings_of_hopper()))
 def test_no_spill_in_hopper_kernels(dtype, dim, asked, way):
-    """What is asked for each pair of wide heads may be for fwd_v2, and only that."""
+    """What is asked for each pair of wide heads may be for fwd_v2, and some of it for bwd_v2, and only that."""
     options = {"backend": "host", "arch": "90a", **ASKED[asked]}
     padded = "seqlens_q" in options
     q = numpy.zeros((2, 4, 128, dim) if padded else (4, 128, dim), DTYPES[dtype])
@@ -119,11 +123,15 @@ def test_no_spill_in_hopper_kernels(dtype, dim, asked, way):
     else:
         kernel = plan_attention_backward(q, q, kv, kv, q, numpy.zeros(q.shape[:-1], numpy.float32), **options).kernel
     if "hopper" not in kernel.file:
-        assert way == "forward" and dim > 128 and asked not in (*MASKS, "softcap", "sinks") and "no registers" in kernel.reasons[0]
+        if way == "backward":
+            assert (dim, asked) in BY_BWD_V2 and "no Hopper kernel has the registers" in kernel.reasons[0]
+        else:
+            assert dim > 128 and asked not in (*MASKS, "softcap", "sinks") and "no registers" in kernel.reasons[0]
         return
     code, log = nvrtc.compile_plan(kernel)
     assert kernel.config.VARLEN and "C75" not in log
-    assert {entry: read(code)[entry].stack_bytes for entry in kernel.entries} == dict.fromkeys(kernel.entries, 0)
+    most = dict.fromkeys(kernel.entries, 0) | {kernel.file: KEPT_ASIDE.get((dtype, dim, asked, way), 0)}
+    assert {entry: read(code)[entry].stack_bytes for entry in kernel.entries} == most
 
 
 def settings_of_pages():

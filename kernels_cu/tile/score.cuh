@@ -18,7 +18,7 @@ template <bool TRANSPOSED, int M, int N> OP PairPlace place_of(const Acc<M, N>& 
 template <bool TRANSPOSED, bool OF_TILE = TRANSPOSED, int M, int N>
 OP void terms_of_rows(RowVec<M>& terms, const Acc<M, N>& s, const ScoreContext& x, int row0, int col0) {
   for_lane(l) {
-    const int lane = TMA_REDUCE_DQ ? not_ahead(l) : l;
+    const int lane = TMA_REDUCE_DQ || (OF_TILE && VARLEN) ? not_ahead(l) : l;
     const int row = row0 + RowVec<M>::row(lane, 0), col = col0 + (OF_TILE ? N / 2 : s.col(l, 0) + middle_column(s));
     terms.at(l, 0) = term_of({TRANSPOSED, TRANSPOSED ? col : row, TRANSPOSED ? row : col, float(row), float(col), 0.f, 0.f, true}, x) * LOG2E;
     #pragma unroll
