@@ -241,7 +241,8 @@ def test_check_on_a_gpu():
 def test_the_matrix_has_every_row():
     plans = list(every_plan())
     # A row may serve for two reasons, few queries and small copies say: that is one kernel.
-    any_use = {"why": "", "max_len_q": None, "min_copy": 0, "plain_scores": False, "in_order_from": None, "masks": MASKS}
+    any_use = {"why": "", "max_len_q": None, "min_copy": 0, "in_order_from": None, "masks": MASKS}
+    any_use |= {"plain_scores": False, "without_lengths": False}
     rows = {
         (kernel, a.name, kind, replace(row, **any_use))
         for kernel, tables in KERNEL_TABLES.items()
