@@ -4,6 +4,7 @@ import numpy
 import pytest
 
 from cupy_flash import attention, plan_attention, plan_attention_backward
+from cupy_flash.machine import source
 
 LENS_Q, LENS_KV = (70, 0, 130, 33), (70, 5, 90, 0)
 ROWS_BEHIND = 21
@@ -42,6 +43,29 @@ def test_gradients_of_packed_sequences(dim, deterministic, file, schedule, monke
         for mine, right in zip((found.dq[:, of], found.dk[:, at], found.dv[:, at]), expected):
             numpy.testing.assert_allclose(mine.astype(float), right.astype(float), atol=2e-2, rtol=2e-2)
     assert not any(x[:, sum(lens) :].any() for x, lens in zip(found, (LENS_Q, LENS_KV, LENS_KV)))
+
+
+def test_blocks_write_their_own_sequence(change_kernel, poisoned_results):
+    """The last sequence's blocks come first, so that nobody writes over what another block leaves there. Each has slopes of its own."""
+    text, forwards = source.files()["tile/scheduler.cuh"], "p.first_tiles : block_id(); }"
+    assert text.count(forwards) == 1
+    change_kernel("tile/scheduler.cuh", text.replace(forwards, "p.first_tiles : p.owners - 1 - block_id(); }"))
+    rng, dim, lens, heads = numpy.random.default_rng(7), 64, (70, 5, 90, 33), 3  # none a multiple of the rows that leave at once
+    (q, of), (k, _), (v, _), (dout, _) = (packed(rng, heads, lens, dim) for _ in range(4))
+    given = {"cu_seqlens_q": of, "cu_seqlens_kv": of}
+    slopes = rng.uniform(0, 0.5, (len(lens), heads)).astype(numpy.float32)
+    out, lse = attention(q, k, v, causal=True, return_lse=True, backend="numpy", alibi_slopes=slopes, **given)
+    arrays = dout, q, k, v, out, lse
+    plan = plan_attention_backward(*arrays, causal=True, backend="host", arch="90a", alibi_slopes=slopes, **given)
+    assert plan.kernel.file == "bwd_hopper" and plan.kernel.config.VARLEN
+    found = plan(*arrays, alibi_slopes=slopes, **given)
+    for i, rows in enumerate(lens):
+        own, told = slice(of[i], of[i] + rows), {"alibi_slopes": slopes[i]}
+        alone = [x[:, own] for x in arrays]
+        expected = plan_attention_backward(*alone, causal=True, backend="numpy", **told)(*alone, **told)
+        for mine, right in zip(found, expected):
+            numpy.testing.assert_allclose(mine[:, own].astype(float), right.astype(float), atol=2e-2, rtol=2e-2)
+    assert not any(x[:, sum(lens) :].any() for x in found)
 
 
 @pytest.mark.parametrize("page, copied", [(16, False), (48, False), (3, True), (1, True)])
