@@ -46,7 +46,7 @@ def test_gradients_of_packed_sequences(dim, deterministic, file, schedule, monke
 
 
 def test_blocks_write_their_own_sequence(change_kernel, poisoned_results):
-    """The last sequence's blocks come first, so that nobody writes over what another block leaves there. Each has slopes of its own."""
+    """The last sequence's blocks come first, so that nobody writes over what another leaves there. Each has its own slopes."""
     text, forwards = source.files()["tile/scheduler.cuh"], "p.first_tiles : block_id(); }"
     assert text.count(forwards) == 1
     change_kernel("tile/scheduler.cuh", text.replace(forwards, "p.first_tiles : p.owners - 1 - block_id(); }"))

@@ -83,7 +83,7 @@ struct KeyBlock {
     here.tile = tile_in_sequence(kept, p, here.tile);
     mask = transposed_mask(kept, p);
     backwards = head < p.backwards;
-    if (backwards && (!VARLEN || here.tile < key_tiles(p))) here.tile = key_tiles(p) - 1 - here.tile;
+    if (backwards && (!VARLEN || u32(here.tile) < u32(key_tiles(p)))) here.tile = key_tiles(p) - 1 - here.tile; // -1 stays, where there is none
     row0 = here.tile * TILE_KV;
     const ColumnRange seeing = visible_queries(mask, row0, TILE_KV);
     const int first = seeing.first / TILE_Q, last = seeing.last / TILE_Q;
