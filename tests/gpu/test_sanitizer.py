@@ -27,7 +27,7 @@ change("tile/pipeline.cuh", "  arrive_at<LANES>(pipeline.empty(), at);", "  mbar
 change("tile/pipeline.cuh", "init_mbarrier(pipeline.empty(), readers, at);", "init_mbarrier(pipeline.empty(), 32 * readers, at);")
 """
 )
-# synccheck calls it an overflow where cp.async.mbarrier.arrive counts itself before it arrives (PTX ISA), which it seems not to see.
+# synccheck calls it an overflow where cp.async.mbarrier.arrive counts itself before it arrives (PTX ISA): it seems not to see that.
 # It gets a text in which the barriers of keys and values count the lanes that copy, and these only arrive.
 COPIES_ARE_COUNTED = (
     CHANGE
