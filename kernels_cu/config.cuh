@@ -19,6 +19,7 @@ constexpr bool  MASKED_PAIRS = false;     // pairs are masked by an expression o
 constexpr bool  VARLEN = false;           // batch elements have lengths of their own, packed or padded, see tile/sequence.cuh
 constexpr bool  PAGED = false;            // of VARLEN: keys and values lie in pages
 constexpr bool  COPIED_PAGES = false;     // of PAGED, fwd_hopper: lanes copy keys and values, where pages have fewer keys than TMA brings at a time
+constexpr int   PRODUCER_WARPS = 1;       // fwd_hopper: warps that bring keys and values, each some rows of each tile, of PAGED: one alone takes longer to start many small copies than consumers take to read what they bring
 constexpr bool  TILE_LIST = false;        // of MASKED_PAIRS: blocks visit the tiles of a list, see tile/tile_list.cuh
 constexpr bool  DROPOUT = false;          // probabilities are dropped, see tile/dropout.cuh
 constexpr bool  PLACED = false;           // of DROPOUT: pairs are numbered from elsewhere than the first query, key and head, as a part of a problem that several devices share

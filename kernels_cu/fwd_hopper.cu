@@ -37,14 +37,14 @@ using ValueTile = PanelTile<TILE_KV, WIDTH_V>;
 using QueryTile = PanelTile<ROWS, WIDTH>;
 using OutTile = PanelTile<ROWS, WIDTH_V>;
 
-enum NamedBarrier { VOTE = 1, ORDER = 8 };                    // of a warpgroup, on whether it redoes a step; of ping-pong, for each warpgroup
-static_assert(VOTE + GROUPS <= ORDER && ORDER + GROUPS <= NAMED_BARRIERS);
+enum NamedBarrier { VOTE = 1, TAKEN = 7, ORDER = 8 };         // of a warpgroup, on whether it redoes a step; of the warps that load; of ping-pong, for each warpgroup
+static_assert(VOTE + GROUPS <= TAKEN && ORDER + GROUPS <= NAMED_BARRIERS);
 
 constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: compiled a fifth sooner, and level. Narrower rows would lose a tenth
 using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
 
 // Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors;
-// descriptors of sequences; the barrier of a tile of V that is clipped; numbers of key tiles; terms of keys.
+// descriptors of sequences; the barrier of a tile of V that is clipped, and behind it the query tile taken; numbers of key tiles; terms of keys.
 constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
 constexpr int LEAD = NUMBERED ? 0 : (GROUPS - 1) * ROWS / TILE_KV; // key tiles: under a mask, so many may be left when the first consumer ends its query tile
 constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
@@ -57,7 +57,7 @@ constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * STAGE_BARRIERS;
 constexpr int WORK_OFFSET = Q_BARRIERS + STAGES_Q * STAGE_BARRIERS;
 constexpr int SEQUENCES_OFFSET = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
 constexpr int CLIPPED_BARRIER = SEQUENCES_OFFSET + VARLEN * STAGES_Q * int(sizeof(SequenceDescriptor));
-constexpr int NUMBERS_OFFSET = CLIPPED_BARRIER + VARLEN * Mbarrier::bytes; // last: what lies behind them would not be aligned
+constexpr int NUMBERS_OFFSET = CLIPPED_BARRIER + (VARLEN + PAGED) * Mbarrier::bytes; // last: what lies behind them would not be aligned
 constexpr int TERMS_OFFSET = (NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32)) + 15) / 16 * 16;
 constexpr int SHARED_BYTES = TERMS_IN_PRODUCT ? TERMS_OFFSET + StoredTerms::all_bytes : NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
 
@@ -76,8 +76,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   Mask mask{p.mask, p.len_kv};                                // VARLEN: of the sequence at hand
 
   if (warp == 0) {
-    init_pipeline(keys, 4 * GROUPS);                          // warps that hand a tile back
-    init_pipeline(values, 4 * GROUPS);
+    init_pipeline(keys, 4 * GROUPS, PRODUCERS);               // warps that hand a tile back
+    init_pipeline(values, 4 * GROUPS, PRODUCERS);
     init_pipeline(queries, SHARED_STAGES ? 4 * GROUPS : 4);
     if (VARLEN) init_clipping(clipping);
     init_terms(smem + TERMS_OFFSET);
@@ -86,8 +86,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
 
   if (group < 0) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-    if constexpr (VARLEN) if (warp > 0) clear_rooms(p, warp - 1, 3);
-    if (warp > 0) return;
+    if constexpr (VARLEN) if (warp >= PRODUCER_WARPS) clear_rooms(p, warp - PRODUCER_WARPS, 4 - PRODUCER_WARPS);
+    if (warp >= PRODUCER_WARPS) return;
+    const bool leads = PRODUCER_WARPS == 1 || warp == 0;      // tells consumers, and brings queries
     u32 index = VARLEN ? block_id() : 0, taken = 0;           // of the next query tile among those of the block; VARLEN: its number, and the next one's
     WorkTile here{};                                          // the one begun last
     NBlockRange tiles{};                                      // its key tiles
@@ -96,7 +97,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     int head_kv = 0;                                          // once a query tile: a division takes as long as some loads
     const auto begin_tile = [&] {
       here = work_tile_coord(p, index, TILE_Q);
-      if constexpr (VARLEN) taken = take_work_tile(p);
+      if constexpr (VARLEN) taken = take_work_tile(p, warp, smem + CLIPPED_BARRIER + Mbarrier::bytes, TAKEN);
       head_kv = here.head / p.heads_per_kv;
       move_mask(mask, p, here);
       tiles = n_block_range(mask, here.row, min_of(TILE_Q, rows_at<QUERIES>(p, here).len() - here.row), TILE_KV, {0, 1});
@@ -134,7 +135,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       const bool last = following == end;
       if (!announced && (following + LEAD >= end || (TILE_LIST && EARLY == GROUPS && further)) && has_work_tile(p, index)) {
         begin_tile();
-        load_queries(0, values_due ? EARLY : GROUPS);
+        if (leads) load_queries(0, values_due ? EARLY : GROUPS);
         announced = true;
       }
       const Pass pass{last, last && announced};
@@ -146,13 +147,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       ColumnTerms columns;                                    // found before a stage is waited for, as pages, and the number of the key tile
       const u32 number = place | (TILE_LIST && pass.has_keys() && list_of_keys.is_whole(next) ? ALL_PAIRS : 0);
       if (pass.has_keys()) {
-        if constexpr (COLUMNS) find_columns(columns, p, of_keys, head, place * TILE_KV);
-        find_pages(pages, p, of_keys, place * TILE_KV, pass.across);
+        if constexpr (COLUMNS) if (leads) find_columns(columns, p, of_keys, head, place * TILE_KV);
+        find_pages(pages, p, of_keys, place * TILE_KV, warp, pass.across);
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
-        if constexpr (NUMBERED) store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), number);
-        if constexpr (COLUMNS && VARLEN) store(StoredColumns(smem + TERMS_OFFSET, keys.stage()), columns);
+        if constexpr (NUMBERED) if (leads) store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), number);
+        if constexpr (COLUMNS && VARLEN) if (leads) store(StoredColumns(smem + TERMS_OFFSET, keys.stage()), columns);
         if constexpr (NUMBERED) sync_warp();                  // without it a number is read that has not been written
-        if constexpr (VARLEN) load_keys(keys, p, of_keys, pages, place * TILE_KV);
+        if constexpr (VARLEN) load_keys(keys, p, of_keys, pages, place * TILE_KV, warp);
         else if constexpr (STAGED_BIAS) load_with_bias(keys, p, of_keys, head, place * TILE_KV);
         else if constexpr (COLUMNS) load_with_terms(keys, p.k_map, of_keys, place * TILE_KV, smem + TERMS_OFFSET, columns);
         else load_async(keys, p.k_map, of_keys.batch, of_keys.head, place * TILE_KV);
@@ -160,9 +161,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       if (values_due) {
         producer_acquire(values);                             // without it values are overwritten that a slower warp still reads
         const int row = (FROM_LAST ? placed : tile) * TILE_KV;
-        if constexpr (VARLEN) load_values(values, clipping, p, of_values, pages_of_values, row);
+        if constexpr (VARLEN) load_values(values, clipping, p, of_values, pages_of_values, row, warp);
         else load_async(values, p.v_map, of_values.batch, of_values.head, row);
-        if (EARLY < GROUPS && pass.across) load_queries(EARLY, GROUPS);
+        if (EARLY < GROUPS && pass.across && leads) load_queries(EARLY, GROUPS);
       }
       if (pass.is_end()) break;
       of_values = of_keys;
@@ -384,10 +385,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     end_softmax(now, split, weight);
     wait_for_products<0>(o_reg);                              // without it O is stored before the product has ended
     consumer_release(values);                                 // without it the producer waits for ever
-    for (; beyond > 0; --beyond) {
-      skip_keys(1);
-      skip(values, 1);
-    }
+    for (; beyond > 0; --beyond) skip_keys(1), skip(values, 1);
     end_tile(now, split, weight);
   }
   if (PINGPONG && group == 0) wait_pingpong<ORDER>(group);    // without it the last one's arrival is left over

@@ -1,5 +1,7 @@
 """Keys in pages in fwd_hopper: bits are those of keys in a row, whatever sizes pages and tiles have."""
 
+import math
+
 import numpy
 import pytest
 
@@ -51,7 +53,10 @@ def test_bits_are_those_of_keys_in_a_row(dim, size, mask):
     for keys, given in (((k, v), lengths), (pools, lengths | {"pages": tables[0]})):
         plan = plan_attention(q, *keys, **given, **options)
         assert plan.kernel.file == "fwd_hopper" and ("pages" in given) == plan.kernel.config.PAGED
-        assert ("pages" in given and size < 8) == plan.kernel.config.COPIED_PAGES
+        config = plan.kernel.config
+        assert ("pages" in given and size < 8) == config.COPIED_PAGES
+        pieces = config.TILE_KV // math.gcd(config.TILE_KV, size)
+        assert (min(pieces, 3) if "pages" in given else 1) == config.PRODUCER_WARPS
         results.append(plan(q, *keys, **given))
     for x, y in zip(*results):
         assert numpy.isfinite(x[0, :, :70].astype(float)).all()

@@ -103,6 +103,8 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     if copy_bytes < 16 or problem.lengths is not None or problem.has_wider_results:
         # TMA would write beyond a row's end, see `obstacle`, or that of a sequence; and shared memory has no room for float32.
         row = replace(row, tma_store_out=False)
+    if kernel == "fwd_hopper" and problem.lengths is not None and problem.lengths.paged:
+        row = replace(row, producer_warps=producer_warps(row.tile_kv, problem.lengths.page_size))
     listed = bool(expressions.takes_part) and kernel in LISTED and problem.lengths is None
     rises = problem.scores.alibi_slopes is not None and problem.mask.shape == "causal" and kernel == "fwd_hopper"
     rises &= not (listed or split)
@@ -325,6 +327,11 @@ def keys_of_box(plan: KernelPlan, problem: Problem) -> int:
     """Keys that fwd_hopper has brought at a time: a tile, or of pages so many that they divide a tile and a page."""
     tile = plan.config.TILE_KV
     return math.gcd(tile, problem.lengths.page_size) if plan.config.PAGED else tile
+
+
+def producer_warps(tile_kv: int, page_size: int) -> int:
+    """Warps of fwd_hopper among which the pieces of a tile are dealt out: a fourth one writes zeros where no queries are."""
+    return min(tile_kv // math.gcd(tile_kv, page_size), 3)
 
 
 def _tiles(plan: KernelPlan, problem: Problem) -> int:

@@ -49,6 +49,7 @@ class Config:
     VARLEN: bool
     PAGED: bool
     COPIED_PAGES: bool
+    PRODUCER_WARPS: int
     TILE_LIST: bool
     DROPOUT: bool
     PLACED: bool
@@ -172,7 +173,7 @@ class KernelPlan:
             panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
             queries = 64 * c.STAGES_Q * panels + c.TMA_STORE_OUT * c.TILE_Q * panels_v  # and out
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
-            work = (48 + 32 * c.VARLEN) * c.STAGES_Q + 4 * c.STAGES * (c.TILE_LIST or c.FROM_LAST) + 8 * c.VARLEN
+            work = (48 + 32 * c.VARLEN) * c.STAGES_Q + 4 * c.STAGES * (c.TILE_LIST or c.FROM_LAST) + 8 * (c.VARLEN + c.PAGED)
             biases = c.STAGED_BIAS * c.STAGES * c.TILE_Q * -(-c.TILE_KV // 64)
             main = 128 * (queries + keys + biases + values) + 8 * 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q) + work
             terms = {"PLUS_COLUMN": 128 + 16 * (c.TILE_KV + 1) * c.STAGES, "PLUS_LINEAR": 16 * c.TILE_KV + 128 * c.STAGES_Q}
@@ -202,10 +203,9 @@ class KernelPlan:
     def name(self) -> str:
         """Kernel, architecture and whatever tells this plan from others, on one line."""
         c = self.config
-        words = [self.file, str(self.architecture), c.DTYPE.lower(), f"d{c.WIDTH}"]
-        words += [f"v{c.WIDTH_V}"] * (c.WIDTH_V != c.WIDTH) + ["tf32"] * (c.TF32_PASSES == 1)
-        several = [f"kv{c.WARPS_KV}"] * (c.WARPS_KV > 1) + [f"q{c.Q_TILES}"] * (c.Q_TILES > 1)
-        words += [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}", *several]
+        words = [self.file, str(self.architecture), c.DTYPE.lower(), f"d{c.WIDTH}"] + [f"v{c.WIDTH_V}"] * (c.WIDTH_V != c.WIDTH)
+        words += ["tf32"] * (c.TF32_PASSES == 1) + [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}"]
+        words += [f"kv{c.WARPS_KV}"] * (c.WARPS_KV > 1) + [f"q{c.Q_TILES}"] * (c.Q_TILES > 1)
         if self.file == "fwd_hopper":
             words.append(f"q{c.STAGES_Q}k{c.STAGES}v{c.STAGES_V}" + "o" * c.TMA_STORE_OUT + "b" * c.STAGED_BIAS + "p" * c.PINGPONG)
         else:
@@ -215,7 +215,7 @@ class KernelPlan:
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["copied"] * c.COPIED_PAGES + ["rotateq"] * c.ROTATE_Q
-        words += ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
+        words += [f"by{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
         words += ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
         return "-".join(words)

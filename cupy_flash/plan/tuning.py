@@ -35,6 +35,7 @@ class TileConfig:
     tma_store_out: bool = False
     staged_bias: bool = False
     pingpong: bool = False
+    producer_warps: int = 1  # of keys in pages, see `forward.py`
     min_blocks: int = 2
     q_tiles: int = 1
     q_in_registers: bool = False

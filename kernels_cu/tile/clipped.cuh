@@ -11,28 +11,28 @@ struct Clipping {
   u32 count = 0;                                              // of tiles before
   OP Clipping(SharedAddress barrier) : arrived{barrier} {}
 };
-OP void init_clipping(const Clipping& clipping) { init_mbarrier(clipping.arrived, 1); }
+OP void init_clipping(const Clipping& clipping) { init_mbarrier(clipping.arrived, PRODUCER_WARPS); }
 
-// tile[rows :] = 0, by a warp
-template <int ROWS, int WIDTH> OP void clear_rows(const PanelTile<ROWS, WIDTH>& tile, int rows) {
+// tile[rows :] = 0, by the warps that load
+template <int ROWS, int WIDTH> OP void clear_rows(const PanelTile<ROWS, WIDTH>& tile, int rows, int warp) {
   for_lane(l) {
     #pragma unroll 1
-    for (int chunk = rows * 8 + l; chunk < ROWS * 8; chunk += 32) {
+    for (int chunk = rows * 8 + 32 * warp + l; chunk < ROWS * 8; chunk += 32 * PRODUCER_WARPS) {
       #pragma unroll
       for (int i = 0; i < tile.panels; ++i) store_shared(tile.base + i * tile.panel_bytes + chunk * 16, Vector<16>{});
     }
   }
 }
 
-// The stage at hand = what `load` brings, of whose rows the first `rows` count and the others become zeros; goes on to the next one.
+// The stage at hand = what the `load` of all warps that load brings, of whose rows the first `rows` count and the others become zeros; goes on to the next one.
 template <typename T, int DEPTH, Lanes LANES, typename Load>
-OP void clip(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, int rows, const Load& load, CallSite at) {
+OP void clip(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, int rows, int warp, const Load& load, CallSite at) {
   Pipeline<T, 1, LANES> alone(pipeline.tile().base, clipping.arrived.address);   // in the place of the stage
   alone.count = clipping.count++;
   const Pipeline<T, 1, LANES> before = alone;
   load(alone);
   consumer_wait(before, at);                                  // without it TMA writes over the zeros
-  clear_rows(pipeline.tile(), max_of(rows, 0));
+  clear_rows(pipeline.tile(), max_of(rows, 0), warp);
   fence_proxy_async();                                        // without it products read what was there before the zeros
   arrive_at<LANES>(pipeline.full(), at);                      // without it the consumers wait for ever
   pipeline.advance();
@@ -41,12 +41,12 @@ template <typename T, int DEPTH, Lanes LANES>
 OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row,
                      int rows, CallSite at = call_site()) {
   if (rows >= T::rows) return load_async(pipeline, map, batch, head, row, at);
-  clip(pipeline, clipping, rows, [&](Pipeline<T, 1, LANES>& alone) { load_async(alone, map, batch, head, row, at); }, at);
+  clip(pipeline, clipping, rows, 0, [&](Pipeline<T, 1, LANES>& alone) { load_async(alone, map, batch, head, row, at); }, at);
 }
 // The same, and with the tile comes one number for each of its rows.
 template <typename T, int DEPTH, Lanes LANES>
 OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row,
                      int rows, const float* from, SharedAddress to, CallSite at = call_site()) {
   if (rows >= T::rows) return load_async(pipeline, map, batch, head, row, from, to, at);
-  clip(pipeline, clipping, rows, [&](Pipeline<T, 1, LANES>& alone) { load_async(alone, map, batch, head, row, from, to, at); }, at);
+  clip(pipeline, clipping, rows, 0, [&](Pipeline<T, 1, LANES>& alone) { load_async(alone, map, batch, head, row, from, to, at); }, at);
 }

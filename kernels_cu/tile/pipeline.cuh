@@ -19,6 +19,9 @@ struct Mbarrier {
 //                know that it is one lane, and makes a loop around each copy
 enum Lanes { DIVERGENT, CONVERGENT, ELECT_ONE };
 
+// Who arrives when keys or values are on their way: the warps that bring them, or of lanes that copy each by itself.
+constexpr int PRODUCERS = COPIED_PAGES && ON_GPU ? 32 * PRODUCER_WARPS : PRODUCER_WARPS;
+
 #if ON_GPU
 OP bool mbarrier_try_wait_parity(SharedAddress barrier, u32 phase) {
   u32 open;
@@ -40,8 +43,8 @@ OP void mbarrier_arrive_if(SharedAddress barrier, bool calls) {
   asm volatile("{ .reg .pred calls; setp.ne.u32 calls, %1, 0; @calls mbarrier.arrive.shared::cta.b64 _, [%0]; }"
                :: "r"(barrier), "r"(u32(calls)) : "memory");
 }
-// arrives when what the lane has copied by cp.async has come; counts itself, so that the phase waits for one more
-OP void cp_async_mbarrier_arrive(SharedAddress barrier) { asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" :: "r"(barrier) : "memory"); }
+// arrives when what the lane has copied by cp.async has come
+OP void cp_async_mbarrier_arrive_noinc(SharedAddress barrier) { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory"); }
 OP void mbarrier_arrive_expect_tx(SharedAddress barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
@@ -168,7 +171,7 @@ template <Lanes LANES = DIVERGENT> OP void wait_for(Mbarrier barrier, u32 phase,
 #endif
 }
 
-// DEPTH stages, each a tile and two mbarriers: `full` counts the producer and the bytes of the tile, `empty` the consumer warps that have read
+// DEPTH stages, each a tile and two mbarriers: `full` counts the producers and the bytes of the tile, `empty` the consumer warps that have read
 // it. Each side has a copy of its own, whose count of tiles says which stage and which phase is at hand.
 constexpr int STAGE_BARRIERS = 2 * Mbarrier::bytes;           // bytes of the two of a stage
 template <typename T, int DEPTH, Lanes LANES = DIVERGENT> struct Pipeline {
@@ -184,10 +187,10 @@ template <typename T, int DEPTH, Lanes LANES = DIVERGENT> struct Pipeline {
   OP Mbarrier empty() const { return {barriers + stage() * STAGE_BARRIERS + Mbarrier::bytes}; }
   OP void advance() { ++count; }
 };
-// By one warp, before a sync_block: a stage is empty again when `readers` warps have released it.
-template <typename T, int DEPTH, Lanes LANES> OP void init_pipeline(Pipeline<T, DEPTH, LANES> pipeline, int readers, CallSite at = call_site()) {
+// By one warp, before a sync_block: a stage is full when so many producers have arrived, and empty again when `readers` warps have released it.
+template <typename T, int DEPTH, Lanes LANES> OP void init_pipeline(Pipeline<T, DEPTH, LANES> pipeline, int readers, int producers = 1, CallSite at = call_site()) {
   for (int i = 0; i < DEPTH; ++i, pipeline.advance()) {
-    init_mbarrier(pipeline.full(), 1, at);
+    init_mbarrier(pipeline.full(), producers, at);
     init_mbarrier(pipeline.empty(), readers, at);
   }
 }

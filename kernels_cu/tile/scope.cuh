@@ -80,7 +80,8 @@ OP void sync_pair(int name) { asm volatile("bar.sync %0, 64;" :: "r"(name) : "me
 // the first one is FIRST.
 template <int FIRST> OP void wait_pingpong(int group) { asm volatile("bar.sync %0, 256;" :: "r"(FIRST + group) : "memory"); }
 template <int FIRST> OP void arrive_pingpong(int group, int groups) { asm volatile("bar.arrive %0, 256;" :: "r"(FIRST + (group + 1) % groups) : "memory"); }
-// The last so many warps of a block wait for each other.
+// The first, or the last, so many warps of a block wait for each other.
+template <int FIRST> OP void sync_first(int name) { asm volatile("bar.sync %0, %1;" :: "r"(name), "n"(32 * FIRST) : "memory"); }
 template <int LAST> OP void sync_last(int name) { asm volatile("bar.sync %0, %1;" :: "r"(name), "n"(32 * LAST) : "memory"); }
 OP bool barrier_red_or(int name, int threads, bool flag) {
   u32 any;
@@ -100,6 +101,7 @@ OP void arrive_pair(int name) { host::arrive_named(name, 2); }
 OP void sync_pair(int name, CallSite at = call_site()) { host::sync_named(name, 2, "the other warp of the pair", at); }
 template <int FIRST> OP void wait_pingpong(int group, CallSite at = call_site()) { host::sync_named(FIRST + group, 8, "the warpgroup before it", at); }
 template <int FIRST> OP void arrive_pingpong(int group, int groups) { host::arrive_named(FIRST + (group + 1) % groups, 8); }
+template <int FIRST> OP void sync_first(int name, CallSite at = call_site()) { host::sync_named(name, FIRST, "the other warps that load", at); }
 template <int LAST> OP void sync_last(int name, CallSite at = call_site()) { host::sync_named(name, LAST, "the other warps that compute", at); }
 #endif
 
@@ -231,7 +233,7 @@ template <typename T> OP T value_of_lane(const Regs<T, 1>& x, int lane) {
 #if ON_GPU
   return __shfl_sync(0xffffffffu, x.v[0], lane);
 #else
-  return x.at(lane, 0);
+  return x.at(lane % 32, 0);
 #endif
 }
 

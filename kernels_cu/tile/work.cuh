@@ -86,6 +86,14 @@ OP bool has_work_tile(const HopperVarlenParams& p, u32 number) {
   return number < u32(p.work[0].row) * p.heads;
 }
 template <typename Params> OP u32 take_work_tile(const Params& p) { return blocks() + count_up(&p.work[0].taken); }
+// The same by one of the warps that load, for all of them.
+template <typename Params> OP u32 take_work_tile(const Params& p, int warp, SharedAddress taken_smem, int barrier) {
+  if (PRODUCER_WARPS == 1) return take_work_tile(p);
+  sync_first<PRODUCER_WARPS>(barrier);                        // without it a number is overwritten that a slower warp has not read
+  if (warp == 0) store_once(taken_smem, take_work_tile(p));
+  sync_first<PRODUCER_WARPS>(barrier);                        // without it a number is read that has not been taken
+  return uniform(load_shared<u32>(taken_smem));
+}
 OP SequenceCoord sequence_tile_coord(const HopperVarlenParams& p, u32 number, u32 tiles) { // of so many in the list
   const u32 together = p.heads_together_divmod.divisor, group = number / (together * tiles), of_group = number - group * together * tiles;
   const u32 tile = divide(of_group, p.heads_together_divmod);
