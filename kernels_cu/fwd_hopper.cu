@@ -76,8 +76,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   Mask mask{p.mask, p.len_kv};                                // VARLEN: of the sequence at hand
 
   if (warp == 0) {
-    init_pipeline(keys, 4 * GROUPS, PRODUCERS);               // warps that hand a tile back
-    init_pipeline(values, 4 * GROUPS, PRODUCERS);
+    init_pipeline(keys, 4 * GROUPS, PRODUCER_ARRIVALS);       // warps that hand a tile back
+    init_pipeline(values, 4 * GROUPS, PRODUCER_ARRIVALS);
     init_pipeline(queries, SHARED_STAGES ? 4 * GROUPS : 4);
     if (VARLEN) init_clipping(clipping);
     init_terms(smem + TERMS_OFFSET);

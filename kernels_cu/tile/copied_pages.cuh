@@ -1,6 +1,6 @@
-// copied_pages.cuh -- keys and values in pages of fewer keys than TMA brings at a time (COPIED_PAGES): lanes of the producer copy them. Each
-// warp that loads has some rows of a tile, which follow each other. Four lanes have 64 bytes of a row, a warp the same part of eight rows, so that a lane goes to another row as seldom as it can while all that a cache line
-// of device memory is read for is used.
+// copied_pages.cuh -- keys and values in pages of fewer keys than TMA brings at a time (COPIED_PAGES): lanes of the producer copy them. Each warp
+// that loads has some rows of a tile, which follow each other. Four lanes have 64 bytes of a row, a warp the same part of eight rows, so that a lane
+// goes to another row as seldom as it can while all that a cache line of device memory is read for is used.
 #pragma once
 #include "tile/copy.cuh"
 #include "tile/pipeline.cuh"
@@ -30,7 +30,7 @@ template <typename Params, typename Coord> OP void find_pages(RowPlaces& places,
       const auto entry = [&](int row) { return first + divide(max_of(min_of(row + warp * COPIED_ROWS + 32 * i + l, last), 0), s.page_divmod); };
       if (begins) places.next[i].at(l, 0) = read_page(s, entry(row), last);
       places.page[i].at(l, 0) = max_of(min_of(places.next[i].at(l, 0), s.rows_of_cache - 1), 0);
-      places.next[i].at(l, 0) = read_page(s, entry(FROM_LAST ? row - TILE_KV : row + TILE_KV), last);
+      places.next[i].at(l, 0) = read_page(s, entry(row + TILE_KV), last);
     }
   }
 }

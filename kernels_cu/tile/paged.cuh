@@ -1,6 +1,6 @@
 // paged.cuh -- keys and values in pages by TMA (PAGED). A tile is brought in pieces, each of which lies within one page: a piece has so many rows
-// that they divide a page and a tile. Each warp that loads brings some that follow each other. Lanes find the pages of as many pieces as there are lanes, those of several tiles at once, before a stage is
-// waited for, and once for keys and their values.
+// that they divide a page and a tile. Each warp that loads brings some that follow each other. Lanes find the pages of as many pieces as there are
+// lanes, those of several tiles at once, before a stage is waited for, and once for keys and their values.
 #pragma once
 #include "tile/clipped.cuh"
 #include "tile/copied_pages.cuh"
@@ -12,6 +12,7 @@ struct PiecePlaces {
   int lane;                                                   // of the first piece of the tile at hand
 };
 using PagePlaces = Choose<COPIED_PAGES, RowPlaces, PiecePlaces>;
+static_assert(!PAGED || !FROM_LAST, "pages are found ahead, those of the tile behind the one at hand");
 // How many pieces hold some of so many rows.
 OP int pieces_of(const HopperVarlenParams& p, int rows) { return int(divide(max_of(rows, 0) + p.piece_divmod.divisor - 1, p.piece_divmod)); }
 // Goes on to the tile of a sequence from key `row` on, which is the next one but where a query tile begins. Entries are read for as many tiles as

@@ -20,7 +20,7 @@ struct Mbarrier {
 enum Lanes { DIVERGENT, CONVERGENT, ELECT_ONE };
 
 // Who arrives when keys or values are on their way: the warps that bring them, or of lanes that copy each by itself.
-constexpr int PRODUCERS = COPIED_PAGES && ON_GPU ? 32 * PRODUCER_WARPS : PRODUCER_WARPS;
+constexpr int PRODUCER_ARRIVALS = COPIED_PAGES && ON_GPU ? 32 * PRODUCER_WARPS : PRODUCER_WARPS;
 
 #if ON_GPU
 OP bool mbarrier_try_wait_parity(SharedAddress barrier, u32 phase) {
