@@ -126,7 +126,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     };
     // Keys come just in time: whatever is done between a stage that becomes free and its load, the consumers wait for.
     TileCoord of_keys{}, of_values{};                         // whose head is that of keys
-    PagePlaces pages{}, pages_of_values{};                    // PAGED: these as found for the keys
+    PagePlaces pages{};                                       // PAGED: where keys of the next tiles are
     int tile = 0, end = 1, placed = 0, head = 0;              // of values, and beyond the last one of the query tile; at first there are none. COLUMNS: its head
     bool values_due = false, announced = false, further = false; // announced: queries of the next query tile are on their way; further: keys besides the first
     #pragma unroll 1
@@ -144,37 +144,39 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         list_of_keys = {list, {}};
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
-      ColumnTerms columns;                                    // found before a stage is waited for, as pages, and the number of the key tile
+      ColumnTerms columns;                                    // found before a stage is waited for, as the number of the key tile
       const u32 number = place | (TILE_LIST && pass.has_keys() && list_of_keys.is_whole(next) ? ALL_PAIRS : 0);
-      if (pass.has_keys()) {
-        if constexpr (COLUMNS) if (leads) find_columns(columns, p, of_keys, head, place * TILE_KV);
-        find_pages(pages, p, of_keys, place * TILE_KV, warp, pass.across);
+      if (PAGED && pass.has_keys()) {
+        bring_pages(keys, values, clipping, p, of_keys, pages, place * TILE_KV, warp, pass.across);
+      } else if (pass.has_keys()) {
+        if constexpr (COLUMNS) find_columns(columns, p, of_keys, head, place * TILE_KV);
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
-        if constexpr (NUMBERED) if (leads) store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), number);
-        if constexpr (COLUMNS && VARLEN) if (leads) store(StoredColumns(smem + TERMS_OFFSET, keys.stage()), columns);
+        if constexpr (NUMBERED) store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), number);
+        if constexpr (COLUMNS && VARLEN) store(StoredColumns(smem + TERMS_OFFSET, keys.stage()), columns);
         if constexpr (NUMBERED) sync_warp();                  // without it a number is read that has not been written
-        if constexpr (VARLEN) load_keys(keys, p, of_keys, pages, place * TILE_KV, warp);
+        if constexpr (VARLEN) load_keys(keys, p, of_keys, place * TILE_KV);
         else if constexpr (STAGED_BIAS) load_with_bias(keys, p, of_keys, head, place * TILE_KV);
         else if constexpr (COLUMNS) load_with_terms(keys, p.k_map, of_keys, place * TILE_KV, smem + TERMS_OFFSET, columns);
         else load_async(keys, p.k_map, of_keys.batch, of_keys.head, place * TILE_KV);
       }
       if (values_due) {
-        producer_acquire(values);                             // without it values are overwritten that a slower warp still reads
         const int row = (FROM_LAST ? placed : tile) * TILE_KV;
-        if constexpr (VARLEN) load_values(values, clipping, p, of_values, pages_of_values, row, warp);
-        else load_async(values, p.v_map, of_values.batch, of_values.head, row);
+        if (!PAGED) producer_acquire(values);                 // without it values are overwritten that a slower warp still reads
+        if constexpr (VARLEN && !PAGED) load_values(values, clipping, p, of_values, row);
+        else if constexpr (!PAGED) load_async(values, p.v_map, of_values.batch, of_values.head, row);
         if (EARLY < GROUPS && pass.across && leads) load_queries(EARLY, GROUPS);
       }
       if (pass.is_end()) break;
       of_values = of_keys;
       values_due = true;
-      tile = next, placed = place, pages_of_values = pages, further = !pass.across;
+      tile = next, placed = place, further = !pass.across;
       if (pass.across) {
         end = tiles.end;
         announced = false;
         index = VARLEN ? taken : index + 1;
       }
     }
+    if constexpr (VARLEN && PRODUCER_WARPS == 4) clear_rooms(p, warp, 4); // no warp had nothing else to do
     return;
   }
 

@@ -184,8 +184,6 @@ static_assert(sizeof(HopperForwardParams) <= 4096, "what a kernel can be passed 
 // The same with VARLEN, where query tiles are found on the device.
 struct HopperVarlenParams : HopperForwardCommon {
   SequenceParams sequences;
-  FastDivmod piece_divmod;                // PAGED: keys of a box of the maps, which divide a page and a tile
-  int pieces_of_tile;                     // how many of these a tile takes
   PlacedWorkItem* work;                   // how many query tiles there are, and how many of these have queries, as a first sequence and row; then those of a head
   FastDivmod heads_together_divmod;       // heads that take turns with the tiles of this list, before the next ones do; they divide `heads`
   Tensor k, v;                            // COPIED_PAGES

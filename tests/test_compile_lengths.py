@@ -155,7 +155,7 @@ def test_no_spill_in_fwd_hopper_with_pages(dtype, dim, asked, size):
         assert ("no registers for pages" if crowded else "no TMA") in kernel.reasons[0] and (crowded or (size == 3 and dim % 64))
         return
     code, log = nvrtc.compile_plan(kernel)
-    assert kernel.file == "fwd_hopper" and kernel.config.PAGED and (size == 3) == kernel.config.COPIED_PAGES and "C75" not in log
+    assert kernel.file == "fwd_hopper" and kernel.config.PAGED and (size == 3) == (kernel.config.PIECE == 0) and "C75" not in log
     assert {entry: read(code)[entry].stack_bytes for entry in kernel.entries} == dict.fromkeys(kernel.entries, 0)
 
 

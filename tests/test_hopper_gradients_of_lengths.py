@@ -86,7 +86,7 @@ def test_keys_in_pages(page, copied):
     given = {"seqlens_kv": lens, "pages": table}
     plan = plan_attention(q, *pools, causal=True, backend="host", arch="90a", **given)
     config = plan.kernel.config
-    assert (plan.kernel.file, config.PAGED, config.COPIED_PAGES) == ("fwd_hopper", True, copied)
+    assert (plan.kernel.file, config.PAGED, config.PIECE == 0) == ("fwd_hopper", True, copied)
     out = plan(q, *pools, **given)
     for i in range(len(lens)):
         expected = attention(q[i], rows[0][i], rows[1][i], causal=True, backend="numpy")

@@ -25,6 +25,7 @@ from .kernel import (
     text_of,
 )
 from .key_warps import with_key_warps
+from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages
 from .packing import FEW, packing_of
 from .pair_tuning import drops_most
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
@@ -39,7 +40,6 @@ LISTED = ("fwd_v2", "fwd_hopper")  # kernels that visit the tiles of a list wher
 NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
 EVEN = 0.75  # of the longest query tile that the shortest has to have
 WORK_ITEM_BYTES = {"fwd_v2": 8, "fwd_hopper": 32}  # sequence and row of a query tile, and for a persistent block, where that lies
-LEAST_PIECE = 8  # keys of a page that TMA brings at a time: rows of shared memory are swizzled in eights
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
 
 
@@ -78,6 +78,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     pack_gqa = problem.mask.queries is not None
     split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked, problem.len_kv)
     # Rows for few queries leave registers to tell which query of its head a row is, and where results in float32 go.
+    of_lengths = kernel == "fwd_hopper" and problem.lengths is not None
     crowded = kernel == "fwd_v2" and (pack_gqa or _crowded_by_results(problem, architecture, copy_bytes))
     row = row_for(
         kernel,
@@ -91,7 +92,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         width_v=width_v,
         sinks=problem.sinks is not None,
         lengths=problem.lengths is not None or (split and kernel == "fwd_v2"),
-        rows=rows_of(kernel, architecture, problem, expressions),
+        rows=LENGTHS_HOPPER if of_lengths and not problem.scores else rows_of(kernel, architecture, problem, expressions),
     )
     itemsize = 4 if problem.dtype == "float32" else 2
     if kernel == "fwd_v2":
@@ -103,8 +104,8 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     if copy_bytes < 16 or problem.lengths is not None or problem.has_wider_results:
         # TMA would write beyond a row's end, see `obstacle`, or that of a sequence; and shared memory has no room for float32.
         row = replace(row, tma_store_out=False)
-    if kernel == "fwd_hopper" and problem.lengths is not None and problem.lengths.paged:
-        row = replace(row, producer_warps=producer_warps(row.tile_kv, problem.lengths.page_size))
+    if of_lengths and problem.lengths.paged:
+        row = in_pages(row, problem.lengths.page_size)
     listed = bool(expressions.takes_part) and kernel in LISTED and problem.lengths is None
     rises = problem.scores.alibi_slopes is not None and problem.mask.shape == "causal" and kernel == "fwd_hopper"
     rises &= not (listed or split)
@@ -131,7 +132,6 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             expressions=expressions,
             tile_list=listed,
             from_last=rises,
-            copied_pages=kernel == "fwd_hopper" and _copies_pages(problem),
         ),
         expressions=expressions,
         reasons=tuple(filter(None, reasons)),
@@ -327,11 +327,6 @@ def keys_of_box(plan: KernelPlan, problem: Problem) -> int:
     """Keys that fwd_hopper has brought at a time: a tile, or of pages so many that they divide a tile and a page."""
     tile = plan.config.TILE_KV
     return math.gcd(tile, problem.lengths.page_size) if plan.config.PAGED else tile
-
-
-def producer_warps(tile_kv: int, page_size: int) -> int:
-    """Warps of fwd_hopper among which the pieces of a tile are dealt out: a fourth one writes zeros where no queries are."""
-    return min(tile_kv // math.gcd(tile_kv, page_size), 3)
 
 
 def _tiles(plan: KernelPlan, problem: Problem) -> int:

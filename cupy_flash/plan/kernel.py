@@ -48,7 +48,7 @@ class Config:
     MASKED_PAIRS: bool
     VARLEN: bool
     PAGED: bool
-    COPIED_PAGES: bool
+    PIECE: int
     PRODUCER_WARPS: int
     TILE_LIST: bool
     DROPOUT: bool
@@ -214,8 +214,9 @@ class KernelPlan:
         words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
-        words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["copied"] * c.COPIED_PAGES + ["rotateq"] * c.ROTATE_Q
-        words += [f"by{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
+        words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
+        words += [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
+        words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
         words += ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
         return "-".join(words)
@@ -354,7 +355,6 @@ def configure(
     from_last: bool = False,
     adds: bool = False,
     store_dbias: bool = False,
-    copied_pages: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     lengths = None if problem is None else problem.lengths
@@ -376,7 +376,6 @@ def configure(
         "MASKED_PAIRS": bool(expressions.takes_part),
         "VARLEN": lengths is not None,
         "PAGED": lengths is not None and lengths.paged,
-        "COPIED_PAGES": copied_pages,
         "TILE_LIST": tile_list,
         "DROPOUT": problem is not None and problem.scores.dropout is not None,
         "PLACED": problem is not None and problem.scores.place is not None,

@@ -86,8 +86,6 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
         params["tiles_of_head_divmod"] = fast_divmod(tiles_of_head)
         params["in_turn_divmod"] = fast_divmod(elements_in_turn(problem, int(params["tiles"][0])) if "bias_map" in maps else 1)
     else:
-        params["piece_divmod"] = fast_divmod(maps["k_map"].box_rows)
-        params["pieces_of_tile"] = tile_kv // maps["k_map"].box_rows
         params["heads_together_divmod"] = fast_divmod(query_heads_together(problem, tile_q))
     return params
 

@@ -35,7 +35,8 @@ class TileConfig:
     tma_store_out: bool = False
     staged_bias: bool = False
     pingpong: bool = False
-    producer_warps: int = 1  # of keys in pages, see `forward.py`
+    producer_warps: int = 1  # of keys in pages, as the next, see `lengths_tuning.in_pages`
+    piece: int = 0
     min_blocks: int = 2
     q_tiles: int = 1
     q_in_registers: bool = False
@@ -154,7 +155,6 @@ TABLES: dict[str, dict[str, tuple[TileConfig, ...]]] = {
     "100": {"half": HALVES_100, "float32": FLOAT32_100},
     "120": {"half": HALVES_120, "float32": FLOAT32_120},
 }
-
 
 # The forward of FlashAttention 1. O and the softmax state of 16 rows a warp come from memory and go back in every step, which takes
 # registers that v2 has for wider tiles.

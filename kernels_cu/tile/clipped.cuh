@@ -11,13 +11,13 @@ struct Clipping {
   u32 count = 0;                                              // of tiles before
   OP Clipping(SharedAddress barrier) : arrived{barrier} {}
 };
-OP void init_clipping(const Clipping& clipping) { init_mbarrier(clipping.arrived, PRODUCER_WARPS); }
+OP void init_clipping(const Clipping& clipping) { init_mbarrier(clipping.arrived, TILE_LOADERS); }
 
 // tile[rows :] = 0, by the warps that load
 template <int ROWS, int WIDTH> OP void clear_rows(const PanelTile<ROWS, WIDTH>& tile, int rows, int warp) {
   for_lane(l) {
     #pragma unroll 1
-    for (int chunk = rows * 8 + 32 * warp + l; chunk < ROWS * 8; chunk += 32 * PRODUCER_WARPS) {
+    for (int chunk = rows * 8 + 32 * warp + l; chunk < ROWS * 8; chunk += 32 * TILE_LOADERS) {
       #pragma unroll
       for (int i = 0; i < tile.panels; ++i) store_shared(tile.base + i * tile.panel_bytes + chunk * 16, Vector<16>{});
     }

@@ -6,7 +6,7 @@
 #include "tile/pipeline.cuh"
 #include "tile/work.cuh"
 
-constexpr int COPIED_ROWS = ceil_div(TILE_KV, 8 * PRODUCER_WARPS) * 8; // of a tile, by a warp
+constexpr int COPIED_ROWS = ceil_div(TILE_KV, 8 * TILE_LOADERS) * 8; // of a tile, by a warp
 // An entry of the page table as it stands there, any number; of 64 bits, one that stands for it. 0 of a sequence without keys, which may have none.
 OP int read_page(const SequenceParams& s, i64 entry, int last_key) {
   if (last_key < 0) return 0;
@@ -75,7 +75,7 @@ OP void copy_pages(Pipeline<T, DEPTH, LANES>& pipeline, const HopperVarlenParams
       const int key = row + begin + first + l;
       offset.at(l, 0) = places.page[first / 32].at(l, 0) * page_stride + (key - int(divide(key, page) * page.divisor)) * from.row_stride;
     }
-    #pragma unroll
+    #pragma unroll 2                                         // of more, addresses would spill
     for (int eight = first; eight < min_of(first + 32, COPIED_ROWS); eight += 8) {
       if (begin + eight >= end) break;
       for_lane(lane) {

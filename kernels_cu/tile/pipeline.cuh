@@ -20,7 +20,9 @@ struct Mbarrier {
 enum Lanes { DIVERGENT, CONVERGENT, ELECT_ONE };
 
 // Who arrives when keys or values are on their way: the warps that bring them, or of lanes that copy each by itself.
-constexpr int PRODUCER_ARRIVALS = COPIED_PAGES && ON_GPU ? 32 * PRODUCER_WARPS : PRODUCER_WARPS;
+constexpr int TILE_LOADERS = max_of(PRODUCER_WARPS / 2, 1);    // warps that bring a tile together; of several, half bring keys and half values
+constexpr bool COPIED_PAGES = PAGED && PIECE == 0;
+constexpr int PRODUCER_ARRIVALS = COPIED_PAGES && ON_GPU ? 32 * TILE_LOADERS : TILE_LOADERS;
 
 #if ON_GPU
 OP bool mbarrier_try_wait_parity(SharedAddress barrier, u32 phase) {
