@@ -55,8 +55,8 @@ def test_bits_are_those_of_keys_in_a_row(dim, size, mask):
         assert plan.kernel.file == "fwd_hopper" and ("pages" in given) == plan.kernel.config.PAGED
         config = plan.kernel.config
         piece = math.gcd(config.TILE_KV, size)
-        assert config.PIECE == (piece if "pages" in given and size >= 8 else 0)
-        assert config.PRODUCER_WARPS == (1 if "pages" not in given else 4 if piece < 32 else 2)
+        assert (piece if "pages" in given and size >= 8 else 0) == config.PIECE
+        assert (1 if "pages" not in given else 4 if piece < 32 else 2) == config.PRODUCER_WARPS
         results.append(plan(q, *keys, **given))
     for x, y in zip(*results):
         assert numpy.isfinite(x[0, :, :70].astype(float)).all()
