@@ -11,6 +11,7 @@ from cupy_flash.plan.kernel import Launch
 from cupy_flash.plan.packing import packing_of
 from cupy_flash.plan.params import forward_params, hopper_forward_params
 from cupy_flash.plan.schedule import (
+    BLOCKS,
     BUSY,
     COMBINING,
     L2_BYTES,
@@ -25,6 +26,7 @@ from cupy_flash.plan.schedule import (
     listed_costs,
     make_schedule,
     make_splits,
+    splits_pay,
 )
 from cupy_flash.plan.schedule_params import combining_blocks, scheduled
 from cupy_flash.plan.structs import struct as struct_named
@@ -310,3 +312,30 @@ def test_what_blocks_are_told_of_shares():
 def test_nothing_is_merged_where_nothing_is_shared():
     _, params, launches = told(6, len_kv=2000)
     assert params[0]["by_formula"] == schedule.ALL_TILES and [launch.entry for launch in launches] == ["fwd_hopper"]
+
+
+@pytest.mark.parametrize(
+    "batch, len_q, len_kv, tile_q, tile_kv, pays",
+    [
+        (8, 2048, 8192, 192, 64, False),  # 21 rounds of unequal tiles, of which a block has longer ones than another
+        (8, 2048, 8192, 128, 128, False),
+        (1, 128, 8192, 128, 128, True),  # fewer tiles than blocks
+        (1, 300, 8192, 128, 128, True),
+        (4, 1024, 16384, 128, 128, True),  # hardly unequal
+    ],
+)
+def test_unequal_tiles_are_split_where_that_is_sooner_done(batch, len_q, len_kv, tile_q, tile_kv, pays):
+    heads = 32 * batch
+    costs = costs_of_tiles(Mask(len_q, len_kv, None, len_kv - len_q), tile_q, tile_kv)
+    assert splits_pay(costs, heads, len_kv, tile_kv) is pays
+    # By hand: blocks take tiles one after the other by number; what whole rounds leave over is split, or goes to who has least to do.
+    tiles = len(costs)
+    numbered = [costs[tiles - 1 - i // 2 if i % 2 == 0 else i // 2] for i in range(tiles)] * heads
+    rounds = len(numbered) // BLOCKS
+    loads = [sum(numbered[block + BLOCKS * r] for r in range(rounds)) for block in range(BLOCKS)]
+    left = numbered[rounds * BLOCKS :]
+    shared = max(loads) + sum(left) / BLOCKS + COMBINING / tile_kv
+    dealt_out = [0.0] * BLOCKS
+    for cost in sorted(numbered, reverse=True):
+        dealt_out[dealt_out.index(min(dealt_out))] += cost
+    assert bool(shared < max(dealt_out)) is pays

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy
+
 from ..errors import UnsupportedError
 from ..problem.forward import Problem
 from .architecture import Architecture
@@ -28,11 +30,11 @@ from .key_warps import with_key_warps
 from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages
 from .packing import FEW, packing_of
 from .pair_tuning import drops_most
-from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, least_split
+from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, costs_of_tiles, least_split, splits_pay
 from .sequences import elements_of, row_length, tiles_of
 from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
 from .tensor_map import BOX_COLUMNS, TensorMap, obstacle, tensor_maps
-from .tuning import SHORT, row_for, table_for
+from .tuning import SHORT, TileConfig, row_for, table_for
 from .workspace import Workspace
 
 MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in tiles
@@ -76,7 +78,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     explicit, why_scores = explicit_scores(problem, expressions, unless_large=kernel == "fwd_hopper")
     widest = max(width, width_v)
     pack_gqa = problem.mask.queries is not None
-    split, why_split = _split_kv(problem) if kernel == "fwd_hopper" else splits_keys(kernel, asked, problem.len_kv)
+    split, why_split = (False, "") if kernel == "fwd_hopper" else splits_keys(kernel, asked, problem.len_kv)
     # Rows for few queries leave registers to tell which query of its head a row is, and where results in float32 go.
     of_lengths = kernel == "fwd_hopper" and problem.lengths is not None
     crowded = kernel == "fwd_v2" and (pack_gqa or _crowded_by_results(problem, architecture, copy_bytes))
@@ -91,10 +93,12 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         mask=problem.mask.shape,
         width_v=width_v,
         sinks=problem.sinks is not None,
-        lengths=problem.lengths is not None or (split and kernel == "fwd_v2"),
+        lengths=problem.lengths is not None or split,
         rows=LENGTHS_HOPPER if of_lengths and not problem.scores else rows_of(kernel, architecture, problem, expressions),
     )
     itemsize = 4 if problem.dtype == "float32" else 2
+    if kernel == "fwd_hopper":
+        split, why_split = _split_kv(problem, row)
     if kernel == "fwd_v2":
         row = with_key_warps(row, architecture, itemsize, width, width_v, problem)
     combines, why_combines = False, "a kernel combines splits: most tiles that blocks of fwd_hopper share have many rows" * split
@@ -235,8 +239,8 @@ def _crowded_by_pages(problem: Problem, expressions: ExpressionText) -> bool:
     return bool(problem.scores) or (asked and widest > 192) or (many_rows and _copies_pages(problem))  # of 128 keys a tile
 
 
-def _split_kv(problem: Problem) -> tuple[bool, str]:
-    """Whether blocks may share query tiles, which have to be long and about equally so, and why."""
+def _split_kv(problem: Problem, row: TileConfig) -> tuple[bool, str]:
+    """Whether blocks of fwd_hopper may share query tiles, which have to be long and about equally so, and why."""
     if problem.lengths is not None:
         return False, ""
     mask, shortest, longest = problem.mask, problem.len_kv, problem.len_kv
@@ -246,6 +250,9 @@ def _split_kv(problem: Problem) -> tuple[bool, str]:
         return False, ""
     window = mask.queries is None and mask.hides_first
     if window or problem.len_kv < LEAST_SPLIT + COMBINING or shortest < EVEN * longest:
+        return False, ""
+    costs = costs_of_tiles(mask, row.tile_q, row.tile_kv) if shortest < longest else numpy.ones(1)
+    if costs.min() < costs.max() and not splits_pay(costs, problem.heads_q * math.prod(problem.batch), problem.len_kv, row.tile_kv):
         return False, ""
     return True, "split keys: blocks share the query tiles that whole rounds leave over"
 

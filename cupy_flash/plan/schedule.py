@@ -19,6 +19,7 @@ import numpy
 
 from ..problem.mask import Mask
 
+BLOCKS = 132  # of an H100 or H200, by which a plan is made that does not know its device
 TABLE_BLOCKS = 136  # more than an sm_90 has multiprocessors, which are 132 at most, each of which holds one block
 TABLE_TILES = 9  # of a block; the last one is empty, so that every block finds its end
 NONE = 0xFFFF  # an entry without a tile
@@ -100,6 +101,34 @@ def make_splits(tiles: int, len_kv: int, tile_kv: int, blocks: int) -> Splits | 
     return Splits(rounds, rounds * blocks, left, split)
 
 
+def splits_pay(costs: numpy.ndarray, heads: int, len_kv: int, tile_kv: int, blocks: int = BLOCKS) -> bool:
+    """Whether blocks are done sooner where they share what whole rounds leave over than where all tiles are dealt out.
+
+    Rounds of unequal tiles by formula give some blocks longer ones than others, which a schedule evens out.
+
+    Parameters
+    ----------
+    costs, heads, len_kv, blocks
+        As in `make_schedule`.
+    tile_kv : int
+    """
+    splits = make_splits(heads * len(costs), len_kv, tile_kv, blocks)
+    if splits is None:
+        return False
+    counted = min(splits.by_formula, ROUNDS_COUNTED)
+    whole = _in_order(costs)[numpy.arange(splits.first - counted * blocks, splits.first) % len(costs)]
+    longest = whole.reshape(counted, blocks).sum(0).max() if counted else 0.0
+    shared = longest + splits.key_tiles + STEPS_BESIDES + COMBINING / tile_kv
+    dealt_out = (counted + 1) * costs.mean() if counted else costs.max()
+    return bool(shared <= dealt_out)
+
+
+def _in_order(costs: numpy.ndarray) -> numpy.ndarray:
+    """The tiles of a head as `tile_coord` numbers them."""
+    place = numpy.arange(len(costs))
+    return costs[numpy.where(place % 2, place // 2, len(costs) - 1 - place // 2)]
+
+
 def costs_of_tiles(mask: Mask, tile_q: int, tile_kv: int) -> numpy.ndarray:
     """How long each query tile of a head takes, in steps of one key tile."""
     return mask.tiles_of_keys(tile_q, tile_kv) + STEPS_BESIDES
@@ -136,8 +165,7 @@ def make_schedule(costs: numpy.ndarray, heads: int, len_kv: int, bytes_of_head: 
         return Schedule()
     if blocks > TABLE_BLOCKS:
         return Schedule(run=2)
-    place = numpy.arange(tiles_of_head)
-    in_order = costs[numpy.where(place % 2, place // 2, tiles_of_head - 1 - place // 2)]  # as `tile_coord` numbers them
+    in_order = _in_order(costs)
 
     # Longest first means heads in turn, and keys of all heads in the table are read again and again.
     def stays_in_cache(rounds: int) -> bool:
