@@ -328,7 +328,7 @@ def test_unequal_tiles_are_split_where_that_is_sooner_done(batch, len_q, len_kv,
     heads = 32 * batch
     costs = costs_of_tiles(Mask(len_q, len_kv, None, len_kv - len_q), tile_q, tile_kv)
     assert splits_pay(costs, heads, len_kv, tile_kv) is pays
-    # By hand: blocks take tiles one after the other by number; what whole rounds leave over is split, or goes to who has least to do.
+    # By hand: blocks take tiles one after the other by number; what rounds leave over is split, or goes to who has least to do.
     tiles = len(costs)
     numbered = [costs[tiles - 1 - i // 2 if i % 2 == 0 else i // 2] for i in range(tiles)] * heads
     rounds = len(numbered) // BLOCKS
