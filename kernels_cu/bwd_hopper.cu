@@ -79,7 +79,7 @@ static_assert(BEGIN + 4 <= NAMED_BARRIERS);
 
 constexpr int SHARED_BYTES = BLOCK_BYTES;
 
-KERNEL(THREADS, 1) bwd_hopper_preprocess(GRID_CONSTANT HopperBackwardParams p) { preprocess(p, DELTA_AHEAD ? -1.f : 1.f, TMA_REDUCE_DQ ? GROUPS : 1, p.accum_heads_divmod.divisor); }
+KERNEL(THREADS, VARLEN ? 4 : 1) bwd_hopper_preprocess(GRID_CONSTANT HopperBackwardParams p) { preprocess(p, DELTA_AHEAD ? -1.f : 1.f, TMA_REDUCE_DQ ? GROUPS : 1, p.accum_heads_divmod.divisor); }
 
 KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const int warp = int(uniform(u32(warp_id())));

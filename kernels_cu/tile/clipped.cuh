@@ -37,16 +37,27 @@ OP void clip(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, int rows, 
   arrive_at<LANES>(pipeline.full(), at);                      // without it the consumers wait for ever
   pipeline.advance();
 }
+// The same of two stages at a time, by one warp: one after the other, whoever waits for the second would wait twice as long. `load` starts what brings
+// so many bytes.
+template <typename T, typename U, int DEPTH, int DEPTH_U, Lanes LANES, typename Load>
+OP void clip_both(Pipeline<T, DEPTH, LANES>& first, Pipeline<U, DEPTH_U, LANES>& second, Clipping& clipping, int rows, int bytes, const Load& load,
+                  CallSite at = call_site()) {
+  Pipeline<T, 1, LANES> of_first(first.tile().base, clipping.arrived.address);
+  Pipeline<U, 1, LANES> of_second(second.tile().base, clipping.arrived.address);
+  of_first.count = of_second.count = clipping.count++;
+  arrive_expect_tx(of_first.full(), bytes, at);
+  load(of_first, of_second);
+  consumer_wait(of_first, at);                                // without it TMA writes over the zeros
+  clear_rows(first.tile(), max_of(rows, 0), 0);
+  clear_rows(second.tile(), max_of(rows, 0), 0);
+  fence_proxy_async();                                        // without it products read what was there before the zeros
+  arrive_at<LANES>(first.full(), at);                         // without it the consumers wait for ever
+  arrive_at<LANES>(second.full(), at);                        // the same
+  first.advance(), second.advance();
+}
 template <typename T, int DEPTH, Lanes LANES>
 OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row,
                      int rows, CallSite at = call_site()) {
   if (rows >= T::rows) return load_async(pipeline, map, batch, head, row, at);
   clip(pipeline, clipping, rows, 0, [&](Pipeline<T, 1, LANES>& alone) { load_async(alone, map, batch, head, row, at); }, at);
-}
-// The same, and with the tile comes one number for each of its rows.
-template <typename T, int DEPTH, Lanes LANES>
-OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row,
-                     int rows, const float* from, SharedAddress to, CallSite at = call_site()) {
-  if (rows >= T::rows) return load_async(pipeline, map, batch, head, row, from, to, at);
-  clip(pipeline, clipping, rows, 0, [&](Pipeline<T, 1, LANES>& alone) { load_async(alone, map, batch, head, row, from, to, at); }, at);
 }

@@ -198,15 +198,33 @@ OP void load_tiles_of_sequence(const HopperBackwardParams& p, KeyBlock& block) {
   const auto seq = block.seq(p);
   Clipping clipping(block.smem + CLIPPING_BARRIER);
   const int key = seq.kv.first() + block.row0, keys = seq.kv.len() - block.row0;
-  load_clipped(block.keys, clipping, p.k_map, here.batch, here.head_kv, key, keys);
+  if (keys >= TILE_KV) {
+    load_async(block.keys, p.k_map, here.batch, here.head_kv, key);
+    load_async(block.values, p.v_map, here.batch, here.head_kv, key);
+  } else {
+    clip_both(block.keys, block.values, clipping, keys, KeyTile::bytes + KeyTile::bytes, [&](const Pipeline<KeyTile, 1, LANES>& k, const Pipeline<KeyTile, 1, LANES>& v) {
+      start_load(k, p.k_map, here.batch, here.head_kv, key, call_site());
+      start_load(v, p.v_map, here.batch, here.head_kv, key, call_site());
+    });
+  }
   #pragma unroll 1
   for (int step = 0; step < block.steps; ++step, block.advance(p)) {
     const float* const stats = p.stats + i64(block.tile_number(p)) * 2 * TILE_Q;
-    const int row = block.now.tile * TILE_Q, query = seq.q.first() + row, queries = seq.q.len() - row;
+    const int head = block.now.head, row = block.now.tile * TILE_Q, query = seq.q.first() + row, queries = seq.q.len() - row;
+    const SharedAddress lse = block.lse_smem(), delta = block.delta_smem();
     producer_acquire(block.queries);                          // without it tiles are overwritten that a slower warp still reads
-    load_clipped(block.queries, clipping, p.q_map, here.batch, block.now.head, query, queries, stats, block.lse_smem());
-    if (step == 0) load_clipped(block.values, clipping, p.v_map, here.batch, here.head_kv, key, keys);
-    load_clipped(block.douts, clipping, p.dout_map, here.batch, block.now.head, query, queries, stats + TILE_Q, block.delta_smem());
+    if (queries >= TILE_Q) {
+      load_async(block.queries, p.q_map, here.batch, head, query, stats, lse);
+      load_async(block.douts, p.dout_map, here.batch, head, query, stats + TILE_Q, delta);
+    } else {                                                  // as in the first step of most blocks under a causal mask
+      constexpr int bytes = QueryStage::bytes + QueryTile::bytes + 2 * TILE_Q * int(sizeof(float));
+      clip_both(block.queries, block.douts, clipping, queries, bytes, [&](const Pipeline<QueryStage, 1, LANES>& q, const Pipeline<QueryTile, 1, LANES>& dout) {
+        start_load(q, p.q_map, here.batch, head, query, call_site());
+        start_numbers(q, stats, lse, call_site());
+        start_load(dout, p.dout_map, here.batch, head, query, call_site());
+        start_numbers(dout, stats + TILE_Q, delta, call_site());
+      });
+    }
   }
 }
 
