@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy
-
 from ..errors import UnsupportedError
 from ..problem.forward import Problem
 from .architecture import Architecture
@@ -251,9 +249,10 @@ def _split_kv(problem: Problem, row: TileConfig) -> tuple[bool, str]:
     window = mask.queries is None and mask.hides_first
     if window or problem.len_kv < LEAST_SPLIT + COMBINING or shortest < EVEN * longest:
         return False, ""
-    costs = costs_of_tiles(mask, row.tile_q, row.tile_kv) if shortest < longest else numpy.ones(1)
-    if costs.min() < costs.max() and not splits_pay(costs, problem.heads_q * math.prod(problem.batch), problem.len_kv, row.tile_kv):
-        return False, ""
+    if shortest < longest:
+        costs, heads = costs_of_tiles(mask, row.tile_q, row.tile_kv), problem.heads_q * math.prod(problem.batch)
+        if costs.min() < costs.max() and not splits_pay(costs, heads, problem.len_kv, row.tile_kv):
+            return False, ""
     return True, "split keys: blocks share the query tiles that whole rounds leave over"
 
 

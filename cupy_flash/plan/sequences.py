@@ -9,7 +9,7 @@ from ..problem.mask import UNBOUNDED
 from .tuning import SHORT
 
 MANY = 1024  # of no more queries, rows that a wide tile would leave empty count for more than how long it is
-LONG = 8192  # the least such number that was measured; of 4,096 as many keys, narrower tiles are faster
+LONG = 8192  # queries with as many keys, from which on wide tiles were measured to be faster; with 4,096 narrow ones are
 
 
 def is_packed(problem: Problem, side: str) -> bool:
@@ -36,11 +36,12 @@ def elements_of(problem: Problem, side: str) -> int:
 def row_length(problem: Problem) -> int:
     """The number of queries that a row of a tuning table is chosen by.
 
-    Of many queries under a causal mask, and many more keys, as many as a problem of as many keys has whose tiles are as long.
+    Under a causal mask, tiles of many queries with more keys are as long as those of a problem with as many queries as keys, whose
+    row is taken.
     Of sequences of their own lengths that of long ones, unless all have as few queries: what a sequence is computed with, and so
     its bits, must not depend on others.
     """
     if problem.lengths is None:
-        alike = 2 * problem.len_kv - problem.len_q if problem.mask.shape == "causal" and problem.len_q > MANY else 0
-        return alike if alike >= LONG else problem.len_q
+        square = 2 * problem.len_kv - problem.len_q if problem.mask.shape == "causal" and problem.len_q > MANY else 0
+        return square if square >= LONG else problem.len_q
     return UNBOUNDED if problem.lengths.of_queries or problem.len_q > SHORT else problem.len_q

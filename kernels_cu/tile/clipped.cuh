@@ -37,8 +37,15 @@ OP void clip(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, int rows, 
   arrive_at<LANES>(pipeline.full(), at);                      // without it the consumers wait for ever
   pipeline.advance();
 }
-// The same of two stages at a time, by one warp: one after the other, whoever waits for the second would wait twice as long. `load` starts what brings
-// so many bytes.
+template <typename T, int DEPTH, Lanes LANES>
+OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row,
+                     int rows, CallSite at = call_site()) {
+  if (rows >= T::rows) return load_async(pipeline, map, batch, head, row, at);
+  clip(pipeline, clipping, rows, 0, [&](Pipeline<T, 1, LANES>& alone) { load_async(alone, map, batch, head, row, at); }, at);
+}
+
+// The stages at hand of two pipelines = what `load` starts to bring, so many bytes in all, of whose rows the first `rows` count and the others become zeros, by
+// one warp; goes on to the next ones. One after the other, whoever waits for the second would wait twice as long.
 template <typename T, typename U, int DEPTH, int DEPTH_U, Lanes LANES, typename Load>
 OP void clip_both(Pipeline<T, DEPTH, LANES>& first, Pipeline<U, DEPTH_U, LANES>& second, Clipping& clipping, int rows, int bytes, const Load& load,
                   CallSite at = call_site()) {
@@ -54,10 +61,4 @@ OP void clip_both(Pipeline<T, DEPTH, LANES>& first, Pipeline<U, DEPTH_U, LANES>&
   arrive_at<LANES>(first.full(), at);                         // without it the consumers wait for ever
   arrive_at<LANES>(second.full(), at);                        // the same
   first.advance(), second.advance();
-}
-template <typename T, int DEPTH, Lanes LANES>
-OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, const TensorMap& map, const int (&batch)[BATCH_AXES], int head, int row,
-                     int rows, CallSite at = call_site()) {
-  if (rows >= T::rows) return load_async(pipeline, map, batch, head, row, at);
-  clip(pipeline, clipping, rows, 0, [&](Pipeline<T, 1, LANES>& alone) { load_async(alone, map, batch, head, row, at); }, at);
 }
