@@ -77,8 +77,8 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     widest = max(width, width_v)
     pack_gqa = problem.mask.queries is not None
     split, why_split = (False, "") if kernel == "fwd_hopper" else splits_keys(kernel, asked, problem.len_kv)
-    # Rows for few queries leave registers to tell which query of its head a row is, and where results in float32 go.
     of_lengths = kernel == "fwd_hopper" and problem.lengths is not None
+    # Rows for few queries leave registers to tell which query of its head a row is, and where results in float32 go.
     crowded = kernel == "fwd_v2" and (pack_gqa or _crowded_by_results(problem, architecture, copy_bytes))
     row = row_for(
         kernel,

@@ -13,7 +13,7 @@ struct Clipping {
 };
 OP void init_clipping(const Clipping& clipping) { init_mbarrier(clipping.arrived, TILE_LOADERS); }
 
-// tile[rows :] = 0, by the warps that load
+// tile[rows :] = 0, by the warps that bring the tile
 template <int ROWS, int WIDTH> OP void clear_rows(const PanelTile<ROWS, WIDTH>& tile, int rows, int warp) {
   for_lane(l) {
     #pragma unroll 1
@@ -24,7 +24,7 @@ template <int ROWS, int WIDTH> OP void clear_rows(const PanelTile<ROWS, WIDTH>& 
   }
 }
 
-// The stage at hand = what the `load` of all warps that load brings, of whose rows the first `rows` count and the others become zeros; goes on to the next one.
+// The stage at hand = what the `load` of all warps of the tile brings, of whose rows the first `rows` count and the others become zeros; goes on to the next one.
 template <typename T, int DEPTH, Lanes LANES, typename Load>
 OP void clip(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, int rows, int warp, const Load& load, CallSite at) {
   Pipeline<T, 1, LANES> alone(pipeline.tile().base, clipping.arrived.address);   // in the place of the stage

@@ -1,5 +1,5 @@
 // copied_pages.cuh -- keys and values in pages of fewer keys than TMA brings at a time (COPIED_PAGES): lanes of the producer copy them. Each warp
-// that loads has some rows of a tile, which follow each other. Four lanes have 64 bytes of a row, a warp the same part of eight rows, so that a lane
+// of a tile has some of its rows, which follow each other. Four lanes have 64 bytes of a row, a warp the same part of eight rows, so that a lane
 // goes to another row as seldom as it can while all that a cache line of device memory is read for is used.
 #pragma once
 #include "tile/copy.cuh"

@@ -1,6 +1,6 @@
 // paged.cuh -- keys and values in pages by TMA (PAGED). A tile is brought in pieces, each of which lies within one page: a piece has so many rows
-// that they divide a page and a tile. Each warp that loads brings some that follow each other. Lanes find the pages of as many pieces as there are
-// lanes, those of several tiles at once, before a stage is waited for, and once for keys and their values.
+// that they divide a page and a tile. Each warp that loads brings some of keys or of values, which follow each other. Lanes find the pages of as many pieces as there are
+// lanes, those of several tiles at once, before a stage is waited for.
 #pragma once
 #include "tile/clipped.cuh"
 #include "tile/copied_pages.cuh"
@@ -34,7 +34,7 @@ template <typename Params, typename Coord> OP void find_pages(PiecePlaces& place
   }
 }
 
-// The stage at hand = the tile of keys or values there, from key `row` on, of which so many exist, by all warps that load; goes on to the next one.
+// The stage at hand = the tile of keys or values there, from key `row` on, of which so many exist, by all warps that bring it; goes on to the next one.
 // Pieces of which no row exists are not read, and leave there what there was.
 template <typename T, int DEPTH, Lanes LANES>
 OP void load_pages(Pipeline<T, DEPTH, LANES>& pipeline, const HopperVarlenParams& p, const TensorMap& map, const PiecePlaces& places, int head, int row, int rows,
