@@ -165,6 +165,29 @@ def test_own_gradients_are_added_up_beneath_an_exchange(order, monkeypatch):
         assert own[-8:] == ["computes", "part", "starts", "own", "part", "waits", "starts", "waits"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_forward_of_a_ring_leaves_room_for_messages(ranks, monkeypatch):
+    """While keys are on their way; with the last ones there is nothing else to run."""
+    found, forward = defaultdict(list), Calls.forward
+
+    def logging(self, job, *args):
+        found[self.whole.rank].append(job.options.get("shares_device", False))
+        return forward(self, job, *args)
+
+    monkeypatch.setattr(Calls, "forward", logging)
+    check(CASE, run(CASE, ranks, "ring", "zigzag", gradients=False))
+    assert len(found) == ranks
+    for own in found.values():  # a rank's own keys take two calls in zigzag order, which is contiguous order of one
+        assert (own[0], own[-1]) == (ranks > 1, False) and own == sorted(own, reverse=True)
+
+
+@pytest.mark.parametrize("ranks, portions", [(2, 2), (3, 1)])
+def test_more_ranks_compute_a_forward_at_once(ranks, portions, in_halves):
+    q = numpy.broadcast_to(numpy.float16(0), (12, 48, 16))
+    whole = distributed.plan_attention(q, q, q, ranks=ranks, scheme="ulysses", causal=True).whole
+    assert (len(heads.portions_of(whole, False)), len(heads.portions_of(whole, True))) == (portions, 2)
+
+
 def blocks_of_own(order, ranks, rank, **options):
     q = numpy.broadcast_to(numpy.float16(0), (4, 45, 16))
     plan = distributed.plan_attention(q, q, q, ranks=ranks, scheme="ring", order=order, **options)

@@ -1,5 +1,7 @@
 """Which query tiles each block takes: each tile once, long ones early, all blocks equally long, and keys of few heads at a time."""
 
+from dataclasses import replace
+
 import numpy
 import pytest
 
@@ -163,10 +165,11 @@ def test_costs_count_key_tiles():
         assert (costs_of_tiles(Mask(300, 350, first_key, last_key), 100, 50) - STEPS_BESIDES).tolist() == steps
 
 
-def told(blocks, len_kv=1000, **options):
-    """Plan, parameters and launches on a device of so many blocks."""
+def told(blocks, len_kv=1000, shares_device=False, **options):
+    """Plan, parameters and launches on a device of so many blocks, which something else may need as well."""
     q, k = numpy.zeros((2, 3, 1000, 64), numpy.float16), numpy.zeros((2, 3, len_kv, 64), numpy.float16)
     problem = plan_attention(q, k, k, backend="host", arch="90a", **options).problem
+    problem = replace(problem, shares_device=shares_device)
     plan = make_forward_plan(problem, architecture_named("90a"))
     params = hopper_forward_params(problem, forward_maps(plan, problem), plan.config.TILE_Q, plan.config.TILE_KV)
     launches = tuple(launch.on(blocks) for launch in forward_launches(plan, problem))
@@ -312,6 +315,16 @@ def test_what_blocks_are_told_of_shares():
 def test_nothing_is_merged_where_nothing_is_shared():
     _, params, launches = told(6, len_kv=2000)
     assert params[0]["by_formula"] == schedule.ALL_TILES and [launch.entry for launch in launches] == ["fwd_hopper"]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"len_kv": 6000}], ids=str)
+def test_on_a_shared_device_each_tile_has_a_block(options):
+    """Of blocks that stay, one that finds no multiprocessor would begin when all others have done their tiles."""
+    assert told(5, **options)[2][0].blocks == 5
+    plan, params, [computing] = told(5, shares_device=True, **options)
+    assert computing.blocks == 2 * 3 * -(-1000 // plan.config.TILE_Q) and not plan.config.SPLIT_KV
+    assert (params[0]["run"], params[0]["by_formula"], (params[0]["table"] == NONE).all()) == (1, schedule.ALL_TILES, True)
+    assert any("something else has to run" in reason for reason in plan.reasons)
 
 
 @pytest.mark.parametrize(

@@ -105,16 +105,16 @@ class Calls:
         self._lengths = {name: views[name] for name in ("cu_seqlens_q", "cu_seqlens_kv") if name in views}
         self._reads = bool(self._arrays) or self._slopes is not None or self._seed is not None
 
-    def jobs(self, name: Any, kv_runs: Sequence[Run]) -> tuple[Job, ...]:
+    def jobs(self, name: Any, kv_runs: Sequence[Run], beside_messages: bool = False) -> tuple[Job, ...]:
         """What is computed with keys that lie so, in as few calls as can be; found again by a name."""
-        return self.jobs_of(name, lambda: fused(self.whole.blocks(kv_runs), self.whole.movable))
+        return self.jobs_of(name, lambda: fused(self.whole.blocks(kv_runs), self.whole.movable), beside_messages)
 
-    def jobs_of(self, name: Any, blocks: Callable[[], Sequence[Block]]) -> tuple[Job, ...]:
-        """The calls that compute blocks; found again by a name."""
+    def jobs_of(self, name: Any, blocks: Callable[[], Sequence[Block]], beside_messages: bool = False) -> tuple[Job, ...]:
+        """The calls that compute blocks, perhaps while messages are under way; found again by a name."""
         known = self.whole.known
         found = known.get(("jobs", name))
         if found is None:
-            found = known["jobs", name] = tuple(map(self._job, calls_of(self.whole, blocks())))
+            found = known["jobs", name] = tuple(self._job(block, beside_messages) for block in calls_of(self.whole, blocks()))
         return found
 
     def order(
@@ -195,14 +195,15 @@ class Calls:
         """Whether what goes there, or where there is no room, is not to be rounded yet."""
         return self.whole.narrow and (room is None or room.dtype == self.whole.wide)
 
-    def _job(self, block: Block | Group) -> Job:
-        whole = self.whole
+    def _job(self, block: Block | Group, beside_messages: bool) -> Job:
+        whole, shares = self.whole, {"shares_device": True} if beside_messages else {}
         if isinstance(block, Group):
             offsets = {name: numpy.array(ends) for name, ends in block.offsets.items()}
-            options = {**self._options_of_whole(), **self._place(0, 0, block.span.number)}
+            options = {**self._options_of_whole(), **self._place(0, 0, block.span.number), **shares}
             told = (options, self._placed("groups", OF_GROUPS), {"b": block.span.number}, offsets)
         else:
-            options = {**self._options(block.window, block.prefix), **self._place(block.q_from, block.kv_from, block.span.number)}
+            place = self._place(block.q_from, block.kv_from, block.span.number)
+            options = {**self._options(block.window, block.prefix), **place, **shares}
             of_blocks = (*OF_BLOCKS, "b") if whole.packed else OF_BLOCKS
             told = (options, self._placed("blocks", of_blocks), self._at(block), {})
         return Job(block.rows, block.keys, block.span.kv[0] + block.kv_from, *told)

@@ -116,8 +116,8 @@ def jobs_of(calls: Calls) -> tuple[tuple[Job, ...], ...]:
     whole = calls.whole
     found = whole.known.get("jobs of ring")
     if found is None:
-        steps = range(hops(whole) + 1)
-        found = tuple(calls.jobs(("ring", step), held_runs(whole, step, whole.rank)) for step in steps)
+        last = hops(whole)
+        found = tuple(calls.jobs(("ring", step), held_runs(whole, step, whole.rank), step < last) for step in range(last + 1))
         whole.known["jobs of ring"] = found
     return found
 

@@ -112,7 +112,9 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     rises = problem.scores.alibi_slopes is not None and problem.mask.shape == "causal" and kernel == "fwd_hopper"
     rises &= not (listed or split)
     why_last = "the last keys first: towards them ALiBi makes scores larger" * rises
-    reasons = why_kernel, packing.reason, row.reason, why_split, why_combines, why_copy, why_scores, why_last
+    shares = problem.shares_device and kernel == "fwd_hopper"
+    why_blocks = "a block for each query tile: something else has to run meanwhile" * shares
+    reasons = why_kernel, packing.reason, row.reason, why_split, why_combines, why_copy, why_scores, why_last, why_blocks
     return KernelPlan(
         file=kernel,
         architecture=architecture,
@@ -239,7 +241,7 @@ def _crowded_by_pages(problem: Problem, expressions: ExpressionText) -> bool:
 
 def _split_kv(problem: Problem, row: TileConfig) -> tuple[bool, str]:
     """Whether blocks of fwd_hopper may share query tiles, which have to be long and about equally so, and why."""
-    if problem.lengths is not None:
+    if problem.lengths is not None or problem.shares_device:
         return False, ""
     mask, shortest, longest = problem.mask, problem.len_kv, problem.len_kv
     if mask.queries is None:  # or else every tile has rows of several heads, and all are alike
@@ -260,7 +262,9 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     """The grid of a forward: so many query tiles a block, for each head and batch element.
 
     The problem is what the kernel is told, see `packing`. In fwd_hopper it is the most that there can be: blocks stay, and
-    how many tiles they share depends on how many of them a device holds, see `schedule_params`.
+    how many tiles they share depends on how many of them a device holds, see `schedule_params`. Where something else has to run
+    meanwhile, each has one tile: messages keep multiprocessors on the ranks where they have begun until they have on all, and
+    of blocks that stay, those that find none would begin when the others have done all their tiles.
     """
     c, entries = plan.config, plan.entries
     tiles = _tiles(plan, problem) * problem.heads_q
@@ -274,7 +278,7 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
         [(main, main_bytes)] = others
         return Launch(entry, int(tiles > 0), shared_bytes), checked(Launch(main, tiles, main_bytes, c.MIN_BLOCKS))
     if not c.SPLIT_KV:
-        return (checked(Launch(entry, tiles, shared_bytes, c.MIN_BLOCKS)),)
+        return (checked(Launch(entry, tiles, shared_bytes, None if problem.shares_device else c.MIN_BLOCKS)),)
     splits = -(-problem.len_kv // (c.TILE_KV * least_split(c.TILE_KV)))
     [(combine, combine_bytes)] = others
     combining = combining_blocks(plan, min(tiles, TABLE_BLOCKS - 1), problem.len_q)

@@ -38,6 +38,8 @@ class Problem:
 
     `dtype_of_results` is that of `out`, and of gradients: another one than `dtype` if they are parts of what is put together later.
 
+    `shares_device` says that something else has to run on the device before a forward ends.
+
     `kernel` is the kernel file asked for, or None. `scale` and `softcap` are numbers of the float type that scores are computed in.
     """
 
@@ -68,6 +70,7 @@ class Problem:
     backend: str
     device: int | None
     lengths: Lengths | None = None
+    shares_device: bool = False
 
     def __str__(self) -> str:
         of_lengths = "" if self.lengths is None else f"; {self.lengths}"
@@ -246,6 +249,7 @@ def make_problem(
         scores=scores,
         precision=options.resolve_precision(q.dtype),
         kernel=options.resolve_kernel(backend),
+        shares_device=options.resolve_shares_device(),
         algorithm=options.resolve_algorithm(),
         backend=backend,
         device=q.device,

@@ -65,6 +65,7 @@ class Options:
     top_left: bool = False  # whether a window without `causal` is anchored there as well, as other libraries have it
     adds_results: bool = False  # whether gradients in float32 are added to what is where they go
     float32_results: bool = False  # whether inputs of 16 bits have results in float32: parts of what is rounded when it is together
+    shares_device: bool = False  # whether something else has to run there meanwhile, such as messages between ranks
 
     def resolve_layout(self) -> str:
         """The order of the axes of all arrays, one of `AXES`."""
@@ -167,6 +168,10 @@ class Options:
         """The dtype of the result, or of the gradients, of arrays of a dtype."""
         wide = check_flag("float32_results", self.float32_results)
         return "float32" if wide and dtype in ("float16", "bfloat16") else dtype
+
+    def resolve_shares_device(self) -> bool:
+        """Whether a forward has to leave multiprocessors to others before it ends."""
+        return check_flag("shares_device", self.shares_device)
 
     def resolve_return_lse(self) -> bool:
         """Whether the caller asks for the lse."""
