@@ -2,6 +2,7 @@
 // warpgroups (wgmma). (FlashAttention-3: Shah et al., 2024.)
 //
 //   bwd_hopper_preprocess    for each query row:  delta = rowsum(dout o out) - dlse,  dQ = 0
+//                            (VARLEN: and for each key tile, where it lies)
 //
 //   bwd_hopper        one block per key-value tile j. Its first warpgroup is the producer, each consumer owns 64 rows of K_j and V_j:
 //
@@ -79,7 +80,11 @@ static_assert(BEGIN + 4 <= NAMED_BARRIERS);
 
 constexpr int SHARED_BYTES = BLOCK_BYTES;
 
-KERNEL(THREADS, VARLEN ? 4 : 1) bwd_hopper_preprocess(GRID_CONSTANT HopperBackwardParams p) { preprocess(p, DELTA_AHEAD ? -1.f : 1.f, TMA_REDUCE_DQ ? GROUPS : 1, p.accum_heads_divmod.divisor); }
+KERNEL(THREADS, VARLEN ? 4 : 1) bwd_hopper_preprocess(GRID_CONSTANT HopperBackwardParams p) {
+  const u32 before = place_blocks(p);
+  if (block_id() < before) return find_places(p);
+  preprocess(p, DELTA_AHEAD ? -1.f : 1.f, TMA_REDUCE_DQ ? GROUPS : 1, p.accum_heads_divmod.divisor, block_id() - before);
+}
 
 KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const int warp = int(uniform(u32(warp_id())));

@@ -37,7 +37,11 @@ constexpr int SHARED_BYTES = P_OFFSET + 2 * 4 * P_BYTES;
 enum NamedBarrier { CONSUMERS = 1, PASSED = 2 };
 static_assert(PASSED + 2 * 4 <= NAMED_BARRIERS);
 
-KERNEL(THREADS, 1) bwd_hopper_wide_preprocess(GRID_CONSTANT HopperBackwardParams p) { preprocess(p, 1.f); }
+KERNEL(THREADS, 1) bwd_hopper_wide_preprocess(GRID_CONSTANT HopperBackwardParams p) {
+  const u32 before = place_blocks(p);
+  if (block_id() < before) return find_places(p);
+  preprocess(p, 1.f, 1, ~0u, block_id() - before);
+}
 
 // dQ of the tile before: N columns of it.
 template <int N> OP void multiply_queries(const KeyBlock& block, Acc<16, N>& dq_reg, int col) {

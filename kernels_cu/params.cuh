@@ -226,6 +226,18 @@ struct BackwardParams {
   SequenceParams sequences;
 };
 
+// VARLEN: where the keys of a block lie, see tile/key_places.cuh.
+struct alignas(16) KeyPlace {
+  int left, right, len_q, len_kv, prefix; // a TransposedMask, see tile/mask.cuh
+  int begin_q, room_q;                    // rows as in SequenceRows, see tile/sequence.cuh
+  u32 first_number;                       // of the query tiles of the sequence, in head 0
+  int begin_kv, room_kv;
+  u32 batch_number;                       // number of the sequence,
+  int batch[2];                           // and its indices on the last two batch axes
+  int tile;                               // of its keys, or below 0: no sequence has the tile
+  int first, count;                       // the first query tile that sees one of them, and how many do
+};
+
 struct BackwardMaps {
   TensorMap q_map;                        // q in boxes of TILE_Q x 64
   TensorMap k_map;                        // k in boxes of TILE_KV x 64
@@ -248,6 +260,7 @@ struct HopperBackwardParams : BackwardMaps, BackwardParams {
   u32 cleared_after;                      // blocks of heads that come so many heads later having cleared them
   u32 backwards;                          // blocks of heads before this one take the last keys first
   u32 first_tiles;                        // TILE_LIST: so many blocks come before all others, and have the first keys of all units
+  KeyPlace* key_places;                   // VARLEN: (batch elements of k, key tiles)
   TensorMap dbias_map;                    // STORE_DBIAS: the gradient of the bias in boxes of TILE_Q x 64
 };
 

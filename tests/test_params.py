@@ -49,7 +49,7 @@ def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
     scores = "DropoutParams", "CapturedArray", "TileLists", "ScoreParams", "SequenceParams", "ClassifyParams"
     alignments |= dict.fromkeys((*scores, "Tensor", "MaskParams", "ForwardParams", "BackwardParams", "MergeParams"), 8)
     alignments |= dict.fromkeys(("Indices", "RotationParams", "RotateParams", "AppendParams"), 8)
-    alignments |= dict.fromkeys(("HopperForwardCommon", "HopperVarlenParams"), 64) | {"PlacedWorkItem": 16}
+    alignments |= dict.fromkeys(("HopperForwardCommon", "HopperVarlenParams"), 64) | {"PlacedWorkItem": 16, "KeyPlace": 16}
     alignments |= {"ScoreGradientParams": 8, "HopperScoreGradientParams": 64, "HopperForwardParams": 64}
     alignments |= {"BackwardMaps": 64, "HopperBackwardParams": 64}
     written = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+)", source.files()["params.cuh"], re.MULTILINE)

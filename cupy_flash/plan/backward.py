@@ -30,6 +30,7 @@ from .pair_tuning import drops_most
 from .schedule import L2_BYTES
 from .sequences import elements_of, tiles_of
 from .stored_dbias import dbias_of_pairs
+from .structs import struct
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig, row_for, table_for
 from .workspace import Workspace
@@ -254,7 +255,7 @@ def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launc
     query_blocks = _query_tiles(plan, problem) * p.heads_q * elements_of(p, "q")
     key_blocks = _key_tiles(plan, problem) * p.heads_kv * elements_of(p, "kv")
     blocks = (
-        query_blocks,
+        query_blocks + -(-_key_places(plan, problem) // plan.config.WARPS),
         grouping.owners + grouping.finishing,
         query_blocks * (not _finishes_queries(plan, problem)) + 2 * key_blocks * _stores_parts(plan, problem),
         *(() if p.sinks is None else (math.prod(p.sinks.shape[-2:]),)),
@@ -278,6 +279,8 @@ def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
         parts.append(("dq_semaphore", 4 * query_tiles * (c.TILE_KV // 64 if c.TMA_REDUCE_DQ else 1)))  # of each warpgroup, or all
     if _finishes_queries(plan, problem):
         parts.append(("dq_progress", 4 * p.heads_q * (math.prod(p.batch) + (p.lengths is not None))))  # and of rows behind all
+    if places := _key_places(plan, problem):
+        parts.append(("key_places", struct("KeyPlace").itemsize * places))
     return Workspace(tuple(parts))
 
 
@@ -358,6 +361,12 @@ def _stores_parts(plan: KernelPlan, problem: BackwardProblem) -> bool:
 def _finishes_queries(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether the second grid turns sums into dq, which is not summed over a batch axis then."""
     return plan.file in HOPPER_KERNELS and not problem.sums_queries and problem.forward.len_kv > 0
+
+
+def _key_places(plan: KernelPlan, problem: BackwardProblem) -> int:
+    """How many key tiles the first grid finds the place of, for the blocks of the second."""
+    found = problem.forward.lengths is not None and plan.file in HOPPER_KERNELS
+    return _key_tiles(plan, problem) * elements_of(problem.forward, "kv") * found
 
 
 def _query_tiles(plan: KernelPlan, problem: BackwardProblem) -> int:

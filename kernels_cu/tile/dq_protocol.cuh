@@ -152,14 +152,15 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
       Acc<16, WIDTH> sum_reg;
       load(sum_reg, Accum{p.dq_accum + (first + row / TILE_Q) * Accum::size}, row % TILE_Q, 0);
       scale(sum_reg, p.scale);
-      if constexpr (VARLEN || FLOAT32_RESULTS) {              // as in `store_gradient`
-        store(rows_of<Result>(p.dq, block.here.batch, block.here.first_head + i, queries.first() + row, queries.end_of_room(), p.dim), sum_reg);
+      const int first_row = queries.first() + row;
+      if (FLOAT32_RESULTS || (VARLEN && row + 16 > rows)) {   // as in `store_gradient`
+        store(rows_of<Result>(p.dq, block.here.batch, block.here.first_head + i, first_row, queries.end_of_room(), p.dim), sum_reg);
         continue;
       }
       wait_for_stores();                                      // without it rows are overwritten that have not left
       store(out_smem, sum_reg, own_row);
       fence_proxy_async();                                    // without it rows leave that have not been written
-      store_async(p.dq_map, block.here.batch, block.here.first_head + i, row, out_smem, own_row);
+      store_async(p.dq_map, block.here.batch, block.here.first_head + i, first_row, out_smem, own_row);
     }
     if (block.head + i < p.reused) semaphore_release(p.dq_progress + block.head + i); // lanes have met since they read
   }

@@ -30,7 +30,7 @@ inline void add_atomically(float& x, float y) {
 }
 
 struct Copy { void* dst; const void* src; int bytes; };         // src = null: zeros
-struct Store { void* dst; int bytes; char value[48]; };
+struct Store { void* dst; int bytes; char value[64]; };
 struct Product { const void* result; std::shared_ptr<void> sum; std::function<void()> compute, deliver; };
 
 struct Warp {

@@ -3,6 +3,7 @@
 #pragma once
 #include "tile/bias_tile.cuh"
 #include "tile/clipped.cuh"
+#include "tile/key_places.cuh"
 #include "tile/mask.cuh"
 #include "tile/passes.cuh"
 #include "tile/tile_list.cuh"
@@ -42,8 +43,9 @@ constexpr int ORDER_BARRIERS = DS_BARRIER + Mbarrier::bytes;
 constexpr int END_BARRIERS = ORDER_BARRIERS + (TMA_REDUCE_DQ ? 2 * GROUPS : 3) * Mbarrier::bytes;
 constexpr int LAST_OFFSET = END_BARRIERS + 3 * Mbarrier::bytes;
 constexpr int CLIPPING_BARRIER = LAST_OFFSET + 2 * int(sizeof(u32));
-constexpr int PLACE_OFFSET = CLIPPING_BARRIER + VARLEN * Mbarrier::bytes;            // of what a block needs again later
-constexpr int BLOCK_BYTES = PLACE_OFFSET + VARLEN * int(sizeof(TransposedMask) + sizeof(KeyBlockCoord) + 2 * sizeof(SequenceRows));
+constexpr int HEADS_OFFSET = CLIPPING_BARRIER + VARLEN * Mbarrier::bytes;            // of what a block needs again later: its heads, and its place
+constexpr int PLACE_OFFSET = VARLEN ? ceil_div(HEADS_OFFSET + 2 * int(sizeof(int)), 16) * 16 : HEADS_OFFSET;
+constexpr int BLOCK_BYTES = PLACE_OFFSET + VARLEN * int(sizeof(KeyPlace));
 
 constexpr Lanes LANES = WIDTH <= 64 ? CONVERGENT : DIVERGENT; // as measured: 5 % at dim 64, and nothing or 5 % the other way at dim 128
 
@@ -63,7 +65,7 @@ struct KeyBlock {
   Mbarrier counted{smem + END_BARRIERS + Mbarrier::bytes};    // the block has been counted
   Mbarrier cleared{counted.address + Mbarrier::bytes};        // the sums are zero, and the block may add
   KeyBlockCoord here;                                         // VARLEN: without a tile if no sequence has it
-  KeptSequence<HopperBackwardParams> kept;
+  KeptPlace place;                                            // VARLEN: where the tile lies
   TransposedMask mask;
   u32 head;                                                   // the first query head, counted over all batch elements, or sequences
   int row0;                                                   // the first key, counted from that of the sequence
@@ -76,36 +78,33 @@ struct KeyBlock {
   ListWords listed;                                           // and words that name the tile at hand
   u32 tiles_before;                                           // query tiles of heads that had the same sums before, and of all in between
 
-  OP KeyBlock(const HopperBackwardParams& p)
-      : here(key_block_coord(p)),
-        head(here.batch_number * p.heads + here.first_head) {
-    keep_sequence(kept, p, here.batch_number);
-    here.tile = tile_in_sequence(kept, p, here.tile);
-    mask = transposed_mask(kept, p);
+  OP KeyBlock(const HopperBackwardParams& p) : here(key_block_coord(p, offsets_of<KEYS>(p))) {
+    if (VARLEN && warp_id() == 0) init_barriers();            // the other warps read meanwhile, and this one finds in a cache what they have read
+    read_place(place, p, here);
+    head = here.batch_number * p.heads + here.first_head;
+    mask = mask_of_place(place, p);
     backwards = head < p.backwards;
-    if (backwards && (!VARLEN || u32(here.tile) < u32(key_tiles(p)))) here.tile = key_tiles(p) - 1 - here.tile; // -1 stays, where there is none
+    if (!VARLEN && backwards) here.tile = key_tiles(p) - 1 - here.tile;
     row0 = here.tile * TILE_KV;
-    const ColumnRange seeing = visible_queries(mask, row0, TILE_KV);
-    const int first = seeing.first / TILE_Q, last = seeing.last / TILE_Q;
-    steps = seeing.last < seeing.first ? 0 : (last + 1 - first) * p.heads_per_block;
-    if constexpr (VARLEN) if (row0 >= seq(p).kv.len()) steps = 0;
-    from = backwards ? first : last;
-    to = backwards ? last : first;
+    const QueryTiles seeing = query_tiles(place, mask, row0, p.heads_per_block);
+    steps = seeing.count;
+    from = backwards ? seeing.first : seeing.last;
+    to = backwards ? seeing.last : seeing.first;
     now = {here.first_head, from};
-    if constexpr (VARLEN) first_number = query_tile_number(p, seq(p).q, 0, 0);
+    first_number = first_number_of(place);
     if constexpr (TILE_LIST) {
       if (steps > 0) {
-        steps = count_listed(here.first_head, p.heads_per_block, first, last + 1, [&](int head) { return list_of(p, head); });
+        steps = count_listed(here.first_head, p.heads_per_block, seeing.first, seeing.last + 1, [&](int head) { return list_of(p, head); });
         find_tile(p);
       }
     }
     tiles_before = VARLEN ? 0 : divide(head, p.accum_heads_divmod) * p.accum_heads_divmod.divisor * ceil_div(p.len_q, TILE_Q);
   }
-  OP SequenceAtHand<HopperBackwardParams> seq(const HopperBackwardParams& p) const { return kept_sequence(kept, p, here.batch_number); }
+  OP Sequence<HopperBackwardParams> seq(const HopperBackwardParams& p) const { return sequence_of_place(place, p, here.batch_number); }
   OP int key_tiles(const HopperBackwardParams& p) const { return ceil_div(VARLEN ? seq(p).kv.len() : p.len_kv, TILE_KV); }
   // with which dq may be complete
   OP bool is_counted(const HopperBackwardParams& p) const {
-    const auto& of = seq(p);
+    const auto of = seq(p);
     return !VARLEN || (row0 < of.kv.len() && of.q.end_of_room() > of.q.first());
   }
   OP TileList list_of(const HopperBackwardParams& p, int head) const { return list_of_keys(p, here.batch_number, head, here.tile); }
@@ -133,6 +132,27 @@ struct KeyBlock {
     return number_of(p, now.head - of_last_head, tile);
   }
   OP u32 accum_number(const BackwardParams& p) const { return tile_number(p) - tiles_before; }  // of the tile among those that have sums at a time
+  OP void init_barriers() const {
+    init_pipeline(keys, 1);
+    init_pipeline(values, 1);
+    init_pipeline(queries, 4 * GROUPS);                       // warps that hand a tile back
+    init_pipeline(douts, 4 * GROUPS);
+    init_mbarrier(written, 4 * GROUPS + STORE_DBIAS);
+    if (TMA_REDUCE_DQ) {
+      for (int group = 0; group < GROUPS; ++group) {
+        init_mbarrier(staged(group), 4);
+        init_mbarrier(sent(group), 1);
+      }
+    } else {
+      init_mbarrier(acquired, 1);
+      init_mbarrier(added, 4 * GROUPS);
+      init_mbarrier(noticed, 1);
+    }
+    init_mbarrier(ended, TMA_REDUCE_DQ ? GROUPS : 4 * GROUPS);
+    init_mbarrier(counted, 1);
+    init_mbarrier(cleared, 1);
+    if (VARLEN) init_clipping(Clipping{smem + CLIPPING_BARRIER});
+  }
   OP SharedAddress lse_smem() const { return smem + LSE_OFFSET + queries.stage() * STAT_BYTES; }
   OP SharedAddress delta_smem() const { return smem + DELTA_OFFSET + douts.stage() * STAT_BYTES; }
   OP SharedAddress dq_smem(int group) const { return smem + DQ_OFFSET + group * DQ_BYTES; }
@@ -141,54 +161,29 @@ struct KeyBlock {
 
 // VARLEN: what would take registers of the loop is kept in shared memory: the mask of the sequence, which few steps ask, and where it and the
 // block are, which is asked behind the loop. Stored by one warp, before a sync_block.
-struct BlockPlace {
-  SharedAddress mask, here, q, kv;
-  OP BlockPlace(SharedAddress smem)
-      : mask(smem + PLACE_OFFSET), here(mask + int(sizeof(TransposedMask))), q(here + int(sizeof(KeyBlockCoord))), kv(q + int(sizeof(SequenceRows))) {}
-};
 template <typename Block> OP void store_place(const Block& block) {
   if constexpr (VARLEN) {
-    const BlockPlace place(block.smem);
-    store_once(place.mask, block.mask);
-    store_once(place.here, block.here);
-    store_once(place.q, block.kept.q);
-    store_once(place.kv, block.kept.kv);
+    store_once(block.smem + HEADS_OFFSET, block.here.first_head);
+    store_once(block.smem + HEADS_OFFSET + int(sizeof(int)), block.here.head_kv);
+    store_once(block.smem + PLACE_OFFSET, block.place);
   }
 }
 template <typename Block> OP void load_place(Block& block) {
   if constexpr (VARLEN) {
-    const BlockPlace place(block.smem);
-    block.here = load_shared<KeyBlockCoord>(place.here);
-    block.kept.q = load_shared<SequenceRows>(place.q);
-    block.kept.kv = load_shared<SequenceRows>(place.kv);
+    block.place = load_shared<KeyPlace>(block.smem + PLACE_OFFSET);
+    take_place(block.here, block.place);
+    block.here.first_head = load_shared<int>(block.smem + HEADS_OFFSET);
+    block.here.head_kv = load_shared<int>(block.smem + HEADS_OFFSET + int(sizeof(int)));
   }
 }
 OP decltype(auto) mask_again(const KeyBlock& block) {
-  if constexpr (VARLEN) return load_shared<TransposedMask>(BlockPlace(block.smem).mask);
+  if constexpr (VARLEN) return load_shared<TransposedMask>(block.smem + PLACE_OFFSET);           // what it begins with
   else return (block.mask);
 }
 
 // By one warp, before a sync_block.
 OP void start_barriers(const KeyBlock& block) {
-  init_pipeline(block.keys, 1);
-  init_pipeline(block.values, 1);
-  init_pipeline(block.queries, 4 * GROUPS);                   // warps that hand a tile back
-  init_pipeline(block.douts, 4 * GROUPS);
-  init_mbarrier(block.written, 4 * GROUPS + STORE_DBIAS);
-  if (TMA_REDUCE_DQ) {
-    for (int group = 0; group < GROUPS; ++group) {
-      init_mbarrier(block.staged(group), 4);
-      init_mbarrier(block.sent(group), 1);
-    }
-  } else {
-    init_mbarrier(block.acquired, 1);
-    init_mbarrier(block.added, 4 * GROUPS);
-    init_mbarrier(block.noticed, 1);
-  }
-  init_mbarrier(block.ended, TMA_REDUCE_DQ ? GROUPS : 4 * GROUPS);
-  init_mbarrier(block.counted, 1);
-  init_mbarrier(block.cleared, 1);
-  if (VARLEN) init_clipping(Clipping{block.smem + CLIPPING_BARRIER});
+  if (!VARLEN) block.init_barriers();
   store_place(block);
 }
 
@@ -251,13 +246,13 @@ OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, con
                        const KeyTile& tile, const Acc<16, WIDTH>& acc, int row) {
   const KeyBlockCoord& here = block.here;
   if (accum) {
-    const auto& keys = block.seq(p).kv;
+    const auto keys = block.seq(p).kv;
     const u32 unit = (keys.batch_number() * p.heads + here.first_head) / p.heads_per_block;
     const i64 number = i64(unit) * tiles_of<KEYS>(p) + keys.first_tile() + here.tile;
     store(DkvAccum{accum + number * DkvAccum::size}, acc, row, 0);
     return;
   }
-  const auto& keys = block.seq(p).kv;
+  const auto keys = block.seq(p).kv;
   const int first = keys.first() + block.row0 + row;
   if (FLOAT32_RESULTS || (VARLEN && first + 16 > keys.end_of_room())) { // of float32, a tile has no room; TMA would write beyond the sequence
     store(rows_of<Result>(of_values ? p.dv : p.dk, here.batch, here.head_kv, first, keys.end_of_room(), of_values ? p.dim_v : p.dim), acc);

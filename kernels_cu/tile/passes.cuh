@@ -18,8 +18,8 @@ OP u32 query_tile_number(const BackwardParams& p, u32 batch_number, int head, in
 }
 
 // Of a tile that no sequence has: what gradients of sinks are 0 from.
-OP void clear_stats(const BackwardParams& p, float sign) {
-  const u32 tiles = tiles_of<QUERIES>(p), head = block_id() / tiles, tile = tiles - 1 - (block_id() - head * tiles);
+OP void clear_stats(const BackwardParams& p, float sign, u32 block) {
+  const u32 tiles = tiles_of<QUERIES>(p), head = block / tiles, tile = tiles - 1 - (block - head * tiles);
   float* const stats = p.stats + (i64(head) * tiles + tile) * 2 * TILE_Q;
   for_lane(l) {
     for (int i = Block::thread(l); i < 2 * TILE_Q; i += Block::threads) write(stats + i, i < TILE_Q ? infinity() : sign * 0.f);
@@ -31,9 +31,9 @@ OP int keys_of(const BackwardParams& p, u32 number) { return rows_of_sequence<KE
 
 // Before: one query tile's sums become 0, its statistics those that P and dS are computed from. Delta is multiplied by `sign`. `parts` of a
 // tile have a semaphore each. Heads from `accum_heads` on will use the sums of others.
-OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum_heads = ~0u) {
-  const BlockCoord here = block_coord<QUERIES>(p, p.heads);
-  if (VARLEN && here.row < 0) return clear_stats(p, sign);
+OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum_heads = ~0u, u32 block = block_id()) {
+  const BlockCoord here = block_coord<QUERIES>(p, p.heads, block);
+  if (VARLEN && here.row < 0) return clear_stats(p, sign, block);
   const auto queries = rows_of_sequence<QUERIES>(p, here.batch_number);
   const u32 number = query_tile_number(p, queries, here.head, here.row / TILE_Q);
   if (p.dq_semaphore && warp_id() < parts) semaphore_clear(p.dq_semaphore + number * parts + warp_id());

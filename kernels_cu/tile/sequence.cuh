@@ -116,20 +116,6 @@ template <typename Params> OP Sequence<Params> sequence_of(const Params& p, u32 
   }
 }
 
-// What a block keeps of its sequence: without VARLEN nothing, since it is what the kernel was told.
-struct NoSequence {};
-template <typename Params> using KeptSequence = typename ChooseType<VARLEN, VarlenSequence<Params>, NoSequence>::type;
-template <typename Params> using SequenceAtHand = typename ChooseType<VARLEN, const VarlenSequence<Params>&, UniformSequence<Params>>::type;
-template <typename Params> OP void keep_sequence(VarlenSequence<Params>& kept, const Params& p, u32 number) { kept = sequence_of(p, number); }
-template <typename Params> OP void keep_sequence(NoSequence&, const Params&, u32) {}
-template <typename Params> OP const VarlenSequence<Params>& kept_sequence(const VarlenSequence<Params>& kept, const Params&, u32) { return kept; }
-template <typename Params> OP UniformSequence<Params> kept_sequence(const NoSequence&, const Params& p, u32 number) { return {{p, number}, {p, number}}; }
-
-template <typename Params> OP TransposedMask transposed_mask(const NoSequence&, const Params& p) { return transposed(p.mask, p.len_q, p.len_kv); }
-template <typename Params> OP TransposedMask transposed_mask(const VarlenSequence<Params>& of, const Params&) {
-  return transposed(of.mask(), of.q.len(), of.kv.len());
-}
-
 // the offsets of the sequences of a side, or null
 template <Side SIDE, typename Params> OP const void* offsets_of(const Params& p) {
   if constexpr (!VARLEN) return nullptr;
@@ -203,26 +189,6 @@ template <typename Params> OP KeyBlockCoord key_block_coord(const Params& p) {
     }
   }
   return key_block_coord(p.batch, p.heads, p.heads_per_kv, p.heads_per_block, p.len_kv, TILE_KV, p.heads_together);
-}
-// For sm_90a, where a multiprocessor has one block at a time, and waits until it knows. Of packed keys `tile` is counted over all sequences, until the
-// block has read where its own lies (`tile_in_sequence`).
-OP KeyBlockCoord key_block_coord(const HopperBackwardParams& p) {
-  const bool packed = offsets_of<KEYS>(p);
-  KeyBlockCoord here = key_block_coord(p, packed);
-  if constexpr (VARLEN) {
-    if (packed) {
-      here.batch_number = sequence_of_tile<KEYS>(p, here.tile);
-      if (here.batch_number < u32(p.batch[BATCH_AXES - 1])) here.batch[BATCH_AXES - 1] = int(here.batch_number); // as nearly all are, without a division
-      else batch_element(here.batch, p.batch, here.batch_number);
-    }
-  }
-  return here;
-}
-template <typename Params> OP int tile_in_sequence(const NoSequence&, const Params&, int tile) { return tile; }
-template <typename Params> OP int tile_in_sequence(const VarlenSequence<Params>& of, const Params& p, int tile) {
-  if (!offsets_of<KEYS>(p)) return tile;
-  const int row = row_in_sequence<KEYS>(of.kv, tile);
-  return row < 0 ? -1 : row / TILE_KV;
 }
 
 // Number of a tile of queries, over heads and what batch elements the array has.
