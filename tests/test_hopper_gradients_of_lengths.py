@@ -3,8 +3,11 @@
 import numpy
 import pytest
 
-from cupy_flash import attention, plan_attention, plan_attention_backward
+from cupy_flash import attention, attention_backward, plan_attention, plan_attention_backward
+from cupy_flash.call.backward import _prepared
 from cupy_flash.machine import source
+from cupy_flash.plan import backward as backward_plan
+from cupy_flash.plan.backward import make_grouping
 
 LENS_Q, LENS_KV = (70, 0, 130, 33), (70, 5, 90, 0)
 ROWS_BEHIND = 21
@@ -66,6 +69,58 @@ def test_blocks_write_their_own_sequence(change_kernel, poisoned_results):
         for mine, right in zip(found, expected):
             numpy.testing.assert_allclose(mine[:, own].astype(float), right.astype(float), atol=2e-2, rtol=2e-2)
     assert not any(x[:, sum(lens) :].any() for x in found)
+
+
+def by_other_ends(x, lens, is_packed):
+    """The sequences of packed rows behind each other, or each in a batch element of its own, NaN behind it."""
+    if is_packed:
+        return x
+    found = numpy.full((len(lens), x.shape[0], max(lens) + ROWS_BEHIND, *x.shape[2:]), numpy.nan, x.dtype)
+    for i, rows in enumerate(lens):
+        found[i, :, :rows] = x[:, sum(lens[:i]) : sum(lens[:i]) + rows]
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["eager", "deferred"])
+@pytest.mark.parametrize("q_packed, kv_packed", [(True, True), (False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.release), 192])
+def test_last_heads_are_finished_by_blocks_of_their_own(dim, q_packed, kv_packed, schedule, monkeypatch, poisoned_results):
+    """Of no head, of those of the last group and of all: the same bits. If one side alone is packed, heads end in another order."""
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+    monkeypatch.setattr(backward_plan, "HOPPER_BLOCKS_TOGETHER", 1)  # so that there are several groups
+    rng, heads, heads_kv = numpy.random.default_rng(8), 10, 5
+    (q, of_q), (dout, _) = (packed(rng, heads, LENS_Q, dim) for _ in range(2))
+    (k, of_kv), (v, _) = (packed(rng, heads_kv, LENS_KV, dim) for _ in range(2))
+    out, lse = attention(q, k, v, causal=True, return_lse=True, backend="numpy", cu_seqlens_q=of_q, cu_seqlens_kv=of_kv)
+    given = {"cu_seqlens_q": of_q} if q_packed else {"seqlens_q": numpy.array(LENS_Q, numpy.int32)}
+    given |= {"cu_seqlens_kv": of_kv} if kv_packed else {"seqlens_kv": numpy.array(LENS_KV, numpy.int32)}
+    arrays = [by_other_ends(x, LENS_Q, q_packed) for x in (dout, q)] + [by_other_ends(x, LENS_KV, kv_packed) for x in (k, v)]
+    arrays += [by_other_ends(x, LENS_Q, q_packed) for x in (out, lse)]
+    all_heads, found, written = heads * (len(LENS_Q) if not q_packed else 1), [], set()
+    for last_blocks in (0, 1, 10**6):
+        monkeypatch.setattr(backward_plan, "LAST_BLOCKS", last_blocks)
+        _prepared.cache_clear()
+        plan = plan_attention_backward(*arrays, causal=True, deterministic=True, backend="host", arch="90a", **given)
+        grouping, c = make_grouping(plan.kernel, plan.problem), plan.kernel.config
+        others = max(all_heads - grouping.last_heads, 0)
+        if q_packed != kv_packed or last_blocks == 0:
+            assert others == 0
+        else:
+            assert others == all_heads if last_blocks > 1 else 0 < others < all_heads
+        rows = arrays[1].shape[-2]
+        tiles = rows // c.TILE_Q + len(LENS_Q) + 1 if q_packed else -(-rows // c.TILE_Q)
+        assert plan.launches[1].blocks == grouping.owners + -(-others * tiles * (c.TILE_Q // 16) // c.WARPS)
+        gradients, traffic = plan.counted(*arrays, **given)
+        found.append(gradients)
+        written.add(traffic.written_bytes)
+    _prepared.cache_clear()
+    assert len(written) == 1  # by one of them, not both
+    for other in found[1:]:
+        assert all(numpy.array_equal(a, b) for a, b in zip(found[0], other))
+    judged = attention_backward(*(x[:, of_q[2] : of_q[3]] for x in (dout, q)), *(x[:, of_kv[2] : of_kv[3]] for x in (k, v)),
+                                *(x[:, of_q[2] : of_q[3]] for x in (out, lse)), causal=True, backend="numpy")  # fmt: skip
+    dq = found[0].dq[:, of_q[2] : of_q[3]] if q_packed else found[0].dq[2, :, : LENS_Q[2]]
+    numpy.testing.assert_allclose(dq.astype(float), judged.dq.astype(float), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("page, copied", [(16, False), (48, False), (3, True), (1, True)])

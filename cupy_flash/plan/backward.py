@@ -200,7 +200,8 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     """Deal out the keys of all heads, and what is left to do for dq.
 
     When all keys of a head have been worked at, its last block finishes dq, and others go on with the next heads. Behind the last
-    heads there is nothing to go on with, so that all multiprocessors share that work.
+    heads there is nothing to go on with, so that all multiprocessors share that work. So it is with sequences of their own lengths,
+    each of which has sums of its own, if blocks go through heads in the order in which queries lie: both sides packed, or none.
 
     Short heads leave their sums to others that are some groups behind, so that they stay in the L2 cache; half way between them,
     blocks of a third head clear them. Of long heads, the last block takes so long that others would wait for it, and so would they
@@ -214,14 +215,20 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     heads = p.heads_q * elements_of(p, "q")
     group, blocks = together * per_block, together * tiles
     owners = p.heads_kv * _splits(plan, problem) * elements_of(p, "kv") * tiles
+    groups, last_groups = -(-heads // max(group, 1)), -(-LAST_BLOCKS // max(blocks, 1))
+    last_heads = min(max(groups - last_groups, 0) * group, heads)
     if p.lengths is not None:  # all sums are there at once, and an order of sums that is the same for all sequences
         counted = p.heads_q * (math.prod(p.batch) + 1)
-        return Grouping(per_block, together, blocks, owners, max(counted, 1), backwards=_backwards(problem, counted, 0))
+        if elements_of(p, "kv") != elements_of(p, "q") or not _finishes_queries(plan, problem):
+            last_heads = counted  # none: heads end in another order than their queries lie
+        warps = max(heads - last_heads, 0) * _query_tiles(plan, problem) * (plan.config.TILE_Q // WARP_ROWS)
+        return Grouping(
+            per_block, together, blocks, owners, max(counted, 1), -(-warps // plan.config.WARPS), last_heads,
+            backwards=_backwards(problem, counted, 0),
+        )  # fmt: skip
     backwards = _backwards(problem, heads, group)
     if not _finishes_queries(plan, problem) or not owners:
         return Grouping(per_block, together, blocks, owners, max(heads, 1), backwards=backwards)
-    groups, last_groups = -(-heads // group), -(-LAST_BLOCKS // blocks)
-    last_heads = min(max(groups - last_groups, 0) * group, heads)
     clearing, accum_heads = -(-CLEARING_BLOCKS // blocks), heads
     if plan.file == "bwd_hopper" and p.len_q <= MOST_ROWS_REUSED // (2 if backwards else 1):
         accum_heads = min((clearing + max(last_groups, 1)) * group, heads)

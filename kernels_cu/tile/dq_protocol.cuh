@@ -13,7 +13,8 @@
 //   A block only waits for blocks that started earlier, so that none waits for ever.
 //   Nobody uses the sums of heads from `reused` on again, and nothing is counted for them behind ADDING. Of heads from `last_heads` on no
 //   block is the last one: blocks that own no keys wait until ADDING has ended, and make the sums dq (postprocess_last_heads).
-//   Of sequences of their own lengths (VARLEN) each has counters of its own, and no sums are used again: there is ADDING alone.
+//   Of sequences of their own lengths (VARLEN) each has counters of its own, and no sums are used again: there is ADDING alone. Of packed
+//   ones, heads are counted without their sequences where they are told from the last.
 //
 //   dq_semaphore, one for each query tile, where blocks add in order: block number b of a tile adds when it is b, and makes it b + 1.
 //   Consumers do not wait for it themselves. Lanes that add are told by one warp, and another releases it:
@@ -130,7 +131,8 @@ OP void send_queries(const HopperBackwardParams& p, KeyBlock& block, int group, 
 OP void count_heads(const HopperBackwardParams& p, const KeyBlock& block) {
   if (!p.dq_progress || !block.is_counted(p)) return;
   wait_for<LANES>(block.ended, 0);                            // without it the block is counted before all has been added
-  const u32 blocks = VARLEN || block.head < p.last_heads ? block.key_tiles(p) : ~0u;       // of the last heads, no block finishes dq by itself
+  const u32 in_order = VARLEN && offsets_of<KEYS>(p) ? u32(block.here.first_head) : block.head; // blocks of a head go through all packed sequences
+  const u32 blocks = in_order < p.last_heads ? block.key_tiles(p) : ~0u;                   // of the last heads, no block finishes dq by itself
   count_block(p.dq_progress + block.head, p.heads_per_block, blocks, block.smem + LAST_OFFSET);
   sync_warp();                                                // without it consumers are told before one lane has written
   arrive_at<LANES>(block.counted);                            // without it the consumers wait for ever
@@ -166,9 +168,35 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
   }
 }
 
+// VARLEN: 16 rows of a sequence of one of the last heads, by a warp that waits for the blocks of that sequence alone.
+template <typename Accum> OP void postprocess_last_sequences(const HopperBackwardParams& p) {
+  constexpr int COLS = WIDTH % 128 ? 64 : 128, PARTS = TILE_Q / 16;
+  u32 heads = p.heads;
+  #pragma unroll
+  for (int i = 0; i < BATCH_AXES; ++i) heads *= offsets_of<QUERIES>(p) ? 1 : p.batch[i];
+  const u32 later = (block_id() - p.owners) * WARPS + warp_id(), tile = p.last_heads * tiles_of<QUERIES>(p) + later / PARTS;
+  if (tile >= heads * tiles_of<QUERIES>(p)) return;
+  const BlockCoord here = block_coord<QUERIES>(p, p.heads, tile);
+  const int row = here.row + int(later % PARTS) * 16;
+  if (here.row < 0) return;
+  const auto seq = sequence_of(p, here.batch_number);
+  if (seq.q.first() + row >= seq.q.end_of_room() || seq.kv.len() == 0) return; // without keys, rows are zeros from the launch before
+  semaphore_wait(p.dq_progress + here.batch_number * p.heads + here.head, ceil_div(seq.kv.len(), TILE_KV));
+  const ResultTile dq = rows_of<Result>(p.dq, here.batch, here.head, seq.q.first() + row, seq.q.end_of_room(), p.dim);
+  const Accum sums{p.dq_accum + i64(query_tile_number(p, seq.q, here.head, here.row / TILE_Q)) * Accum::size};
+  #pragma unroll 1
+  for (int col = 0; col < p.dim; col += COLS) {
+    Acc<16, COLS> sum_reg;
+    load(sum_reg, sums, row % TILE_Q, col);
+    scale(sum_reg, p.scale);
+    store<16>(dq, sum_reg, col);                              // rows of dq are multiples of that, or TMA could not store them
+  }
+}
+
 // The sums of the last heads: by blocks that own no keys, 16 rows a warp. The last blocks of these heads alone would take long over it while
 // all other multiprocessors have nothing left to do.
 template <typename Accum = DqAccum> OP void postprocess_last_heads(const HopperBackwardParams& p) {
+  if constexpr (VARLEN) return postprocess_last_sequences<Accum>(p);
   constexpr int COLS = WIDTH % 128 ? 64 : 128;                // at a time
   const u32 later = block_id() - p.owners, blocks_of_head = ceil_div(p.len_q, 16 * WARPS), number = p.last_heads + later / blocks_of_head;
   const int row = (int(later % blocks_of_head) * WARPS + warp_id()) * 16;
