@@ -89,14 +89,15 @@ def test_last_heads_are_finished_by_blocks_of_their_own(dim, q_packed, kv_packed
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     monkeypatch.setattr(backward_plan, "HOPPER_BLOCKS_TOGETHER", 1)  # so that there are several groups
     rng, heads, heads_kv = numpy.random.default_rng(8), 10, 5
-    (q, of_q), (dout, _) = (packed(rng, heads, LENS_Q, dim) for _ in range(2))
-    (k, of_kv), (v, _) = (packed(rng, heads_kv, LENS_KV, dim) for _ in range(2))
+    lens_q, lens_kv = LENS_Q[::-1], LENS_KV[::-1]  # the last sequence has keys
+    (q, of_q), (dout, _) = (packed(rng, heads, lens_q, dim) for _ in range(2))
+    (k, of_kv), (v, _) = (packed(rng, heads_kv, lens_kv, dim) for _ in range(2))
     out, lse = attention(q, k, v, causal=True, return_lse=True, backend="numpy", cu_seqlens_q=of_q, cu_seqlens_kv=of_kv)
-    given = {"cu_seqlens_q": of_q} if q_packed else {"seqlens_q": numpy.array(LENS_Q, numpy.int32)}
-    given |= {"cu_seqlens_kv": of_kv} if kv_packed else {"seqlens_kv": numpy.array(LENS_KV, numpy.int32)}
-    arrays = [by_other_ends(x, LENS_Q, q_packed) for x in (dout, q)] + [by_other_ends(x, LENS_KV, kv_packed) for x in (k, v)]
-    arrays += [by_other_ends(x, LENS_Q, q_packed) for x in (out, lse)]
-    all_heads, found, written = heads * (len(LENS_Q) if not q_packed else 1), [], set()
+    given = {"cu_seqlens_q": of_q} if q_packed else {"seqlens_q": numpy.array(lens_q, numpy.int32)}
+    given |= {"cu_seqlens_kv": of_kv} if kv_packed else {"seqlens_kv": numpy.array(lens_kv, numpy.int32)}
+    arrays = [by_other_ends(x, lens_q, q_packed) for x in (dout, q)] + [by_other_ends(x, lens_kv, kv_packed) for x in (k, v)]
+    arrays += [by_other_ends(x, lens_q, q_packed) for x in (out, lse)]
+    all_heads, found, written = heads * (len(lens_q) if not q_packed else 1), [], set()
     for last_blocks in (0, 1, 10**6):
         monkeypatch.setattr(backward_plan, "LAST_BLOCKS", last_blocks)
         _prepared.cache_clear()
@@ -108,7 +109,7 @@ def test_last_heads_are_finished_by_blocks_of_their_own(dim, q_packed, kv_packed
         else:
             assert others == all_heads if last_blocks > 1 else 0 < others < all_heads
         rows = arrays[1].shape[-2]
-        tiles = rows // c.TILE_Q + len(LENS_Q) + 1 if q_packed else -(-rows // c.TILE_Q)
+        tiles = rows // c.TILE_Q + len(lens_q) + 1 if q_packed else -(-rows // c.TILE_Q)
         assert plan.launches[1].blocks == grouping.owners + -(-others * tiles * (c.TILE_Q // 16) // c.WARPS)
         gradients, traffic = plan.counted(*arrays, **given)
         found.append(gradients)
@@ -117,9 +118,9 @@ def test_last_heads_are_finished_by_blocks_of_their_own(dim, q_packed, kv_packed
     assert len(written) == 1  # by one of them, not both
     for other in found[1:]:
         assert all(numpy.array_equal(a, b) for a, b in zip(found[0], other))
-    judged = attention_backward(*(x[:, of_q[2] : of_q[3]] for x in (dout, q)), *(x[:, of_kv[2] : of_kv[3]] for x in (k, v)),
-                                *(x[:, of_q[2] : of_q[3]] for x in (out, lse)), causal=True, backend="numpy")  # fmt: skip
-    dq = found[0].dq[:, of_q[2] : of_q[3]] if q_packed else found[0].dq[2, :, : LENS_Q[2]]
+    judged = attention_backward(*(x[:, of_q[1] : of_q[2]] for x in (dout, q)), *(x[:, of_kv[1] : of_kv[2]] for x in (k, v)),
+                                *(x[:, of_q[1] : of_q[2]] for x in (out, lse)), causal=True, backend="numpy")  # fmt: skip
+    dq = found[0].dq[:, of_q[1] : of_q[2]] if q_packed else found[0].dq[1, :, : lens_q[1]]
     numpy.testing.assert_allclose(dq.astype(float), judged.dq.astype(float), atol=2e-2, rtol=2e-2)
 
 
