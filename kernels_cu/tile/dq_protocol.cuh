@@ -168,9 +168,21 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
   }
 }
 
+// dq = scale * 16 rows of sums, by a warp that has nothing else to do.
+template <typename Accum> OP void finish_rows(const HopperBackwardParams& p, const ResultTile& dq, const Accum& sums, int row) {
+  constexpr int COLS = WIDTH % 128 ? 64 : 128;                // at a time
+  #pragma unroll 1
+  for (int col = 0; col < p.dim; col += COLS) {
+    Acc<16, COLS> sum_reg;
+    load(sum_reg, sums, row % TILE_Q, col);
+    scale(sum_reg, p.scale);
+    store<16>(dq, sum_reg, col);                              // rows of dq are multiples of that, or TMA could not store them
+  }
+}
+
 // VARLEN: 16 rows of a sequence of one of the last heads, by a warp that waits for the blocks of that sequence alone.
 template <typename Accum> OP void postprocess_last_sequences(const HopperBackwardParams& p) {
-  constexpr int COLS = WIDTH % 128 ? 64 : 128, PARTS = TILE_Q / 16;
+  constexpr int PARTS = TILE_Q / 16;
   u32 heads = p.heads;
   #pragma unroll
   for (int i = 0; i < BATCH_AXES; ++i) heads *= offsets_of<QUERIES>(p) ? 1 : p.batch[i];
@@ -181,23 +193,17 @@ template <typename Accum> OP void postprocess_last_sequences(const HopperBackwar
   if (here.row < 0) return;
   const auto seq = sequence_of(p, here.batch_number);
   if (seq.q.first() + row >= seq.q.end_of_room() || seq.kv.len() == 0) return; // without keys, rows are zeros from the launch before
+  // Without it rows are finished to which blocks still add.
   semaphore_wait(p.dq_progress + here.batch_number * p.heads + here.head, ceil_div(seq.kv.len(), TILE_KV));
   const ResultTile dq = rows_of<Result>(p.dq, here.batch, here.head, seq.q.first() + row, seq.q.end_of_room(), p.dim);
   const Accum sums{p.dq_accum + i64(query_tile_number(p, seq.q, here.head, here.row / TILE_Q)) * Accum::size};
-  #pragma unroll 1
-  for (int col = 0; col < p.dim; col += COLS) {
-    Acc<16, COLS> sum_reg;
-    load(sum_reg, sums, row % TILE_Q, col);
-    scale(sum_reg, p.scale);
-    store<16>(dq, sum_reg, col);                              // rows of dq are multiples of that, or TMA could not store them
-  }
+  finish_rows(p, dq, sums, row);
 }
 
 // The sums of the last heads: by blocks that own no keys, 16 rows a warp. The last blocks of these heads alone would take long over it while
 // all other multiprocessors have nothing left to do.
 template <typename Accum = DqAccum> OP void postprocess_last_heads(const HopperBackwardParams& p) {
   if constexpr (VARLEN) return postprocess_last_sequences<Accum>(p);
-  constexpr int COLS = WIDTH % 128 ? 64 : 128;                // at a time
   const u32 later = block_id() - p.owners, blocks_of_head = ceil_div(p.len_q, 16 * WARPS), number = p.last_heads + later / blocks_of_head;
   const int row = (int(later % blocks_of_head) * WARPS + warp_id()) * 16;
   if (warp_id() == 0) semaphore_wait(p.dq_progress + number, ceil_div(p.len_kv, TILE_KV));
@@ -207,11 +213,5 @@ template <typename Accum = DqAccum> OP void postprocess_last_heads(const HopperB
   batch_element(batch, p.batch[BATCH_AXES - 1], number / p.heads);
   const ResultTile dq = rows_of<Result>(p.dq, batch, int(number % p.heads), row, p.len_q, p.dim);
   const Accum sums{p.dq_accum + (i64(number % p.accum_heads_divmod.divisor) * ceil_div(p.len_q, TILE_Q) + row / TILE_Q) * Accum::size};
-  #pragma unroll 1
-  for (int col = 0; col < p.dim; col += COLS) {
-    Acc<16, COLS> sum_reg;
-    load(sum_reg, sums, row % TILE_Q, col);
-    scale(sum_reg, p.scale);
-    store<16>(dq, sum_reg, col);                              // rows of dq are multiples of that, or TMA could not store them
-  }
+  finish_rows(p, dq, sums, row);
 }
