@@ -327,6 +327,17 @@ def test_on_a_shared_device_each_tile_has_a_block(options):
     assert any("something else has to run" in reason for reason in plan.reasons)
 
 
+def test_blocks_of_sequences_stay_on_a_shared_device():
+    """They take tiles as they go: who begins late finds fewer left."""
+    q = numpy.zeros((2, 300, 64), numpy.float16)
+    offsets = numpy.array([0, 100, 300])
+    plan = plan_attention(q, q, q, backend="host", arch="90a", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+    shared = replace(plan.problem, shares_device=True)
+    made = make_forward_plan(shared, architecture_named("90a"))
+    assert made == plan.kernel and made.config.VARLEN and made.reasons == plan.kernel.reasons
+    assert forward_launches(made, shared) == plan.launches
+
+
 @pytest.mark.parametrize(
     "batch, len_q, len_kv, tile_q, tile_kv, pays",
     [

@@ -112,7 +112,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     rises = problem.scores.alibi_slopes is not None and problem.mask.shape == "causal" and kernel == "fwd_hopper"
     rises &= not (listed or split)
     why_last = "the last keys first: towards them ALiBi makes scores larger" * rises
-    shares = problem.shares_device and kernel == "fwd_hopper"
+    shares = problem.shares_device and kernel == "fwd_hopper" and problem.lengths is None
     why_blocks = "a block for each query tile: something else has to run meanwhile" * shares
     reasons = why_kernel, packing.reason, row.reason, why_split, why_combines, why_copy, why_scores, why_last, why_blocks
     return KernelPlan(
@@ -264,7 +264,8 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     The problem is what the kernel is told, see `packing`. In fwd_hopper it is the most that there can be: blocks stay, and
     how many tiles they share depends on how many of them a device holds, see `schedule_params`. Where something else has to run
     meanwhile, each has one tile: messages keep multiprocessors on the ranks where they have begun until they have on all, and
-    of blocks that stay, those that find none would begin when the others have done all their tiles.
+    of blocks that stay, those that find none would begin when the others have done all their tiles. With sequences of their
+    own lengths they stay all the same: they take tiles as they go, and one that begins late finds fewer left.
     """
     c, entries = plan.config, plan.entries
     tiles = _tiles(plan, problem) * problem.heads_q

@@ -24,7 +24,8 @@ template <int ROWS, int WIDTH> OP void clear_rows(const PanelTile<ROWS, WIDTH>& 
   }
 }
 
-// The stage at hand = what the `load` of all warps of the tile brings, of whose rows the first `rows` count and the others become zeros; goes on to the next one.
+// The stage at hand = what the `load` of all warps of the tile brings, of whose rows the first `rows` count and the others become zeros; goes on
+// to the next one.
 template <typename T, int DEPTH, Lanes LANES, typename Load>
 OP void clip(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, int rows, int warp, const Load& load, CallSite at) {
   Pipeline<T, 1, LANES> alone(pipeline.tile().base, clipping.arrived.address);   // in the place of the stage
@@ -44,8 +45,8 @@ OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, co
   clip(pipeline, clipping, rows, 0, [&](Pipeline<T, 1, LANES>& alone) { load_async(alone, map, batch, head, row, at); }, at);
 }
 
-// The stages at hand of two pipelines = what `load` starts to bring, so many bytes in all, of whose rows the first `rows` count and the others become zeros, by
-// one warp; goes on to the next ones. One after the other, whoever waits for the second would wait twice as long.
+// The stages at hand of two pipelines = what `load` starts to bring, so many bytes in all, of whose rows the first `rows` count and the others
+// become zeros, by one warp; goes on to the next ones. One after the other, whoever waits for the second would wait twice as long.
 template <typename T, typename U, int DEPTH, int DEPTH_U, Lanes LANES, typename Load>
 OP void clip_both(Pipeline<T, DEPTH, LANES>& first, Pipeline<U, DEPTH_U, LANES>& second, Clipping& clipping, int rows, int bytes, const Load& load,
                   CallSite at = call_site()) {

@@ -13,8 +13,8 @@
 //   A block only waits for blocks that started earlier, so that none waits for ever.
 //   Nobody uses the sums of heads from `reused` on again, and nothing is counted for them behind ADDING. Of heads from `last_heads` on no
 //   block is the last one: blocks that own no keys wait until ADDING has ended, and make the sums dq (postprocess_last_heads).
-//   Of sequences of their own lengths (VARLEN) each has counters of its own, and no sums are used again: there is ADDING alone. Of packed
-//   ones, heads are counted without their sequences where they are told from the last.
+//   Of sequences of their own lengths (VARLEN) each has counters of its own, and no sums are used again: there is ADDING alone. If they are
+//   packed, blocks of a head go through all of them, and `last_heads` counts heads, not sequences.
 //
 //   dq_semaphore, one for each query tile, where blocks add in order: block number b of a tile adds when it is b, and makes it b + 1.
 //   Consumers do not wait for it themselves. Lanes that add are told by one warp, and another releases it:

@@ -1,6 +1,6 @@
 // paged.cuh -- keys and values in pages by TMA (PAGED). A tile is brought in pieces, each of which lies within one page: a piece has so many rows
-// that they divide a page and a tile. Each warp that loads brings some of keys or of values, which follow each other. Lanes find the pages of as many pieces as there are
-// lanes, those of several tiles at once, before a stage is waited for.
+// that they divide a page and a tile. Each warp that loads brings some of keys or of values, which follow each other. Lanes find the pages of as
+// many pieces as there are lanes, those of several tiles at once, before a stage is waited for.
 #pragma once
 #include "tile/clipped.cuh"
 #include "tile/copied_pages.cuh"
