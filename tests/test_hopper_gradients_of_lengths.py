@@ -88,6 +88,7 @@ def test_last_heads_are_finished_by_blocks_of_their_own(dim, q_packed, kv_packed
     """Of no head, of those of the last group and of all: the same bits. If one side alone is packed, heads end in another order."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     monkeypatch.setattr(backward_plan, "HOPPER_BLOCKS_TOGETHER", 1)  # so that there are several groups
+    monkeypatch.setattr(backward_plan, "ROWS_WORTH_SHARING", 0)
     rng, heads, heads_kv = numpy.random.default_rng(8), 10, 5
     lens_q, lens_kv = LENS_Q[::-1], LENS_KV[::-1]  # the last sequence has keys
     (q, of_q), (dout, _) = (packed(rng, heads, lens_q, dim) for _ in range(2))
@@ -147,3 +148,18 @@ def test_keys_in_pages(page, copied):
     for i in range(len(lens)):
         expected = attention(q[i], rows[0][i], rows[1][i], causal=True, backend="numpy")
         numpy.testing.assert_allclose(out[i].astype(float), expected.astype(float), atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("sequences, rows, is_packed, shared", [
+    (4, 8192, True, True), (4, 8191, True, False), (5, 8192, True, False), (2, 2048, False, True), (2, 2047, False, False),
+])  # fmt: skip
+def test_only_long_sequences_leave_dq_to_blocks_at_the_end(sequences, rows, is_packed, shared):
+    """A last block has few rows of a short one, and of these there are many: it is the mean that a plan knows."""
+    shape = (8, rows, 64) if is_packed else (sequences, 8, rows, 64)
+    x, lse = numpy.empty(shape, numpy.float16), numpy.empty(shape[:-1], numpy.float32)
+    names = ("cu_seqlens_q", "cu_seqlens_kv") if is_packed else ("seqlens_q", "seqlens_kv")
+    given = dict.fromkeys(names, numpy.zeros(sequences + is_packed, numpy.int32))
+    plan = plan_attention_backward(x, x, x, x, x, lse, causal=True, backend="host", arch="90a", **given)
+    grouping = make_grouping(plan.kernel, plan.problem)
+    assert plan.kernel.file == "bwd_hopper" and plan.launches[1].blocks == grouping.owners + grouping.finishing
+    assert (grouping.finishing > 0) == shared

@@ -28,7 +28,7 @@ from .kernel import (
 )
 from .pair_tuning import drops_most
 from .schedule import L2_BYTES
-from .sequences import elements_of, tiles_of
+from .sequences import elements_of, mean_room, tiles_of
 from .stored_dbias import dbias_of_pairs
 from .structs import struct
 from .tensor_map import TensorMap, obstacle, tensor_maps
@@ -49,6 +49,7 @@ FEW_TILES = 8  # of keys: blocks that add in order are apart only if more heads 
 CLEARING_BLOCKS = 200  # that start between those of a head and those that clear what it leaves
 MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
+ROWS_WORTH_SHARING = 2048  # of dq, of a sequence, see make_grouping
 LENGTH_OF_MANY = 4096  # of sequences of their own lengths: they have the tiles, and heads together, of so many rows
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
 
@@ -202,6 +203,7 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     When all keys of a head have been worked at, its last block finishes dq, and others go on with the next heads. Behind the last
     heads there is nothing to go on with, so that all multiprocessors share that work. So it is with sequences of their own lengths,
     each of which has sums of its own, if blocks go through heads in the order in which queries lie: both sides packed, or none.
+    Of short sequences there are many, and few rows that a last block makes: other blocks at the end would take longer than these.
 
     Short heads leave their sums to others that are some groups behind, so that they stay in the L2 cache; half way between them,
     blocks of a third head clear them. Of long heads, the last block takes so long that others would wait for it, and so would they
@@ -219,8 +221,9 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     last_heads = min(max(groups - last_groups, 0) * group, heads)
     if p.lengths is not None:  # all sums are there at once, and an order of sums that is the same for all sequences
         counted = p.heads_q * (math.prod(p.batch) + 1)
-        if elements_of(p, "kv") != elements_of(p, "q") or not _finishes_queries(plan, problem):
-            last_heads = counted  # none: heads end in another order than their queries lie
+        in_order = elements_of(p, "kv") == elements_of(p, "q") and _finishes_queries(plan, problem)
+        if not in_order or mean_room(p, "q") < ROWS_WORTH_SHARING:
+            last_heads = counted  # none
         warps = max(heads - last_heads, 0) * _query_tiles(plan, problem) * (plan.config.TILE_Q // WARP_ROWS)
         return Grouping(
             per_block, together, blocks, owners, max(counted, 1), -(-warps // plan.config.WARPS), last_heads,

@@ -33,6 +33,12 @@ def elements_of(problem: Problem, side: str) -> int:
     return 1 if is_packed(problem, side) else math.prod(problem.batch)
 
 
+def mean_room(problem: Problem, side: str) -> int:
+    """Rows that there are for a sequence, on average: how many it has, a call tells."""
+    rows = problem.len_q if side == "q" else problem.len_kv
+    return rows // max(problem.lengths.sequences, 1) if is_packed(problem, side) else rows
+
+
 def row_length(problem: Problem) -> int:
     """The number of queries that a row of a tuning table is chosen by.
 
