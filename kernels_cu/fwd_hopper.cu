@@ -189,11 +189,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
   Dropping dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
-
   RowVec<16> terms_reg;                                       // WITH_TERMS: the rows' part of the term, in this key tile
   float common = 0.f, largest = LOWEST;                       // COLUMNS: what these have in common, and of all key tiles of the query tile so far
   u32 number = 0;                                             // NUMBERED: of the key tile, which `tile` only counts
-  int tile, last, before, beyond, next = has_work_tile(p, VARLEN ? block_id() : 0) ? LATER : NOTHING, warp_row;
+  int tile, last, before, beyond, whole_first, wholes, next = has_work_tile(p, VARLEN ? block_id() : 0) ? LATER : NOTHING, warp_row;
   u32 split = WHOLE;
   TileCoord now, ended;                                       // this query tile's, and that of the one before, which ends later than this begins
   HeadTerms terms{};                                          // of the scores of this query tile
@@ -215,6 +214,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     before = uniform(work.before);
     beyond = uniform(work.beyond);
     next = uniform(work.next);
+    if constexpr (TELLS_WHOLE) whole_first = uniform(work.whole_first), wholes = max_of(uniform(work.whole_end) - whole_first, 0);
     warp_row = now.row + group * ROWS + warp % 4 * 16;
     if constexpr (MODIFIED) terms = head_terms(p, now, now.head, queries_of_sequence(p, now), keys_of_sequence(p, now));
     if (SCORES == SCALED || SCALES_LARGE) scale_log2 = scale_of_head(p.scale_log2, terms);
@@ -250,7 +250,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
   };
 
-  const auto first_key = [&] { return (NUMBERED ? int(number & ~ALL_PAIRS) : tile) * TILE_KV; };
+  const auto place = [&] { return NUMBERED ? int(number & ~ALL_PAIRS) : tile; };
+  const auto first_key = [&] { return place() * TILE_KV; };
   using Arrays = PairArrays<16, TILE_KV>;
   const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), keys_of_sequence(p, now)); };
   const auto load_arrays = [&](Arrays& arrays, const KeyTile& k_smem) {
@@ -262,21 +263,20 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, col0, !(number & ALL_PAIRS));
     if (SCORES == PLUS_LINEAR) terms_of_rows<false, true>(terms_reg, s_reg, context(), warp_row, col0);
-    if (!unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0, masked_score(terms));
+    if (TELLS_WHOLE ? u32(place() - whole_first) >= u32(wholes) : !unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0, masked_score(terms));
     if constexpr (SCALES_LARGE) scale_as_before(s_reg, scale_log2, p.scale_log2);
   };
-
-  // A warp whose rows have not all seen something yet looks for the maximum in the next tile as well.
-  bool unseen_rows = false, sums = false;                     // sums: O holds products of its query tile; if not, the next one replaces what it holds
-  // Terms may raise scores from each key tile to the next, as ALiBi does. Where they have, the maximum is looked for: a redo would cost a product more.
-  bool rising = false;
+  bool sums = false;                                          // O holds products of its query tile; if not, the next one replaces what it holds
+  // A warp whose rows have not all seen something yet looks for the maximum in the next tile as well, and one whose terms have raised scores from
+  // a key tile to the next, as ALiBi does: a redo would cost a product more.
+  Found unseen_rows = false, rising = false;
   // VARLEN: rows that are no queries have no say in that, or what they hold would decide the bits of others.
   const auto queries_left = [&] { return rows_at<QUERIES>(p, now).len() - row_of_tile(); };
   const auto find_maximum = [&](RowVec<16>& correction) {
     raise(softmax, s_reg, correction, scale_log2, terms_reg);
     if constexpr (SCALES_LARGE) scale_where_large(s_reg, softmax, scale_log2);
     if constexpr (VARLEN) if (queries_left() < 16) fill_from(softmax.max, queries_left(), 0.f), fill_from(correction, queries_left(), 1.f);
-    unseen_rows = warp_any(seen_nothing(softmax));
+    unseen_rows = found(warp_any(seen_nothing(softmax)));
   };
 
   // With ping-pong, a warpgroup lets the next one go for a tile that it does not need as well: all of them count the same tiles.
@@ -341,7 +341,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (VARLEN) fill_from(sum, queries_left(), 0.f);
     const bool again = !first && warpgroup_any(VOTE + group, too_large(sum));
     if (again) redo(k_smem, in_product, correction, sum);
-    if (MODIFIED) rising = again || (rising && !first && warp_any(below_one(correction)));
+    if (MODIFIED) rising = again || (rising && !first && found(warp_any(below_one(correction))));
     consumer_release(keys);                                   // without it the producer waits for ever
     add(softmax, sum);
     if (follows) {

@@ -133,6 +133,14 @@ template <typename Params> OP void clear_rooms(const Params& p, int warp, int wa
 enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the next tile begins beneath the last product of this one
 constexpr u32 WHOLE = ~u32(0);
 constexpr bool NUMBERED = TILE_LIST || FROM_LAST;             // consumers count key tiles, and are told which each is
+// Integers cost most beneath products, so at dims up to 64 the producer tells of which key tiles a consumer's rows see all keys, and what lanes find
+// out together is kept once for a warp. As measured; wider rows were no faster, and the other producers have no registers for it.
+constexpr bool TELLS_WHOLE = WIDTH <= 64 && !STAGED_BIAS && !PAGED;
+typedef ChooseType<TELLS_WHOLE, u32, bool>::type Found;
+OP Found found(bool by_lanes) {
+  if constexpr (TELLS_WHOLE) return uniform(u32(by_lanes));
+  else return by_lanes;
+}
 constexpr u32 ALL_PAIRS = 1u << 31;                           // TILE_LIST: with the number of each key tile, if all its pairs take part
 struct alignas(16) WorkDescriptor {
   int batch[2], head, row;                                    // where the block's query tile begins; the last two batch axes, the others are 0
@@ -140,6 +148,7 @@ struct alignas(16) WorkDescriptor {
   int before, beyond;                                         // how many its block needs before and beyond those
   int next;                                                   // whether and when another one follows
   u32 split;                                                  // number of the split of a query tile, or WHOLE
+  int whole_first, whole_end;                                 // TELLS_WHOLE: key tiles of which all its queries see all keys
 };
 // VARLEN: and with these of their sequence, and of its mask. Its queries before the tile are left out: what a consumer has of two tiles at a time
 // takes registers.
@@ -199,6 +208,11 @@ OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index
   const bool few = work.beyond < min_of(STAGES, STAGES_V);
   work.next = !follows ? NOTHING : AHEAD && few && !is_split(p, index + 1) ? DIRECTLY : LATER;
   work.split = is_split(p, index) ? here.split.number : WHOLE;
+  if constexpr (TELLS_WHOLE) {
+    const ColumnRange unmasked = unmasked_keys(mask, row, ROWS);
+    work.whole_first = ceil_div(max_of(unmasked.first, 0), TILE_KV);
+    work.whole_end = max_of(unmasked.last + 1, 0) / TILE_KV;
+  }
   return work;
 }
 
