@@ -92,8 +92,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     u32 index = VARLEN ? block_id() : 0, taken = 0;           // of the next query tile among those of the block; VARLEN: its number, and the next one's
     WorkTile here{};                                          // the one begun last
     NBlockRange tiles{};                                      // its key tiles
-    TileList list{};                                          // TILE_LIST: those of them that are loaded
-    KeptList list_of_keys{};                                  // and those of the tile whose keys are
+    QueryLists lists{}; KeptQueryLists lists_of_keys{};       // TILE_LIST: those of them that are loaded, and those of the tile whose keys are
     int head_kv = 0;                                          // once a query tile: a division takes as long as some loads
     const auto begin_tile = [&] {
       here = work_tile_coord(p, index, TILE_Q);
@@ -103,8 +102,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       tiles = n_block_range(mask, here.row, min_of(TILE_Q, rows_at<QUERIES>(p, here).len() - here.row), TILE_KV, {0, 1});
       if (is_split(p, index)) tiles = clip_range(here.split.keys, tiles);
       if constexpr (TILE_LIST) {
-        list = list_of_queries(p, here.batch_number, here.head, here.row / TILE_Q);
-        tiles = listed_range(list, tiles);
+        lists = lists_of_queries(p, here.batch_number, here.head, here.row, ROWS, GROUPS);
+        tiles = listed_range(lists, tiles);
       }
     };
     u32 left = 0;                                             // key tiles that a consumer leaves unread, where it goes on directly: four bits for each
@@ -114,7 +113,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       const float step = LINEAR ? step_of_head(p, here) : 0.f;
       #pragma unroll 1
       for (int of = first; of < end; ++of) {
-        const WorkDescriptor work = describe_work(p, mask, index, here, tiles, list, of, int(left >> 4 * of & 15), follows);
+        const WorkDescriptor work = describe_work(p, mask, index, here, tiles, lists, of, int(left >> 4 * of & 15), follows);
         left = (left & ~(15u << 4 * of)) | u32(work.next == DIRECTLY ? work.beyond : 0) << 4 * of;
         producer_acquire(queries);                            // without it queries are overwritten that are still read
         store_once(smem + WORK_OFFSET + queries.stage() * int(sizeof(WorkDescriptor)), work);
@@ -131,7 +130,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     bool values_due = false, announced = false, further = false; // announced: queries of the next query tile are on their way; further: keys besides the first
     #pragma unroll 1
     for (;;) {
-      const int following = TILE_LIST ? list_of_keys.next(tile + 1, end) : tile + 1;
+      const int following = TILE_LIST ? lists_of_keys.next(tile + 1, end) : tile + 1;
       const bool last = following == end;
       if (!announced && (following + LEAD >= end || (TILE_LIST && EARLY == GROUPS && further)) && has_work_tile(p, index)) {
         begin_tile();
@@ -141,11 +140,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       const Pass pass{last, last && announced};
       if (pass.across) {
         of_keys = here, of_keys.head = head_kv, head = here.head;
-        list_of_keys = {list, {}};
+        lists_of_keys = {lists};
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
       ColumnTerms columns;                                    // found before a stage is waited for, as the number of the key tile
-      const u32 number = place | (TILE_LIST && pass.has_keys() && list_of_keys.is_whole(next) ? ALL_PAIRS : 0);
+      const u32 number = OWN_LISTS && pass.has_keys() ? lists_of_keys.tell(next) : place | (TILE_LIST && pass.has_keys() ? lists_of_keys.tell(next) : 0);
       if (PAGED && pass.has_keys()) {
         bring_pages(keys, values, clipping, p, of_keys, pages, place * TILE_KV, warp, pass.across);
       } else if (pass.has_keys()) {
@@ -250,8 +249,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
   };
 
-  const auto place = [&] { return NUMBERED ? int(number & ~ALL_PAIRS) : tile; };
-  const auto first_key = [&] { return place() * TILE_KV; };
+  const auto key_tile = [&] { return NUMBERED ? told_number(number) : tile; };
+  const auto first_key = [&] { return key_tile() * TILE_KV; };
   using Arrays = PairArrays<16, TILE_KV>;
   const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), keys_of_sequence(p, now)); };
   const auto load_arrays = [&](Arrays& arrays, const KeyTile& k_smem) {
@@ -261,9 +260,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     const int col0 = first_key();
     if (COLUMNS) leave_out_largest(softmax, terms_reg, common, largest);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, col0, !(number & ALL_PAIRS));
+    if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, col0, !told_all(number, group) && !told_none(number, group));
+    if (TILE_LIST && told_none(number, group)) fill(s_reg, masked_score(terms)), stay_apart();
     if (SCORES == PLUS_LINEAR) terms_of_rows<false, true>(terms_reg, s_reg, context(), warp_row, col0);
-    if (TELLS_WHOLE ? u32(place() - whole_first) >= u32(wholes) : !unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0, masked_score(terms));
+    if (TELLS_WHOLE ? u32(key_tile() - whole_first) >= u32(wholes) : !unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0, masked_score(terms));
     if constexpr (SCALES_LARGE) scale_as_before(s_reg, scale_log2, p.scale_log2);
   };
   bool sums = false;                                          // O holds products of its query tile; if not, the next one replaces what it holds

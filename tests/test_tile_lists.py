@@ -14,6 +14,7 @@ from cupy_flash.call.forward import AttentionPlan
 from cupy_flash.judge.oracle import naive, oracle
 from cupy_flash.machine import host
 from cupy_flash.plan import backward as backward_plan
+from cupy_flash.plan.classify import CONSUMER_ROWS, rows_of_list
 
 KERNELS = {"80": ("fwd_v2", "bwd_v2"), "90a": ("fwd_hopper", "bwd_hopper")}
 DTYPE = {"80": "bfloat16", "90a": "float16"}  # as in other tests of masks, whose kernels these are
@@ -231,7 +232,8 @@ def test_a_wrong_bit_is_noticed(arch):
     right = plan(q, k, v, mask=mask)
     words = kept(mask, 0)["tile_lists"].view(numpy.uint32)
     c = plan.kernel.config
-    key_tiles, query_tiles = -(-LEN_KV // c.TILE_KV), -(-LEN_Q // c.TILE_Q)
+    listed = rows_of_list(plan.kernel)
+    key_tiles, query_tiles = -(-LEN_KV // c.TILE_KV), -(-LEN_Q // listed)
     any_seen, all_seen = words.copy().reshape(query_tiles, 2).T
     assert len(words) == 2 * query_tiles and any(all_seen != any_seen)
     noticed = 0
@@ -240,7 +242,7 @@ def test_a_wrong_bit_is_noticed(arch):
             seen, whole = any_seen[query_tile] >> key_tile & 1, all_seen[query_tile] >> key_tile & 1
             if whole or not seen:
                 continue
-            rows = slice(query_tile * c.TILE_Q, (query_tile + 1) * c.TILE_Q)
+            rows = slice(query_tile * listed, (query_tile + 1) * listed)
             for row_of_bits in range(2):  # a tile that is seen in part
                 words[2 * query_tile + row_of_bits] ^= 1 << key_tile
                 wrong = plan(q, k, v, mask=mask)
@@ -249,6 +251,42 @@ def test_a_wrong_bit_is_noticed(arch):
                 noticed += 1
     assert noticed >= 4
     assert (plan(q, k, v, mask=mask) == right).all()
+
+
+@pytest.mark.parametrize("dim", [64, 128, pytest.param(256, marks=pytest.mark.release)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_consumers_of_a_query_tile_see_other_key_tiles(causal, dim, schedule):
+    """Documents that mostly begin within a query tile: in one key tile a consumer sees all pairs, another some and another none.
+
+    Of wider heads they have one list together.
+    """
+    lens = (70, 200, 64, 130, 1, 171)
+    doc = numpy.repeat(numpy.arange(len(lens)), lens).astype(numpy.int32)
+    alone = doc[:, None] == doc
+    pairs = alone & numpy.tri(len(doc), dtype=bool) if causal else alone
+    rng = numpy.random.default_rng(5)
+    q, k, v = (rng.standard_normal((2, len(doc), dim)).astype(numpy.float16) for _ in range(3))
+    mask = TileMask("doc[q_idx] == doc[kv_idx]", {"doc": doc})
+    plan = plan_attention(q, k, v, backend="host", arch="90a", mask=mask, causal=causal)
+    c, out = plan.kernel.config, plan(q, k, v, mask=mask)
+    assert plan.kernel.file == "fwd_hopper" and c.TILE_LIST
+    rows = rows_of_list(plan.kernel)
+    assert rows == (CONSUMER_ROWS if dim <= 64 else c.TILE_Q)
+    words, tile = -(-len(doc) // c.TILE_KV // 32), (rows, c.TILE_KV)
+    lists = kept(mask, 0)["tile_lists"].view(numpy.uint32).reshape(-1, 2, words)
+    steps = [range(0, len(doc), size) for size in tile]
+    some, every = (reduce.reduceat(reduce.reduceat(x, steps[0], axis=0), steps[1], axis=1)
+                   for reduce, x in ((numpy.logical_or, pairs), (numpy.logical_and, alone)))  # fmt: skip
+    bits = bits_of(numpy.ascontiguousarray(lists), len(steps[1]))
+    assert (bits[:, 0] == some).all() and (bits[:, 1] == every).all()
+    consumers = c.TILE_Q // rows
+    apart = [some[first : first + consumers].any(0) & ~(some | every)[first : first + consumers].all(0)
+             for first in range(0, len(some), consumers)]  # fmt: skip
+    assert numpy.any(apart) == (dim <= 64)  # a key tile that one consumer needs and another one does not
+    scores = numpy.where(pairs, q.astype("f8") @ k.astype("f8").swapaxes(-1, -2) / dim**0.5, -numpy.inf)
+    p = numpy.exp(scores - scores.max(-1, keepdims=True))
+    expected = p @ v.astype("f8") / p.sum(-1, keepdims=True)
+    numpy.testing.assert_allclose(out.astype("f8"), expected, rtol=0, atol=2**-8)
 
 
 def test_what_a_tile_mask_refuses():

@@ -21,6 +21,8 @@ from .workspace import Workspace
 
 TILE = TileConfig(32, 16, 16, "a warp takes one tile after the other, of any size", warps=16, stages=1, min_blocks=1)
 BITS = 32  # tiles of a word
+CONSUMER_ROWS = 64  # queries of a warpgroup of fwd_hopper
+OWN_LISTS = 64  # up to this head dim each of them has a list of its own there
 PER_TILE = 2  # bits: whether any pair takes part, and whether all do
 
 
@@ -80,7 +82,8 @@ def classification_of(kernel: KernelPlan, problem: Problem, by_keys: bool = Fals
     config = configure(TILE, found, "float16", "ieee", TILE.width, TILE.width, mask=problem.mask.kind, expressions=text)
     classify = KernelPlan("classify", found, config, (TILE.why,), text)
     batches, heads = told_apart(problem.scores, math.prod(problem.batch), problem.heads_q)
-    query_tiles, key_tiles = -(-problem.len_q // c.TILE_Q), -(-problem.len_kv // c.TILE_KV)
+    rows = rows_of_list(kernel)
+    query_tiles, key_tiles = -(-problem.len_q // rows), -(-problem.len_kv // c.TILE_KV)
     tiles, others = (key_tiles, query_tiles) if by_keys else (query_tiles, key_tiles)
     lists, words = batches * heads * tiles, -(-others // BITS)
     parts = [("tile_lists", 4 * PER_TILE * lists * words)]
@@ -96,11 +99,17 @@ def classification_of(kernel: KernelPlan, problem: Problem, by_keys: bool = Fals
     return Classification(
         classify,
         tuple(map(checked, launches)),
-        classify_params(problem, asked, (batches, heads), (c.TILE_Q, c.TILE_KV), by_keys),
+        classify_params(problem, asked, (batches, heads), (rows, c.TILE_KV), by_keys),
         (*names, *results.names),
         (*taken, *results.names),
         results,
     )
+
+
+def rows_of_list(kernel: KernelPlan) -> int:
+    """Queries that have a list of key tiles together, or whose tile is named by lists of query tiles."""
+    c = kernel.config
+    return CONSUMER_ROWS if kernel.file == "fwd_hopper" and max(c.WIDTH, c.WIDTH_V) <= OWN_LISTS else c.TILE_Q
 
 
 def _mask_alone(scores: Scores) -> Scores:

@@ -48,6 +48,7 @@ ELEMENTS = {
 # The operands of attention that its scores read, as reads of names that no user can give.
 BIAS, PAIR_MASK, SLOPE = (Read(f"@{name}", (), kind) for name, kind in (("bias", "float"), ("mask", "bool"), ("slope", "float")))
 MOST_IN_REGISTERS = 2  # ranges of keys, whose ends are read once for a row
+FEW_READS, SHORT_MASK = 3, 16  # reads and nodes of a mask that is not long
 # Pairs beyond the ends read what the last query or the last key does.
 LAST = {"q_idx": "min(at.q_idx, x.q_len - 1)", "kv_idx": "min(at.kv_idx, x.kv_len - 1)"}
 OWN = {
@@ -130,8 +131,14 @@ def _pressure(scores: Scores, trees: tuple[Node | None, ...]) -> Pressure:
     if scores.mask_array is not None:
         return Pressure.ARRAY_MASK
     if mask is not None:
-        return Pressure.MASK
+        return Pressure.LONG_MASK if _is_long(mask) else Pressure.MASK
     return Pressure.LOOKUPS if reads else Pressure.TERM
+
+
+def _is_long(mask: Node) -> bool:
+    """Whether four warpgroups have no registers for what is asked of a pair: two ranges of keys are long, documents are not."""
+    nodes = list(walk(mask))
+    return len(nodes) > SHORT_MASK or sum(isinstance(node, Read) and bool(node.args) for node in nodes) > FEW_READS
 
 
 def _by_two(array: Layout) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from ..problem.forward import Problem
 from .expression_text import Pressure
 from .tuning import (
+    CAUSAL,
     FOUR,
     FOUR_GROUPS,
     NARROW,
@@ -121,10 +122,15 @@ HOPPER_ARRAY_MASK = (
     TileConfig(128, 128, 128, TWO_GROUPS + PINGPONG, **TWO_PINGPONG, without_lengths=True),
     *(replace(row, without_lengths=True) for row in PLAIN_HOPPER if row.width > 128),
 )
-FEWER_CUT = "two groups of 64 rows: a tile at the end of a document has fewer pairs to ask"
+FOUR_LISTS = "four groups of 64 rows, each with its own list: pairs are asked by the group that a document ends in" + PINGPONG
 HOPPER_MASK = (
     HOPPER_FEW,
-    TileConfig(64, 128, 128, FEWER_CUT, **TWO, stages=4, stages_v=4, tma_store_out=True, plain_scores=True, without_lengths=True),
+    TileConfig(64, 256, 64, FOUR_LISTS, **FOUR, pingpong=True, without_lengths=True),
+    *HOPPER_ARRAY_MASK[1:],
+)
+HOPPER_LONG_MASK = (
+    HOPPER_FEW,
+    TileConfig(64, 192, 64, THREE_NARROW + PINGPONG, **THREE, pingpong=True, without_lengths=True),
     *HOPPER_ARRAY_MASK[1:],
 )
 HOPPER_LOOKUPS = (*HOPPER_READS[:2], TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG), *HOPPER_READS[3:])
@@ -230,8 +236,8 @@ def beside_keys(row: TileConfig) -> tuple[TileConfig, ...]:
 def beside_steps(row: TileConfig) -> tuple[TileConfig, ...]:
     """The same of linear terms, whose steps take registers that sequences of their own lengths have not."""
     match row.width, row.tile_q, row.tile_kv:
-        case 64, 256, 64:  # measured 531 us causal, 1,936 of one sequence, and with 192 x 128 525 and 1,824
-            return ()
+        case 64, 256, 64:  # causal: measured 177 us at 1,024, 2,067 of one sequence, and with 192 x 128 201 and 1,956
+            return (replace(row, max_len_q=1024, without_lengths=True),) if row.masks == CAUSAL else ()
         case 64, 192, 128:
             return replace(row, **LINEAR_64), LENGTHS_64
         case 128, 128, 128:
@@ -266,6 +272,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.BIAS: HOPPER_READS + HOPPER_LENGTHS,
         Pressure.ARRAY_MASK: HOPPER_ARRAY_MASK + HOPPER_LENGTHS,
         Pressure.MASK: HOPPER_MASK,
+        Pressure.LONG_MASK: HOPPER_LONG_MASK,
         Pressure.LOOKUPS: HOPPER_LOOKUPS + HOPPER_LENGTHS[1:],
         Pressure.EXPRESSION: HOPPER_EXPRESSION,
         Pressure.DROPOUT: HOPPER_DROPOUT,
@@ -277,6 +284,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.BIAS: BACKWARD_HOPPER_READS,
         Pressure.ARRAY_MASK: BACKWARD_HOPPER_MASK[:2],
         Pressure.MASK: BACKWARD_HOPPER_MASK,
+        Pressure.LONG_MASK: BACKWARD_HOPPER_MASK,
         Pressure.LOOKUPS: BACKWARD_HOPPER_READS[:1],
         Pressure.DROPOUT: BACKWARD_HOPPER_DROPOUT,
     },
@@ -285,6 +293,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.BIAS: PLAIN_BACKWARD_WIDE,
         Pressure.ARRAY_MASK: PLAIN_BACKWARD_WIDE,
         Pressure.MASK: PLAIN_BACKWARD_WIDE,
+        Pressure.LONG_MASK: PLAIN_BACKWARD_WIDE,
         Pressure.LOOKUPS: PLAIN_BACKWARD_WIDE,
         Pressure.EXPRESSION: PLAIN_BACKWARD_WIDE,
         Pressure.DROPOUT: BACKWARD_HOPPER_WIDE,

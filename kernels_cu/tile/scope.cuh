@@ -186,6 +186,16 @@ template <typename T> OP T redux_max(const Regs<T, 1>& x) {
 #endif
 }
 
+template <typename T> OP T redux_or(const Regs<T, 1>& x) {
+#if ON_GPU
+  return __reduce_or_sync(0xffffffffu, x.v[0]);
+#else
+  T all = 0;
+  for_lane(l) all |= x.at(l, 0);
+  return all;
+#endif
+}
+
 // the number of the lowest bit that is 1, of the zeros above the highest, and of ones
 OP int lowest_bit(u32 x) {
 #if ON_GPU

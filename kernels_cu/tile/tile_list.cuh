@@ -15,14 +15,17 @@ OP u32 read_bits(const u32* words) {
 OP int words_of(int tiles) { return ceil_div(tiles, 32); }
 
 // How many of the tiles first ... end - 1 a row of bits names.
-OP int count_tiles(const u32* bits, int first, int end) {
+template <typename Word> OP int count_tiles(int first, int end, Word word) {
   int count = 0;
   #pragma unroll 1
-  for (int word = first / 32; word < words_of(end); ++word) {
-    const int from = max_of(first - word * 32, 0);
-    count += ones(read_bits(bits + word) & bmsk(from, end - word * 32 - from));
+  for (int number = first / 32; number < words_of(end); ++number) {
+    const int from = max_of(first - number * 32, 0);
+    count += ones(word(number) & bmsk(from, end - number * 32 - from));
   }
   return count;
+}
+OP int count_tiles(const u32* bits, int first, int end) {
+  return count_tiles(first, end, [&](int number) { return read_bits(bits + number); });
 }
 
 // The words of a list that name some 32 tiles, so that who goes from tile to tile waits for them once, and not at each.
@@ -74,12 +77,6 @@ struct TileList {
   OP int count(int first, int end) const { return count_tiles(any, first, end); }
   OP bool is_whole(int tile) const { return read_bits(any + words + tile / 32) >> tile % 32 & 1; }
 };
-// the same of one that is gone through
-struct KeptList : TileList {
-  ListWords kept;
-  OP int next(int tile, int end) { return TileList::next(tile, end, kept); }
-  OP bool is_whole(int tile) { return keep(kept, tile / 32), kept.is_whole(tile); }
-};
 
 // The list of tile number `tile` of `tiles`, which names some of `others`.
 OP TileList tile_list(const TileLists& lists, u32 batch_number, int head, int tile, int tiles, int others) {
@@ -94,7 +91,7 @@ template <typename Params> OP TileList list_of_keys(const Params& p, u32 batch_n
   return tile_list(p.scores.tiles, batch_number, head, tile, ceil_div(p.len_kv, TILE_KV), ceil_div(p.len_q, TILE_Q));
 }
 // From the first of these tiles that a list names to the last; if it names none, the first of them.
-OP NBlockRange listed_range(const TileList& list, const NBlockRange& tiles) {
+template <typename List> OP NBlockRange listed_range(const List& list, const NBlockRange& tiles) {
   const int first = list.next(tiles.begin, tiles.end);
   if (first == tiles.end) return {tiles.begin, tiles.begin + 1};
   return {first, list.previous(tiles.end - 1, first) + 1};

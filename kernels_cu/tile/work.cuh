@@ -2,9 +2,9 @@
 // which key tiles they need.
 #pragma once
 #include "tile/accum.cuh"
+#include "tile/consumer_lists.cuh"
 #include "tile/schedule.cuh"
 #include "tile/scheduler.cuh"
-#include "tile/tile_list.cuh"
 
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
 constexpr int ROWS = TILE_Q / GROUPS;                         // of Q, for each of them
@@ -134,14 +134,14 @@ enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the n
 constexpr u32 WHOLE = ~u32(0);
 constexpr bool NUMBERED = TILE_LIST || FROM_LAST;             // consumers count key tiles, and are told which each is
 // Integers cost most beneath products, so at dims up to 64 the producer tells of which key tiles a consumer's rows see all keys, and what lanes find
-// out together is kept once for a warp. As measured; wider rows were no faster, and the other producers have no registers for it.
-constexpr bool TELLS_WHOLE = WIDTH <= 64 && !STAGED_BIAS && !PAGED;
+// out together is kept once for a warp. As measured: wider rows, sequences of their own lengths and other terms are no faster, or have no registers.
+constexpr bool TELLS_WHOLE = WIDTH <= 64 && !VARLEN && (SCORES == UNCHANGED || SCORES == PLUS_LINEAR);
 typedef ChooseType<TELLS_WHOLE, u32, bool>::type Found;
 OP Found found(bool by_lanes) {
   if constexpr (TELLS_WHOLE) return uniform(u32(by_lanes));
   else return by_lanes;
 }
-constexpr u32 ALL_PAIRS = 1u << 31;                           // TILE_LIST: with the number of each key tile, if all its pairs take part
+static_assert(!OWN_LISTS || GROUPS <= MOST_CONSUMERS, "each is told of its pairs");
 struct alignas(16) WorkDescriptor {
   int batch[2], head, row;                                    // where the block's query tile begins; the last two batch axes, the others are 0
   int first, last;                                            // key tiles that the consumer needs
@@ -186,7 +186,7 @@ OP int mirrored(const NBlockRange& all, int tile) { return all.begin + all.end -
 OP NBlockRange mirrored(const NBlockRange& all, const NBlockRange& some) { return {mirrored(all, some.end - 1), mirrored(all, some.begin) + 1}; }
 
 // The work of a consumer in a query tile that it begins beneath the end of one of whose key tiles it leaves so many unread (`left`).
-OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, const TileList& list, int group, int left, bool follows) {
+OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, const QueryLists& lists, int group, int left, bool follows) {
   WorkDescriptor work;
   #pragma unroll
   for (int i = 0; i < 2; ++i) work.batch[i] = here.batch[BATCH_AXES - 2 + i];
@@ -200,9 +200,9 @@ OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index
   work.first = tiles.begin + work.before;
   work.last = own.end - 1;
   work.beyond = tiles.end - own.end;
-  if constexpr (TILE_LIST) {                                  // all consumers need the tiles of one list, and count them
+  if constexpr (TILE_LIST) {                                  // all consumers are given the tiles that one of them sees, and count them
     work.first = work.before = work.beyond = 0;
-    work.last = max_of(list.count(tiles.begin, tiles.end), 1) - 1;
+    work.last = max_of(lists.count(tiles.begin, tiles.end), 1) - 1;
   }
   // With more tiles beyond, the producer would wait for their stages to be released before it brings the next queries.
   const bool few = work.beyond < min_of(STAGES, STAGES_V);
