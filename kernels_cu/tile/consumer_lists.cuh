@@ -7,9 +7,10 @@
 constexpr bool OWN_LISTS = TILE_LIST && WIDTH <= 64;
 // What is told: the number of a key tile; and for each consumer, whether all its pairs take part, and whether none does. Or the number, and above
 // it whether all pairs take part.
-constexpr int MOST_CONSUMERS = 4, NUMBER_BITS = OWN_LISTS ? 32 - 2 * MOST_CONSUMERS : 31;
-OP int told_number(u32 told) { return int(told & ((1u << NUMBER_BITS) - 1)); }
-OP bool told_all(u32 told, int consumer) { return OWN_LISTS ? told >> (NUMBER_BITS + consumer) & 1 : told & 1u << NUMBER_BITS; }
+constexpr int MOST_CONSUMERS = 4, NUMBER_BITS = 32 - 2 * MOST_CONSUMERS;
+constexpr u32 ALL_PAIRS = 1u << 31;
+OP int told_number(u32 told) { return int(told & (OWN_LISTS ? (1u << NUMBER_BITS) - 1 : ~ALL_PAIRS)); }
+OP bool told_all(u32 told, int consumer) { return OWN_LISTS ? told >> (NUMBER_BITS + consumer) & 1 : told & ALL_PAIRS; }
 OP bool told_none(u32 told, int consumer) { return OWN_LISTS && told >> (NUMBER_BITS + MOST_CONSUMERS + consumer) & 1; }
 
 struct ConsumerLists {
@@ -63,7 +64,7 @@ struct KeptConsumerLists : ConsumerLists {
 struct KeptList : TileList {
   ListWords kept;
   OP int next(int tile, int end) { return TileList::next(tile, end, kept); }
-  OP u32 tell(int tile) { return keep(kept, tile / 32), kept.is_whole(tile) ? 1u << NUMBER_BITS : 0; }
+  OP u32 tell(int tile) { return keep(kept, tile / 32), kept.is_whole(tile) ? ALL_PAIRS : 0; }
 };
 
 using QueryLists = Choose<OWN_LISTS, ConsumerLists, TileList>;
