@@ -107,7 +107,6 @@ def settings_of_hopper():
 
 
 BY_BWD_V2 = {(192, "ranges"), (256, "ranges"), (256, "dropout"), (256, "bias, mask")}
-KEPT_ASIDE = {("float16", dim, "dropout", "backward"): 8 for dim in (32, 64)}  # bytes: a word, for forty instructions of a step
 
 
 @pytest.mark.parametrize("dtype, dim, asked, way", list(settings_of_hopper()))
@@ -130,8 +129,7 @@ def test_no_spill_in_hopper_kernels(dtype, dim, asked, way):
         return
     code, log = nvrtc.compile_plan(kernel)
     assert kernel.config.VARLEN and "C75" not in log
-    most = dict.fromkeys(kernel.entries, 0) | {kernel.file: KEPT_ASIDE.get((dtype, dim, asked, way), 0)}
-    assert {entry: read(code)[entry].stack_bytes for entry in kernel.entries} == most
+    assert not any(read(code)[entry].stack_bytes for entry in kernel.entries)
 
 
 def settings_of_pages():
