@@ -4,5 +4,8 @@ import pytest
 
 
 def thinned(values, keep=2, first=0):
-    """The values, of which each `keep`-th from `first` on stays and the others get the mark `release`."""
-    return [value if i % keep == first else pytest.param(value, marks=pytest.mark.release) for i, value in enumerate(values)]
+    """The values, of which each `keep`-th from `first` on stays and the others get the mark `release`, if they have no marks yet."""
+    return [
+        value if i % keep == first or hasattr(value, "marks") else pytest.param(value, marks=pytest.mark.release)
+        for i, value in enumerate(values)
+    ]
