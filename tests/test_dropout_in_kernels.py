@@ -3,6 +3,7 @@
 import numpy
 import pytest
 from score_kernels import DTYPES
+from thinned import thinned
 
 from cupy_flash import UnsupportedError, dropout_mask, plan_attention, plan_attention_backward
 
@@ -76,7 +77,7 @@ def test_as_many_as_are_asked_for(dropped):
 WIDER = [(128, (128, 128), (64, 128)), (192, (128, 80), (64, 64)), (256, (128, 64), None)]
 
 
-@pytest.mark.parametrize("dim, tile, backward_tile", WIDER)
+@pytest.mark.parametrize("dim, tile, backward_tile", thinned(WIDER))
 def test_tiles_of_wider_heads(dim, tile, backward_tile):
     """As many blocks of 16 x 16 pairs as a warp may draw: of a forward also five, of 80 keys."""
     length = 150

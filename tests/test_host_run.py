@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from thinned import thinned
 
 from cupy_flash.machine import source
 
@@ -94,7 +95,7 @@ def assert_interrupted(program):
 KERNELS = (("fwd_v1", "80"), ("fwd_v2", "80"), ("fwd_hopper", "90a"), ("bwd_v2", "80"), ("bwd_hopper", "90a"))
 
 
-@pytest.mark.parametrize("kernel, arch", KERNELS)
+@pytest.mark.parametrize("kernel, arch", thinned(KERNELS, keep=3, first=1))  # whichever kernel it is, the run ends alike
 def test_ctrl_c_ends_a_run(kernel, arch, begun):
     assert_interrupted(begun(kernel, arch))
 
