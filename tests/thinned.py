@@ -4,7 +4,10 @@ import pytest
 
 
 def thinned(values, keep=2, first=0):
-    """The values, of which each `keep`-th from `first` on stays and the others get the mark `release`, if they have no marks yet."""
+    """The values, of which each `keep`-th from `first` on stays and the others get the mark `release`, if they have no marks.
+
+    A tuple is one value: of several arguments, give `pytest.param`.
+    """
     return [
         value if i % keep == first or hasattr(value, "marks") else pytest.param(value, marks=pytest.mark.release)
         for i, value in enumerate(values)
