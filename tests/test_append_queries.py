@@ -39,7 +39,7 @@ def both(caches, k, v, seqlens, q, **options):
 
 
 @pytest.mark.parametrize("backend, dtypes", BACKENDS_AND_DTYPES)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_queries_are_those_of_rotate(backend, dtypes, data):
     dtype, layout = data.draw(st.sampled_from(dtypes)), data.draw(st.sampled_from(["bhsd", "bshd"]))

@@ -170,7 +170,7 @@ def test_shared_memory_holds_terms_in_products(kind):
             assert kernel.shared_bytes <= ARCHITECTURES["90a"].shared_bytes, str(kernel)
 
 
-@pytest.mark.parametrize("case", thinned(list(product(["bfloat16", "float16"], WIDTHS, LENGTHS, MASKS)), keep=24, first=1), ids=str)
+@pytest.mark.parametrize("case", thinned(list(product(["bfloat16", "float16"], WIDTHS, LENGTHS, MASKS)), keep=48, first=1), ids=str)
 @pytest.mark.parametrize("kind", TERMS)
 def test_terms_in_products_take_no_registers(kind, case):
     dtype, dim, length, mask = case

@@ -76,11 +76,11 @@ FORMS = [
 ]
 
 
-def rarely_each_second(cases):
-    return [pytest.param(*case, marks=pytest.mark.release) if i % 2 else case for i, case in enumerate(cases)]
+def rarely_each_third(cases):
+    return [pytest.param(*case, marks=pytest.mark.release) if i % 3 else case for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("dtype, arch, kernel, shape", rarely_each_second(FORMS))
+@pytest.mark.parametrize("dtype, arch, kernel, shape", rarely_each_third(FORMS))
 def test_out_in_float32_is_what_is_rounded_otherwise(dtype, arch, kernel, shape, schedule):
     inputs = drawn(dtype, **SHAPES[shape])
     wide, out, lse = forward(inputs, True, arch=arch, kernel=kernel)
@@ -99,7 +99,7 @@ GRADIENTS = [
 ]
 
 
-@pytest.mark.parametrize("dtype, arch, kernel, shape", rarely_each_second(GRADIENTS))
+@pytest.mark.parametrize("dtype, arch, kernel, shape", rarely_each_third(GRADIENTS))
 def test_gradients_in_float32_are_what_is_rounded_otherwise(dtype, arch, kernel, shape, schedule):
     inputs = drawn(dtype, **SHAPES[shape])
     wide, found = backward(inputs, True, arch=arch, kernel=kernel, causal=True)
@@ -109,7 +109,7 @@ def test_gradients_in_float32_are_what_is_rounded_otherwise(dtype, arch, kernel,
         check_rounded(x, y)
 
 
-@pytest.mark.parametrize("dtype, arch, kernel, shape", [("bfloat16", None, None, "groups"), *rarely_each_second(GRADIENTS)])
+@pytest.mark.parametrize("dtype, arch, kernel, shape", [("bfloat16", None, None, "groups"), *rarely_each_third(GRADIENTS)])
 def test_gradients_are_added_to_what_is_there(dtype, arch, kernel, shape, schedule):
     """Each element once, in float32."""
     inputs = drawn(dtype, **SHAPES[shape])
@@ -216,7 +216,7 @@ def compiled(plan):
 
 
 @pytest.mark.parametrize("dim, len_q", [(128, 4096), *rarely((64, 4096), (128, 4), (256, 4096))])
-@pytest.mark.parametrize("arch, kernel", rarely_each_second(KERNELS))
+@pytest.mark.parametrize("arch, kernel", rarely_each_third(KERNELS))
 def test_forward_kernels_do_not_spill(arch, kernel, dim, len_q):
     inputs = (numpy.zeros((1, heads, rows, dim), numpy.float16) for heads, rows in ((8, len_q), (2, 4096), (2, 4096)))
     options = {"backend": "host", "arch": arch, "kernel": kernel, "causal": len_q > 4, "return_lse": True}
@@ -224,7 +224,7 @@ def test_forward_kernels_do_not_spill(arch, kernel, dim, len_q):
 
 
 @pytest.mark.parametrize("dim, adds", [(128, True), *rarely((64, True), (64, False), (128, False), (256, False), (256, True))])
-@pytest.mark.parametrize("arch, kernel", rarely_each_second(BACKWARD))
+@pytest.mark.parametrize("arch, kernel", rarely_each_third(BACKWARD))
 def test_backward_kernels_do_not_spill(arch, kernel, dim, adds):
     if kernel == "bwd_hopper" and dim > 128:
         return  # there is no tile of it

@@ -28,12 +28,11 @@ from cupy_flash.problem import options
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 12  # whose kernels are compiled sooner than those of most
-MALFORMED, PROBLEMS = 20, 15  # at a time
+MALFORMED, PROBLEMS = 14, 11  # at a time
 
 
 def several_times(turns):
     return pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.release) for turn in range(1, turns))])
-
 
 
 def fuzz(*arguments):
@@ -44,13 +43,13 @@ def fuzz(*arguments):
 # The package
 
 
-@several_times(140)
+@several_times(200)
 def test_malformed_calls_are_refused(turn):
     done = fuzz("calls", "--count", MALFORMED, "--seed", SEED, "--start", turn * MALFORMED)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr
 
 
-@several_times(28)
+@several_times(38)
 def test_random_problems_are_computed_right(turn):
     """In this process, where kernels are built sooner than by the command."""
     drawn = range(turn * PROBLEMS, (turn + 1) * PROBLEMS)

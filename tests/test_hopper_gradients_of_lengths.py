@@ -81,8 +81,11 @@ def by_other_ends(x, lens, is_packed):
     return found
 
 
+IN_THE_OTHER_ORDER = pytest.param(False, True, marks=pytest.mark.release)
+
+
 @pytest.mark.parametrize("schedule", ["eager", "deferred"])
-@pytest.mark.parametrize("q_packed, kv_packed", [(True, True), (False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("q_packed, kv_packed", [(True, True), (False, False), (True, False), IN_THE_OTHER_ORDER])
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.release), 192])
 def test_last_heads_are_finished_by_blocks_of_their_own(dim, q_packed, kv_packed, schedule, monkeypatch, poisoned_results):
     """Of no head, of those of the last group and of all: the same bits. If one side alone is packed, heads end in another order."""

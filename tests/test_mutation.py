@@ -210,7 +210,7 @@ def faults_without(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("keep", [6, pytest.param(1, marks=pytest.mark.release)])  # of settings
+@pytest.mark.parametrize("keep", [12, pytest.param(1, marks=pytest.mark.release)])  # of settings
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_as_it_is(kernel, keep, faults_without):
     assert list(faults_without(kernel, None, keep)) == []
@@ -235,7 +235,7 @@ def every_call():
         for number, (file, call) in enumerate(calls_of(kernel)):
             if not any(wait.match(call.string, call.start()) for wait in (*BETWEEN_BLOCKS.values(), *BEFORE_USE.values())):
                 line = call.string.count("\n", 0, call.start()) + 1
-                marks = pytest.mark.release if number % 10 else ()
+                marks = pytest.mark.release if number % 20 else ()
                 yield pytest.param(kernel, number, id=f"{file}:{line}:{call[0]}", marks=marks)
 
 

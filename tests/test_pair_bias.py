@@ -66,7 +66,7 @@ STAGED = [
 
 
 @pytest.mark.parametrize("schedule", thinned(host.SCHEDULES))
-@pytest.mark.parametrize("case", thinned(STAGED, keep=4, first=1), ids=str)
+@pytest.mark.parametrize("case", thinned(STAGED, keep=8, first=1), ids=str)
 def test_a_bias_that_stays_in_shared_memory(case, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     plan = judged(case)

@@ -358,7 +358,7 @@ def test_documents_move_and_compute_their_share(arch):
         assert once.read_bytes > moved.read_bytes  # that reads the documents as well
 
 
-@pytest.mark.parametrize("arch", thinned(reversed(KERNELS)))
+@pytest.mark.parametrize("arch", thinned(KERNELS))
 def test_lists_of_all_tiles_cost_more_than_the_share(arch):
     """Though only one in eight is such a list. The result stays what it is, so that nothing but what is counted tells."""
     found = iter(range(2))

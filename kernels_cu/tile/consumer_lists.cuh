@@ -6,10 +6,9 @@
 
 constexpr bool OWN_LISTS = TILE_LIST && WIDTH <= 64;
 // What is told: the number of a key tile; and for each consumer, whether all its pairs take part, and whether none does. Or the number, and above
-// it whether all pairs take part.
+// it whether all pairs take part. There are fewer than 2^30 keys, and no row of a table has tiles of fewer than 64.
 constexpr int MOST_CONSUMERS = 4, NUMBER_BITS = 32 - 2 * MOST_CONSUMERS;
 constexpr u32 ALL_PAIRS = 1u << 31;
-static_assert(!OWN_LISTS || TILE_KV >= 64, "numbers of key tiles have their bits: there are fewer than 2^30 keys");
 OP int told_number(u32 told) { return int(told & (OWN_LISTS ? (1u << NUMBER_BITS) - 1 : ~ALL_PAIRS)); }
 OP bool told_all(u32 told, int consumer) { return OWN_LISTS ? told >> (NUMBER_BITS + consumer) & 1 : told & ALL_PAIRS; }
 OP bool told_none(u32 told, int consumer) { return OWN_LISTS && told >> (NUMBER_BITS + MOST_CONSUMERS + consumer) & 1; }
