@@ -49,7 +49,7 @@ def test_malformed_calls_are_refused(turn):
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr
 
 
-@several_times(38)
+@several_times(39)
 def test_random_problems_are_computed_right(turn):
     """In this process, where kernels are built sooner than by the command."""
     drawn = range(turn * PROBLEMS, (turn + 1) * PROBLEMS)

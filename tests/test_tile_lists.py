@@ -253,25 +253,29 @@ def test_a_wrong_bit_is_noticed(arch):
     assert (plan(q, k, v, mask=mask) == right).all()
 
 
-@pytest.mark.parametrize("dim", [64, 128, pytest.param(256, marks=pytest.mark.release)])
+DIMS = [(64, 64), (40, 96), (128, 64), *(pytest.param(dim, dim_v, marks=pytest.mark.release) for dim, dim_v in ((64, 128), (256, 256)))]
+
+
+@pytest.mark.parametrize("dim, dim_v", DIMS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_consumers_of_a_query_tile_see_other_key_tiles(causal, dim, schedule):
+def test_consumers_of_a_query_tile_see_other_key_tiles(causal, dim, dim_v, schedule):
     """Documents that mostly begin within a query tile: in one key tile a consumer sees all pairs, another some and another none.
 
-    Of wider heads they have one list together.
+    Of wider heads, or values, they have one list together.
     """
     lens = (70, 200, 64, 130, 1, 171)
     doc = numpy.repeat(numpy.arange(len(lens)), lens).astype(numpy.int32)
     alone = doc[:, None] == doc
     pairs = alone & numpy.tri(len(doc), dtype=bool) if causal else alone
     rng = numpy.random.default_rng(5)
-    q, k, v = (rng.standard_normal((2, len(doc), dim)).astype(numpy.float16) for _ in range(3))
+    q, k, v = (rng.standard_normal((2, len(doc), width)).astype(numpy.float16) for width in (dim, dim, dim_v))
     mask = TileMask("doc[q_idx] == doc[kv_idx]", {"doc": doc})
     plan = plan_attention(q, k, v, backend="host", arch="90a", mask=mask, causal=causal)
     c, out = plan.kernel.config, plan(q, k, v, mask=mask)
     assert plan.kernel.file == "fwd_hopper" and c.TILE_LIST
     rows = rows_of_list(plan.kernel)
-    assert rows == (CONSUMER_ROWS if dim <= 64 else c.TILE_Q)
+    apart = max(dim, dim_v) <= 64
+    assert rows == (CONSUMER_ROWS if apart else c.TILE_Q)
     words, tile = -(-len(doc) // c.TILE_KV // 32), (rows, c.TILE_KV)
     lists = kept(mask, 0)["tile_lists"].view(numpy.uint32).reshape(-1, 2, words)
     steps = [range(0, len(doc), size) for size in tile]
@@ -280,13 +284,23 @@ def test_consumers_of_a_query_tile_see_other_key_tiles(causal, dim, schedule):
     bits = bits_of(numpy.ascontiguousarray(lists), len(steps[1]))
     assert (bits[:, 0] == some).all() and (bits[:, 1] == every).all()
     consumers = c.TILE_Q // rows
-    apart = [some[first : first + consumers].any(0) & ~(some | every)[first : first + consumers].all(0)
+    other = [some[first : first + consumers].any(0) & ~(some | every)[first : first + consumers].all(0)
              for first in range(0, len(some), consumers)]  # fmt: skip
-    assert numpy.any(apart) == (dim <= 64)  # a key tile that one consumer needs and another one does not
+    assert numpy.any(other) == apart  # a key tile that one consumer needs and another one does not
     scores = numpy.where(pairs, q.astype("f8") @ k.astype("f8").swapaxes(-1, -2) / dim**0.5, -numpy.inf)
     p = numpy.exp(scores - scores.max(-1, keepdims=True))
     expected = p @ v.astype("f8") / p.sum(-1, keepdims=True)
     numpy.testing.assert_allclose(out.astype("f8"), expected, rtol=0, atol=2**-8)
+
+
+def test_long_masks_have_tiles_of_fewer_groups():
+    """Four warpgroups have no registers for two ranges of keys, nor for many operations."""
+    x = numpy.zeros((1, 2, 512, 64), numpy.float16)
+    ends = numpy.zeros((512, 2), int), numpy.ones((512, 2), int)
+    long = "(kv_idx - q_idx) % 7 == 0 or kv_idx < 100 and (q_idx > 5 or kv_idx // 16 != q_idx // 16)"
+    for mask, groups in (("kv_idx <= q_idx or kv_idx < 100", 4), (KeyRanges(*(x[:, :1] for x in ends)), 4), (KeyRanges(*ends), 3), (long, 3)):
+        config = plan_attention(x, x, x, backend="host", arch="90a", mask=mask).kernel.config
+        assert config.TILE_LIST and (config.TILE_Q, config.WARPS) == (64 * groups, 4 + 4 * groups)
 
 
 def test_what_a_tile_mask_refuses():

@@ -22,7 +22,7 @@ from .workspace import Workspace
 TILE = TileConfig(32, 16, 16, "a warp takes one tile after the other, of any size", warps=16, stages=1, min_blocks=1)
 BITS = 32  # tiles of a word
 CONSUMER_ROWS = 64  # queries of a warpgroup of fwd_hopper
-OWN_LISTS = 64  # up to this head dim each of them has a list of its own there
+OWN_LISTS = 64  # where q, k and v are no wider, each of them has a list of its own: as in ``kernels_cu/tile/consumer_lists.cuh``
 PER_TILE = 2  # bits: whether any pair takes part, and whether all do
 
 

@@ -4,7 +4,7 @@
 #pragma once
 #include "tile/tile_list.cuh"
 
-constexpr bool OWN_LISTS = TILE_LIST && WIDTH <= 64;
+constexpr bool OWN_LISTS = TILE_LIST && max_of(WIDTH, WIDTH_V) <= 64;           // as `rows_of_list` in classify.py has it
 // What is told: the number of a key tile; and for each consumer, whether all its pairs take part, and whether none does. Or the number, and above
 // it whether all pairs take part. There are fewer than 2^30 keys, and no row of a table has tiles of fewer than 64.
 constexpr int MOST_CONSUMERS = 4, NUMBER_BITS = 32 - 2 * MOST_CONSUMERS;

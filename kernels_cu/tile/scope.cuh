@@ -186,6 +186,7 @@ template <typename T> OP T redux_max(const Regs<T, 1>& x) {
 #endif
 }
 
+// every bit that is 1 in a lane
 template <typename T> OP T redux_or(const Regs<T, 1>& x) {
 #if ON_GPU
   return __reduce_or_sync(0xffffffffu, x.v[0]);
