@@ -21,6 +21,7 @@ from cupy_flash.judge.fuzz import calls, judging, objects, outcomes, problems, v
 from cupy_flash.judge.fuzz.draw import Draw
 from cupy_flash.judge.fuzz.options import UNKNOWN, Value, draw_value, values_of
 from cupy_flash.judge.fuzz.placement import Placed, draw_placement
+from cupy_flash.judge.fuzz.recipes import recipes_of_pairs
 from cupy_flash.judge.fuzz.supervise import Failure, supervise
 from cupy_flash.machine.numpy_path import backward as numpy_backward
 from cupy_flash.machine.numpy_path import forward as numpy_forward
@@ -115,6 +116,13 @@ def test_every_kind_of_pairs_is_drawn():
     wanted = {kind.strip() for kind in PAIRS.split(",")}
     found = Counter(kind for i in range(1500) for kind in problems.draw_problem_of_pairs(SEED, i).kinds)
     assert sorted(wanted - found.keys()) == []
+
+
+def test_masks_are_drawn_for_values_that_are_wider_and_no_wider_than_keys():
+    """Where keys are narrow, the width of values decides whether each consumer of fwd_hopper has a list of its own."""
+    drawn = [recipes_of_pairs(seed)[-1] for seed in range(16)]
+    assert all(x.arch == "90a" and x.asked.mask and x.width <= 64 for x in drawn)
+    assert {x.width_v > 64 for x in drawn} == {False, True}
 
 
 def test_a_bias_off_by_one_percent_is_found(monkeypatch):

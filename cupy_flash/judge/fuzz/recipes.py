@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ...plan.tuning import WIDTHS
 from ...problem.arrays import DTYPES
+from ..expressions import MASKS
 from .draw import Draw
 from .pairs import Asked, draw_asked
 
@@ -94,7 +95,14 @@ def recipes_of_pairs(seed: int) -> tuple[Recipe, ...]:
         draw = Draw("recipe of pairs", seed, i)
         recipe = _recipe(draw, *computation)
         found.append(replace(recipe, asked=draw_asked(draw, recipe.dtype)))
-    return tuple(found)
+    return *found, _recipe_of_a_mask(Draw("recipe of a mask", seed, 0))
+
+
+def _recipe_of_a_mask(draw: Draw) -> Recipe:
+    """A mask and nothing else for narrow keys, where fwd_hopper has lists of tiles of several kinds, and values of any width."""
+    asked = Asked(None, draw.one((*MASKS, "ranges")), None, False, False, draw.one((1, 2, 3)), draw.chance(0.5))
+    recipe = _recipe(draw, "90a", "forward", "auto", None, "some")
+    return replace(recipe, width=draw.one((32, 64)), width_v=draw.one(WIDTHS[:4]), explicit=False, few=False, asked=asked)
 
 
 def _recipe(draw: Draw, arch: str, direction: str, algorithm: str, kernel: str | None, keys: str) -> Recipe:
