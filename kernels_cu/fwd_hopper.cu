@@ -22,45 +22,22 @@
 //   Tiles Q_i that would leave blocks idle are split along the keys: a split is some of the K_j, and fwd_hopper_combine makes one result of all.
 #include "config.cuh"
 #include "params.cuh"
-#include "tile/bias_tile.cuh"
 #include "tile/combine.cuh"
+#include "tile/forward_memory.cuh"
 #include "tile/large_terms.cuh"
-#include "tile/linear_terms.cuh"
 #include "tile/mask.cuh"
 #include "tile/paged.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/sinks.cuh"
 #include "tile/wgmma.cuh"
 #include "tile/work.cuh"
-using KeyTile = MaybeWithBias<PanelTile<TILE_KV, WIDTH>>;
-using ValueTile = PanelTile<TILE_KV, WIDTH_V>;
-using QueryTile = PanelTile<ROWS, WIDTH>;
-using OutTile = PanelTile<ROWS, WIDTH_V>;
-
 enum NamedBarrier { VOTE = 1, TAKEN = 7, ORDER = 8 };         // of a warpgroup, on whether it redoes a step; of the warps that load; of ping-pong, for each warpgroup
 static_assert(VOTE + GROUPS <= TAKEN && ORDER + GROUPS <= NAMED_BARRIERS);
 
 constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: compiled a fifth sooner, and level. Narrower rows would lose a tenth
-using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
-
-// Shared memory: queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors;
-// descriptors of sequences; the barrier of a tile of V that is clipped, and behind it the query tile taken; numbers of key tiles; terms of keys.
 constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
 constexpr int LEAD = NUMBERED ? 0 : (GROUPS - 1) * ROWS / TILE_KV; // key tiles: under a mask, so many may be left when the first consumer ends its query tile
 constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
-constexpr int OUT_OFFSET = STAGES_Q * QueryTile::bytes;
-constexpr int K_OFFSET = OUT_OFFSET + TMA_STORE_OUT * GROUPS * OutTile::bytes;
-constexpr int V_OFFSET = K_OFFSET + STAGES * KeyTile::bytes;
-constexpr int K_BARRIERS = V_OFFSET + STAGES_V * ValueTile::bytes;
-constexpr int V_BARRIERS = K_BARRIERS + STAGES * STAGE_BARRIERS;
-constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * STAGE_BARRIERS;
-constexpr int WORK_OFFSET = Q_BARRIERS + STAGES_Q * STAGE_BARRIERS;
-constexpr int SEQUENCES_OFFSET = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
-constexpr int CLIPPED_BARRIER = SEQUENCES_OFFSET + VARLEN * STAGES_Q * int(sizeof(SequenceDescriptor));
-constexpr int NUMBERS_OFFSET = CLIPPED_BARRIER + (VARLEN + PAGED) * Mbarrier::bytes; // last: what lies behind them would not be aligned
-constexpr int TERMS_OFFSET = (NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32)) + 15) / 16 * 16;
-constexpr int SHARED_BYTES = TERMS_IN_PRODUCT ? TERMS_OFFSET + StoredTerms::all_bytes : NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
-
 constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS;   // what pairs have in arrays comes beneath the product of the scores: wider heads leave registers for no addresses
 KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: the query tiles of sequences
   if constexpr (VARLEN) schedule_queries(p);
@@ -144,13 +121,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
       ColumnTerms columns;                                    // found before a stage is waited for, as the number of the key tile
-      const u32 number = OWN_LISTS && pass.has_keys() ? lists_of_keys.tell(next) : place | (TILE_LIST && pass.has_keys() ? lists_of_keys.tell(next) : 0);
+      const u32 number = TILE_LIST ? pass.has_keys() ? lists_of_keys.tell(next, pass.across ? tiles.end : end) : 0 : place;
       if (PAGED && pass.has_keys()) {
         bring_pages(keys, values, clipping, p, of_keys, pages, place * TILE_KV, warp, pass.across);
       } else if (pass.has_keys()) {
         if constexpr (COLUMNS) find_columns(columns, p, of_keys, head, place * TILE_KV);
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
-        if constexpr (NUMBERED) store_once(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32)), number);
+        if constexpr (NUMBERED) store_once(number_of(smem, keys.stage()), number);
         if constexpr (COLUMNS && VARLEN) store(StoredColumns(smem + TERMS_OFFSET, keys.stage()), columns);
         if constexpr (NUMBERED) sync_warp();                  // without it a number is read that has not been written
         if constexpr (VARLEN) load_keys(keys, p, of_keys, place * TILE_KV);
@@ -256,12 +233,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   const auto load_arrays = [&](Arrays& arrays, const KeyTile& k_smem) {
     if constexpr (MODIFIED) load<false>(arrays, context(), k_smem, row_of_tile(), warp_row, first_key());
   };
-  const auto scores_of_tile = [&](const Arrays& arrays) {
+  const auto scores_of_tile = [&](const Arrays& arrays, const bool first) {
     const int col0 = first_key();
     if (COLUMNS) leave_out_largest(softmax, terms_reg, common, largest);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, col0, !told_all(number, group) && !told_none(number, group));
-    if (TILE_LIST && told_none(number, group)) fill(s_reg, masked_score(terms)), stay_apart();
+    if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, col0, !told_all(number, group) && !(first && told_none(number, group)));
+    if (TILE_LIST && first && told_none(number, group)) fill(s_reg, masked_score(terms)), stay_apart();
     if (SCORES == PLUS_LINEAR) terms_of_rows<false, true>(terms_reg, s_reg, context(), warp_row, col0);
     if (TELLS_WHOLE ? u32(key_tile() - whole_first) >= u32(wholes) : !unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0, masked_score(terms));
     if constexpr (SCALES_LARGE) scale_as_before(s_reg, scale_log2, p.scale_log2);
@@ -297,7 +274,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     start_scores(s_reg, q_smem, k_smem, in_product);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     load_arrays(arrays, k_smem);
-    scores_of_tile(arrays);
+    scores_of_tile(arrays, false);
     find_maximum(correction);
     exponentiate(softmax, s_reg, sum, scale_log2, terms_reg);
   };
@@ -310,7 +287,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
     if (follows) to_operands(p_reg, s_reg, kept_reg);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
-    if constexpr (NUMBERED) number = uniform(load_shared<u32>(smem + NUMBERS_OFFSET + keys.stage() * int(sizeof(u32))));
+    if constexpr (NUMBERED) number = uniform(load_shared<u32>(number_of(smem, keys.stage())));
     const StoredTerms in_product(smem + TERMS_OFFSET, LINEAR ? int(q_smem.base - smem) / QueryTile::bytes : keys.stage());
     if constexpr (COLUMNS) common = load_common(in_product);
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it products of several warpgroups queue, and no scores are done soon
@@ -332,7 +309,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       wait_for_products<0>(s_reg);                            // the same
     }
     if (!ARRAYS_AHEAD) load_arrays(arrays, k_smem);
-    scores_of_tile(arrays);
+    scores_of_tile(arrays, !follows || starts);
     const bool first = !follows || starts, looked = first || unseen_rows || (MODIFIED && rising);
     RowVec<16> correction, sum;
     fill(correction, 1.f);
@@ -355,6 +332,27 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
   };
 
+  // OWN_LISTS: key tiles that the warpgroup sees nothing of. What is left to do is the product of the one before, and P of the last one is zero.
+  const auto pass_by = [&] {
+    to_operands(p_reg, s_reg, kept_reg);
+    if (PINGPONG) wait_pingpong<ORDER>(group);                // without it the order is lost: the next one goes before its time
+    consumer_wait(values);                                    // without it the product reads values that have not arrived
+    start_product(o_reg, p_reg, values.tile(), sums);
+    sums = true;
+    if (PINGPONG) arrive_pingpong<ORDER>(group, GROUPS);      // without it the next warpgroup waits for ever
+    consumer_wait(keys);                                      // without it the number is that of keys before
+    number = uniform(load_shared<u32>(number_of(smem, keys.stage())));
+    consumer_release(keys);                                   // without it the producer waits for ever
+    wait_for_products<0>(o_reg);                              // without it O and P change beneath the product
+    consumer_release(values);                                 // without it the producer waits for ever
+    fill(s_reg, 0.f);
+    #pragma unroll 1
+    for (; tile < last && told_next_none(number, group); ++tile) {
+      consumer_wait(keys);                                    // the same
+      number = uniform(load_shared<u32>(number_of(smem, keys.stage()))), skip_keys(1), skip(values, 1);
+    }
+  };
+
   fill(o_reg, 0.f), fill(s_reg, 0.f);
   #pragma unroll 1
   while (next != NOTHING) {
@@ -371,10 +369,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       tile += !ONE_TEXT;                                      // that of the first step is done
       #pragma unroll 1
       for (; ONE_TEXT || tile <= last; ++tile) {
+        if constexpr (OWN_LISTS) if (told_next_none(number, group)) { pass_by(); continue; }
         step({true, starts, ONE_TEXT && ends}, skipped);      // across, once, if it has the text of the loop; within
         if (ONE_TEXT && tile == last) break;
         starts = ends = false;
       }
+      if (OWN_LISTS) queries.count = u32(not_ahead(int(queries.count))); // its address is found again: kept, it would spill
       consumer_release(queries);                              // without it the producer waits for ever
       if (next != DIRECTLY) break;
       ends = true, skipped = beyond;

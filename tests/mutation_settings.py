@@ -46,6 +46,9 @@ FEW_OFFSETS = [0, 20, 20, 85, 120], [0, 75, 80, 190, 300]
 
 # Of many tiles of keys some: others for each tile of queries.
 SOME_TILES = numpy.add.outer(numpy.arange(150) // 20, numpy.arange(75) // 10) % 3 > 0
+# And of 64 queries each fewer than of 128: some in between, several in a row, the last ones.
+OF_CONSUMERS = numpy.array([[1, 0, 0, 1, 0], [1, 1, 1, 0, 1], [0, 1, 0, 0, 0]], bool)
+TILES_OF_64 = OF_CONSUMERS[numpy.arange(150) // 64][:, numpy.arange(75) // 16]
 
 
 def settings_of(kernel):
@@ -61,7 +64,9 @@ def settings_of(kernel):
         settings = sequences | {"two stages": TWO_GROUPS, "leaps": leaps}
         settings |= {"one stage": lanes_store.but(STAGES=1, STAGES_V=1, STAGES_Q=2)}
         settings |= {"ping-pong": pingpong, "ping-pong, far apart": pingpong.but(STAGES=1, STAGES_V=1)}
-        settings |= {"lists": replace(TWO_GROUPS, seen=SOME_TILES)}
+        own_lists = replace(pingpong.but(OWN_LISTS=True), seen=TILES_OF_64)
+        settings |= {"lists": replace(TWO_GROUPS, seen=SOME_TILES), "lists of consumers": own_lists}
+        settings |= {"lists of consumers, one stage": own_lists.but(STAGES=1, STAGES_V=1, PINGPONG=False)}
         settings |= {"three groups, four stages": TWO_GROUPS.but(TILE_Q=192, WARPS=16)}
         return settings | {"three stages": lanes_store, "one key tile": lanes_store.but(TILE_KV=80), "split": split}
     if kernel == "bwd_hopper":

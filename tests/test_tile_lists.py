@@ -15,6 +15,7 @@ from cupy_flash.judge.oracle import naive, oracle
 from cupy_flash.machine import host
 from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan.classify import CONSUMER_ROWS, rows_of_list
+from cupy_flash.plan.forward import MOST_LISTED
 
 KERNELS = {"80": ("fwd_v2", "bwd_v2"), "90a": ("fwd_hopper", "bwd_hopper")}
 DTYPE = {"80": "bfloat16", "90a": "float16"}  # as in other tests of masks, whose kernels these are
@@ -253,15 +254,16 @@ def test_a_wrong_bit_is_noticed(arch):
     assert (plan(q, k, v, mask=mask) == right).all()
 
 
-DIMS = [(64, 64), (40, 96), (128, 64), *(pytest.param(*dims, marks=pytest.mark.release) for dims in ((64, 128), (256, 256)))]
+QUICK = [(64, 64, False), (40, 96, False), (128, 64, True)]
+DIMS = [*QUICK, *(pytest.param(*x, marks=pytest.mark.release) for x in ((64, 128, True), (128, 128, False), (256, 256, False)))]
 
 
-@pytest.mark.parametrize("dim, dim_v", DIMS)
+@pytest.mark.parametrize("dim, dim_v, long", DIMS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_consumers_of_a_query_tile_see_other_key_tiles(causal, dim, dim_v, schedule):
+def test_consumers_of_a_query_tile_see_other_key_tiles(causal, dim, dim_v, long, schedule):
     """Documents that mostly begin within a query tile: in one key tile a consumer sees all pairs, another some and another none.
 
-    Of wider heads, or values, they have one list together.
+    The two consumers of wider heads, or values, have one list together; of a long mask there are three up to 128.
     """
     lens = (70, 200, 64, 130, 1, 171)
     doc = numpy.repeat(numpy.arange(len(lens)), lens).astype(numpy.int32)
@@ -269,13 +271,14 @@ def test_consumers_of_a_query_tile_see_other_key_tiles(causal, dim, dim_v, sched
     pairs = alone & numpy.tri(len(doc), dtype=bool) if causal else alone
     rng = numpy.random.default_rng(5)
     q, k, v = (rng.standard_normal((2, len(doc), width)).astype(numpy.float16) for width in (dim, dim, dim_v))
-    mask = TileMask("doc[q_idx] == doc[kv_idx]", {"doc": doc})
+    ends = (numpy.stack([numpy.searchsorted(doc, doc, side), 0 * doc], -1) for side in ("left", "right"))
+    mask = TileMask(KeyRanges(*ends)) if long else TileMask("doc[q_idx] == doc[kv_idx]", {"doc": doc})
     plan = plan_attention(q, k, v, backend="host", arch="90a", mask=mask, causal=causal)
     c, out = plan.kernel.config, plan(q, k, v, mask=mask)
     assert plan.kernel.file == "fwd_hopper" and c.TILE_LIST
     rows = rows_of_list(plan.kernel)
-    apart = max(dim, dim_v) <= 64
-    assert rows == (CONSUMER_ROWS if apart else c.TILE_Q)
+    apart = long or max(dim, dim_v) <= 64
+    assert apart == c.OWN_LISTS and rows == (CONSUMER_ROWS if apart else c.TILE_Q)
     words, tile = -(-len(doc) // c.TILE_KV // 32), (rows, c.TILE_KV)
     lists = kept(mask, 0)["tile_lists"].view(numpy.uint32).reshape(-1, 2, words)
     steps = [range(0, len(doc), size) for size in tile]
@@ -291,6 +294,48 @@ def test_consumers_of_a_query_tile_see_other_key_tiles(causal, dim, dim_v, sched
     p = numpy.exp(scores - scores.max(-1, keepdims=True))
     expected = p @ v.astype("f8") / p.sum(-1, keepdims=True)
     numpy.testing.assert_allclose(out.astype("f8"), expected, rtol=0, atol=2**-8)
+
+
+# Which key tiles each of four consumers sees. The first one and those that it sees have two products; behind those that it passes
+# by there is one, of zeros and values.
+SEEN_BY = {
+    "own quarter": ((1, 0, 0, 0, 0, 0, 0, 0), (0, 1, 0, 0, 0, 0, 0, 0), (0, 0, 1, 1, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0, 0, 1)),
+    "others": ((1, 1, 1, 1, 1, 1, 1, 1), (1, 0, 1, 0, 1, 0, 1, 0), (0, 0, 0, 1, 1, 0, 0, 0), (1, 1, 1, 1, 0, 0, 0, 1)),
+    "all of a word and more": ((1,) * 40, (0,) * 33 + (1,) * 7, (1,) * 31 + (0,) * 9, (1,) * 32 + (0,) * 4 + (1,) * 4),
+}
+
+
+@pytest.mark.parametrize("name", SEEN_BY)
+@pytest.mark.parametrize("heads", [1, pytest.param(5, marks=pytest.mark.release)])
+def test_key_tiles_that_a_consumer_does_not_see_are_passed_by(name, heads, schedule):
+    by_tile = numpy.array(SEEN_BY[name], bool)
+    listed = by_tile[:, by_tile.any(0)]
+    passed = numpy.where(numpy.arange(listed.shape[1]) > 0, ~listed, False)
+    runs = (numpy.diff(passed.astype(int), axis=1) > 0).sum()
+    products = 2 * (~passed).sum() + runs
+    pairs = by_tile.repeat(64, 0).repeat(64, 1)
+    rng = numpy.random.default_rng(7)
+    q, k, v = (rng.standard_normal((heads, rows, 64)).astype(numpy.float16) for rows in (256, pairs.shape[1], pairs.shape[1]))
+    arrays = {"of_query": (numpy.arange(256) // 64).astype(numpy.int32), "seen": by_tile.astype(numpy.int32)}
+    mask = TileMask("seen[of_query[q_idx], kv_idx // 64] > 0", arrays)
+    plan = plan_attention(q, k, v, backend="host", arch="90a", mask=mask)
+    c = plan.kernel.config
+    assert c.OWN_LISTS and (c.TILE_Q, c.TILE_KV) == (256, 64)
+    plan(q, k, v, mask=mask)
+    out, moved = plan.counted(q, k, v, mask=mask)
+    begun = 4 * plan.launches[-1].on(host.MULTIPROCESSORS).blocks  # a block's first step multiplies values of nothing
+    assert moved.flops == (heads * products + begun) * 2 * 64**3
+    scores = numpy.where(pairs, q.astype("f8") @ k.astype("f8").swapaxes(-1, -2) / 8, -numpy.inf)
+    p = numpy.exp(scores - scores.max(-1, keepdims=True))
+    numpy.testing.assert_allclose(out.astype("f8"), p @ v.astype("f8") / p.sum(-1, keepdims=True), rtol=0, atol=2**-8)
+
+
+def test_more_keys_than_lists_of_consumers_number():
+    q = numpy.zeros((1, 300, 64), numpy.float16)
+    for keys, own in ((MOST_LISTED, True), (MOST_LISTED + 1, False)):
+        kv = numpy.lib.stride_tricks.as_strided(q, (1, keys, 64), q.strides)  # which nobody reads
+        c = plan_attention(q, kv, kv, backend="host", arch="90a", mask="kv_idx % 3 < 2 and kv_idx >= q_idx").kernel.config
+        assert c.TILE_LIST and own == c.OWN_LISTS
 
 
 def test_long_masks_have_tiles_of_fewer_groups():
@@ -369,7 +414,8 @@ def test_documents_move_and_compute_their_share(arch):
         _, once = plan.counted(*given, mask=mask)
         _, moved = plan.counted(*given, mask=mask)
         of_bytes, of_products = cost(moved, share)
-        assert of_bytes <= 1.3 and of_products == 1 and once.flops == moved.flops
+        fewer = plan.kernel.config.OWN_LISTS  # than alone, where the rows behind a document's end have its list
+        assert of_bytes <= 1.3 and (0.5 < of_products <= 1 if fewer else of_products == 1) and once.flops == moved.flops
         assert once.read_bytes > moved.read_bytes  # that reads the documents as well
 
 

@@ -10,7 +10,8 @@ import cupy
 import numpy
 from cupy_backends.cuda.api import driver
 
-from ..plan.kernel import KernelPlan, Launch
+from ..plan.kernel import KernelPlan
+from ..plan.launch import Launch
 from ..plan.params import places_of
 from ..plan.schedule_params import scheduled
 from ..plan.tensor_map import TensorMap

@@ -11,7 +11,8 @@ import numpy
 
 from ..errors import shown
 from ..plan.architecture import HOST, Architecture, architecture_named, architecture_of
-from ..plan.kernel import KernelPlan, Launch
+from ..plan.kernel import KernelPlan
+from ..plan.launch import Launch
 from ..plan.workspace import Workspace
 from ..problem import arrays
 from ..problem.forward import Problem, check_overlap

@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy
 
 from ..errors import DeadlockError, FaultError, SanitizerError
-from ..plan.kernel import KernelPlan, Launch
+from ..plan.kernel import KernelPlan
+from ..plan.launch import Launch
 from ..plan.params import places_of
 from ..plan.schedule_params import scheduled
 from ..plan.sources import files

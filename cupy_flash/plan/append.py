@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ..problem.append import AppendProblem
 from .architecture import Architecture
-from .kernel import KernelPlan, Launch
+from .kernel import KernelPlan
+from .launch import Launch
 from .rotate import chunk_size, launch_of, plan_of
 
 

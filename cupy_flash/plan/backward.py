@@ -13,19 +13,8 @@ from ..problem.read_gradients import check_sums
 from .architecture import Architecture
 from .copies import copy_size
 from .expression_text import ExpressionText
-from .kernel import (
-    KernelPlan,
-    Launch,
-    check_kind,
-    checked,
-    configure,
-    explicit_scores,
-    kind_of_sinks,
-    padded,
-    rows_of,
-    taken_apart,
-    text_of,
-)
+from .kernel import KernelPlan, check_kind, configure, explicit_scores, kind_of_sinks, padded, rows_of, taken_apart, text_of
+from .launch import Launch, checked
 from .pair_tuning import drops_most
 from .schedule import L2_BYTES
 from .sequences import elements_of, mean_room, tiles_of

@@ -14,7 +14,8 @@ import numpy
 
 from ..problem.forward import Problem
 from ..problem.scores import Scores, told_apart
-from .kernel import KernelPlan, Launch, checked, configure, text_of
+from .kernel import KernelPlan, configure, text_of
+from .launch import Launch, checked
 from .params import captured_name, classify_params, names_of_scores
 from .tuning import TileConfig
 from .workspace import Workspace
@@ -22,7 +23,6 @@ from .workspace import Workspace
 TILE = TileConfig(32, 16, 16, "a warp takes one tile after the other, of any size", warps=16, stages=1, min_blocks=1)
 BITS = 32  # tiles of a word
 CONSUMER_ROWS = 64  # queries of a warpgroup of fwd_hopper
-OWN_LISTS = 64  # where q, k and v are no wider, each of them has a list of its own: as in ``kernels_cu/tile/consumer_lists.cuh``
 PER_TILE = 2  # bits: whether any pair takes part, and whether all do
 
 
@@ -109,7 +109,7 @@ def classification_of(kernel: KernelPlan, problem: Problem, by_keys: bool = Fals
 def rows_of_list(kernel: KernelPlan) -> int:
     """Queries that have a list of key tiles together, or whose tile is named by lists of query tiles."""
     c = kernel.config
-    return CONSUMER_ROWS if kernel.file == "fwd_hopper" and max(c.WIDTH, c.WIDTH_V) <= OWN_LISTS else c.TILE_Q
+    return CONSUMER_ROWS if c.OWN_LISTS else c.TILE_Q
 
 
 def _mask_alone(scores: Scores) -> Scores:

@@ -12,9 +12,7 @@ from .copies import copy_size
 from .expression_text import ExpressionText
 from .kernel import (
     KernelPlan,
-    Launch,
     check_kind,
-    checked,
     configure,
     explicit_scores,
     kind_of_sinks,
@@ -25,6 +23,7 @@ from .kernel import (
     text_of,
 )
 from .key_warps import with_key_warps
+from .launch import Launch, checked
 from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages
 from .packing import FEW, packing_of
 from .pair_tuning import drops_most
@@ -32,7 +31,7 @@ from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, costs_of_tiles, leas
 from .sequences import elements_of, row_length, tiles_of
 from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
 from .tensor_map import BOX_COLUMNS, TensorMap, obstacle, tensor_maps
-from .tuning import SHORT, TileConfig, row_for, table_for
+from .tuning import SHORT, TWO, TileConfig, row_for, table_for
 from .workspace import Workspace
 
 MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in tiles
@@ -40,6 +39,7 @@ LISTED = ("fwd_v2", "fwd_hopper")  # kernels that visit the tiles of a list wher
 NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
 EVEN = 0.75  # of the longest query tile that the shortest has to have
 WORK_ITEM_BYTES = {"fwd_v2": 8, "fwd_hopper": 32}  # sequence and row of a query tile, and for a persistent block, where that lies
+MOST_LISTED = 2**26  # keys: those of the tiles that 20 bits number, see ``kernels_cu/tile/consumer_lists.cuh``
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
 
 
@@ -135,11 +135,17 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             problem=problem,
             expressions=expressions,
             tile_list=listed,
+            own_lists=listed and kernel == "fwd_hopper" and _has_own_lists(row, problem),
             from_last=rises,
         ),
         expressions=expressions,
         reasons=tuple(filter(None, reasons)),
     )
+
+
+def _has_own_lists(row: TileConfig, problem: Problem) -> bool:
+    """Whether each consumer of fwd_hopper has a list of its own: of two, that is not worth what it takes in each step."""
+    return row.warps > TWO["warps"] and problem.len_kv <= MOST_LISTED
 
 
 def _forward_kernel(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> tuple[str, str]:

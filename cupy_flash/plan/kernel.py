@@ -1,4 +1,4 @@
-"""What a problem is computed by: a `KernelPlan`, its `Config` and its `Launch`es, and what all planners ask of a problem.
+"""What a problem is computed by: a `KernelPlan` and its `Config`, and what all planners ask of a problem.
 
 A plan names everything that reaches a compiled kernel, so equal plans share one. Its knobs change speed, never results.
 `forward`, `backward`, `merge`, `rotate` and `append` choose plans: pure functions over the tables in `tuning`.
@@ -6,7 +6,7 @@ A plan names everything that reaches a compiled kernel, so equal plans share one
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 from ..errors import UnsupportedError
 from ..problem.forward import FORWARD_ARRAYS, Problem
@@ -32,7 +32,6 @@ PARAMS = {
     "append": "AppendParams",
 }
 VARLEN_PARAMS = {"fwd_hopper": "HopperVarlenParams"}  # in place of these, for sequences of their own lengths
-MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,7 @@ class Config:
     PIECE: int
     PRODUCER_WARPS: int
     TILE_LIST: bool
+    OWN_LISTS: bool
     DROPOUT: bool
     PLACED: bool
     FLOAT32_RESULTS: bool
@@ -81,37 +81,6 @@ class Config:
     SOFTCAP: bool
     EXPLICIT_SCORES: bool
     ROTATE_Q: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One entry of a kernel file, executed by so many blocks.
-
-    Parameters
-    ----------
-    entry : str
-    blocks : int
-        As many as can have something to do.
-    shared_bytes : int
-    per_multiprocessor : int, optional
-        No more blocks than so many for each multiprocessor: those that there are take one tile after the other.
-    """
-
-    entry: str
-    blocks: int
-    shared_bytes: int
-    per_multiprocessor: int | None = None
-
-    def __str__(self) -> str:
-        if self.per_multiprocessor is None:
-            return f"{self.blocks} blocks"
-        return f"{self.blocks} blocks, at most {self.per_multiprocessor} a multiprocessor, one tile after the other"
-
-    def on(self, multiprocessors: int) -> Launch:
-        """The launch with the number of blocks that it has on a device of so many multiprocessors."""
-        if self.per_multiprocessor is None:
-            return self
-        return replace(self, blocks=min(self.blocks, multiprocessors * self.per_multiprocessor), per_multiprocessor=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +183,7 @@ class KernelPlan:
         words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
+        words += ["ownlists"] * c.OWN_LISTS
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
         words += [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
@@ -229,13 +199,6 @@ class KernelPlan:
             *(f"  {reason}" for reason in self.reasons),
         ]
         return "\n".join(lines)
-
-
-def checked(launch: Launch, name: str = "q") -> Launch:
-    """The launch, if a grid holds its blocks; messages call the array that decides it by its name."""
-    if launch.blocks >= MAX_BLOCKS:
-        raise UnsupportedError(f"{name}: expected fewer than {MAX_BLOCKS} blocks of {launch.entry}, got {launch.blocks}")
-    return launch
 
 
 def check_kind(architecture: Architecture, name: str, dtype: str, precision: str = "ieee") -> None:
@@ -352,6 +315,7 @@ def configure(
     problem: Problem | None = None,
     expressions: ExpressionText = NOTHING,
     tile_list: bool = False,
+    own_lists: bool = False,
     from_last: bool = False,
     adds: bool = False,
     store_dbias: bool = False,
@@ -377,6 +341,7 @@ def configure(
         "VARLEN": lengths is not None,
         "PAGED": lengths is not None and lengths.paged,
         "TILE_LIST": tile_list,
+        "OWN_LISTS": own_lists,
         "DROPOUT": problem is not None and problem.scores.dropout is not None,
         "PLACED": problem is not None and problem.scores.place is not None,
         "FLOAT32_RESULTS": problem is not None and problem.has_wider_results,

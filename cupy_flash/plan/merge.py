@@ -6,7 +6,8 @@ import math
 
 from ..problem.merge import MergeProblem
 from .architecture import Architecture
-from .kernel import KernelPlan, Launch, check_kind, checked, configure
+from .kernel import KernelPlan, check_kind, configure
+from .launch import Launch, checked
 from .tuning import TileConfig
 
 TILE = TileConfig(32, 16, 16, "a warp merges whole rows, of any width", stages=1, min_blocks=1)

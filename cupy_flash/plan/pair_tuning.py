@@ -128,10 +128,12 @@ HOPPER_MASK = (
     TileConfig(64, 256, 64, FOUR_LISTS, **FOUR, pingpong=True, without_lengths=True),
     *HOPPER_ARRAY_MASK[1:],
 )
+THREE_LISTS = "three groups of 64 rows, each with its own list: few pairs of a long mask are asked"
 HOPPER_LONG_MASK = (
     HOPPER_FEW,
     TileConfig(64, 192, 64, THREE_NARROW + PINGPONG, **THREE, pingpong=True, without_lengths=True),
-    *HOPPER_ARRAY_MASK[1:],
+    TileConfig(128, 192, 64, THREE_LISTS, **NARROW, without_lengths=True),
+    *HOPPER_ARRAY_MASK[2:],
 )
 HOPPER_LOOKUPS = (*HOPPER_READS[:2], TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG), *HOPPER_READS[3:])
 # Behind all of these: where sequences have lengths of their own as well.

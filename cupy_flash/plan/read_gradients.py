@@ -17,17 +17,8 @@ from .copies import copy_size
 from .expression_text import ExpressionText, Pressure
 from .expressions import ELEMENTS, distance_tree, written
 from .hoisting import EXACT, places_as_floats
-from .kernel import (
-    KernelPlan,
-    Launch,
-    checked,
-    configure,
-    explicit_scores,
-    kind_of_sinks,
-    padded,
-    taken_apart,
-    text_of,
-)
+from .kernel import KernelPlan, configure, explicit_scores, kind_of_sinks, padded, taken_apart, text_of
+from .launch import Launch, checked
 from .pair_bias import FILE as PAIR_BIAS
 from .pair_bias import chosen_row, maps_of, splits_of_units
 from .params import read_gradient_params

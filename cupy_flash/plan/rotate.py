@@ -9,7 +9,8 @@ from ..problem.rotate import RotateProblem
 from ..problem.rotation import Rotation
 from .architecture import Architecture
 from .copies import copy_size
-from .kernel import KernelPlan, Launch, check_kind, checked, configure
+from .kernel import KernelPlan, check_kind, configure
+from .launch import Launch, checked
 from .tuning import TileConfig
 
 TILE = TileConfig(32, 32, 16, "lanes take chunks of rows, of any width", stages=1, min_blocks=1)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy
 
 from ..problem.mask import Mask
-from .kernel import KernelPlan, Launch
+from .kernel import KernelPlan
+from .launch import Launch
 from .params import fast_divmod
 from .schedule import NONE, Schedule, costs_of_tiles, listed_costs, make_schedule, make_splits
 from .split import combining_blocks, partial_rows

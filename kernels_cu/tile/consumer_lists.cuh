@@ -1,17 +1,18 @@
-// consumer_lists.cuh -- the key tiles of a query tile of fwd_hopper.cu (TILE_LIST). At dims up to 64 each consumer has a list of its own, for its rows:
+// consumer_lists.cuh -- the key tiles of a query tile of fwd_hopper.cu (TILE_LIST). With OWN_LISTS each consumer has a list for its own rows:
 // the producer loads what any of them sees, and tells with the number of a key tile what is in it for each. Where a document ends, one consumer
-// asks pairs then, and not all four. Of two groups that is not worth what it takes in each step, as measured: wider rows have one list.
+// asks pairs then, and not all four. Of two groups, which wider rows have, that is not worth what it takes in each step, as measured.
 #pragma once
 #include "tile/tile_list.cuh"
 
-constexpr bool OWN_LISTS = TILE_LIST && max_of(WIDTH, WIDTH_V) <= 64;           // as `rows_of_list` in classify.py has it
-// What is told: the number of a key tile; and for each consumer, whether all its pairs take part, and whether none does. Or the number, and above
-// it whether all pairs take part. There are fewer than 2^30 keys, and no row of a table has tiles of fewer than 64.
-constexpr int MOST_CONSUMERS = 4, NUMBER_BITS = 32 - 2 * MOST_CONSUMERS;
-constexpr u32 ALL_PAIRS = 1u << 31;
+static_assert(!OWN_LISTS || TILE_LIST, "lists of consumers are lists");
+// What is told: the number of a key tile; and for each consumer, whether no pair is masked one by one, whether none is seen, and whether none of
+// the next key tile is, which then is passed by. Or the number, and above it whether no pair is masked one by one.
+constexpr int MOST_CONSUMERS = 4, NUMBER_BITS = 32 - 3 * MOST_CONSUMERS; // of 64 keys or more: there are no more than `MOST_LISTED` in forward.py
+constexpr u32 ALL_PAIRS = 1u << 31, ALL_OR_NONE = (1u << 2 * MOST_CONSUMERS) - 1, NONE = ALL_OR_NONE & ALL_OR_NONE << MOST_CONSUMERS;
 OP int told_number(u32 told) { return int(told & (OWN_LISTS ? (1u << NUMBER_BITS) - 1 : ~ALL_PAIRS)); }
 OP bool told_all(u32 told, int consumer) { return OWN_LISTS ? told >> (NUMBER_BITS + consumer) & 1 : told & ALL_PAIRS; }
 OP bool told_none(u32 told, int consumer) { return OWN_LISTS && told >> (NUMBER_BITS + MOST_CONSUMERS + consumer) & 1; }
+OP bool told_next_none(u32 told, int consumer) { return OWN_LISTS && told >> (NUMBER_BITS + 2 * MOST_CONSUMERS + consumer) & 1; }
 
 struct ConsumerLists {
   Regs<const u32*, 1> own;                                    // lane l: of consumer l, or of the last one that has rows
@@ -33,40 +34,53 @@ struct ConsumerLists {
     return count_tiles(first, end, [&](int number) { return word(number); });
   }
 };
-// The same of a query tile that is gone through: words are waited for once, and not at each tile.
+// The same of a query tile that is gone through. What is told is found of 32 tiles at once, since keys come just in time.
 struct KeptConsumerLists : ConsumerLists {
   int number = -1;                                            // of the words that are kept; -1: none yet
-  Regs<u32, 1> any, all;
+  u32 seen;                                                   // their tiles that any consumer sees
+  Regs<u32, 1> told;                                          // lane l: of tile 32 * number + l, but for its number
   OP u32 keep(int wanted) {
     if (number != wanted) {
       number = wanted;
+      Regs<u32, 1> any, all;
       for_lane(l) {
         any.at(l, 0) = l < MOST_CONSUMERS ? read_bits(own.at(l, 0) + number) : 0;
         all.at(l, 0) = l < MOST_CONSUMERS ? read_bits(own.at(l, 0) + words + number) : 0;
+        told.at(l, 0) = 0;
+      }
+      seen = redux_or(any);
+      #pragma unroll
+      for (int c = 0; c < MOST_CONSUMERS; ++c) {
+        const u32 whole = value_of_lane(all, c), none = ~value_of_lane(any, c);
+        for_lane(l) {
+          const u32 behind = seen >> l >> 1;
+          const int next = behind ? l + 1 + lowest_bit(behind) : l;
+          told.at(l, 0) |= (whole >> l & 1) << c | (none >> l & 1) << (MOST_CONSUMERS + c) | (none >> next & 1) << (2 * MOST_CONSUMERS + c);
+        }
       }
     }
-    return redux_or(any);
+    return seen;
   }
   OP int next(int tile, int end) {
     return TileList::next(tile, end, [&](int number) { return keep(number); });
   }
-  OP u32 tell(int tile) {
-    Regs<bool, 1> of_all, of_none;
+  OP u32 tell(int tile, int end) {
     keep(tile / 32);
-    for_lane(l) {
-      of_all.at(l, 0) = l < MOST_CONSUMERS && all.at(l, 0) >> tile % 32 & 1;
-      of_none.at(l, 0) = l < MOST_CONSUMERS && !((any.at(l, 0) | all.at(l, 0)) >> tile % 32 & 1);
+    u32 of_tile = value_of_lane(told, tile % 32);
+    if (!(seen >> tile % 32 >> 1)) {                          // the next one is in another word
+      const int following = next(tile + 1, end);
+      const u32 none = following < end ? value_of_lane(told, following % 32) & NONE : 0;
+      of_tile = (of_tile & ALL_OR_NONE) | none << MOST_CONSUMERS;
     }
-    return u32(tile) | warp_ballot(of_all) << NUMBER_BITS | warp_ballot(of_none) << (NUMBER_BITS + MOST_CONSUMERS);
+    return u32(tile) | of_tile << NUMBER_BITS;
   }
 };
 // One list for all consumers, that is gone through. What is told besides the number is one bit.
 struct KeptList : TileList {
   ListWords kept;
   OP int next(int tile, int end) { return TileList::next(tile, end, kept); }
-  OP u32 tell(int tile) { return keep(kept, tile / 32), kept.is_whole(tile) ? ALL_PAIRS : 0; }
+  OP u32 tell(int tile, int) { return keep(kept, tile / 32), u32(tile) | (kept.is_whole(tile) ? ALL_PAIRS : 0); }
 };
-
 using QueryLists = Choose<OWN_LISTS, ConsumerLists, TileList>;
 using KeptQueryLists = Choose<OWN_LISTS, KeptConsumerLists, KeptList>;
 // Those of the query tile at `row`, of consumers with so many rows each.

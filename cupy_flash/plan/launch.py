@@ -1,0 +1,47 @@
+"""How many blocks execute an entry of a kernel file: a `Launch`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..errors import UnsupportedError
+
+MAX_BLOCKS = 2**31  # of a grid's first dimension, CUDA C++ Programming Guide
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One entry of a kernel file, executed by so many blocks.
+
+    Parameters
+    ----------
+    entry : str
+    blocks : int
+        As many as can have something to do.
+    shared_bytes : int
+    per_multiprocessor : int, optional
+        No more blocks than so many for each multiprocessor: those that there are take one tile after the other.
+    """
+
+    entry: str
+    blocks: int
+    shared_bytes: int
+    per_multiprocessor: int | None = None
+
+    def __str__(self) -> str:
+        if self.per_multiprocessor is None:
+            return f"{self.blocks} blocks"
+        return f"{self.blocks} blocks, at most {self.per_multiprocessor} a multiprocessor, one tile after the other"
+
+    def on(self, multiprocessors: int) -> Launch:
+        """The launch with the number of blocks that it has on a device of so many multiprocessors."""
+        if self.per_multiprocessor is None:
+            return self
+        return replace(self, blocks=min(self.blocks, multiprocessors * self.per_multiprocessor), per_multiprocessor=None)
+
+
+def checked(launch: Launch, name: str = "q") -> Launch:
+    """The launch, if a grid holds its blocks; messages call the array that decides it by its name."""
+    if launch.blocks >= MAX_BLOCKS:
+        raise UnsupportedError(f"{name}: expected fewer than {MAX_BLOCKS} blocks of {launch.entry}, got {launch.blocks}")
+    return launch

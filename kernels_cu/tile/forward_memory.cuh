@@ -1,0 +1,28 @@
+// forward_memory.cuh -- what fwd_hopper.cu keeps in shared memory, and where.
+#pragma once
+#include "tile/bias_tile.cuh"
+#include "tile/linear_terms.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/work.cuh"
+
+using KeyTile = MaybeWithBias<PanelTile<TILE_KV, WIDTH>>;
+using ValueTile = PanelTile<TILE_KV, WIDTH_V>;
+using QueryTile = PanelTile<ROWS, WIDTH>;
+using OutTile = PanelTile<ROWS, WIDTH_V>;
+using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
+
+// Queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors;
+// descriptors of sequences; the barrier of a tile of V that is clipped, and behind it the query tile taken; numbers of key tiles; terms of keys.
+constexpr int OUT_OFFSET = STAGES_Q * QueryTile::bytes;
+constexpr int K_OFFSET = OUT_OFFSET + TMA_STORE_OUT * GROUPS * OutTile::bytes;
+constexpr int V_OFFSET = K_OFFSET + STAGES * KeyTile::bytes;
+constexpr int K_BARRIERS = V_OFFSET + STAGES_V * ValueTile::bytes;
+constexpr int V_BARRIERS = K_BARRIERS + STAGES * STAGE_BARRIERS;
+constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * STAGE_BARRIERS;
+constexpr int WORK_OFFSET = Q_BARRIERS + STAGES_Q * STAGE_BARRIERS;
+constexpr int SEQUENCES_OFFSET = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
+constexpr int CLIPPED_BARRIER = SEQUENCES_OFFSET + VARLEN * STAGES_Q * int(sizeof(SequenceDescriptor));
+constexpr int NUMBERS_OFFSET = CLIPPED_BARRIER + (VARLEN + PAGED) * Mbarrier::bytes; // last: what lies behind them would not be aligned
+constexpr int TERMS_OFFSET = (NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32)) + 15) / 16 * 16;
+constexpr int SHARED_BYTES = TERMS_IN_PRODUCT ? TERMS_OFFSET + StoredTerms::all_bytes : NUMBERS_OFFSET + NUMBERED * STAGES * int(sizeof(u32));
+OP SharedAddress number_of(SharedAddress memory, int stage) { return memory + NUMBERS_OFFSET + stage * int(sizeof(u32)); }
