@@ -64,7 +64,7 @@ def settings_of(kernel):
         settings = sequences | {"two stages": TWO_GROUPS, "leaps": leaps}
         settings |= {"one stage": lanes_store.but(STAGES=1, STAGES_V=1, STAGES_Q=2)}
         settings |= {"ping-pong": pingpong, "ping-pong, far apart": pingpong.but(STAGES=1, STAGES_V=1)}
-        own_lists = replace(pingpong.but(OWN_LISTS=True), seen=TILES_OF_64)
+        own_lists = replace(pingpong.but(OWN_LISTS=True), case=replace(HOPPER_CASE, causal=False), seen=TILES_OF_64)
         settings |= {"lists": replace(TWO_GROUPS, seen=SOME_TILES), "lists of consumers": own_lists}
         settings |= {"lists of consumers, one stage": own_lists.but(STAGES=1, STAGES_V=1, PINGPONG=False)}
         settings |= {"three groups, four stages": TWO_GROUPS.but(TILE_Q=192, WARPS=16)}

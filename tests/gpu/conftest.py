@@ -1,5 +1,8 @@
-"""Every test in this folder needs a CUDA device."""
+"""Every test in this folder needs a CUDA device; of a suite in several processes, some have it for themselves."""
 
+import fcntl
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,3 +14,19 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def device_for_itself(request):
+    """A test marked `alone` runs while no other process of these tests does; while it waits for that, none of these begins another."""
+    alone = request.node.get_closest_marker("alone") is not None
+    with ExitStack() as held:
+        gate, device = (
+            held.enter_context(open(Path(tempfile.gettempdir(), f"cupy_flash-tests-{name}.lock"), "w"))
+            for name in ("gate", "device")
+        )
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(device, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        if not alone:
+            fcntl.flock(gate, fcntl.LOCK_UN)
+        yield

@@ -1,10 +1,8 @@
 """compute-sanitizer's four tools on small cases of every kernel that reach every kind of copy, product and mask."""
 
-import re
 import shutil
 import subprocess
 import sys
-import warnings
 
 import pytest
 
@@ -237,26 +235,22 @@ def test_clean(tool, programs):
     assert clean, said[-3000:]
 
 
+@pytest.mark.alone
 def test_no_races(programs):
-    """Nothing is reported; only what is said of bwd_v2 may be said in two runs, if a third is clean.
+    """Beside other processes racecheck speaks now and then of a race that there is none of.
 
-    Racecheck said in 2 of 4 runs beside a whole suite that warps of bwd_v2, float32, load dS before others have stored it, and
-    store it before others have loaded it. A barrier of the whole block is between the two, in the machine code as well. It said
-    nothing in 110 runs without a suite: of that kernel alone, with an idle machine, a busy CPU, a busy GPU, or warps that come late
-    to one of its barriers; of all backward cases; of this program beside the other tools. (Before that, it spoke of bwd_v2 in 4 of
-    about 15 runs in which kernels were compiled.) Of that kernel alone it spoke in 2 of 181 runs beside a suite of 12 processes,
-    and in none of 36 beside 10 that computed all the time, nor of a kernel of nothing but such barriers there. So it takes other
-    processes, and not only their kernels, but why is not known. A barrier that is missing is reported in every run, see below.
+    It says then that warps of bwd_v2, float32, load dS before others have stored it, and store it before others have loaded it. A
+    barrier of the whole block is between the two, in the machine code as well. It said so in 2 of 4 runs beside a whole suite; of
+    that kernel alone in 2 of 181 beside one, in 1 of 59 beside processes that do nothing but open a context of the device, and in
+    none of 213 beside ones that took and freed memory, loaded modules or ran memcheck. With the device for itself it said nothing
+    in 110 runs of that kernel, of all backward cases, and of this program. A barrier that is missing it reports in every run, see
+    below.
     """
-    for _ in range(3):
-        clean, said = watch("racecheck", programs["racecheck"])
-        if clean:
-            return
-        assert set(re.findall(r"access at (\w+)\+0x", said)) == {"bwd_v2"}, said[-3000:]
-        warnings.warn(said[-9000:], stacklevel=1)
-    pytest.fail(said[-3000:])
+    clean, said = watch("racecheck", programs["racecheck"])
+    assert clean, said[-3000:]
 
 
+@pytest.mark.alone
 def test_a_missing_barrier_is_noticed_every_time():
     run(BACKWARD_ALONE)
     run(NO_BARRIER + BACKWARD_ALONE)
