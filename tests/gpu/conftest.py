@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def device_for_itself(request):
-    """A test marked `alone` runs while no other process of these tests does; while it waits for that, none of these begins another."""
+    """A test marked `alone` runs while no other of these processes does; while it waits for that, none begins another."""
     alone = request.node.get_closest_marker("alone") is not None
     with ExitStack() as held:
         gate, device = (
