@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from cupy_flash.cli.bench_scores import computed_pairs, record_of
-from cupy_flash.measure import feature_runs
+from cupy_flash.measure import feature_runs, features
 from cupy_flash.measure.bench import CellResult, Measurement
 from cupy_flash.measure.feature_runs import FLEX, FeatureBench, Inputs, contenders
 from cupy_flash.measure.features import FEATURES, FLEXIBLE, FeatureCell
@@ -77,6 +77,15 @@ def test_pairs_that_are_computed_are_whole_tiles_of_those_seen(name):
         if cell.dim == 128:
             computed = computed_pairs(cell, "90a")
             assert cell.pairs <= computed < computed_pairs(cell.plain, "90a") == cell.seq**2
+
+
+def test_pairs_are_counted_by_consumers_that_have_lists_of_their_own():
+    """Of two ranges the near one moves with each query: fewer pairs by 64 queries than by the 192 of a tile."""
+    for dim in (64, 128):
+        [cell] = (cell for cell in NAMED["ranges"].cells(("forward",)) if cell.dim == dim)
+        near, first = features.NEAR // 64, features.FIRST_KEYS // 64
+        tiles = sum(min(tile + 1, near + 1) + min(max(tile - near, 0), first) for tile in range(cell.seq // 64))
+        assert computed_pairs(cell, "90a") == tiles * 64 * 64
 
 
 def test_flex_attention_is_asked_for_what_has_a_function():

@@ -17,6 +17,7 @@ from ..api.forward import plan_attention
 from ..measure.bench import CellResult, Effort, measure
 from ..measure.cells import DIRECTIONS, Cell
 from ..measure.features import FEATURES, FLEXIBLE, FeatureCell
+from ..plan.classify import rows_of_list
 from ..problem.arrays import DTYPES
 from .bench import SECONDS, machine_of
 from .lists import names
@@ -104,7 +105,7 @@ def record_of(result: CellResult, architecture: str) -> dict[str, Any]:
 
 
 def computed_pairs(cell: Cell, architecture: str) -> int:
-    """The pairs, of each head, in tiles that the kernel of an architecture computes."""
+    """The pairs, of each head, in tiles that the kernel of an architecture computes; of each consumer with a list of its own."""
     q = numpy.empty(cell.shape, DTYPES[cell.dtype])  # whose memory nothing touches
     options = cell.feature.options(cell, numpy.random.default_rng(0)) if isinstance(cell, FeatureCell) and cell.feature.seen else {}
     asked = {"causal": cell.causal, "backend": "host", "arch": architecture, **options}
@@ -118,9 +119,10 @@ def computed_pairs(cell: Cell, architecture: str) -> int:
     if not seen and not cell.causal:
         return cell.seq**2
     shown = seen(cell) if seen else numpy.tri(cell.seq, dtype=bool)
-    for axis, step in enumerate((config.TILE_Q, config.TILE_KV)):
+    rows = rows_of_list(plan.kernel)
+    for axis, step in enumerate((rows, config.TILE_KV)):
         shown = numpy.logical_or.reduceat(shown, range(0, cell.seq, step), axis=axis)
-    return int(numpy.count_nonzero(shown)) * config.TILE_Q * config.TILE_KV
+    return int(numpy.count_nonzero(shown)) * rows * config.TILE_KV
 
 
 def print_records(records: list[dict[str, Any]]) -> None:
