@@ -73,7 +73,10 @@ def settings_of(kernel):
         wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128)
         staged = {"staged": replace(STAGED, last_blocks=1), "staged, in order": STAGED.but(True)}
         stored = replace(OWN_KEYS, case=replace(HOPPER_BACKWARD_CASE, bias="full"))  # with its gradient
-        return {"two stages": OWN_KEYS, "one stage, wide, in order": wide} | staged | {"stored": stored}
+        case = Case("float16", 200, 310, dim=32, heads_q=2, heads_kv=1)  # one sequence has more tiles of queries than stages
+        sequences = replace(OWN_KEYS, case=case, offsets=([0, 20, 20, 170, 190], [0, 75, 80, 230, 300]))
+        settings = {"two stages": OWN_KEYS, "one stage, wide, in order": wide} | staged | {"stored": stored}
+        return settings | {"sequences": sequences}
     if kernel == "bwd_hopper_wide":
         return {"any order": replace(ONE_GRADIENT, last_blocks=1), "in order": ONE_GRADIENT.but(True)}
     if kernel == "bwd_scores":

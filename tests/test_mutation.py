@@ -27,6 +27,7 @@ from cupy_flash.machine.host import SCHEDULES
 from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan import pair_bias, read_gradients, schedule
 from cupy_flash.plan.kernel import configure
+from cupy_flash.problem.backward import Gradients
 
 KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu|classify\.cu", file))
 # Headers, and a kernel that each is a part of.
@@ -120,6 +121,8 @@ def gradients(kernel, setting):
     """The judgement on a backward."""
     case = setting.case
     inputs, (dout, dlse) = make_inputs(case), make_cotangents(case)
+    if setting.offsets is not None:
+        return packed_gradients(kernel, setting, inputs, dout)
     arrays = case.arrays()
     given = (dout, *inputs, *attention(*inputs, **arrays, **case.options))
     options = {name: value for name, value in case.options.items() if name != "return_lse"}
@@ -131,6 +134,21 @@ def gradients(kernel, setting):
     with mock.patch.object(backward_plan, "LAST_BLOCKS", setting.last_blocks):
         computed = BackwardPlan(plan.problem, changed)(*given, dlse=dlse, **arrays)
     return compare_gradients(computed, dout, *inputs, dlse=dlse, wrt=wrt, **arrays, **case.scores)
+
+
+def packed_gradients(kernel, setting, inputs, dout):
+    """The same of sequences; what lies behind them is no number."""
+    end, end_kv = (offsets[-1] for offsets in setting.offsets)
+    q, k, v, dout = (x.reshape(x.shape[-3:]) for x in (*inputs, dout))
+    for x, rows in zip((q, dout, k, v), (end, end, end_kv, end_kv)):
+        x[:, rows:] = numpy.nan
+    lengths = {f"cu_seqlens_{side}": numpy.array(x, numpy.int32) for side, x in zip(("q", "kv"), setting.offsets)}
+    given = (dout, q, k, v, *attention(q, k, v, **lengths, return_lse=True))
+    plan = plan_attention_backward(*given, backend="host", arch=arch_of(kernel), kernel=kernel, **lengths)
+    changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
+    dq, dk, dv = (x[:, :rows] for x, rows in zip(BackwardPlan(plan.problem, changed)(*given, **lengths)[:3], (end, end_kv, end_kv)))
+    inputs = dout[:, :end], q[:, :end], k[:, :end_kv], v[:, :end_kv]
+    return compare_gradients(Gradients(dq, dk, dv), *inputs, seen=diagonal(setting.offsets), scale=q.shape[-1] ** -0.5)
 
 
 def sums_of_pairs(kernel, setting):

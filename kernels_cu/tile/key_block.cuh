@@ -187,6 +187,25 @@ OP void start_barriers(const KeyBlock& block) {
   store_place(block);
 }
 
+// The stages at hand of two pipelines = what `load` starts to bring, so many bytes in all, of whose rows the first `rows` count and the others
+// become zeros, by one warp; goes on to the next ones. One after the other, whoever waits for the second would wait twice as long.
+template <typename T, typename U, int DEPTH, int DEPTH_U, Lanes LANES, typename Load>
+OP void clip_both(Pipeline<T, DEPTH, LANES>& first, Pipeline<U, DEPTH_U, LANES>& second, Clipping& clipping, int rows, int bytes, const Load& load,
+                  CallSite at = call_site()) {
+  Pipeline<T, 1, LANES> of_first(first.tile().base, clipping.arrived.address);
+  Pipeline<U, 1, LANES> of_second(second.tile().base, clipping.arrived.address);
+  of_first.count = of_second.count = clipping.count++;
+  arrive_expect_tx(of_first.full(), bytes, at);
+  load(of_first, of_second);
+  consumer_wait(of_first, at);                                // without it TMA writes over the zeros
+  const int warp = not_ahead(0);                              // known to be 0, it would take registers of the whole loop: which rows a lane clears
+  clear_rows(first.tile(), max_of(rows, 0), warp);
+  clear_rows(second.tile(), max_of(rows, 0), warp);
+  fence_proxy_async();                                        // without it products read what was there before the zeros
+  arrive_at<LANES>(first.full(), at);                         // without it the consumers wait for ever
+  arrive_at<LANES>(second.full(), at);                        // the same
+  first.advance(), second.advance();
+}
 // What load_tiles does for a sequence, whose last tiles end within it.
 OP void load_tiles_of_sequence(const HopperBackwardParams& p, KeyBlock& block) {
   const KeyBlockCoord& here = block.here;
