@@ -75,3 +75,13 @@ TILE_MASKS = {
 # Texts that cost a kernel of their own; arrays share one.
 OF_A_RELEASE = ("windows of heads", "limits of batch elements", "stripes")
 NAMES = [pytest.param(name, marks=pytest.mark.release) if name in OF_A_RELEASE else name for name in TILE_MASKS]
+
+
+def bits_of(words, tiles):
+    """The first bits of rows of words."""
+    return numpy.unpackbits(words.view(numpy.uint8), axis=-1, bitorder="little")[..., :tiles].astype(bool)
+
+
+def kept(mask, number):
+    """What a `TileMask` has found, for one kind of tile after the other."""
+    return list(mask.found.values())[number]
