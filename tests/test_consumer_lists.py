@@ -101,10 +101,10 @@ def test_key_tiles_that_a_consumer_does_not_see_are_passed_by(name, heads, sched
 
 def test_more_keys_than_lists_of_consumers_number():
     q = numpy.zeros((1, 300, 64), numpy.float16)
-    for keys, own in ((MOST_LISTED, True), (MOST_LISTED + 1, False)):
+    for keys, own in ((64 * MOST_LISTED, True), (64 * MOST_LISTED + 1, False)):
         kv = numpy.lib.stride_tricks.as_strided(q, (1, keys, 64), q.strides)  # which nobody reads
         c = plan_attention(q, kv, kv, backend="host", arch="90a", mask="kv_idx % 3 < 2 and kv_idx >= q_idx").kernel.config
-        assert c.TILE_LIST and own == c.OWN_LISTS
+        assert c.TILE_LIST and c.TILE_KV == 64 and own == c.OWN_LISTS
 
 
 def test_long_masks_have_tiles_of_fewer_groups():

@@ -39,7 +39,7 @@ LISTED = ("fwd_v2", "fwd_hopper")  # kernels that visit the tiles of a list wher
 NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
 EVEN = 0.75  # of the longest query tile that the shortest has to have
 WORK_ITEM_BYTES = {"fwd_v2": 8, "fwd_hopper": 32}  # sequence and row of a query tile, and for a persistent block, where that lies
-MOST_LISTED = 2**26  # keys: those of the tiles that 20 bits number, see ``kernels_cu/tile/consumer_lists.cuh``
+MOST_LISTED = 2**20  # key tiles that `NUMBER_BITS` of ``kernels_cu/tile/consumer_lists.cuh`` number
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
 
 
@@ -145,7 +145,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
 
 def _has_own_lists(row: TileConfig, problem: Problem) -> bool:
     """Whether each consumer of fwd_hopper has a list of its own: of two, that is not worth what it takes in each step."""
-    return row.warps > TWO["warps"] and problem.len_kv <= MOST_LISTED
+    return row.warps > TWO["warps"] and -(-problem.len_kv // row.tile_kv) <= MOST_LISTED
 
 
 def _forward_kernel(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> tuple[str, str]:

@@ -7,7 +7,7 @@
 static_assert(!OWN_LISTS || TILE_LIST, "lists of consumers are lists");
 // What is told: the number of a key tile; and for each consumer, whether no pair is masked one by one, whether none is seen, and whether none of
 // the next key tile is, which then is passed by. Or the number, and above it whether no pair is masked one by one.
-constexpr int MOST_CONSUMERS = 4, NUMBER_BITS = 32 - 3 * MOST_CONSUMERS; // of 64 keys or more: there are no more than `MOST_LISTED` in forward.py
+constexpr int MOST_CONSUMERS = 4, NUMBER_BITS = 32 - 3 * MOST_CONSUMERS; // there are no more key tiles than `MOST_LISTED` in forward.py
 constexpr u32 ALL_PAIRS = 1u << 31, ALL_OR_NONE = (1u << 2 * MOST_CONSUMERS) - 1, NONE = ALL_OR_NONE & ALL_OR_NONE << MOST_CONSUMERS;
 OP int told_number(u32 told) { return int(told & (OWN_LISTS ? (1u << NUMBER_BITS) - 1 : ~ALL_PAIRS)); }
 OP bool told_all(u32 told, int consumer) { return OWN_LISTS ? told >> (NUMBER_BITS + consumer) & 1 : told & ALL_PAIRS; }

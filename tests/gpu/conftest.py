@@ -1,6 +1,7 @@
 """Every test in this folder needs a CUDA device; of a suite in several processes, some have it for themselves."""
 
 import fcntl
+import os
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +23,7 @@ def device_for_itself(request):
     alone = request.node.get_closest_marker("alone") is not None
     with ExitStack() as held:
         gate, device = (
-            held.enter_context(open(Path(tempfile.gettempdir(), f"cupy_flash-tests-{name}.lock"), "w"))
+            held.enter_context(open(Path(tempfile.gettempdir(), f"cupy_flash-tests-{os.getuid()}-{name}.lock"), "w"))
             for name in ("gate", "device")
         )
         fcntl.flock(gate, fcntl.LOCK_EX)
