@@ -12,22 +12,20 @@
 
 constexpr int SHARED_BYTES = 32 * int(sizeof(u32));           // what was found of each tile
 
-KERNEL(32 * WARPS, 1) classify(GRID_CONSTANT ClassifyParams p) {
-  const int query_tiles = ceil_div(p.len_q, p.tile_q), key_tiles = ceil_div(p.len_kv, p.tile_kv);
-  const int tiles = p.by_keys ? key_tiles : query_tiles, others = p.by_keys ? query_tiles : key_tiles, words = words_of(others);
-  const u32 list = block_id() / words, word = block_id() - list * words, head = list / tiles;
-  const int tile = int(list - head * tiles);
+KERNEL(32 * WARPS, MIN_BLOCKS) classify(GRID_CONSTANT ClassifyParams p) {
+  const u32 list = divide(block_id(), p.words_divmod), words = p.words_divmod.divisor, word = block_id() - list * words;
+  const u32 head = divide(list, p.tiles_divmod), tile = list - head * p.tiles_divmod.divisor;
   BlockCoord here{};
-  here.batch_number = head / p.heads;
-  here.head = int(head - here.batch_number * p.heads);
+  here.batch_number = divide(head, p.heads_divmod);
+  here.head = int(head - here.batch_number * p.heads_divmod.divisor);
   batch_element(here.batch, p.batch, here.batch_number);
   const ScoreContext x = score_context(p, here, here.head);
   const Mask mask{p.mask, p.len_kv};
   const SharedAddress found_smem = shared_memory();
   #pragma unroll 1
   for (int i = warp_id(); i < 32; i += WARPS) {
-    const int other = int(word) * 32 + i, query_tile = p.by_keys ? other : tile, key_tile = p.by_keys ? tile : other;
-    const u32 found = other < others ? classify_tile(p, x, mask, query_tile * p.tile_q, key_tile * p.tile_kv) : u32(MASKED);
+    const int other = int(word) * 32 + i, query_tile = p.by_keys ? other : int(tile), key_tile = p.by_keys ? int(tile) : other;
+    const u32 found = other < p.others ? classify_tile(p, x, mask, query_tile * p.tile_q, key_tile * p.tile_kv) : u32(MASKED);
     store_once(found_smem + i * int(sizeof(u32)), found);
   }
   sync_block();                                               // without it bits are made of what has not been found yet
@@ -38,7 +36,7 @@ KERNEL(32 * WARPS, 1) classify(GRID_CONSTANT ClassifyParams p) {
 
 // One block for each query tile, and one warp for 32 key tiles at a time.
 KERNEL(32 * WARPS, 1) classify_columns(GRID_CONSTANT ClassifyParams p) {
-  const int query_tiles = ceil_div(p.len_q, p.tile_q), key_tiles = ceil_div(p.len_kv, p.tile_kv), words = words_of(query_tiles);
+  const int query_tiles = p.others, key_tiles = p.tiles_divmod.divisor, words = p.words_divmod.divisor;
   const u32 head = block_id() / query_tiles;
   const int tile = int(block_id() - head * query_tiles);
   const u32* const lists = p.scores.tiles.lists + i64(head) * key_tiles * 2 * words;

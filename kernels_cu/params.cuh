@@ -310,13 +310,15 @@ struct MergeParams {
 struct ClassifyParams {
   MaskParams mask;
   int batch[BATCH_AXES];                  // of those that have lists of their own
-  int heads;
   int heads_per_kv;
   int len_q;
   int len_kv;
   int tile_q;
   int tile_kv;
   int by_keys;                            // whether lists are of key tiles, as in the backward
+  int others;                             // tiles that a list names some of
+  FastDivmod words_divmod;                // words of a row of a list
+  FastDivmod tiles_divmod, heads_divmod;  // lists of a head; heads that have lists of their own
   ScoreParams scores;
 };
 

@@ -8,6 +8,7 @@ import numpy
 from cupy_flash import plan_attention
 from cupy_flash.call.captured import captured
 from cupy_flash.machine import host
+from cupy_flash.plan.params import fast_divmod
 
 BATCH, HEADS, HEADS_KV, LEN_Q, LEN_KV = 2, 4, 2, 53, 75
 
@@ -35,7 +36,9 @@ def run(found, told, tile, by_keys=False):
     tiles = [-(-int(params[side][0]) // int(size)) for side, size in zip(("len_q", "len_kv"), tile)]
     if by_keys:
         tiles.reverse()
-    apart = math.prod(params["batch"][0].tolist()), int(params["heads"][0])
+    params["others"] = tiles[1]
+    params["words_divmod"], params["tiles_divmod"] = fast_divmod(-(-tiles[1] // 32)), fast_divmod(tiles[0])
+    apart = math.prod(params["batch"][0].tolist()), int(params["heads_divmod"]["divisor"][0])
     words = numpy.full((*apart, tiles[0], 2, -(-tiles[1] // 32)), 0xDEADBEEF, numpy.uint32)
     launch = replace(found.launches[0], blocks=words.size // 2)
     moved = host.run(found.kernel, (launch,), params, told | {"tile_lists": words}, host.HostOptions())

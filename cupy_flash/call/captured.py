@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from numbers import Number
 from typing import Any
@@ -137,23 +138,36 @@ def captured(
     kept = mask if isinstance(mask, TileMask) else None
     if kept is not None:
         mask, arrays = kept.mask, _with_those_of(kept, arrays)
-    ranges = {}
+    if arrays is not None:
+        _check_names(arrays)
     if isinstance(mask, KeyRanges):
-        ranges, mask = {START: mask.start, STOP: mask.stop}, None
+        arrays = {**(arrays or {}), START: mask.start, STOP: mask.stop}
+        mask = None
         if lengths and "cu_seqlens_q" in lengths:  # where the rows of each sequence begin that ranges are of
-            ranges[FIRST] = lengths["cu_seqlens_q"]
-    is_expression = mask is None or isinstance(mask, (str, Expression)) or callable(mask)
-    given = dict(zip(OPERANDS, (bias, None if is_expression else mask, alibi_slopes, seed)))
-    if arrays is not None and not isinstance(arrays, Mapping):
+            arrays[FIRST] = lengths["cu_seqlens_q"]
+    array_of_mask = None
+    if not (mask is None or isinstance(mask, (str, Expression)) or callable(mask)):
+        array_of_mask, mask = mask, None
+    operands = dict(lengths or {})
+    for name, x in zip(OPERANDS, (bias, array_of_mask, alibi_slopes, seed)):
+        if x is not None:
+            operands[name] = x
+    named = dict(sorted(arrays.items(), key=_name)) if arrays else {}  # in one order, however a dict was made
+    return Captured(operands, named, score, mask, kept)
+
+
+_name = operator.itemgetter(0)
+
+
+def _check_names(arrays: Any) -> None:
+    """Refuse what expressions cannot read by name."""
+    if not isinstance(arrays, Mapping):
         raise TypeError(f"arrays: expected None or a dict of arrays by their names, got {shown(arrays)}")
-    for name in arrays or ():
+    for name in arrays:
         if not isinstance(name, str):
             raise TypeError(f"arrays: expected names that are strings, got {shown(name)}")
         if name in OWN_NAMES:
             raise ValueError(f"arrays: expected names that are identifiers, got {shown(name)}")
-    named = sorted([*(arrays or {}).items(), *ranges.items()], key=lambda item: item[0])  # in one order, however a dict was made
-    operands = {name: x for name, x in ((lengths or {}) | given).items() if x is not None}
-    return Captured(operands, dict(named), score, mask if is_expression else None, kept)
 
 
 def all_lengths(given: dict[str, Any]) -> dict[str, Any]:

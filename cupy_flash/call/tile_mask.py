@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from numbers import Number
 from typing import Any
@@ -17,7 +18,12 @@ from ..problem.scores import declared, label
 
 def operand(x: Any, name: str) -> array_views.Array:
     """An array of a call as a view. A number is a scalar, and so is one of NumPy's."""
-    return numpy.asarray(x) if isinstance(x, (Number, numpy.generic)) else array_views.view(x, name)
+    return numpy.asarray(x) if _is_number(type(x)) else array_views.view(x, name)
+
+
+@functools.lru_cache(maxsize=64)  # of abstract classes it takes longer than of others to be asked
+def _is_number(kind: type) -> bool:
+    return issubclass(kind, (Number, numpy.generic))
 
 
 class TileMask:

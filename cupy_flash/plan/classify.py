@@ -20,7 +20,7 @@ from .params import captured_name, classify_params, names_of_scores
 from .tuning import TileConfig
 from .workspace import Workspace
 
-TILE = TileConfig(32, 16, 16, "a warp takes one tile after the other, of any size", warps=16, stages=1, min_blocks=1)
+TILE = TileConfig(32, 16, 16, "a warp takes one tile after the other, of any size", warps=16, stages=1, min_blocks=2)
 BITS = 32  # tiles of a word
 CONSUMER_ROWS = 64  # queries of a warpgroup of fwd_hopper
 PER_TILE = 2  # bits: whether any pair takes part, and whether all do

@@ -207,9 +207,11 @@ def classify_params(
         params["batch"] = 1
     _add_mask(params, problem)
     _add_pairs(params, replace(problem, scores=asked))
-    params["heads"], params["heads_per_kv"] = heads, problem.heads_per_kv
-    params["tile_q"], params["tile_kv"] = tile
-    params["by_keys"] = by_keys
+    tiles = -(-problem.len_q // tile[0]), -(-problem.len_kv // tile[1])
+    params["heads_per_kv"], params["tile_q"], params["tile_kv"] = problem.heads_per_kv, *tile
+    params["by_keys"], params["others"] = by_keys, tiles[not by_keys]
+    for field, number in (("words", -(-tiles[not by_keys] // 32)), ("tiles", tiles[by_keys]), ("heads", heads)):
+        params[field + "_divmod"] = fast_divmod(max(number, 1))
     return params
 
 

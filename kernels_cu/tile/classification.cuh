@@ -6,20 +6,6 @@
 enum Found : u32 { NO_PAIR = 0, SEEN = 1, MASKED = 2 };       // a pair that takes part; one that does not
 constexpr int COMPARED_ROWS = MASK_IN_LOOP ? 2 : 8;           // that lanes go through before they compare what they have found
 
-// Whether MaskParams shows any pair of these queries and keys.
-OP bool shows_any(const Mask& mask, int row0, int rows, int col0, int cols) {
-  Regs<bool, 1> shows;
-  for_lane(l) {
-    shows.at(l, 0) = false;
-    #pragma unroll 1
-    for (int row = row0 + l; row < rows; row += 32) {
-      const ColumnRange keys = visible_in_row(mask, row);
-      if (max_of(keys.first, col0) <= min_of(keys.last, cols - 1)) shows.at(l, 0) = true;
-    }
-  }
-  return warp_any(shows);
-}
-
 // By one warp: what there is among the pairs of these queries and keys that exist. Mostly intervals tell, of all pairs at once. Where they do not,
 // the warp looks at pairs, a few queries and 32 keys at a time, and no further once it has seen one of each kind that there may be. It begins
 // with queries from both ends of the tile, which differ in a tile that something ends in.
@@ -27,7 +13,7 @@ OP u32 classify_tile(const ClassifyParams& p, const ScoreContext& x, const Mask&
   const int rows = min_of(row0 + p.tile_q, p.len_q), cols = min_of(col0 + p.tile_kv, p.len_kv);
   const Interval<bool> take = takes_part_in(TilePlace{{row0, rows - 1}, {col0, cols - 1}}, x);
   if (!take.high) return MASKED;
-  const u32 shown = shows_any(mask, row0, rows, col0, cols) ? SEEN : NO_PAIR;
+  const u32 shown = visible_keys(mask, row0, rows - row0).overlaps(col0, cols - col0) ? SEEN : NO_PAIR;
   if (take.low) return shown;
   Regs<bool, 1> seen, masked;
   for_lane(l) seen.at(l, 0) = masked.at(l, 0) = false;

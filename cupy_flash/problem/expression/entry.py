@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...errors import shown
@@ -27,6 +27,13 @@ class Expression:
 
     tree: Node
     declarations: tuple[Declaration, ...]
+    _hash: int = field(init=False, repr=False, compare=False)  # kept: a call looks for its plan by it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.tree, self.declarations)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         return str(self.tree)
