@@ -157,10 +157,9 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     KeptHalves<TILE_Q / 16> kept;
     if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
-    const bool masked = !common.contains(col0, TILE_Q);
+    const bool masked = !common.contains(col0, TILE_Q), ask_pairs = !TILE_LIST || !block.listed.is_whole(block.now.tile);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if constexpr (MODIFIED) {
-      const bool ask_pairs = !TILE_LIST || !block.listed.is_whole(block.now.tile);
       const bool anew = head_of != block.now.head;
       if (!KEEPS_TERMS || anew) {
         head_of = block.now.head;
@@ -185,7 +184,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if (!follows && LATE) let_begin();
     if (masked) apply_mask(dp_reg, mask_again(block), row0, col0, 0.f);   // 0 times whatever dP was may be NaN
     if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, p.scores.dropout.scale);
-    score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES || DROPOUT ? factor_reg : p_reg, dp_reg, block.delta_smem(), of_head.factor);
+    score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES || DROPOUT ? factor_reg : p_reg, dp_reg, block.delta_smem(), of_head.factor, ask_pairs);
     if (follows && !early) start_dq(dq_reg);
     store_transposed(block.ds_smem(block.queries.count), ds_reg, TMA_REDUCE_DQ ? not_ahead(own_row) : own_row);
     fence_proxy_async();                                      // without it the product does not see what lanes have stored
@@ -194,12 +193,13 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     arrive_at<LANES>(block.written);                          // without it the other warpgroup waits for ever. Not earlier: of dS there are two,
                                                               // and the other one has been multiplied by now
     if (follows) add_dq(dq_reg);
+    number = block.accum_number(p);
+    if (TILE_LIST) block.advance(p);                          // beneath the products, since it looks for the next tile
     wait_for_products<0>(dk_reg);                             // without it the producer overwrites what the product reads
     wait_for_products<0>(dv_reg);                             // the same for dO
     consumer_release(block.queries);                          // without it the producer waits for ever
     block.douts.advance();
-    number = block.accum_number(p);
-    block.advance(p);
+    if (!TILE_LIST) block.advance(p);
   };
 
   if (block.steps > 0) {

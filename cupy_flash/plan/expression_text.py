@@ -13,6 +13,7 @@ class Pressure(Enum):
     BIAS = "a bias"
     ARRAY_MASK = "an array that masks pairs"
     MASK = "a mask, which tiles that are seen wholly are not asked"
+    READING_MASK = "a mask that reads what keys have, likewise"
     LONG_MASK = "a mask of many reads or operations, likewise"
     LOOKUPS = "a term that reads other arrays for each pair, or a mask that is asked everywhere"
     EXPRESSION = "an expression of the score"

@@ -48,6 +48,7 @@ ELEMENTS = {
 # The operands of attention that its scores read, as reads of names that no user can give.
 BIAS, PAIR_MASK, SLOPE = (Read(f"@{name}", (), kind) for name, kind in (("bias", "float"), ("mask", "bool"), ("slope", "float")))
 MOST_IN_REGISTERS = 2  # ranges of keys, whose ends are read once for a row
+FEW_RANGES = 6  # more are not a mask among others, of the registers that they take
 FEW_READS, SHORT_MASK = 3, 16  # reads and nodes of a mask that is not long
 # Pairs beyond the ends read what the last query or the last key does.
 LAST = {"q_idx": "min(at.q_idx, x.q_len - 1)", "kv_idx": "min(at.kv_idx, x.kv_len - 1)"}
@@ -130,8 +131,12 @@ def _pressure(scores: Scores, trees: tuple[Node | None, ...]) -> Pressure:
         return Pressure.BIAS
     if scores.mask_array is not None:
         return Pressure.ARRAY_MASK
+    if scores.ranges > FEW_RANGES:
+        return Pressure.SEVERAL
+    if mask is not None and _is_long(mask):
+        return Pressure.LONG_MASK
     if mask is not None:
-        return Pressure.LONG_MASK if _is_long(mask) else Pressure.MASK
+        return Pressure.READING_MASK if _reads_keys(mask) else Pressure.MASK
     return Pressure.LOOKUPS if reads else Pressure.TERM
 
 
@@ -139,6 +144,12 @@ def _is_long(mask: Node) -> bool:
     """Whether four warpgroups have no registers for what is asked of a pair: two ranges of keys are long, documents are not."""
     nodes = list(walk(mask))
     return len(nodes) > SHORT_MASK or sum(isinstance(node, Read) and bool(node.args) for node in nodes) > FEW_READS
+
+
+def _reads_keys(mask: Node) -> bool:
+    """Whether it reads what a key has, as documents do."""
+    reads = (node for node in walk(mask) if isinstance(node, Read) and node.args)
+    return any(isinstance(node, Name) and node.name == "kv_idx" for read in reads for node in walk(read))
 
 
 def _by_two(array: Layout) -> bool:

@@ -277,7 +277,7 @@ def rows_of(
     from .pair_tuning import APART_ROWS, STAGED_ROWS, pair_rows  # late, as the text
 
     pressure, dropout = expressions.pressure, problem.scores.dropout
-    if pressure in (Pressure.MASK, Pressure.LONG_MASK) and problem.lengths is not None:
+    if pressure in (Pressure.MASK, Pressure.READING_MASK, Pressure.LONG_MASK) and problem.lengths is not None:
         # There are no lists of tiles, so that every pair is asked; of ranges of keys that takes more registers.
         ranges, wide = problem.scores.ranges, max(problem.dim, problem.dim_v) > WIDE
         pressure = Pressure.LOOKUPS if ranges == 0 else Pressure.MANY if ranges > 1 and wide else Pressure.SEVERAL

@@ -128,13 +128,14 @@ HOPPER_MASK = (
     TileConfig(64, 256, 64, FOUR_LISTS, **FOUR, pingpong=True, without_lengths=True),
     *HOPPER_ARRAY_MASK[1:],
 )
-THREE_LISTS = "three groups of 64 rows, each with its own list: few pairs of a long mask are asked"
+THREE_LISTS = "three groups of 64 rows, each with its own list: few pairs are asked"
 HOPPER_LONG_MASK = (
     HOPPER_FEW,
     TileConfig(64, 192, 64, THREE_NARROW + PINGPONG, **THREE, pingpong=True, without_lengths=True),
-    TileConfig(128, 192, 64, THREE_LISTS, **NARROW, without_lengths=True),
-    *HOPPER_ARRAY_MASK[2:],
+    TileConfig(128, 192, 64, THREE_LISTS, **NARROW, without_lengths=True, plain_scores=True),
+    *HOPPER_MASK[2:],
 )
+HOPPER_READING_MASK = (*HOPPER_MASK[:2], *HOPPER_LONG_MASK[2:])
 HOPPER_LOOKUPS = (*HOPPER_READS[:2], TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG), *HOPPER_READS[3:])
 # Behind all of these: where sequences have lengths of their own as well.
 HOPPER_LENGTHS = (
@@ -203,7 +204,11 @@ BACKWARD_HOPPER_READS = (
     TileConfig(64, 64, 128, REGISTERS, warps=12, min_blocks=1),
     TileConfig(128, 64, 128, REGISTERS, warps=12, min_blocks=1, without_lengths=True),
 )
-BACKWARD_HOPPER_MASK = (TileConfig(64, 128, 128, WIDE_STEPS, warps=12, min_blocks=1, without_lengths=True), *BACKWARD_HOPPER_READS)
+BACKWARD_HOPPER_MASK = (
+    TileConfig(64, 128, 128, WIDE_STEPS, warps=12, min_blocks=1, without_lengths=True, plain_scores=True),
+    BACKWARD_HOPPER_READS[0],
+    replace(BACKWARD_HOPPER_READS[1], plain_scores=True),
+)
 BACKWARD_HOPPER_DROPOUT = (
     TileConfig(64, 128, 128, "wide query tiles halve what is done once a tile", warps=12, min_blocks=1, plain_scores=True),
     TileConfig(64, 64, 128, REGISTERS, warps=12, min_blocks=1),
@@ -274,6 +279,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.BIAS: HOPPER_READS + HOPPER_LENGTHS,
         Pressure.ARRAY_MASK: HOPPER_ARRAY_MASK + HOPPER_LENGTHS,
         Pressure.MASK: HOPPER_MASK,
+        Pressure.READING_MASK: HOPPER_READING_MASK,
         Pressure.LONG_MASK: HOPPER_LONG_MASK,
         Pressure.LOOKUPS: HOPPER_LOOKUPS + HOPPER_LENGTHS[1:],
         Pressure.EXPRESSION: HOPPER_EXPRESSION,
@@ -286,6 +292,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.BIAS: BACKWARD_HOPPER_READS,
         Pressure.ARRAY_MASK: BACKWARD_HOPPER_MASK[:2],
         Pressure.MASK: BACKWARD_HOPPER_MASK,
+        Pressure.READING_MASK: BACKWARD_HOPPER_MASK,
         Pressure.LONG_MASK: BACKWARD_HOPPER_MASK,
         Pressure.LOOKUPS: BACKWARD_HOPPER_READS[:1],
         Pressure.DROPOUT: BACKWARD_HOPPER_DROPOUT,
@@ -295,6 +302,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.BIAS: PLAIN_BACKWARD_WIDE,
         Pressure.ARRAY_MASK: PLAIN_BACKWARD_WIDE,
         Pressure.MASK: PLAIN_BACKWARD_WIDE,
+        Pressure.READING_MASK: PLAIN_BACKWARD_WIDE,
         Pressure.LONG_MASK: PLAIN_BACKWARD_WIDE,
         Pressure.LOOKUPS: PLAIN_BACKWARD_WIDE,
         Pressure.EXPRESSION: PLAIN_BACKWARD_WIDE,

@@ -109,9 +109,9 @@ template <int N> OP void receive(OperandA<16> (&a)[N / 16], PassedTile<16, N> fr
   }
 }
 // ds_reg = factor_reg o (dp - delta), as an A operand; delta of the columns is in shared memory, or has been subtracted. SCALED: times `slope`,
-// where factor_reg is not.
-template <bool SUBTRACT, int N>
-OP void score_gradients(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&factor_reg)[N / 16], const Acc<16, N>& dp, SharedAddress delta, float slope = 1.f) {
+// where factor_reg is not. ALONE: pairs may be masked alone, of which dP may be anything.
+template <bool SUBTRACT, bool ALONE, int N>
+OP void gradients_of_scores(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&factor_reg)[N / 16], const Acc<16, N>& dp, SharedAddress delta, float slope) {
   for_lane(l) {
     const int lane = not_ahead(l);
     #pragma unroll
@@ -126,12 +126,19 @@ OP void score_gradients(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&fac
           const float of_pair = unpack<Element>(factor, i);
           ds[i] = of_pair * (SUBTRACT ? dp.at(l, r + 2 * row + i) - stat.x[i] : dp.at(l, r + 2 * row + i));
           if (SCORES == SCALED) ds[i] *= slope;               // 1 where factor_reg is
-          if (MASKED_PAIRS && of_pair == 0.f) ds[i] = 0.f;
+          if (ALONE && of_pair == 0.f) ds[i] = 0.f;
         }
         ds_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(ds[0], ds[1]);
       }
     }
   }
+}
+// `ask_pairs`: whether there may be such pairs in this tile. At wide heads a step takes longer with two texts than with a question for each pair.
+template <bool SUBTRACT, int N>
+OP void score_gradients(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&factor_reg)[N / 16], const Acc<16, N>& dp, SharedAddress delta,
+                        float slope = 1.f, bool ask_pairs = true) {
+  if (ask_pairs || !TILE_LIST || WIDTH > 64) gradients_of_scores<SUBTRACT, MASKED_PAIRS>(ds_reg, factor_reg, dp, delta, slope);
+  else gradients_of_scores<SUBTRACT, false>(ds_reg, factor_reg, dp, delta, slope);
 }
 
 // Each row of acc = cols[0 : N], in shared memory.

@@ -128,8 +128,11 @@ template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, 
 constexpr bool PAIRS_IN_LOOP = TILE_LIST || MASK_IN_LOOP;
 template <bool TRANSPOSED, int M, int N> OP u64 pairs_that_take_part(const Acc<M, N>& s, int l, const ScoreContext& x, int row0, int col0) {
   static_assert(Acc<M, N>::regs <= 64, "a bit for each register");
-  // Without lists the registers of this are the kernel's. In the backward two gradients leave fewer.
-  constexpr int AT_ONCE = (MASK_IN_LOOP && VARLEN) || TRANSPOSED ? 4 : 8, COLS = 2 * AT_ONCE;
+  // All at once, so that their reads are on their way together, where there are registers. Four groups of consumers leave few for each, and without
+  // lists those of this text are the kernel's.
+  constexpr bool FEW = MASK_IN_LOOP || EXPLICIT_SCORES || !TILE_LIST || TILE_Q > 192;
+  constexpr int MOST = !FEW ? 32 : TRANSPOSED || (MASK_IN_LOOP && VARLEN) ? 4 : 8;
+  constexpr int AT_ONCE = MOST > 16 && N % 64 == 0 ? 32 : MOST > 8 && N % 32 == 0 ? 16 : MOST > 4 && N % 16 == 0 ? 8 : 4, COLS = 2 * AT_ONCE;
   static_assert(N % COLS == 0, "whole columns of 16 rows at a time");
   u64 bits = 0;
   #pragma unroll
