@@ -117,9 +117,10 @@ def test_four_ranks_are_as_exact_as_one(backend, dtype):
     assert four <= 1.01 * one
 
 
-@pytest.mark.parametrize("name, options", [
-    ("zigzag", {"causal": True}), ("window", {"causal": True, "window": (30, None)}), ("sinks", {"causal": True, "sinks": 1}),
-])  # fmt: skip
+ROWS = {"zigzag": {"causal": True}, "window": {"causal": True, "window": (30, None)}, "sinks": {"causal": True, "sinks": 1}}
+
+
+@pytest.mark.parametrize("name, options", quick(list(ROWS.items()), *list(ROWS.items())[:2], spread=True))
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 def test_parts_of_some_rows_on_kernels(scheme, name, options):
     """Where some rows have one part, others several, and gradients of keys come in parts though those of queries do not."""
