@@ -7,7 +7,7 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rotary import BACKENDS_AND_DTYPES, angles, bits, check, noise, normal
+from rotary import BACKENDS_AND_DTYPES, HALVES_AND_SINGLES, angles, bits, check, noise, normal
 from test_append import BAD, draw_tables
 from test_append_problem import ANGLES, SHAPES, laid, problem_of
 from test_device import launched, told  # noqa: F401  a fixture
@@ -38,7 +38,11 @@ def both(caches, k, v, seqlens, q, **options):
     return found[2]
 
 
-@pytest.mark.parametrize("backend, dtypes", BACKENDS_AND_DTYPES)
+# On the host most is for a release: the next tests have the kernels of each architecture, and any strides.
+ON_HOST = [pytest.param("host", dtypes, marks=pytest.mark.release) for dtypes in (("bfloat16",), HALVES_AND_SINGLES)]
+
+
+@pytest.mark.parametrize("backend, dtypes", [BACKENDS_AND_DTYPES[0], *ON_HOST])
 @settings(max_examples=30)
 @given(data=st.data())
 def test_queries_are_those_of_rotate(backend, dtypes, data):

@@ -79,7 +79,7 @@ def test_case_on_numpy(case):
 
 
 @pytest.mark.parametrize("schedule, deterministic", [("eager", False), ("deferred", True)], ids=["eager", "deferred in order"])
-@pytest.mark.parametrize("case", thinned((case for case in quick_cases() if case.dtype != "float64"), keep=8), ids=str)
+@pytest.mark.parametrize("case", thinned((case for case in quick_cases() if case.dtype != "float64"), keep=32), ids=str)
 def test_case_on_the_host(case, schedule, deterministic, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     inputs, cotangents = make_inputs(case), make_cotangents(case)

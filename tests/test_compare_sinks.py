@@ -3,6 +3,7 @@
 import numpy
 import pytest
 from judged_gradients import inputs_of, judge, kernel, share
+from thinned import thinned
 
 from cupy_flash.judge.cases import Case
 from cupy_flash.judge.compare_gradients import compare_gradients
@@ -38,7 +39,7 @@ def test_a_kernel_with_sinks_is_accepted_with_room(case):
 
 
 @with_sinks
-@pytest.mark.parametrize("added", [-1000, 10, 40, 80, 95, 1000])
+@pytest.mark.parametrize("added", thinned([-1000, 10, 40, 80, 95, 1000]))
 def test_gradients_beside_sinks_far_from_the_scores(case, added):
     inputs, dlse = inputs_of(case)
     sinks = case.arrays()["sinks"].astype("f4") + numpy.float32(added)

@@ -3,7 +3,6 @@
 import re
 import runpy
 import subprocess
-from collections import Counter
 from dataclasses import asdict, fields, make_dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -45,20 +44,16 @@ def each_table(kinds):
         yield from every_plan([a for a in ARCHITECTURES.values() if a in chosen], [kind], [kernel])
 
 
-def every_fifth(plans):
-    """Of each kernel the first, the sixth and so on."""
-    seen = Counter()
-    for plan in plans:
-        if seen[plan.file] % 5 == 0:
-            yield plan
-        seen[plan.file] += 1
+def of_each_kernel(plans):
+    """The first one."""
+    yield from {plan.file: plan for plan in reversed(list(plans))}.values()
 
 
 # float16 takes the instructions of bfloat16 with another suffix, and tf32 one product in three of float32's: of these, one
 # architecture stands for all, and one for products of warpgroups. Where registers are short, tf32 has spilled and float32 not.
 # (`cupy-flash compile` compiles everything, and `--check-snapshot` compares it.)
 @plans(
-    every_fifth(every_plan([SM_90A], ["bfloat16"])),
+    of_each_kernel(every_plan([SM_90A], ["bfloat16"])),
     release=(
         every_plan([SM_90A], ["bfloat16"]),
         every_plan([SM_80], ["float16", "float32"]),
@@ -145,9 +140,10 @@ def softcaps_where_registers_are_short():
 
 
 @plans(
-    softcaps_where_registers_are_short(),
+    list(softcaps_where_registers_are_short())[::4],  # another width of each architecture
     list(smaller_copies())[::7],
     release=(
+        softcaps_where_registers_are_short(),
         smaller_copies(),
         other_uses_of_hopper(),
         other_uses(SM_90A, ["bfloat16", "float32"]),

@@ -1,7 +1,10 @@
 """Kernels that drop the pairs of a part, as NVRTC compiles them: no more registers than others have room for."""
 
+from itertools import product
+
 import numpy
 import pytest
+from thinned import quick
 
 from cupy_flash.call.backward import operands, prepared_backward
 from cupy_flash.call.captured import captured
@@ -22,8 +25,10 @@ def kernel_of(arch, backward, place):
     return prepared(ForwardOperands(X, X, X, None, None, None, others), options).kernel
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("arch", ["80", "90a"])
+KINDS = list(product(["80", "90a"], [False, True]))
+
+
+@pytest.mark.parametrize("arch, backward", quick(KINDS, ("80", False), ("90a", True), spread=True))
 def test_placed_kernels_do_not_spill(arch, backward):
     plain, placed = (kernel_of(arch, backward, place) for place in (None, Place(16, 32, 5, 64)))
     assert placed.config.PLACED and not plain.config.PLACED

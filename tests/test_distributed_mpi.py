@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from thinned import quick
 
 from cupy_flash.distributed import over_mpi
 
@@ -43,7 +44,10 @@ def test_large_messages_are_sent_in_parts_that_mpi_can_count(monkeypatch):
     assert x[2].tolist() == [8, 9, 0, 0]
 
 
-@pytest.mark.parametrize("ranks, scheme", [(2, "ring"), (3, "ulysses"), (4, "all_gather")])
+RUNS = [(2, "ring"), (3, "ulysses"), (4, "all_gather")]
+
+
+@pytest.mark.parametrize("ranks, scheme", quick(RUNS, RUNS[1], spread=True))
 def test_processes_compute_what_one_does(ranks, scheme):
     done, _ = mpiexec(ranks, "right", scheme)
     assert done.stdout.split() == ["well"] * ranks, done.stderr

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy
 import pytest
 from ranks import check, run
+from thinned import quick, thinned
 
 from cupy_flash import attention
 from cupy_flash.call.backward import operands, prepared_backward
@@ -14,6 +15,8 @@ from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.judge.cotangents import make_cotangents
 
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # of rounding to the nearest
+PLACES = [(backend, dtype) for backend in ("numpy", "host") for dtype in UNIT]
+ON_NUMPY = PLACES[:2]
 STEP = {"float16": 2.0**-25, "bfloat16": 2.0**-134}  # half the distance of the smallest numbers
 FULL = Case("bfloat16", 96, 96, dim=16, heads_q=4, heads_kv=2)
 
@@ -34,9 +37,8 @@ def taken(monkeypatch):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("dtype", UNIT)
-@pytest.mark.parametrize("backend", ["numpy", "host"])
-@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+@pytest.mark.parametrize("backend, dtype", quick(PLACES, *ON_NUMPY, ("host", "float16"), spread=True))
+@pytest.mark.parametrize("scheme", thinned(["ring", "all_gather"]))
 def test_parts_are_float32(scheme, backend, dtype, ranks, taken):
     found = run(replace(FULL, dtype=dtype), ranks, scheme, "contiguous", backend=backend)
     assert taken == {"out": {"float32"} if scheme == "ring" else set(), "gradients": {"float32"}}
@@ -62,8 +64,7 @@ def parts_of(case, backend, ranks):
         yield out.astype(numpy.float64), lse.astype(numpy.float64)
 
 
-@pytest.mark.parametrize("dtype", UNIT)
-@pytest.mark.parametrize("backend", ["numpy", "host"])
+@pytest.mark.parametrize("backend, dtype", quick(PLACES, *ON_NUMPY, ("host", "bfloat16"), spread=True))
 def test_a_result_is_rounded_once(backend, dtype):
     """It is that of parts which are merged in float64. If each of them were rounded, it would be off by most of a unit."""
     case = replace(FULL, dtype=dtype)
@@ -77,8 +78,7 @@ def test_a_result_is_rounded_once(backend, dtype):
         check_rounded_once(rounded, exact, abs(outs).max(), dtype)
 
 
-@pytest.mark.parametrize("dtype", UNIT)
-@pytest.mark.parametrize("backend", ["numpy", "host"])
+@pytest.mark.parametrize("backend, dtype", quick(PLACES, *ON_NUMPY, ("host", "float16"), spread=True))
 @pytest.mark.parametrize("scheme", ["ring", "all_gather"])
 def test_gradients_are_rounded_once(scheme, backend, dtype):
     """They are sums of what each rank's queries and keys leave, in float64."""
@@ -107,8 +107,7 @@ def root_of_squares(x):
     return numpy.sqrt((x**2).mean())
 
 
-@pytest.mark.parametrize("dtype", UNIT)
-@pytest.mark.parametrize("backend", ["numpy", "host"])
+@pytest.mark.parametrize("backend, dtype", quick(PLACES, *ON_NUMPY, ("host", "bfloat16"), spread=True))
 def test_four_ranks_are_as_exact_as_one(backend, dtype):
     """Each rounds once. What else there is, of P in 16 bits, four parts have less of: their maxima are nearer."""
     case = replace(FULL, dtype=dtype)
@@ -118,9 +117,10 @@ def test_four_ranks_are_as_exact_as_one(backend, dtype):
     assert four <= 1.01 * one
 
 
-@pytest.mark.parametrize("name, options", [
-    ("zigzag", {"causal": True}), ("window", {"causal": True, "window": (30, None)}), ("sinks", {"causal": True, "sinks": 1}),
-])  # fmt: skip
+ROWS = {"zigzag": {"causal": True}, "window": {"causal": True, "window": (30, None)}, "sinks": {"causal": True, "sinks": 1}}
+
+
+@pytest.mark.parametrize("name, options", quick(list(ROWS.items()), *list(ROWS.items())[:2], spread=True))
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 def test_parts_of_some_rows_on_kernels(scheme, name, options):
     """Where some rows have one part, others several, and gradients of keys come in parts though those of queries do not."""

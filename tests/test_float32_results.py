@@ -76,11 +76,16 @@ FORMS = [
 ]
 
 
-def rarely_each_third(cases):
-    return [pytest.param(*case, marks=pytest.mark.release) if i % 3 else case for i, case in enumerate(cases)]
+def rarely(*cases):
+    return [pytest.param(*case, marks=pytest.mark.release) for case in cases]
 
 
-@pytest.mark.parametrize("dtype, arch, kernel, shape", rarely_each_third(FORMS))
+def rarely_each(keep, cases):
+    """All but each such one."""
+    return [pytest.param(*case, marks=pytest.mark.release) if i % keep else case for i, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("dtype, arch, kernel, shape", [*rarely(*FORMS[:9]), FORMS[9], *rarely(*FORMS[10:])])
 def test_out_in_float32_is_what_is_rounded_otherwise(dtype, arch, kernel, shape, schedule):
     inputs = drawn(dtype, **SHAPES[shape])
     wide, out, lse = forward(inputs, True, arch=arch, kernel=kernel)
@@ -99,7 +104,7 @@ GRADIENTS = [
 ]
 
 
-@pytest.mark.parametrize("dtype, arch, kernel, shape", rarely_each_third(GRADIENTS))
+@pytest.mark.parametrize("dtype, arch, kernel, shape", rarely_each(6, GRADIENTS))
 def test_gradients_in_float32_are_what_is_rounded_otherwise(dtype, arch, kernel, shape, schedule):
     inputs = drawn(dtype, **SHAPES[shape])
     wide, found = backward(inputs, True, arch=arch, kernel=kernel, causal=True)
@@ -109,7 +114,7 @@ def test_gradients_in_float32_are_what_is_rounded_otherwise(dtype, arch, kernel,
         check_rounded(x, y)
 
 
-@pytest.mark.parametrize("dtype, arch, kernel, shape", [("bfloat16", None, None, "groups"), *rarely_each_third(GRADIENTS)])
+@pytest.mark.parametrize("dtype, arch, kernel, shape", [("bfloat16", None, None, "groups"), *rarely_each(3, GRADIENTS)])
 def test_gradients_are_added_to_what_is_there(dtype, arch, kernel, shape, schedule):
     """Each element once, in float32."""
     inputs = drawn(dtype, **SHAPES[shape])
@@ -122,15 +127,15 @@ def test_gradients_are_added_to_what_is_there(dtype, arch, kernel, shape, schedu
         assert (x == old + new).all()
 
 
-def test_gradients_of_sequences_are_added_to_what_is_there(schedule):
+@pytest.mark.parametrize("arch, kernel", [("90a", "bwd_hopper"), *rarely(("80", "bwd_v2"))])
+def test_gradients_of_sequences_are_added_to_what_is_there(arch, kernel, schedule):
     """Also where nothing is added: in rows of no sequence, and in those of one without keys."""
     lengths = {**LENGTHS, "cu_seqlens_kv": numpy.array([0, 0, 100, 150])}
     inputs = drawn("bfloat16", dim=64, len_q=100, len_kv=160)
-    for arch, kernel in (("80", "bwd_v2"), ("90a", "bwd_hopper")):
-        given = tuple(numpy.ones(x.shape, numpy.float32) for x in inputs)
-        backward(inputs, True, given, lengths=lengths, arch=arch, kernel=kernel, adds_results=True)
-        for x, new in zip(given, backward(inputs, True, lengths=lengths, arch=arch, kernel=kernel)[1]):
-            assert (x == 1 + new).all()
+    given = tuple(numpy.ones(x.shape, numpy.float32) for x in inputs)
+    backward(inputs, True, given, lengths=lengths, arch=arch, kernel=kernel, adds_results=True)
+    for x, new in zip(given, backward(inputs, True, lengths=lengths, arch=arch, kernel=kernel)[1]):
+        assert (x == 1 + new).all()
 
 
 def test_what_cannot_be_added_to_is_refused():
@@ -143,7 +148,7 @@ def test_what_cannot_be_added_to_is_refused():
         forward(inputs, True, adds_results=True)
 
 
-@pytest.mark.parametrize("arch, kernels", [("80", ("fwd_v2", "bwd_v2")), ("90a", ("fwd_hopper", "bwd_hopper"))])
+@pytest.mark.parametrize("arch, kernels", [("80", ("fwd_v2", "bwd_v2")), *rarely(("90a", ("fwd_hopper", "bwd_hopper")))])
 def test_packed_sequences(arch, kernels, schedule):
     """Rows of no sequence, and those of one without keys, are 0 as well."""
     inputs = drawn("bfloat16", dim=64, len_q=100, len_kv=160)
@@ -158,13 +163,13 @@ def test_packed_sequences(arch, kernels, schedule):
         assert x.dtype == numpy.float32 and (bits(x.astype(y.dtype)) == bits(y)).all()
 
 
-def test_gradients_that_are_summed_over_a_batch(schedule):
+@pytest.mark.parametrize("arch", thinned(["80", "90a"]))
+def test_gradients_that_are_summed_over_a_batch(arch, schedule):
     """As a kernel behind the others stores them."""
     q, k, v = drawn("float16", batch=(2,))
-    for arch in ("80", "90a"):
-        found, rounded = (backward((q, k[0], v[0]), wide, arch=arch)[1] for wide in (True, False))
-        for x, y in zip(found, rounded):
-            check_rounded(x, y)
+    found, rounded = (backward((q, k[0], v[0]), wide, arch=arch)[1] for wide in (True, False))
+    for x, y in zip(found, rounded):
+        check_rounded(x, y)
 
 
 def test_strided_results_are_written_in_place():
@@ -205,10 +210,6 @@ def test_a_result_of_another_dtype_is_refused():
         backward(inputs, True, given=(numpy.empty_like(inputs[0]), None, None))
 
 
-def rarely(*cases):
-    return [pytest.param(*case, marks=pytest.mark.release) for case in cases]
-
-
 def compiled(plan):
     report = nvrtc.report(plan)
     assert not report.fault, report.fault
@@ -216,7 +217,7 @@ def compiled(plan):
 
 
 @pytest.mark.parametrize("dim, len_q", [(128, 4096), *rarely((64, 4096), (128, 4), (256, 4096))])
-@pytest.mark.parametrize("arch, kernel", rarely_each_third(KERNELS))
+@pytest.mark.parametrize("arch, kernel", rarely_each(3, KERNELS))
 def test_forward_kernels_do_not_spill(arch, kernel, dim, len_q):
     inputs = (numpy.zeros((1, heads, rows, dim), numpy.float16) for heads, rows in ((8, len_q), (2, 4096), (2, 4096)))
     options = {"backend": "host", "arch": arch, "kernel": kernel, "causal": len_q > 4, "return_lse": True}
@@ -224,7 +225,7 @@ def test_forward_kernels_do_not_spill(arch, kernel, dim, len_q):
 
 
 @pytest.mark.parametrize("dim, adds", [(128, True), *rarely((64, True), (64, False), (128, False), (256, False), (256, True))])
-@pytest.mark.parametrize("arch, kernel", rarely_each_third(BACKWARD))
+@pytest.mark.parametrize("arch, kernel", rarely_each(6, BACKWARD))
 def test_backward_kernels_do_not_spill(arch, kernel, dim, adds):
     if kernel == "bwd_hopper" and dim > 128:
         return  # there is no tile of it

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 from click.testing import CliRunner
+from thinned import thinned
 
 import cupy_flash
 from cupy_flash.call import forward
@@ -29,7 +30,7 @@ from cupy_flash.problem import options
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 12  # whose kernels are compiled sooner than those of most
-MALFORMED, PROBLEMS = 14, 11  # at a time
+MALFORMED, PROBLEMS = 7, 6  # at a time
 
 
 def several_times(turns):
@@ -44,13 +45,13 @@ def fuzz(*arguments):
 # The package
 
 
-@several_times(200)
+@several_times(400)
 def test_malformed_calls_are_refused(turn):
     done = fuzz("calls", "--count", MALFORMED, "--seed", SEED, "--start", turn * MALFORMED)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr
 
 
-@several_times(39)
+@several_times(72)
 def test_random_problems_are_computed_right(turn):
     """In this process, where kernels are built sooner than by the command."""
     drawn = range(turn * PROBLEMS, (turn + 1) * PROBLEMS)
@@ -150,7 +151,7 @@ def test_every_argument_of_every_function_is_broken_and_some_calls_are_right():
 OPTIONS = ("scale", "causal", "window", "softcap", "precision", "algorithm", "backend", "arch", "kernel", "deterministic")
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", thinned(OPTIONS))
 def test_every_value_of_an_option_is_drawn(option):
     draw = Draw("values", 1, 0)
     found = {draw_value(draw, option, backward=False).label for _ in range(2000)}

@@ -65,7 +65,7 @@ def test_rows_that_see_nothing_of_the_first_tile(window):
 
 @pytest.mark.parametrize(
     "row",
-    thinned(HOPPER, keep=5),
+    thinned(HOPPER, keep=20),
     ids=lambda row: f"{row.width}-{row.tile_q}x{row.tile_kv}-{row.stages}k" + "-pingpong" * row.pingpong,
 )
 def test_every_tile_of_the_table(row, only_row):
@@ -87,7 +87,7 @@ def test_every_tile_of_the_table(row, only_row):
     assert numpy.isnan(room[..., dim:]).all()
 
 
-@pytest.mark.parametrize("copied", thinned([0, 4, 8, 16]))
+@pytest.mark.parametrize("copied", thinned([0, 4, 8, 16], keep=4, first=2))
 def test_lanes_store_as_many_bytes_at_once_as_rows_have_multiples_of(copied):
     rng = numpy.random.default_rng(16)
     dim = 64 - max(1, copied // 2)
@@ -115,7 +115,7 @@ def judged_with(knobs, q, k, v, **options):
 
 
 @pytest.mark.parametrize("order", host.SCHEDULES)
-@pytest.mark.parametrize("pingpong", ORDERS, ids=ORDERS.get)
+@pytest.mark.parametrize("pingpong", thinned(ORDERS, first=1), ids=ORDERS.get)
 @pytest.mark.parametrize("depth", thinned(DEPTHS, keep=4))
 @pytest.mark.parametrize("keys", thinned([16, 64]))
 def test_windows_of_narrow_key_tiles(keys, depth, pingpong, order, monkeypatch):
@@ -136,7 +136,7 @@ SEEN = st.none() | st.just(0) | st.integers(0, 100) | st.integers(100, 700)
 
 
 @pytest.mark.parametrize("order", thinned(host.SCHEDULES, first=1))
-@pytest.mark.parametrize("way", thinned(WAYS, keep=4), ids=lambda way: "{}w-{}q-{}v".format(*way) + "-pingpong" * way[-1])
+@pytest.mark.parametrize("way", thinned(WAYS, keep=8), ids=lambda way: "{}w-{}q-{}v".format(*way) + "-pingpong" * way[-1])
 def test_any_lengths_and_any_window(way, order):
     """In whichever way warpgroups wait for each other, none waits for ever. Dims are small, or it would take long."""
     row = WAYS[way]
@@ -155,7 +155,7 @@ def test_any_lengths_and_any_window(way, order):
 
 
 @pytest.mark.parametrize("window", [(63, 0), (100, 100)], ids=str)
-@pytest.mark.parametrize("dim", [128, 192])
+@pytest.mark.parametrize("dim", thinned([128, 192]))
 def test_warpgroups_in_line_of_which_one_sees_nothing(dim, window):
     """Queries beyond all keys: a warpgroup leaves a tile of its work to the others, and begins the next one late."""
     rng = numpy.random.default_rng(18)
@@ -170,7 +170,7 @@ def test_rows_in_line_have_places_for_warpgroups_that_are_apart():
     assert rows and all(row.stages_v >= 2 * tiles for row, tiles in zip(rows, apart))
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", thinned([0, 1]))
 def test_warpgroups_far_apart_share_slots(slow, monkeypatch, change_kernel):
     """One of them is slow to begin a query tile, which has few keys, so that the other could be work tiles ahead."""
     line = "    if (SHARED_STAGES) skip(queries, others);"
@@ -226,7 +226,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("order", thinned(host.SCHEDULES))
-@pytest.mark.parametrize("form", thinned(FORMS, keep=3))
+@pytest.mark.parametrize("form", thinned(FORMS, keep=12))
 def test_tiles_that_blocks_share(form, order, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
     of_q, of_kv, dim, dim_v, options = FORMS[form]
@@ -316,7 +316,7 @@ def test_parts_stay_within_their_rows(shared):
         assert (part[used:] == 255).all() and not (part[:used].view(numpy.uint32) == 2**32 - 1).any(), name
 
 
-@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("dim", thinned([64, 256]))
 def test_hidden_keys_of_the_first_tile_may_hold_anything(dim):
     """Also where a query tile begins above a product that counts for nothing, in which such keys take part."""
     rng = numpy.random.default_rng(14)

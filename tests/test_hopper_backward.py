@@ -4,7 +4,7 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thinned import thinned
+from thinned import quick, thinned
 
 from cupy_flash import attention, plan_attention_backward
 from cupy_flash.call.backward import _prepared
@@ -16,10 +16,10 @@ from cupy_flash.plan import backward as backward_plan
 
 RESULTS = ("dq", "dk", "dv")
 
-in_both_modes = pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "in order"])
-both = pytest.mark.parametrize(
-    "schedule, deterministic", [("eager", False), ("deferred", True)], ids=["eager", "deferred in order"]
-)
+IN_ORDER = ["any order", "in order"]
+in_both_modes = pytest.mark.parametrize("deterministic", [False, True], ids=IN_ORDER)
+MODES, IN_MODES = [("eager", False), ("deferred", True)], ["eager", "deferred in order"]
+both = pytest.mark.parametrize("schedule, deterministic", MODES, ids=IN_MODES)
 
 
 
@@ -105,7 +105,7 @@ NARROW = [case for case in CASES if max(case.dim, case.dim_v) <= 128 and not cas
 
 
 @both
-@pytest.mark.parametrize("case", thinned(CASES, keep=4), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, keep=8), ids=str)
 def test_case(case, schedule, deterministic, schedule_as):
     schedule_as(schedule)
     given = operands(case)
@@ -113,7 +113,7 @@ def test_case(case, schedule, deterministic, schedule_as):
 
 
 @both
-@pytest.mark.parametrize("case", thinned(NARROW, keep=3), ids=str)
+@pytest.mark.parametrize("case", thinned(NARROW, keep=6), ids=str)
 def test_case_by_the_tile_of_long_sequences(case, schedule, deterministic, schedule_as, staged):
     schedule_as(schedule)
     given = operands(case)
@@ -136,7 +136,7 @@ def test_groups_of_heads_in_one_block(group, schedule, deterministic, schedule_a
 
 @in_both_modes
 @pytest.mark.parametrize("last_blocks", [0, 1])
-@pytest.mark.parametrize("dim", thinned([64, 128, 256]))
+@pytest.mark.parametrize("dim", thinned([64, 128, 256], keep=3))
 def test_heads_in_groups(dim, last_blocks, deterministic, planning, request):
     """Three groups: the last one has the sums of the first, which the second clears, and its dq is finished by others, or not."""
     if dim == 128:
@@ -153,7 +153,7 @@ def test_heads_in_groups(dim, last_blocks, deterministic, planning, request):
     judge(case, given, computed(plan, given))
 
 
-@both
+@pytest.mark.parametrize("schedule, deterministic", quick(MODES, MODES[1], spread=True), ids=IN_MODES)
 def test_groups_of_query_heads_that_use_sums_again(schedule, deterministic, schedule_as, unsplit, planning):
     schedule_as(schedule)
     planning("CLEARING_BLOCKS", 1)
@@ -195,11 +195,11 @@ BROADCAST = {
     "keys, not values": ((3, 2, 70, 64), (1, 2, 140, 64), (3, 2, 140, 64)),
     "queries along one axis, keys along the other": ((2, 1, 2, 70, 64), (3, 1, 140, 64), (2, 1, 1, 140, 64)),
 }
+OTHER_BROADCASTS = [pytest.param(*of, marks=pytest.mark.release) for of in zip(BROADCAST, ("staged", "tile") * 2)]
 
 
 @both
-@pytest.mark.parametrize("tile", ["tile", "staged"])
-@pytest.mark.parametrize("what", BROADCAST)
+@pytest.mark.parametrize("what, tile", [*zip(BROADCAST, ("tile", "staged") * 2), *OTHER_BROADCASTS])
 def test_broadcast_inputs_get_sums(what, tile, schedule, deterministic, schedule_as, request):
     schedule_as(schedule)
     if tile == "staged":
@@ -280,7 +280,7 @@ def test_two_batch_axes_that_do_not_merge():
 # Blocks that run together, and tools
 
 
-@in_both_modes
+@pytest.mark.parametrize("deterministic", quick([False, True], True), ids=IN_ORDER)
 @pytest.mark.parametrize("tile", ["tile", "staged"])
 def test_blocks_together(deterministic, tile, monkeypatch, unsplit, request):
     """Three at a time, each for two heads: whichever is the last one of a head finishes it. In order, bits stay the same."""
@@ -301,7 +301,7 @@ def test_blocks_together(deterministic, tile, monkeypatch, unsplit, request):
                 numpy.testing.assert_array_equal(again.view("u2"), gradients[0].view("u2"))
 
 
-@pytest.mark.parametrize("kernel", ["bwd_hopper", "staged", "bwd_hopper_wide"])
+@pytest.mark.parametrize("kernel", thinned(["bwd_hopper", "staged", "bwd_hopper_wide"], keep=3))
 def test_the_last_heads_in_order_begin_with_the_first_keys(kernel, planning, monkeypatch, request):
     """Sums have the same bits by one block at a time and by three; those of the last group others than backwards."""
     if kernel == "staged":

@@ -1,7 +1,10 @@
 """Packed gradients by the backwards for sm_90a, and keys in pages by its forward: which kernel, and poison behind every end."""
 
+from itertools import product
+
 import numpy
 import pytest
+from thinned import quick
 
 from cupy_flash import attention, attention_backward, plan_attention, plan_attention_backward
 from cupy_flash.call.backward import _prepared
@@ -81,12 +84,11 @@ def by_other_ends(x, lens, is_packed):
     return found
 
 
-IN_THE_OTHER_ORDER = pytest.param(False, True, marks=pytest.mark.release)
+ASKED = list(product([64, 128, 192], [True, False], [True, False], ["eager", "deferred"]))
+QUICK = [(64, True, True, "deferred"), (64, True, False, "eager"), (192, False, False, "eager")]
 
 
-@pytest.mark.parametrize("schedule", ["eager", "deferred"])
-@pytest.mark.parametrize("q_packed, kv_packed", [(True, True), (False, False), (True, False), IN_THE_OTHER_ORDER])
-@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.release), 192])
+@pytest.mark.parametrize("dim, q_packed, kv_packed, schedule", quick(ASKED, *QUICK, spread=True))
 def test_last_heads_are_finished_by_blocks_of_their_own(dim, q_packed, kv_packed, schedule, monkeypatch, poisoned_results):
     """Of no head, of those of the last group and of all: the same bits. If one side alone is packed, heads end in another order."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)

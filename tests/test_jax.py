@@ -98,7 +98,7 @@ def test_bottom_right():
     close(attention(Q, K_, V, is_causal="bottom_right", local_window_size=3), expected)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 0.05), ("float16", 0.005)])
+@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 0.05), pytest.param("float16", 0.005, marks=pytest.mark.release)])
 def test_halves(dtype, tolerance):
     """A few roundings of results of order 1, of gradients that are sums of several."""
     arrays = [x.astype(dtype) for x in (Q, K_, V, BIAS)]

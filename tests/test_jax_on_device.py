@@ -82,7 +82,7 @@ CASES = {
     "mask": ({"mask": jax.random.bernoulli(KEYS[3], 0.5, (33, 40)).at[:, 0].set(True)}, {}),
     "sinks, dropout, arrays": ({"dropout": 0.25, "seed": jnp.uint32(3)}, {"sinks": jnp.linspace(-1, 1, 4), "slope": jnp.ones(())}),
 }
-SLOW = ("bias", "mask", "sinks, dropout, arrays")  # kernels of their own, each a compilation of seconds
+SLOW = ("bias", "mask", "causal", "sinks, dropout, arrays")  # kernels of their own, each a compilation of seconds
 
 
 def computed(options, learned, inputs=(Q, K, V)):

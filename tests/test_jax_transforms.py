@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from thinned import thinned
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("jax.export")
@@ -56,7 +57,7 @@ def close(found, expected, tolerance=ROUNDING):
         assert np.allclose(x, y, rtol=tolerance / 10, atol=tolerance)
 
 
-@pytest.mark.parametrize("axes", [(0, None, None), (None, 1, 0)], ids=str)
+@pytest.mark.parametrize("axes", thinned([(0, None, None), (None, 1, 0)], first=1), ids=str)
 def test_mapping_is_one_call(axes, calls):
     arrays = [x[0] if axis is None else jnp.moveaxis(x, 0, axis) for x, axis in zip((Q, K, V), axes)]
     found = jax.block_until_ready(mapped_gradients(attention, axes, is_causal=True)(*arrays))
@@ -64,7 +65,7 @@ def test_mapping_is_one_call(axes, calls):
     close(found, mapped_gradients(naive, axes, is_causal=True)(*arrays))
 
 
-@pytest.mark.parametrize("axes", [(0, 0, 0, None), (None, None, None, 0)], ids=str)
+@pytest.mark.parametrize("axes", thinned([(0, 0, 0, None), (None, None, None, 0)], first=1), ids=str)
 def test_mapping_with_a_bias_is_one_call(axes, calls):
     arrays = [x[0] if axis is None else x for x, axis in zip((Q, K, V, BIAS), axes)]
     found = jax.block_until_ready(mapped_gradients(attention, axes)(*arrays))
@@ -72,7 +73,7 @@ def test_mapping_with_a_bias_is_one_call(axes, calls):
     close(found, mapped_gradients(naive, axes)(*arrays))
 
 
-@pytest.mark.parametrize("axes", [(0, None, 0, 0, 0), (None, None, None, None, 0)], ids=str)
+@pytest.mark.parametrize("axes", thinned([(0, None, 0, 0, 0), (None, None, None, None, 0)]), ids=str)
 def test_mapping_with_lengths_is_one_call(axes, calls):
     arrays = [x[0] if axis is None else x for x, axis in zip((Q, K, V, BIAS, LENGTHS), axes)]
     found = jax.block_until_ready(mapped_gradients(attention, axes)(*arrays))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy
 import pytest
 from ragged import Ragged, assert_same_bits, backward, forward
+from thinned import thinned
 
 from cupy_flash import attention, attention_backward, plan_attention, plan_attention_backward
 from cupy_flash.call import forward as call_forward
@@ -79,7 +80,7 @@ def test_a_key_beyond_a_length_is_found(monkeypatch):
     assert some_wrong()
 
 
-@pytest.mark.parametrize("name", ["dsinks", "dbias", "dalibi_slopes"])
+@pytest.mark.parametrize("name", thinned(["dsinks", "dbias", "dalibi_slopes"], keep=3))
 def test_a_sum_that_lacks_a_percent_is_found(monkeypatch, name):
     original = running_lengths.compute
 
@@ -116,7 +117,7 @@ def test_each_array_lies_in_poison():
 MASKS = ({"causal": True}, {"causal": "top_left", "window": (40, 9)}, {"causal": True, "prefix": 40})
 
 
-@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("options", thinned(MASKS), ids=str)
 def test_masks_are_those_of_each_sequence(options):
     """Of kernels and of NumPy: anchored at the ends of a sequence or at its beginning; a prefix ends where keys do."""
     ragged = Ragged(((70, 150), (130, 3), (5, 0), (33, 170), (64, 20)))
@@ -179,7 +180,7 @@ def test_one_plan_serves_all_lengths(arch, monkeypatch):
         assert (lse[:, offsets[-1] :] == -numpy.inf).all()
 
 
-@pytest.mark.parametrize("arch", ["80", "90a"])
+@pytest.mark.parametrize("arch", thinned(["80", "90a"]))
 def test_gradients_of_sinks_know_only_rows_of_sequences(arch):
     """Tiles that no sequence has add nothing to them, whatever is in memory."""
     rng = numpy.random.default_rng(0)
@@ -219,7 +220,7 @@ def traffic_of(ragged, kind_q, kind_kv, **options):
 LONG = ((400, 400), (130, 700), (256, 256), (100, 900))
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", thinned([False, True], first=1))
 def test_a_packed_batch_moves_what_its_sequences_move_one_by_one(causal):
     ragged = Ragged(LONG)
     alone = [traffic_of(ragged.some(i), "packed", "packed", causal=causal)[:2] for i in range(len(LONG))]

@@ -3,7 +3,7 @@
 import numpy
 import pytest
 from ragged import Ragged, assert_same_bits
-from thinned import thinned
+from thinned import quick, thinned
 
 from cupy_flash import KeyRanges, TileMask, attention, attention_backward, attention_vjp, plan_attention, plan_attention_backward
 from cupy_flash.call.captured import captured
@@ -90,7 +90,7 @@ def test_ranges_of_numpy_are_those_of_each_sequence(kinds, own_heads):
 @pytest.mark.parametrize("schedule", host.SCHEDULES)
 @pytest.mark.parametrize("group", [3, pytest.param(7, marks=pytest.mark.release)])
 @pytest.mark.parametrize("kinds", thinned(KINDS, 3), ids=str)
-@pytest.mark.parametrize("arch", ["80", "90a", pytest.param("75", marks=pytest.mark.release)])
+@pytest.mark.parametrize("arch", quick(["75", "80", "90a"], "90a"))
 def test_ranges_of_kernels_are_right(arch, kinds, group, schedule, monkeypatch):
     """Against the oracle, which is told of each sequence which pairs take part; no poison reaches a result."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
@@ -106,7 +106,8 @@ def test_ranges_of_kernels_are_right(arch, kinds, group, schedule, monkeypatch):
             assert judged.ok, judged.message
 
 
-@pytest.mark.parametrize("arch", ["80", pytest.param("90a", marks=pytest.mark.release)])
+@pytest.mark.release  # the last test has results of forms, and test_lengths_bits.py the bits of each
+@pytest.mark.parametrize("arch", ["80", "90a"])
 def test_ranges_have_the_same_bits_in_every_form(arch):
     ragged, order = Ranged(), (5, 2, 6, 0, 3, 1, 4)
     expected = both(ragged, KINDS[0], arch, causal=True)

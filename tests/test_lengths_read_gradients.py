@@ -75,11 +75,12 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize("schedule", thinned(host.SCHEDULES))
-@pytest.mark.parametrize("kinds", thinned(KINDS, 4), ids=str)
+@pytest.mark.parametrize("kinds", thinned(KINDS, 5), ids=str)
 @pytest.mark.parametrize("arch", ["80", *(pytest.param(arch, marks=pytest.mark.release) for arch in ("75", "90a"))])
-def test_arrays_of_places_are_those_of_each_sequence(arch, kinds, schedule, monkeypatch):
+@pytest.mark.parametrize("wrt", thinned(["ux", "uwxzg"]))  # a kernel each
+def test_arrays_of_places_are_those_of_each_sequence(wrt, arch, kinds, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
-    ragged, wrt = Ragged(LENS, (HEADS, HEADS_KV), 32, "float32"), ("u", "w", "x", "z", "g")
+    ragged, wrt = Ragged(LENS, (HEADS, HEADS_KV), 32, "float32"), tuple(wrt)
     given, lengths, options = prepared(ragged, kinds, places)
     found, plan = by_kernels(given, lengths, options, wrt, arch, deterministic=True)
     agree(found, named(attention_backward(*given, **lengths, **options, wrt=wrt), wrt))

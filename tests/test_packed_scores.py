@@ -41,14 +41,14 @@ def named(asked):
     return "-".join([*map(str, what), *kind])
 
 
-@pytest.mark.parametrize("asked", thinned(list(product(SCORES, LENGTHS, KINDS)), keep=94, first=3), ids=named)
+@pytest.mark.parametrize("asked", thinned(list(product(SCORES, LENGTHS, KINDS)), keep=200, first=3), ids=named)
 def test_scores(asked, schedule):
     example, lengths, kind = asked
     arrays, score = given(example, Grid.of((BATCH,), HEADS, HEADS_KV, *lengths))
     on_host(kind, lengths, {"score": example.text, "arrays": arrays}, {"score": score})
 
 
-@pytest.mark.parametrize("asked", thinned(list(product(LENGTHS, KINDS)), keep=6), ids=named)
+@pytest.mark.parametrize("asked", thinned(list(product(LENGTHS, KINDS)), keep=12, first=6), ids=named)
 def test_bias_alibi_and_a_causal_mask(asked, schedule):
     (len_q, len_kv), kind = asked
     rng = numpy.random.default_rng(1)
@@ -86,7 +86,7 @@ ARCHITECTURES = ("75", "80", "86", "90a", "100", "120")
 COMPILED = list(product(ARCHITECTURES, ("float16", "float32"), (64, 128, 192, 256), ("alibi", "bias", "all")))
 
 
-@pytest.mark.parametrize("asked", thinned(COMPILED, keep=49, first=4), ids=lambda asked: "-".join(map(str, asked)))
+@pytest.mark.parametrize("asked", thinned(COMPILED, keep=98, first=53), ids=lambda asked: "-".join(map(str, asked)))
 def test_they_compile_without_spills(asked):
     arch, dtype, dim, what = asked
     nvrtc = pytest.importorskip("cupy_flash.machine.nvrtc")

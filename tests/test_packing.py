@@ -1,13 +1,14 @@
 """Heads of a group that share a tile, where each has few queries: what the kernel is told, its plan, and what it computes."""
 
 import math
+from itertools import product
 
 import numpy
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
-from thinned import thinned
+from thinned import quick, thinned
 
 from cupy_flash import UnsupportedError, plan_attention
 from cupy_flash.judge.cases import Case, make_inputs
@@ -210,7 +211,7 @@ def test_it_is_attention(kernel, group, heads_kv, len_kv, mask, layout):
 
 
 @pytest.mark.parametrize("order", thinned(SCHEDULES))
-@pytest.mark.parametrize("kernel", ["fwd_v2", "fwd_hopper"])
+@pytest.mark.parametrize("kernel", thinned(["fwd_v2", "fwd_hopper"]))
 def test_few_queries_are_attention(kernel, order):
     """Several of a head in a tile, each with its own keys, and heads that begin in the middle of a warp's rows."""
 
@@ -265,16 +266,15 @@ def test_the_first_order_of_loops_packs_only_what_has_no_band():
         assert blocks_of(plan) == blocks and not plan.kernel.config.PACK_GQA
 
 
-@every_kernel
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("bfloat16", 1, 90, dim=72, heads_q=6, heads_kv=3, softcap=30.0, values="large"),
-        Case("float16", 1, 90, dim=72, dim_v=40, heads_q=16, heads_kv=2, batch=(2,), window=(30, 0), layout="bshd"),
-    ],
-    ids=str,
-)
-def test_other_scores_and_widths(kernel, case):
+OTHERS = [
+    Case("bfloat16", 1, 90, dim=72, heads_q=6, heads_kv=3, softcap=30.0, values="large"),
+    Case("float16", 1, 90, dim=72, dim_v=40, heads_q=16, heads_kv=2, batch=(2,), window=(30, 0), layout="bshd"),
+]
+WITH_KERNELS = list(product(OTHERS, KERNELS))
+
+
+@pytest.mark.parametrize("case, kernel", quick(WITH_KERNELS, *WITH_KERNELS[::2], spread=True), ids=str)
+def test_other_scores_and_widths(case, kernel):
     inputs = make_inputs(case)
     plan = planned(*inputs, kernel=kernel, **case.options)
     assert blocks_of(plan) == math.prod(case.batch) * case.heads_kv

@@ -66,7 +66,7 @@ STAGED = [
 
 
 @pytest.mark.parametrize("schedule", thinned(host.SCHEDULES))
-@pytest.mark.parametrize("case", thinned(STAGED, keep=8, first=1), ids=str)
+@pytest.mark.parametrize("case", thinned(STAGED, keep=10, first=1), ids=str)
 def test_a_bias_that_stays_in_shared_memory(case, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     plan = judged(case)
@@ -85,7 +85,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("schedule", thinned(host.SCHEDULES, first=1))
-@pytest.mark.parametrize("case", thinned(OTHERS), ids=str)
+@pytest.mark.parametrize("case", thinned(OTHERS, keep=4), ids=str)
 def test_a_bias_that_lanes_read(case, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     monkeypatch.setattr(pair_bias, "MULTIPROCESSORS", 3)  # so that blocks take several units, and none shares one

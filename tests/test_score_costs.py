@@ -28,14 +28,19 @@ ASKED = {  # at most so many instructions a score: in the forward what a row of 
 
 @pytest.mark.parametrize("asked", thinned(ASKED, keep=5, first=1))
 @pytest.mark.parametrize("dtype", thinned(["float16", "bfloat16"]))
-def test_instructions_of_a_score(dtype, asked):
+@pytest.mark.parametrize("direction", thinned(["backward", "forward"]))
+def test_instructions_of_a_score(direction, dtype, asked):
     options, *most = ASKED[asked]
+    bar = most[direction == "backward"]
     if asked == "bias":
         options = {"bias": numpy.zeros((2, LENGTH, LENGTH), DTYPES[dtype])}
     q, lse = numpy.zeros((2, LENGTH, 128), DTYPES[dtype]), numpy.zeros((2, LENGTH), numpy.float32)
-    forward = plan_attention(q, q, q, backend="host", arch="90a", **options).kernel
-    backward = plan_attention_backward(q, q, q, q, q, lse, backend="host", arch="90a", **options).kernel
-    for kernel, keys_or_queries, bar in zip((forward, backward), (forward.config.TILE_KV, backward.config.TILE_Q), most):
-        plain = replace(kernel, config=replace(kernel.config, **PLAIN), expressions=NOTHING)
-        rounds = [read(nvrtc.compile_plan(plan)[0])[plan.file].rounds[-1] for plan in (kernel, plain)]
-        assert rounds[0] - rounds[1] <= bar * keys_or_queries / 2  # a warp has 16 rows: half as many scores a lane as columns
+    if direction == "forward":
+        kernel = plan_attention(q, q, q, backend="host", arch="90a", **options).kernel
+        keys_or_queries = kernel.config.TILE_KV
+    else:
+        kernel = plan_attention_backward(q, q, q, q, q, lse, backend="host", arch="90a", **options).kernel
+        keys_or_queries = kernel.config.TILE_Q
+    plain = replace(kernel, config=replace(kernel.config, **PLAIN), expressions=NOTHING)
+    rounds = [read(nvrtc.compile_plan(plan)[0])[plan.file].rounds[-1] for plan in (kernel, plain)]
+    assert rounds[0] - rounds[1] <= bar * keys_or_queries / 2  # a warp has 16 rows: half as many scores a lane as columns

@@ -30,7 +30,7 @@ def on_host(kind, options, hand, wrt=()):
     return forward
 
 
-@pytest.mark.parametrize("asked", thinned(product(SCORES, KINDS[1:3]), keep=25), ids=lambda asked: f"{asked[0]}-{asked[1][0]}")
+@pytest.mark.parametrize("asked", thinned(product(SCORES, KINDS[1:3]), keep=50), ids=lambda asked: f"{asked[0]}-{asked[1][0]}")
 def test_scores(asked, schedule):
     example, kind = asked
     arrays, score = given(example)
@@ -43,14 +43,14 @@ def test_a_slope_of_one_is_no_sum(text):
     assert abs(attention(q, k, v, score=text, backend="host") - attention(q, k, v, score=text)).max() <= 2**-16
 
 
-@pytest.mark.parametrize("asked", thinned(product(MASKS, KINDS[1:3]), keep=24, first=1), ids=lambda asked: f"{asked[0]}-{asked[1]}")
+@pytest.mark.parametrize("asked", thinned(product(MASKS, KINDS[1:3]), keep=24), ids=lambda asked: f"{asked[0]}-{asked[1]}")
 def test_masks(asked, schedule):
     example, kind = asked
     arrays, seen = given(example)
     on_host(kind, {"mask": example.text, "arrays": arrays}, {"seen": seen})
 
 
-@pytest.mark.parametrize("kind", thinned(KINDS, keep=3, first=2), ids="-".join)
+@pytest.mark.parametrize("kind", thinned(KINDS, keep=5, first=1), ids="-".join)
 def test_everything_at_once(kind, schedule):
     config = on_host(kind, *everything(kind[1]), ("bias", "alibi_slopes", "level")).config
     assert config.SCORES == "EXPRESSION" and config.MASKED_PAIRS and config.DROPOUT and config.EXPLICIT_SCORES
@@ -60,7 +60,7 @@ TWO = {"alibi, dropout": ("alibi_slopes", "dropout", "seed"), "alibi, mask": ("a
 MEANT = {"dropout": ("keep", "keep_scale"), "mask": ("seen",), "seed": ()}
 
 
-@pytest.mark.parametrize("two", TWO)
+@pytest.mark.parametrize("two", thinned(TWO))
 def test_two_at_once_on_sm_90a(two, schedule):
     options, hand = everything("float16")
     meant = {name for option in TWO[two] for name in MEANT.get(option, (option,))} | {"last_key", "softcap"}
@@ -131,7 +131,7 @@ def test_other_lengths_and_contents_compile_nothing(arch):
     assert kernels(1000, 1200, 1) == kernels(900, 3000, 2) == kernels(4096, 700, 3)
 
 
-@pytest.mark.parametrize("arch", ["80", "90a"])
+@pytest.mark.parametrize("arch", thinned(["80", "90a"]))
 def test_masked_pairs_keep_what_they_hold_to_themselves(arch):
     q, k, v, dout = inputs("float16")
     mask = numpy.ones((LEN_Q, LEN_KV), bool)

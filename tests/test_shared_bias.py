@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy
 import pytest
+from thinned import quick
 
 from cupy_flash import plan_attention
 from cupy_flash.plan import params, shared_bias
@@ -10,6 +11,7 @@ from cupy_flash.plan.schedule import MANY_KEYS, make_schedule
 from cupy_flash.plan.shared_bias import elements_in_turn
 
 WHERE = {"backend": "host", "arch": "90a"}
+SHAPES = [((4,), 4, 64, False, 4), ((4,), 4, 64, True, 2), ((6,), 4, 128, True, 3), ((2, 3), 4, 64, False, 6)]
 
 
 def planned(batch, heads, length, dim, bias, **options):
@@ -47,7 +49,7 @@ def test_two_tiles_in_a_row_are_of_one_element():
 
 @pytest.mark.parametrize(
     "batch, heads, dim, causal, in_turn",
-    [((4,), 4, 64, False, 4), ((4,), 4, 64, True, 2), ((6,), 4, 128, True, 3), ((2, 3), 4, 64, False, 6)],
+    quick(SHAPES, SHAPES[1], SHAPES[3], spread=True),
     ids=str,
 )
 def test_results_are_those_of_elements_one_by_one(batch, heads, dim, causal, in_turn, monkeypatch):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy
 import pytest
 from random_masks import FEW, OTHERS, each_operation, random_mask
-from thinned import thinned
+from thinned import quick, thinned
 from tiles_of_masks import BATCH, HEADS, LEN_KV, LEN_Q, by_pairs, expected, plan_of, run
 
 from cupy_flash import KeyRanges
@@ -47,9 +47,9 @@ def masks_in_one(texts, arrays):
 
 
 @numpy.errstate(all="ignore")
-@pytest.mark.parametrize("first", thinned(range(2)))
+@pytest.mark.parametrize("first", thinned(range(4), keep=4))
 def test_each_operation(first):
-    texts, at = each_operation()[first::2], numpy.ogrid[:BATCH, :HEADS, :LEN_Q, :LEN_KV]
+    texts, at = each_operation()[first::4], numpy.ogrid[:BATCH, :HEADS, :LEN_Q, :LEN_KV]
     values = dict(zip(("b", "h", "q_idx", "kv_idx"), at)) | {"q_len": LEN_Q, "kv_len": LEN_KV}
     (found, told, name), (*_, layouts) = masks_in_one(texts, FEW), plan_of(every_read(FEW), FEW)
     for i, text in enumerate(texts):
@@ -137,7 +137,7 @@ def test_floats_of_which_some_are_none():
     judge("level[q_idx] < weight[kv_idx]", {"level": level, "weight": weight}, lambda b, h, i, j: level[i] < weight[j])
 
 
-@pytest.mark.parametrize("ranges, arch", [(1, "75"), (3, "80")])
+@pytest.mark.parametrize("ranges, arch", quick([(1, "75"), (3, "80")], (1, "75"), spread=True))
 def test_ranges(ranges, arch):
     """Empty ones, and ends as far away as can be; of batch elements, heads and queries. On sm_75 lanes exchange what they found."""
     rng = numpy.random.default_rng(ranges)
@@ -158,7 +158,10 @@ def test_what_a_head_has_in_common():
     judge("kv_idx + 0.0 < share[h] * kv_len", {"share": share}, lambda b, h, i, j: j < (share[h] * numpy.float32(LEN_KV)))
 
 
-@pytest.mark.parametrize("product, limit", [("kv_idx * 1.5 < limit", 24.0), ("kv_idx < share[h] * limit", 16.0)])
+PRODUCTS = [("kv_idx * 1.5 < limit", 24.0), ("kv_idx < share[h] * limit", 16.0)]
+
+
+@pytest.mark.parametrize("product, limit", quick(PRODUCTS, PRODUCTS[0], spread=True))
 def test_a_product_that_decides_by_its_last_bit(product, limit):
     """Some computers round it before a sum, and others do not: so pairs are asked, which they are not a little further on."""
     arrays = {"flag": numpy.zeros(LEN_Q, bool), "share": numpy.ones(HEADS, numpy.float32)}
@@ -201,7 +204,10 @@ def ranges(length, size):
     return KeyRanges(numpy.concatenate([0 * i, i - size], 1), numpy.concatenate([0 * i + 4, i + 1], 1)), None
 
 
-@pytest.mark.parametrize("make, most", [(documents, 1 / 20), (prefixes, 1 / 20), (ranges, 1 / 4)])
+MOST = [(documents, 1 / 20), (prefixes, 1 / 20), (ranges, 1 / 4)]
+
+
+@pytest.mark.parametrize("make, most", quick(MOST, MOST[0], spread=True))
 def test_most_tiles_are_classified_without_their_pairs(make, most):
     length, tile = 1024, (128, 128)
     found, told, _ = plan_of(*make(length, 200), len_q=length, len_kv=length)

@@ -133,7 +133,7 @@ def test_v2_gives_the_same_bits_as_without_a_list(name):
 # Many key tiles, several heads to a block, split keys
 
 
-@pytest.mark.parametrize("arch", KERNELS)
+@pytest.mark.parametrize("arch", thinned(KERNELS))
 def test_lists_of_more_than_a_word(arch):
     """More tiles than bits of a word, of which the first, some in between and the last are seen, or none of a word."""
     len_q, len_kv = 70, 2300
@@ -147,7 +147,7 @@ def test_lists_of_more_than_a_word(arch):
         judged(DTYPE[arch], options, hand, {"backend": "host", "arch": arch}, inputs_given=given, deterministic=True)
 
 
-@pytest.mark.parametrize("kernel", thinned(["bwd_hopper", "bwd_v2", "bwd_hopper_wide"]))
+@pytest.mark.parametrize("kernel", thinned(["bwd_hopper", "bwd_v2", "bwd_hopper_wide"], keep=3, first=2))
 @pytest.mark.parametrize("name", thinned(["blocks of heads", "blocks", "causal, blocks", "holes"], keep=4))
 def test_blocks_that_sum_over_several_heads(name, kernel, schedule, monkeypatch):
     """They go through the list of one head after the other, some of which may be empty."""
@@ -188,7 +188,7 @@ def test_split_keys(name, schedule):
 # What is kept
 
 
-@pytest.mark.parametrize("arch", KERNELS)
+@pytest.mark.parametrize("arch", thinned(KERNELS, first=1))
 @pytest.mark.parametrize("name", thinned(["documents", "blocks of heads", "causal, blocks"], keep=3))
 def test_what_is_kept_is_what_a_call_finds(name, arch):
     options, _ = TILE_MASKS[name]()
@@ -213,7 +213,7 @@ def test_what_is_kept_is_what_a_call_finds(name, arch):
     assert ", once for a TileMask, which keeps " in str(plan)
 
 
-@pytest.mark.parametrize("arch", KERNELS)
+@pytest.mark.parametrize("arch", thinned(KERNELS, first=1))
 def test_a_wrong_bit_is_noticed(arch):
     """Each bit decides: of a tile that is left out, the result lacks something; in one that is not asked, it has too much."""
     options, _ = TILE_MASKS["blocks"]()
@@ -314,7 +314,7 @@ def test_documents_move_and_compute_their_share(arch):
         assert once.read_bytes > moved.read_bytes  # that reads the documents as well
 
 
-@pytest.mark.parametrize("arch", thinned(KERNELS))
+@pytest.mark.parametrize("arch", thinned(KERNELS, first=1))
 def test_lists_of_all_tiles_cost_more_than_the_share(arch):
     """Though only one in eight is such a list. The result stays what it is, so that nothing but what is counted tells."""
     found = iter(range(2))

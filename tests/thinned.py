@@ -12,3 +12,14 @@ def thinned(values, keep=2, first=0):
         value if i % keep == first or hasattr(value, "marks") else pytest.param(value, marks=pytest.mark.release)
         for i, value in enumerate(values)
     ]
+
+
+def quick(values, *kept, spread=False):
+    """The values, of which those that are named stay and the others get the mark `release`.
+
+    Tuples are one value each, and with `spread` those of several arguments.
+    """
+    assert all(value in values for value in kept)
+    return [
+        value if value in kept else pytest.param(*(value if spread else (value,)), marks=pytest.mark.release) for value in values
+    ]
