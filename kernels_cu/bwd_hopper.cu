@@ -193,13 +193,13 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     arrive_at<LANES>(block.written);                          // without it the other warpgroup waits for ever. Not earlier: of dS there are two,
                                                               // and the other one has been multiplied by now
     if (follows) add_dq(dq_reg);
-    number = block.accum_number(p);
-    if (TILE_LIST) block.advance(p);                          // beneath the products, since it looks for the next tile
+    const auto advance = [&] { number = block.accum_number(p), block.advance(p); };
+    if constexpr (TILE_LIST) advance();                       // beneath the products, since it looks for the next tile
     wait_for_products<0>(dk_reg);                             // without it the producer overwrites what the product reads
     wait_for_products<0>(dv_reg);                             // the same for dO
     consumer_release(block.queries);                          // without it the producer waits for ever
     block.douts.advance();
-    if (!TILE_LIST) block.advance(p);
+    if constexpr (!TILE_LIST) advance();
   };
 
   if (block.steps > 0) {
