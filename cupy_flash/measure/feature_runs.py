@@ -218,6 +218,7 @@ FLEX = {
     "column term": _flex_column,
     "temperature": _flex_temperature,
     "documents": _flex_documents,
+    "drawn documents": _flex_documents,
     "prefix": _flex_prefix,
     "ranges": _flex_ranges,
 }

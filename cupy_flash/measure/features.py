@@ -22,7 +22,7 @@ from .cells import HIDDEN, TOKENS, Cell
 
 Options = dict[str, Any]
 P_DROPPED, SEED = 0.1, 7
-FLEXIBLE = ("alibi", "column term", "temperature", "documents", "prefix", "ranges")  # what FlexAttention is asked as well
+FLEXIBLE = ("alibi", "column term", "temperature", "documents", "drawn documents", "prefix", "ranges")  # asked of FlexAttention too
 DOCUMENTS, PREFIX, FIRST_KEYS, NEAR = 8, 1024, 64, 1024
 
 
@@ -108,9 +108,18 @@ def documents(cell: Cell) -> numpy.ndarray:
     return numpy.arange(cell.seq, dtype=numpy.int32) * DOCUMENTS // cell.seq
 
 
-def _same_document(cell: Cell) -> numpy.ndarray:
-    doc = documents(cell)
-    return doc[:, None] == doc
+def drawn_documents(cell: Cell) -> numpy.ndarray:
+    """The same of as many documents whose ends are drawn, the same ones each time."""
+    ends = numpy.random.default_rng(SEED).choice(cell.seq, DOCUMENTS - 1, replace=False)
+    return numpy.searchsorted(numpy.sort(ends), numpy.arange(cell.seq), side="right").astype(numpy.int32)
+
+
+def _same(of_tokens: Callable[[Cell], numpy.ndarray]) -> Callable[[Cell], numpy.ndarray]:
+    def pairs(cell: Cell) -> numpy.ndarray:
+        doc = of_tokens(cell)
+        return doc[:, None] == doc
+
+    return pairs
 
 
 def _before_or_prefix(cell: Cell) -> numpy.ndarray:
@@ -200,14 +209,17 @@ FEATURES = (
     Feature("bias (1, h, s, s)", _draw_bias, _bias, 0.90, 0.75, wrt=("bias",)),
     Feature("bias (b, h, s, s)", lambda cell, rng: _draw_bias(cell, rng, cell.batch), _bias, 0.90, 0.75, wrt=("bias",)),
     Feature("pair bias", _draw_bias, _bias, 0.0, 0.0, wrt=("bias",), seqs=(256, 512, 1024), dims=(32, 64), heads=4, rows=True),
-    Feature(
-        "documents",
-        lambda cell, rng: {"mask": "doc[q_idx] == doc[kv_idx]", "arrays": {"doc": documents(cell)}},
-        _of_mask,
-        0.90,
-        0.90,
-        seen=_same_document,
-        seqs=(8192,),
+    *(
+        Feature(
+            name,
+            lambda cell, rng, of_tokens=of_tokens: {"mask": "doc[q_idx] == doc[kv_idx]", "arrays": {"doc": of_tokens(cell)}},
+            _of_mask,
+            0.90,
+            0.90,
+            seen=_same(of_tokens),
+            seqs=(8192,),
+        )
+        for name, of_tokens in (("documents", documents), ("drawn documents", drawn_documents))
     ),
     Feature(
         "prefix",
