@@ -21,6 +21,7 @@ constexpr bool  PAGED = false;            // of VARLEN: keys and values lie in p
 constexpr int   PIECE = 0;                // of PAGED, fwd_hopper: keys that TMA brings at a time, which divide a page and a tile; 0 where no 8 of them do: lanes copy keys and values
 constexpr int   PRODUCER_WARPS = 1;       // fwd_hopper: warps that bring keys and values; of PAGED half of them keys and half values: one alone takes longer to start many small copies than consumers take to read what they bring
 constexpr bool  TILE_LIST = false;        // of MASKED_PAIRS: blocks visit the tiles of a list, see tile/tile_list.cuh
+constexpr bool  IN_TURN = false;          // of TILE_LIST, fwd_hopper: blocks take query tiles in turn, those with most key tiles first, see tile/listed_work.cuh
 constexpr bool  OWN_LISTS = false;        // of TILE_LIST, fwd_hopper: each consumer has a list for its rows, see tile/consumer_lists.cuh; if not, a query tile has one
 constexpr bool  DROPOUT = false;          // probabilities are dropped, see tile/dropout.cuh
 constexpr bool  PLACED = false;           // of DROPOUT: pairs are numbered from elsewhere than the first query, key and head, as a part of a problem that several devices share

@@ -39,8 +39,8 @@ constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whos
 constexpr int LEAD = NUMBERED ? 0 : (GROUPS - 1) * ROWS / TILE_KV; // key tiles: under a mask, so many may be left when the first consumer ends its query tile
 constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
 constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS;   // what pairs have in arrays comes beneath the product of the scores: wider heads leave registers for no addresses
-KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: the query tiles of sequences
-  if constexpr (VARLEN) schedule_queries(p);
+KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: the query tiles that blocks take
+  if constexpr (TAKES_TILES) schedule_queries(p);
 }
 
 KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
@@ -66,14 +66,14 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (VARLEN) if (warp >= PRODUCER_WARPS) clear_rooms(p, warp - PRODUCER_WARPS, 4 - PRODUCER_WARPS);
     if (warp >= PRODUCER_WARPS) return;
     const bool leads = PRODUCER_WARPS == 1 || warp == 0;      // tells consumers, and brings queries
-    u32 index = VARLEN ? block_id() : 0, taken = 0;           // of the next query tile among those of the block; VARLEN: its number, and the next one's
+    u32 index = TAKES_TILES ? block_id() : 0, taken = 0;      // of the next query tile among those of the block; TAKES_TILES: its number, and the next one's
     WorkTile here{};                                          // the one begun last
     NBlockRange tiles{};                                      // its key tiles
     QueryLists lists{}; KeptQueryLists lists_of_keys{};       // TILE_LIST: those of them that are loaded, and those of the tile whose keys are
     int head_kv = 0;                                          // once a query tile: a division takes as long as some loads
     const auto begin_tile = [&] {
       here = work_tile_coord(p, index, TILE_Q);
-      if constexpr (VARLEN) taken = take_work_tile(p, warp, smem + CLIPPED_BARRIER + Mbarrier::bytes, TAKEN);
+      if constexpr (TAKES_TILES) taken = take_work_tile(p, warp, smem + CLIPPED_BARRIER + Mbarrier::bytes, TAKEN);
       head_kv = here.head / p.heads_per_kv;
       move_mask(mask, p, here);
       tiles = n_block_range(mask, here.row, min_of(TILE_Q, rows_at<QUERIES>(p, here).len() - here.row), TILE_KV, {0, 1});
@@ -86,7 +86,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     u32 left = 0;                                             // key tiles that a consumer leaves unread, where it goes on directly: four bits for each
     // Queries and work of the consumers first ... end - 1.
     const auto load_queries = [&](int first, int end) {
-      const bool follows = has_work_tile(p, VARLEN ? taken : index + 1);
+      const bool follows = has_work_tile(p, TAKES_TILES ? taken : index + 1);
       const float step = LINEAR ? step_of_head(p, here) : 0.f;
       #pragma unroll 1
       for (int of = first; of < end; ++of) {
@@ -149,7 +149,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       if (pass.across) {
         end = tiles.end;
         announced = false;
-        index = VARLEN ? taken : index + 1;
+        index = TAKES_TILES ? taken : index + 1;
       }
     }
     if constexpr (VARLEN && PRODUCER_WARPS == 4) clear_rooms(p, warp, 4); // no warp had nothing else to do
@@ -168,7 +168,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   RowVec<16> terms_reg;                                       // WITH_TERMS: the rows' part of the term, in this key tile
   float common = 0.f, largest = LOWEST;                       // COLUMNS: what these have in common, and of all key tiles of the query tile so far
   u32 number = 0;                                             // NUMBERED: of the key tile, which `tile` only counts
-  int tile, last, before, beyond, whole_first, wholes, next = has_work_tile(p, VARLEN ? block_id() : 0) ? LATER : NOTHING, warp_row;
+  int tile, last, before, beyond, whole_first, wholes, next = has_work_tile(p, TAKES_TILES ? block_id() : 0) ? LATER : NOTHING, warp_row;
   u32 split = WHOLE;
   TileCoord now, ended;                                       // this query tile's, and that of the one before, which ends later than this begins
   HeadTerms terms{};                                          // of the scores of this query tile

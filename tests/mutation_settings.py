@@ -67,6 +67,7 @@ def settings_of(kernel):
         own_lists = replace(pingpong.but(OWN_LISTS=True), case=replace(HOPPER_CASE, causal=False), seen=TILES_OF_64)
         settings |= {"lists": replace(TWO_GROUPS, seen=SOME_TILES), "lists of consumers": own_lists}
         settings |= {"lists of consumers, one stage": own_lists.but(STAGES=1, STAGES_V=1, PINGPONG=False)}
+        settings |= {"lists, in turn": replace(TWO_GROUPS.but(IN_TURN=True), seen=SOME_TILES)}
         settings |= {"three groups, four stages": TWO_GROUPS.but(TILE_Q=192, WARPS=16)}
         return settings | {"three stages": lanes_store, "one key tile": lanes_store.but(TILE_KV=80), "split": split}
     if kernel == "bwd_hopper":

@@ -45,7 +45,7 @@ template <typename T> char kind() {
 def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
     """Name, offset, size and kind of each field; of a tensor map, whose content is the driver's, the size alone."""
     calls, expected = ["WHOLE(TensorMap)"], [f"TensorMap {TENSOR_MAP.itemsize} 64"]
-    alignments = {"FastDivmod": 4, "WorkItem": 4}
+    alignments = {"FastDivmod": 4, "WorkItem": 4, "ListedItem": 4}
     scores = "DropoutParams", "CapturedArray", "TileLists", "ScoreParams", "SequenceParams", "ClassifyParams"
     alignments |= dict.fromkeys((*scores, "Tensor", "MaskParams", "ForwardParams", "BackwardParams", "MergeParams"), 8)
     alignments |= dict.fromkeys(("Indices", "RotationParams", "RotateParams", "AppendParams"), 8)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..errors import UnsupportedError
 from ..problem.forward import Problem
+from ..problem.scores import Scores
 from .architecture import Architecture
 from .copies import copy_size
 from .expression_text import ExpressionText
@@ -38,6 +39,7 @@ MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in 
 LISTED = ("fwd_v2", "fwd_hopper")  # kernels that visit the tiles of a list where pairs are masked
 NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
 EVEN = 0.75  # of the longest query tile that the shortest has to have
+LISTED_ITEM_BYTES = 8  # the row of a query tile with a list
 WORK_ITEM_BYTES = {"fwd_v2": 8, "fwd_hopper": 32}  # sequence and row of a query tile, and for a persistent block, where that lies
 MOST_LISTED = 2**20  # key tiles that `NUMBER_BITS` of ``kernels_cu/tile/consumer_lists.cuh`` number
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
@@ -136,6 +138,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             expressions=expressions,
             tile_list=listed,
             own_lists=listed and kernel == "fwd_hopper" and _has_own_lists(row, problem),
+            in_turn=listed and kernel == "fwd_hopper" and not split and _may_be_uneven(problem.scores),
             from_last=rises,
         ),
         expressions=expressions,
@@ -146,6 +149,11 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
 def _has_own_lists(row: TileConfig, problem: Problem) -> bool:
     """Whether each consumer of fwd_hopper has a list of its own: of two, that is not worth what it takes in each step."""
     return row.warps > TWO["warps"] and -(-problem.len_kv // row.tile_kv) <= MOST_LISTED
+
+
+def _may_be_uneven(scores: Scores) -> bool:
+    """Whether query tiles may see any number of keys each, which is not known before: what a mask reads may be anything."""
+    return scores.mask_array is not None or any(layout.shape for _, layout in scores.arrays)
 
 
 def _forward_kernel(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> tuple[str, str]:
@@ -281,9 +289,10 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     if plan.file != "fwd_hopper":
         blocks = -(-tiles_of(problem, c.TILE_Q, "q") // c.Q_TILES) * elements_of(problem, "q") * problem.heads_q
         return (checked(Launch(entry, blocks, shared_bytes)),)
-    if c.VARLEN:
+    if others and not c.SPLIT_KV:
         [(main, main_bytes)] = others
-        return Launch(entry, int(tiles > 0), shared_bytes), checked(Launch(main, tiles, main_bytes, c.MIN_BLOCKS))
+        lists = 1 if c.VARLEN else math.prod(problem.batch)
+        return Launch(entry, lists * (tiles > 0), shared_bytes), checked(Launch(main, tiles, main_bytes, c.MIN_BLOCKS))
     if not c.SPLIT_KV:
         return (checked(Launch(entry, tiles, shared_bytes, None if problem.shares_device else c.MIN_BLOCKS)),)
     splits = -(-problem.len_kv // (c.TILE_KV * least_split(c.TILE_KV)))
@@ -309,8 +318,10 @@ def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
     if plan.file == "fwd_v1":
         return Workspace((("state", 4 * (c.TILE_Q * c.WIDTH_V + 2 * c.TILE_Q) * tiles),))
     if not c.SPLIT_KV:
-        work = [("work", WORK_ITEM_BYTES[plan.file] * (1 + _tiles(plan, problem)))] if c.VARLEN else []
-        return Workspace(tuple(work))
+        if c.VARLEN:
+            return Workspace((("work", WORK_ITEM_BYTES[plan.file] * (1 + _tiles(plan, problem))),))
+        items = math.prod(problem.batch) + _tiles(plan, problem)
+        return Workspace((("work", LISTED_ITEM_BYTES * items),) * c.IN_TURN)
     # In fwd_hopper each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
     if plan.file == "fwd_v2":
         rows = tiles * most_splits(problem) * min(c.TILE_Q, problem.len_q)

@@ -50,6 +50,7 @@ class Config:
     PIECE: int
     PRODUCER_WARPS: int
     TILE_LIST: bool
+    IN_TURN: bool
     OWN_LISTS: bool
     DROPOUT: bool
     PLACED: bool
@@ -156,7 +157,8 @@ class KernelPlan:
     @property
     def _schedule(self) -> dict[str, int]:
         """The entry of a forward that finds query tiles of sequences, with its bins; few queries whose keys are split have none."""
-        return {f"{self.file}_schedule": 4 * 2 * 128} if self.config.VARLEN and not self.config.SPLIT_KV else {}
+        c = self.config
+        return {f"{self.file}_schedule": 4 * 2 * 128} if c.IN_TURN or (c.VARLEN and not c.SPLIT_KV) else {}
 
     @property
     def _of_sinks(self) -> dict[str, int]:
@@ -183,7 +185,7 @@ class KernelPlan:
         words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
-        words += ["ownlists"] * c.OWN_LISTS
+        words += ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
         words += [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
@@ -316,6 +318,7 @@ def configure(
     expressions: ExpressionText = NOTHING,
     tile_list: bool = False,
     own_lists: bool = False,
+    in_turn: bool = False,
     from_last: bool = False,
     adds: bool = False,
     store_dbias: bool = False,
@@ -341,6 +344,7 @@ def configure(
         "VARLEN": lengths is not None,
         "PAGED": lengths is not None and lengths.paged,
         "TILE_LIST": tile_list,
+        "IN_TURN": in_turn,
         "OWN_LISTS": own_lists,
         "DROPOUT": problem is not None and problem.scores.dropout is not None,
         "PLACED": problem is not None and problem.scores.place is not None,

@@ -17,7 +17,7 @@ from .split import combining_blocks, partial_rows
 def scheduled(
     plan: KernelPlan, params: numpy.ndarray, launches: tuple[Launch, ...], mask: Mask | None
 ) -> tuple[numpy.ndarray, tuple[Launch, ...]]:
-    """Parameters and launches of fwd_hopper on a device; those of other kernels, and with VARLEN, as they are.
+    """Parameters and launches of fwd_hopper on a device; those of other kernels, and where blocks take tiles in turn, as they are.
 
     Parameters
     ----------
@@ -36,10 +36,11 @@ def scheduled(
     launches : tuple of Launch
         Merging as many tiles as are shared, and left out if none is.
     """
-    if plan.file != "fwd_hopper" or plan.config.VARLEN or mask is None or not launches:
+    c = plan.config
+    if plan.file != "fwd_hopper" or c.VARLEN or c.IN_TURN or mask is None or not launches:
         return params, launches
     params = params.copy()
-    p, c = params[0], plan.config
+    p = params[0]
     computing, combining = launches if c.SPLIT_KV else (*launches, None)
     len_q, len_kv = mask.len_q, mask.len_kv
     schedule, splits = Schedule(), None

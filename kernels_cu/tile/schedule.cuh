@@ -57,17 +57,21 @@ template <typename Item, typename Params> OP ScheduledTile<Item> scheduled_tile(
   return found;
 }
 
-// By one block.
-template <typename Params> OP void schedule_queries(const Params& p) {
+template <typename Item> OP void write_item(Item& to, const Item& item) {
+  count_written(sizeof item);
+  to = item;
+}
+
+// By one block: tiles first ... first + most - 1.
+template <typename Params, typename Item> OP void schedule_tiles(const Params& p, Item* work, u32 first, u32 most) {
   const SharedAddress counts_smem = shared_memory(), starts_smem = counts_smem + BINS * int(sizeof(u32));
-  const u32 most = tiles_of<QUERIES>(p) * (offsets_of<QUERIES>(p) ? 1 : p.batch[BATCH_AXES - 1]);
   for_lane(l) {
     for (int i = Block::thread(l); i < BINS; i += Block::threads) store_shared(counts_smem + i * int(sizeof(u32)), u32(0));
   }
   sync_block();                                               // without it counts begin with what was there
   for_lane(l) {
     for (u32 i = Block::thread(l); i < most; i += Block::threads) {
-      const auto tile = scheduled_tile(p, p.work, i);
+      const auto tile = scheduled_tile(p, work, first + i);
       if (tile.item.row >= 0) add_shared(counts_smem + bin_of(tile.key_tiles) * int(sizeof(u32)), 1);
     }
   }
@@ -77,20 +81,22 @@ template <typename Params> OP void schedule_queries(const Params& p) {
       u32 longer = 0;
       for (int bin = i + 1; bin < BINS; ++bin) longer += load_shared<u32>(counts_smem + bin * int(sizeof(u32)));
       store_shared(starts_smem + i * int(sizeof(u32)), longer);
-      if (i == 0) begin_list(p.work[0], int(longer + load_shared<u32>(counts_smem)), int(longer));
+      if (i == 0) begin_list(work[0], int(longer + load_shared<u32>(counts_smem)), int(longer));
     }
   }
   sync_block();                                               // without it tiles have places that are not known yet
   for_lane(l) {
     for (u32 i = Block::thread(l); i < most; i += Block::threads) {
-      const auto tile = scheduled_tile(p, p.work, i);
+      const auto tile = scheduled_tile(p, work, first + i);
       if (tile.item.row < 0) continue;
       const u32 place = add_shared(starts_smem + bin_of(tile.key_tiles) * int(sizeof(u32)), 1);
       if (place >= most) continue;                            // lengths have changed meanwhile, and nothing else is written over
-      count_written(sizeof tile.item);
-      p.work[1 + place] = tile.item;
+      write_item(work[1 + place], tile.item);
     }
   }
+}
+template <typename Params> OP void schedule_queries(const Params& p) {
+  schedule_tiles(p, p.work, 0, tiles_of<QUERIES>(p) * (offsets_of<QUERIES>(p) ? 1 : p.batch[BATCH_AXES - 1]));
 }
 
 // Where a block is, of so many for each query tile of a head; `row` is below 0 if there are fewer tiles.

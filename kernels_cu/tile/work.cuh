@@ -2,8 +2,7 @@
 // which key tiles they need.
 #pragma once
 #include "tile/accum.cuh"
-#include "tile/consumer_lists.cuh"
-#include "tile/schedule.cuh"
+#include "tile/listed_work.cuh"
 #include "tile/scheduler.cuh"
 
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
@@ -63,7 +62,10 @@ OP u32 work_tile_number(const HopperForwardParams& p, u32 index) {
   if (!SPLIT_KV && index >= u32(p.by_formula)) return p.by_formula * blocks() + p.table[block_id()][index - p.by_formula];
   return p.run == 2 ? (index / 2 * blocks() + block_id()) * 2 + index % 2 : index * blocks() + block_id();
 }
+constexpr bool TAKES_TILES = VARLEN || IN_TURN;               // blocks take query tiles from a list, and `index` is the number of one there
+static_assert(!IN_TURN || (TILE_LIST && !SPLIT_KV), "whole query tiles, of which a list says how long they are");
 OP bool has_work_tile(const HopperForwardParams& p, u32 index) {
+  if (IN_TURN) return index < u32(p.tiles);
   if (is_split(p, index)) {
     const NBlockRange keys = split_of_block(p, index).keys;
     return keys.begin < keys.end;
@@ -73,6 +75,10 @@ OP bool has_work_tile(const HopperForwardParams& p, u32 index) {
 }
 OP WorkTile work_tile_coord(const HopperForwardParams& p, u32 index, int tile_q) {
   WorkTile here;
+  if constexpr (IN_TURN) {
+    static_cast<BlockCoord&>(here) = listed_tile_coord(p, index);
+    return here;
+  }
   if (is_split(p, index)) here.split = split_of_block(p, index);
   static_cast<BlockCoord&>(here) = tile_coord(p, is_split(p, index) ? p.first_split_tile + here.split.tile : work_tile_number(p, index), tile_q);
   return here;
