@@ -158,9 +158,10 @@ def attention(
     -----
     Work is queued on CuPy's current stream and not waited for. Memory beyond the results is not used, but by 'v1', and on sm_90a
     where multiprocessors share query tiles, at most 38 MB whatever the lengths; elsewhere where blocks share the keys of few
-    queries, and 8 bytes for each query tile of sequences with lengths. The first call with a new combination of dtype,
-    head dim and alignment compiles a kernel (about a second, kept on disk); after it, calls can be captured in a CUDA graph if
-    `out` is given, and where there is such memory, if a plan is given it as `workspace`. Results are bitwise reproducible.
+    queries; 8 bytes for each query tile of sequences with lengths, and on sm_90a of masks that read arrays; and the bits that say
+    which tiles a mask leaves. The first call with a new combination of dtype, head dim and alignment compiles a kernel (about a
+    second, kept on disk); after it, calls can be captured in a CUDA graph if `out` is given, and where there is such memory, if a
+    plan is given it as `workspace`. Results are bitwise reproducible.
 
     A query and a key that may not see each other do not influence each other, whatever they hold. A NaN or infinity in a row of
     `v`, however, reaches every query whose tile of keys contains that row, as ``0 * nan``.

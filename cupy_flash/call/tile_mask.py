@@ -35,7 +35,8 @@ class TileMask:
 
     What is found stays in memory as long as the object does: two bits for each tile, for as many heads and batch elements as the
     mask tells apart. It is computed on the current stream of the call that needs it first; a call on another stream has to come
-    after that one. To capture calls in a CUDA graph, call once before, and keep the object as long as the graph.
+    after that one. To capture calls in a CUDA graph, call once before, keep the object as long as the graph,
+    and give plans their `workspace`, in which blocks count the tiles that they have taken.
 
     Parameters
     ----------
