@@ -61,6 +61,8 @@ def test_a_problem_becomes_numbers():
         "table": [[0] * TABLE_TILES] * TABLE_BLOCKS,
         "tiles_of_head_divmod": fast_divmod(4),
         "heads_divmod": fast_divmod(6),
+        "heads_together_divmod": fast_divmod(6),
+        "work": 0,
         "len_q": 10,
         "len_kv": 20,
         "dim": 64,

@@ -15,10 +15,11 @@ from ..plan.kernel import KernelPlan
 from ..plan.launch import Launch
 from ..plan.workspace import Workspace
 from ..problem import arrays
-from ..problem.forward import Problem, check_overlap
+from ..problem.forward import Problem
 from ..problem.layout import Layout
 from ..problem.lengths import check_values
 from ..problem.mask import Mask
+from ..problem.overlap import are_apart, check_overlap
 
 if TYPE_CHECKING:
     from ..plan.classify import Classification
@@ -332,29 +333,16 @@ class Prepared:
 
     def _check_apart(self, addresses: list[int], workspace: arrays.Array | None) -> None:
         """Refuse results that overlap an input or each other."""
-        if workspace is None and self._are_apart(addresses):
+        if workspace is None and are_apart(addresses, self._spans, self._places_of_results):
             return
-        spans = {
-            name: (address + low, address + high)
-            for name, address, (low, high) in zip(self._layouts, addresses, self._spans)
-            if address
-        }
+        given = zip(self._layouts, addresses, self._spans)
+        spans = {name: (address + low, address + high) for name, address, (low, high) in given if address}
         results = self._results
         if workspace is not None:
             address = arrays.pointer(workspace)
             spans["workspace"] = (address, address + self.workspace_bytes)
             results = (*results, "workspace")
         check_overlap(spans, results)
-
-    def _are_apart(self, addresses: list[int]) -> bool:
-        """Whether no result overlaps anything, asked without names: a call takes few microseconds."""
-        spans = [(address + low, address + high) for address, (low, high) in zip(addresses, self._spans) if address]
-        for i in self._places_of_results:
-            if addresses[i]:
-                start, stop = addresses[i] + self._spans[i][0], addresses[i] + self._spans[i][1]
-                if sum([low < stop and start < high for low, high in spans]) > 1:  # more than itself
-                    return False
-        return True
 
     def _check_counts(self) -> None:
         if self._backend != "host":

@@ -301,33 +301,6 @@ def check_place(name: str, layout: Layout, device: int | None, like: str = "q") 
         )
 
 
-def check_overlap(spans: dict[str, tuple[int, int]], results: tuple[str, ...]) -> None:
-    """Refuse results that share memory with an input or with each other.
-
-    Address intervals are compared, so arrays that interleave without sharing an element are refused as well.
-
-    Parameters
-    ----------
-    spans : dict of str to (int, int)
-        Lowest address that each argument touches, and one more than the highest, by its name.
-    results : tuple of str
-        Which of them are written.
-
-    Raises
-    ------
-    ValueError
-    """
-    spans = {name: span for name, span in spans.items() if span[0] < span[1]}
-    for name in results:
-        start, stop = spans.pop(name, (0, 0))
-        for other, (low, high) in spans.items():
-            if start < high and low < stop:
-                raise ValueError(
-                    f"{name}: expected memory apart from that of {other} ({low:#x} to {high:#x}), "
-                    f"got {start:#x} to {stop:#x}"
-                )
-
-
 def _matrices(layout: Layout) -> tuple[int, int, int]:
     """Heads, seq and dim; a missing heads axis is one head."""
     heads, seq, dim = (1, *layout.shape)[-3:]
