@@ -99,7 +99,7 @@ struct alignas(16) PlacedWorkItem : WorkItem {
 // Of lists of tiles: the first row of a query tile.
 struct ListedItem {
   int row;
-  u32 taken;                              // of the first one: how many tiles blocks have taken
+  u32 taken;                              // of the first one: how many tiles blocks have taken; of the others: how many key tiles each has, until they are in order
 };
 
 struct ForwardParams {
