@@ -15,7 +15,6 @@ from .copies import copy_size
 from .expression_text import ExpressionText
 from .kernel import KernelPlan, check_kind, configure, explicit_scores, kind_of_sinks, padded, rows_of, taken_apart, text_of
 from .launch import Launch, checked
-from .pair_tuning import drops_most
 from .schedule import L2_BYTES
 from .sequences import elements_of, mean_room, tiles_of
 from .stored_dbias import dbias_of_pairs
@@ -155,6 +154,8 @@ def _backward_kernel(problem: BackwardProblem, architecture: Architecture, expre
     else:
         why_not = obstacle(p.batch, _layouts(problem), _in_maps(p), () if p.has_wider_results else GRADIENTS)
         why_not = why_not and f"no TMA: {why_not}"
+        from .pair_tuning import drops_most  # late, as in `rows_of`
+
         if drops_most(p):
             why_not = "Hopper kernels drop at most 31 of 32 pairs"
     for kernel in kernels:

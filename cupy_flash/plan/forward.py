@@ -27,7 +27,6 @@ from .key_warps import with_key_warps
 from .launch import Launch, checked
 from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages
 from .packing import FEW, packing_of
-from .pair_tuning import drops_most
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, costs_of_tiles, least_split, splits_pay
 from .sequences import elements_of, row_length, tiles_of
 from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
@@ -226,6 +225,8 @@ def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: E
 
 def _crowded(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
     """Why fwd_hopper cannot do what is asked for each pair, or '': mostly since its registers do not hold it."""
+    from .pair_tuning import drops_most  # late, as in `rows_of`
+
     if drops_most(problem):
         return "fwd_hopper drops at most 31 of 32 pairs"
     widest = padded(max(problem.dim, problem.dim_v))
