@@ -183,7 +183,7 @@ constexpr u16 NO_TILE = 0xffff;
 struct HopperForwardParams : HopperForwardCommon {
   TensorMap bias_map;                     // STAGED_BIAS: the bias in boxes of TILE_Q x 64
   u16 table[TABLE_BLOCKS][TABLE_TILES];   // for each block its last work tiles, by their distance from the first of all of them, then NO_TILE
-  ListedItem* work;                       // TILE_LIST: (batch, 1 + query tiles of a head)  those with most key tiles first, see tile/listed_work.cuh
+  ListedItem* work;                       // IN_TURN: (batch, 1 + query tiles of a head)  those with most key tiles first, see tile/listed_work.cuh
   FastDivmod heads_together_divmod;       // heads that take turns with them, before the next ones do; they divide `heads`
 };
 static_assert(sizeof(HopperForwardParams) <= 4096, "what a kernel can be passed by every driver");

@@ -85,7 +85,7 @@ def test_heads_in_turn_leave_no_tile_out(heads, heads_kv, monkeypatch):
 
 
 def test_a_kept_mask_leaves_the_order_to_each_call():
-    """What is kept may be in use by another stream, whose blocks would take this one's tiles."""
+    """Blocks count the tiles that they take in the workspace: what is kept may be in use by another stream at the same time."""
     plan, operands, arrays = made(2)
     mask = TileMask("doc[q_idx] == doc[kv_idx]", arrays)
     q, k, v = operands

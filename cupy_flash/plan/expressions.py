@@ -48,7 +48,7 @@ ELEMENTS = {
 # The operands of attention that its scores read, as reads of names that no user can give.
 BIAS, PAIR_MASK, SLOPE = (Read(f"@{name}", (), kind) for name, kind in (("bias", "float"), ("mask", "bool"), ("slope", "float")))
 MOST_IN_REGISTERS = 2  # ranges of keys, whose ends are read once for a row
-FEW_RANGES = 6  # more are not a mask among others, of the registers that they take
+FEW_RANGES = 6  # of more, the ends take registers that kernels with lists of tiles do not have
 FEW_READS, SHORT_MASK = 3, 16  # reads and nodes of a mask that is not long
 # Pairs beyond the ends read what the last query or the last key does.
 LAST = {"q_idx": "min(at.q_idx, x.q_len - 1)", "kv_idx": "min(at.kv_idx, x.kv_len - 1)"}
