@@ -143,7 +143,8 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   // One query tile. Beneath it runs what the tile before it, if there was one, has left to do: dQ, for which all warpgroups' dS are needed.
   const auto step = [&](const bool follows) {
     const QueryTile q_smem = block.queries.tile(), do_smem = block.douts.tile();
-    const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
+    const int row0 = block.row0 + own_row;
+    int col0 = block.now.tile * TILE_Q;                       // TILE_LIST: not yet
     Acc<16, TILE_Q> s_reg, dp_reg;
     OperandA<16> p_reg[TILE_Q / 16], factor_reg[TILE_Q / 16], ds_reg[TILE_Q / 16];
     Part dq_reg;
@@ -154,10 +155,11 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     start_product_transposed(s_reg, k_smem, group_row, q_smem);
     if (!DELTA_AHEAD) consumer_wait(block.douts);             // without it the product reads gradients that have not arrived
     start_product_transposed(dp_reg, v_smem, group_row, do_smem, DELTA_AHEAD);
+    if constexpr (TILE_LIST) block.hear_tile(), col0 = block.now.tile * TILE_Q; // beneath both products
     KeptHalves<TILE_Q / 16> kept;
     if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
-    const bool masked = !common.contains(col0, TILE_Q), ask_pairs = !TILE_LIST || !block.listed.is_whole(block.now.tile);
+    const bool masked = !common.contains(col0, TILE_Q), ask_pairs = !TILE_LIST || !block.is_whole;
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if constexpr (MODIFIED) {
       const bool anew = head_of != block.now.head;
@@ -193,13 +195,12 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     arrive_at<LANES>(block.written);                          // without it the other warpgroup waits for ever. Not earlier: of dS there are two,
                                                               // and the other one has been multiplied by now
     if (follows) add_dq(dq_reg);
-    const auto advance = [&] { number = block.accum_number(p), block.advance(p); };
-    if constexpr (TILE_LIST) advance();                       // beneath the products, since it looks for the next tile
     wait_for_products<0>(dk_reg);                             // without it the producer overwrites what the product reads
     wait_for_products<0>(dv_reg);                             // the same for dO
     consumer_release(block.queries);                          // without it the producer waits for ever
     block.douts.advance();
-    if constexpr (!TILE_LIST) advance();
+    number = TILE_LIST ? block.number : block.accum_number(p);
+    block.go_on(p);
   };
 
   if (block.steps > 0) {

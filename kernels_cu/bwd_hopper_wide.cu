@@ -61,7 +61,7 @@ OP void end_step(const HopperBackwardParams& p, KeyBlock& block, Acc<16, WIDTH>&
   consumer_release(block.queries);                            // without it the producer waits for ever
   block.douts.advance();
   if (follows) add_queries(p, block, block.number_before(p), block.queries.count - 2, dq_reg, own_row, col);
-  block.advance(p);
+  block.go_on(p);
 }
 template <int N> OP void end_steps(const HopperBackwardParams& p, const KeyBlock& block, int own_row, int col) {
   Acc<16, N> dq_reg;
@@ -101,18 +101,20 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
 
   const auto step_for_values = [&](const bool follows) {
     const QueryTile q_smem{uniform(block.queries.tile().base)}, do_smem{uniform(block.douts.tile().base)};
-    const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
+    const int row0 = block.row0 + own_row;
+    int col0 = block.now.tile * TILE_Q;                       // TILE_LIST: not yet
     Acc<16, TILE_Q> s_reg;
     OperandA<16> p_reg[TILE_Q / 16], factor_reg[TILE_Q / 16];
     KeptHalves<TILE_Q / 16> kept;
     consumer_wait(block.queries);                             // without it the product reads queries that have not arrived
+    if constexpr (TILE_LIST) block.hear_tile(), col0 = block.now.tile * TILE_Q;
     start_product_transposed(s_reg, k_smem, 0, q_smem);
     if constexpr (DROPOUT && SCORES != EXPRESSION) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     float scale_log2 = exponent_scale(p.scale), masked = -infinity(), slope = 1.f;
     const int head = block.now.head;
-    const bool ask_pairs = !TILE_LIST || !block.listed.is_whole(block.now.tile);
+    const bool ask_pairs = !TILE_LIST || !block.is_whole;
     RowVec<16> terms;
     if constexpr (MODIFIED && SCORES != EXPRESSION) {
       const ScoreContext x = context(head);
@@ -140,11 +142,13 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   };
   const auto step_for_keys = [&](const bool follows) {
     const QueryTile q_smem{uniform(block.queries.tile().base)}, do_smem{uniform(block.douts.tile().base)};
-    const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
+    const int row0 = block.row0 + own_row;
+    int col0 = block.now.tile * TILE_Q;                       // TILE_LIST: not yet
     Acc<16, TILE_Q> dp_reg;
     OperandA<16> factor_reg[TILE_Q / 16], ds_reg[TILE_Q / 16];
     KeptHalves<TILE_Q / 16> kept;
     consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
+    if constexpr (TILE_LIST) block.hear_tile(), col0 = block.now.tile * TILE_Q;
     start_product_transposed(dp_reg, v_smem, 0, do_smem);
     if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
     wait_for_products<0>(dp_reg);                             // without it dP is read that does not exist yet
@@ -152,7 +156,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, p.scores.dropout.scale);
     sync_pair(passed(block.queries.count));                   // without it P is read before the other warp has written it
     receive(factor_reg, p_smem(block.queries.count));
-    score_gradients<true>(ds_reg, factor_reg, dp_reg, block.delta_smem());
+    score_gradients<true>(ds_reg, factor_reg, dp_reg, block.delta_smem(), 1.f, !TILE_LIST || !block.is_whole);
     if (follows) wait_for(block.written, (block.queries.count - 1) % 2);       // without it dS is overwritten that is still multiplied
     store_transposed(block.ds_smem(block.queries.count), ds_reg, own_row);
     fence_proxy_async();                                      // without it the product does not see what lanes have stored

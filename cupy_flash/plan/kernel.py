@@ -123,6 +123,7 @@ class KernelPlan:
             queries += c.STAGED_BIAS * c.STAGES * c.TILE_Q * c.TILE_KV
             stats, sums = c.STAGES * 2 * c.TILE_Q * 4, c.TMA_REDUCE_DQ * c.TILE_Q * c.WIDTH * 4
             barriers = 8 * (12 + 4 * c.STAGES + c.TMA_REDUCE_DQ) + c.VARLEN * (8 + 8 + 8 * c.TMA_REDUCE_DQ + 64)
+            barriers = -(-barriers // 16) * 16 + 16 * c.STAGES if c.TILE_LIST else barriers
             main = itemsize * (keys + queries + 2 * c.TILE_Q * c.TILE_KV) + stats + sums + barriers
             if self.file == "bwd_hopper_wide":
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P

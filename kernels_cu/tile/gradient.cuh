@@ -108,10 +108,24 @@ template <int N> OP void receive(OperandA<16> (&a)[N / 16], PassedTile<16, N> fr
     }
   }
 }
+// All bits of a half of x that is not zero, and none of one that is.
+OP u32 halves_not_zero(u32 x) { return prmt_signs<1>((x & 0x7fff7fffu) + 0x7fff7fffu); }
+
+// a where factor is not zero, and 0 elsewhere, whatever is there.
+template <int N> OP void clear_where_zero(OperandA<16> (&a)[N], const OperandA<16> (&factor)[N]) {
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < N; ++i) {
+      #pragma unroll
+      for (int r = 0; r < 4; ++r) a[i].at(l, r) &= halves_not_zero(factor[i].at(l, r));
+    }
+  }
+}
 // ds_reg = factor_reg o (dp - delta), as an A operand; delta of the columns is in shared memory, or has been subtracted. SCALED: times `slope`,
-// where factor_reg is not. ALONE: pairs may be masked alone, of which dP may be anything.
-template <bool SUBTRACT, bool ALONE, int N>
-OP void gradients_of_scores(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&factor_reg)[N / 16], const Acc<16, N>& dp, SharedAddress delta, float slope) {
+// where factor_reg is not. `ask_pairs`: whether pairs may be masked alone in this tile, of which dP may be anything.
+template <bool SUBTRACT, int N>
+OP void score_gradients(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&factor_reg)[N / 16], const Acc<16, N>& dp, SharedAddress delta,
+                        float slope = 1.f, bool ask_pairs = true) {
   for_lane(l) {
     const int lane = not_ahead(l);
     #pragma unroll
@@ -123,22 +137,16 @@ OP void gradients_of_scores(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (
         float ds[2];
         #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float of_pair = unpack<Element>(factor, i);
-          ds[i] = of_pair * (SUBTRACT ? dp.at(l, r + 2 * row + i) - stat.x[i] : dp.at(l, r + 2 * row + i));
+          ds[i] = unpack<Element>(factor, i) * (SUBTRACT ? dp.at(l, r + 2 * row + i) - stat.x[i] : dp.at(l, r + 2 * row + i));
           if (SCORES == SCALED) ds[i] *= slope;               // 1 where factor_reg is
-          if (ALONE && of_pair == 0.f) ds[i] = 0.f;
         }
         ds_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(ds[0], ds[1]);
       }
     }
   }
-}
-// `ask_pairs`: whether there may be such pairs in this tile. At wide heads a step takes longer with two texts than with a question for each pair.
-template <bool SUBTRACT, int N>
-OP void score_gradients(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&factor_reg)[N / 16], const Acc<16, N>& dp, SharedAddress delta,
-                        float slope = 1.f, bool ask_pairs = true) {
-  if (ask_pairs || !TILE_LIST || WIDTH > 64) gradients_of_scores<SUBTRACT, MASKED_PAIRS>(ds_reg, factor_reg, dp, delta, slope);
-  else gradients_of_scores<SUBTRACT, false>(ds_reg, factor_reg, dp, delta, slope);
+  if constexpr (MASKED_PAIRS) {
+    if (ask_pairs) clear_where_zero(ds_reg, factor_reg);
+  }
 }
 
 // Each row of acc = cols[0 : N], in shared memory.

@@ -45,7 +45,15 @@ constexpr int LAST_OFFSET = END_BARRIERS + 3 * Mbarrier::bytes;
 constexpr int CLIPPING_BARRIER = LAST_OFFSET + 2 * int(sizeof(u32));
 constexpr int HEADS_OFFSET = CLIPPING_BARRIER + VARLEN * Mbarrier::bytes;            // of what a block needs again later: its heads, and its place
 constexpr int PLACE_OFFSET = VARLEN ? ceil_div(HEADS_OFFSET + 2 * int(sizeof(int)), 16) * 16 : HEADS_OFFSET;
-constexpr int BLOCK_BYTES = PLACE_OFFSET + VARLEN * int(sizeof(KeyPlace));
+constexpr int PLACE_END = PLACE_OFFSET + VARLEN * int(sizeof(KeyPlace));
+// TILE_LIST: what the producer, which goes through the list, tells consumers of the query tile of a stage.
+struct alignas(16) ListedTile {
+  u32 tile;                                                   // twice its number, and 1 more if no pair of it is masked one by one
+  int head;
+  u32 number;                                                 // KeyBlock::accum_number
+};
+constexpr int LISTED_OFFSET = ceil_div(PLACE_END, 16) * 16;
+constexpr int BLOCK_BYTES = TILE_LIST ? LISTED_OFFSET + STAGES * int(sizeof(ListedTile)) : PLACE_END;
 
 constexpr Lanes LANES = WIDTH <= 64 ? CONVERGENT : DIVERGENT; // as measured: 5 % at dim 64, and nothing or 5 % the other way at dim 128
 
@@ -74,8 +82,9 @@ struct KeyBlock {
   u32 first_number;                                           // VARLEN: of the query tiles of the sequence, in head 0
   bool backwards;                                             // the last keys before the first ones, see semaphore_value
   QueryCursor now;
-  u32 last_number;                                            // TILE_LIST: tile_number of the step before
-  ListWords listed;                                           // and words that name the tile at hand
+  ListWords listed;                                           // TILE_LIST: words that name the tile at hand
+  bool is_whole;                                              // and in a consumer, that no pair of it is masked one by one,
+  u32 number, last_number;                                    // its number, and that of the tile before
   u32 tiles_before;                                           // query tiles of heads that had the same sums before, and of all in between
 
   OP KeyBlock(const HopperBackwardParams& p) : here(key_block_coord(p, offsets_of<KEYS>(p))) {
@@ -95,7 +104,7 @@ struct KeyBlock {
     if constexpr (TILE_LIST) {
       if (steps > 0) {
         steps = count_listed(here.first_head, p.heads_per_block, seeing.first, seeing.last + 1, [&](int head) { return list_of(p, head); });
-        find_tile(p);
+        if (warp_id() < 4) find_tile(p);                      // consumers are told
       }
     }
     tiles_before = VARLEN ? 0 : divide(head, p.accum_heads_divmod) * p.accum_heads_divmod.divisor * ceil_div(p.len_q, TILE_Q);
@@ -112,7 +121,6 @@ struct KeyBlock {
     find_listed(now, from, to, here.first_head + p.heads_per_block, listed, [&](int head) { return list_of(p, head); });
   }
   OP void advance(const HopperBackwardParams& p) {
-    if constexpr (TILE_LIST) last_number = tile_number(p);
     const int head = now.head;
     now.advance(from, to);
     if constexpr (TILE_LIST) {
@@ -153,6 +161,23 @@ struct KeyBlock {
     init_mbarrier(cleared, 1);
     if (VARLEN) init_clipping(Clipping{smem + CLIPPING_BARRIER});
   }
+  // TILE_LIST: the producer tells of the query tile at hand, and a consumer hears of it when the tile has come.
+  OP void tell_tile(const HopperBackwardParams& p) const {
+    store_once(listed_smem(), ListedTile{u32(now.tile) * 2 + listed.is_whole(now.tile), now.head, accum_number(p)});
+    sync_warp();                                              // without it what is told is read before it has been written
+  }
+  OP void hear_tile() {
+    const ListedTile told = load_shared<ListedTile>(listed_smem());
+    const u32 tile = uniform(told.tile);
+    now = {uniform(told.head), int(tile / 2)};
+    is_whole = tile % 2;
+    number = told.number;
+  }
+  OP void go_on(const HopperBackwardParams& p) {              // a consumer, to the next step
+    if constexpr (TILE_LIST) last_number = number;
+    else advance(p);
+  }
+  OP SharedAddress listed_smem() const { return smem + LISTED_OFFSET + queries.stage() * int(sizeof(ListedTile)); }
   OP SharedAddress lse_smem() const { return smem + LSE_OFFSET + queries.stage() * STAT_BYTES; }
   OP SharedAddress delta_smem() const { return smem + DELTA_OFFSET + douts.stage() * STAT_BYTES; }
   OP SharedAddress dq_smem(int group) const { return smem + DQ_OFFSET + group * DQ_BYTES; }
@@ -253,6 +278,7 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
     const float* const stats = p.stats + i64(block.tile_number(p)) * 2 * TILE_Q;
     const int row = block.now.tile * TILE_Q;
     producer_acquire(block.queries);                          // without it tiles are overwritten that a slower warp still reads
+    if constexpr (TILE_LIST) block.tell_tile(p);
     if constexpr (STAGED_BIAS) load_with_bias(block.queries, p, here.batch, block.now.head, row, block.row0, stats, block.lse_smem());
     else load_async(block.queries, p.q_map, here.batch, block.now.head, row, stats, block.lse_smem());
     if (step == 0) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
