@@ -70,6 +70,19 @@ constexpr bool EARLY = !EXPLICIT_SCORES && !DROPOUT && !TMA_REDUCE_DQ && !(MASKE
 // Whether there are registers for what the pairs of a head have in common, which otherwise is asked again for each query tile.
 constexpr bool KEEPS_TERMS = (WIDTH > 64 || SCORES == SCALED || SCORES == PLUS_COLUMN) && !TMA_REDUCE_DQ;
 
+// What the scores of the query head at hand have in common, unless it is that of the head before; whether it is another one.
+OP bool find_terms(HeadTerms& of_head, int& head_of, const HopperBackwardParams& p, const KeyBlock& block) {
+  const bool anew = head_of != block.now.head;
+  if (!KEEPS_TERMS || anew) {
+    head_of = block.now.head;
+    of_head = head_terms(p, block.here, head_of, block.seq(p).q.len(), block.seq(p).kv.len());
+  }
+  return anew;
+}
+OP ScoreContext context_of_head(const HopperBackwardParams& p, const KeyBlock& block, const HeadTerms& of_head) {
+  return score_context(p, block.here, block.now.head, of_head, block.seq(p).q.len(), block.seq(p).kv.len());
+}
+
 // Whether half way is behind dP, not behind P: as measured.
 constexpr bool LATE = WIDTH > 64;
 static_assert(GROUPS == 2, "one that begins, and one that follows");
@@ -158,20 +171,21 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if constexpr (TILE_LIST) block.hear_tile(), col0 = block.now.tile * TILE_Q; // beneath both products
     KeptHalves<TILE_Q / 16> kept;
     if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
+    PairArrays<16, TILE_Q> arrays;
+    bool anew = false;                                        // what the pairs of a head have in common
+    if constexpr (ASKED_AHEAD) {
+      anew = find_terms(of_head, head_of, p, block);
+      load<true>(arrays, context_of_head(p, block, of_head), block.queries.tile(), own_row, row0, col0, !block.is_whole);
+    }
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
     const bool masked = !common.contains(col0, TILE_Q), ask_pairs = !TILE_LIST || !block.is_whole;
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if constexpr (MODIFIED) {
-      const bool anew = head_of != block.now.head;
-      if (!KEEPS_TERMS || anew) {
-        head_of = block.now.head;
-        of_head = head_terms(p, block.here, head_of, block.seq(p).q.len(), block.seq(p).kv.len());
-      }
-      const ScoreContext x = score_context(p, block.here, head_of, of_head, block.seq(p).q.len(), block.seq(p).kv.len());
+      if constexpr (!ASKED_AHEAD) anew = find_terms(of_head, head_of, p, block);
+      const ScoreContext x = context_of_head(p, block, of_head);
       if (SCORES == PLUS_COLUMN && (!KEEPS_TERMS || anew)) terms_of_keys(terms, x, not_ahead(block.row0) + own_row);
       if (SCORES == PLUS_COLUMN) add_to_rows(s_reg, terms);
-      PairArrays<16, TILE_Q> arrays;
-      load<true>(arrays, x, block.queries.tile(), own_row, row0, col0);
+      if constexpr (!ASKED_AHEAD) load<true>(arrays, x, block.queries.tile(), own_row, row0, col0, ask_pairs);
       modify_scores<true>(s_reg, arrays, x, row0, col0, ask_pairs);
       if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(block.row0) + own_row, col0);
     }

@@ -110,6 +110,8 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     if constexpr (TILE_LIST) block.hear_tile(), col0 = block.now.tile * TILE_Q;
     start_product_transposed(s_reg, k_smem, 0, q_smem);
     if constexpr (DROPOUT && SCORES != EXPRESSION) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
+    PairArrays<16, TILE_Q> arrays;
+    if constexpr (ASKED_AHEAD && SCORES != EXPRESSION) load<true>(arrays, context(block.now.head), block.queries.tile(), own_row, row0, col0, !block.is_whole);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     float scale_log2 = exponent_scale(p.scale), masked = -infinity(), slope = 1.f;
@@ -119,8 +121,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     if constexpr (MODIFIED && SCORES != EXPRESSION) {
       const ScoreContext x = context(head);
       if (SCORES == PLUS_COLUMN) terms_of_keys(terms, x, not_ahead(row0)), add_to_rows(s_reg, terms);
-      PairArrays<16, TILE_Q> arrays;
-      load<true>(arrays, x, block.queries.tile(), own_row, row0, col0);
+      if constexpr (!ASKED_AHEAD) load<true>(arrays, x, block.queries.tile(), own_row, row0, col0, ask_pairs);
       modify_scores<true>(s_reg, arrays, x, row0, col0, ask_pairs);
       if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(row0), col0);
       if (SCORES == SCALED) scale_log2 = scale_of_head(scale_log2, x), masked = masked_score(x), slope = x.factor;

@@ -7,6 +7,7 @@ constexpr bool HAS_PAIR_MASK = false;
 constexpr bool BIAS_BY_TWO = false;       // whether two neighbouring keys have their elements side by side, at a multiple of their bytes
 constexpr bool MASK_BY_TWO = false;
 constexpr bool MASK_IN_LOOP = false;      // whether takes_part is so long a text that pairs are asked in a loop
+constexpr bool MASK_READS = false;        // whether it reads arrays
 constexpr bool HAS_ALIBI = false;
 constexpr int UNIFORMS = 0;               // parts of the expressions that all pairs of a head have in common
 // Of the array whose gradient bwd_scores computes: whether which element a pair reads depends on its query, on its key, or on how far these are
@@ -30,6 +31,10 @@ struct PairPlace {
   float row, first_col, further;          // the column is the first one of the lane, and so many further
   float bias;                             // what arrays have for the pair
   bool seen;
+  bool within;                            // the column is not beyond the end
+  // which element of an axis is the pair's: beyond the end the last one
+  OP int element_q(int q_len) const { return transposed && within ? q_idx : min_of(q_idx, q_len - 1); }
+  OP int element_kv(int kv_len) const { return !transposed && within ? kv_idx : min_of(kv_idx, kv_len - 1); }
   OP float q_float() const { return transposed ? first_col + further : row; }
   OP float kv_float() const { return transposed ? row : first_col + further; }
   // q_idx - kv_idx + more: an operation a pair, and what a row has in common once

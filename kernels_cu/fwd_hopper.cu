@@ -109,7 +109,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     for (;;) {
       const int following = TILE_LIST ? lists_of_keys.next(tile + 1, end) : tile + 1;
       const bool last = following == end;
-      if (!announced && (following + LEAD >= end || (TILE_LIST && EARLY == GROUPS && further)) && has_work_tile(p, index)) {
+      if (!announced && (following + LEAD >= end || (TILE_LIST && EARLY == GROUPS && further && announces_early(p, index, end - following))) && has_work_tile(p, index)) {
         begin_tile();
         if (leads) load_queries(0, values_due ? EARLY : GROUPS);
         announced = true;

@@ -49,9 +49,10 @@ ELEMENTS = {
 BIAS, PAIR_MASK, SLOPE = (Read(f"@{name}", (), kind) for name, kind in (("bias", "float"), ("mask", "bool"), ("slope", "float")))
 MOST_IN_REGISTERS = 2  # ranges of keys, whose ends are read once for a row
 FEW_RANGES = 6  # of more, the ends take registers that kernels with lists of tiles do not have
+MOST_STATED = 8  # elements between neighbours of an axis, which compilers know then, as an array of ranges has them: no address of its own for each
 FEW_READS, SHORT_MASK = 3, 16  # reads and nodes of a mask that is not long
 # Pairs beyond the ends read what the last query or the last key does.
-LAST = {"q_idx": "min(at.q_idx, x.q_len - 1)", "kv_idx": "min(at.kv_idx, x.kv_len - 1)"}
+LAST = {"q_idx": "at.element_q(x.q_len)", "kv_idx": "at.element_kv(x.kv_len)"}
 OWN = {
     BIAS.name: "at.bias",
     PAIR_MASK.name: "at.seen",
@@ -100,6 +101,8 @@ def expression_text(scores: Scores, softcap: bool, longest: int) -> ExpressionTe
         stated |= {"MASK_BY_TWO": "true"} if _by_two(scores.mask_array) else {}
     if scores.ranges > MOST_IN_REGISTERS:
         stated |= {"MASK_IN_LOOP": "true"}
+    if trees[3] is not None and any(isinstance(node, Read) and (node.args or node == PAIR_MASK) for node in walk(trees[3])):
+        stated |= {"MASK_READS": "true"}
     if scores.alibi_slopes is not None:
         stated |= {"HAS_ALIBI": "true", "AlibiSlope": ELEMENTS[scores.alibi_slopes.dtype]}
     if uniforms:
@@ -248,4 +251,6 @@ def read_text(name: str, indices: list[str], arrays: dict[str, Layout], free_axe
         indices = [COORDINATES.get(index, index) for index in indices]
     reach = sum(abs(stride) * (size - 1) for size, stride in zip(layout.shape, layout.strides))
     offset = "int" if reach < 2**31 else "i64"  # that of 64 bits takes three times the instructions
-    return f"{function}<{kind}, {ELEMENTS[layout.dtype]}, {offset}>({', '.join(['x', str(number), *indices])})"
+    strides = [stride if 0 < stride <= MOST_STATED else 0 for stride in layout.strides] if within else []
+    types = ", ".join([kind, ELEMENTS[layout.dtype], offset, *map(str, strides)])
+    return f"{function}<{types}>({', '.join(['x', str(number), *indices])})"

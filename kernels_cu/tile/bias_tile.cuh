@@ -36,8 +36,8 @@ OP void load_with_bias(Pipeline<T, DEPTH, LANES>& queries, const Params& p, cons
 
 // What arrays have for the pairs of a warp. Of the tile it has the rows from row0 on; TRANSPOSED the columns, which are keys.
 template <bool TRANSPOSED, typename Tile, int N>
-OP void load(PairArrays<16, N>& arrays, const ScoreContext& x, const Tile& tile, int row0, int first_row, int col0) {
-  load<TRANSPOSED>(arrays, x, first_row, col0);
+OP void load(PairArrays<16, N>& arrays, const ScoreContext& x, const Tile& tile, int row0, int first_row, int col0, bool ask_pairs = true) {
+  load<TRANSPOSED>(arrays, x, first_row, col0, ask_pairs);
   if constexpr (STAGED_BIAS) {
     #pragma unroll
     for (int i = 0; i < N; i += 16) {

@@ -29,7 +29,7 @@ OP void terms_of_rows(RowVec<M>& terms, const Acc<M, N>& s, const ScoreContext& 
 
 // The element for a pair; beyond the ends that of the last one.
 template <typename Kind, typename T> OP Kind of_pair(const PairTensor& t, const PairPlace& at, const ScoreContext& x) {
-  return AsKind<Kind>::of(read_at<T>(t.data, min_of(at.q_idx, x.q_len - 1) * t.row_stride + min_of(at.kv_idx, x.kv_len - 1) * t.col_stride));
+  return AsKind<Kind>::of(read_at<T>(t.data, at.element_q(x.q_len) * t.row_stride + at.element_kv(x.kv_len) * t.col_stride));
 }
 
 OP void read_arrays(PairPlace& at, const ScoreContext& x, bool ask_pairs = true) {
@@ -110,39 +110,30 @@ OP void load_pairs(Regs<Pair, REGS>& into, const PairTensor& t, const ScoreConte
   }
 }
 
-// What arrays have for the pairs of a fragment, on its way to registers.
-constexpr bool BIAS_AHEAD = HAS_BIAS && (BIAS_BY_TWO || STAGED_BIAS);
-template <int M, int N> struct PairArrays {
-  Regs<typename PairOf<BiasElement>::type, BIAS_AHEAD ? M * N / 64 : 1> bias;
-  Regs<Two<unsigned char>, HAS_PAIR_MASK && MASK_BY_TWO ? M * N / 64 : 1> seen;
-};
-template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, const ScoreContext& x, int first_row, int col0) {
-  const int row0 = not_ahead(first_row);                      // where rows of arrays begin would take registers beneath all products
-  if constexpr (HAS_BIAS && BIAS_BY_TWO && !STAGED_BIAS) load_pairs<TRANSPOSED, M, N, BiasElement>(arrays.bias, x.bias, x, row0, col0);
-  if constexpr (HAS_PAIR_MASK && MASK_BY_TWO && !TILE_LIST) load_pairs<TRANSPOSED, M, N, unsigned char>(arrays.seen, x.pair_mask, x, row0, col0);
-  if constexpr (HAS_BIAS && BIAS_BY_TWO && TRANSPOSED && sizeof(BiasElement) == 2 && !STAGED_BIAS) movmatrix(arrays.bias);
-}
-
 // Which pairs of a lane take part, a bit for each register. With TILE_LIST most tiles are seen wholly and are not asked, so the few that are take a
 // loop, not a text as long as the fragment, whose registers would be the kernel's. So do masks that take many registers by themselves.
 constexpr bool PAIRS_IN_LOOP = TILE_LIST || MASK_IN_LOOP;
-template <bool TRANSPOSED, int M, int N> OP u64 pairs_that_take_part(const Acc<M, N>& s, int l, const ScoreContext& x, int row0, int col0) {
-  static_assert(Acc<M, N>::regs <= 64, "a bit for each register");
-  // All at once, so that their reads are on their way together, where there are registers. Four groups of consumers leave few for each, and without
-  // lists those of this text are the kernel's.
-  constexpr bool FEW = MASK_IN_LOOP || EXPLICIT_SCORES || !TILE_LIST || TILE_Q > 192;
-  constexpr int MOST = !FEW ? 32 : TRANSPOSED || (MASK_IN_LOOP && VARLEN) ? 4 : 8;
+// In backwards, of masks that read arrays, before their scores exist: what is read comes beneath the product then. Forwards have other work there.
+constexpr bool ASKED_AHEAD = TILE_LIST && MASK_READS;
+// All at once, so that their reads are on their way together, where there are registers. Four groups of consumers leave few for each, and without
+// lists those of this text are the kernel's.
+constexpr bool FEW_AT_ONCE = MASK_IN_LOOP || EXPLICIT_SCORES || !TILE_LIST || TILE_Q > 192;
+template <bool TRANSPOSED, bool WITHIN, int M, int N> OP u64 ask_pairs_of_lane(int l, const ScoreContext& x, int row0, int col0) {
+  using Fragment = Acc<M, N>;
+  static_assert(Fragment::regs <= 64, "a bit for each register");
+  constexpr int MOST = !FEW_AT_ONCE ? 32 : TRANSPOSED || (MASK_IN_LOOP && VARLEN) ? 4 : 8;
   constexpr int AT_ONCE = MOST > 16 && N % 64 == 0 ? 32 : MOST > 8 && N % 32 == 0 ? 16 : MOST > 4 && N % 16 == 0 ? 8 : 4, COLS = 2 * AT_ONCE;
   static_assert(N % COLS == 0, "whole columns of 16 rows at a time");
   u64 bits = 0;
   #pragma unroll
-  for (int first = 0; first < s.regs; first += s.per_16_rows) {
+  for (int first = 0; first < Fragment::regs; first += Fragment::per_16_rows) {
     #pragma unroll 1
     for (int col = 0; col < N; col += COLS) {                 // so that what rows have is found once
       u32 found = 0;
       #pragma unroll
       for (int r = 0; r < AT_ONCE; ++r) {
-        PairPlace at = place_of<TRANSPOSED>(s, l, first + r, row0, col0 + col);
+        PairPlace at = place_of<TRANSPOSED>(Fragment(), l, first + r, row0, col0 + col);
+        at.within = WITHIN;
         if (HAS_PAIR_MASK) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
         found |= u32(takes_part(at, x)) << r;
       }
@@ -151,6 +142,33 @@ template <bool TRANSPOSED, int M, int N> OP u64 pairs_that_take_part(const Acc<M
   }
   return bits;
 }
+// A tile all of whose columns exist has a text of its own, in which what they read is at constant distances.
+constexpr bool WITHIN_APART = MASK_READS && !FEW_AT_ONCE;
+template <bool TRANSPOSED, int M, int N> OP void ask_pairs_of_tile(Regs<u64, 1>& taking_part, const ScoreContext& x, int row0, int col0) {
+  if (WITHIN_APART && col0 + N <= (TRANSPOSED ? x.q_len : x.kv_len)) {
+    for_lane(l) taking_part.at(l, 0) = ask_pairs_of_lane<TRANSPOSED, true, M, N>(l, x, row0, col0);
+  } else {
+    for_lane(l) taking_part.at(l, 0) = ask_pairs_of_lane<TRANSPOSED, false, M, N>(l, x, row0, col0);
+    if constexpr (WITHIN_APART) stay_apart();
+  }
+}
+
+// What arrays have for the pairs of a fragment, on its way to registers.
+constexpr bool BIAS_AHEAD = HAS_BIAS && (BIAS_BY_TWO || STAGED_BIAS);
+template <int M, int N> struct PairArrays {
+  Regs<typename PairOf<BiasElement>::type, BIAS_AHEAD ? M * N / 64 : 1> bias;
+  Regs<Two<unsigned char>, HAS_PAIR_MASK && MASK_BY_TWO ? M * N / 64 : 1> seen;
+  Regs<u64, 1> taking_part;                                   // ASKED_AHEAD: which pairs do, a bit for each register
+};
+template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, const ScoreContext& x, int first_row, int col0, bool ask_pairs = true) {
+  const int row0 = not_ahead(first_row);                      // where rows of arrays begin would take registers beneath all products
+  if constexpr (HAS_BIAS && BIAS_BY_TWO && !STAGED_BIAS) load_pairs<TRANSPOSED, M, N, BiasElement>(arrays.bias, x.bias, x, row0, col0);
+  if constexpr (HAS_PAIR_MASK && MASK_BY_TWO && !TILE_LIST) load_pairs<TRANSPOSED, M, N, unsigned char>(arrays.seen, x.pair_mask, x, row0, col0);
+  if constexpr (HAS_BIAS && BIAS_BY_TWO && TRANSPOSED && sizeof(BiasElement) == 2 && !STAGED_BIAS) movmatrix(arrays.bias);
+  if constexpr (TRANSPOSED && ASKED_AHEAD) {
+    if (ask_pairs) ask_pairs_of_tile<TRANSPOSED, M, N>(arrays.taking_part, x, row0, col0);
+  }
+}
 
 // Scores become what the expressions say, and those of pairs that take no part become -inf. Where all take part, none is asked (`ask_pairs`).
 // OF_TILE: what is left of a linear term has been in the product, or is in the statistics.
@@ -158,6 +176,10 @@ constexpr bool OF_PAIRS = SCORES == PLUS_TERM || SCORES == PLUS_LINEAR || SCORES
 template <bool TRANSPOSED, bool OF_TILE = TRANSPOSED, int M, int N>
 OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreContext& x, int first_row, int col0, bool ask_pairs = true) {
   const int row0 = not_ahead(first_row);
+  Regs<u64, 1> taking_part = arrays.taking_part;
+  if constexpr (PAIRS_IN_LOOP && !(TRANSPOSED && ASKED_AHEAD)) {
+    if (ask_pairs) ask_pairs_of_tile<TRANSPOSED, M, N>(taking_part, x, row0, col0);
+  }
   for_lane(l) {
     #pragma unroll
     for (int r = 0; OF_PAIRS && r < s.regs; ++r) {
@@ -169,11 +191,10 @@ OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreC
       if (SCORES == EXPRESSION) score = score_of(score, at, x) * LOG2E;
     }
     if (MASKED_PAIRS && ask_pairs) {
-      const u64 bits = PAIRS_IN_LOOP ? pairs_that_take_part<TRANSPOSED>(s, l, x, row0, col0) : 0;
       #pragma unroll
       for (int r = 0; r < s.regs; ++r) {
         if constexpr (PAIRS_IN_LOOP) {
-          if (!(bits >> r & 1)) s.at(l, r) = masked_score(x);
+          if (!(taking_part.at(l, 0) >> r & 1)) s.at(l, r) = masked_score(x);
         } else {
           PairPlace at = place_of<TRANSPOSED>(s, l, r, row0, col0);
           if (HAS_PAIR_MASK && !MASK_BY_TWO) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
@@ -186,7 +207,7 @@ OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreC
 }
 template <bool TRANSPOSED, int M, int N> OP void modify_scores(Acc<M, N>& s, const ScoreContext& x, int row0, int col0, bool ask_pairs = true) {
   PairArrays<M, N> arrays;
-  load<TRANSPOSED>(arrays, x, row0, col0);
+  load<TRANSPOSED>(arrays, x, row0, col0, ask_pairs);
   modify_scores<TRANSPOSED>(s, arrays, x, row0, col0, ask_pairs);
 }
 

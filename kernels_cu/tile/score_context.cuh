@@ -109,12 +109,13 @@ template <typename Kind, typename T, typename Offset, typename Context, typename
   ((offset += Offset(max_of(min_of(index, array.extent[axis] - 1), 0)) * Offset(array.stride[axis]), ++axis), ...);
   return AsKind<Kind>::of(read_at<T>(array.data, offset));
 }
-// the same for a coordinate of the pair, which no axis that it indexes ends before
-template <typename Kind, typename T, typename Offset, typename Context, typename... Index> OP Kind captured_within(const Context& x, int number, Index... index) {
+// the same for a coordinate of the pair, which no axis that it indexes ends before; strides that are not 0 are stated
+template <typename Kind, typename T, typename Offset, int... STRIDES, typename Context, typename... Index> OP Kind captured_within(const Context& x, int number, Index... index) {
   const CapturedArray& array = x.of.captured[number];
   Offset offset = 0;
   int axis = 0;
-  ((offset += Offset(index) * Offset(array.stride[axis]), ++axis), ...);
+  constexpr int stated[] = {STRIDES...};
+  ((offset += Offset(index) * (stated[axis] ? Offset(stated[axis]) : Offset(array.stride[axis])), ++axis), ...);
   return AsKind<Kind>::of(read_at<T>(array.data, offset));
 }
 template <typename Kind, typename Context> OP Kind scalar(const Context& x, int number) { return AsKind<Kind>::of_bits(x.of.captured[number].data); }

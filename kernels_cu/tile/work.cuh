@@ -84,6 +84,15 @@ OP WorkTile work_tile_coord(const HopperForwardParams& p, u32 index, int tile_q)
   return here;
 }
 
+// TILE_LIST: whether the next query tile is announced when the one at hand begins, and not when few key tiles are left. IN_TURN a block has another
+// one then that it will take behind both, which others could take sooner: not those that come last.
+constexpr u32 LAST_TILES = 4;                                 // of each block
+constexpr int FEW_LEFT = 8;
+template <typename Params> OP bool announces_early(const Params& p, u32 index, int left) {
+  if constexpr (IN_TURN) return left <= FEW_LEFT || index + LAST_TILES * blocks() < u32(p.tiles);
+  else return true;
+}
+
 // VARLEN: query tiles come from a list with the longest first. A few heads take turns with it, whose keys and values stay in the L2 cache meanwhile;
 // then the next ones do. A block begins with the tile of its own number, and takes one more whenever it begins one: who had longer ones takes
 // fewer. So the number of a tile stands in place of `index` here.
