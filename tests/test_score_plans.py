@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from score_calls import DTYPES, GRID, TALL, Call, blocks, ends, normal, same_bits, strided, truths
 from thinned import thinned
 
-from cupy_flash import attention, attention_backward, attention_vjp, plan_attention, plan_attention_backward
+from cupy_flash import KeyRanges, attention, attention_backward, attention_vjp, plan_attention, plan_attention_backward
 from cupy_flash.call import backward as backward_call
 from cupy_flash.call import forward as forward_call
 
@@ -296,7 +296,16 @@ def test_places_in_small_arrays_are_computed_in_32_bits(stride, offset):
     q, t = numpy.zeros((1, 9, 16), numpy.float16), numpy.zeros(1, numpy.float32)
     apart = numpy.lib.stride_tricks.as_strided(t, (9,), (4 * stride,))  # eight steps from its first element to its last
     plan = plan_attention(q, q, q, score="score * t[kv_idx]", arrays={"t": apart}, backend="host", arch="80")
-    assert f"captured_within<float, float, {offset}>" in plan.kernel.expressions.score
+    assert f"captured_within<float, float, {offset}, {stride if stride == 1 else 0}>" in plan.kernel.expressions.score
+
+
+def test_short_strides_are_in_the_text_and_others_are_read():
+    """A compiler that knows how far elements are apart needs one address for all; 0 stands for what the kernel is told."""
+    q, length = numpy.zeros((1, 9, 16), numpy.float16), 9
+    for apart, stated in ((2, 2), (8, 8), (9, 0)):
+        start = numpy.zeros((length, apart), numpy.int32)[:, :2]
+        plan = plan_attention(q, q, q, mask=KeyRanges(start, start), backend="host", arch="80")
+        assert f"captured_within<int, int, int, {stated}, 1>(x, 0, at.element_q(x.q_len), 1)" in plan.kernel.expressions.takes_part
 
 
 @pytest.mark.parametrize("asked", thinned(["least[kv_idx] % minus[kv_idx] == 0", "least[kv_idx] // minus[kv_idx] != 7"]))

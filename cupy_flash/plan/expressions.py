@@ -49,7 +49,7 @@ ELEMENTS = {
 BIAS, PAIR_MASK, SLOPE = (Read(f"@{name}", (), kind) for name, kind in (("bias", "float"), ("mask", "bool"), ("slope", "float")))
 MOST_IN_REGISTERS = 2  # ranges of keys, whose ends are read once for a row
 FEW_RANGES = 6  # of more, the ends take registers that kernels with lists of tiles do not have
-MOST_STATED = 8  # elements between neighbours of an axis, which compilers know then, as an array of ranges has them: no address of its own for each
+MOST_STATED = 8  # a stride that compilers are told, as arrays of ranges have it: neighbours need no address of their own then
 FEW_READS, SHORT_MASK = 3, 16  # reads and nodes of a mask that is not long
 # Pairs beyond the ends read what the last query or the last key does.
 LAST = {"q_idx": "at.element_q(x.q_len)", "kv_idx": "at.element_kv(x.kv_len)"}
