@@ -168,6 +168,25 @@ def test_blocks_that_sum_over_several_heads(name, kernel, schedule, monkeypatch)
         assert (got == right).all()
 
 
+@pytest.mark.parametrize("kernel", ["bwd_v2", "bwd_hopper", "bwd_hopper_wide"])
+def test_what_pairs_hold_that_are_masked_alone_reaches_no_gradient_of_a_score(kernel):
+    """dP of such a pair may be anything, and its P is 0: dq and dk of those who do not see each other keep their bits."""
+    options, hand = TILE_MASKS["blocks"]()
+    arch = "90a" if "hopper" in kernel else "80"
+    q, k, v, dout = inputs(DTYPE[arch])
+    results = plan_attention(q, k, v, backend="host", arch=arch, return_lse=True, **options)(q, k, v, **operands_of(options))
+    plan = plan_attention_backward(dout, q, k, v, *results, backend="host", arch=arch, kernel=kernel, **options)
+    usual = plan(dout, q, k, v, *results, **operands_of(options))
+    query, key = 77, 131
+    v[..., key, :], blind = numpy.inf, ~hand["seen"][:, key]
+    of_value = plan(dout, q, k, v, *results, **operands_of(options)).dq[..., blind, :]
+    assert 0 < blind.sum() < LEN_Q and (of_value == usual.dq[..., blind, :]).all()
+    v[..., key, :], dout[..., query, :] = 0, numpy.nan
+    unseen = ~hand["seen"][query]
+    of_query = plan(dout, q, k, v, *results, **operands_of(options)).dk[..., unseen, :]
+    assert 0 < unseen.sum() < LEN_KV and numpy.isfinite(of_query).all()
+
+
 @pytest.mark.parametrize("name", thinned(["documents", "holes", "nothing"]))
 def test_split_keys(name, schedule):
     """Ranges of keys are cut before the lists are looked at: some blocks have none that are seen."""

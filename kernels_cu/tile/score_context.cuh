@@ -114,7 +114,7 @@ template <typename Kind, typename T, typename Offset, int... STRIDES, typename C
   const CapturedArray& array = x.of.captured[number];
   Offset offset = 0;
   int axis = 0;
-  constexpr int stated[] = {STRIDES...};
+  constexpr int stated[] = {STRIDES..., 0};                   // and one more, since an array may have no axis
   ((offset += Offset(index) * (stated[axis] ? Offset(stated[axis]) : Offset(array.stride[axis])), ++axis), ...);
   return AsKind<Kind>::of(read_at<T>(array.data, offset));
 }
