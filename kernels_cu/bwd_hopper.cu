@@ -172,7 +172,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     KeptHalves<TILE_Q / 16> kept;
     if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
     PairArrays<16, TILE_Q> arrays;
-    bool anew = false;                                        // what the pairs of a head have in common
+    bool anew = false;                                        // whether the head is another one
     if constexpr (ASKED_AHEAD) {
       anew = find_terms(of_head, head_of, p, block);
       load<true>(arrays, context_of_head(p, block, of_head), block.queries.tile(), own_row, row0, col0, !block.is_whole);
