@@ -45,7 +45,7 @@ SEQUENCES = replace(TWO_STAGES, case=Case("float16", 130, 310, dim=32, heads_q=2
 FEW_OFFSETS = [0, 20, 20, 85, 120], [0, 75, 80, 190, 300]
 
 # Of many tiles of keys some: others for each tile of queries.
-SOME_TILES = numpy.add.outer(numpy.arange(150) // 20, numpy.arange(75) // 10) % 3 > 0
+SOME_TILES, SOME_OF_MORE_KEYS = (numpy.add.outer(numpy.arange(150) // 20, numpy.arange(n) // 10) % 3 > 0 for n in (75, 200))
 # And of 64 queries each fewer than of 128: some in between, several in a row, the last ones.
 OF_CONSUMERS = numpy.array([[1, 0, 0, 1, 0], [1, 1, 1, 0, 1], [0, 1, 0, 0, 0]], bool)
 TILES_OF_64 = OF_CONSUMERS[numpy.arange(150) // 64][:, numpy.arange(75) // 16]
@@ -77,9 +77,10 @@ def settings_of(kernel):
         case = Case("float16", 200, 310, dim=32, heads_q=2, heads_kv=1)  # one sequence has more tiles of queries than stages
         sequences = replace(OWN_KEYS, case=case, offsets=([0, 20, 20, 170, 190], [0, 75, 80, 230, 300]))
         settings = {"two stages": OWN_KEYS, "one stage, wide, in order": wide} | staged | {"stored": stored}
-        return settings | {"sequences": sequences}
+        return settings | {"sequences": sequences, "lists": replace(OWN_KEYS, seen=SOME_OF_MORE_KEYS)}
     if kernel == "bwd_hopper_wide":
-        return {"any order": replace(ONE_GRADIENT, last_blocks=1), "in order": ONE_GRADIENT.but(True)}
+        lists = replace(ONE_GRADIENT, seen=SOME_OF_MORE_KEYS)
+        return {"any order": replace(ONE_GRADIENT, last_blocks=1), "in order": ONE_GRADIENT.but(True), "lists": lists}
     if kernel == "bwd_scores":
         setting = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 16, "WARPS": 2, "STAGES": 2})
         return {"two stages": setting, "one stage": setting.but(STAGES=1), "stores": setting.but(COPY_BYTES=0)}
