@@ -123,17 +123,18 @@ def gradients(kernel, setting):
     inputs, (dout, dlse) = make_inputs(case), make_cotangents(case)
     if setting.offsets is not None:
         return packed_gradients(kernel, setting, inputs, dout)
+    masks, seen = ({} if setting.seen is None else {name: setting.seen} for name in ("mask", "seen"))
     arrays = case.arrays()
-    given = (dout, *inputs, *attention(*inputs, **arrays, **case.options))
+    given = (dout, *inputs, *attention(*inputs, **arrays, **masks, **case.options))
     options = {name: value for name, value in case.options.items() if name != "return_lse"}
     options |= {"deterministic": setting.deterministic, "arch": arch_of(kernel), "kernel": kernel}
     wrt = {"bias": arrays["bias"]} if case.bias else {}
-    plan = plan_attention_backward(*given, dlse=dlse, **arrays, backend="host", wrt=tuple(wrt), **options)
+    plan = plan_attention_backward(*given, dlse=dlse, **arrays, **masks, backend="host", wrt=tuple(wrt), **options)
     assert plan.kernels == (plan.kernel,)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
     with mock.patch.object(backward_plan, "LAST_BLOCKS", setting.last_blocks):
-        computed = BackwardPlan(plan.problem, changed)(*given, dlse=dlse, **arrays)
-    return compare_gradients(computed, dout, *inputs, dlse=dlse, wrt=wrt, **arrays, **case.scores)
+        computed = BackwardPlan(plan.problem, changed)(*given, dlse=dlse, **arrays, **masks)
+    return compare_gradients(computed, dout, *inputs, dlse=dlse, wrt=wrt, **arrays, **seen, **case.scores)
 
 
 def packed_gradients(kernel, setting, inputs, dout):
