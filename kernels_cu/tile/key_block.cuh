@@ -52,6 +52,7 @@ struct alignas(16) ListedTile {
   int head;
   u32 number;                                                 // KeyBlock::accum_number
 };
+static_assert(!TILE_LIST || !VARLEN, "load_tiles_of_sequence tells nobody");
 constexpr int LISTED_OFFSET = ceil_div(PLACE_END, 16) * 16;
 constexpr int BLOCK_BYTES = TILE_LIST ? LISTED_OFFSET + STAGES * int(sizeof(ListedTile)) : PLACE_END;
 

@@ -84,8 +84,8 @@ OP WorkTile work_tile_coord(const HopperForwardParams& p, u32 index, int tile_q)
   return here;
 }
 
-// TILE_LIST: whether the next query tile is announced when the one at hand begins, and not when few key tiles are left. IN_TURN a block has another
-// one then that it will take behind both, which others could take sooner: not those that come last.
+// TILE_LIST: whether consumers may be told of the next query tile now, with so many key tiles `left` of the one at hand, or only when few are. With it
+// the block takes the number of one more (IN_TURN). Of the last tiles others would begin that one sooner, so there it waits.
 constexpr u32 LAST_TILES = 4;                                 // of each block
 constexpr int FEW_LEFT = 8;
 template <typename Params> OP bool announces_early(const Params& p, u32 index, int left) {
