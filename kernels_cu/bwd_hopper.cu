@@ -178,7 +178,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
       load<true>(arrays, context_of_head(p, block, of_head), block.queries.tile(), own_row, row0, col0, !block.is_whole);
     }
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
-    const bool masked = !common.contains(col0, TILE_Q), ask_pairs = !TILE_LIST || !block.is_whole;
+    const bool masked = !PAIR_BITS && !common.contains(col0, TILE_Q), ask_pairs = !TILE_LIST || !block.is_whole;
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if constexpr (MODIFIED) {
       if constexpr (!ASKED_AHEAD) anew = find_terms(of_head, head_of, p, block);
@@ -198,9 +198,10 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if (early) wait_for_products<2>(dp_reg);                  // without it dP is read that does not exist yet
     else wait_for_products<1>(dp_reg);                        // the same: here no product of dQ runs
     if (!follows && LATE) let_begin();
+    if (PAIR_BITS && ask_pairs) mask_pairs(dp_reg, arrays.taking_part, 0.f);
     if (masked) apply_mask(dp_reg, mask_again(block), row0, col0, 0.f);   // 0 times whatever dP was may be NaN
     if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, p.scores.dropout.scale);
-    score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES || DROPOUT ? factor_reg : p_reg, dp_reg, block.delta_smem(), of_head.factor, ask_pairs);
+    score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES || DROPOUT ? factor_reg : p_reg, dp_reg, block.delta_smem(), of_head.factor, !PAIR_BITS && ask_pairs);
     if (follows && !early) start_dq(dq_reg);
     store_transposed(block.ds_smem(block.queries.count), ds_reg, TMA_REDUCE_DQ ? not_ahead(own_row) : own_row);
     fence_proxy_async();                                      // without it the product does not see what lanes have stored

@@ -90,7 +90,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   const bool for_values = warp_id() < 8;
   const int pair = warp_id() % 4, own_row = pair * 16;
   const auto cut = [&](int col0) {                            // asked anew in each step: kept, the range would take registers
-    return !unmasked_queries(block.mask, not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q);
+    return !PAIR_BITS && !unmasked_queries(block.mask, not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q);
   };
   const auto context = [&](int head) { return score_context(p, block.here, head, block.seq(p).q.len(), block.seq(p).kv.len()); };
   const auto passed = [&](u32 step) { return PASSED + int(step % 2) * 4 + pair; };

@@ -23,6 +23,7 @@ constexpr int   PRODUCER_WARPS = 1;       // fwd_hopper: warps that bring keys a
 constexpr bool  TILE_LIST = false;        // of MASKED_PAIRS: blocks visit the tiles of a list, see tile/tile_list.cuh
 constexpr bool  IN_TURN = false;          // of TILE_LIST, fwd_hopper: blocks take query tiles in turn, those with most key tiles first, see tile/listed_work.cuh
 constexpr bool  OWN_LISTS = false;        // of TILE_LIST, fwd_hopper: each consumer has a list for its rows, see tile/consumer_lists.cuh; if not, a query tile has one
+constexpr bool  PAIR_BITS = false;        // of TILE_LIST, kernels for sm_90a: which pairs take part has been found before, and is read, see tile/pair_bits.cuh; if not, the mask is asked
 constexpr bool  DROPOUT = false;          // probabilities are dropped, see tile/dropout.cuh
 constexpr bool  PLACED = false;           // of DROPOUT: pairs are numbered from elsewhere than the first query, key and head, as a part of a problem that several devices share
 

@@ -38,7 +38,7 @@ constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: comp
 constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
 constexpr int LEAD = NUMBERED ? 0 : (GROUPS - 1) * ROWS / TILE_KV; // key tiles: under a mask, so many may be left when the first consumer ends its query tile
 constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
-constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS;   // what pairs have in arrays comes beneath the product of the scores: wider heads leave registers for no addresses
+constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS || PAIR_BITS;   // what pairs have in arrays comes beneath the product of the scores: wider heads leave registers for no addresses
 KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: the query tiles that blocks take
   if constexpr (TAKES_TILES) schedule_queries(p);
 }
@@ -121,13 +121,15 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
       ColumnTerms columns;                                    // found before a stage is waited for, as the number of the key tile
-      const u32 number = TILE_LIST ? pass.has_keys() ? lists_of_keys.tell(next, pass.across ? tiles.end : end) : 0 : place;
+      decltype(lists_of_keys.tell(0, 0)) told{};
+      if (TILE_LIST && pass.has_keys()) told = lists_of_keys.tell(next, pass.across ? tiles.end : end);
       if (PAGED && pass.has_keys()) {
         bring_pages(keys, values, clipping, p, of_keys, pages, place * TILE_KV, warp, pass.across);
       } else if (pass.has_keys()) {
         if constexpr (COLUMNS) find_columns(columns, p, of_keys, head, place * TILE_KV);
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
-        if constexpr (NUMBERED) store_once(number_of(smem, keys.stage()), number);
+        if constexpr (TILE_LIST) store_told(number_of(smem, keys.stage()), told);
+        else if constexpr (NUMBERED) store_once(number_of(smem, keys.stage()), u32(place));
         if constexpr (COLUMNS && VARLEN) store(StoredColumns(smem + TERMS_OFFSET, keys.stage()), columns);
         if constexpr (NUMBERED) sync_warp();                  // without it a number is read that has not been written
         if constexpr (VARLEN) load_keys(keys, p, of_keys, place * TILE_KV);
@@ -187,8 +189,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (SPLIT_KV) split = uniform(work.split);
     tile = uniform(work.first);                               // and what follows is kept once for a warp
     last = uniform(work.last);
-    before = uniform(work.before);
-    beyond = uniform(work.beyond);
+    before = TILE_LIST ? 0 : uniform(work.before);
+    beyond = TILE_LIST ? 0 : uniform(work.beyond);
     next = uniform(work.next);
     if constexpr (TELLS_WHOLE) whole_first = uniform(work.whole_first), wholes = max_of(uniform(work.whole_end) - whole_first, 0);
     warp_row = now.row + group * ROWS + warp % 4 * 16;
@@ -231,16 +233,16 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   using Arrays = PairArrays<16, TILE_KV>;
   const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), keys_of_sequence(p, now)); };
   const auto load_arrays = [&](Arrays& arrays, const KeyTile& k_smem) {
-    if constexpr (MODIFIED) load<false>(arrays, context(), k_smem, row_of_tile(), warp_row, first_key());
+    if constexpr (MODIFIED) load<false>(arrays, context(), k_smem, row_of_tile(), warp_row, first_key(), !PAIR_BITS || told_to_ask(number));
   };
   const auto scores_of_tile = [&](const Arrays& arrays, const bool first) {
     const int col0 = first_key();
     if (COLUMNS) leave_out_largest(softmax, terms_reg, common, largest);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, col0, !told_all(number, group) && !(first && told_none(number, group)));
-    if (TILE_LIST && first && told_none(number, group)) fill(s_reg, masked_score(terms)), stay_apart();
+    if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, col0, !TILE_LIST || told_to_ask(number));
+    if (TILE_LIST && first && told_none(number)) fill(s_reg, masked_score(terms)), stay_apart();
     if (SCORES == PLUS_LINEAR) terms_of_rows<false, true>(terms_reg, s_reg, context(), warp_row, col0);
-    if (TELLS_WHOLE ? u32(key_tile() - whole_first) >= u32(wholes) : !unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0, masked_score(terms));
+    if (PAIR_BITS ? false : TELLS_WHOLE ? u32(key_tile() - whole_first) >= u32(wholes) : !unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0, masked_score(terms));
     if constexpr (SCALES_LARGE) scale_as_before(s_reg, scale_log2, p.scale_log2);
   };
   bool sums = false;                                          // O holds products of its query tile; if not, the next one replaces what it holds
@@ -287,7 +289,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
     if (follows) to_operands(p_reg, s_reg, kept_reg);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
-    if constexpr (NUMBERED) number = uniform(load_shared<u32>(number_of(smem, keys.stage())));
+    if constexpr (NUMBERED) number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group)));
     const StoredTerms in_product(smem + TERMS_OFFSET, LINEAR ? int(q_smem.base - smem) / QueryTile::bytes : keys.stage());
     if constexpr (COLUMNS) common = load_common(in_product);
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it products of several warpgroups queue, and no scores are done soon
@@ -341,15 +343,15 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     sums = true;
     if (PINGPONG) arrive_pingpong<ORDER>(group, GROUPS);      // without it the next warpgroup waits for ever
     consumer_wait(keys);                                      // without it the number is that of keys before
-    number = uniform(load_shared<u32>(number_of(smem, keys.stage())));
+    number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group)));
     consumer_release(keys);                                   // without it the producer waits for ever
     wait_for_products<0>(o_reg);                              // without it O and P change beneath the product
     consumer_release(values);                                 // without it the producer waits for ever
     fill(s_reg, 0.f);
     #pragma unroll 1
-    for (; tile < last && told_next_none(number, group); ++tile) {
+    for (; tile < last && told_next_none(number); ++tile) {
       consumer_wait(keys);                                    // the same
-      number = uniform(load_shared<u32>(number_of(smem, keys.stage()))), skip_keys(1), skip(values, 1);
+      number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group))), skip_keys(1), skip(values, 1);
     }
   };
 
@@ -369,7 +371,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       tile += !ONE_TEXT;                                      // that of the first step is done
       #pragma unroll 1
       for (; ONE_TEXT || tile <= last; ++tile) {
-        if constexpr (OWN_LISTS) if (told_next_none(number, group)) { pass_by(); continue; }
+        if constexpr (OWN_LISTS) if (told_next_none(number)) { pass_by(); continue; }
         step({true, starts, ONE_TEXT && ends}, skipped);      // across, once, if it has the text of the loop; within
         if (ONE_TEXT && tile == last) break;
         starts = ends = false;

@@ -53,7 +53,7 @@ struct CapturedArray {
 
 // Which tiles of pairs blocks visit, see tile/tile_list.cuh. Read by kernels with TILE_LIST.
 struct TileLists {
-  u32* lists;                             // (batch, heads, query tiles, 2, words)  bits of key tiles; in the backward of query tiles, for each key tile
+  u32* lists;                             // (batch, heads, query tiles, 2, words)  bits of key tiles; in the backward of query tiles, for each key tile. PAIR_BITS: behind them those of pairs
   u32* columns;                           // (batch, heads, query tiles, words)  in the backward in order: bits of key tiles
   int batches, heads;                     // how many of them have lists of their own: all, or 1
 };

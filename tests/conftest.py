@@ -17,7 +17,7 @@ from cupy_flash.call import backward, forward
 from cupy_flash.machine import host, source
 from cupy_flash.machine.toolchain import compiler
 from cupy_flash.plan import forward as forward_plan
-from cupy_flash.plan import schedule, sources
+from cupy_flash.plan import pair_bits, schedule, sources
 from cupy_flash.plan.tuning import HOPPER_BACKWARD, KERNEL_TABLES, MASKS
 from cupy_flash.problem import arrays
 
@@ -125,6 +125,22 @@ def only_row(monkeypatch):
 
     yield choose
     forward._prepared.cache_clear()
+
+
+@pytest.fixture
+def share_of_bits(monkeypatch):
+    """A function that sets how much memory bits of pairs may take: infinity, and sm_90a reads them; 0, and it asks masks."""
+
+    def change(share):
+        monkeypatch.setattr(pair_bits, "SHARE", share)
+        clear()
+
+    def clear():
+        for module in (forward, backward):
+            module._prepared.cache_clear()
+
+    yield change
+    clear()
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """A list of key tiles for each consumer of fwd_hopper: what it names, and that what a consumer does not see is passed by."""
 
+import math
+
 import numpy
 import pytest
 from thinned import quick, thinned
@@ -8,7 +10,6 @@ from tile_masks import bits_of, kept
 from cupy_flash import KeyRanges, TileMask, plan_attention
 from cupy_flash.machine import host
 from cupy_flash.plan.classify import CONSUMER_ROWS, rows_of_list
-from cupy_flash.plan.forward import MOST_LISTED
 
 
 @pytest.fixture(params=thinned(host.SCHEDULES, first=1))
@@ -24,7 +25,8 @@ DIMS = quick([*QUICK, *RARER], *QUICK, spread=True)
 
 @pytest.mark.parametrize("dim, dim_v, long", DIMS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_consumers_of_a_query_tile_see_other_key_tiles(causal, dim, dim_v, long, schedule):
+@pytest.mark.parametrize("bits", thinned([True, False]))
+def test_consumers_of_a_query_tile_see_other_key_tiles(causal, dim, dim_v, long, bits, schedule, share_of_bits):
     """Documents that mostly begin within a query tile: in one key tile a consumer sees all pairs, another some and another none.
 
     There are four or three up to 128; the two of wider heads, or values, have one list together.
@@ -36,18 +38,22 @@ def test_consumers_of_a_query_tile_see_other_key_tiles(causal, dim, dim_v, long,
     rng = numpy.random.default_rng(5)
     q, k, v = (rng.standard_normal((2, len(doc), width)).astype(numpy.float16) for width in (dim, dim, dim_v))
     ends = (numpy.stack([numpy.searchsorted(doc, doc, side), 0 * doc], -1) for side in ("left", "right"))
+    share_of_bits(math.inf if bits else 0)
     mask = TileMask(KeyRanges(*ends)) if long else TileMask("doc[q_idx] == doc[kv_idx]", {"doc": doc})
     plan = plan_attention(q, k, v, backend="host", arch="90a", mask=mask, causal=causal)
     c, out = plan.kernel.config, plan(q, k, v, mask=mask)
-    assert plan.kernel.file == "fwd_hopper" and c.TILE_LIST
+    assert plan.kernel.file == "fwd_hopper" and c.TILE_LIST and bits == c.PAIR_BITS
     rows = rows_of_list(plan.kernel)
     apart = max(dim, dim_v) <= 128
     assert apart == c.OWN_LISTS and rows == (CONSUMER_ROWS if apart else c.TILE_Q)
     words, tile = -(-len(doc) // c.TILE_KV // 32), (rows, c.TILE_KV)
-    lists = kept(mask, 0)["tile_lists"].view(numpy.uint32).reshape(-1, 2, words)
     steps = [range(0, len(doc), size) for size in tile]
+    lists = kept(mask, 0)["tile_lists"].view(numpy.uint32)[: len(steps[0]) * 2 * words].reshape(-1, 2, words)
     some, every = (reduce.reduceat(reduce.reduceat(x, steps[0], axis=0), steps[1], axis=1)
-                   for reduce, x in ((numpy.logical_or, pairs), (numpy.logical_and, alone)))  # fmt: skip
+                   for reduce, x in ((numpy.logical_or, pairs), (numpy.logical_and, pairs if bits else alone)))  # fmt: skip
+    if bits:  # of all masks, and of pairs that exist
+        for axis, size in enumerate(tile):
+            every.swapaxes(0, axis)[len(doc) // size :] = False
     bits = bits_of(numpy.ascontiguousarray(lists), len(steps[1]))
     assert (bits[:, 0] == some).all() and (bits[:, 1] == every).all()
     consumers = c.TILE_Q // rows
@@ -100,16 +106,9 @@ def test_key_tiles_that_a_consumer_does_not_see_are_passed_by(name, heads, sched
     numpy.testing.assert_allclose(out.astype("f8"), p @ v.astype("f8") / p.sum(-1, keepdims=True), rtol=0, atol=2**-8)
 
 
-def test_more_keys_than_lists_of_consumers_number():
-    q = numpy.zeros((1, 300, 64), numpy.float16)
-    for keys, own in ((64 * MOST_LISTED, True), (64 * MOST_LISTED + 1, False)):
-        kv = numpy.lib.stride_tricks.as_strided(q, (1, keys, 64), q.strides)  # which nobody reads
-        c = plan_attention(q, kv, kv, backend="host", arch="90a", mask="kv_idx % 3 < 2 and kv_idx >= q_idx").kernel.config
-        assert c.TILE_LIST and c.TILE_KV == 64 and own == c.OWN_LISTS
-
-
-def test_long_masks_have_tiles_of_fewer_groups():
-    """Four warpgroups have no registers for two ranges of keys, nor for many operations."""
+def test_long_masks_have_tiles_of_fewer_groups(share_of_bits):
+    """Four warpgroups have no registers for two ranges of keys, nor for many operations, if they ask."""
+    share_of_bits(0)
     x = numpy.zeros((1, 2, 512, 64), numpy.float16)
     ends = numpy.zeros((512, 2), int), numpy.ones((512, 2), int)
     long = "(kv_idx - q_idx) % 7 == 0 or kv_idx < 100 and (q_idx > 5 or kv_idx // 16 != q_idx // 16)"
@@ -117,3 +116,7 @@ def test_long_masks_have_tiles_of_fewer_groups():
     for mask, groups in (("kv_idx <= q_idx or kv_idx < 100", 4), (one, 4), (KeyRanges(*ends), 3), (long, 3)):
         config = plan_attention(x, x, x, backend="host", arch="90a", mask=mask).kernel.config
         assert config.TILE_LIST and (64 * groups, 4 + 4 * groups) == (config.TILE_Q, config.WARPS)
+    share_of_bits(math.inf)
+    for mask in (one, KeyRanges(*ends), long, numpy.ones((512, 512), bool)):
+        config = plan_attention(x, x, x, backend="host", arch="90a", mask=mask).kernel.config
+        assert config.PAIR_BITS and config.TILE_Q == 256

@@ -1,5 +1,6 @@
 """Tiles in which nothing is seen are not computed, and pairs of tiles in which all is seen are not asked."""
 
+import math
 from dataclasses import replace
 
 import numpy
@@ -15,6 +16,7 @@ from cupy_flash.judge.oracle import naive, oracle
 from cupy_flash.machine import host
 from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan.classify import rows_of_list
+from cupy_flash.plan.kernel import text_of
 
 KERNELS = {"80": ("fwd_v2", "bwd_v2"), "90a": ("fwd_hopper", "bwd_hopper")}
 DTYPE = {"80": "bfloat16", "90a": "float16"}  # as in other tests of masks, whose kernels these are
@@ -28,13 +30,27 @@ def schedule(request, monkeypatch):
 
 @pytest.mark.parametrize("arch", KERNELS)
 @pytest.mark.parametrize("name", thinned(NAMES, keep=8))
-def test_results(name, arch, schedule):
+def test_results(name, arch, schedule, share_of_bits):
+    """Of masks that are asked."""
+    share_of_bits(0)
+    assert not any(kernel.config.PAIR_BITS for kernel in kernels_of_results(name, arch, schedule))
+
+
+@pytest.mark.parametrize("name", thinned(NAMES))
+def test_results_by_bits(name, schedule, share_of_bits):
+    share_of_bits(math.inf)
+    assert all(kernel.config.PAIR_BITS for kernel in kernels_of_results(name, "90a", schedule))
+
+
+def kernels_of_results(name, arch, schedule):
+    """Of a mask, after what they compute has been judged."""
     options, hand = TILE_MASKS[name]()
     deterministic = schedule == "deferred"
     where = {"backend": "host", "arch": arch}
     kernels = judged(DTYPE[arch], options, hand, where, inputs_given=inputs(DTYPE[arch]), deterministic=deterministic)
     assert tuple(kernel.file for kernel in kernels) == KERNELS[arch]
     assert all(kernel.config.TILE_LIST for kernel in kernels)
+    return kernels
 
 
 # The lists themselves
@@ -91,6 +107,52 @@ def test_lists_are_those_of_the_mask(name):
     assert (bits_of(found["tile_columns"].reshape(*apart, query_tiles, -1), key_tiles) == any_seen).all()
 
 
+def pairs_of_bits(words, rows, cols, tile):
+    """Which pairs take part, from words of so many tiles of columns: (..., rows, cols), and beyond the ends of both."""
+    parts, tiles = -(-rows // 16), -(-cols // tile)
+    words = words.view(f"u{4 if tile <= 64 else 8}").reshape(-1, parts, tiles, 32)
+    lane, reg = numpy.ogrid[:32, : tile // 2]
+    pairs = numpy.zeros((len(words), parts, 16, tiles, tile), bool)
+    bits = (words[..., None] >> reg.astype(words.dtype) & 1).astype(bool)  # (matrices, parts, tiles, lanes, registers)
+    row, col = lane // 4 + reg // 2 % 2 * 8, reg // 4 * 8 + lane % 4 * 2 + reg % 2
+    pairs.transpose(0, 1, 3, 2, 4)[..., row, col] = bits
+    return pairs.reshape(len(words), parts * 16, tiles * tile)
+
+
+@pytest.mark.parametrize("name", thinned(NAMES, keep=4))
+@pytest.mark.parametrize("dim", thinned([40, 160, 120], keep=3))
+def test_bits_are_those_of_the_mask(name, dim, share_of_bits):
+    """Of the tiles in which some pairs take part and others do not, and what lists say of all of them, in both directions."""
+    share_of_bits(math.inf)
+    options, hand = TILE_MASKS[name]()
+    q, k, v, dout = inputs("float16", dim=dim)
+    both, _ = visible(hand)
+    where = {"backend": "host", "arch": "90a"}
+    forward = plan_attention(q, k, v, **where, **options)
+    backward = plan_attention_backward(dout, q, k, v, q, numpy.zeros(q.shape[:-1], numpy.float32), **where, **options)
+    for plan, arguments in ((forward, (q, k, v)), (backward, (dout, q, k, v, q, numpy.zeros(q.shape[:-1], numpy.float32)))):
+        c, by_keys = plan.kernel.config, plan is backward
+        assert c.PAIR_BITS and "hopper" in plan.kernel.file
+        words = classified(plan, arguments, operands_of(options))["tile_lists"]
+        told = plan._execution._params[0]["scores"]["tiles"]
+        apart = int(told["batches"]), int(told["heads"])
+        pairs = both[: apart[0], : apart[1]].reshape(-1, LEN_Q, LEN_KV)
+        rows, cols = rows_of_list(plan.kernel), c.TILE_KV
+        if by_keys:
+            pairs, rows, cols = pairs.swapaxes(-1, -2), c.TILE_KV, c.TILE_Q
+        (_, height, width), lists, others = pairs.shape, -(-pairs.shape[1] // rows), -(-pairs.shape[2] // cols)
+        full = numpy.zeros((len(pairs), lists * rows, others * cols), bool)
+        full[:, :height, :width] = pairs
+        tiles = full.reshape(len(pairs), lists, rows, others, cols)
+        some, every = tiles.any((2, 4)), tiles.all((2, 4))
+        size = 2 * len(pairs) * lists * -(-others // 32)
+        found = bits_of(words[:size].reshape(len(pairs), lists, 2, -1), others)
+        assert (found[..., 0, :] == some).all() and (found[..., 1, :] == every).all()
+        of_pairs = pairs_of_bits(words[-(-size // 32) * 32 :], height, width, cols)
+        asked = (some & ~every).repeat(rows, 1).repeat(cols, 2)[:, : of_pairs.shape[1]]
+        assert (of_pairs == full[:, : of_pairs.shape[1]])[asked].all()
+
+
 def test_what_the_mask_does_not_tell_apart_is_classified_once():
     expected = {"documents": (1, 1), "windows of heads": (1, HEADS), "limits of batch elements": (BATCH, 1), "stripes": (1, HEADS)}
     expected |= {"blocks": (1, 1), "blocks of heads": (1, HEADS), "blocks of batch elements": (BATCH, 1)}
@@ -111,7 +173,9 @@ def test_what_the_mask_does_not_tell_apart_is_classified_once():
 
 def unlisted(plan):
     """The same plan, whose kernel visits all tiles and asks every pair."""
-    kernel = replace(plan.kernel, config=replace(plan.kernel.config, TILE_LIST=False))
+    problem = plan.problem if isinstance(plan, AttentionPlan) else plan.problem.forward
+    asks = replace(plan.kernel.config, TILE_LIST=False, PAIR_BITS=False)
+    kernel = replace(plan.kernel, config=asks, expressions=text_of(problem))
     return AttentionPlan(plan.problem, kernel, True) if isinstance(plan, AttentionPlan) else BackwardPlan(plan.problem, kernel)
 
 
@@ -243,12 +307,13 @@ def test_a_wrong_bit_is_noticed(arch):
     mask = TileMask(options["mask"])
     plan = plan_attention(q, k, v, backend="host", arch=arch, mask=mask)
     right = plan(q, k, v, mask=mask)
-    words = kept(mask, 0)["tile_lists"].view(numpy.uint32)
     c = plan.kernel.config
     listed = rows_of_list(plan.kernel)
     key_tiles, query_tiles = -(-LEN_KV // c.TILE_KV), -(-LEN_Q // listed)
+    words = kept(mask, 0)["tile_lists"].view(numpy.uint32)
+    words, of_pairs = words[: 2 * query_tiles], words[-(-2 * query_tiles // 32) * 32 :]
     any_seen, all_seen = words.copy().reshape(query_tiles, 2).T
-    assert len(words) == 2 * query_tiles and any(all_seen != any_seen)
+    assert len(of_pairs) == c.PAIR_BITS * -(-LEN_Q // 16) * key_tiles * 32 and any(all_seen != any_seen)
     noticed = 0
     for query_tile in range(query_tiles):
         for key_tile in range(key_tiles):
@@ -262,6 +327,13 @@ def test_a_wrong_bit_is_noticed(arch):
                 words[2 * query_tile + row_of_bits] ^= 1 << key_tile
                 assert (wrong[..., rows, :] != right[..., rows, :]).any()
                 noticed += 1
+            if c.PAIR_BITS:  # of a pair: register 1 of lane 21 is that of the sixth query and the fourth key
+                word = (rows.start // 16 * key_tiles + key_tile) * 32 + 21
+                of_pairs[word] ^= 2
+                wrong = plan(q, k, v, mask=mask)
+                of_pairs[word] ^= 2
+                other = (wrong != right).any((0, 1, 3))
+                assert other[rows.start + 5] and other.sum() == 1
     assert noticed >= 4
     assert (plan(q, k, v, mask=mask) == right).all()
 
@@ -325,8 +397,9 @@ def cost(moved, share):
     return moved_bytes / share_bytes, moved.flops / share.flops
 
 
-@pytest.mark.parametrize("arch", thinned(reversed(KERNELS)))
-def test_documents_move_and_compute_their_share(arch):
+@pytest.mark.parametrize("arch, bits", [("90a", True), *(pytest.param(arch, False, marks=pytest.mark.release) for arch in KERNELS)])
+def test_documents_move_and_compute_their_share(arch, bits, share_of_bits):
+    share_of_bits(math.inf if bits else 0)
     for plan, given, mask, share in documents(arch):
         _, once = plan.counted(*given, mask=mask)
         _, moved = plan.counted(*given, mask=mask)
@@ -337,8 +410,9 @@ def test_documents_move_and_compute_their_share(arch):
 
 
 @pytest.mark.parametrize("arch", thinned(KERNELS, first=1))
-def test_lists_of_all_tiles_cost_more_than_the_share(arch):
+def test_lists_of_all_tiles_cost_more_than_the_share(arch, share_of_bits):
     """Though only one in eight is such a list. The result stays what it is, so that nothing but what is counted tells."""
+    share_of_bits(0)  # of tiles that no list names there are no bits
     found = iter(range(2))
     for plan, given, mask, share in documents(arch):
         results = plan(*given, mask=mask)

@@ -15,6 +15,7 @@ from .copies import copy_size
 from .expression_text import ExpressionText
 from .kernel import KernelPlan, check_kind, configure, explicit_scores, kind_of_sinks, padded, rows_of, taken_apart, text_of
 from .launch import Launch, checked
+from .pair_bits import with_bits
 from .schedule import L2_BYTES
 from .sequences import elements_of, mean_room, tiles_of
 from .stored_dbias import dbias_of_pairs
@@ -64,7 +65,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     check_kind(architecture, "q", p.dtype, p.precision)
     expressions = text_of(p)
     # Gradients of sinks tell no sequences apart.
-    apart = expressions if p.lengths and p.sinks else taken_apart(p, expressions)
+    apart = expressions if p.lengths and p.sinks else with_bits(p, taken_apart(p, expressions))
     kernel, why_kernel = _backward_kernel(problem, architecture, apart)
     expressions = apart if kernel in HOPPER_KERNELS else expressions
     explicit, why_scores = _explicit(p, expressions)
@@ -90,7 +91,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
             sinks=kind_of_sinks(p),
             problem=p,
             expressions=expressions,
-            tile_list=bool(expressions.takes_part) and kernel in LISTED and p.lengths is None,
+            tile_list=bool(expressions.takes_part or expressions.pair_bits) and kernel in LISTED and p.lengths is None,
             adds=problem.adds,
             store_dbias=store_dbias,
         ),

@@ -16,6 +16,7 @@ from ..problem.forward import Problem
 from ..problem.scores import Scores, told_apart
 from .kernel import KernelPlan, configure, text_of
 from .launch import Launch, checked
+from .pair_bits import bytes_of_bits
 from .params import captured_name, classify_params, names_of_scores
 from .tuning import TileConfig
 from .workspace import Workspace
@@ -79,14 +80,18 @@ def classification_of(kernel: KernelPlan, problem: Problem, by_keys: bool = Fals
         from .tile_text import with_tiles  # late: it takes the language of expressions
 
         text = with_tiles(text, asked, max(problem.len_q, problem.len_kv))
-    config = configure(TILE, found, "float16", "ieee", TILE.width, TILE.width, mask=problem.mask.kind, expressions=text)
+    kinds = {"mask": problem.mask.kind, "expressions": text, "pair_bits": c.PAIR_BITS}
+    config = configure(TILE, found, "float16", "ieee", TILE.width, TILE.width, **kinds)
     classify = KernelPlan("classify", found, config, (TILE.why,), text)
     batches, heads = told_apart(problem.scores, math.prod(problem.batch), problem.heads_q)
     rows = rows_of_list(kernel)
     query_tiles, key_tiles = -(-problem.len_q // rows), -(-problem.len_kv // c.TILE_KV)
     tiles, others = (key_tiles, query_tiles) if by_keys else (query_tiles, key_tiles)
     lists, words = batches * heads * tiles, -(-others // BITS)
-    parts = [("tile_lists", 4 * PER_TILE * lists * words)]
+    size = 4 * PER_TILE * lists * words
+    if c.PAIR_BITS:  # behind them, from a multiple of 32 words on
+        size = -(-size // 128) * 128 + bytes_of_bits(problem, *((c.TILE_KV, c.TILE_Q) if by_keys else (rows, c.TILE_KV)), by_keys)
+    parts = [("tile_lists", size)]
     launches = [Launch("classify", lists * words, classify.entries["classify"])]
     if in_order:
         parts.append(("tile_columns", 4 * batches * heads * query_tiles * -(-key_tiles // BITS)))

@@ -14,6 +14,7 @@ class Pressure(Enum):
     ARRAY_MASK = "an array that masks pairs"
     MASK = "a mask, which tiles that are seen wholly are not asked"
     READING_MASK = "a mask that reads what keys have, likewise"
+    BITS = "bits of what a mask says, likewise"
     LONG_MASK = "a mask of many reads or operations, likewise"
     LOOKUPS = "a term that reads other arrays for each pair, or a mask that is asked everywhere"
     EXPRESSION = "an expression of the score"
@@ -38,6 +39,8 @@ class ExpressionText:
         The names of its constants and types that have another value.
     pressure : Pressure
         Without dropout.
+    pair_bits : bool
+        Whether pairs are masked by bits, and `takes_part` is not asked.
     """
 
     kind: str = "UNCHANGED"
@@ -53,6 +56,7 @@ class ExpressionText:
     per_key: str = ""
     per_query: str = ""
     takes_part_in: str = ""
+    pair_bits: bool = False
 
 
 NOTHING = ExpressionText()

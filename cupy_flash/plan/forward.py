@@ -27,6 +27,7 @@ from .key_warps import with_key_warps
 from .launch import Launch, checked
 from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages
 from .packing import FEW, packing_of
+from .pair_bits import with_bits
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, costs_of_tiles, least_split, splits_pay
 from .sequences import elements_of, row_length, tiles_of
 from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
@@ -40,7 +41,6 @@ NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
 EVEN = 0.75  # of the longest query tile that the shortest has to have
 LISTED_ITEM_BYTES = 8  # the first row of a query tile, and a count
 WORK_ITEM_BYTES = {"fwd_v2": 8, "fwd_hopper": 32}  # sequence and row of a query tile, and for a persistent block, where that lies
-MOST_LISTED = 2**20  # key tiles that `NUMBER_BITS` of ``kernels_cu/tile/consumer_lists.cuh`` number
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
 
 
@@ -69,7 +69,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     kernel, why_kernel = _forward_kernel(problem if problem.lengths is None else asked, architecture, expressions)
     width, width_v = padded(problem.dim), padded(problem.dim_v)
     if kernel == "fwd_hopper":
-        expressions = taken_apart(problem, expressions)
+        expressions = with_bits(problem, taken_apart(problem, expressions))
         width, width_v = max(width, NARROWEST_PANEL), max(width_v, NARROWEST_PANEL)
     copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by TMA
     in_memory = {} if problem.lengths is None else problem.lengths.caches  # pages are as far apart as these say
@@ -109,7 +109,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         row = replace(row, tma_store_out=False)
     if of_lengths and problem.lengths.paged:
         row = in_pages(row, problem.lengths.page_size)
-    listed = bool(expressions.takes_part) and kernel in LISTED and problem.lengths is None
+    listed = bool(expressions.takes_part or expressions.pair_bits) and kernel in LISTED and problem.lengths is None
     rises = problem.scores.alibi_slopes is not None and problem.mask.shape == "causal" and kernel == "fwd_hopper"
     rises &= not (listed or split)
     why_last = "the last keys first: towards them ALiBi makes scores larger" * rises
@@ -136,7 +136,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             problem=problem,
             expressions=expressions,
             tile_list=listed,
-            own_lists=listed and kernel == "fwd_hopper" and _has_own_lists(row, problem),
+            own_lists=listed and kernel == "fwd_hopper" and _has_own_lists(row),
             in_turn=listed and kernel == "fwd_hopper" and not split and _may_be_uneven(problem.scores),
             from_last=rises,
         ),
@@ -145,9 +145,9 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     )
 
 
-def _has_own_lists(row: TileConfig, problem: Problem) -> bool:
+def _has_own_lists(row: TileConfig) -> bool:
     """Whether each consumer of fwd_hopper has a list of its own: of two, that is not worth what it takes in each step."""
-    return row.warps > TWO["warps"] and -(-problem.len_kv // row.tile_kv) <= MOST_LISTED
+    return row.warps > TWO["warps"]
 
 
 def _may_be_uneven(scores: Scores) -> bool:
@@ -174,7 +174,7 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
         return f"fwd_{problem.algorithm}", ""
     if not exists:
         raise UnsupportedError(f"kernel: expected fwd_v1 or fwd_v2 for {problem.dtype} on {architecture}, got {asked!r}")
-    crowded = _crowded(problem, architecture, expressions)
+    crowded = _crowded(problem, architecture, with_bits(problem, expressions))
     why_not = crowded or obstacle(problem.batch, layouts_of(problem), MOVED)
     if not why_not:
         return "fwd_hopper", ""

@@ -52,6 +52,7 @@ class Config:
     TILE_LIST: bool
     IN_TURN: bool
     OWN_LISTS: bool
+    PAIR_BITS: bool
     DROPOUT: bool
     PLACED: bool
     FLOAT32_RESULTS: bool
@@ -112,7 +113,7 @@ class KernelPlan:
         if self.file in ("merge", "rotate", "append"):
             return {self.file: 0}
         if self.file == "classify":
-            return {"classify": 4 * 32, "classify_columns": 0}  # what was found of 32 tiles
+            return {"classify": 4 * 32 * (1 + 16 * c.PAIR_BITS), "classify_columns": 0}  # of 32 tiles, and of their parts
         if self.file == "bwd_v2":
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
             main = itemsize * (keys + queries + c.TILE_KV * c.TILE_Q) + c.STAGES * 2 * c.TILE_Q * 4
@@ -144,7 +145,8 @@ class KernelPlan:
             panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
             queries = 64 * c.STAGES_Q * panels + c.TMA_STORE_OUT * c.TILE_Q * panels_v  # and out
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
-            work = (48 + 32 * c.VARLEN) * c.STAGES_Q + 4 * c.STAGES * (c.TILE_LIST or c.FROM_LAST) + 8 * (c.VARLEN + c.PAGED)
+            told = 4 * (4 if c.OWN_LISTS else int(c.TILE_LIST or c.FROM_LAST))  # of each key tile
+            work = (48 + 32 * c.VARLEN) * c.STAGES_Q + told * c.STAGES + 8 * (c.VARLEN + c.PAGED)
             biases = c.STAGED_BIAS * c.STAGES * c.TILE_Q * -(-c.TILE_KV // 64)
             main = 128 * (queries + keys + biases + values) + 8 * 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q) + work
             terms = {"PLUS_COLUMN": 128 + 16 * (c.TILE_KV + 1) * c.STAGES, "PLUS_LINEAR": 16 * c.TILE_KV + 128 * c.STAGES_Q}
@@ -186,7 +188,7 @@ class KernelPlan:
         words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
-        words += ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN
+        words += ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN + ["pairbits"] * c.PAIR_BITS
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
         words += [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
@@ -295,7 +297,7 @@ def rows_of(
         # Registers of plain rows hold what a row or a head has in common, but of a few.
         return APART_ROWS.get((kernel, expressions.kind)) or table_for(kernel, architecture, problem.dtype)
     if dropout is not None:
-        asked = expressions.takes_part or expressions.kind != "UNCHANGED"
+        asked = expressions.takes_part or expressions.pair_bits or expressions.kind != "UNCHANGED"
         crowded = pressure in (Pressure.SEVERAL, Pressure.MANY)
         pressure = Pressure.MANY if crowded else Pressure.SEVERAL if asked else Pressure.DROPOUT
     return pair_rows(kernel, architecture.name, problem.dtype, pressure)
@@ -319,6 +321,7 @@ def configure(
     expressions: ExpressionText = NOTHING,
     tile_list: bool = False,
     own_lists: bool = False,
+    pair_bits: bool = False,
     in_turn: bool = False,
     from_last: bool = False,
     adds: bool = False,
@@ -341,12 +344,13 @@ def configure(
         "MASK": mask,
         "SINKS": sinks,
         "SCORES": expressions.kind,
-        "MASKED_PAIRS": bool(expressions.takes_part),
+        "MASKED_PAIRS": bool(expressions.takes_part) or expressions.pair_bits,
         "VARLEN": lengths is not None,
         "PAGED": lengths is not None and lengths.paged,
         "TILE_LIST": tile_list,
         "IN_TURN": in_turn,
         "OWN_LISTS": own_lists,
+        "PAIR_BITS": expressions.pair_bits or pair_bits,
         "DROPOUT": problem is not None and problem.scores.dropout is not None,
         "PLACED": problem is not None and problem.scores.place is not None,
         "FLOAT32_RESULTS": problem is not None and problem.has_wider_results,

@@ -1,20 +1,57 @@
-// classification.cuh -- in which tiles of pairs any takes part, and in which all do: bits of tile_list.cuh, see classify.cu.
+// classification.cuh -- in which tiles of pairs any takes part, and in which all do: bits of tile_list.cuh; and PAIR_BITS, which pairs of a tile do where
+// neither holds: words of pair_bits.cuh. See classify.cu.
 #pragma once
+#include "tile/pair_bits.cuh"
 #include "tile/score.cuh"
 #include "tile/tile_list.cuh"
 
-enum Found : u32 { NO_PAIR = 0, SEEN = 1, MASKED = 2 };       // a pair that takes part; one that does not
+enum Found : u32 { NO_PAIR = 0, SEEN = 1, MASKED = 2, UNKNOWN = 4 }; // a pair that takes part; one that does not; or pairs have to be asked
 constexpr int COMPARED_ROWS = MASK_IN_LOOP ? 2 : 8;           // that lanes go through before they compare what they have found
 
-// By one warp: what there is among the pairs of these queries and keys that exist. Mostly intervals tell, of all pairs at once. Where they do not,
-// the warp looks at pairs, a few queries and 32 keys at a time, and no further once it has seen one of each kind that there may be. It begins
-// with queries from both ends of the tile, which differ in a tile that something ends in.
-OP u32 classify_tile(const ClassifyParams& p, const ScoreContext& x, const Mask& mask, int row0, int col0) {
+// By one warp: what there is among the pairs of these queries and keys that exist, as far as intervals tell, of all pairs at once. PAIR_BITS: a pair
+// that MaskParams hides, or that does not exist, is masked as well, since kernels ask nothing else.
+OP u32 classify_by_intervals(const ClassifyParams& p, const ScoreContext& x, const Mask& mask, int row0, int col0) {
   const int rows = min_of(row0 + p.tile_q, p.len_q), cols = min_of(col0 + p.tile_kv, p.len_kv);
+  const u32 shown = visible_keys(mask, row0, rows - row0).overlaps(col0, cols - col0) ? SEEN : NO_PAIR;
+  if (PAIR_BITS && !shown) return MASKED;
   const Interval<bool> take = takes_part_in(TilePlace{{row0, rows - 1}, {col0, cols - 1}}, x);
   if (!take.high) return MASKED;
-  const u32 shown = visible_keys(mask, row0, rows - row0).overlaps(col0, cols - col0) ? SEEN : NO_PAIR;
-  if (take.low) return shown;
+  const bool whole = !PAIR_BITS || (row0 + p.tile_q <= p.len_q && unmasked_keys(mask, row0, p.tile_q).contains(col0, p.tile_kv));
+  return take.low && whole ? shown : UNKNOWN | shown;
+}
+
+// The same of 16 rows of a tile, whose words it writes; BY_KEYS: rows are keys.
+template <bool BY_KEYS> OP u32 classify_pairs(const ClassifyParams& p, const ScoreContext& x, const Mask& mask, char* words, int row0, int tile) {
+  using Block = Acc<16, 8>;                                   // four registers of each lane
+  const int cols = BY_KEYS ? p.tile_q : p.tile_kv, col0 = tile * cols;
+  const u32 place = PairMatrix{list_number(x.of.tiles, x.b, x.h), u32(BY_KEYS ? p.len_kv : p.len_q), u32(p.others)}.place(row0, tile);
+  Regs<bool, 1> seen, masked;
+  for_lane(l) {
+    u64 bits = 0;
+    #pragma unroll (MASK_IN_LOOP ? 1 : 4)
+    for (int col = 0; col < cols; col += 8) {
+      #pragma unroll
+      for (int r = 0; r < Block::regs; ++r) {
+        PairPlace at = place_of<BY_KEYS>(Block(), l, r, row0, col0 + col);
+        read_arrays(at, x);
+        const ColumnRange keys = visible_in_row(mask, at.q_idx);
+        bits |= u64(at.q_idx < p.len_q && keys.first <= at.kv_idx && at.kv_idx <= keys.last && takes_part(at, x)) << (col / 2 + r);
+      }
+    }
+    count_written(bytes_of_pair_word(cols));
+    if (cols <= 64) reinterpret_cast<u32*>(words)[place + l] = u32(bits);
+    else reinterpret_cast<u64*>(words)[place + l] = bits;
+    seen.at(l, 0) = bits != 0, masked.at(l, 0) = bits != ~u64(0) >> (64 - cols / 2);
+  }
+  return (warp_any(seen) ? SEEN : 0) | (warp_any(masked) ? MASKED : 0);
+}
+
+// By one warp, where nobody reads pairs: what there is. Where intervals do not tell, the warp looks at pairs, a few queries and 32 keys at a time, and no further once it has seen one of each kind that there may be. It begins
+// with queries from both ends of the tile, which differ in a tile that something ends in.
+OP u32 classify_tile(const ClassifyParams& p, const ScoreContext& x, const Mask& mask, int row0, int col0) {
+  const u32 at_once = classify_by_intervals(p, x, mask, row0, col0), shown = at_once & SEEN;
+  if (!(at_once & UNKNOWN)) return at_once;
+  const int rows = min_of(row0 + p.tile_q, p.len_q), cols = min_of(col0 + p.tile_kv, p.len_kv);
   Regs<bool, 1> seen, masked;
   for_lane(l) seen.at(l, 0) = masked.at(l, 0) = false;
   const int steps = ceil_div(rows - row0, COMPARED_ROWS);
@@ -48,11 +85,16 @@ OP u32 classify_tile(const ClassifyParams& p, const ScoreContext& x, const Mask&
   return found;
 }
 
-// A word of each row of a list, from what was found of 32 tiles.
-OP void write_words(u32* any_row, u32* all_row, SharedAddress found) {
+// A word of each row of a list, from what was found of 32 tiles, and of so many parts of those that are UNKNOWN.
+OP void write_words(u32* any_row, u32* all_row, SharedAddress found, int parts) {
   Regs<bool, 1> any, all;
   for_lane(l) {
-    const u32 of_tile = load_shared<u32>(found + l * int(sizeof(u32)));
+    u32 of_tile = load_shared<u32>(found + l * int(sizeof(u32)));
+    if (of_tile & UNKNOWN) {
+      of_tile = NO_PAIR;
+      #pragma unroll 1
+      for (int part = 1; part <= parts; ++part) of_tile |= load_shared<u32>(found + (32 * part + l) * int(sizeof(u32)));
+    }
     any.at(l, 0) = of_tile & SEEN;
     all.at(l, 0) = !(of_tile & MASKED);
   }

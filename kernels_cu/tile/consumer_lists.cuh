@@ -5,14 +5,16 @@
 #include "tile/tile_list.cuh"
 
 static_assert(!OWN_LISTS || TILE_LIST, "lists of consumers are lists");
-// What is told: the number of a key tile; and for each consumer, whether no pair is masked one by one, whether none is seen, and whether none of
-// the next key tile is, which then is passed by. Or the number, and above it whether no pair is masked one by one.
-constexpr int MOST_CONSUMERS = 4, NUMBER_BITS = 32 - 3 * MOST_CONSUMERS; // there are no more key tiles than `MOST_LISTED` in forward.py
-constexpr u32 ALL_PAIRS = 1u << 31, ALL_OR_NONE = (1u << 2 * MOST_CONSUMERS) - 1, NONE = ALL_OR_NONE & ALL_OR_NONE << MOST_CONSUMERS;
-OP int told_number(u32 told) { return int(told & (OWN_LISTS ? (1u << NUMBER_BITS) - 1 : ~ALL_PAIRS)); }
-OP bool told_all(u32 told, int consumer) { return OWN_LISTS ? told >> (NUMBER_BITS + consumer) & 1 : told & ALL_PAIRS; }
-OP bool told_none(u32 told, int consumer) { return OWN_LISTS && told >> (NUMBER_BITS + MOST_CONSUMERS + consumer) & 1; }
-OP bool told_next_none(u32 told, int consumer) { return OWN_LISTS && told >> (NUMBER_BITS + 2 * MOST_CONSUMERS + consumer) & 1; }
+// What a consumer is told of a key tile: its number, and above it whether no pair is masked one by one, whether none is seen, and with OWN_LISTS
+// whether none of the next key tile is, which then is passed by. Each has a word of its own, whose bits are where one operation asks for them.
+constexpr int MOST_CONSUMERS = 4;
+constexpr int TOLD_WORDS = OWN_LISTS ? MOST_CONSUMERS : 1;
+constexpr u32 ALL_PAIRS = 1u << 31, NO_PAIRS = 1u << 30, NEXT_NONE = 1u << 29;
+OP int told_number(u32 told) { return int(told & ~(TILE_LIST ? ALL_PAIRS | NO_PAIRS | NEXT_NONE : ALL_PAIRS)); }
+OP bool told_all(u32 told) { return told & ALL_PAIRS; }
+OP bool told_none(u32 told) { return told & NO_PAIRS; }
+OP bool told_to_ask(u32 told) { return !(told & (ALL_PAIRS | NO_PAIRS)); }
+OP bool told_next_none(u32 told) { return OWN_LISTS && told & NEXT_NONE; }
 
 struct ConsumerLists {
   Regs<const u32*, 1> own;                                    // lane l: of consumer l, or of the last one that has rows
@@ -38,7 +40,7 @@ struct ConsumerLists {
 struct KeptConsumerLists : ConsumerLists {
   int number = -1;                                            // of the words that are kept; -1: none yet
   u32 seen;                                                   // their tiles that any consumer sees
-  Regs<u32, 1> told;                                          // lane l: of tile 32 * number + l, but for its number
+  Regs<u32, 1> told;                                          // lane l: of tile 32 * number + l, but for its number, four bits for each consumer
   OP u32 keep(int wanted) {
     if (number != wanted) {
       number = wanted;
@@ -55,7 +57,7 @@ struct KeptConsumerLists : ConsumerLists {
         for_lane(l) {
           const u32 behind = seen >> l >> 1;
           const int next = behind ? l + 1 + lowest_bit(behind) : l;
-          told.at(l, 0) |= (whole >> l & 1) << c | (none >> l & 1) << (MOST_CONSUMERS + c) | (none >> next & 1) << (2 * MOST_CONSUMERS + c);
+          told.at(l, 0) |= ((whole >> l & 1) << 2 | (none >> l & 1) << 1 | (none >> next & 1)) << 4 * c;
         }
       }
     }
@@ -64,23 +66,33 @@ struct KeptConsumerLists : ConsumerLists {
   OP int next(int tile, int end) {
     return TileList::next(tile, end, [&](int number) { return keep(number); });
   }
-  OP u32 tell(int tile, int end) {
+  // lane l: what consumer l is told
+  OP Regs<u32, 1> tell(int tile, int end) {
     keep(tile / 32);
     u32 of_tile = value_of_lane(told, tile % 32);
     if (!(seen >> tile % 32 >> 1)) {                          // the next one is in another word
       const int following = next(tile + 1, end);
-      const u32 none = following < end ? value_of_lane(told, following % 32) & NONE : 0;
-      of_tile = (of_tile & ALL_OR_NONE) | none << MOST_CONSUMERS;
+      const u32 none = following < end ? value_of_lane(told, following % 32) & 0x2222 : 0;
+      of_tile = (of_tile & 0x6666) | none >> 1;
     }
-    return u32(tile) | of_tile << NUMBER_BITS;
+    Regs<u32, 1> words;
+    for_lane(l) words.at(l, 0) = u32(tile) | of_tile >> 4 * (l % MOST_CONSUMERS) << 29;
+    return words;
   }
 };
-// One list for all consumers, that is gone through. What is told besides the number is one bit.
+OP void store_told(SharedAddress to, const Regs<u32, 1>& words) {
+  for_lane(l) if (l < MOST_CONSUMERS) store_shared(to + l * int(sizeof(u32)), words.at(l, 0));
+}
+// One list for all consumers, that is gone through.
 struct KeptList : TileList {
   ListWords kept;
   OP int next(int tile, int end) { return TileList::next(tile, end, kept); }
-  OP u32 tell(int tile, int) { return keep(kept, tile / 32), u32(tile) | (kept.is_whole(tile) ? ALL_PAIRS : 0); }
+  OP u32 tell(int tile, int) {
+    keep(kept, tile / 32);
+    return u32(tile) | (kept.is_whole(tile) ? ALL_PAIRS : 0) | (kept.any >> tile % 32 & 1 ? 0 : NO_PAIRS);
+  }
 };
+OP void store_told(SharedAddress to, u32 word) { store_once(to, word); }
 using QueryLists = Choose<OWN_LISTS, ConsumerLists, TileList>;
 using KeptQueryLists = Choose<OWN_LISTS, KeptConsumerLists, KeptList>;
 // Those of the query tile at `row`, of consumers with so many rows each.

@@ -2,6 +2,7 @@
 // masks (MASKED_PAIRS).
 #pragma once
 #include "tile/gradient.cuh"
+#include "tile/pair_bits.cuh"
 #include "tile/score_context.cuh"
 
 // How far the middle of a lane's columns is from its first.
@@ -114,7 +115,7 @@ OP void load_pairs(Regs<Pair, REGS>& into, const PairTensor& t, const ScoreConte
 // loop, not a text as long as the fragment, whose registers would be the kernel's. So do masks that take many registers by themselves.
 constexpr bool PAIRS_IN_LOOP = TILE_LIST || MASK_IN_LOOP;
 // In backwards, of masks that read arrays, before their scores exist: what is read comes beneath the product then. Forwards have other work there.
-constexpr bool ASKED_AHEAD = TILE_LIST && MASK_READS;
+constexpr bool ASKED_AHEAD = TILE_LIST && (PAIR_BITS ? WIDTH <= 64 : MASK_READS);
 // All at once, so that their reads are on their way together, where there are registers. Four groups of consumers leave few for each, and without
 // lists those of this text are the kernel's.
 constexpr bool FEW_AT_ONCE = MASK_IN_LOOP || EXPLICIT_SCORES || !TILE_LIST || TILE_Q > 192;
@@ -144,8 +145,14 @@ template <bool TRANSPOSED, bool WITHIN, int M, int N> OP u64 ask_pairs_of_lane(i
 }
 // A tile all of whose columns exist has a text of its own, in which what they read is at constant distances.
 constexpr bool WITHIN_APART = MASK_READS && !FEW_AT_ONCE;
-template <bool TRANSPOSED, int M, int N> OP void ask_pairs_of_tile(Regs<u64, 1>& taking_part, const ScoreContext& x, int row0, int col0) {
-  if (WITHIN_APART && col0 + N <= (TRANSPOSED ? x.q_len : x.kv_len)) {
+template <int M, int N> using PairsOfLane = Choose<PAIR_BITS, PairWord<N>, u64>;
+template <bool TRANSPOSED, int M, int N> OP void ask_pairs_of_tile(Regs<PairsOfLane<M, N>, 1>& taking_part, const ScoreContext& x, int row0, int col0) {
+  if constexpr (PAIR_BITS) {
+    constexpr u32 ROWS_OF_LIST = TRANSPOSED ? TILE_KV : OWN_LISTS ? 64 : TILE_Q;
+    const u32 rows = TRANSPOSED ? x.kv_len : x.q_len, tiles = ((TRANSPOSED ? x.q_len : x.kv_len) + u32(N - 1)) / N;
+    const char* const words = pair_words(x.of.tiles.lists, words_of_lists(x.of.tiles, (rows + ROWS_OF_LIST - 1) / ROWS_OF_LIST, tiles));
+    read_pairs<N>(taking_part, words, {list_number(x.of.tiles, x.b, x.h), rows, tiles}, row0, col0);
+  } else if (WITHIN_APART && col0 + N <= (TRANSPOSED ? x.q_len : x.kv_len)) {
     for_lane(l) taking_part.at(l, 0) = ask_pairs_of_lane<TRANSPOSED, true, M, N>(l, x, row0, col0);
   } else {
     for_lane(l) taking_part.at(l, 0) = ask_pairs_of_lane<TRANSPOSED, false, M, N>(l, x, row0, col0);
@@ -158,15 +165,24 @@ constexpr bool BIAS_AHEAD = HAS_BIAS && (BIAS_BY_TWO || STAGED_BIAS);
 template <int M, int N> struct PairArrays {
   Regs<typename PairOf<BiasElement>::type, BIAS_AHEAD ? M * N / 64 : 1> bias;
   Regs<Two<unsigned char>, HAS_PAIR_MASK && MASK_BY_TWO ? M * N / 64 : 1> seen;
-  Regs<u64, 1> taking_part;                                   // ASKED_AHEAD: which pairs do, a bit for each register
+  Regs<PairsOfLane<M, N>, 1> taking_part;                     // ASKED_AHEAD: which pairs do, a bit for each register
 };
 template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, const ScoreContext& x, int first_row, int col0, bool ask_pairs = true) {
   const int row0 = not_ahead(first_row);                      // where rows of arrays begin would take registers beneath all products
   if constexpr (HAS_BIAS && BIAS_BY_TWO && !STAGED_BIAS) load_pairs<TRANSPOSED, M, N, BiasElement>(arrays.bias, x.bias, x, row0, col0);
   if constexpr (HAS_PAIR_MASK && MASK_BY_TWO && !TILE_LIST) load_pairs<TRANSPOSED, M, N, unsigned char>(arrays.seen, x.pair_mask, x, row0, col0);
   if constexpr (HAS_BIAS && BIAS_BY_TWO && TRANSPOSED && sizeof(BiasElement) == 2 && !STAGED_BIAS) movmatrix(arrays.bias);
-  if constexpr (TRANSPOSED && ASKED_AHEAD) {
+  if constexpr (PAIR_BITS || (TRANSPOSED && ASKED_AHEAD)) {
     if (ask_pairs) ask_pairs_of_tile<TRANSPOSED, M, N>(arrays.taking_part, x, row0, col0);
+  }
+}
+
+// PAIR_BITS: those of pairs that take no part become `masked`.
+template <int M, int N> OP void mask_pairs(Acc<M, N>& s, const Regs<PairsOfLane<M, N>, 1>& taking_part, float masked) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < s.regs; ++r)
+      if (!(taking_part.at(l, 0) >> r & 1)) s.at(l, r) = masked;
   }
 }
 
@@ -176,8 +192,8 @@ constexpr bool OF_PAIRS = SCORES == PLUS_TERM || SCORES == PLUS_LINEAR || SCORES
 template <bool TRANSPOSED, bool OF_TILE = TRANSPOSED, int M, int N>
 OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreContext& x, int first_row, int col0, bool ask_pairs = true) {
   const int row0 = not_ahead(first_row);
-  Regs<u64, 1> taking_part = arrays.taking_part;
-  if constexpr (PAIRS_IN_LOOP && !(TRANSPOSED && ASKED_AHEAD)) {
+  Regs<PairsOfLane<M, N>, 1> taking_part = arrays.taking_part;
+  if constexpr (PAIRS_IN_LOOP && !PAIR_BITS && !(TRANSPOSED && ASKED_AHEAD)) {
     if (ask_pairs) ask_pairs_of_tile<TRANSPOSED, M, N>(taking_part, x, row0, col0);
   }
   for_lane(l) {

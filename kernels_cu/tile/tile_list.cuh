@@ -78,6 +78,10 @@ struct TileList {
   OP bool is_whole(int tile) const { return read_bits(any + words + tile / 32) >> tile % 32 & 1; }
 };
 
+// Which of those lists a head has that masks tell apart, and how many words all lists take, of so many tiles each.
+OP u32 list_number(const TileLists& lists, u32 batch_number, int head) { return (lists.batches > 1 ? batch_number : 0) * lists.heads + (lists.heads > 1 ? head : 0); }
+OP u32 words_of_lists(const TileLists& lists, u32 tiles, u32 others) { return lists.batches * lists.heads * tiles * 2 * ((others + 31) / 32); }
+
 // The list of tile number `tile` of `tiles`, which names some of `others`.
 OP TileList tile_list(const TileLists& lists, u32 batch_number, int head, int tile, int tiles, int others) {
   const int words = words_of(others);

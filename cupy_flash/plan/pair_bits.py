@@ -1,0 +1,51 @@
+"""Which pairs of a tile take part, as bits that are found before, and for which problems a kernel reads them instead of asking.
+
+The bits are those of ``kernels_cu/tile/pair_bits.cuh``: one for each pair, of a mask that tells heads or batch elements apart of
+each of these. Only those of tiles in which some pairs take part and others do not are written or read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..problem.forward import Problem
+from ..problem.scores import told_apart
+from .expression_text import NOTHING, ExpressionText, Pressure
+
+ROWS, LANES = 16, 32  # of the words of a warp
+HALF = 2  # bytes of a number
+# Bits take at most so much of what q, k, v and out take, so that memory is linear in lengths. Of a mask of few heads they would
+# take more, and to find them as long as to ask in their place.
+SHARE = 0.5
+
+
+def bytes_of_bits(problem: Problem, rows: int, cols: int, by_keys: bool) -> int:
+    """Bytes of the words of all matrices, of tiles of so many rows and columns."""
+    height, width = (problem.len_kv, problem.len_q) if by_keys else (problem.len_q, problem.len_kv)
+    return _matrices(problem) * -(-height // ROWS) * -(-width // cols) * LANES * (4 if cols <= 64 else 8)
+
+
+def fits(problem: Problem) -> bool:
+    """Whether the bits of a mask of pairs take little memory beside the arrays."""
+    numbers = problem.heads_q * problem.len_q + problem.heads_kv * problem.len_kv  # for each of q and out, k and v
+    numbers *= math.prod(problem.batch) * (problem.dim + problem.dim_v)
+    return _matrices(problem) * problem.len_q * problem.len_kv / 8 <= SHARE * HALF * numbers
+
+
+def _matrices(problem: Problem) -> int:
+    return math.prod(told_apart(problem.scores, math.prod(problem.batch), problem.heads_q))
+
+
+def with_bits(problem: Problem, text: ExpressionText) -> ExpressionText:
+    """The text of a kernel for sm_90a, which is told nothing of a mask whose bits it reads; of any other problem the same text.
+
+    Parameters
+    ----------
+    problem : Problem
+    text : ExpressionText
+        That of `expression_text`.
+    """
+    if not text.takes_part or text.kind != "UNCHANGED" or problem.lengths is not None or not fits(problem):
+        return text
+    return replace(NOTHING, pair_bits=True, pressure=Pressure.BITS)
