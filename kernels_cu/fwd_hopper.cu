@@ -38,7 +38,7 @@ constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: comp
 constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
 constexpr int LEAD = NUMBERED ? 0 : (GROUPS - 1) * ROWS / TILE_KV; // key tiles: under a mask, so many may be left when the first consumer ends its query tile
 constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
-constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS || PAIR_BITS;   // what pairs have in arrays comes beneath the product of the scores: wider heads leave registers for no addresses
+constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS || PAIR_BITS; // what pairs have in arrays comes beneath the product of the scores: wider heads leave registers for no addresses
 KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: the query tiles that blocks take
   if constexpr (TAKES_TILES) schedule_queries(p);
 }
@@ -121,15 +121,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
       ColumnTerms columns;                                    // found before a stage is waited for, as the number of the key tile
-      decltype(lists_of_keys.tell(0, 0)) told{};
-      if (TILE_LIST && pass.has_keys()) told = lists_of_keys.tell(next, pass.across ? tiles.end : end);
+      const ToldWords told = pass.has_keys() ? lists_of_keys.tell(place, pass.across ? tiles.end : end) : ToldWords{};
       if (PAGED && pass.has_keys()) {
         bring_pages(keys, values, clipping, p, of_keys, pages, place * TILE_KV, warp, pass.across);
       } else if (pass.has_keys()) {
         if constexpr (COLUMNS) find_columns(columns, p, of_keys, head, place * TILE_KV);
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
-        if constexpr (TILE_LIST) store_told(number_of(smem, keys.stage()), told);
-        else if constexpr (NUMBERED) store_once(number_of(smem, keys.stage()), u32(place));
+        if constexpr (NUMBERED) store_told(number_of(smem, keys.stage()), told);
         if constexpr (COLUMNS && VARLEN) store(StoredColumns(smem + TERMS_OFFSET, keys.stage()), columns);
         if constexpr (NUMBERED) sync_warp();                  // without it a number is read that has not been written
         if constexpr (VARLEN) load_keys(keys, p, of_keys, place * TILE_KV);

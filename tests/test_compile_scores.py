@@ -1,6 +1,7 @@
 """What is asked for each pair of a query and a key compiles for every architecture without spills."""
 
 import contextlib
+import math
 from itertools import product
 
 import numpy
@@ -179,7 +180,8 @@ def test_terms_in_products_take_no_registers(kind, case):
 
 
 @pytest.mark.parametrize("architecture, dtype, dim, asked, way", list(settings()))
-def test_no_spill(architecture, dtype, dim, asked, way):
+def test_no_spill(architecture, dtype, dim, asked, way, share_of_bits):
+    share_of_bits(0)
     length = SHORT if "short" in asked else LENGTH
     q = numpy.zeros((2, length, dim), DTYPES[dtype])
     options = {"backend": "host", "arch": architecture, **ASKED[asked](dtype)}
@@ -199,3 +201,32 @@ def test_no_spill(architecture, dtype, dim, asked, way):
     most = 32 * (dim > 192 and architecture in SPILLS.get((way, dtype), ()))
     assert spilt <= most
     assert max(kernel.entries.values()) <= ARCHITECTURES[architecture].shared_bytes
+
+
+# Kernels of all masks: where bits say which pairs take part, no text is asked.
+OF_BITS = {
+    "": {},
+    "causal": {"causal": True},
+    "softcap": {"softcap": 20.0},
+    "dropout": {"dropout": 0.1, "seed": 1},
+    "sinks": {"sinks": numpy.zeros(2, numpy.float32)},
+    "dropout, softcap": {"dropout": 0.1, "seed": 1, "softcap": 20.0},
+}
+
+
+@pytest.mark.parametrize("asked", quick(OF_BITS, ""))
+@pytest.mark.parametrize("len_q", quick([LENGTH, 64], LENGTH))
+@pytest.mark.parametrize("dim", thinned(WIDTHS, keep=3, first=1))
+@pytest.mark.parametrize("dtype", quick(["float16", "bfloat16"], "bfloat16"))
+def test_no_spill_where_bits_mask_pairs(dtype, dim, len_q, asked, share_of_bits):
+    share_of_bits(math.inf)
+    q, k = (numpy.zeros((2, length, dim), DTYPES[dtype]) for length in (len_q, LENGTH))
+    options = {"backend": "host", "arch": "90a", "mask": SEEN[:len_q]} | OF_BITS[asked]
+    for plan in (plan_attention(q, k, k, **options), plan_attention_backward(q, q, k, k, q, q[..., 0].astype("f4"), **options)):
+        kernel = plan.kernel
+        if "hopper" not in kernel.file:
+            continue
+        assert kernel.config.PAIR_BITS
+        code, log = nvrtc.compile_plan(kernel)
+        assert "C75" not in log and read(code)[kernel.file].stack_bytes == 0
+        assert max(kernel.entries.values()) <= ARCHITECTURES["90a"].shared_bytes

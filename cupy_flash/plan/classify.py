@@ -1,8 +1,8 @@
 """Which tiles blocks visit where pairs are masked one by one: found on the device before, by a small kernel of its own.
 
 It asks the same expression of a tile, by intervals (`tile_text`), and where these do not tell, of each pair, for which it reads
-the same array. What it leaves are bits, two for each tile: see ``kernels_cu/tile/tile_list.cuh``. Nothing is copied to the host,
-and nothing has an element for each pair.
+the same array. What it leaves are bits, two for each tile: see ``kernels_cu/tile/tile_list.cuh``; and for kernels that ask no
+pair, one for each pair, see `pair_bits`. Nothing is copied to the host.
 """
 
 from __future__ import annotations

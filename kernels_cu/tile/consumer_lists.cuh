@@ -87,7 +87,8 @@ OP void store_told(SharedAddress to, const Regs<u32, 1>& words) {
 struct KeptList : TileList {
   ListWords kept;
   OP int next(int tile, int end) { return TileList::next(tile, end, kept); }
-  OP u32 tell(int tile, int) {
+  OP u32 tell(int tile, int) {                                // without TILE_LIST the number alone
+    if constexpr (!TILE_LIST) return u32(tile);
     keep(kept, tile / 32);
     return u32(tile) | (kept.is_whole(tile) ? ALL_PAIRS : 0) | (kept.any >> tile % 32 & 1 ? 0 : NO_PAIRS);
   }
@@ -95,6 +96,7 @@ struct KeptList : TileList {
 OP void store_told(SharedAddress to, u32 word) { store_once(to, word); }
 using QueryLists = Choose<OWN_LISTS, ConsumerLists, TileList>;
 using KeptQueryLists = Choose<OWN_LISTS, KeptConsumerLists, KeptList>;
+using ToldWords = Choose<OWN_LISTS, Regs<u32, 1>, u32>;
 // Those of the query tile at `row`, of consumers with so many rows each.
 template <typename Params, bool OWN = OWN_LISTS>
 OP Choose<OWN, ConsumerLists, TileList> lists_of_queries(const Params& p, u32 batch_number, int head, int row, int rows, int consumers) {
