@@ -17,6 +17,7 @@ class Setting:
     last_blocks: int = 0  # see `plan.backward.make_grouping`
     seen: numpy.ndarray | None = None  # a mask of pairs
     offsets: tuple[list[int], list[int]] | None = None  # of sequences of queries and of keys
+    kernel: str | None = None  # of `classify`, what it is launched before
 
     def but(self, deterministic=False, **constants):
         return replace(self, constants=self.constants | constants, deterministic=deterministic)
@@ -54,7 +55,8 @@ TILES_OF_64 = OF_CONSUMERS[numpy.arange(150) // 64][:, numpy.arange(75) // 16]
 def settings_of(kernel):
     """Settings that between them reach every call of a kernel."""
     if kernel == "classify":
-        return {"lists": replace(TWO_STAGES, seen=SOME_TILES[:40])}
+        lists = replace(TWO_STAGES, seen=SOME_TILES[:40], kernel="fwd_v2")
+        return {"lists": lists, "bits": replace(TWO_GROUPS, seen=SOME_TILES, kernel="fwd_hopper")}
     if kernel == "fwd_hopper":
         pingpong = TWO_GROUPS.but(PINGPONG=True)  # and one of them needs fewer tiles
         leaps = replace(TWO_GROUPS, case=replace(HOPPER_CASE, values="large"))  # of the maximum, in later tiles of keys

@@ -73,24 +73,28 @@ def with_choice(kernel):
 
 # Where little is done between two barriers, the other warps are slow, or the first would hardly ever come too early.
 SLOW_WARPS = {
-    "classify.cu": ("  for (int i = warp_id(); i < 32; i += WARPS) {", "i % WARPS > 0"),
-    "tile/schedule.cuh": ("    for (u32 i = Block::thread(l); i < most; i += Block::threads) {", "i % Block::threads >= 32"),
+    "classify.cu": {
+        "  for (int i = warp_id(); i < 32; i += WARPS) {": "i % WARPS > 0",
+        "    for (int i = warp_id(); i < 32 * parts; i += WARPS) {": "i % WARPS > 0",
+    },
+    "tile/schedule.cuh": {
+        "    for (u32 i = Block::thread(l); i < most; i += Block::threads) {": "i % Block::threads >= 32",
+    },
 }
 
 
 def slowed(file, text):
-    if file not in SLOW_WARPS:
-        return text
-    line, is_slow = SLOW_WARPS[file]
-    assert line in text
-    return text.replace(line, f"{line} if ({is_slow}) usleep(2000);")
+    for line, is_slow in SLOW_WARPS.get(file, {}).items():
+        assert line in text
+        text = text.replace(line, f"{line} if ({is_slow}) usleep(2000);")
+    return text
 
 
 def results(kernel, setting):
     """The judgement on a forward."""
     case = setting.case
     inputs = make_inputs(case)
-    kernel = "fwd_v2" if kernel == "classify" else kernel
+    kernel = setting.kernel or kernel
     masks = {} if setting.seen is None else {"mask": setting.seen}
     if setting.offsets is not None:
         return packed_results(kernel, setting, inputs)
