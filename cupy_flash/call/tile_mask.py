@@ -34,10 +34,10 @@ class TileMask:
     so in the first call of each kind of tile, direction and band of keys; later calls with the same lengths read what it has found.
 
     What is found stays in memory as long as the object does: two bits for each tile, and where kernels read which pairs take part,
-    a bit for each pair, for as many heads and batch elements as the mask tells apart; `print` of a plan says how many bytes. That
-    is at most half of what q, k, v and out take. It is computed on the current stream of the call that needs it first; a call on another stream has to come
-    after that one. To capture calls in a CUDA graph, call once before, keep the object as long as the graph,
-    and give plans their `workspace`, in which blocks count the tiles that they have taken.
+    a bit for each pair, for as many heads and batch elements as the mask tells apart. That is at most half of what q, k, v and out
+    take; `print` of a plan says how many bytes. It is computed on the current stream of the call that needs it first; a call on
+    another stream has to come after that one. To capture calls in a CUDA graph, call once before, keep the object as long as the
+    graph, and give plans their `workspace`, in which blocks count the tiles that they have taken.
 
     Parameters
     ----------
