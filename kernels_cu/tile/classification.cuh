@@ -35,7 +35,8 @@ template <bool BY_KEYS> OP u32 classify_pairs(const ClassifyParams& p, const Sco
         PairPlace at = place_of<BY_KEYS>(Block(), l, r, row0, col0 + col);
         read_arrays(at, x);
         const ColumnRange keys = visible_in_row(mask, at.q_idx);
-        bits |= u64(at.q_idx < p.len_q && keys.first <= at.kv_idx && at.kv_idx <= keys.last && takes_part(at, x)) << (col / 2 + r);
+        const bool takes = takes_part(at, x);                 // whatever else is true: without branches, reads of all pairs are on their way at once
+        bits |= u64(takes && at.q_idx < p.len_q && keys.first <= at.kv_idx && at.kv_idx <= keys.last) << (col / 2 + r);
       }
     }
     count_written(bytes_of_pair_word(cols));
