@@ -121,7 +121,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
       ColumnTerms columns;                                    // found before a stage is waited for, as the number of the key tile
-      const ToldWords told = pass.has_keys() ? lists_of_keys.tell(place, pass.across ? tiles.end : end) : ToldWords{};
+      const Told told = pass.has_keys() ? lists_of_keys.tell(place, pass.across ? tiles.end : end) : Told{};
       if (PAGED && pass.has_keys()) {
         bring_pages(keys, values, clipping, p, of_keys, pages, place * TILE_KV, warp, pass.across);
       } else if (pass.has_keys()) {

@@ -11,10 +11,25 @@ constexpr int MOST_CONSUMERS = 4;
 constexpr int TOLD_WORDS = OWN_LISTS ? MOST_CONSUMERS : 1;
 constexpr u32 ALL_PAIRS = 1u << 31, NO_PAIRS = 1u << 30, NEXT_NONE = 1u << 29;
 OP int told_number(u32 told) { return int(told & ~(TILE_LIST ? ALL_PAIRS | NO_PAIRS | NEXT_NONE : ALL_PAIRS)); }
-OP bool told_all(u32 told) { return told & ALL_PAIRS; }
 OP bool told_none(u32 told) { return told & NO_PAIRS; }
 OP bool told_to_ask(u32 told) { return !(told & (ALL_PAIRS | NO_PAIRS)); }
 OP bool told_next_none(u32 told) { return OWN_LISTS && told & NEXT_NONE; }
+
+// The same as the producer has it, for all consumers, which leaves as a word for each.
+struct ToldTile {
+  u32 number, of_consumers;                                   // four bits for each
+};
+struct alignas(16) ToldWords {
+  u32 of[MOST_CONSUMERS];
+};
+OP void store_told(SharedAddress to, const ToldTile& told) {
+  ToldWords words;
+  #pragma unroll
+  for (int c = 0; c < MOST_CONSUMERS; ++c) words.of[c] = told.number | told.of_consumers >> 4 * c << 29;
+  store_once(to, words);
+}
+OP void store_told(SharedAddress to, u32 word) { store_once(to, word); }
+using Told = Choose<OWN_LISTS, ToldTile, u32>;
 
 struct ConsumerLists {
   Regs<const u32*, 1> own;                                    // lane l: of consumer l, or of the last one that has rows
@@ -66,8 +81,7 @@ struct KeptConsumerLists : ConsumerLists {
   OP int next(int tile, int end) {
     return TileList::next(tile, end, [&](int number) { return keep(number); });
   }
-  // lane l: what consumer l is told
-  OP Regs<u32, 1> tell(int tile, int end) {
+  OP ToldTile tell(int tile, int end) {
     keep(tile / 32);
     u32 of_tile = value_of_lane(told, tile % 32);
     if (!(seen >> tile % 32 >> 1)) {                          // the next one is in another word
@@ -75,14 +89,9 @@ struct KeptConsumerLists : ConsumerLists {
       const u32 none = following < end ? value_of_lane(told, following % 32) & 0x2222 : 0;
       of_tile = (of_tile & 0x6666) | none >> 1;
     }
-    Regs<u32, 1> words;
-    for_lane(l) words.at(l, 0) = u32(tile) | of_tile >> 4 * (l % MOST_CONSUMERS) << 29;
-    return words;
+    return {u32(tile), of_tile};
   }
 };
-OP void store_told(SharedAddress to, const Regs<u32, 1>& words) {
-  for_lane(l) if (l < MOST_CONSUMERS) store_shared(to + l * int(sizeof(u32)), words.at(l, 0));
-}
 // One list for all consumers, that is gone through.
 struct KeptList : TileList {
   ListWords kept;
@@ -93,10 +102,8 @@ struct KeptList : TileList {
     return u32(tile) | (kept.is_whole(tile) ? ALL_PAIRS : 0) | (kept.any >> tile % 32 & 1 ? 0 : NO_PAIRS);
   }
 };
-OP void store_told(SharedAddress to, u32 word) { store_once(to, word); }
 using QueryLists = Choose<OWN_LISTS, ConsumerLists, TileList>;
 using KeptQueryLists = Choose<OWN_LISTS, KeptConsumerLists, KeptList>;
-using ToldWords = Choose<OWN_LISTS, Regs<u32, 1>, u32>;
 // Those of the query tile at `row`, of consumers with so many rows each.
 template <typename Params, bool OWN = OWN_LISTS>
 OP Choose<OWN, ConsumerLists, TileList> lists_of_queries(const Params& p, u32 batch_number, int head, int row, int rows, int consumers) {
