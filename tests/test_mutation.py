@@ -74,8 +74,8 @@ def with_choice(kernel):
 # Where little is done between two barriers, the other warps are slow, or the first would hardly ever come too early.
 SLOW_WARPS = {
     "classify.cu": {
-        "  for (int i = warp_id(); i < 32; i += WARPS) {": "i % WARPS > 0",
-        "    for (int i = warp_id(); i < 32 * parts; i += WARPS) {": "i % WARPS > 0",
+        "  const SharedAddress found_smem = shared_memory();": "warp_id() > 0",
+        "        const int row0 = (int(tile) * parts + part) * 16;": "warp_id() > 0",
     },
     "tile/schedule.cuh": {
         "    for (u32 i = Block::thread(l); i < most; i += Block::threads) {": "i % Block::threads >= 32",

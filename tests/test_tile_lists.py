@@ -165,7 +165,7 @@ def test_what_the_mask_does_not_tell_apart_is_classified_once():
         c = plan.kernel.config
         tiles = -(-LEN_Q // c.TILE_Q) * 2  # a word for each row of bits
         assert plan.workspace.parts == (("tile_lists", 4 * apart[0] * apart[1] * tiles),)
-        assert f"before: classify {apart[0] * apart[1] * tiles // 2} blocks" in str(plan)
+        assert f"before: classify {apart[0] * apart[1] * tiles * 2} blocks" in str(plan)
 
 
 # What is not computed

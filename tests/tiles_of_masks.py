@@ -40,7 +40,7 @@ def run(found, told, tile, by_keys=False):
     params["words_divmod"], params["tiles_divmod"] = fast_divmod(-(-tiles[1] // 32)), fast_divmod(tiles[0])
     apart = math.prod(params["batch"][0].tolist()), int(params["heads_divmod"]["divisor"][0])
     words = numpy.full((*apart, tiles[0], 2, -(-tiles[1] // 32)), 0xDEADBEEF, numpy.uint32)
-    launch = replace(found.launches[0], blocks=words.size // 2)
+    launch = replace(found.launches[0], blocks=words.size * 2)
     moved = host.run(found.kernel, (launch,), params, told | {"tile_lists": words}, host.HostOptions())
     bits = numpy.unpackbits(words.view(numpy.uint8), axis=-1, bitorder="little").astype(bool)
     assert not bits[..., 0, tiles[1] :].any()

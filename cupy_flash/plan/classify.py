@@ -21,8 +21,9 @@ from .params import captured_name, classify_params, names_of_scores
 from .tuning import TileConfig
 from .workspace import Workspace
 
-TILE = TileConfig(32, 16, 16, "a warp takes one tile after the other, of any size", warps=16, stages=1, min_blocks=2)
+TILE = TileConfig(32, 16, 16, "a warp takes a tile, of any size", warps=8, stages=1, min_blocks=4)
 BITS = 32  # tiles of a word
+BYTES = 4  # of a word, each of which a block finds
 CONSUMER_ROWS = 64  # queries of a warpgroup of fwd_hopper
 PER_TILE = 2  # bits: whether any pair takes part, and whether all do
 
@@ -92,7 +93,7 @@ def classification_of(kernel: KernelPlan, problem: Problem, by_keys: bool = Fals
     if c.PAIR_BITS:  # behind them, from a multiple of 32 words on
         size = -(-size // 128) * 128 + bytes_of_bits(problem, *((c.TILE_KV, c.TILE_Q) if by_keys else (rows, c.TILE_KV)), by_keys)
     parts = [("tile_lists", size)]
-    launches = [Launch("classify", lists * words, classify.entries["classify"])]
+    launches = [Launch("classify", lists * words * BYTES, classify.entries["classify"])]
     if in_order:
         parts.append(("tile_columns", 4 * batches * heads * query_tiles * -(-key_tiles // BITS)))
         launches.append(Launch("classify_columns", batches * heads * query_tiles, 0))

@@ -113,7 +113,7 @@ class KernelPlan:
         if self.file in ("merge", "rotate", "append"):
             return {self.file: 0}
         if self.file == "classify":
-            return {"classify": 4 * 32 * (1 + 16 * c.PAIR_BITS), "classify_columns": 0}  # of 32 tiles, and of their parts
+            return {"classify": 4 * 8 * (1 + 16 * c.PAIR_BITS), "classify_columns": 0}  # of 8 tiles, and of their parts
         if self.file == "bwd_v2":
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
             main = itemsize * (keys + queries + c.TILE_KV * c.TILE_Q) + c.STAGES * 2 * c.TILE_Q * 4
