@@ -153,6 +153,19 @@ def test_bits_are_those_of_the_mask(name, dim, share_of_bits):
         assert (of_pairs == full[:, : of_pairs.shape[1]])[asked].all()
 
 
+@pytest.mark.parametrize("heads, rows", [(1, 2048), (3, 6144)])
+def test_bits_take_at_most_half_of_what_the_arrays_do(heads, rows):
+    for more, bits in ((0, True), (1, False)):
+        q = numpy.zeros((heads, rows + more, 64), numpy.float16)
+        lse, mask = numpy.zeros(q.shape[:-1], numpy.float32), {"mask": "kv_idx % 100 <= q_idx % 100"}
+        where = {"backend": "host", "arch": "90a"}
+        for plan in (plan_attention(q, q, q, **where, **mask), plan_attention_backward(q, q, q, q, q, lse, **where, **mask)):
+            assert plan.kernel.config.PAIR_BITS == bits
+            size = dict(plan.workspace.parts)["tile_lists"]
+            assert rows**2 / 8 <= size <= 4 * q.nbytes / 2 + rows**2 / 8000 if bits else size < rows**2 / 8000
+            assert ("a bit for each" if bits else "more than half of what q, k, v and out do") in str(plan)
+
+
 def test_what_the_mask_does_not_tell_apart_is_classified_once():
     expected = {"documents": (1, 1), "windows of heads": (1, HEADS), "limits of batch elements": (BATCH, 1), "stripes": (1, HEADS)}
     expected |= {"blocks": (1, 1), "blocks of heads": (1, HEADS), "blocks of batch elements": (BATCH, 1)}

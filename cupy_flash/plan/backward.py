@@ -15,7 +15,7 @@ from .copies import copy_size
 from .expression_text import ExpressionText
 from .kernel import KernelPlan, check_kind, configure, explicit_scores, kind_of_sinks, padded, rows_of, taken_apart, text_of
 from .launch import Launch, checked
-from .pair_bits import with_bits
+from .pair_bits import why_bits, with_bits
 from .schedule import L2_BYTES
 from .sequences import elements_of, mean_room, tiles_of
 from .stored_dbias import dbias_of_pairs
@@ -75,6 +75,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     store_dbias = row.staged_bias and dbias_of_pairs(problem) is not None
     why_stored = "gradient of the bias: dS of each pair, which TMA stores" if store_dbias else ""
     width = row.width if kernel in HOPPER_KERNELS else _width(p)
+    why_pairs = why_bits(expressions) if kernel in HOPPER_KERNELS and p.lengths is None else ""
     return KernelPlan(
         file=kernel,
         architecture=architecture,
@@ -96,7 +97,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
             store_dbias=store_dbias,
         ),
         expressions=expressions,
-        reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores, why_stored))),
+        reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores, why_stored, why_pairs))),
     )
 
 

@@ -27,7 +27,7 @@ from .key_warps import with_key_warps
 from .launch import Launch, checked
 from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages
 from .packing import FEW, packing_of
-from .pair_bits import with_bits
+from .pair_bits import why_bits, with_bits
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, costs_of_tiles, least_split, splits_pay
 from .sequences import elements_of, row_length, tiles_of
 from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
@@ -115,7 +115,8 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     why_last = "the last keys first: towards them ALiBi makes scores larger" * rises
     shares = problem.shares_device and kernel == "fwd_hopper" and problem.lengths is None
     why_blocks = "a block for each query tile: something else has to run meanwhile" * shares
-    reasons = why_kernel, packing.reason, row.reason, why_split, why_combines, why_copy, why_scores, why_last, why_blocks
+    why_pairs = why_bits(expressions) if kernel == "fwd_hopper" and problem.lengths is None else ""
+    reasons = why_kernel, packing.reason, row.reason, why_split, why_combines, why_copy, why_scores, why_last, why_blocks, why_pairs
     return KernelPlan(
         file=kernel,
         architecture=architecture,

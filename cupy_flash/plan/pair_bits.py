@@ -18,6 +18,7 @@ HALF = 2  # bytes of a number
 # Bits take at most so much of what q, k, v and out take, so that memory is linear in lengths. Of a mask of few heads they would
 # take more, and to find them as long as to ask in their place.
 SHARE = 0.5
+MOST_PAIRS = 2**36  # whose words have numbers of 32 bits, whatever the tiles
 
 
 def bytes_of_bits(problem: Problem, rows: int, cols: int, by_keys: bool) -> int:
@@ -30,7 +31,8 @@ def fits(problem: Problem) -> bool:
     """Whether the bits of a mask of pairs take little memory beside the arrays."""
     numbers = problem.heads_q * problem.len_q + problem.heads_kv * problem.len_kv  # for each of q and out, k and v
     numbers *= math.prod(problem.batch) * (problem.dim + problem.dim_v)
-    return _matrices(problem) * problem.len_q * problem.len_kv / 8 <= SHARE * HALF * numbers
+    pairs = _matrices(problem) * problem.len_q * problem.len_kv
+    return pairs <= MOST_PAIRS and pairs / 8 <= SHARE * HALF * numbers
 
 
 def _matrices(problem: Problem) -> int:
@@ -49,3 +51,12 @@ def with_bits(problem: Problem, text: ExpressionText) -> ExpressionText:
     if not text.takes_part or text.kind != "UNCHANGED" or problem.lengths is not None or not fits(problem):
         return text
     return replace(NOTHING, pair_bits=True, pressure=Pressure.BITS)
+
+
+def why_bits(text: ExpressionText) -> str:
+    """Why the text of a kernel for sm_90a has bits in place of its mask, or why not; of any other text ''."""
+    if text.pair_bits:
+        return "which pairs take part is read, a bit for each, found before for all heads and batch elements that share the mask"
+    if text.takes_part and text.kind == "UNCHANGED":
+        return "the mask is asked of pairs: bits of all would take more than half of what q, k, v and out do"
+    return ""

@@ -115,6 +115,7 @@ OP void load_pairs(Regs<Pair, REGS>& into, const PairTensor& t, const ScoreConte
 // loop, not a text as long as the fragment, whose registers would be the kernel's. So do masks that take many registers by themselves.
 constexpr bool PAIRS_IN_LOOP = TILE_LIST || MASK_IN_LOOP;
 // In backwards, of masks that read arrays, before their scores exist: what is read comes beneath the product then. Forwards have other work there.
+// Bits that were found before are one read, which is ahead in forwards, and as measured in backwards at dims up to 64.
 constexpr bool ASKED_AHEAD = TILE_LIST && (PAIR_BITS ? WIDTH <= 64 : MASK_READS);
 // All at once, so that their reads are on their way together, where there are registers. Four groups of consumers leave few for each, and without
 // lists those of this text are the kernel's.
@@ -165,7 +166,7 @@ constexpr bool BIAS_AHEAD = HAS_BIAS && (BIAS_BY_TWO || STAGED_BIAS);
 template <int M, int N> struct PairArrays {
   Regs<typename PairOf<BiasElement>::type, BIAS_AHEAD ? M * N / 64 : 1> bias;
   Regs<Two<unsigned char>, HAS_PAIR_MASK && MASK_BY_TWO ? M * N / 64 : 1> seen;
-  Regs<PairsOfLane<M, N>, 1> taking_part;                     // ASKED_AHEAD: which pairs do, a bit for each register
+  Regs<PairsOfLane<M, N>, 1> taking_part;                     // PAIR_BITS, ASKED_AHEAD: which pairs do, a bit for each register
 };
 template <bool TRANSPOSED, int M, int N> OP void load(PairArrays<M, N>& arrays, const ScoreContext& x, int first_row, int col0, bool ask_pairs = true) {
   const int row0 = not_ahead(first_row);                      // where rows of arrays begin would take registers beneath all products

@@ -79,13 +79,15 @@ struct TileList {
 };
 
 // Which of those lists a head has that masks tell apart, and how many words all lists take, of so many tiles each.
-OP u32 list_number(const TileLists& lists, u32 batch_number, int head) { return (lists.batches > 1 ? batch_number : 0) * lists.heads + (lists.heads > 1 ? head : 0); }
+OP u32 list_number(const TileLists& lists, u32 batch_number, int head) {
+  return (lists.batches > 1 ? batch_number : 0) * lists.heads + (lists.heads > 1 ? head : 0);
+}
 OP u32 words_of_lists(const TileLists& lists, u32 tiles, u32 others) { return lists.batches * lists.heads * tiles * 2 * ((others + 31) / 32); }
 
 // The list of tile number `tile` of `tiles`, which names some of `others`.
 OP TileList tile_list(const TileLists& lists, u32 batch_number, int head, int tile, int tiles, int others) {
   const int words = words_of(others);
-  const i64 number = i64(lists.batches > 1 ? batch_number : 0) * lists.heads + (lists.heads > 1 ? head : 0);
+  const i64 number = list_number(lists, batch_number, head);
   return {lists.lists + (number * tiles + tile) * 2 * words, words};
 }
 template <typename Params> OP TileList list_of_queries(const Params& p, u32 batch_number, int head, int tile) {
@@ -103,7 +105,7 @@ template <typename List> OP NBlockRange listed_range(const List& list, const NBl
 // How many of the key tiles first ... end - 1 see a query tile: of lists by keys, a column.
 template <typename Params> OP int count_column(const Params& p, u32 batch_number, int head, int tile, int first, int end) {
   const TileLists& lists = p.scores.tiles;
-  const i64 number = i64(lists.batches > 1 ? batch_number : 0) * lists.heads + (lists.heads > 1 ? head : 0);
+  const i64 number = list_number(lists, batch_number, head);
   return count_tiles(lists.columns + (number * ceil_div(p.len_q, TILE_Q) + tile) * words_of(ceil_div(p.len_kv, TILE_KV)), first, end);
 }
 
