@@ -162,7 +162,7 @@ def test_bits_take_at_most_half_of_what_the_arrays_do(heads, rows):
         for plan in (plan_attention(q, q, q, **where, **mask), plan_attention_backward(q, q, q, q, q, lse, **where, **mask)):
             assert plan.kernel.config.PAIR_BITS == bits
             size = dict(plan.workspace.parts)["tile_lists"]
-            assert rows**2 / 8 <= size <= 4 * q.nbytes / 2 + rows**2 / 8000 if bits else size < rows**2 / 8000
+            assert rows**2 / 8 <= size <= 4 * q.nbytes / 2 + rows**2 / 4000 if bits else size < rows**2 / 4000
             assert ("a bit for each" if bits else "more than half of what q, k, v and out do") in str(plan)
 
 
