@@ -160,7 +160,7 @@ def test_bits_take_at_most_half_of_what_the_arrays_do(heads, rows):
         lse, mask = numpy.zeros(q.shape[:-1], numpy.float32), {"mask": "kv_idx % 100 <= q_idx % 100"}
         where = {"backend": "host", "arch": "90a"}
         for plan in (plan_attention(q, q, q, **where, **mask), plan_attention_backward(q, q, q, q, q, lse, **where, **mask)):
-            assert plan.kernel.config.PAIR_BITS == bits
+            assert bits == plan.kernel.config.PAIR_BITS
             size, of_bits = dict(plan.workspace.parts)["tile_lists"], rows**2 / 8 * bits
             assert of_bits <= size <= min(of_bits, 4 * q.nbytes / 2) + rows**2 / 4000
             assert ("a bit for each" if bits else "more than half of what q, k, v and out do") in str(plan)
