@@ -153,15 +153,17 @@ def test_bits_are_those_of_the_mask(name, dim, share_of_bits):
         assert (of_pairs == full[:, : of_pairs.shape[1]])[asked].all()
 
 
-@pytest.mark.parametrize("heads, rows", [(1, 2048), (3, 6144)])
-def test_bits_take_at_most_half_of_what_the_arrays_do(heads, rows):
+@pytest.mark.parametrize("heads, rows, dim", [(1, 2048, 64), (3, 6144, 64), (1, 4608, 192)])
+def test_bits_take_at_most_half_of_what_the_arrays_do(heads, rows, dim):
     for more, bits in ((0, True), (1, False)):
-        q = numpy.zeros((heads, rows + more, 64), numpy.float16)
+        q = numpy.zeros((heads, rows + more, dim), numpy.float16)
         lse, mask = numpy.zeros(q.shape[:-1], numpy.float32), {"mask": "kv_idx % 100 <= q_idx % 100"}
         where = {"backend": "host", "arch": "90a"}
         for plan in (plan_attention(q, q, q, **where, **mask), plan_attention_backward(q, q, q, q, q, lse, **where, **mask)):
             assert bits == plan.kernel.config.PAIR_BITS
-            size, of_bits = dict(plan.workspace.parts)["tile_lists"], rows**2 / 8 * bits
+            size, c = dict(plan.workspace.parts)["tile_lists"], plan.kernel.config
+            side = c.TILE_Q if "bwd" in plan.kernel.file else c.TILE_KV
+            of_bits = rows**2 / 8 * bits * (1 if side % 64 == 0 else 64 / 48)
             assert of_bits <= size <= min(of_bits, 4 * q.nbytes / 2) + rows**2 / 4000
             assert ("a bit for each" if bits else "more than half of what q, k, v and out do") in str(plan)
 
@@ -266,16 +268,29 @@ def test_what_pairs_hold_that_are_masked_alone_reaches_no_gradient_of_a_score(ke
     assert 0 < unseen.sum() < LEN_KV and (of_query == usual.dk[..., unseen, :]).all()
 
 
+def test_bits_of_few_queries_take_little_as_well():
+    """A row of pairs takes the words of 16, and in the backward of a tile."""
+    where = {"backend": "host", "arch": "90a", "mask": "kv_idx % 7 < h + b"}
+    for heads, bits in ((4, True), (16, False)):
+        q, k, lse = (numpy.zeros((3, *shape), "f2") for shape in ((heads, 1, 64), (1, 5000, 64), (heads, 1)))
+        lse = lse.astype("f4")
+        for plan in (plan_attention(q, k, k, **where), plan_attention_backward(q, q, k, k, q, lse, **where)):
+            assert bits == plan.kernel.config.PAIR_BITS
+            assert dict(plan.workspace.parts)["tile_lists"] <= 0.52 * 2 * (q.nbytes + k.nbytes)
+
+
+@pytest.mark.parametrize("bits", thinned([True, False]))
 @pytest.mark.parametrize("name", thinned(["documents", "holes", "nothing"]))
-def test_split_keys(name, schedule):
+def test_split_keys(name, bits, schedule, share_of_bits):
     """Ranges of keys are cut before the lists are looked at: some blocks have none that are seen."""
+    share_of_bits(math.inf if bits else 0)
     len_kv = 1500
     keys = numpy.arange(len_kv)
     seen = {"documents": keys // 640 == 1, "holes": keys % 700 < 90, "nothing": keys < 0}[name]
     options, hand = array(numpy.broadcast_to(seen, (4, len_kv)).copy())
     q, k, v, _ = inputs("float16", len_q=4, len_kv=len_kv, batch=1)
     plan = plan_attention(q, k, v, backend="host", arch="90a", return_lse=True, **options)
-    assert plan.kernel.config.SPLIT_KV and plan.kernel.config.TILE_LIST
+    assert plan.kernel.config.SPLIT_KV and plan.kernel.config.TILE_LIST and bits == plan.kernel.config.PAIR_BITS
     out, lse = plan(q, k, v, **options)
     exact, exact_lse = oracle(q, k, v, scale=1 / 40**0.5, **hand)
     plain, _ = naive(q, k, v, scale=1 / 40**0.5, **hand)

@@ -15,6 +15,7 @@ from .expression_text import NOTHING, ExpressionText, Pressure
 
 ROWS, LANES = 16, 32  # of the words of a warp
 HALF = 2  # bytes of a number
+TILE = 128  # the longest side of a tile, to whose multiples both lengths are rounded
 # Bits take at most so much of what q, k, v and out take, so that memory is linear in lengths. Of a mask of few heads they would
 # take more, and to find them as long as to ask in their place.
 SHARE = 0.5
@@ -28,11 +29,12 @@ def bytes_of_bits(problem: Problem, rows: int, cols: int, by_keys: bool) -> int:
 
 
 def fits(problem: Problem) -> bool:
-    """Whether the bits of a mask of pairs take little memory beside the arrays."""
+    """Whether the bits of a mask of pairs take little memory beside the arrays, in both directions."""
     numbers = problem.heads_q * problem.len_q + problem.heads_kv * problem.len_kv  # for each of q and out, k and v
     numbers *= math.prod(problem.batch) * (problem.dim + problem.dim_v)
-    pairs = _matrices(problem) * problem.len_q * problem.len_kv
-    return pairs <= MOST_PAIRS and pairs / 8 <= SHARE * HALF * numbers
+    pairs = _matrices(problem) * math.prod(-(-length // TILE) * TILE for length in (problem.len_q, problem.len_kv))
+    of_byte = 6 if 128 < max(problem.dim, problem.dim_v) <= 192 else 8  # of words of 64 bits for 48 pairs, in tiles of 96 keys
+    return pairs <= MOST_PAIRS and pairs / of_byte <= SHARE * HALF * numbers
 
 
 def _matrices(problem: Problem) -> int:
