@@ -16,7 +16,7 @@ static_assert(GROUPS > 1 || !PINGPONG, "ping-pong takes two warpgroups");
 // Of the registers that a launch deals out evenly, the producer gives back most.
 constexpr int THREADS = 32 * WARPS;
 constexpr int REGISTERS = 65536 / (THREADS * MIN_BLOCKS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = PAGED && GROUPS == 2 ? 40 : COPIED_PAGES || GROUPS == 3 || (VARLEN && (SCORES == PLUS_LINEAR || DROPOUT)) ? 32 : 24;
+constexpr int PRODUCER_REGISTERS = (PAGED && GROUPS == 2) || (TILE_LIST && GROUPS == 1) ? 40 : COPIED_PAGES || GROUPS == 3 || (VARLEN && (SCORES == PLUS_LINEAR || DROPOUT)) ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
 using WorkParams = Choose<VARLEN, HopperVarlenParams, HopperForwardParams>;
