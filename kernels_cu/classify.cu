@@ -3,7 +3,8 @@
 //   classify            one block for 8 tiles of a list, and one warp for each, by intervals or by its pairs:
 //     any = whether a pair takes part that MaskParams shows
 //     all = whether every pair takes part
-//                       PAIR_BITS: the warps share the pairs of tiles of which intervals do not tell, 16 rows each, and leave them as bits
+//                       PAIR_BITS: the warps share the pairs of tiles of which intervals do not tell, 16 rows each, and leave them as bits; a pair
+//                       that MaskParams hides, or that does not exist, takes no part then
 //
 //   classify_columns    where lists are by keys and blocks add in order: for each query tile the key tiles that see it, the same bits in columns
 #include "config.cuh"

@@ -81,8 +81,9 @@ template <bool BY_KEYS> OP u32 classify_pairs(const ClassifyParams& p, const Sco
   return (warp_any(seen) ? SEEN : 0) | (warp_any(masked) ? MASKED : 0);
 }
 
-// By one warp, where nobody reads pairs: what there is. Where intervals do not tell, the warp looks at pairs, a few queries and 32 keys at a time, and no further once it has seen one of each kind that there may be. It begins
-// with queries from both ends of the tile, which differ in a tile that something ends in.
+// By one warp, where nobody reads pairs: what there is. Where intervals do not tell, the warp looks at pairs, a few queries and 32 keys at a time, and
+// no further once it has seen one of each kind that there may be. It begins with queries from both ends of the tile, which differ in a tile that
+// something ends in.
 OP u32 classify_tile(const ClassifyParams& p, const ScoreContext& x, const Mask& mask, int row0, int col0) {
   const u32 at_once = classify_by_intervals(p, x, mask, row0, col0), shown = at_once & SEEN;
   if (!(at_once & UNKNOWN)) return at_once;
