@@ -7,7 +7,21 @@ import numpy
 import pytest
 from score_kernels import close, judged, largest_score
 from thinned import thinned
-from tile_masks import BATCH, HEADS, LEN_KV, LEN_Q, NAMES, TILE_MASKS, array, bits_of, inputs, kept
+from tile_masks import (
+    BATCH,
+    HEADS,
+    LEN_KV,
+    LEN_Q,
+    NAMES,
+    TILE_MASKS,
+    array,
+    bits_of,
+    classified,
+    inputs,
+    kept,
+    operands_of,
+    visible,
+)
 
 from cupy_flash import KeyRanges, TileMask, attention, plan_attention, plan_attention_backward
 from cupy_flash.call.backward import BackwardPlan
@@ -56,28 +70,9 @@ def kernels_of_results(name, arch, schedule):
 # The lists themselves
 
 
-def visible(hand):
-    """Which pairs are seen by both masks, and by that of pairs alone."""
-    ahead = numpy.arange(LEN_KV) - numpy.arange(LEN_Q)[:, None]
-    band = (ahead <= hand.get("last_key", LEN_KV)) & (ahead >= hand.get("first_key", -LEN_Q))
-    alone = numpy.broadcast_to(hand["seen"], (BATCH, HEADS, LEN_Q, LEN_KV))
-    return alone & band, alone
-
-
 def of_tiles(pairs, reduce, tile_q, tile_kv):
     """What is true of each tile of pairs."""
     return reduce.reduceat(reduce.reduceat(pairs, range(0, LEN_Q, tile_q), axis=-2), range(0, LEN_KV, tile_kv), axis=-1)
-
-
-def classified(plan, arguments, operands):
-    """The parts of workspace that name tiles, after a call, as words."""
-    memory = numpy.zeros(plan.workspace_bytes, numpy.uint8)
-    plan(*arguments, workspace=memory, **operands)
-    return {name: x.view(numpy.uint32) for name, x in plan.workspace.on_host(memory).items() if name.startswith("tile_")}
-
-
-def operands_of(options):
-    return {name: x for name, x in options.items() if name == "arrays" or (name == "mask" and isinstance(x, numpy.ndarray))}
 
 
 @pytest.mark.parametrize("name", thinned(NAMES, keep=4))
@@ -105,67 +100,6 @@ def test_lists_are_those_of_the_mask(name):
     lists = bits_of(found["tile_lists"].reshape(*apart, key_tiles, 2, -1), query_tiles)
     assert (lists[..., 0, :] == any_seen.swapaxes(-1, -2)).all() and (lists[..., 1, :] == all_seen.swapaxes(-1, -2)).all()
     assert (bits_of(found["tile_columns"].reshape(*apart, query_tiles, -1), key_tiles) == any_seen).all()
-
-
-def pairs_of_bits(words, rows, cols, tile):
-    """Which pairs take part, from words of so many tiles of columns: (..., rows, cols), and beyond the ends of both."""
-    parts, tiles = -(-rows // 16), -(-cols // tile)
-    words = words.view(f"u{4 if tile <= 64 else 8}").reshape(-1, parts, tiles, 32)
-    lane, reg = numpy.ogrid[:32, : tile // 2]
-    pairs = numpy.zeros((len(words), parts, 16, tiles, tile), bool)
-    bits = (words[..., None] >> reg.astype(words.dtype) & 1).astype(bool)  # (matrices, parts, tiles, lanes, registers)
-    row, col = lane // 4 + reg // 2 % 2 * 8, reg // 4 * 8 + lane % 4 * 2 + reg % 2
-    pairs.transpose(0, 1, 3, 2, 4)[..., row, col] = bits
-    return pairs.reshape(len(words), parts * 16, tiles * tile)
-
-
-@pytest.mark.parametrize("name", thinned(NAMES, keep=4))
-@pytest.mark.parametrize("dim", thinned([40, 160, 120], keep=3))
-def test_bits_are_those_of_the_mask(name, dim, share_of_bits):
-    """Of the tiles in which some pairs take part and others do not, and what lists say of all of them, in both directions."""
-    share_of_bits(math.inf)
-    options, hand = TILE_MASKS[name]()
-    q, k, v, dout = inputs("float16", dim=dim)
-    both, _ = visible(hand)
-    where = {"backend": "host", "arch": "90a"}
-    forward = plan_attention(q, k, v, **where, **options)
-    backward = plan_attention_backward(dout, q, k, v, q, numpy.zeros(q.shape[:-1], numpy.float32), **where, **options)
-    for plan, arguments in ((forward, (q, k, v)), (backward, (dout, q, k, v, q, numpy.zeros(q.shape[:-1], numpy.float32)))):
-        c, by_keys = plan.kernel.config, plan is backward
-        assert c.PAIR_BITS and "hopper" in plan.kernel.file
-        words = classified(plan, arguments, operands_of(options))["tile_lists"]
-        told = plan._execution._params[0]["scores"]["tiles"]
-        apart = int(told["batches"]), int(told["heads"])
-        pairs = both[: apart[0], : apart[1]].reshape(-1, LEN_Q, LEN_KV)
-        rows, cols = rows_of_list(plan.kernel), c.TILE_KV
-        if by_keys:
-            pairs, rows, cols = pairs.swapaxes(-1, -2), c.TILE_KV, c.TILE_Q
-        (_, height, width), lists, others = pairs.shape, -(-pairs.shape[1] // rows), -(-pairs.shape[2] // cols)
-        full = numpy.zeros((len(pairs), lists * rows, others * cols), bool)
-        full[:, :height, :width] = pairs
-        tiles = full.reshape(len(pairs), lists, rows, others, cols)
-        some, every = tiles.any((2, 4)), tiles.all((2, 4))
-        size = 2 * len(pairs) * lists * -(-others // 32)
-        found = bits_of(words[:size].reshape(len(pairs), lists, 2, -1), others)
-        assert (found[..., 0, :] == some).all() and (found[..., 1, :] == every).all()
-        of_pairs = pairs_of_bits(words[-(-size // 32) * 32 :], height, width, cols)
-        asked = (some & ~every).repeat(rows, 1).repeat(cols, 2)[:, : of_pairs.shape[1]]
-        assert (of_pairs == full[:, : of_pairs.shape[1]])[asked].all()
-
-
-@pytest.mark.parametrize("heads, rows, dim", [(1, 2048, 64), (3, 6144, 64), (1, 4608, 192)])
-def test_bits_take_at_most_half_of_what_the_arrays_do(heads, rows, dim):
-    for more, bits in ((0, True), (1, False)):
-        q = numpy.zeros((heads, rows + more, dim), numpy.float16)
-        lse, mask = numpy.zeros(q.shape[:-1], numpy.float32), {"mask": "kv_idx % 100 <= q_idx % 100"}
-        where = {"backend": "host", "arch": "90a"}
-        for plan in (plan_attention(q, q, q, **where, **mask), plan_attention_backward(q, q, q, q, q, lse, **where, **mask)):
-            assert bits == plan.kernel.config.PAIR_BITS
-            size, c = dict(plan.workspace.parts)["tile_lists"], plan.kernel.config
-            side = c.TILE_Q if "bwd" in plan.kernel.file else c.TILE_KV
-            of_bits = rows**2 / 8 * bits * (1 if side % 64 == 0 else 64 / 48)
-            assert of_bits <= size <= min(of_bits, 4 * q.nbytes / 2) + rows**2 / 4000
-            assert ("a bit for each" if bits else "more than half of what q, k, v and out do") in str(plan)
 
 
 def test_what_the_mask_does_not_tell_apart_is_classified_once():
@@ -266,17 +200,6 @@ def test_what_pairs_hold_that_are_masked_alone_reaches_no_gradient_of_a_score(ke
     dout[..., query, :] = numpy.nan
     of_query = plan(dout, q, k, v, *results, **operands_of(options)).dk[..., unseen, :]
     assert 0 < unseen.sum() < LEN_KV and (of_query == usual.dk[..., unseen, :]).all()
-
-
-def test_bits_of_few_queries_take_little_as_well():
-    """A row of pairs takes the words of 16, and in the backward of a tile."""
-    where = {"backend": "host", "arch": "90a", "mask": "kv_idx % 7 < h + b"}
-    for heads, bits in ((4, True), (16, False)):
-        q, k, lse = (numpy.zeros((3, *shape), "f2") for shape in ((heads, 1, 64), (1, 5000, 64), (heads, 1)))
-        lse = lse.astype("f4")
-        for plan in (plan_attention(q, k, k, **where), plan_attention_backward(q, q, k, k, q, lse, **where)):
-            assert bits == plan.kernel.config.PAIR_BITS
-            assert dict(plan.workspace.parts)["tile_lists"] <= 0.52 * 2 * (q.nbytes + k.nbytes)
 
 
 @pytest.mark.parametrize("bits", thinned([True, False]))

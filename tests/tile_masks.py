@@ -85,3 +85,22 @@ def bits_of(words, tiles):
 def kept(mask, number):
     """What a `TileMask` has found, for one kind of tile after the other."""
     return list(mask.found.values())[number]
+
+
+def visible(hand):
+    """Which pairs are seen by both masks, and by that of pairs alone."""
+    ahead = numpy.arange(LEN_KV) - numpy.arange(LEN_Q)[:, None]
+    band = (ahead <= hand.get("last_key", LEN_KV)) & (ahead >= hand.get("first_key", -LEN_Q))
+    alone = numpy.broadcast_to(hand["seen"], (BATCH, HEADS, LEN_Q, LEN_KV))
+    return alone & band, alone
+
+
+def classified(plan, arguments, operands):
+    """The parts of workspace that name tiles, after a call, as words."""
+    memory = numpy.zeros(plan.workspace_bytes, numpy.uint8)
+    plan(*arguments, workspace=memory, **operands)
+    return {name: x.view(numpy.uint32) for name, x in plan.workspace.on_host(memory).items() if name.startswith("tile_")}
+
+
+def operands_of(options):
+    return {name: x for name, x in options.items() if name == "arrays" or (name == "mask" and isinstance(x, numpy.ndarray))}
