@@ -30,7 +30,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) classify(GRID_CONSTANT ClassifyParams p) {
   const auto find = [&](int row0, int col0) { return PAIR_BITS ? classify_by_intervals(p, x, mask, row0, col0) : classify_tile(p, x, mask, row0, col0); };
   store_once(found_smem + warp_id() * int(sizeof(u32)), other < p.others ? find(query_tile * p.tile_q, key_tile * p.tile_kv) : u32(MASKED));
   sync_block();                                               // without it bits are made of what has not been found yet
-  const int parts = PAIR_BITS ? (p.by_keys ? p.tile_kv : p.tile_q) / 16 : 0, end = p.by_keys ? p.len_kv : p.len_q;
+  const int parts = PAIR_BITS ? (p.by_keys ? p.tile_kv : p.tile_q) / 16 : 0;
   if constexpr (PAIR_BITS) {
     char* const pairs = pair_words(p.scores.tiles.lists, words_of_lists(p.scores.tiles, p.tiles_divmod.divisor, p.others));
     int before = 0;                                           // parts of tiles before, which warps take in turn
@@ -40,8 +40,8 @@ KERNEL(32 * WARPS, MIN_BLOCKS) classify(GRID_CONSTANT ClassifyParams p) {
       #pragma unroll 1
       for (int part = (warp_id() + WARPS - before % WARPS) % WARPS; part < parts; part += WARPS) {
         const int row0 = (int(tile) * parts + part) * 16;
-        const auto ask = [&] { return p.by_keys ? classify_pairs<true>(p, x, mask, pairs, row0, first + i) : classify_pairs<false>(p, x, mask, pairs, row0, first + i); };
-        store_once(found_smem + (TILES * (1 + part) + i) * int(sizeof(u32)), row0 < end ? ask() : u32(NO_PAIR));
+        const u32 found = p.by_keys ? classify_pairs<true>(p, x, mask, pairs, row0, first + i) : classify_pairs<false>(p, x, mask, pairs, row0, first + i);
+        store_once(found_smem + (TILES * (1 + part) + i) * int(sizeof(u32)), found);
       }
     }
     sync_block();                                             // the same

@@ -52,7 +52,7 @@ def test_bits_are_those_of_the_mask(name, dim, share_of_bits):
         size = 2 * len(pairs) * lists * -(-others // 32)
         found = bits_of(words[:size].reshape(len(pairs), lists, 2, -1), others)
         assert (found[..., 0, :] == some).all() and (found[..., 1, :] == every).all()
-        of_pairs = pairs_of_bits(words[-(-size // 32) * 32 :], height, width, cols)
+        of_pairs = pairs_of_bits(words[-(-size // 32) * 32 :], lists * rows, width, cols)
         asked = (some & ~every).repeat(rows, 1).repeat(cols, 2)[:, : of_pairs.shape[1]]
         assert (of_pairs == full[:, : of_pairs.shape[1]])[asked].all()
 
@@ -81,3 +81,21 @@ def test_bits_of_few_queries_take_little_as_well():
         for plan in (plan_attention(q, k, k, **where), plan_attention_backward(q, q, k, k, q, lse, **where)):
             assert bits == plan.kernel.config.PAIR_BITS
             assert dict(plan.workspace.parts)["tile_lists"] <= 0.52 * 2 * (q.nbytes + k.nbytes)
+
+
+@pytest.mark.parametrize("dim", [40, 160])
+def test_keys_that_do_not_exist_give_nothing_however_low_scores_are(dim, share_of_bits):
+    """Their scores are 0, and 2 to the power of that less the log-sum-exp would be infinite. Warps have no key that exists."""
+    share_of_bits(math.inf)
+    rng = numpy.random.default_rng(0)
+    len_q, len_kv = 100, 144
+    k = (5 + rng.standard_normal((1, 2, len_kv, dim)) / 9).astype("f2")
+    q, v, dout = -k[..., :len_q, :], *(rng.standard_normal((1, 2, n, dim)).astype("f2") for n in (len_kv, len_q))
+    options = {"mask": "kv_idx < n", "arrays": {"n": len_kv}}
+    out, lse = plan_attention(q, k, v, backend="numpy", return_lse=True, **options)(q, k, v, arrays=options["arrays"])
+    assert lse.max() < -100
+    plan = plan_attention_backward(dout, q, k, v, out, lse, backend="host", arch="90a", **options)
+    assert plan.kernel.config.PAIR_BITS
+    given = plan_attention_backward(dout, q, k, v, out, lse, backend="numpy", **options)
+    for got, right in zip(*(x(dout, q, k, v, out, lse, arrays=options["arrays"]) for x in (plan, given))):
+        assert numpy.isfinite(got).all() and abs(got.astype("f4") - right.astype("f4")).max() <= 2**-6 * max(1, abs(right).max())

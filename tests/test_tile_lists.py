@@ -264,7 +264,7 @@ def test_a_wrong_bit_is_noticed(arch):
     words = kept(mask, 0)["tile_lists"].view(numpy.uint32)
     words, of_pairs = words[: 2 * query_tiles], words[-(-2 * query_tiles // 32) * 32 :]
     any_seen, all_seen = words.copy().reshape(query_tiles, 2).T
-    assert len(of_pairs) == c.PAIR_BITS * -(-LEN_Q // 16) * key_tiles * 32 and any(all_seen != any_seen)
+    assert len(of_pairs) == c.PAIR_BITS * query_tiles * listed // 16 * key_tiles * 32 and any(all_seen != any_seen)
     noticed = 0
     for query_tile in range(query_tiles):
         for key_tile in range(key_tiles):

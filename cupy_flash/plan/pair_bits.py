@@ -23,9 +23,9 @@ MOST_PAIRS = 2**36  # whose words have numbers of 32 bits, whatever the tiles
 
 
 def bytes_of_bits(problem: Problem, rows: int, cols: int, by_keys: bool) -> int:
-    """Bytes of the words of all matrices, of tiles of so many rows and columns."""
+    """Bytes of the words of all matrices, of tiles of so many columns and lists of so many rows, whether these exist or not."""
     height, width = (problem.len_kv, problem.len_q) if by_keys else (problem.len_q, problem.len_kv)
-    return _matrices(problem) * -(-height // ROWS) * -(-width // cols) * LANES * (4 if cols <= 64 else 8)
+    return _matrices(problem) * (-(-height // rows) * rows // ROWS) * -(-width // cols) * LANES * (4 if cols <= 64 else 8)
 
 
 def fits(problem: Problem) -> bool:

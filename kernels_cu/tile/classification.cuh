@@ -24,7 +24,8 @@ OP u32 classify_by_intervals(const ClassifyParams& p, const ScoreContext& x, con
 // The same of 16 rows of a tile, whose words it writes. BY_KEYS: rows are keys.
 template <bool BY_KEYS> OP u32 classify_pairs(const ClassifyParams& p, const ScoreContext& x, const Mask& mask, char* words, int row0, int tile) {
   const int cols = BY_KEYS ? p.tile_q : p.tile_kv, col0 = tile * cols;
-  const u32 place = PairMatrix{list_number(x.of.tiles, x.b, x.h), u32(BY_KEYS ? p.len_kv : p.len_q), u32(p.others)}.place(row0, tile);
+  const u32 rows = p.tiles_divmod.divisor * (BY_KEYS ? p.tile_kv : p.tile_q);
+  const u32 place = PairMatrix{list_number(x.of.tiles, x.b, x.h), rows, u32(p.others)}.place(row0, tile);
   // Whether a pair takes part. Without branches, so that reads of all pairs are on their way at once.
   const auto takes = [&](int row, int col) {
     PairPlace at{BY_KEYS, BY_KEYS ? col : row, BY_KEYS ? row : col, float(row), float(col), 0.f, 0.f, true};

@@ -15,9 +15,9 @@ OP char* pair_words(u32* lists, u32 words) { return reinterpret_cast<char*>(list
 // Where those of a matrix of pairs are: of 16 rows from row0 on, and a tile of columns, 32 words. There are fewer than 2^32, see pair_bits.py.
 struct PairMatrix {
   u32 number;                                                 // of those that a mask tells apart
-  u32 rows, tiles;                                            // tiles of columns
+  u32 rows, tiles;                                            // rows of whole lists, and tiles of columns
   OP u32 place(u32 row0, u32 tile) const {
-    const u32 parts = (rows + 15) / 16;                       // of 16 rows; the last one also for warps that have none
+    const u32 parts = rows / 16;                              // the last one also for warps beyond all lists
     return ((number * parts + min_of(row0 / 16, parts - 1)) * tiles + tile) * 32;
   }
 };

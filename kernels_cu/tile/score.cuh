@@ -150,9 +150,9 @@ template <int M, int N> using PairsOfLane = Choose<PAIR_BITS, PairWord<N>, u64>;
 template <bool TRANSPOSED, int M, int N> OP void ask_pairs_of_tile(Regs<PairsOfLane<M, N>, 1>& taking_part, const ScoreContext& x, int row0, int col0) {
   if constexpr (PAIR_BITS) {
     constexpr u32 ROWS_OF_LIST = TRANSPOSED ? TILE_KV : OWN_LISTS ? 64 : TILE_Q;
-    const u32 rows = TRANSPOSED ? x.kv_len : x.q_len, tiles = ((TRANSPOSED ? x.q_len : x.kv_len) + u32(N - 1)) / N;
-    const char* const words = pair_words(x.of.tiles.lists, words_of_lists(x.of.tiles, (rows + ROWS_OF_LIST - 1) / ROWS_OF_LIST, tiles));
-    read_pairs<N>(taking_part, words, {list_number(x.of.tiles, x.b, x.h), rows, tiles}, row0, col0);
+    const u32 lists = ((TRANSPOSED ? x.kv_len : x.q_len) + ROWS_OF_LIST - 1) / ROWS_OF_LIST, tiles = ((TRANSPOSED ? x.q_len : x.kv_len) + u32(N - 1)) / N;
+    const char* const words = pair_words(x.of.tiles.lists, words_of_lists(x.of.tiles, lists, tiles));
+    read_pairs<N>(taking_part, words, {list_number(x.of.tiles, x.b, x.h), lists * ROWS_OF_LIST, tiles}, row0, col0);
   } else if (WITHIN_APART && col0 + N <= (TRANSPOSED ? x.q_len : x.kv_len)) {
     for_lane(l) taking_part.at(l, 0) = ask_pairs_of_lane<TRANSPOSED, true, M, N>(l, x, row0, col0);
   } else {
