@@ -135,27 +135,25 @@ OP Interval<Kind> captured_in(const Context& x, int number, Index... indices) {
     if (low < high) further = high - low, step = array.stride[axis], ++axes;
   }
   if (axes > 1 || further >= MOST_ELEMENTS) return anything<Kind>();
-  constexpr int AT_ONCE = 4;                                  // reads of a lane on their way
+  constexpr int AT_ONCE = 4;                                  // reads of a lane on their way; the last element again, rather than none
   Regs<Kind, 1> low, high;
   for_lane(l) {
     Kind elements[AT_ONCE];
-    const auto read_from = [&](int first) {                   // in a row of 32 that none begins, nothing; behind the last element, that again
+    const auto read_from = [&](int i) {
       #pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j)
-        if (first + j * 32 <= further) elements[j] = AsKind<Kind>::of(read_at<T>(array.data, offset + min_of(first + l + j * 32, further) * step));
+      for (int j = 0; j < AT_ONCE; ++j) elements[j] = AsKind<Kind>::of(read_at<T>(array.data, offset + min_of(i + j * 32, further) * step));
     };
-    const auto look_at = [&](int first, int begin) {
+    const auto look_at = [&](int begin) {
       #pragma unroll
-      for (int j = begin; j < AT_ONCE; ++j)
-        if (first + j * 32 <= further) low.at(l, 0) = least(low.at(l, 0), elements[j]), high.at(l, 0) = greatest(high.at(l, 0), elements[j]);
+      for (int j = begin; j < AT_ONCE; ++j) low.at(l, 0) = least(low.at(l, 0), elements[j]), high.at(l, 0) = greatest(high.at(l, 0), elements[j]);
     };
-    read_from(0);
+    read_from(l);
     low.at(l, 0) = high.at(l, 0) = elements[0];
-    look_at(0, 1);
+    look_at(1);
     #pragma unroll 1
-    for (int first = AT_ONCE * 32; first <= further; first += AT_ONCE * 32) {
-      read_from(first);
-      look_at(first, 0);
+    for (int i = l + AT_ONCE * 32; i - l <= further; i += AT_ONCE * 32) {
+      read_from(i);
+      look_at(0);
     }
   }
   return hull_of_lanes(low, high);
