@@ -28,6 +28,10 @@
 //     How blocks share dQ, and when its memory is used again, is in tile/dq_protocol.cuh. The last heads have blocks of their own for
 //     dq = scale dQ, which start behind all others.
 //
+//     PERSISTENT: as many blocks as there are multiprocessors take one key tile after the other. The producer goes on to the query tiles of the next
+//     one beneath the last steps of this one; a scheduler warp, one of the idle ones, takes key tiles and tells the other warps of them. All heads
+//     are among the last ones.
+//
 //   bwd_hopper_postprocess   sums gradients of inputs that were broadcast, or of keys that several blocks have summed up
 #include "config.cuh"
 #include "params.cuh"
@@ -96,18 +100,24 @@ constexpr int SHARED_BYTES = BLOCK_BYTES;
 KERNEL(THREADS, VARLEN ? 4 : 1) bwd_hopper_preprocess(GRID_CONSTANT HopperBackwardParams p) {
   const u32 before = place_blocks(p);
   if (block_id() < before) return find_places(p);
+  if (PERSISTENT && block_id() == 0 && warp_id() == 0) semaphore_clear(p.next_tile);
   preprocess(p, DELTA_AHEAD ? -1.f : 1.f, TMA_REDUCE_DQ ? GROUPS : 1, p.accum_heads_divmod.divisor, block_id() - before);
 }
 
 KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const int warp = int(uniform(u32(warp_id())));
-  if (block_id() >= p.owners) return postprocess_last_heads<Accum>(p);
+  if (block_id() >= first_finishing_block(p)) return postprocess_last_heads<Accum>(p);
   KeyBlock block(p);
   if (VARLEN && block.here.tile < 0) return;
   if (warp == 0) start_barriers(block);
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
   if (warp < 4) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+    if constexpr (PERSISTENT) {
+      if (warp == 0) load_key_tiles(p, block);
+      if (warp == 3) take_key_tiles(p, block);
+      return;
+    }
     if (warp == 0) load_tiles(p, block);
     if (TMA_REDUCE_DQ) {
       if (warp == 1 || warp == 2) send_queries(p, block, warp - 1, Accum::offset(dq_row_of(warp - 1), dq_col_of(warp - 1)));
@@ -126,7 +136,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();
   const int group = warp / 4 - 1, group_row = group * 64, own_row = group_row + warp % 4 * 16;
   const int dq_row = dq_row_of(group), dq_col = dq_col_of(group);
-  const ColumnRange common = unmasked_queries(block.mask, block.row0 + own_row, 16);
+  const ColumnRange common = PERSISTENT ? ColumnRange{0, -1} : unmasked_queries(block.mask, block.row0 + own_row, 16);
 
   Acc<16, WIDTH> dk_reg, dv_reg;
   fill(dk_reg, 0.f);
@@ -166,6 +176,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if (DELTA_AHEAD) consumer_wait(block.douts);              // without it the product reads gradients that have not arrived
     if (DELTA_AHEAD) fill_rows(dp_reg, block.delta_smem());
     start_product_transposed(s_reg, k_smem, group_row, q_smem);
+    if (PERSISTENT && !follows) consumer_wait(block.values);  // without it the product reads values that have not arrived
     if (!DELTA_AHEAD) consumer_wait(block.douts);             // without it the product reads gradients that have not arrived
     start_product_transposed(dp_reg, v_smem, group_row, do_smem, DELTA_AHEAD);
     if constexpr (TILE_LIST) block.hear_tile(), col0 = block.now.tile * TILE_Q; // beneath both products
@@ -217,6 +228,48 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     number = TILE_LIST ? block.number : block.accum_number(p);
     block.go_on(p);
   };
+
+  // PERSISTENT: all query tiles of a key tile, as below. dV leaves beneath the last dQ, and dK by the same rows when these have left.
+  const auto steps_of_keys = [&] {
+    block.douts.count = block.queries.count;                  // as it is: the compiler then has one of them in registers
+    head_of = -1;
+    consumer_wait(block.keys);                                // without it the products read keys that have not arrived
+    begin();
+    step(false);
+    #pragma unroll 1
+    for (int i = 1; i < block.steps; ++i) step(true);
+  };
+  const auto leave_values = [&] {
+    block.hear_place(p);
+    if constexpr (DROPOUT) scale(dv_reg, p.scores.dropout.scale);
+    store_gradient(p, block, p.dv_map, true, p.dv_accum, v_smem, dv_reg, own_row);
+  };
+  if constexpr (PERSISTENT) {
+    #pragma unroll 1
+    while (block.hear_keys(p)) {
+      if (block.steps > 0) {
+        steps_of_keys();
+        leave_values();
+        Part dq_reg;
+        start_dq(dq_reg);
+        wait_for_products<0>(dq_reg);                         // without it sums are added that do not exist yet
+        consumer_release(block.keys);                         // without it the producer waits for ever
+        add_dq(dq_reg);
+      } else {
+        leave_values();
+      }
+      arrive_at<LANES>(block.ended_of(block.taken.count));    // without it the block is never counted
+      scale(dk_reg, p.scale);
+      wait_for_stores();                                      // without it rows of dV are overwritten that have not left
+      store_gradient(p, block, p.dk_map, false, p.dk_accum, v_smem, dk_reg, own_row);
+      fill(dk_reg, 0.f);
+      fill(dv_reg, 0.f);
+      wait_for_stores();                                      // without it values arrive where rows of dK have not left
+      if (block.steps > 0) consumer_release(block.values);    // without it the producer waits for ever
+      consumer_release(block.taken);                          // without it the scheduler warp waits for ever
+    }
+    return;
+  }
 
   if (block.steps > 0) {
     consumer_wait(block.keys);                                // without it the products read keys that have not arrived

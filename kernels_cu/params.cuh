@@ -269,6 +269,8 @@ struct HopperBackwardParams : BackwardMaps, BackwardParams {
   u32 first_tiles;                        // TILE_LIST: so many blocks come before all others, and have the first keys of all units
   KeyPlace* key_places;                   // VARLEN: (batch elements of k, key tiles)
   TensorMap dbias_map;                    // STORE_DBIAS: the gradient of the bias in boxes of TILE_Q x 64
+  u32* next_tile;                         // PERSISTENT: (1)  how many key tiles blocks have taken
+  u32 finishing;                          // PERSISTENT: blocks behind those that take key tiles
 };
 
 // For the gradient of an array that scores read. Its elements may belong to batch elements, heads, queries and keys; over what they do not, it is

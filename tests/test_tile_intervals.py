@@ -168,7 +168,7 @@ def test_a_product_that_decides_by_its_last_bit(product, limit):
     mask = f"{product} or flag[q_idx]"
     arrays = {name: x for name, x in arrays.items() if name in mask}
     moved = [run(*plan_of(mask, arrays | {"limit": x})[:2], (16, 16))[1].read_bytes for x in (limit, limit * 0.99)]
-    assert moved[0] - moved[1] >= -(-LEN_Q // 16) * 8 * 16  # of a key tile for each query tile, at least what lanes ask first, a byte each
+    assert moved[0] - moved[1] >= -(-LEN_Q // 16) * 8 * 16  # what lanes ask first, of a tile each
 
 
 def test_blocks_of_queries_and_keys_with_a_prefix():

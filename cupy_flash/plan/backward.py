@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import UnsupportedError
 from ..problem.backward import BackwardProblem
@@ -38,6 +38,7 @@ FEW_TILES = 8  # of keys: blocks that add in order are apart only if more heads 
 CLEARING_BLOCKS = 200  # that start between those of a head and those that clear what it leaves
 MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
+WIDEST_TAKEN = 64  # columns of key tiles that blocks of bwd_hopper take in turn; with wider ones a call takes as long either way
 ROWS_WORTH_SHARING = 2048  # of dq, of a sequence, see make_grouping
 LENGTH_OF_MANY = 4096  # of sequences of their own lengths: they have the tiles, and heads together, of so many rows
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
@@ -73,6 +74,8 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in moved})
     row = _row_for(kernel, problem, architecture, copy_bytes, explicit, expressions)
     store_dbias = row.staged_bias and dbias_of_pairs(problem) is not None
+    persistent = kernel == "bwd_hopper" and expressions.pair_bits and row.width <= WIDEST_TAKEN and not problem.deterministic
+    why_taken = "blocks take key tiles in turn" if persistent else ""
     why_stored = "gradient of the bias: dS of each pair, which TMA stores" if store_dbias else ""
     width = row.width if kernel in HOPPER_KERNELS else _width(p)
     why_pairs = why_bits(expressions) if kernel in HOPPER_KERNELS and p.lengths is None else ""
@@ -95,9 +98,10 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
             tile_list=bool(expressions.takes_part or expressions.pair_bits) and kernel in LISTED and p.lengths is None,
             adds=problem.adds,
             store_dbias=store_dbias,
+            persistent=persistent,
         ),
         expressions=expressions,
-        reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores, why_stored, why_pairs))),
+        reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores, why_stored, why_pairs, why_taken))),
     )
 
 
@@ -181,7 +185,7 @@ class Grouping:
     blocks: int  # of a group
     owners: int  # blocks that own keys
     accum_heads: int  # query heads that have sums at a time; the next ones use them again
-    finishing: int = 0  # blocks behind them, which turn the sums of the last heads into dq
+    finishing: int = 0  # blocks behind those that work at them, which turn the sums of the last heads into dq
     last_heads: int = 0  # the first query head of those, counted over all batch elements
     reused: int = 0  # query heads before this one leave their sums to others
     cleared_after: int = 0  # which blocks of so many heads later clear
@@ -210,7 +214,7 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     group, blocks = together * per_block, together * tiles
     owners = p.heads_kv * _splits(plan, problem) * elements_of(p, "kv") * tiles
     groups, last_groups = -(-heads // max(group, 1)), -(-LAST_BLOCKS // max(blocks, 1))
-    last_heads = min(max(groups - last_groups, 0) * group, heads)
+    last_heads = 0 if plan.config.PERSISTENT else min(max(groups - last_groups, 0) * group, heads)
     if p.lengths is not None:  # all sums are there at once, and an order of sums that is the same for all sequences
         counted = p.heads_q * (math.prod(p.batch) + 1)
         in_order = elements_of(p, "kv") == elements_of(p, "q") and _finishes_queries(plan, problem)
@@ -225,7 +229,7 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     if not _finishes_queries(plan, problem) or not owners:
         return Grouping(per_block, together, blocks, owners, max(heads, 1), backwards=backwards)
     clearing, accum_heads = -(-CLEARING_BLOCKS // blocks), heads
-    if plan.file == "bwd_hopper" and p.len_q <= MOST_ROWS_REUSED // (2 if backwards else 1):
+    if plan.file == "bwd_hopper" and not plan.config.PERSISTENT and p.len_q <= MOST_ROWS_REUSED // (2 if backwards else 1):
         accum_heads = min((clearing + max(last_groups, 1)) * group, heads)
     finishing = (heads - last_heads) * -(-p.len_q // (WARP_ROWS * plan.config.WARPS))
     first_tiles = 0
@@ -265,7 +269,11 @@ def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launc
     entries = plan.entries.items()
     if problem.zero:
         blocks = (0,) * len(entries)
-    return tuple(checked(Launch(entry, number, shared)) for (entry, shared), number in zip(entries, blocks))
+    launches = [Launch(entry, number, shared) for (entry, shared), number in zip(entries, blocks)]
+    if plan.config.PERSISTENT:
+        taken = 0 if problem.zero else grouping.owners
+        launches[1] = replace(launches[1], blocks=taken, per_multiprocessor=1, behind=min(taken, 1) * grouping.finishing)
+    return tuple(map(checked, launches))
 
 
 def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
@@ -281,6 +289,8 @@ def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
         parts.append(("dq_semaphore", 4 * query_tiles * (c.TILE_KV // 64 if c.TMA_REDUCE_DQ else 1)))  # of each warpgroup, or all
     if _finishes_queries(plan, problem):
         parts.append(("dq_progress", 4 * p.heads_q * (math.prod(p.batch) + (p.lengths is not None))))  # and of rows behind all
+    if c.PERSISTENT:
+        parts.append(("next_tile", 4))
     if places := _key_places(plan, problem):
         parts.append(("key_places", struct("KeyPlace").itemsize * places))
     return Workspace(tuple(parts))

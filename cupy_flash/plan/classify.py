@@ -22,7 +22,7 @@ from .tuning import TileConfig
 from .workspace import Workspace
 
 TILE = TileConfig(32, 16, 16, "a warp takes a tile, of any size", warps=8, stages=1, min_blocks=4)
-MOST_BLOCKS = 6  # with bits, where most blocks have little to do: measured 11 to 18 % faster, though long masks spill a few registers
+MOST_BLOCKS = 6  # with bits, where most blocks have little to do: measured 11 to 18 % faster, though long masks spill
 BITS = 32  # tiles of a word
 BYTES = 4  # of a word, each of which a block finds
 CONSUMER_ROWS = 64  # queries of a warpgroup of fwd_hopper

@@ -72,6 +72,7 @@ class Config:
     STORE_DBIAS: bool
     PINGPONG: bool
     TMA_REDUCE_DQ: bool
+    PERSISTENT: bool
     FROM_LAST: bool
     SPLIT_KV: bool
     LAST_COMBINES: bool
@@ -125,6 +126,7 @@ class KernelPlan:
             stats, sums = c.STAGES * 2 * c.TILE_Q * 4, c.TMA_REDUCE_DQ * c.TILE_Q * c.WIDTH * 4
             barriers = 8 * (12 + 4 * c.STAGES + c.TMA_REDUCE_DQ) + c.VARLEN * (8 + 8 + 8 * c.TMA_REDUCE_DQ + 64)
             barriers = -(-barriers // 16) * 16 + 16 * c.STAGES if c.TILE_LIST else barriers
+            barriers += c.PERSISTENT * (2 * (32 + 16) + 16)  # what is told of key tiles
             main = itemsize * (keys + queries + 2 * c.TILE_Q * c.TILE_KV) + stats + sums + barriers
             if self.file == "bwd_hopper_wide":
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P
@@ -188,7 +190,7 @@ class KernelPlan:
         words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
-        words += ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN + ["pairbits"] * c.PAIR_BITS
+        words += ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN + ["pairbits"] * c.PAIR_BITS + ["persistent"] * c.PERSISTENT
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
         words += [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
@@ -326,6 +328,7 @@ def configure(
     from_last: bool = False,
     adds: bool = False,
     store_dbias: bool = False,
+    persistent: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     lengths = None if problem is None else problem.lengths
@@ -358,6 +361,7 @@ def configure(
         "SOFTCAP": problem is None or expressions.kind == "UNCHANGED" or problem.softcap is not None,
         "ROTATE_Q": False,
         "STORE_DBIAS": store_dbias,
+        "PERSISTENT": persistent,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 

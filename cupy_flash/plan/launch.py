@@ -21,27 +21,32 @@ class Launch:
     shared_bytes : int
     per_multiprocessor : int, optional
         No more blocks than so many for each multiprocessor: those that there are take one tile after the other.
+    behind : int
+        More blocks on any device, which begin when those end.
     """
 
     entry: str
     blocks: int
     shared_bytes: int
     per_multiprocessor: int | None = None
+    behind: int = 0
 
     def __str__(self) -> str:
         if self.per_multiprocessor is None:
             return f"{self.blocks} blocks"
-        return f"{self.blocks} blocks, at most {self.per_multiprocessor} a multiprocessor, one tile after the other"
+        behind = f", and {self.behind} behind them" if self.behind else ""
+        return f"{self.blocks} blocks, at most {self.per_multiprocessor} a multiprocessor, one tile after the other{behind}"
 
     def on(self, multiprocessors: int) -> Launch:
         """The launch with the number of blocks that it has on a device of so many multiprocessors."""
         if self.per_multiprocessor is None:
             return self
-        return replace(self, blocks=min(self.blocks, multiprocessors * self.per_multiprocessor), per_multiprocessor=None)
+        blocks = min(self.blocks, multiprocessors * self.per_multiprocessor) + self.behind
+        return replace(self, blocks=blocks, per_multiprocessor=None, behind=0)
 
 
 def checked(launch: Launch, name: str = "q") -> Launch:
     """The launch, if a grid holds its blocks; messages call the array that decides it by its name."""
-    if launch.blocks >= MAX_BLOCKS:
+    if launch.blocks + launch.behind >= MAX_BLOCKS:
         raise UnsupportedError(f"{name}: expected fewer than {MAX_BLOCKS} blocks of {launch.entry}, got {launch.blocks}")
     return launch

@@ -166,6 +166,14 @@ OP void count_block(u32* counters, int heads, u32 blocks, SharedAddress others) 
   store_shared(others, bits);
 #endif
 }
+// The same where no block has to know whether it is the last one.
+OP void count_block(u32* counters, int heads) {
+#if ON_GPU
+  if (lane_id() < heads) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(counters + lane_id()) : "memory");
+#else
+  for (int i = 0; i < heads; ++i) host::self->count_up<__ATOMIC_RELEASE>(counters[i]);
+#endif
+}
 // Counts one up, by one warp, and says how many there were before.
 OP u32 count_up(u32* counter) {
 #if ON_GPU

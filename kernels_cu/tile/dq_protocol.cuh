@@ -200,11 +200,14 @@ template <typename Accum> OP void postprocess_last_sequences(const HopperBackwar
   finish_rows(p, dq, sums, row);
 }
 
+// PERSISTENT: how many blocks take key tiles, a device decides.
+OP u32 first_finishing_block(const HopperBackwardParams& p) { return PERSISTENT ? blocks() - p.finishing : p.owners; }
+
 // The sums of the last heads: by blocks that own no keys, 16 rows a warp. The last blocks of these heads alone would take long over it while
 // all other multiprocessors have nothing left to do.
 template <typename Accum = DqAccum> OP void postprocess_last_heads(const HopperBackwardParams& p) {
   if constexpr (VARLEN) return postprocess_last_sequences<Accum>(p);
-  const u32 later = block_id() - p.owners, blocks_of_head = ceil_div(p.len_q, 16 * WARPS), number = p.last_heads + later / blocks_of_head;
+  const u32 later = block_id() - first_finishing_block(p), blocks_of_head = ceil_div(p.len_q, 16 * WARPS), number = p.last_heads + later / blocks_of_head;
   const int row = (int(later % blocks_of_head) * WARPS + warp_id()) * 16;
   if (warp_id() == 0) semaphore_wait(p.dq_progress + number, ceil_div(p.len_kv, TILE_KV));
   sync_block();                                               // without it rows are finished to which blocks still add
@@ -214,4 +217,24 @@ template <typename Accum = DqAccum> OP void postprocess_last_heads(const HopperB
   const ResultTile dq = rows_of<Result>(p.dq, batch, int(number % p.heads), row, p.len_q, p.dim);
   const Accum sums{p.dq_accum + (i64(number % p.accum_heads_divmod.divisor) * ceil_div(p.len_q, TILE_Q) + row / TILE_Q) * Accum::size};
   finish_rows(p, dq, sums, row);
+}
+
+// PERSISTENT: by the scheduler warp. Takes key tiles in the order of their numbers, so that whoever waits for one waits for a block that has begun,
+// and counts those that have ended. It takes the next one when all of this one is on its way: earlier, others would have nothing left to take.
+OP void take_key_tiles(const HopperBackwardParams& p, KeyBlock& block) {
+  u32 head = 0;                                               // of the key tile before
+  #pragma unroll 1
+  for (u32 count = 0;; ++count) {
+    if (count > 0) wait_for<LANES>(block.loaded, (count - 1) % 2);
+    const u32 number = count_up(p.next_tile);
+    const bool exists = number < p.owners;
+    if (exists) block.find(p, [&] { return number; });
+    block.tell_keys(exists ? block.steps : -1);
+    if (count > 0 && p.dq_progress) {
+      wait_for<LANES>(block.ended_of(count - 1), (count - 1) / 2 % 2);      // without it the block is counted before all has been added
+      count_block(p.dq_progress + head, p.heads_per_block);
+    }
+    if (!exists) return;
+    head = block.head;
+  }
 }

@@ -54,7 +54,23 @@ struct alignas(16) ListedTile {
 };
 static_assert(!TILE_LIST || !VARLEN, "load_tiles_of_sequence tells nobody");
 constexpr int LISTED_OFFSET = ceil_div(PLACE_END, 16) * 16;
-constexpr int BLOCK_BYTES = TILE_LIST ? LISTED_OFFSET + STAGES * int(sizeof(ListedTile)) : PLACE_END;
+constexpr int LISTED_END = TILE_LIST ? LISTED_OFFSET + STAGES * int(sizeof(ListedTile)) : PLACE_END;
+// PERSISTENT: what the scheduler warp, which takes key tiles, tells the others of one.
+struct alignas(16) TakenKeys {
+  static constexpr int bytes = 32;
+  SharedAddress base;
+};
+struct alignas(16) TakenCoord {
+  int steps;                                                  // -1: there is no key tile any more
+  int tile, first_head, head_kv;
+  u32 batch_number;
+  int batch[2];                                               // of more axes, TMA would not tell them apart
+};
+static_assert(sizeof(TakenCoord) == TakenKeys::bytes);
+static_assert(!PERSISTENT || (TILE_LIST && !STORE_DBIAS && !TMA_REDUCE_DQ), "no block has them that takes key tiles");
+constexpr int TAKEN = 2;                                      // one ahead
+constexpr int TAKEN_BARRIERS = LISTED_END + TAKEN * TakenKeys::bytes, LOADED_BARRIER = TAKEN_BARRIERS + TAKEN * STAGE_BARRIERS;
+constexpr int BLOCK_BYTES = PERSISTENT ? LOADED_BARRIER + 2 * Mbarrier::bytes : LISTED_END;
 
 constexpr Lanes LANES = WIDTH <= 64 ? CONVERGENT : DIVERGENT; // as measured: 5 % at dim 64, and nothing or 5 % the other way at dim 128
 
@@ -64,6 +80,8 @@ struct KeyBlock {
   Pipeline<KeyTile, 1, LANES> keys{smem, smem + K_BARRIERS}, values{smem + V_OFFSET, smem + V_BARRIERS};
   Pipeline<QueryStage, STAGES, LANES> queries{smem + Q_OFFSET, smem + Q_BARRIERS};
   Pipeline<QueryTile, STAGES, LANES> douts{smem + DO_OFFSET, smem + DO_BARRIERS};
+  Pipeline<TakenKeys, TAKEN, LANES> taken{smem + LISTED_END, smem + TAKEN_BARRIERS};
+  Mbarrier loaded{smem + LOADED_BARRIER};                     // PERSISTENT: the last query tile of a key tile is on its way
   Mbarrier written{smem + DS_BARRIER};                        // dS of a step is in shared memory, all of it, and that of the step before has left
   // Of dQ, see dq_protocol.cuh. Where lanes add: the semaphore of a step has been acquired; all warps have added; which has been noticed.
   Mbarrier acquired{smem + ORDER_BARRIERS}, added{acquired.address + Mbarrier::bytes}, noticed{added.address + Mbarrier::bytes};
@@ -71,6 +89,7 @@ struct KeyBlock {
   OP Mbarrier staged(int group) const { return {smem + ORDER_BARRIERS + group * Mbarrier::bytes}; }
   OP Mbarrier sent(int group) const { return {smem + ORDER_BARRIERS + (GROUPS + group) * Mbarrier::bytes}; }
   Mbarrier ended{smem + END_BARRIERS};                        // the block adds nothing more
+  OP Mbarrier ended_of(u32 number) const { return {ended.address + number % 2 * Mbarrier::bytes}; }     // PERSISTENT: of its key tile number 0, 1 ...
   Mbarrier counted{smem + END_BARRIERS + Mbarrier::bytes};    // the block has been counted
   Mbarrier cleared{counted.address + Mbarrier::bytes};        // the sums are zero, and the block may add
   KeyBlockCoord here;                                         // VARLEN: without a tile if no sequence has it
@@ -88,7 +107,12 @@ struct KeyBlock {
   u32 number, last_number;                                    // its number, and that of the tile before
   u32 tiles_before;                                           // query tiles of heads that had the same sums before, and of all in between
 
-  OP KeyBlock(const HopperBackwardParams& p) : here(key_block_coord(p, offsets_of<KEYS>(p))) {
+  OP KeyBlock(const HopperBackwardParams& p) {
+    if (!PERSISTENT) find(p, [] { return block_id(); });
+  }
+  // The key tile with this number, how many query tiles it visits, and the first one.
+  template <typename Number> OP void find(const HopperBackwardParams& p, Number key_tile) {
+    here = key_block_coord(p, offsets_of<KEYS>(p), key_tile);
     if (VARLEN && warp_id() == 0) init_barriers();            // the other warps read meanwhile, and this one finds in a cache what they have read
     read_place(place, p, here);
     head = here.batch_number * p.heads + here.first_head;
@@ -96,19 +120,49 @@ struct KeyBlock {
     backwards = head < p.backwards;
     if (!VARLEN && backwards) here.tile = key_tiles(p) - 1 - here.tile;
     row0 = here.tile * TILE_KV;
-    const QueryTiles seeing = query_tiles(place, mask, row0, p.heads_per_block);
+    const QueryTiles seeing = find_ends(p);
     steps = seeing.count;
-    from = backwards ? seeing.first : seeing.last;
-    to = backwards ? seeing.last : seeing.first;
-    now = {here.first_head, from};
     first_number = first_number_of(place);
     if constexpr (TILE_LIST) {
       if (steps > 0) {
         steps = count_listed(here.first_head, p.heads_per_block, seeing.first, seeing.last + 1, [&](int head) { return list_of(p, head); });
-        if (warp_id() < 4) find_tile(p);                      // consumers are told
+        if (!PERSISTENT && warp_id() < 4) find_tile(p);       // consumers are told
       }
     }
     tiles_before = VARLEN ? 0 : divide(head, p.accum_heads_divmod) * p.accum_heads_divmod.divisor * ceil_div(p.len_q, TILE_Q);
+  }
+  OP QueryTiles find_ends(const HopperBackwardParams& p) {
+    const QueryTiles seeing = query_tiles(place, mask, row0, p.heads_per_block);
+    from = backwards ? seeing.first : seeing.last;
+    to = backwards ? seeing.last : seeing.first;
+    now = {here.first_head, from};
+    return seeing;
+  }
+  // PERSISTENT: the scheduler warp tells of the key tile at hand, or of none, and the others hear of it.
+  OP void tell_keys(int steps) {
+    producer_acquire(taken);                                  // without it what is told is overwritten that a slower warp has not heard
+    store_once(taken.tile().base, TakenCoord{steps, here.tile, here.first_head, here.head_kv, here.batch_number, {here.batch[BATCH_AXES - 2], here.batch[BATCH_AXES - 1]}});
+    sync_warp();                                              // without it what is told is read before it has been written
+    arrive_at<LANES>(taken.full());                           // without it nobody hears
+    taken.advance();
+  }
+  OP bool hear_keys(const HopperBackwardParams& p) {
+    consumer_wait(taken);                                     // without it what has not been told is read
+    steps = int(uniform(u32(load_shared<TakenCoord>(taken.tile().base).steps)));
+    if (steps < 0) return false;
+    hear_place(p);
+    return true;
+  }
+  OP void hear_place(const HopperBackwardParams& p) {         // again, since it would take registers of the loop
+    const TakenCoord told = load_shared<TakenCoord>(taken.tile().base);
+    here.tile = int(uniform(u32(told.tile))), here.first_head = int(uniform(u32(told.first_head))), here.head_kv = int(uniform(u32(told.head_kv)));
+    here.batch_number = uniform(told.batch_number);
+    #pragma unroll
+    for (int i = 0; i < BATCH_AXES; ++i) here.batch[i] = i < BATCH_AXES - 2 ? 0 : int(uniform(u32(told.batch[i - (BATCH_AXES - 2)])));
+    head = here.batch_number * p.heads + here.first_head;
+    mask = mask_of_place(place, p);
+    row0 = here.tile * TILE_KV;
+    tiles_before = 0;
   }
   OP Sequence<HopperBackwardParams> seq(const HopperBackwardParams& p) const { return sequence_of_place(place, p, here.batch_number); }
   OP int key_tiles(const HopperBackwardParams& p) const { return ceil_div(VARLEN ? seq(p).kv.len() : p.len_kv, TILE_KV); }
@@ -142,8 +196,12 @@ struct KeyBlock {
   }
   OP u32 accum_number(const BackwardParams& p) const { return tile_number(p) - tiles_before; }  // of the tile among those that have sums at a time
   OP void init_barriers() const {
-    init_pipeline(keys, 1);
-    init_pipeline(values, 1);
+    init_pipeline(keys, PERSISTENT ? 4 * GROUPS : 1);
+    init_pipeline(values, PERSISTENT ? 4 * GROUPS : 1);
+    if constexpr (PERSISTENT) {
+      init_pipeline(taken, 4 * GROUPS + 1);                   // consumers and the producer
+      init_mbarrier(loaded, 1);
+    }
     init_pipeline(queries, 4 * GROUPS);                       // warps that hand a tile back
     init_pipeline(douts, 4 * GROUPS);
     init_mbarrier(written, 4 * GROUPS + STORE_DBIAS);
@@ -158,7 +216,7 @@ struct KeyBlock {
       init_mbarrier(noticed, 1);
     }
     init_mbarrier(ended, TMA_REDUCE_DQ ? GROUPS : 4 * GROUPS);
-    init_mbarrier(counted, 1);
+    init_mbarrier(counted, PERSISTENT ? 4 * GROUPS : 1);      // then it is the second one of `ended_of`
     init_mbarrier(cleared, 1);
     if (VARLEN) init_clipping(Clipping{smem + CLIPPING_BARRIER});
   }
@@ -273,7 +331,7 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
   if (block.steps == 0) return;
   if constexpr (VARLEN) return load_tiles_of_sequence(p, block);
   const KeyBlockCoord& here = block.here;
-  load_async(block.keys, p.k_map, here.batch, here.head_kv, block.row0);
+  if (!PERSISTENT) load_async(block.keys, p.k_map, here.batch, here.head_kv, block.row0);
   #pragma unroll 1
   for (int step = 0; step < block.steps; ++step, block.advance(p)) {
     const float* const stats = p.stats + i64(block.tile_number(p)) * 2 * TILE_Q;
@@ -282,8 +340,28 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
     if constexpr (TILE_LIST) block.tell_tile(p);
     if constexpr (STAGED_BIAS) load_with_bias(block.queries, p, here.batch, block.now.head, row, block.row0, stats, block.lse_smem());
     else load_async(block.queries, p.q_map, here.batch, block.now.head, row, stats, block.lse_smem());
-    if (step == 0) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
+    if (!PERSISTENT && step == 0) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
     load_async(block.douts, p.dout_map, here.batch, block.now.head, row, stats + TILE_Q, block.delta_smem());
+    if (PERSISTENT && step == 0) {                            // last, because they wait for the end of the key tile before
+      producer_acquire(block.keys);                           // without it keys are overwritten that a slower warp still reads
+      load_async(block.keys, p.k_map, here.batch, here.head_kv, block.row0);
+      producer_acquire(block.values);                         // the same for values, and rows of gradients that leave from there
+      load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
+    }
+  }
+}
+
+// PERSISTENT: one warp loads, key tile after key tile.
+OP void load_key_tiles(const HopperBackwardParams& p, KeyBlock& block) {
+  #pragma unroll 1
+  while (block.hear_keys(p)) {
+    consumer_release(block.taken);                            // without it the scheduler warp waits for ever
+    block.backwards = false;
+    block.find_ends(p);
+    block.listed.number = -1;                                 // of another list
+    if (block.steps > 0) block.find_tile(p);
+    load_tiles(p, block);
+    arrive_at<LANES>(block.loaded);                           // without it the scheduler warp waits for ever
   }
 }
 

@@ -124,22 +124,24 @@ OP KeyBlockCoord key_block_coord(const int (&batch)[BATCH_AXES], int heads, int 
 
 // TILE_LIST: if there are `first_tiles`, so many blocks have the first keys of all units, and come before any others. Where all queries see these, but
 // few of the others, a block that took them near the end would keep the whole device waiting.
-OP bool has_first_keys(const HopperBackwardParams& p) { return TILE_LIST && block_id() < p.first_tiles; }
-OP u32 block_of_others(const HopperBackwardParams& p) { return TILE_LIST && !has_first_keys(p) ? block_id() - p.first_tiles : block_id(); }
+template <typename Number> OP bool has_first_keys(const HopperBackwardParams& p, Number number) { return TILE_LIST && number() < p.first_tiles; }
+template <typename Number> OP u32 number_of_others(const HopperBackwardParams& p, Number number) {
+  return TILE_LIST && !has_first_keys(p, number) ? number() - p.first_tiles : number();
+}
 
-// The same with divisions by multiplication, which take a block less time. Packed keys are those of one batch element.
-OP KeyBlockCoord key_block_coord(const HopperBackwardParams& p, bool packed) {
+// The same with divisions by multiplication, which take a block less time, of key tile number number(), which is asked again and not kept. Packed keys are those of one batch element.
+template <typename Number> OP KeyBlockCoord key_block_coord(const HopperBackwardParams& p, bool packed, Number number) {
   u32 units = p.units_divmod.divisor;
   #pragma unroll
   for (int i = 0; i < BATCH_AXES; ++i) units *= packed ? 1 : p.batch[i];
   const u32 together = p.heads_together_divmod.divisor;
-  const u32 group = divide(block_of_others(p), p.group_divmod), first_unit = group * together, rest = block_of_others(p) - group * p.group_divmod.divisor;
+  const u32 group = divide(number_of_others(p, number), p.group_divmod), first_unit = group * together, rest = number_of_others(p, number) - group * p.group_divmod.divisor;
   const u32 here_together = min_of(together, units - first_unit);
   KeyBlockCoord here;
   here.tile = int(here_together == together ? divide(rest, p.heads_together_divmod) : rest / here_together);
   u32 unit = first_unit + rest - here.tile * here_together;
   if constexpr (TILE_LIST) {
-    if (has_first_keys(p)) here.tile = 0, unit = block_id();
+    if (has_first_keys(p, number)) here.tile = 0, unit = number();
     else if (p.first_tiles) ++here.tile;
   }
   here.batch_number = divide(unit, p.units_divmod);
