@@ -266,7 +266,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
       fill(dv_reg, 0.f);
       wait_for_stores();                                      // without it values arrive where rows of dK have not left
       if (block.steps > 0) consumer_release(block.values);    // without it the producer waits for ever
-      consumer_release(block.taken);                          // without it the scheduler warp waits for ever
+      block.taken.advance();
     }
     return;
   }

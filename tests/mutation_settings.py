@@ -33,6 +33,7 @@ TWO_STAGES_EACH = {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGES": 2, "STAG
 TWO_GROUPS = Setting(HOPPER_CASE, TWO_STAGES_EACH)
 # Two heads to a block, more blocks than one to a head, more tiles of queries than stages, and more rows of dq than leave at once.
 HOPPER_BACKWARD_CASE = Case("float16", 150, 200, dim=32, heads_q=2, heads_kv=1, causal=True)
+MORE_HEADS = replace(HOPPER_BACKWARD_CASE, heads_q=6, heads_kv=3, causal=False)
 OWN_KEYS = Setting(HOPPER_BACKWARD_CASE, {"TILE_Q": 64, "TILE_KV": 128, "WARPS": 12, "STAGES": 2, "WIDTH": 64, "WIDTH_V": 64})
 STAGED = OWN_KEYS.but(TILE_Q=80, TMA_REDUCE_DQ=True, WIDTH=128, WIDTH_V=128)
 ONE_GRADIENT = Setting(HOPPER_BACKWARD_CASE, {"WIDTH": 128, "WIDTH_V": 128})
@@ -79,7 +80,10 @@ def settings_of(kernel):
         case = Case("float16", 200, 310, dim=32, heads_q=2, heads_kv=1)  # one sequence has more tiles of queries than stages
         sequences = replace(OWN_KEYS, case=case, offsets=([0, 20, 20, 170, 190], [0, 75, 80, 230, 300]))
         settings = {"two stages": OWN_KEYS, "one stage, wide, in order": wide} | staged | {"stored": stored}
-        return settings | {"sequences": sequences, "lists": replace(OWN_KEYS, seen=SOME_OF_MORE_KEYS)}
+        lists = replace(OWN_KEYS, seen=SOME_OF_MORE_KEYS)
+        # Three times as many key tiles as blocks, of which the last one is seen by nobody.
+        persistent = replace(lists.but(PERSISTENT=True), case=MORE_HEADS, seen=SOME_OF_MORE_KEYS & (numpy.arange(200) < 128))
+        return settings | {"sequences": sequences, "lists": lists, "persistent": persistent}
     if kernel == "bwd_hopper_wide":
         lists = replace(ONE_GRADIENT, seen=SOME_OF_MORE_KEYS)
         return {"any order": replace(ONE_GRADIENT, last_blocks=1), "in order": ONE_GRADIENT.but(True), "lists": lists}

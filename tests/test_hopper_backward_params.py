@@ -90,11 +90,11 @@ def test_a_problem_becomes_numbers(kernel):
         "accum_heads_divmod": 11,
     }
     assert {name: params[name].tolist() for name in divisors} == {name: fast_divmod(n) for name, n in divisors.items()}
-    heads = {"owners": 30, "last_heads": 7, "reused": 9, "cleared_after": 13, "backwards": 3, "first_tiles": 4}
+    heads = {"owners": 30, "last_heads": 7, "reused": 9, "cleared_after": 13, "backwards": 3, "first_tiles": 4, "finishing": 5}
     assert {name: params[name].tolist() for name in heads} == heads
     mapped = {f"{name}_map" for name in (*MAPPED, "bias", "dbias")}
-    assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *heads, *mapped} == {"key_places"}
-    assert params["key_places"] == 0
+    assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *heads, *mapped} == {"key_places", "next_tile"}
+    assert params["key_places"] == params["next_tile"] == 0
     assert {name: params[name].tolist() for name in BACKWARD.names if name not in (*tensors, "scores", "sequences")} == {
         **dict.fromkeys(("stats", "dq_accum", "dk_accum", "dv_accum", "dq_semaphore", "dq_progress", "dsinks", "sinks_of_head"), 0),
         "mask": (6, 12, fast_divmod(1), 0),

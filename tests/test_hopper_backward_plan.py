@@ -249,6 +249,28 @@ def test_the_last_block_of_a_head_finishes_its_queries(dim):
     assert all(launch.per_multiprocessor is None for launch in made.launches)
 
 
+@pytest.mark.parametrize("dim, deterministic, taken", [(40, False, True), (64, False, True), (64, True, False), (72, False, False)])
+def test_blocks_take_key_tiles_where_a_mask_is_bits(dim, deterministic, taken):
+    """As many as there are multiprocessors, or fewer if there are fewer key tiles; others behind them finish all heads."""
+    shape = (50, 6, 300, dim)
+    given = {"mask": "doc[q_idx] == doc[kv_idx]", "arrays": {"doc": numpy.zeros(300, numpy.int32)}}
+    made = plan_of(shape, deterministic=deterministic, **given)
+    keys, main = 300 * tiles_of(made)[1], made.launches[1]
+    assert made.kernel.config.PAIR_BITS and taken == made.kernel.config.PERSISTENT
+    assert ("next_tile" in made.workspace.names) == ("take key tiles in turn" in str(made)) == taken
+    grouping = make_grouping(made.kernel, made.problem)
+    if not taken:
+        assert (main.blocks, main.per_multiprocessor, main.behind) == (keys + grouping.finishing, None, 0)
+        return
+    assert (grouping.last_heads, grouping.accum_heads, grouping.finishing) == (0, 300, finishing(made, 300))
+    assert (main.blocks, main.per_multiprocessor, main.behind) == (keys, 1, grouping.finishing)
+    assert main.on(132).blocks == 132 + grouping.finishing and main.on(10**6).blocks == keys + grouping.finishing
+    assert f"{keys} blocks, at most 1 a multiprocessor, one tile after the other, and {grouping.finishing} behind them" in str(made)
+    assert not plan_of(shape).kernel.config.PERSISTENT
+    nothing = plan_of((0, 6, 300, dim), **given).launches[1]
+    assert (nothing.blocks, nothing.behind) == (0, 0)
+
+
 @pytest.mark.parametrize("last_blocks, groups", [(0, 0), (1, 1), (16, 1), (17, 2), (10_000, 625)])
 @pytest.mark.parametrize("heads", [1, 8, 9, 27, 300])
 def test_the_last_heads_are_those_of_the_last_groups(heads, last_blocks, groups, monkeypatch):

@@ -253,10 +253,15 @@ BEFORE_USE = {
 }
 
 
+# And one for the right time: without it a block takes its next key tile earlier, which changes no result.
+FOR_TIME = re.compile(r"\bwait_for<LANES>\(block\.loaded, ")
+
+
 def every_call():
     for kernel in KERNELS:
         for number, (file, call) in enumerate(calls_of(kernel)):
-            if not any(wait.match(call.string, call.start()) for wait in (*BETWEEN_BLOCKS.values(), *BEFORE_USE.values())):
+            waits = *BETWEEN_BLOCKS.values(), *BEFORE_USE.values(), FOR_TIME
+            if not any(wait.match(call.string, call.start()) for wait in waits):
                 line = call.string.count("\n", 0, call.start()) + 1
                 marks = pytest.mark.release if number % 100 else ()
                 yield pytest.param(kernel, number, id=f"{file}:{line}:{call[0]}", marks=marks)

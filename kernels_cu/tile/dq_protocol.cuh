@@ -220,21 +220,23 @@ template <typename Accum = DqAccum> OP void postprocess_last_heads(const HopperB
 }
 
 // PERSISTENT: by the scheduler warp. Takes key tiles in the order of their numbers, so that whoever waits for one waits for a block that has begun,
-// and counts those that have ended. It takes the next one when all of this one is on its way: earlier, others would have nothing left to take.
+// and counts those that have ended. It takes the next one when all of this one is on its way: earlier, others would have nothing left to take. What it
+// tells of a key tile has the place of what it told two before, which has ended, so that no warp reads it any more.
 OP void take_key_tiles(const HopperBackwardParams& p, KeyBlock& block) {
   u32 head = 0;                                               // of the key tile before
   #pragma unroll 1
   for (u32 count = 0;; ++count) {
-    if (count > 0) wait_for<LANES>(block.loaded, (count - 1) % 2);
+    if (count > 0) wait_for<LANES>(block.loaded, (count - 1) % 2);            // for the right time alone
     const u32 number = count_up(p.next_tile);
-    const bool exists = number < p.owners;
-    if (exists) block.find(p, [&] { return number; });
-    block.tell_keys(exists ? block.steps : -1);
-    if (count > 0 && p.dq_progress) {
-      wait_for<LANES>(block.ended_of(count - 1), (count - 1) / 2 % 2);      // without it the block is counted before all has been added
-      count_block(p.dq_progress + head, p.heads_per_block);
+    block.steps = -1;
+    if (number < p.owners) block.find(p, [&] { return number; });
+    block.tell_keys();
+    if (count > 0) {
+      // without it the block is counted before all has been added, and the next one is told of where a slower warp still reads
+      wait_for<LANES>(block.ended_of(count - 1), (count - 1) / 2 % 2);
+      if (p.dq_progress) count_block(p.dq_progress + head, p.heads_per_block);
     }
-    if (!exists) return;
+    if (block.steps < 0) return;
     head = block.head;
   }
 }

@@ -138,9 +138,8 @@ struct KeyBlock {
     now = {here.first_head, from};
     return seeing;
   }
-  // PERSISTENT: the scheduler warp tells of the key tile at hand, or of none, and the others hear of it.
-  OP void tell_keys(int steps) {
-    producer_acquire(taken);                                  // without it what is told is overwritten that a slower warp has not heard
+  // PERSISTENT: the scheduler warp tells of the key tile at hand, or of none (-1 steps), and the others hear of it.
+  OP void tell_keys() {
     store_once(taken.tile().base, TakenCoord{steps, here.tile, here.first_head, here.head_kv, here.batch_number, {here.batch[BATCH_AXES - 2], here.batch[BATCH_AXES - 1]}});
     sync_warp();                                              // without it what is told is read before it has been written
     arrive_at<LANES>(taken.full());                           // without it nobody hears
@@ -199,7 +198,7 @@ struct KeyBlock {
     init_pipeline(keys, PERSISTENT ? 4 * GROUPS : 1);
     init_pipeline(values, PERSISTENT ? 4 * GROUPS : 1);
     if constexpr (PERSISTENT) {
-      init_pipeline(taken, 4 * GROUPS + 1);                   // consumers and the producer
+      init_pipeline(taken, 1);                                // nobody releases a stage, see take_key_tiles
       init_mbarrier(loaded, 1);
     }
     init_pipeline(queries, 4 * GROUPS);                       // warps that hand a tile back
@@ -355,7 +354,7 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
 OP void load_key_tiles(const HopperBackwardParams& p, KeyBlock& block) {
   #pragma unroll 1
   while (block.hear_keys(p)) {
-    consumer_release(block.taken);                            // without it the scheduler warp waits for ever
+    block.taken.advance();
     block.backwards = false;
     block.find_ends(p);
     block.listed.number = -1;                                 // of another list
