@@ -16,6 +16,7 @@ from cupy_flash import CompileError
 from cupy_flash.call import backward, forward
 from cupy_flash.machine import host, source
 from cupy_flash.machine.toolchain import compiler
+from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan import forward as forward_plan
 from cupy_flash.plan import pair_bits, schedule, sources
 from cupy_flash.plan.tuning import HOPPER_BACKWARD, KERNEL_TABLES, MASKS
@@ -109,6 +110,15 @@ def staged(monkeypatch):
     """Every problem gets the tile of long sequences, whose dq goes through shared memory, if it can have it."""
     rows = {"half": tuple(row for row in HOPPER_BACKWARD if row.tma_reduce_dq)}
     monkeypatch.setitem(KERNEL_TABLES, "bwd_hopper", {"90a": rows})
+    backward._prepared.cache_clear()
+    yield
+    backward._prepared.cache_clear()
+
+
+@pytest.fixture
+def key_tiles_in_turn(monkeypatch):
+    """Blocks take key tiles in turn wherever they can, however few there are."""
+    monkeypatch.setattr(backward_plan, "FEWEST_TAKEN", 0)
     backward._prepared.cache_clear()
     yield
     backward._prepared.cache_clear()

@@ -10,7 +10,7 @@ import pytest
 from cupy_flash import UnsupportedError, attention_backward, plan_attention_backward
 from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan.architecture import ARCHITECTURES
-from cupy_flash.plan.backward import FEWEST_BLOCKS, LAST_BLOCKS, heads_per_block, heads_together, make_grouping
+from cupy_flash.plan.backward import FEWEST_BLOCKS, FEWEST_TAKEN, LAST_BLOCKS, heads_per_block, heads_together, make_grouping
 from cupy_flash.plan.tuning import WIDTHS, table_for
 
 SM_90A, NARROW, WIDE = ARCHITECTURES["90a"], "bwd_hopper", "bwd_hopper_wide"
@@ -267,8 +267,8 @@ def test_blocks_take_key_tiles_where_a_mask_is_bits(dim, deterministic, taken):
     assert main.on(132).blocks == 132 + grouping.finishing and main.on(10**6).blocks == keys + grouping.finishing
     assert f"{keys} blocks, at most 1 a multiprocessor, one tile after the other, and {grouping.finishing} behind them" in str(made)
     assert not plan_of(shape).kernel.config.PERSISTENT
-    nothing = plan_of((0, 6, 300, dim), **given).launches[1]
-    assert (nothing.blocks, nothing.behind) == (0, 0)
+    few, more = (plan_of((heads, 300, dim), **given).kernel.config for heads in (FEWEST_TAKEN // 3 - 1, FEWEST_TAKEN // 3))
+    assert not few.PERSISTENT and more.PERSISTENT
 
 
 @pytest.mark.parametrize("last_blocks, groups", [(0, 0), (1, 1), (16, 1), (17, 2), (10_000, 625)])

@@ -39,6 +39,7 @@ CLEARING_BLOCKS = 200  # that start between those of a head and those that clear
 MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
 WIDEST_TAKEN = 64  # columns of key tiles that blocks of bwd_hopper take in turn; with wider ones a call takes as long either way
+FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the first one of a block is not beneath any other
 ROWS_WORTH_SHARING = 2048  # of dq, of a sequence, see make_grouping
 LENGTH_OF_MANY = 4096  # of sequences of their own lengths: they have the tiles, and heads together, of so many rows
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
@@ -74,7 +75,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in moved})
     row = _row_for(kernel, problem, architecture, copy_bytes, explicit, expressions)
     store_dbias = row.staged_bias and dbias_of_pairs(problem) is not None
-    persistent = kernel == "bwd_hopper" and expressions.pair_bits and row.width <= WIDEST_TAKEN and not problem.deterministic
+    persistent = kernel == "bwd_hopper" and _takes_key_tiles(problem, row, expressions)
     why_taken = "blocks take key tiles in turn" if persistent else ""
     why_stored = "gradient of the bias: dS of each pair, which TMA stores" if store_dbias else ""
     width = row.width if kernel in HOPPER_KERNELS else _width(p)
@@ -103,6 +104,13 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
         expressions=expressions,
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores, why_stored, why_pairs, why_taken))),
     )
+
+
+def _takes_key_tiles(problem: BackwardProblem, row: TileConfig, expressions: ExpressionText) -> bool:
+    """Whether blocks of bwd_hopper take key tiles in turn: where a mask leaves each few queries, and none waits for another."""
+    p = problem.forward
+    tiles = p.heads_kv * elements_of(p, "kv") * -(-p.len_kv // row.tile_kv)
+    return expressions.pair_bits and row.width <= WIDEST_TAKEN and tiles >= FEWEST_TAKEN and not problem.deterministic
 
 
 def _explicit(problem: Problem, expressions: ExpressionText) -> tuple[bool, str]:

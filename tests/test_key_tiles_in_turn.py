@@ -1,0 +1,54 @@
+"""Blocks of bwd_hopper that take key tiles in turn: on the host two blocks share all of them."""
+
+import math
+
+import numpy
+import pytest
+from thinned import thinned
+from tile_masks import NAMES, TILE_MASKS, inputs
+
+from cupy_flash import attention, plan_attention_backward
+
+pytestmark = pytest.mark.usefixtures("key_tiles_in_turn")
+HOST = {"backend": "host", "arch": "90a"}
+
+
+def judged(plan, given, formula, **arrays):
+    assert plan.kernel.config.PERSISTENT
+    for got, right in zip(plan(*given, **arrays), formula(*given, **arrays)):
+        assert numpy.isfinite(got).all() and abs(got - right.astype("f4")).max() <= 2**-8 * max(1, abs(right).max())
+
+
+@pytest.mark.parametrize("name", thinned(NAMES, keep=5))
+def test_masks(name, share_of_bits):
+    share_of_bits(math.inf)
+    options, _ = TILE_MASKS[name]()
+    q, k, v, dout = inputs("float16", dim=40)
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    plans = (plan_attention_backward(dout, q, k, v, out, lse, **where, **options) for where in (HOST, {"backend": "numpy"}))
+    arrays = {"mask": options["mask"]} if isinstance(options["mask"], numpy.ndarray) else {"arrays": options.get("arrays")}
+    judged(*(next(plans), (dout, q, k, v, out, lse), next(plans)), **{name: x for name, x in arrays.items() if x is not None})
+
+
+@pytest.mark.parametrize("schedule", ["eager", "deferred"])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((3, 4, 200, 64), (3, 2, 600, 64)),  # heads of a group, in one block; keys that nobody sees in a tile and at its edge
+        pytest.param(((1, 2, 200, 64), (3, 2, 600, 64)), marks=pytest.mark.release),  # dq of sums
+        pytest.param(((3, 4, 200, 64), (1, 2, 600, 64)), marks=pytest.mark.release),  # dk and dv
+    ],
+)
+def test_several_for_each_block(shapes, schedule, share_of_bits, monkeypatch):
+    share_of_bits(math.inf)
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+    rng = numpy.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shapes[i], numpy.float32).astype("f2") for i in (0, 1, 1))
+    documents = numpy.repeat(numpy.arange(6), [100, 20, 300, 30, 149, 1]).astype(numpy.int32)  # the third one is masked
+    given = {"dq": documents[:200].copy(), "doc": documents}
+    options = {"mask": "dq[q_idx] == doc[kv_idx] and doc[kv_idx] != 2", "arrays": given}
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    dout = rng.standard_normal(out.shape, numpy.float32).astype("f2")
+    plan, formula = (plan_attention_backward(dout, q, k, v, out, lse, **where, **options) for where in (HOST, {"backend": "numpy"}))
+    assert plan.launches[1].on(2).blocks - plan.launches[1].behind == 2 < plan.launches[1].blocks
+    judged(plan, (dout, q, k, v, out, lse), formula, arrays=given)
