@@ -1,5 +1,6 @@
 """Blocks of bwd_hopper that take key tiles in turn: on the host two blocks share all of them."""
 
+import functools
 import math
 
 import numpy
@@ -14,7 +15,6 @@ HOST = {"backend": "host", "arch": "90a"}
 
 
 def judged(plan, given, formula, **arrays):
-    assert plan.kernel.config.PERSISTENT
     for got, right in zip(plan(*given, **arrays), formula(*given, **arrays)):
         assert numpy.isfinite(got).all() and abs(got - right.astype("f4")).max() <= 2**-8 * max(1, abs(right).max())
 
@@ -27,7 +27,9 @@ def test_masks(name, share_of_bits):
     out, lse = attention(q, k, v, return_lse=True, **options)
     plans = (plan_attention_backward(dout, q, k, v, out, lse, **where, **options) for where in (HOST, {"backend": "numpy"}))
     arrays = {"mask": options["mask"]} if isinstance(options["mask"], numpy.ndarray) else {"arrays": options.get("arrays")}
-    judged(*(next(plans), (dout, q, k, v, out, lse), next(plans)), **{name: x for name, x in arrays.items() if x is not None})
+    plan, formula = plans
+    assert plan.kernel.config.PERSISTENT
+    judged(plan, (dout, q, k, v, out, lse), formula, **{name: x for name, x in arrays.items() if x is not None})
 
 
 @pytest.mark.parametrize("schedule", ["eager", "deferred"])
@@ -50,5 +52,8 @@ def test_several_for_each_block(shapes, schedule, share_of_bits, monkeypatch):
     out, lse = attention(q, k, v, return_lse=True, **options)
     dout = rng.standard_normal(out.shape, numpy.float32).astype("f2")
     plan, formula = (plan_attention_backward(dout, q, k, v, out, lse, **where, **options) for where in (HOST, {"backend": "numpy"}))
+    assert plan.kernel.config.PERSISTENT
     assert plan.launches[1].on(2).blocks - plan.launches[1].behind == 2 < plan.launches[1].blocks
-    judged(plan, (dout, q, k, v, out, lse), formula, arrays=given)
+    memory = numpy.full(plan.workspace_bytes, 0x7F, numpy.uint8)  # which may hold anything
+    plan(dout, q, k, v, out, lse, arrays=given, workspace=memory)
+    judged(functools.partial(plan, workspace=memory), (dout, q, k, v, out, lse), formula, arrays=given)

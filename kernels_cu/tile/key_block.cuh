@@ -357,7 +357,6 @@ OP void load_key_tiles(const HopperBackwardParams& p, KeyBlock& block) {
     block.taken.advance();
     block.backwards = false;
     block.find_ends(p);
-    block.listed.number = -1;                                 // of another list
     if (block.steps > 0) block.find_tile(p);
     load_tiles(p, block);
     arrive_at<LANES>(block.loaded);                           // without it the scheduler warp waits for ever
