@@ -230,3 +230,17 @@ def test_no_spill_where_bits_mask_pairs(dtype, dim, len_q, asked, share_of_bits)
         code, log = nvrtc.compile_plan(kernel)
         assert "C75" not in log and read(code)[kernel.file].stack_bytes == 0
         assert max(kernel.entries.values()) <= ARCHITECTURES["90a"].shared_bytes
+
+
+@pytest.mark.parametrize("asked", quick([asked for asked in OF_BITS if "dropout" not in asked], ""))
+@pytest.mark.parametrize("len_q", quick([LENGTH, 64], LENGTH))
+@pytest.mark.parametrize("dtype", quick(["float16", "bfloat16"], "bfloat16"))
+def test_no_spill_where_blocks_take_key_tiles(dtype, len_q, asked, share_of_bits, key_tiles_in_turn):
+    share_of_bits(math.inf)
+    q, k = (numpy.zeros((2, length, 64), DTYPES[dtype]) for length in (len_q, LENGTH))
+    options = {"backend": "host", "arch": "90a", "mask": SEEN[:len_q]} | OF_BITS[asked]
+    kernel = plan_attention_backward(q, q, k, k, q, q[..., 0].astype("f4"), **options).kernel
+    assert kernel.config.PERSISTENT
+    code, log = nvrtc.compile_plan(kernel)
+    assert "C75" not in log and read(code)[kernel.file].stack_bytes == 0
+    assert max(kernel.entries.values()) <= ARCHITECTURES["90a"].shared_bytes
