@@ -229,41 +229,36 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     block.go_on(p);
   };
 
-  // PERSISTENT: all query tiles of a key tile, as below. dV leaves beneath the last dQ, and dK by the same rows when these have left.
-  const auto steps_of_keys = [&] {
-    block.douts.count = block.queries.count;                  // as it is: the compiler then has one of them in registers
-    head_of = -1;
-    consumer_wait(block.keys);                                // without it the products read keys that have not arrived
-    begin();
-    step(false);
-    #pragma unroll 1
-    for (int i = 1; i < block.steps; ++i) step(true);
-  };
-  const auto leave_values = [&] {
-    block.hear_place(p);
-    if constexpr (DROPOUT) scale(dv_reg, p.scores.dropout.scale);
-    store_gradient(p, block, p.dv_map, true, p.dv_accum, v_smem, dv_reg, own_row);
-  };
+  // dV leaves beneath the last dQ, and dK by the same rows when these have left.
   if constexpr (PERSISTENT) {
     #pragma unroll 1
     while (block.hear_keys(p)) {
       if (block.steps > 0) {
-        steps_of_keys();
-        leave_values();
+        block.douts.count = block.queries.count;              // as it is: the compiler then has one of them in registers
+        head_of = -1;
+        consumer_wait(block.keys);                            // without it the products read keys that have not arrived
+        begin();
+        step(false);
+        #pragma unroll 1
+        for (int i = 1; i < block.steps; ++i) step(true);
+        block.hear_place(p);
+        if constexpr (DROPOUT) scale(dv_reg, p.scores.dropout.scale);
+        scale(dk_reg, p.scale);
         Part dq_reg;
-        start_dq(dq_reg);
+        start_dq(dq_reg);                                     // all warps have dP of the last step, and read values no more
+        store_gradient(p, block, p.dv_map, true, p.dv_accum, v_smem, dv_reg, own_row);
         wait_for_products<0>(dq_reg);                         // without it sums are added that do not exist yet
         consumer_release(block.keys);                         // without it the producer waits for ever
         add_dq(dq_reg);
-      } else {
-        leave_values();
+        wait_for_stores();                                    // without it rows of dV are overwritten that have not left
+        store_gradient(p, block, p.dk_map, false, p.dk_accum, v_smem, dk_reg, own_row);
+        fill(dk_reg, 0.f);
+        fill(dv_reg, 0.f);
+      } else {                                                // values of the next key tile may be on their way to where rows would leave from
+        store_gradient<true>(p, block, p.dv_map, true, p.dv_accum, v_smem, dv_reg, own_row);
+        store_gradient<true>(p, block, p.dk_map, false, p.dk_accum, v_smem, dk_reg, own_row);
       }
       arrive_at<LANES>(block.ended_of(block.taken.count));    // without it the block is never counted
-      scale(dk_reg, p.scale);
-      wait_for_stores();                                      // without it rows of dV are overwritten that have not left
-      store_gradient(p, block, p.dk_map, false, p.dk_accum, v_smem, dk_reg, own_row);
-      fill(dk_reg, 0.f);
-      fill(dv_reg, 0.f);
       wait_for_stores();                                      // without it values arrive where rows of dK have not left
       if (block.steps > 0) consumer_release(block.values);    // without it the producer waits for ever
       block.taken.advance();

@@ -33,7 +33,7 @@ TWO_STAGES_EACH = {"TILE_Q": 128, "TILE_KV": 16, "WARPS": 12, "STAGES": 2, "STAG
 TWO_GROUPS = Setting(HOPPER_CASE, TWO_STAGES_EACH)
 # Two heads to a block, more blocks than one to a head, more tiles of queries than stages, and more rows of dq than leave at once.
 HOPPER_BACKWARD_CASE = Case("float16", 150, 200, dim=32, heads_q=2, heads_kv=1, causal=True)
-MORE_HEADS = replace(HOPPER_BACKWARD_CASE, heads_q=6, heads_kv=3, causal=False)
+MORE_HEADS = Case("float16", 150, 330, dim=32, heads_q=6, heads_kv=3)
 OWN_KEYS = Setting(HOPPER_BACKWARD_CASE, {"TILE_Q": 64, "TILE_KV": 128, "WARPS": 12, "STAGES": 2, "WIDTH": 64, "WIDTH_V": 64})
 STAGED = OWN_KEYS.but(TILE_Q=80, TMA_REDUCE_DQ=True, WIDTH=128, WIDTH_V=128)
 ONE_GRADIENT = Setting(HOPPER_BACKWARD_CASE, {"WIDTH": 128, "WIDTH_V": 128})
@@ -48,6 +48,7 @@ FEW_OFFSETS = [0, 20, 20, 85, 120], [0, 75, 80, 190, 300]
 
 # Of many tiles of keys some: others for each tile of queries.
 SOME_TILES, SOME_OF_MORE_KEYS = (numpy.add.outer(numpy.arange(150) // 20, numpy.arange(n) // 10) % 3 > 0 for n in (75, 200))
+NOT_THE_SECOND = (numpy.add.outer(numpy.arange(150) // 20, numpy.arange(330) // 10) % 3 > 0) & (numpy.arange(330) // 128 != 1)
 # And of 64 queries each fewer than of 128: some in between, several in a row, the last ones.
 OF_CONSUMERS = numpy.array([[1, 0, 0, 1, 0], [1, 1, 1, 0, 1], [0, 1, 0, 0, 0]], bool)
 TILES_OF_64 = OF_CONSUMERS[numpy.arange(150) // 64][:, numpy.arange(75) // 16]
@@ -81,8 +82,8 @@ def settings_of(kernel):
         sequences = replace(OWN_KEYS, case=case, offsets=([0, 20, 20, 170, 190], [0, 75, 80, 230, 300]))
         settings = {"two stages": OWN_KEYS, "one stage, wide, in order": wide} | staged | {"stored": stored}
         lists = replace(OWN_KEYS, seen=SOME_OF_MORE_KEYS)
-        # Three times as many key tiles as blocks, of which the last one is seen by nobody.
-        persistent = replace(lists.but(PERSISTENT=True), case=MORE_HEADS, seen=SOME_OF_MORE_KEYS & (numpy.arange(200) < 128))
+        # Several key tiles for each block, one in between seen by nobody.
+        persistent = replace(lists.but(PERSISTENT=True), case=MORE_HEADS, seen=NOT_THE_SECOND)
         return settings | {"sequences": sequences, "lists": lists, "persistent": persistent}
     if kernel == "bwd_hopper_wide":
         lists = replace(ONE_GRADIENT, seen=SOME_OF_MORE_KEYS)

@@ -363,8 +363,9 @@ OP void load_key_tiles(const HopperBackwardParams& p, KeyBlock& block) {
   }
 }
 
-// 16 rows of dk or dv leave: to the result through the warp's rows of a tile that nobody reads any more, or to the sums of several blocks.
-OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, const TensorMap& map, bool of_values, float* accum,
+// 16 rows of dk or dv leave: to the result through the warp's rows of a tile that nobody reads any more, or to the sums of several blocks. BY_LANES:
+// without such a tile.
+template <bool BY_LANES = false> OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, const TensorMap& map, bool of_values, float* accum,
                        const KeyTile& tile, const Acc<16, WIDTH>& acc, int row) {
   const KeyBlockCoord& here = block.here;
   if (accum) {
@@ -376,7 +377,7 @@ OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, con
   }
   const auto keys = block.seq(p).kv;
   const int first = keys.first() + block.row0 + row;
-  if (FLOAT32_RESULTS || (VARLEN && first + 16 > keys.end_of_room())) { // of float32, a tile has no room; TMA would write beyond the sequence
+  if (BY_LANES || FLOAT32_RESULTS || (VARLEN && first + 16 > keys.end_of_room())) { // of float32, a tile has no room; TMA would write beyond the sequence
     store(rows_of<Result>(of_values ? p.dv : p.dk, here.batch, here.head_kv, first, keys.end_of_room(), of_values ? p.dim_v : p.dim), acc);
     return;
   }
