@@ -53,9 +53,9 @@ def test_gradients_of_packed_sequences(dim, deterministic, file, schedule, monke
 
 def test_blocks_write_their_own_sequence(change_kernel, poisoned_results):
     """The last sequence's blocks come first, so that nobody writes over what another leaves there. Each has its own slopes."""
-    text, forwards = source.files()["tile/scheduler.cuh"], "p.first_tiles : block_id(); }"
+    text, forwards = source.files()["tile/scheduler.cuh"], "number() - p.first_tiles : number();"
     assert text.count(forwards) == 1
-    change_kernel("tile/scheduler.cuh", text.replace(forwards, "p.first_tiles : p.owners - 1 - block_id(); }"))
+    change_kernel("tile/scheduler.cuh", text.replace(forwards, "number() - p.first_tiles : p.owners - 1 - number();"))
     rng, dim, lens, heads = numpy.random.default_rng(7), 64, (70, 5, 90, 33), 3  # none a multiple of the rows that leave at once
     (q, of), (k, _), (v, _), (dout, _) = (packed(rng, heads, lens, dim) for _ in range(4))
     given = {"cu_seqlens_q": of, "cu_seqlens_kv": of}
