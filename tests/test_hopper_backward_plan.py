@@ -10,7 +10,7 @@ import pytest
 from cupy_flash import UnsupportedError, attention_backward, plan_attention_backward
 from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan.architecture import ARCHITECTURES
-from cupy_flash.plan.backward import FEWEST_BLOCKS, FEWEST_TAKEN, LAST_BLOCKS, heads_per_block, heads_together, make_grouping
+from cupy_flash.plan.backward import FEWEST_BLOCKS, LAST_BLOCKS, heads_per_block, heads_together, make_grouping
 from cupy_flash.plan.tuning import WIDTHS, table_for
 
 SM_90A, NARROW, WIDE = ARCHITECTURES["90a"], "bwd_hopper", "bwd_hopper_wide"
@@ -247,28 +247,6 @@ def test_the_last_block_of_a_head_finishes_its_queries(dim):
     assert launches(made) == {"_preprocess": 300 * queries, "": 300 * keys + finishing(made, last_of_300(made)), "_postprocess": 0}
     assert {launch.entry: launch.shared_bytes for launch in made.launches} == made.kernel.entries
     assert all(launch.per_multiprocessor is None for launch in made.launches)
-
-
-@pytest.mark.parametrize("dim, deterministic, taken", [(40, False, True), (64, False, True), (64, True, False), (72, False, False)])
-def test_blocks_take_key_tiles_where_a_mask_is_bits(dim, deterministic, taken):
-    """As many as there are multiprocessors, or fewer if there are fewer key tiles; others behind them finish all heads."""
-    shape = (50, 6, 300, dim)
-    given = {"mask": "doc[q_idx] == doc[kv_idx]", "arrays": {"doc": numpy.zeros(300, numpy.int32)}}
-    made = plan_of(shape, deterministic=deterministic, **given)
-    keys, main = 300 * tiles_of(made)[1], made.launches[1]
-    assert made.kernel.config.PAIR_BITS and taken == made.kernel.config.PERSISTENT
-    assert ("next_tile" in made.workspace.names) == ("take key tiles in turn" in str(made)) == taken
-    grouping = make_grouping(made.kernel, made.problem)
-    if not taken:
-        assert (main.blocks, main.per_multiprocessor, main.behind) == (keys + grouping.finishing, None, 0)
-        return
-    assert (grouping.last_heads, grouping.accum_heads, grouping.finishing) == (0, 300, finishing(made, 300))
-    assert (main.blocks, main.per_multiprocessor, main.behind) == (keys, 1, grouping.finishing)
-    assert main.on(132).blocks == 132 + grouping.finishing and main.on(10**6).blocks == keys + grouping.finishing
-    assert f"{keys} blocks, at most 1 a multiprocessor, one tile after the other, and {grouping.finishing} behind them" in str(made)
-    assert not plan_of(shape).kernel.config.PERSISTENT
-    few, more = (plan_of((heads, 300, dim), **given).kernel.config for heads in (FEWEST_TAKEN // 3 - 1, FEWEST_TAKEN // 3))
-    assert not few.PERSISTENT and more.PERSISTENT
 
 
 @pytest.mark.parametrize("last_blocks, groups", [(0, 0), (1, 1), (16, 1), (17, 2), (10_000, 625)])

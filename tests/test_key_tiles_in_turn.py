@@ -9,8 +9,8 @@ from thinned import thinned
 from tile_masks import NAMES, TILE_MASKS, inputs
 
 from cupy_flash import attention, plan_attention_backward
+from cupy_flash.plan.backward import FEWEST_TAKEN, make_grouping
 
-pytestmark = pytest.mark.usefixtures("key_tiles_in_turn")
 HOST = {"backend": "host", "arch": "90a"}
 
 
@@ -20,7 +20,7 @@ def judged(plan, given, formula, **arrays):
 
 
 @pytest.mark.parametrize("name", thinned(NAMES, keep=5))
-def test_masks(name, share_of_bits):
+def test_masks(name, share_of_bits, key_tiles_in_turn):
     share_of_bits(math.inf)
     options, _ = TILE_MASKS[name]()
     q, k, v, dout = inputs("float16", dim=40)
@@ -41,7 +41,7 @@ def test_masks(name, share_of_bits):
         pytest.param(((3, 4, 600, 64), (1, 2, 600, 64)), marks=pytest.mark.release),  # dk and dv
     ],
 )
-def test_several_for_each_block(shapes, schedule, share_of_bits, monkeypatch):
+def test_several_for_each_block(shapes, schedule, share_of_bits, key_tiles_in_turn, monkeypatch):
     share_of_bits(math.inf)
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     rng = numpy.random.default_rng(0)
@@ -57,3 +57,31 @@ def test_several_for_each_block(shapes, schedule, share_of_bits, monkeypatch):
     memory = numpy.full(plan.workspace_bytes, 0x7F, numpy.uint8)  # which may hold anything
     plan(dout, q, k, v, out, lse, arrays=given, workspace=memory)
     judged(functools.partial(plan, workspace=memory), (dout, q, k, v, out, lse), formula, arrays=given)
+
+
+def plan_of(heads, dim, deterministic=False):
+    """Of documents of 300 tokens: three key tiles of 128 for each head."""
+    q, lse = numpy.zeros((heads, 300, dim), "f2"), numpy.zeros((heads, 300), "f4")
+    given = {"mask": "doc[q_idx] == doc[kv_idx]", "arrays": {"doc": numpy.zeros(300, numpy.int32)}}
+    return plan_attention_backward(q, q, q, q, q, lse, deterministic=deterministic, **HOST, **given)
+
+
+@pytest.mark.parametrize("dim, deterministic, taken", [(40, False, True), (64, False, True), (64, True, False), (72, False, False)])
+def test_where_a_mask_is_bits(dim, deterministic, taken):
+    """As many blocks as multiprocessors, or fewer if there are fewer key tiles; others behind them finish all heads."""
+    made = plan_of(300, dim, deterministic)
+    grouping, main, text = make_grouping(made.kernel, made.problem), made.launches[1], str(made)
+    assert made.kernel.config.PAIR_BITS and grouping.owners == 900
+    assert taken == made.kernel.config.PERSISTENT
+    assert ("next_tile" in made.workspace.names) == ("take key tiles in turn" in text) == taken
+    if not taken:
+        assert (main.blocks, main.per_multiprocessor, main.behind) == (900 + grouping.finishing, None, 0)
+        return
+    behind = 300 * 2  # of 12 warps, each of which has 16 rows
+    assert (grouping.last_heads, grouping.accum_heads, grouping.finishing) == (0, 300, behind)
+    assert (main.blocks, main.per_multiprocessor, main.behind) == (900, 1, behind)
+    assert main.on(132).blocks == 132 + behind and main.on(10**6).blocks == 900 + behind
+    assert f"900 blocks, at most 1 a multiprocessor, one tile after the other, and {behind} behind them" in text
+    assert not plan_of(FEWEST_TAKEN // 3 - 1, dim).kernel.config.PERSISTENT
+    assert plan_of(FEWEST_TAKEN // 3, dim).kernel.config.PERSISTENT
+    assert plan_of(0, dim).launches[1].on(132).blocks == 0
