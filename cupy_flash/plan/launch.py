@@ -47,6 +47,7 @@ class Launch:
 
 def checked(launch: Launch, name: str = "q") -> Launch:
     """The launch, if a grid holds its blocks; messages call the array that decides it by its name."""
-    if launch.blocks + launch.behind >= MAX_BLOCKS:
-        raise UnsupportedError(f"{name}: expected fewer than {MAX_BLOCKS} blocks of {launch.entry}, got {launch.blocks}")
+    blocks = launch.blocks + launch.behind
+    if blocks >= MAX_BLOCKS:
+        raise UnsupportedError(f"{name}: expected fewer than {MAX_BLOCKS} blocks of {launch.entry}, got {blocks}")
     return launch

@@ -15,6 +15,7 @@
 //   block is the last one: blocks that own no keys wait until ADDING has ended, and make the sums dq (postprocess_last_heads).
 //   Of sequences of their own lengths (VARLEN) each has counters of its own, and no sums are used again: there is ADDING alone. If they are
 //   packed, blocks of a head go through all of them, and `last_heads` counts heads, not sequences.
+//   Of blocks that take key tiles in turn (PERSISTENT) there is ADDING alone as well: all heads are among the last ones.
 //
 //   dq_semaphore, one for each query tile, where blocks add in order: block number b of a tile adds when it is b, and makes it b + 1.
 //   Consumers do not wait for it themselves. Lanes that add are told by one warp, and another releases it:

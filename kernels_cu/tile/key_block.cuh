@@ -55,8 +55,8 @@ struct alignas(16) ListedTile {
 static_assert(!TILE_LIST || !VARLEN, "load_tiles_of_sequence tells nobody");
 constexpr int LISTED_OFFSET = ceil_div(PLACE_END, 16) * 16;
 constexpr int LISTED_END = TILE_LIST ? LISTED_OFFSET + STAGES * int(sizeof(ListedTile)) : PLACE_END;
-// PERSISTENT: what the scheduler warp, which takes key tiles, tells the others of one.
-struct alignas(16) TakenKeys {
+// PERSISTENT: what the scheduler warp, which takes key tiles, tells the others of one, and a stage of it.
+struct TakenKeys {
   static constexpr int bytes = 32;
   SharedAddress base;
 };
@@ -355,7 +355,7 @@ OP void load_key_tiles(const HopperBackwardParams& p, KeyBlock& block) {
   #pragma unroll 1
   while (block.hear_keys(p)) {
     block.taken.advance();
-    block.backwards = false;
+    block.backwards = false;                                  // no block adds in order
     block.find_ends(p);
     if (block.steps > 0) block.find_tile(p);
     load_tiles(p, block);
