@@ -14,7 +14,7 @@ class Setting:
     case: Case
     constants: dict[str, object]
     deterministic: bool = False
-    last_blocks: int = 0  # see `plan.backward.make_grouping`
+    last_blocks: int = 0  # see `plan.grouping.make_grouping`
     seen: numpy.ndarray | None = None  # a mask of pairs
     offsets: tuple[list[int], list[int]] | None = None  # of sequences of queries and of keys
     kernel: str | None = None  # of `classify`, what it is launched before

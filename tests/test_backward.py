@@ -51,7 +51,7 @@ def test_keys_that_do_not_exist_take_no_part():
 @pytest.mark.parametrize("together", [1, 3, 4, 100])
 def test_heads_that_take_turns_leave_none_out(together, monkeypatch):
     """Of 8 shares of query heads: one at a time, 3 and at last 2, 4, and more than there are."""
-    monkeypatch.setattr("cupy_flash.plan.backward.heads_together", lambda kernel, problem: together)
+    monkeypatch.setattr("cupy_flash.plan.grouping.heads_together", lambda kernel, problem: together)
     _prepared.cache_clear()
     case = Case("float16", 70, 150, heads_q=4, heads_kv=2, batch=(2,), causal=True)
     inputs, (dout, dlse) = make_inputs(case), make_cotangents(case)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cupy_flash import UnsupportedError, plan_attention_backward
 from cupy_flash.plan.architecture import ARCHITECTURES
-from cupy_flash.plan.backward import BLOCKS_TOGETHER, FEWEST_BLOCKS, backward_launches, heads_per_block, heads_together
+from cupy_flash.plan.backward import backward_launches
+from cupy_flash.plan.grouping import BLOCKS_TOGETHER, FEWEST_BLOCKS, heads_per_block, heads_together
 from cupy_flash.plan.matrix import every_plan
 from cupy_flash.plan.tuning import BACKWARD_TABLES, WIDTHS, row_for
 from cupy_flash.plan.workspace import ALIGNMENT, Workspace

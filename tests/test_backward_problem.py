@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cupy_flash import attention, attention_backward
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.plan.backward import Grouping
+from cupy_flash.plan.grouping import Grouping
 from cupy_flash.plan.params import backward_params, fast_divmod
 from cupy_flash.problem.backward import BACKWARD_ARRAYS, Gradients, make_backward_problem
 from cupy_flash.problem.layout import dense_layout

@@ -12,7 +12,7 @@ from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.judge.compare_gradients import compare_gradients
 from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.machine import host
-from cupy_flash.plan import backward as backward_plan
+from cupy_flash.plan import grouping
 
 RESULTS = ("dq", "dk", "dv")
 
@@ -28,7 +28,7 @@ def planning(monkeypatch):
     """A function that changes a number by which backwards are planned."""
 
     def change(name, value):
-        monkeypatch.setattr(backward_plan, name, value)
+        monkeypatch.setattr(grouping, name, value)
         _prepared.cache_clear()
 
     yield change

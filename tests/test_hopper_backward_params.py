@@ -3,7 +3,8 @@
 import pytest
 
 from cupy_flash.plan.architecture import ARCHITECTURES
-from cupy_flash.plan.backward import Grouping, backward_maps, make_backward_plan, make_grouping
+from cupy_flash.plan.backward import backward_maps, make_backward_plan
+from cupy_flash.plan.grouping import Grouping, make_grouping
 from cupy_flash.plan.params import backward_params, fast_divmod
 from cupy_flash.plan.structs import struct
 from cupy_flash.problem.backward import make_backward_problem

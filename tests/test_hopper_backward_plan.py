@@ -8,9 +8,9 @@ import numpy
 import pytest
 
 from cupy_flash import UnsupportedError, attention_backward, plan_attention_backward
-from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan.architecture import ARCHITECTURES
-from cupy_flash.plan.backward import FEWEST_BLOCKS, LAST_BLOCKS, heads_per_block, heads_together, make_grouping
+from cupy_flash.plan.backward import backward_launches
+from cupy_flash.plan.grouping import FEWEST_BLOCKS, LAST_BLOCKS, heads_per_block, heads_together, make_grouping
 from cupy_flash.plan.tuning import WIDTHS, table_for
 
 SM_90A, NARROW, WIDE = ARCHITECTURES["90a"], "bwd_hopper", "bwd_hopper_wide"
@@ -253,7 +253,7 @@ def test_the_last_block_of_a_head_finishes_its_queries(dim):
 @pytest.mark.parametrize("heads", [1, 8, 9, 27, 300])
 def test_the_last_heads_are_those_of_the_last_groups(heads, last_blocks, groups, monkeypatch):
     made = plan_of((heads, 300, 64), (heads, 200, 64))
-    monkeypatch.setattr(backward_plan, "LAST_BLOCKS", last_blocks)
+    monkeypatch.setattr("cupy_flash.plan.grouping.LAST_BLOCKS", last_blocks)
     grouping = make_grouping(made.kernel, made.problem)
     group_of = [head // 8 for head in range(heads)]
     last = [head for head in range(heads) if group_of[head] > group_of[-1] - groups]
@@ -396,5 +396,5 @@ def test_tiles_beyond_a_grid_are_refused():
     made = plan_of((2, 70, 64))
     huge = replace(made.problem, forward=replace(made.problem.forward, batch=(2**26,), heads_q=32, heads_kv=1, len_kv=1))
     with pytest.raises(UnsupportedError, match="fewer than 2147483648 blocks of bwd_hopper_preprocess"):
-        backward_plan.backward_launches(made.kernel, huge)
+        backward_launches(made.kernel, huge)
     assert math.prod(huge.forward.batch) * 32 == 2**31

@@ -9,8 +9,7 @@ from thinned import quick
 from cupy_flash import attention, attention_backward, plan_attention, plan_attention_backward
 from cupy_flash.call.backward import _prepared
 from cupy_flash.machine import source
-from cupy_flash.plan import backward as backward_plan
-from cupy_flash.plan.backward import make_grouping
+from cupy_flash.plan.grouping import make_grouping
 
 LENS_Q, LENS_KV = (70, 0, 130, 33), (70, 5, 90, 0)
 ROWS_BEHIND = 21
@@ -92,8 +91,8 @@ QUICK = [(64, True, True, "deferred"), (64, True, False, "eager"), (192, False, 
 def test_last_heads_are_finished_by_blocks_of_their_own(dim, q_packed, kv_packed, schedule, monkeypatch, poisoned_results):
     """Of no head, of those of the last group and of all: the same bits. If one side alone is packed, heads end in another order."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
-    monkeypatch.setattr(backward_plan, "HOPPER_BLOCKS_TOGETHER", 1)  # so that there are several groups
-    monkeypatch.setattr(backward_plan, "ROWS_WORTH_SHARING", 0)
+    monkeypatch.setattr("cupy_flash.plan.grouping.HOPPER_BLOCKS_TOGETHER", 1)  # so that there are several groups
+    monkeypatch.setattr("cupy_flash.plan.grouping.ROWS_WORTH_SHARING", 0)
     rng, heads, heads_kv = numpy.random.default_rng(8), 10, 5
     lens_q, lens_kv = LENS_Q[::-1], LENS_KV[::-1]  # the last sequence has keys
     (q, of_q), (dout, _) = (packed(rng, heads, lens_q, dim) for _ in range(2))
@@ -105,7 +104,7 @@ def test_last_heads_are_finished_by_blocks_of_their_own(dim, q_packed, kv_packed
     arrays += [by_other_ends(x, lens_q, q_packed) for x in (out, lse)]
     all_heads, found, written = heads * (len(lens_q) if not q_packed else 1), [], set()
     for last_blocks in (0, 1, 10**6):
-        monkeypatch.setattr(backward_plan, "LAST_BLOCKS", last_blocks)
+        monkeypatch.setattr("cupy_flash.plan.grouping.LAST_BLOCKS", last_blocks)
         _prepared.cache_clear()
         plan = plan_attention_backward(*arrays, causal=True, deterministic=True, backend="host", arch="90a", **given)
         grouping, c = make_grouping(plan.kernel, plan.problem), plan.kernel.config

@@ -9,7 +9,8 @@ from thinned import thinned
 from tile_masks import NAMES, TILE_MASKS, inputs
 
 from cupy_flash import attention, plan_attention_backward
-from cupy_flash.plan.backward import FEWEST_TAKEN, make_grouping
+from cupy_flash.plan.backward import FEWEST_TAKEN
+from cupy_flash.plan.grouping import make_grouping
 
 HOST = {"backend": "host", "arch": "90a"}
 

@@ -24,8 +24,7 @@ from cupy_flash.judge.compare_gradients import compare_gradients
 from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.machine import host, source
 from cupy_flash.machine.host import SCHEDULES
-from cupy_flash.plan import backward as backward_plan
-from cupy_flash.plan import pair_bias, read_gradients, schedule
+from cupy_flash.plan import grouping, pair_bias, read_gradients, schedule
 from cupy_flash.plan.kernel import configure
 from cupy_flash.problem.backward import Gradients
 
@@ -136,7 +135,7 @@ def gradients(kernel, setting):
     plan = plan_attention_backward(*given, dlse=dlse, **arrays, **masks, backend="host", wrt=tuple(wrt), **options)
     assert plan.kernels == (plan.kernel,)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
-    with mock.patch.object(backward_plan, "LAST_BLOCKS", setting.last_blocks):
+    with mock.patch.object(grouping, "LAST_BLOCKS", setting.last_blocks):
         computed = BackwardPlan(plan.problem, changed)(*given, dlse=dlse, **arrays, **masks)
     return compare_gradients(computed, dout, *inputs, dlse=dlse, wrt=wrt, **arrays, **seen, **case.scores)
 
@@ -211,7 +210,7 @@ def arch_of(kernel):
 def faults_without(monkeypatch):
     """A function that leaves one call out of a kernel and yields what is noticed in each setting and schedule."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "thread")
-    monkeypatch.setattr(backward_plan, "FEWEST_BLOCKS", 1)  # so that heads of a group are not split among blocks
+    monkeypatch.setattr(grouping, "FEWEST_BLOCKS", 1)  # so that heads of a group are not split among blocks
     monkeypatch.setattr(schedule, "LEAST_SPLIT", 32)  # so that blocks share even short tiles
     monkeypatch.setattr(schedule, "COMBINING", 0)
 
@@ -328,9 +327,9 @@ USED_AGAIN += [pytest.param(True, name, marks=pytest.mark.release) for name in (
 @pytest.mark.parametrize("staged, left_out", USED_AGAIN)
 def test_sums_are_used_again_when_they_are_zero(staged, left_out, heads_per_block, monkeypatch):
     """Blocks of a key head each, all at once, in three groups: the last one has the sums of the first, which the second clears."""
-    monkeypatch.setattr(backward_plan, "CLEARING_BLOCKS", 1)
-    monkeypatch.setattr(backward_plan, "LAST_BLOCKS", 1)
-    monkeypatch.setattr(backward_plan, "FEWEST_BLOCKS", 1)
+    monkeypatch.setattr(grouping, "CLEARING_BLOCKS", 1)
+    monkeypatch.setattr(grouping, "LAST_BLOCKS", 1)
+    monkeypatch.setattr(grouping, "FEWEST_BLOCKS", 1)
     case = Case("float16", 60, 70, dim=32, heads_q=17 * heads_per_block, heads_kv=17)
     inputs, (dout, _) = make_inputs(case), make_cotangents(case)
     given = (dout, *inputs, *attention(*inputs, return_lse=True))

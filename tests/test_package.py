@@ -41,7 +41,7 @@ def test_import_loads_no_gpu_library_and_makes_no_folder(tmp_path, monkeypatch):
 
 def test_gradients_and_caches_are_loaded_when_they_are_asked_for():
     """They take a quarter of the time of the import, and many programs have neither. Names are there all the same."""
-    late = "{'call.append', 'call.backward', 'call.merge', 'call.rotate', 'plan.backward', 'problem.backward'}"
+    late = "{'call.append', 'call.backward', 'call.merge', 'call.rotate', 'plan.backward', 'plan.grouping', 'problem.backward'}"
     loaded = f"print(sorted({late} & {{name.removeprefix('cupy_flash.') for name in sys.modules}}))"
     program = f"""if True:
         import sys, cupy_flash
@@ -57,7 +57,7 @@ def test_gradients_and_caches_are_loaded_when_they_are_asked_for():
     """
     assert python(program).stdout.splitlines() == [
         "[]",
-        "['call.backward', 'plan.backward', 'problem.backward']",
+        "['call.backward', 'plan.backward', 'plan.grouping', 'problem.backward']",
         "module 'cupy_flash' has no attribute 'no_such_name'",
     ]
 

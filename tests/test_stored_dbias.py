@@ -9,8 +9,8 @@ from thinned import quick, thinned
 
 from cupy_flash import attention, attention_backward, plan_attention_backward
 from cupy_flash.machine import host
-from cupy_flash.plan import backward as backward_plan
-from cupy_flash.plan.backward import make_grouping
+from cupy_flash.plan import grouping
+from cupy_flash.plan.grouping import make_grouping
 
 pytestmark = pytest.mark.usefixtures("poisoned_results")
 
@@ -117,7 +117,7 @@ def test_one_element_of_a_batch_has_no_batch_axis():
 def test_a_block_clears_sums_of_other_heads_behind_its_own_steps(heads_per_block, monkeypatch):
     """By the warp that stores. Of three groups of blocks, all at once, the last has sums of the first, cleared by the second."""
     for name in ("CLEARING_BLOCKS", "LAST_BLOCKS", "FEWEST_BLOCKS"):
-        monkeypatch.setattr(backward_plan, name, 1)
+        monkeypatch.setattr(grouping, name, 1)
     heads = 17 * heads_per_block
     given = [normal(n, 64, 64, dtype="float16", seed=i) for i, n in enumerate((heads, 17, 17, heads))]
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(20 * 12))

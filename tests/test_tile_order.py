@@ -10,7 +10,7 @@ from tile_masks import inputs, with_holes
 from cupy_flash import attention, attention_backward, plan_attention_backward
 from cupy_flash.call import backward
 from cupy_flash.machine import host, source
-from cupy_flash.plan import backward as backward_plan
+from cupy_flash.plan import grouping
 
 # Where each kernel waits, where it adds, and the file that has both.
 PLACES = {
@@ -49,10 +49,10 @@ def test_blocks_add_in_the_order_of_lists(kernel, left_out, monkeypatch, change_
 @pytest.mark.parametrize("deterministic, reused", [(False, False), (True, False), (False, True)])
 def test_the_first_keys_of_all_heads_come_before_others(deterministic, reused, monkeypatch, change_kernel, capfd):
     """Unless blocks wait for others, that add before them, or whose sums they use again: these take heads in groups."""
-    monkeypatch.setattr(backward_plan, "MOST_ROWS_REUSED", 10_000 if reused else 0)
-    monkeypatch.setattr(backward_plan, "HOPPER_BLOCKS_TOGETHER", 1)
-    monkeypatch.setattr(backward_plan, "CLEARING_BLOCKS", 1)
-    monkeypatch.setattr(backward_plan, "LAST_BLOCKS", 1)
+    monkeypatch.setattr(grouping, "MOST_ROWS_REUSED", 10_000 if reused else 0)
+    monkeypatch.setattr(grouping, "HOPPER_BLOCKS_TOGETHER", 1)
+    monkeypatch.setattr(grouping, "CLEARING_BLOCKS", 1)
+    monkeypatch.setattr(grouping, "LAST_BLOCKS", 1)
     text, begins = source.files()["bwd_hopper.cu"], "  KeyBlock block(p);\n"
     assert text.count(begins) == 1
     says = '  if (warp == 0) std::fprintf(stderr, "%d %u\\n", block.here.tile, block.head);\n'

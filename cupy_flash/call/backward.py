@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..machine.execution import Execution, Operands, Prepared, architecture_for, cached
-from ..plan.backward import backward_launches, backward_maps, backward_workspace, make_backward_plan, make_grouping
+from ..plan.backward import backward_launches, backward_maps, backward_workspace, make_backward_plan
+from ..plan.grouping import make_grouping
 from ..plan.kernel import KernelPlan
 from ..plan.launch import Launch
 from ..plan.params import backward_params, names_of_given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..errors import UnsupportedError
 from ..problem.backward import BackwardProblem
@@ -13,36 +13,24 @@ from ..problem.read_gradients import check_sums
 from .architecture import Architecture
 from .copies import copy_size
 from .expression_text import ExpressionText
+from .grouping import HOPPER_KERNELS, LENGTH_OF_MANY, WARP_ROWS, finishes_queries, key_tiles, make_grouping, query_tiles, splits
 from .kernel import KernelPlan, check_kind, configure, explicit_scores, kind_of_sinks, padded, rows_of, taken_apart, text_of
 from .launch import Launch, checked
 from .pair_bits import why_bits, with_bits
-from .schedule import L2_BYTES
-from .sequences import elements_of, mean_room, tiles_of
+from .sequences import elements_of
 from .stored_dbias import dbias_of_pairs
 from .structs import struct
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig, row_for, table_for
 from .workspace import Workspace
 
-HOPPER_KERNELS = ("bwd_hopper", "bwd_hopper_wide")
 MOVED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")  # what threads of bwd_v2 move
 LISTED = ("bwd_v2", "bwd_hopper", "bwd_hopper_wide")  # kernels that visit the tiles of a list where pairs are masked
 BY_THREADS = MOVED[3:]  # and those of the other two, before and after the loop
 GRADIENTS = MOVED[5:]
 IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where TMA moves these
-WARP_ROWS = 16  # what a warp of these two stores
-FEWEST_BLOCKS = 2 * 132  # two for each multiprocessor of an H200: with fewer, the query heads of a group are split among blocks
-HOPPER_BLOCKS_TOGETHER = 256  # about as many, see heads_together
-LAST_BLOCKS = 256  # the same, see make_grouping
-FEW_TILES = 8  # of keys: blocks that add in order are apart only if more heads alternate, see heads_together
-CLEARING_BLOCKS = 200  # that start between those of a head and those that clear what it leaves
-MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
-MOST_HEADS_COUNTED = 32  # by one warp, see count_block
 WIDEST_TAKEN = 64  # columns of key tiles that blocks of bwd_hopper take in turn; with wider ones a call takes as long either way
 FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the first one of a block is not beneath any other
-ROWS_WORTH_SHARING = 2048  # of dq, of a sequence, see make_grouping
-LENGTH_OF_MANY = 4096  # of sequences of their own lengths: they have the tiles, and heads together, of so many rows
-BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
 
 
 def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> KernelPlan:
@@ -181,97 +169,15 @@ def _backward_kernel(problem: BackwardProblem, architecture: Architecture, expre
     return "bwd_v2", (why_not or "no Hopper kernel has the registers for these scores") if exists else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Grouping:
-    """What the blocks of the second grid are for, in the order in which they start.
-
-    Heads are taken in turn in groups, counted by the query heads of a block.
-    """
-
-    heads_per_block: int  # query heads whose gradients of keys a block sums up
-    heads_together: int  # of a group, see `heads_together`
-    blocks: int  # of a group
-    owners: int  # blocks that own keys
-    accum_heads: int  # query heads that have sums at a time; the next ones use them again
-    finishing: int = 0  # blocks behind those that work at them, which turn the sums of the last heads into dq
-    last_heads: int = 0  # the first query head of those, counted over all batch elements
-    reused: int = 0  # query heads before this one leave their sums to others
-    cleared_after: int = 0  # which blocks of so many heads later clear
-    backwards: int = 0  # query heads before this one are added to from the last keys to the first
-    first_tiles: int = 0  # blocks that come before all others, and have the first keys of each head
-
-
-def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
-    """Deal out the keys of all heads, and what is left to do for dq.
-
-    When all keys of a head have been worked at, its last block finishes dq, and others go on with the next heads. Behind the last
-    heads there is nothing to go on with, so that all multiprocessors share that work. So it is with sequences of their own lengths,
-    each of which has sums of its own, if blocks go through heads in the order in which queries lie: both sides packed, or none.
-    Of short sequences there are many, and few rows that a last block makes: other blocks at the end would take longer than these.
-
-    Short heads leave their sums to others that are some groups behind, so that they stay in the L2 cache; half way between them,
-    blocks of a third head clear them. Of long heads, the last block takes so long that others would wait for it, and so would they
-    for shorter ones whose longest blocks come last. bwd_hopper_wide was slower with it, and has no code for it.
-
-    Of masks with lists of tiles, many show the first keys to all queries and others to few. A head's block of first keys is then
-    longer than all others, and the last heads' would begin near the end: so they come first, wherever no block waits for others.
-    """
-    p = problem.forward
-    per_block, together, tiles = heads_per_block(plan, problem), heads_together(plan, problem), _key_tiles(plan, problem)
-    heads = p.heads_q * elements_of(p, "q")
-    group, blocks = together * per_block, together * tiles
-    owners = p.heads_kv * _splits(plan, problem) * elements_of(p, "kv") * tiles
-    groups, last_groups = -(-heads // max(group, 1)), -(-LAST_BLOCKS // max(blocks, 1))
-    last_heads = 0 if plan.config.PERSISTENT else min(max(groups - last_groups, 0) * group, heads)
-    if p.lengths is not None:  # all sums are there at once, and an order of sums that is the same for all sequences
-        counted = p.heads_q * (math.prod(p.batch) + 1)
-        in_order = elements_of(p, "kv") == elements_of(p, "q") and _finishes_queries(plan, problem)
-        if not in_order or mean_room(p, "q") < ROWS_WORTH_SHARING:
-            last_heads = counted  # none
-        warps = max(heads - last_heads, 0) * _query_tiles(plan, problem) * (plan.config.TILE_Q // WARP_ROWS)
-        return Grouping(
-            per_block, together, blocks, owners, max(counted, 1), -(-warps // plan.config.WARPS), last_heads,
-            backwards=_backwards(problem, counted, 0),
-        )  # fmt: skip
-    backwards = _backwards(problem, heads, group)
-    if not _finishes_queries(plan, problem) or not owners:
-        return Grouping(per_block, together, blocks, owners, max(heads, 1), backwards=backwards)
-    clearing, accum_heads = -(-CLEARING_BLOCKS // blocks), heads
-    if plan.file == "bwd_hopper" and not plan.config.PERSISTENT and p.len_q <= MOST_ROWS_REUSED // (2 if backwards else 1):
-        accum_heads = min((clearing + max(last_groups, 1)) * group, heads)
-    finishing = (heads - last_heads) * -(-p.len_q // (WARP_ROWS * plan.config.WARPS))
-    first_tiles = 0
-    if plan.config.TILE_LIST and not problem.deterministic and accum_heads == heads and tiles > 1:
-        first_tiles, blocks = owners // tiles, together * (tiles - 1)
-    return Grouping(
-        per_block, together, blocks, owners, accum_heads, finishing, last_heads, heads - accum_heads, clearing * group, backwards,
-        first_tiles,
-    )  # fmt: skip
-
-
-def _backwards(problem: BackwardProblem, heads: int, group: int) -> int:
-    """How many query heads take the last keys first, see `semaphore_value` in ``kernels_cu``.
-
-    All whose rows see keys up to a diagonal, where order matters; but not those of the last group of heads, which would leave their
-    longest blocks for the end. That group takes the longest first: what its blocks wait for is less than what the end would cost.
-    """
-    p = problem.forward
-    if not problem.deterministic or not p.mask.hides_last:
-        return 0
-    if p.mask.hides_first or heads <= group or not group:
-        return heads
-    return (heads - 1) // group * group
-
-
 def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launch, ...]:
     """The grids: before, over keys, and after, and one for gradients of sinks. None has a block if there is no query head."""
     p, grouping = problem.forward, make_grouping(plan, problem)
-    query_blocks = _query_tiles(plan, problem) * p.heads_q * elements_of(p, "q")
-    key_blocks = _key_tiles(plan, problem) * p.heads_kv * elements_of(p, "kv")
+    query_blocks = query_tiles(plan, problem) * p.heads_q * elements_of(p, "q")
+    key_blocks = key_tiles(plan, problem) * p.heads_kv * elements_of(p, "kv")
     blocks = (
         query_blocks + -(-_key_places(plan, problem) // plan.config.WARPS),
         grouping.owners + grouping.finishing,
-        query_blocks * (not _finishes_queries(plan, problem)) + 2 * key_blocks * _stores_parts(plan, problem),
+        query_blocks * (not finishes_queries(plan, problem)) + 2 * key_blocks * _stores_parts(plan, problem),
         *(() if p.sinks is None else (math.prod(p.sinks.shape[-2:]),)),
     )
     entries = plan.entries.items()
@@ -287,15 +193,15 @@ def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launc
 def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
     """What the three kernels hand on to each other in device memory."""
     c, p = plan.config, problem.forward
-    query_tiles = _query_tiles(plan, problem) * p.heads_q * elements_of(p, "q")
-    key_tiles = _key_tiles(plan, problem) * p.heads_kv * _splits(plan, problem) * elements_of(p, "kv")
-    sum_tiles = query_tiles if p.lengths is not None else _query_tiles(plan, problem) * make_grouping(plan, problem).accum_heads
-    parts = [("stats", 4 * query_tiles * 2 * c.TILE_Q), ("dq_accum", 4 * sum_tiles * c.TILE_Q * c.WIDTH)]
+    tiles_q = query_tiles(plan, problem) * p.heads_q * elements_of(p, "q")
+    tiles_kv = key_tiles(plan, problem) * p.heads_kv * splits(plan, problem) * elements_of(p, "kv")
+    sum_tiles = tiles_q if p.lengths is not None else query_tiles(plan, problem) * make_grouping(plan, problem).accum_heads
+    parts = [("stats", 4 * tiles_q * 2 * c.TILE_Q), ("dq_accum", 4 * sum_tiles * c.TILE_Q * c.WIDTH)]
     if _stores_parts(plan, problem):
-        parts += [(name, 4 * key_tiles * c.TILE_KV * c.WIDTH) for name in ("dk_accum", "dv_accum")]
+        parts += [(name, 4 * tiles_kv * c.TILE_KV * c.WIDTH) for name in ("dk_accum", "dv_accum")]
     if problem.deterministic:
-        parts.append(("dq_semaphore", 4 * query_tiles * (c.TILE_KV // 64 if c.TMA_REDUCE_DQ else 1)))  # of each warpgroup, or all
-    if _finishes_queries(plan, problem):
+        parts.append(("dq_semaphore", 4 * tiles_q * (c.TILE_KV // 64 if c.TMA_REDUCE_DQ else 1)))  # of each warpgroup, or all
+    if finishes_queries(plan, problem):
         parts.append(("dq_progress", 4 * p.heads_q * (math.prod(p.batch) + (p.lengths is not None))))  # and of rows behind all
     if c.PERSISTENT:
         parts.append(("next_tile", 4))
@@ -323,75 +229,12 @@ def backward_maps(plan: KernelPlan, problem: BackwardProblem) -> dict[str, Tenso
     return {f"{name}_map": described for name, described in tensor_maps(problem.forward.batch, layouts, boxes).items()}
 
 
-def heads_per_block(plan: KernelPlan, problem: BackwardProblem) -> int:
-    """How many query heads one block sums over.
-
-    All that share its keys, so that gradients of keys are complete when a block ends, unless that leaves too few blocks, or
-    they are more than one warp counts: then fewer.
-    """
-    p = problem.forward
-    blocks = _key_tiles(plan, problem) * p.heads_kv * math.prod(p.batch)
-    if p.lengths is not None:  # the same whatever else is in the batch: how sums are made decides their bits
-        blocks = FEWEST_BLOCKS
-    most = MOST_HEADS_COUNTED if plan.file in HOPPER_KERNELS else p.heads_per_kv
-    together = p.heads_per_kv
-    while together > 1 and (together > most or blocks * (p.heads_per_kv // together) < FEWEST_BLOCKS):
-        together = max(divisor for divisor in range(1, together) if p.heads_per_kv % divisor == 0)
-    return together
-
-
-def heads_together(plan: KernelPlan, problem: BackwardProblem) -> int:
-    """How many heads neighbouring blocks take in turn.
-
-    With many, few blocks add to the same rows of dq at a time; too many would not share q and dout in the L2 cache. On an
-    H200 bwd_v2 runs up to 400 blocks at once; of 1,024, 4,096 and 16,384 keys, the heads of about 1,024 blocks were fastest. The
-    Hopper kernels run 132, and 4 to 8 heads were within 3 % of the fastest from 512 keys to 16,384, as long as what they add to
-    and read stays in the cache: at 16,384 and dim 128 four heads move 3.5 GB through device memory, four times as much as
-    FlashAttention-4, which takes one at a time; two were up to 3 % faster. In order under a causal mask the longest blocks of a
-    head come last (`semaphore_value`), and it matters more: at 16,384 and dim 256 one head at a time runs at 0.97 of
-    the rate in any order, two at 0.77, four at 0.55. In order without a mask, each block waits for the one before: of 512 and
-    1,024 keys, 16 heads run 1.02 to 1.09 times as fast as 8, of 2,048 keys 1.04 times at dim 64, 0.95 at dim 128.
-    """
-    tiles, rows = max(_key_tiles(plan, problem), 1), max(problem.forward.len_q, 1)
-    if problem.forward.lengths is not None:
-        tiles, rows = -(-LENGTH_OF_MANY // plan.config.TILE_KV), LENGTH_OF_MANY
-    if plan.file not in HOPPER_KERNELS:
-        return max(1, BLOCKS_TOGETHER // tiles)
-    least = 4
-    causal = problem.forward.mask.shape == "causal"
-    if problem.deterministic and causal:
-        least = 2 if plan.file == "bwd_hopper" else 1
-    most = 16 if problem.deterministic and not causal and plan.file == "bwd_hopper" and tiles <= FEW_TILES else 8
-    together = min(max(HOPPER_BLOCKS_TOGETHER // tiles, least), most)
-    if problem.deterministic:
-        return together
-    bytes_of_head = (4 + 2 + 2) * rows * plan.config.WIDTH  # sums, q and dout
-    return max(1, min(together, L2_BYTES // bytes_of_head))
-
-
-def _splits(plan: KernelPlan, problem: BackwardProblem) -> int:
-    return problem.forward.heads_per_kv // max(heads_per_block(plan, problem), 1)
-
-
 def _stores_parts(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether gradients of keys and values are added up from parts after all blocks have ended."""
-    return _splits(plan, problem) > 1 or problem.sums_keys
-
-
-def _finishes_queries(plan: KernelPlan, problem: BackwardProblem) -> bool:
-    """Whether the second grid turns sums into dq, which is not summed over a batch axis then."""
-    return plan.file in HOPPER_KERNELS and not problem.sums_queries and problem.forward.len_kv > 0
+    return splits(plan, problem) > 1 or problem.sums_keys
 
 
 def _key_places(plan: KernelPlan, problem: BackwardProblem) -> int:
     """How many key tiles the first grid finds the place of, for the blocks of the second."""
     found = problem.forward.lengths is not None and plan.file in HOPPER_KERNELS
-    return _key_tiles(plan, problem) * elements_of(problem.forward, "kv") * found
-
-
-def _query_tiles(plan: KernelPlan, problem: BackwardProblem) -> int:
-    return tiles_of(problem.forward, plan.config.TILE_Q, "q")
-
-
-def _key_tiles(plan: KernelPlan, problem: BackwardProblem) -> int:
-    return tiles_of(problem.forward, plan.config.TILE_KV, "kv")
+    return key_tiles(plan, problem) * elements_of(problem.forward, "kv") * found

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..problem.backward import BackwardProblem
     from ..problem.merge import MergeProblem
     from ..problem.read_gradients import ReadGradient
-    from .backward import Grouping
+    from .grouping import Grouping
 
 SCORES = "scores."  # what the names of words in `ScoreParams` begin with
 TILES = "tile_"  # and those of parts of workspace in `TileLists`

@@ -7,7 +7,7 @@ from cupy_flash import attention, plan_attention_backward
 from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.judge.compare_gradients import compare_gradients
 from cupy_flash.judge.cotangents import make_cotangents
-from cupy_flash.plan.backward import make_grouping
+from cupy_flash.plan.grouping import make_grouping
 
 cupy = pytest.importorskip("cupy")
 

@@ -24,7 +24,8 @@ EACH_LANE_ARRIVES = (
 change("tile/pipeline.cuh", "  arrive_at<LANES>(pipeline.empty(), at);", "  mbarrier_arrive(pipeline.empty().address);")
 change("tile/pipeline.cuh", "init_mbarrier(pipeline.empty(), readers, at);", "init_mbarrier(pipeline.empty(), 32 * readers, at);")
 # the same of a key tile of several that a block takes
-change("bwd_hopper.cu", "arrive_at<LANES>(block.ended_of(block.taken.count));", "mbarrier_arrive(block.ended_of(block.taken.count).address);")
+ended = "block.ended_of(block.taken.count)"
+change("bwd_hopper.cu", f"arrive_at<LANES>({ended});", f"mbarrier_arrive({ended}.address);")
 change("tile/key_block.cuh", "arrive_at<LANES>(block.loaded);", "mbarrier_arrive(block.loaded.address);")
 change("tile/key_block.cuh", "init_mbarrier(loaded, 1);", "init_mbarrier(loaded, 32);")
 change("tile/key_block.cuh", "init_mbarrier(ended, ", "init_mbarrier(ended, PERSISTENT ? 32 * 4 * GROUPS : ")
