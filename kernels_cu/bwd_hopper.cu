@@ -2,7 +2,7 @@
 // warpgroups (wgmma). (FlashAttention-3: Shah et al., 2024.)
 //
 //   bwd_hopper_preprocess    for each query row:  delta = rowsum(dout o out) - dlse,  dQ = 0
-//                            (VARLEN: and for each key tile, where it lies)
+//                            (VARLEN: and for each key tile, where it lies. STATS_AHEAD: delta of the first heads alone)
 //
 //   bwd_hopper        one block per key-value tile j. Its first warpgroup is the producer, each consumer owns 64 rows of K_j and V_j:
 //
@@ -28,6 +28,8 @@
 //     How blocks share dQ, and when its memory is used again, is in tile/dq_protocol.cuh. The last heads have blocks of their own for
 //     dq = scale dQ, which start behind all others.
 //
+//     STATS_AHEAD: two idle warps make delta of the queries of later heads, see tile/stats_ahead.cuh.
+//
 //     PERSISTENT: as many blocks as there are multiprocessors take one key tile after the other. The producer goes on to the query tiles of the next
 //     one beneath the last steps of this one; a scheduler warp, one of the idle ones, takes key tiles and tells the other warps of them. All heads
 //     are among the last ones.
@@ -36,6 +38,7 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/dq_protocol.cuh"
+#include "tile/key_loads.cuh"
 #include "tile/score.cuh"
 
 static_assert(TILE_KV == 64 * GROUPS, "a warpgroup owns 64 keys");
@@ -66,6 +69,8 @@ OP void add_part(const HopperBackwardParams& p, const KeyBlock& block, u32 numbe
 
 // Whether dP starts from -delta: it saves subtractions, but the first product of a step waits for dO, and what is dropped is dP alone.
 constexpr bool DELTA_AHEAD = WIDTH <= 64 && !DROPOUT;
+
+constexpr float DELTA_SIGN = DELTA_AHEAD ? -1.f : 1.f;        // what delta is multiplied by in the statistics
 
 // Whether dQ runs beneath dS, and not behind it: with a softcap or dropout, with more queries, or where pairs are asked (float16 packs otherwise,
 // and more registers hold what it packs), there are no registers for dQ beside dP.
@@ -101,7 +106,8 @@ KERNEL(THREADS, VARLEN ? 4 : 1) bwd_hopper_preprocess(GRID_CONSTANT HopperBackwa
   const u32 before = place_blocks(p);
   if (block_id() < before) return find_places(p);
   if (PERSISTENT && block_id() == 0 && warp_id() == 0) semaphore_clear(p.next_tile);
-  preprocess(p, DELTA_AHEAD ? -1.f : 1.f, TMA_REDUCE_DQ ? GROUPS : 1, p.accum_heads_divmod.divisor, block_id() - before);
+  if constexpr (STATS_AHEAD) clear_progress(p);
+  preprocess(p, DELTA_SIGN, TMA_REDUCE_DQ ? GROUPS : 1, p.accum_heads_divmod.divisor, STATS_AHEAD ? p.stats_ahead : ~0u, block_id() - before);
 }
 
 KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
@@ -122,8 +128,11 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if (TMA_REDUCE_DQ) {
       if (warp == 1 || warp == 2) send_queries(p, block, warp - 1, Accum::offset(dq_row_of(warp - 1), dq_col_of(warp - 1)));
     } else {
-      if (warp == 1) acquire_dq_order(p, block);
-      if (warp == 2) release_dq_order(p, block);
+      if constexpr (STATS_AHEAD) {
+        if (warp == 1 || warp == 2) make_stats_ahead(p, block, warp - 1, DELTA_SIGN);
+      }
+      if (!STATS_AHEAD && warp == 1) acquire_dq_order(p, block);
+      if (!STATS_AHEAD && warp == 2) release_dq_order(p, block);
       if (warp == 3) let_add(p, block);
     }
     if (STORE_DBIAS && warp == 3) send_dbias(p, block);
@@ -294,5 +303,5 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
 KERNEL(THREADS, 1) bwd_hopper_postprocess(GRID_CONSTANT HopperBackwardParams p) { postprocess<Accum>(p); }
 
 KERNEL(THREADS, 1) bwd_hopper_sinks(GRID_CONSTANT HopperBackwardParams p) {
-  if constexpr (SINKS != NO_SINKS) gradient_of_sink(p, DELTA_AHEAD ? -1.f : 1.f);
+  if constexpr (SINKS != NO_SINKS) gradient_of_sink(p, DELTA_SIGN);
 }

@@ -19,6 +19,7 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/dq_protocol.cuh"
+#include "tile/key_loads.cuh"
 #include "tile/score.cuh"
 
 static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
@@ -40,7 +41,7 @@ static_assert(PASSED + 2 * 4 <= NAMED_BARRIERS);
 KERNEL(THREADS, 1) bwd_hopper_wide_preprocess(GRID_CONSTANT HopperBackwardParams p) {
   const u32 before = place_blocks(p);
   if (block_id() < before) return find_places(p);
-  preprocess(p, 1.f, 1, ~0u, block_id() - before);
+  preprocess(p, 1.f, 1, ~0u, ~0u, block_id() - before);
 }
 
 // dQ of the tile before: N columns of it.

@@ -18,7 +18,7 @@ from cupy_flash.machine import host, source
 from cupy_flash.machine.toolchain import compiler
 from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan import forward as forward_plan
-from cupy_flash.plan import pair_bits, schedule, sources
+from cupy_flash.plan import grouping, pair_bits, schedule, sources
 from cupy_flash.plan.tuning import HOPPER_BACKWARD, KERNEL_TABLES, MASKS
 from cupy_flash.problem import arrays
 
@@ -119,6 +119,17 @@ def staged(monkeypatch):
 def key_tiles_in_turn(monkeypatch):
     """Blocks take key tiles in turn wherever they can, however few there are."""
     monkeypatch.setattr(backward_plan, "FEWEST_TAKEN", 0)
+    backward._prepared.cache_clear()
+    yield
+    backward._prepared.cache_clear()
+
+
+@pytest.fixture
+def made_ahead(monkeypatch):
+    """Blocks make statistics of queries of later heads, however few heads, keys and blocks there are."""
+    monkeypatch.setattr(backward_plan, "FEWEST_AHEAD", 1)
+    for name, value in {"RUNNING": 1, "HOPPER_BLOCKS_TOGETHER": 1, "FEWEST_BLOCKS": 1, "LAST_BLOCKS": 1}.items():
+        monkeypatch.setattr(grouping, name, value)
     backward._prepared.cache_clear()
     yield
     backward._prepared.cache_clear()

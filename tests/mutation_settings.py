@@ -18,6 +18,7 @@ class Setting:
     seen: numpy.ndarray | None = None  # a mask of pairs
     offsets: tuple[list[int], list[int]] | None = None  # of sequences of queries and of keys
     kernel: str | None = None  # of `classify`, what it is launched before
+    ahead: bool = False  # groups of one head, after which the statistics of a head are there
 
     def but(self, deterministic=False, **constants):
         return replace(self, constants=self.constants | constants, deterministic=deterministic)
@@ -84,7 +85,8 @@ def settings_of(kernel):
         lists = replace(OWN_KEYS, seen=SOME_OF_MORE_KEYS)
         # Several key tiles for each block, one in between seen by nobody.
         persistent = replace(lists.but(PERSISTENT=True), case=MORE_HEADS, seen=NOT_THE_SECOND)
-        return settings | {"sequences": sequences, "lists": lists, "persistent": persistent}
+        ahead = replace(OWN_KEYS.but(STATS_AHEAD=True), case=replace(MORE_HEADS, len_q=330), ahead=True)
+        return settings | {"sequences": sequences, "lists": lists, "persistent": persistent, "statistics ahead": ahead}
     if kernel == "bwd_hopper_wide":
         lists = replace(ONE_GRADIENT, seen=SOME_OF_MORE_KEYS)
         return {"any order": replace(ONE_GRADIENT, last_blocks=1), "in order": ONE_GRADIENT.but(True), "lists": lists}

@@ -31,6 +31,7 @@ from cupy_flash.problem.backward import Gradients
 KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu|classify\.cu", file))
 # Headers, and a kernel that each is a part of.
 PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper", "tile/dq_protocol.cuh": "bwd_hopper"}
+PARTS |= {"tile/key_loads.cuh": "bwd_hopper", "tile/stats_ahead.cuh": "bwd_hopper"}
 PARTS |= {"tile/score_sums.cuh": "bwd_scores", "tile/element_sums.cuh": "bwd_scores", "tile/unit_tiles.cuh": "bwd_scores_hopper"}
 PARTS |= {"tile/schedule.cuh": "fwd_v2", "tile/split.cuh": "fwd_v2", "tile/clipped.cuh": "fwd_hopper"}
 # Or a comment, which may speak of one.
@@ -135,7 +136,8 @@ def gradients(kernel, setting):
     plan = plan_attention_backward(*given, dlse=dlse, **arrays, **masks, backend="host", wrt=tuple(wrt), **options)
     assert plan.kernels == (plan.kernel,)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
-    with mock.patch.object(grouping, "LAST_BLOCKS", setting.last_blocks):
+    alone = {"RUNNING": 0, "heads_together": lambda plan, problem: 1} if setting.ahead else {}
+    with mock.patch.multiple(grouping, LAST_BLOCKS=setting.last_blocks, **alone):
         computed = BackwardPlan(plan.problem, changed)(*given, dlse=dlse, **arrays, **masks)
     return compare_gradients(computed, dout, *inputs, dlse=dlse, wrt=wrt, **arrays, **seen, **case.scores)
 
@@ -249,11 +251,12 @@ BEFORE_USE = {
     "calls": re.compile(r"\bwait_for_zeros\(p, block\);"),
     "lanes": re.compile(r"\bwait_for<LANES>\(block\.cleared, 0\);"),
     "splits": re.compile(r"\bsync_block\(\);(?=\s*// without it rows are missing)"),  # see test_split_keys
+    "stats": re.compile(r"\bwait_for_stats\(p, block\);|\bwait_for_count\(p\.stats_progress [^;]*;"),  # see test_stats_ahead
 }
 
 
-# And one for the right time: without it a block takes its next key tile earlier, which changes no result.
-FOR_TIME = re.compile(r"\bwait_for<LANES>\(block\.loaded, ")
+# And two for the right time: without them a block takes its next key tile earlier, or loads for another head: no result changes.
+FOR_TIME = re.compile(r"\bwait_for<LANES>\(block\.(loaded|values\.full\(\)), ")
 
 
 def every_call():

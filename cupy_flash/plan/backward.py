@@ -13,7 +13,17 @@ from ..problem.read_gradients import check_sums
 from .architecture import Architecture
 from .copies import copy_size
 from .expression_text import ExpressionText
-from .grouping import HOPPER_KERNELS, LENGTH_OF_MANY, WARP_ROWS, finishes_queries, key_tiles, make_grouping, query_tiles, splits
+from .grouping import (
+    HOPPER_KERNELS,
+    LENGTH_OF_MANY,
+    WARP_ROWS,
+    finishes_queries,
+    key_tiles,
+    make_grouping,
+    query_tiles,
+    splits,
+    stats_ahead,
+)
 from .kernel import KernelPlan, check_kind, configure, explicit_scores, kind_of_sinks, padded, rows_of, taken_apart, text_of
 from .launch import Launch, checked
 from .pair_bits import why_bits, with_bits
@@ -31,6 +41,9 @@ GRADIENTS = MOVED[5:]
 IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where TMA moves these
 WIDEST_TAKEN = 64  # columns of key tiles that blocks of bwd_hopper take in turn; with wider ones a call takes as long either way
 FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the first one of a block is not beneath any other
+WIDEST_AHEAD = 64  # columns where out and dO of a later head have room beside the tiles of a block
+FEWEST_AHEAD = 4  # key tiles of a head, with which a block takes longer than its share of the statistics of a later one
+MOST_AHEAD = 2  # query tiles of such a share
 
 
 def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> KernelPlan:
@@ -68,7 +81,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     why_stored = "gradient of the bias: dS of each pair, which TMA stores" if store_dbias else ""
     width = row.width if kernel in HOPPER_KERNELS else _width(p)
     why_pairs = why_bits(expressions) if kernel in HOPPER_KERNELS and p.lengths is None else ""
-    return KernelPlan(
+    plan = KernelPlan(
         file=kernel,
         architecture=architecture,
         config=configure(
@@ -92,6 +105,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
         expressions=expressions,
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores, why_stored, why_pairs, why_taken))),
     )
+    return _with_stats_ahead(plan) if _makes_stats_ahead(plan, problem) else plan
 
 
 def _takes_key_tiles(problem: BackwardProblem, row: TileConfig, expressions: ExpressionText) -> bool:
@@ -99,6 +113,28 @@ def _takes_key_tiles(problem: BackwardProblem, row: TileConfig, expressions: Exp
     p = problem.forward
     tiles = p.heads_kv * elements_of(p, "kv") * -(-p.len_kv // row.tile_kv)
     return expressions.pair_bits and row.width <= WIDEST_TAKEN and tiles >= FEWEST_TAKEN and not problem.deterministic
+
+
+def _with_stats_ahead(plan: KernelPlan) -> KernelPlan:
+    why = "idle warps make statistics of queries of later heads"
+    return replace(plan, config=replace(plan.config, STATS_AHEAD=True), reasons=(*plan.reasons, why))
+
+
+def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
+    """Whether blocks of bwd_hopper make the statistics of queries of later heads.
+
+    There are such heads, and two warps without work, since lanes add dQ in any order; a share of them takes less than a block; and
+    TMA moves out.
+    """
+    p, c = problem.forward, plan.config
+    if plan.file != "bwd_hopper" or problem.deterministic or p.lengths is not None or not finishes_queries(plan, problem):
+        return False
+    if c.WIDTH > WIDEST_AHEAD or c.TMA_REDUCE_DQ or c.TILE_LIST or c.STAGED_BIAS:
+        return False
+    tiles = key_tiles(plan, problem)
+    if tiles < FEWEST_AHEAD or query_tiles(plan, problem) > MOST_AHEAD * tiles or obstacle(p.batch, _layouts(problem), ("out",)):
+        return False
+    return stats_ahead(plan, problem) < p.heads_q * elements_of(p, "q")
 
 
 def _explicit(problem: Problem, expressions: ExpressionText) -> tuple[bool, str]:
@@ -174,8 +210,11 @@ def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launc
     p, grouping = problem.forward, make_grouping(plan, problem)
     query_blocks = query_tiles(plan, problem) * p.heads_q * elements_of(p, "q")
     key_blocks = key_tiles(plan, problem) * p.heads_kv * elements_of(p, "kv")
+    before = query_blocks
+    if plan.config.STATS_AHEAD:  # heads whose statistics no others make, or whose sums
+        before = min(before, query_tiles(plan, problem) * max(grouping.stats_ahead, grouping.accum_heads))
     blocks = (
-        query_blocks + -(-_key_places(plan, problem) // plan.config.WARPS),
+        before + -(-_key_places(plan, problem) // plan.config.WARPS),
         grouping.owners + grouping.finishing,
         query_blocks * (not finishes_queries(plan, problem)) + 2 * key_blocks * _stores_parts(plan, problem),
         *(() if p.sinks is None else (math.prod(p.sinks.shape[-2:]),)),
@@ -203,6 +242,8 @@ def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
         parts.append(("dq_semaphore", 4 * tiles_q * (c.TILE_KV // 64 if c.TMA_REDUCE_DQ else 1)))  # of each warpgroup, or all
     if finishes_queries(plan, problem):
         parts.append(("dq_progress", 4 * p.heads_q * (math.prod(p.batch) + (p.lengths is not None))))  # and of rows behind all
+    if c.STATS_AHEAD:
+        parts.append(("stats_progress", 4 * p.heads_q * math.prod(p.batch)))
     if c.PERSISTENT:
         parts.append(("next_tile", 4))
     if places := _key_places(plan, problem):
@@ -224,6 +265,7 @@ def backward_maps(plan: KernelPlan, problem: BackwardProblem) -> dict[str, Tenso
     boxes = {name: boxes[name] for name in _in_maps(problem.forward)}
     boxes |= {"bias": queries} if plan.config.STAGED_BIAS else {}
     layouts = _layouts(problem)
+    boxes |= {"out": queries} if plan.config.STATS_AHEAD else {}
     if plan.config.STORE_DBIAS:
         boxes, layouts = boxes | {"dbias": queries}, layouts | {"dbias": dbias_of_pairs(problem)}
     return {f"{name}_map": described for name, described in tensor_maps(problem.forward.batch, layouts, boxes).items()}

@@ -21,6 +21,7 @@ MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
 ROWS_WORTH_SHARING = 2048  # of dq, of a sequence, see make_grouping
 LENGTH_OF_MANY = 4096  # of sequences of their own lengths: they have the tiles, and heads together, of so many rows
+RUNNING = 132  # blocks of a Hopper kernel at once, one for each multiprocessor of an H200
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
 
 
@@ -42,6 +43,7 @@ class Grouping:
     cleared_after: int = 0  # which blocks of so many heads later clear
     backwards: int = 0  # query heads before this one are added to from the last keys to the first
     first_tiles: int = 0  # blocks that come before all others, and have the first keys of each head
+    stats_ahead: int = 0  # STATS_AHEAD: blocks of a head make the statistics of queries of the head so many later
 
 
 def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
@@ -88,8 +90,19 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
         first_tiles, blocks = owners // tiles, together * (tiles - 1)
     return Grouping(
         per_block, together, blocks, owners, accum_heads, finishing, last_heads, heads - accum_heads, clearing * group, backwards,
-        first_tiles,
+        first_tiles, stats_ahead(plan, problem) if plan.config.STATS_AHEAD else 0,
     )  # fmt: skip
+
+
+def stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> int:
+    """How many query heads later those are whose statistics of queries a block makes.
+
+    Whole groups of heads, and one more than have as many blocks as run at once: when the first block of a head begins, all that
+    make its statistics have ended, or are about to.
+    """
+    together = heads_together(plan, problem)
+    blocks = max(together * key_tiles(plan, problem), 1)
+    return (1 + -(-RUNNING // blocks)) * together * heads_per_block(plan, problem)
 
 
 def _backwards(problem: BackwardProblem, heads: int, group: int) -> int:

@@ -73,6 +73,7 @@ class Config:
     PINGPONG: bool
     TMA_REDUCE_DQ: bool
     PERSISTENT: bool
+    STATS_AHEAD: bool
     FROM_LAST: bool
     SPLIT_KV: bool
     LAST_COMBINES: bool
@@ -128,6 +129,8 @@ class KernelPlan:
             barriers = -(-barriers // 16) * 16 + 16 * c.STAGES if c.TILE_LIST else barriers
             barriers += c.PERSISTENT * (2 * (32 + 16) + 16)  # what is told of key tiles
             main = itemsize * (keys + queries + 2 * c.TILE_Q * c.TILE_KV) + stats + sums + barriers
+            if c.STATS_AHEAD:  # out and dO of a later head, and barriers
+                main = -(-main // 1024) * 1024 + itemsize * 2 * c.TILE_Q * c.WIDTH + 16
             if self.file == "bwd_hopper_wide":
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P
             post = itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH
@@ -191,6 +194,7 @@ class KernelPlan:
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN + ["pairbits"] * c.PAIR_BITS + ["persistent"] * c.PERSISTENT
+        words += ["statsahead"] * c.STATS_AHEAD
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
         words += [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
@@ -329,6 +333,7 @@ def configure(
     adds: bool = False,
     store_dbias: bool = False,
     persistent: bool = False,
+    stats_ahead: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     lengths = None if problem is None else problem.lengths
@@ -362,6 +367,7 @@ def configure(
         "ROTATE_Q": False,
         "STORE_DBIAS": store_dbias,
         "PERSISTENT": persistent,
+        "STATS_AHEAD": stats_ahead,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 

@@ -1,6 +1,6 @@
 // panel.cuh -- tiles in shared memory as TMA writes them and wgmma reads them.
 #pragma once
-#include "tile/shared.cuh"
+#include "tile/copy.cuh"
 
 // ROWS x WIDTH 16-bit elements in panels of 64 columns, one behind the other. A row of a panel is 128 bytes, its eight chunks xor-ed with
 // the row: the hardware's 128-byte swizzle, for which a panel starts at a multiple of 1024 bytes.
@@ -52,4 +52,23 @@ template <int ROWS, int WIDTH> OP void store_transposed(const PanelTile<ROWS, WI
       store_shared(panel.at(16 * i + a[i].k(l, r) + half, col0 % 64 + a[i].row(l, r)), u16(a[i].at(l, r) >> 16 * half));
 #endif
   }
+}
+
+// Calls use(row, sum over columns of a[row] * b[row]) for each row, a lane for each, by one of PARTS warps, whose lanes then meet.
+template <int PARTS, int ROWS, int WIDTH, typename Use> OP void for_row_dots(const PanelTile<ROWS, WIDTH>& a, const PanelTile<ROWS, WIDTH>& b, int part, Use use) {
+  #pragma unroll 1
+  for (int row0 = part * 32; row0 < ROWS; row0 += 32 * PARTS) {
+    for_lane(l) {
+      float dot = 0.f;
+      #pragma unroll
+      for (int chunk = 0; chunk < WIDTH / 8; ++chunk) {
+        const auto x = load_shared<Vector<16>>(a.panel(chunk / 8).chunk_at(row0, l, chunk % 8, 0));
+        const auto y = load_shared<Vector<16>>(b.panel(chunk / 8).chunk_at(row0, l, chunk % 8, 0));
+        #pragma unroll
+        for (int i = 0; i < 8; ++i) dot = fmaf(element_of(x, i), element_of(y, i), dot);
+      }
+      use(row0 + l, dot);
+    }
+  }
+  sync_warp();
 }

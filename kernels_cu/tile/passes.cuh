@@ -29,9 +29,15 @@ OP void clear_stats(const BackwardParams& p, float sign, u32 block) {
 // how many keys a sequence has
 OP int keys_of(const BackwardParams& p, u32 number) { return rows_of_sequence<KEYS>(p, number).len(); }
 
+// lse of a row as P is computed from it, in units of log 2
+OP float stat_of_lse(float lse, float per_query, int row_in_tile) {
+  const float less = SCORES == PLUS_LINEAR ? fmaf(lse, LOG2E, -part_of_query(per_query, row_in_tile, TILE_Q)) : lse * LOG2E;
+  return lse == -infinity() ? infinity() : less;              // a row that sees nothing: P = 2^(S - inf) = 0
+}
+
 // Before: one query tile's sums become 0, its statistics those that P and dS are computed from. Delta is multiplied by `sign`. `parts` of a
-// tile have a semaphore each. Heads from `accum_heads` on will use the sums of others.
-OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum_heads = ~0u, u32 block = block_id()) {
+// tile have a semaphore each. Heads from `accum_heads` on will use the sums of others, and of those from `stats_heads` on others make the statistics.
+OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum_heads = ~0u, u32 stats_heads = ~0u, u32 block = block_id()) {
   const BlockCoord here = block_coord<QUERIES>(p, p.heads, block);
   if (VARLEN && here.row < 0) return clear_stats(p, sign, block);
   const auto queries = rows_of_sequence<QUERIES>(p, here.batch_number);
@@ -46,10 +52,9 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
   const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, queries.first() + here.row) : nullptr;
   float* const stats = p.stats + i64(number) * 2 * TILE_Q;
   const float per_query = VARLEN ? per_query_log2(p, here, here.head, queries.len(), keys_of(p, here.batch_number)) : per_query_log2(p, here, here.head);
-  for_row_dots<TILE_Q, WIDTH>(out, dout, [&](int row, bool exists, float dot) {
+  if (here.batch_number * p.heads + here.head < stats_heads) for_row_dots<TILE_Q, WIDTH>(out, dout, [&](int row, bool exists, float dot) {
     const float row_lse = exists ? read(lse + row * p.lse.row_stride) : -infinity();
-    const float less = SCORES == PLUS_LINEAR ? fmaf(row_lse, LOG2E, -part_of_query(per_query, row, TILE_Q)) : row_lse * LOG2E;
-    write(stats + row, row_lse == -infinity() ? infinity() : less);     // a row that sees nothing: P = 2^(S - inf) = 0
+    write(stats + row, stat_of_lse(row_lse, per_query, row));
     write(stats + TILE_Q + row, sign * (exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot));
   });
   if constexpr (VARLEN) {                                     // where no block owns keys, none makes sums dq

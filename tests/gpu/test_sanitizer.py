@@ -26,7 +26,7 @@ change("tile/pipeline.cuh", "init_mbarrier(pipeline.empty(), readers, at);", "in
 # the same of a key tile of several that a block takes
 ended = "block.ended_of(block.taken.count)"
 change("bwd_hopper.cu", f"arrive_at<LANES>({ended});", f"mbarrier_arrive({ended}.address);")
-change("tile/key_block.cuh", "arrive_at<LANES>(block.loaded);", "mbarrier_arrive(block.loaded.address);")
+change("tile/key_loads.cuh", "arrive_at<LANES>(block.loaded);", "mbarrier_arrive(block.loaded.address);")
 change("tile/key_block.cuh", "init_mbarrier(loaded, 1);", "init_mbarrier(loaded, 32);")
 change("tile/key_block.cuh", "init_mbarrier(ended, ", "init_mbarrier(ended, PERSISTENT ? 32 * 4 * GROUPS : ")
 change("tile/key_block.cuh", "init_mbarrier(counted, PERSISTENT ? 4 ", "init_mbarrier(counted, PERSISTENT ? 32 * 4 ")
@@ -42,6 +42,7 @@ from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.machine import device
 from cupy_flash.plan import backward as backward_plan
+from cupy_flash.plan import grouping
 
 for case in (
     Case("float16", 70, 90, heads_q=2, causal=True),
@@ -165,6 +166,11 @@ device._multiprocessors, backward_plan.FEWEST_TAKEN = lambda number: 3, 0
 tiles = cupy.asarray(numpy.arange(300, dtype=numpy.int32) // 128)
 both(64, False, mask="doc[q_idx] != doc[kv_idx] and doc[kv_idx] != 1", arrays={"doc": tiles})
 device._multiprocessors, backward_plan.FEWEST_TAKEN = kept
+# On sm_90a statistics of the last heads by blocks of the first.
+kept = backward_plan.FEWEST_AHEAD, grouping.RUNNING, grouping.HOPPER_BLOCKS_TOGETHER
+backward_plan.FEWEST_AHEAD, grouping.RUNNING, grouping.HOPPER_BLOCKS_TOGETHER = 0, 0, 1
+both(64, False, causal=True)
+backward_plan.FEWEST_AHEAD, grouping.RUNNING, grouping.HOPPER_BLOCKS_TOGETHER = kept
 
 q, k, v = normal(3, 2, 210, 64)
 def taken_apart(**asked):

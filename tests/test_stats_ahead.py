@@ -1,0 +1,150 @@
+"""Statistics of queries that blocks of bwd_hopper make for later heads: on the host those of the next but one group of heads."""
+
+import ml_dtypes
+import numpy
+import pytest
+
+from cupy_flash import attention, plan_attention_backward
+from cupy_flash.machine import host, source
+from cupy_flash.plan import grouping
+from cupy_flash.plan.grouping import RUNNING, make_grouping
+
+HOST = {"backend": "host", "arch": "90a"}
+LOG2E = 1.4426950408889634
+
+
+def normal(rng, shape, dtype):
+    return rng.standard_normal(shape, numpy.float32).astype(dtype)
+
+
+def backward_of(shape, shape_kv, dtype="f2", with_dlse=False, **options):
+    """The plan, the formula, and what both are given."""
+    rng = numpy.random.default_rng(0)
+    q, k, v = (normal(rng, x, dtype) for x in (shape, shape_kv, shape_kv))
+    options |= {"sinks": normal(rng, shape[-3], numpy.float32)} if options.pop("sinks", False) else {}
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    dout, dlse = normal(rng, out.shape, dtype), normal(rng, lse.shape, numpy.float32) if with_dlse else None
+    given = (dout, q, k, v, out, lse)
+    plans = (plan_attention_backward(*given, dlse=dlse, **where, **options) for where in (HOST, {"backend": "numpy"}))
+    named = {"dlse": dlse} if with_dlse else {}
+    return *plans, given, named | ({"sinks": options["sinks"]} if "sinks" in options else {})
+
+
+def judged(plan, formula, given, named):
+    memory = numpy.full(plan.workspace_bytes, 0x7F, numpy.uint8)  # which may hold anything
+    for got, right in zip(plan(*given, workspace=memory, **named), formula(*given, **named)):
+        error = abs(got.astype("f4") - right.astype("f4")).max()
+        allowed = 4 * float(ml_dtypes.finfo(got.dtype).eps) * max(1, abs(right.astype("f4")).max())
+        assert numpy.isfinite(got.astype("f4")).all() and error <= allowed
+
+
+@pytest.mark.parametrize("schedule", ["eager", "deferred"])
+@pytest.mark.parametrize(
+    "shape, shape_kv, options",
+    [
+        ((3, 6, 300, 64), (3, 6, 260, 64), {"causal": True}),
+        ((5, 4, 500, 40), (5, 2, 260, 40), {"with_dlse": True}),  # heads of a group in one block; a share of two query tiles
+        ((14, 200, 64), (14, 900, 64), {"window": (30, 5)}),  # key tiles that nobody sees; shares without a query tile
+        pytest.param((3, 6, 130, 24), (3, 3, 150, 24), {"softcap": 3.0, "sinks": True}, marks=pytest.mark.release),
+        pytest.param((2, 9, 257, 64), (2, 9, 129, 64), {"dtype": ml_dtypes.bfloat16, "causal": True}, marks=pytest.mark.release),
+        pytest.param((18, 140, 64), (18, 300, 64), {"score": "score - 0.25 * (q_idx - kv_idx)"}, marks=pytest.mark.release),
+    ],
+)
+def test_gradients(shape, shape_kv, options, schedule, made_ahead, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+    plan, *others = backward_of(shape, shape_kv, **options)
+    ahead = make_grouping(plan.kernel, plan.problem).stats_ahead
+    assert plan.kernel.config.STATS_AHEAD and 0 < ahead < numpy.prod(shape[:-2])
+    assert "idle warps make statistics of queries of later heads" in str(plan)
+    judged(plan, *others)
+
+
+def test_statistics(made_ahead):
+    """Those of all heads, whoever made them: lse bit by bit, and of rows beyond the last one what leaves no trace."""
+    plan, _, given, named = backward_of((3, 6, 300, 64), (3, 6, 260, 64), with_dlse=True)
+    memory = numpy.full(plan.workspace_bytes, 0x7F, numpy.uint8)
+    plan(*given, workspace=memory, **named)
+    [start] = (offset for name, offset in zip(plan.workspace.names, plan.workspace.offsets) if name == "stats")
+    rows = plan.kernel.config.TILE_Q
+    stats = memory[start : start + 18 * 3 * 2 * rows * 4].view("f4").reshape(18, 3, 2, rows)
+    made_lse, made_delta = (stats[:, :, i].reshape(18, 3 * rows) for i in range(2))
+    dout, *_, out, lse = given
+    terms = dout.astype("f8") * out.astype("f8")
+    delta = named["dlse"].reshape(18, 300) - terms.sum(-1).reshape(18, 300)  # products start from -delta
+    numpy.testing.assert_array_equal(made_lse[:, :300], lse.reshape(18, 300) * numpy.float32(LOG2E))
+    assert numpy.isposinf(made_lse[:, 300:]).all() and not made_delta[:, 300:].any()
+    assert (abs(made_delta[:, :300] - delta) <= 66 * 2**-24 * (abs(terms).sum(-1).reshape(18, 300) + abs(delta) + 1)).all()
+
+
+def test_of_rows_that_see_nothing(made_ahead):
+    """Their lse is minus infinity, for whatever head it is."""
+    plan, formula, given, named = backward_of((14, 300, 64), (14, 140, 64), causal=True)  # the first 160 queries see no key
+    assert plan.kernel.config.STATS_AHEAD and numpy.isneginf(given[-1][:, :160]).all()
+    judged(plan, formula, given, named)
+    assert not plan(*given, **named).dq[:, :160].any()
+
+
+def plan_of(heads, len_q=512, len_kv=512, dim=64, order=None, **options):
+    shapes = ((heads, len_q, dim), (heads, len_kv, dim))
+    q, k = (numpy.zeros(shape, "f2", order=order) for shape in shapes)
+    return plan_attention_backward(q, q, k, k, q, numpy.zeros(shapes[0][:-1], "f4"), **HOST, **options)
+
+
+def test_where():
+    """From one group of heads more on than have as many blocks as run at once; the first launch makes what no block makes."""
+    ahead = 8 * (1 + -(-RUNNING // (8 * 4)))  # groups of 8 heads with 4 blocks each
+    few, many = plan_of(ahead), plan_of(3 * ahead)
+    assert not few.kernel.config.STATS_AHEAD and "stats_progress" not in few.workspace.names
+    assert many.kernel.config.STATS_AHEAD and "stats_progress" in many.workspace.names
+    made = make_grouping(many.kernel, many.problem)
+    assert made.stats_ahead == ahead and few.launches[0].blocks == ahead * 4
+    assert many.launches[0].blocks == max(ahead, made.accum_heads) * 4 < 3 * ahead * 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"deterministic": True},  # these warps pass on the order
+        {"dim": 96},  # there is no room
+        {"len_kv": 384},  # a share takes longer than a block
+        {"len_q": 1100},  # the same
+        {"order": "F"},  # TMA does not move out, nor anything else
+        {"mask": "kv_idx <= q_idx + 3"},
+    ],
+)
+def test_where_not(options):
+    assert plan_of(300).kernel.config.STATS_AHEAD
+    assert not plan_of(300, **options).kernel.config.STATS_AHEAD
+
+
+def test_an_out_that_tma_does_not_move(made_ahead):
+    """Every other row of a larger array of rows that are no multiples of 16 bytes apart."""
+    plan, _, given, named = backward_of((14, 200, 64), (14, 260, 64))
+    wide = numpy.zeros((14, 200, 67), "f2")
+    wide[..., :64] = given[4]
+    given = (*given[:4], wide[..., :64], given[5])
+    other, formula = (plan_attention_backward(*given, **where) for where in (HOST, {"backend": "numpy"}))
+    assert plan.kernel.config.STATS_AHEAD and other.kernel.file == "bwd_hopper" and not other.kernel.config.STATS_AHEAD
+    judged(other, formula, given, named)
+
+
+@pytest.mark.parametrize("left_out", [None, pytest.param("wait_for_stats(p, block);", marks=pytest.mark.release)])
+def test_a_head_waits_for_its_statistics(left_out, made_ahead, monkeypatch):
+    """All blocks at once, those that make them slow."""
+    monkeypatch.setattr(grouping, "RUNNING", 0)  # of the next group of heads
+    plan, *others = backward_of((8, 200, 64), (8, 130, 64))
+    assert plan.kernel.config.STATS_AHEAD
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(20 * plan.kernel.config.WARPS))
+    counted = "  semaphore_release(p.stats_progress"
+    changes = {"tile/stats_ahead.cuh": (counted, "  std::this_thread::sleep_for(std::chrono::milliseconds(500));\n" + counted)}
+    if left_out:
+        changes["tile/key_loads.cuh"] = (left_out, "")
+    texts = source.files()
+    assert all(texts[file].count(old) == 1 for file, (old, _) in changes.items())
+    changed = {file: texts[file].replace(*change) for file, change in changes.items()}
+    monkeypatch.setattr(host, "source_of", lambda plan: source.source_of(plan) | changed)
+    if left_out:
+        with pytest.raises(AssertionError):
+            judged(plan, *others)
+    else:
+        judged(plan, *others)
