@@ -128,8 +128,8 @@ def key_tiles_in_turn(monkeypatch):
 def made_ahead(monkeypatch):
     """Blocks make statistics of queries of later heads, however few heads, keys and blocks there are."""
     monkeypatch.setattr(backward_plan, "FEWEST_AHEAD", 1)
-    for name, value in {"RUNNING": 1, "HOPPER_BLOCKS_TOGETHER": 1, "FEWEST_BLOCKS": 1, "LAST_BLOCKS": 1}.items():
-        monkeypatch.setattr(grouping, name, value)
+    for name in ("RUNNING", "HOPPER_BLOCKS_TOGETHER", "FEWEST_BLOCKS", "LAST_BLOCKS", "CLEARING_BLOCKS"):
+        monkeypatch.setattr(grouping, name, 1)
     backward._prepared.cache_clear()
     yield
     backward._prepared.cache_clear()

@@ -244,3 +244,25 @@ def test_no_spill_where_blocks_take_key_tiles(dtype, len_q, asked, share_of_bits
     code, log = nvrtc.compile_plan(kernel)
     assert "C75" not in log and read(code)[kernel.file].stack_bytes == 0
     assert max(kernel.entries.values()) <= ARCHITECTURES["90a"].shared_bytes
+
+
+AHEAD = {name: asked for name, asked in OF_BITS.items() if "softcap" not in name} | {
+    "softcap": {"softcap": 20.0, "causal": True},
+    "linear": {"score": "score - 0.25 * (q_idx - kv_idx)"},
+    "column": {"score": "score + t[kv_idx]", "arrays": {"t": numpy.zeros(LENGTH, numpy.float32)}},
+}
+
+
+@pytest.mark.parametrize("asked", quick(AHEAD, ""))
+@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("dtype", quick(["float16", "bfloat16"], "bfloat16"))
+def test_no_spill_where_statistics_are_made_ahead(dtype, dim, asked, made_ahead):
+    q = numpy.zeros((9, 2, LENGTH, dim), DTYPES[dtype])
+    options = {"backend": "host", "arch": "90a"} | AHEAD[asked]
+    kernel = plan_attention_backward(q, q, q, q, q, q[..., 0].astype("f4"), **options).kernel
+    if kernel.file != "bwd_hopper":  # some have their own kernel
+        return
+    assert kernel.config.STATS_AHEAD
+    code, log = nvrtc.compile_plan(kernel)
+    assert "C75" not in log and read(code)[kernel.file].stack_bytes == 0
+    assert kernel.shared_bytes <= ARCHITECTURES["90a"].shared_bytes

@@ -38,7 +38,7 @@ def judged(plan, formula, given, named):
         assert numpy.isfinite(got.astype("f4")).all() and error <= allowed
 
 
-@pytest.mark.parametrize("schedule", ["eager", "deferred"])
+@pytest.mark.parametrize("schedule, again", [("eager", True), ("deferred", False)])
 @pytest.mark.parametrize(
     "shape, shape_kv, options",
     [
@@ -50,11 +50,15 @@ def judged(plan, formula, given, named):
         pytest.param((18, 140, 64), (18, 300, 64), {"score": "score - 0.25 * (q_idx - kv_idx)"}, marks=pytest.mark.release),
     ],
 )
-def test_gradients(shape, shape_kv, options, schedule, made_ahead, monkeypatch):
+def test_gradients(shape, shape_kv, options, schedule, again, made_ahead, monkeypatch):
+    """With sums that later heads use again, and with sums of each head, which are made zero along with its statistics."""
+    monkeypatch.setattr(grouping, "MOST_ROWS_REUSED", 1000 if again else 0)
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     plan, *others = backward_of(shape, shape_kv, **options)
-    ahead = make_grouping(plan.kernel, plan.problem).stats_ahead
-    assert plan.kernel.config.STATS_AHEAD and 0 < ahead < numpy.prod(shape[:-2])
+    made, heads = make_grouping(plan.kernel, plan.problem), numpy.prod(shape[:-2])
+    assert plan.kernel.config.STATS_AHEAD and 0 < made.stats_ahead < heads and (made.reused > 0) == again
+    tiles = -(-shape[-2] // plan.kernel.config.TILE_Q)
+    assert plan.launches[0].blocks == tiles * max(made.stats_ahead, made.accum_heads if again else 0) < tiles * heads
     assert "idle warps make statistics of queries of later heads" in str(plan)
     judged(plan, *others)
 

@@ -211,8 +211,8 @@ def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launc
     query_blocks = query_tiles(plan, problem) * p.heads_q * elements_of(p, "q")
     key_blocks = key_tiles(plan, problem) * p.heads_kv * elements_of(p, "kv")
     before = query_blocks
-    if plan.config.STATS_AHEAD:  # heads whose statistics no others make, or whose sums
-        before = min(before, query_tiles(plan, problem) * max(grouping.stats_ahead, grouping.accum_heads))
+    if plan.config.STATS_AHEAD:  # of heads that no blocks of others do it for
+        before = min(before, query_tiles(plan, problem) * max(grouping.stats_ahead, grouping.accum_heads * (grouping.reused > 0)))
     blocks = (
         before + -(-_key_places(plan, problem) // plan.config.WARPS),
         grouping.owners + grouping.finishing,
