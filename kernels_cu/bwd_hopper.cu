@@ -107,8 +107,7 @@ KERNEL(THREADS, VARLEN ? 4 : 1) bwd_hopper_preprocess(GRID_CONSTANT HopperBackwa
   if (block_id() < before) return find_places(p);
   if (PERSISTENT && block_id() == 0 && warp_id() == 0) semaphore_clear(p.next_tile);
   if constexpr (STATS_AHEAD) clear_progress(p);
-  const u32 of_stats = STATS_AHEAD ? p.stats_ahead : ~0u, accum_heads = STATS_AHEAD && !p.reused ? of_stats : p.accum_heads_divmod.divisor;
-  preprocess(p, DELTA_SIGN, TMA_REDUCE_DQ ? GROUPS : 1, accum_heads, of_stats, block_id() - before);
+  preprocess(p, DELTA_SIGN, TMA_REDUCE_DQ ? GROUPS : 1, p.accum_heads_divmod.divisor, STATS_AHEAD ? p.stats_ahead : ~0u, block_id() - before);
 }
 
 KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {

@@ -126,8 +126,7 @@ def key_tiles_in_turn(monkeypatch):
 
 @pytest.fixture
 def made_ahead(monkeypatch):
-    """Blocks make statistics of queries of later heads, however few heads, keys and blocks there are."""
-    monkeypatch.setattr(backward_plan, "FEWEST_AHEAD", 1)
+    """Blocks make statistics of queries of later heads, however few heads and blocks there are."""
     for name in ("RUNNING", "HOPPER_BLOCKS_TOGETHER", "FEWEST_BLOCKS", "LAST_BLOCKS", "CLEARING_BLOCKS"):
         monkeypatch.setattr(grouping, name, 1)
     backward._prepared.cache_clear()

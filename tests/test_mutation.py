@@ -136,7 +136,7 @@ def gradients(kernel, setting):
     plan = plan_attention_backward(*given, dlse=dlse, **arrays, **masks, backend="host", wrt=tuple(wrt), **options)
     assert plan.kernels == (plan.kernel,)
     changed = replace(plan.kernel, config=replace(plan.kernel.config, **setting.constants))
-    alone = {"RUNNING": 0, "MOST_ROWS_REUSED": 0, "heads_together": lambda plan, problem: 1} if setting.ahead else {}
+    alone = {"RUNNING": 0, "heads_together": lambda plan, problem: 1} if setting.ahead else {}
     with mock.patch.multiple(grouping, LAST_BLOCKS=setting.last_blocks, **alone):
         computed = BackwardPlan(plan.problem, changed)(*given, dlse=dlse, **arrays, **masks)
     return compare_gradients(computed, dout, *inputs, dlse=dlse, wrt=wrt, **arrays, **seen, **case.scores)
@@ -251,8 +251,7 @@ BEFORE_USE = {
     "calls": re.compile(r"\bwait_for_zeros\(p, block\);"),
     "lanes": re.compile(r"\bwait_for<LANES>\(block\.cleared, 0\);"),
     "splits": re.compile(r"\bsync_block\(\);(?=\s*// without it rows are missing)"),  # see test_split_keys
-    # See test_stats_ahead. The wait of lanes that add is behind the producer's by itself; only the model of memory asks for it.
-    "stats": re.compile(r"\bwait_for_stats\(p, block\);|\bwait_for_count\(p\.stats_progress [^;]*;"),
+    "stats": re.compile(r"\bwait_for_stats\(p, block\);|\bwait_for_count\(p\.stats_progress [^;]*;"),  # see test_stats_ahead
 }
 
 

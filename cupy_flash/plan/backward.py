@@ -42,7 +42,6 @@ IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where TMA moves these
 WIDEST_TAKEN = 64  # columns of key tiles that blocks of bwd_hopper take in turn; with wider ones a call takes as long either way
 FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the first one of a block is not beneath any other
 WIDEST_AHEAD = 64  # columns where out and dO of a later head have room beside the tiles of a block
-FEWEST_AHEAD = 4  # key tiles of a head, with which a block takes longer than its share of the statistics of a later one
 MOST_AHEAD = 2  # query tiles of such a share
 
 
@@ -132,7 +131,7 @@ def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     if c.WIDTH > WIDEST_AHEAD or c.TMA_REDUCE_DQ or c.TILE_LIST or c.STAGED_BIAS:
         return False
     tiles = key_tiles(plan, problem)
-    if tiles < FEWEST_AHEAD or query_tiles(plan, problem) > MOST_AHEAD * tiles or obstacle(p.batch, _layouts(problem), ("out",)):
+    if query_tiles(plan, problem) > MOST_AHEAD * tiles or obstacle(p.batch, _layouts(problem), ("out",)):
         return False
     return stats_ahead(plan, problem) < p.heads_q * elements_of(p, "q")
 
@@ -211,8 +210,8 @@ def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launc
     query_blocks = query_tiles(plan, problem) * p.heads_q * elements_of(p, "q")
     key_blocks = key_tiles(plan, problem) * p.heads_kv * elements_of(p, "kv")
     before = query_blocks
-    if plan.config.STATS_AHEAD:  # of heads that no blocks of others do it for
-        before = min(before, query_tiles(plan, problem) * max(grouping.stats_ahead, grouping.accum_heads * (grouping.reused > 0)))
+    if plan.config.STATS_AHEAD:  # heads whose statistics no others make, or whose sums
+        before = min(before, query_tiles(plan, problem) * max(grouping.stats_ahead, grouping.accum_heads))
     blocks = (
         before + -(-_key_places(plan, problem) // plan.config.WARPS),
         grouping.owners + grouping.finishing,

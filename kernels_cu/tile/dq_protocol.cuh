@@ -28,7 +28,7 @@
 //     consumers: dQ to shared memory -- staged --> warp 1 or 2: semaphore_wait, TMA adds -- sent --> consumers: the next one
 //                                                               semaphore_release when it has
 #pragma once
-#include "tile/stats_ahead.cuh"
+#include "tile/key_block.cuh"
 
 // dq_progress at the end of each state.
 struct DqProgress {
@@ -44,7 +44,6 @@ OP void wait_for_zeros(const HopperBackwardParams& p, const KeyBlock& block) {
 // By an idle warp, where lanes add: the consumers wait for `cleared` instead.
 OP void let_add(const HopperBackwardParams& p, const KeyBlock& block) {
   wait_for_zeros(p, block);                                   // without it sums are added to those of another head
-  if constexpr (STATS_AHEAD) wait_for_stats(p, block);        // the producer has, but TMA hands on what it brings, and not that there are zeros
   arrive_at<LANES>(block.cleared);                            // without it nobody adds
 }
 // CLEARING. By an idle warp: the block's share of the sums of the heads that came `cleared_after` heads earlier.

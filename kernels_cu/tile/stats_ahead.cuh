@@ -46,9 +46,7 @@ OP void make_stats_ahead(const HopperBackwardParams& p, KeyBlock& block, int par
         start_load(loading, loading.tile().dout(), p.dout_map, there.batch, there.head, there.row, 0, call_site());
         loading.advance();
       }
-      const i64 number = query_tile_number(p, there.batch_number, there.head, there.row / TILE_Q);
-      if (!p.reused) clear(p.dq_accum + number * DqAccum::size, part * (DqAccum::size / STATS_WARPS), (part + 1) * (DqAccum::size / STATS_WARPS));
-      float* const stats = p.stats + number * 2 * TILE_Q;
+      float* const stats = p.stats + i64(query_tile_number(p, there.batch_number, there.head, there.row / TILE_Q)) * 2 * TILE_Q;
       const int rows = p.len_q - there.row;
       const float* const lse = row_slice(p.lse, there.batch, there.head, there.row);
       for_lane(l) {

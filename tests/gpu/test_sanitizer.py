@@ -167,10 +167,10 @@ tiles = cupy.asarray(numpy.arange(300, dtype=numpy.int32) // 128)
 both(64, False, mask="doc[q_idx] != doc[kv_idx] and doc[kv_idx] != 1", arrays={"doc": tiles})
 device._multiprocessors, backward_plan.FEWEST_TAKEN = kept
 # On sm_90a statistics of the last heads by blocks of the first.
-kept = backward_plan.FEWEST_AHEAD, grouping.RUNNING, grouping.HOPPER_BLOCKS_TOGETHER
-backward_plan.FEWEST_AHEAD, grouping.RUNNING, grouping.HOPPER_BLOCKS_TOGETHER = 0, 0, 1
+kept = grouping.RUNNING, grouping.HOPPER_BLOCKS_TOGETHER
+grouping.RUNNING, grouping.HOPPER_BLOCKS_TOGETHER = 0, 1
 both(64, False, causal=True)
-backward_plan.FEWEST_AHEAD, grouping.RUNNING, grouping.HOPPER_BLOCKS_TOGETHER = kept
+grouping.RUNNING, grouping.HOPPER_BLOCKS_TOGETHER = kept
 
 q, k, v = normal(3, 2, 210, 64)
 def taken_apart(**asked):
