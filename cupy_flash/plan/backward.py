@@ -18,6 +18,7 @@ from .grouping import (
     LENGTH_OF_MANY,
     WARP_ROWS,
     finishes_queries,
+    has_idle_warps,
     key_tiles,
     make_grouping,
     query_tiles,
@@ -41,8 +42,7 @@ GRADIENTS = MOVED[5:]
 IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where TMA moves these
 WIDEST_TAKEN = 64  # columns of key tiles that blocks of bwd_hopper take in turn; with wider ones a call takes as long either way
 FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the first one of a block is not beneath any other
-WIDEST_AHEAD = 64  # columns where out and dO of a later head have room beside the tiles of a block
-MOST_AHEAD = 2  # query tiles of such a share
+MOST_AHEAD = 2  # query tiles whose statistics a block makes, of each later head
 
 
 def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> KernelPlan:
@@ -122,13 +122,12 @@ def _with_stats_ahead(plan: KernelPlan) -> KernelPlan:
 def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether blocks of bwd_hopper make the statistics of queries of later heads.
 
-    There are such heads, and two warps without work, since lanes add dQ in any order; a share of them takes less than a block; and
-    TMA moves out.
+    There are such heads, and two warps without work; a share of the statistics takes less than a block; and TMA moves out.
     """
     p, c = problem.forward, plan.config
     if plan.file != "bwd_hopper" or problem.deterministic or p.lengths is not None or not finishes_queries(plan, problem):
         return False
-    if c.WIDTH > WIDEST_AHEAD or c.TMA_REDUCE_DQ or c.TILE_LIST or c.STAGED_BIAS:
+    if not has_idle_warps(c):
         return False
     tiles = key_tiles(plan, problem)
     if query_tiles(plan, problem) > MOST_AHEAD * tiles or obstacle(p.batch, _layouts(problem), ("out",)):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..problem.backward import BackwardProblem
-from .kernel import KernelPlan
+from .kernel import Config, KernelPlan
 from .schedule import L2_BYTES
 from .sequences import elements_of, mean_room, tiles_of
 
@@ -21,6 +21,7 @@ MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
 ROWS_WORTH_SHARING = 2048  # of dq, of a sequence, see make_grouping
 LENGTH_OF_MANY = 4096  # of sequences of their own lengths: they have the tiles, and heads together, of so many rows
+WIDEST_WITH_ROOM = 64  # columns of the tiles of a block that has room for others in shared memory
 RUNNING = 132  # blocks of a Hopper kernel at once, one for each multiprocessor of an H200
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
 
@@ -92,6 +93,12 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
         per_block, together, blocks, owners, accum_heads, finishing, last_heads, heads - accum_heads, clearing * group, backwards,
         first_tiles, stats_ahead(plan, problem) if plan.config.STATS_AHEAD else 0,
     )  # fmt: skip
+
+
+def has_idle_warps(config: Config) -> bool:
+    """Whether two warps of a block of bwd_hopper have no work, if dQ is added in any order, and room for rows of a later head."""
+    without = config.TMA_REDUCE_DQ or config.TILE_LIST or config.STAGED_BIAS or config.VARLEN
+    return config.WIDTH <= WIDEST_WITH_ROOM and not without
 
 
 def stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> int:

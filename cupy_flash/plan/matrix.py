@@ -9,6 +9,7 @@ from itertools import product
 
 from .append import append_plan
 from .architecture import ARCHITECTURES, Architecture
+from .grouping import has_idle_warps
 from .kernel import PARAMS, KernelPlan, configure
 from .merge import merge_plan
 from .pair_bias import FILE as PAIR_BIAS
@@ -38,7 +39,7 @@ def every_plan(
     kinds: Iterable[str] = tuple(KINDS),
     kernels: Iterable[str] = tuple(PARAMS),
 ) -> Iterator[KernelPlan]:
-    """One plan for each tile in the tuning tables, at its row's own width and with 16-byte copies; of two kernels one more each.
+    """One plan for each tile in the tuning tables, at its row's own width and with 16-byte copies; of three kernels some more.
 
     Parameters
     ----------
@@ -47,7 +48,7 @@ def every_plan(
         Keys of `KINDS`. What an architecture does not compute is left out for it.
     kernels : iterable of str
         Keys of `kernel.PARAMS`: names of kernel files. A tile of fwd_hopper has a second plan, by which blocks share query tiles,
-        and append has one for queries.
+        one of bwd_hopper in which warps are idle another, by which these make statistics, and append has one for queries.
     """
     kinds, kernels = tuple(kinds), tuple(kernels)
     for architecture, kind, kernel in product(architectures, kinds, kernels):
@@ -59,6 +60,9 @@ def every_plan(
             rows = (rows_for if kernel == PAIR_BIAS else partial(table_for, kernel))(architecture, dtype)
             plans = list(dict.fromkeys(_row_plan(kernel, architecture, dtype, precision, row) for row in rows))
             yield from plans
+            if kernel == "bwd_hopper":
+                with_idle_warps = (plan for plan in plans if has_idle_warps(plan.config))
+                yield from (replace(plan, config=replace(plan.config, STATS_AHEAD=True)) for plan in with_idle_warps)
             if kernel == "fwd_hopper":
                 yield from (replace(plan, config=replace(plan.config, SPLIT_KV=True)) for plan in plans)
         elif precision == "ieee":

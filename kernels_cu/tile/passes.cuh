@@ -52,7 +52,7 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
   const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, queries.first() + here.row) : nullptr;
   float* const stats = p.stats + i64(number) * 2 * TILE_Q;
   const float per_query = VARLEN ? per_query_log2(p, here, here.head, queries.len(), keys_of(p, here.batch_number)) : per_query_log2(p, here, here.head);
-  if (here.batch_number * p.heads + here.head < stats_heads) for_row_dots<TILE_Q, WIDTH>(out, dout, [&](int row, bool exists, float dot) {
+  if (!STATS_AHEAD || here.batch_number * p.heads + here.head < stats_heads) for_row_dots<TILE_Q, WIDTH>(out, dout, [&](int row, bool exists, float dot) {
     const float row_lse = exists ? read(lse + row * p.lse.row_stride) : -infinity();
     write(stats + row, stat_of_lse(row_lse, per_query, row));
     write(stats + TILE_Q + row, sign * (exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot));
