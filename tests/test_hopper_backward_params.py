@@ -36,7 +36,7 @@ def test_a_problem_becomes_numbers(kernel):
     plan = make_backward_plan(problem, SM_90A)
     grouping = Grouping(
         1, 8, blocks=16, owners=30, accum_heads=11, finishing=5, last_heads=7, reused=9, cleared_after=13, backwards=3,
-        first_tiles=4,
+        first_tiles=4, stats_ahead=6,
     )  # fmt: skip
     params = backward_params(problem, grouping, backward_maps(plan, problem))[0]
     assert params.dtype == HOPPER_BACKWARD
@@ -92,10 +92,11 @@ def test_a_problem_becomes_numbers(kernel):
     }
     assert {name: params[name].tolist() for name in divisors} == {name: fast_divmod(n) for name, n in divisors.items()}
     heads = {"owners": 30, "last_heads": 7, "reused": 9, "cleared_after": 13, "backwards": 3, "first_tiles": 4, "finishing": 5}
+    heads |= {"stats_ahead": 6}
     assert {name: params[name].tolist() for name in heads} == heads
-    mapped = {f"{name}_map" for name in (*MAPPED, "bias", "dbias")}
-    assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *heads, *mapped} == {"key_places", "next_tile"}
-    assert params["key_places"] == params["next_tile"] == 0
+    mapped = {f"{name}_map" for name in (*MAPPED, "out", "bias", "dbias")}
+    assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *heads, *mapped} == {"key_places", "next_tile", "stats_progress"}
+    assert params["key_places"] == params["next_tile"] == params["stats_progress"] == 0
     assert {name: params[name].tolist() for name in BACKWARD.names if name not in (*tensors, "scores", "sequences")} == {
         **dict.fromkeys(("stats", "dq_accum", "dk_accum", "dv_accum", "dq_semaphore", "dq_progress", "dsinks", "sinks_of_head"), 0),
         "mask": (6, 12, fast_divmod(1), 0),
