@@ -255,7 +255,7 @@ def test_the_matrix_has_every_row():
     kinds = [(a, kind) for a in ARCHITECTURES.values() for kind in KINDS if has(a, kind) and kind != "tf32"]
     alone = list(product(PLANNED_ALONE, kinds))
     shared = [row for row in rows if row[0] == "fwd_hopper"]  # a second time, with query tiles that blocks share
-    ahead = [row for row in rows if row[0] == "bwd_hopper" and row[3].width == 64]  # likewise, with statistics of queries by idle warps
+    ahead = [row for row in rows if row[0] == "bwd_hopper" and row[3].width == 64]  # likewise, with statistics by idle warps
     queries = [kind for kernel, kind in alone if kernel == "append"]  # a second time, with queries beside keys
     every = (rows, shared, ahead, alone, queries, of_pairs)
     assert len(plans) == len({plan.name for plan in plans}) == sum(map(len, every))

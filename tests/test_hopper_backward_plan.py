@@ -244,7 +244,8 @@ def test_the_last_block_of_a_head_finishes_its_queries(dim, before):
     """But those of the last heads, which blocks of their own finish; nothing is left to do after the loop."""
     made = plan_of((50, 6, 300, dim), (50, 6, 200, dim))
     queries, keys = tiles_of(made)
-    assert launches(made) == {"_preprocess": before * queries, "": 300 * keys + finishing(made, last_of_300(made)), "_postprocess": 0}
+    in_loop = 300 * keys + finishing(made, last_of_300(made))
+    assert launches(made) == {"_preprocess": before * queries, "": in_loop, "_postprocess": 0}
     assert {launch.entry: launch.shared_bytes for launch in made.launches} == made.kernel.entries
     assert all(launch.per_multiprocessor is None for launch in made.launches)
 
@@ -305,8 +306,7 @@ def test_heads_of_a_group_are_split_where_blocks_are_few(dim):
 def test_workspace_has_the_parts_that_are_needed():
     def names(*shapes, **options):
         made = plan_of(*shapes, **options)
-        assert kernel_of(made) == NARROW
-        return made.workspace.names
+        return kernel_of(made) == NARROW and made.workspace.names
 
     sums, parts = ("stats", "dq_accum"), ("dk_accum", "dv_accum")
     assert names((300, 2, 70, 64)) == (*sums, "dq_progress", "stats_progress")
