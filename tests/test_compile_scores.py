@@ -129,6 +129,7 @@ def test_no_spill_of_sums(architecture, dtype, dim, asked):
     assert max(kernel.entries.values()) <= ARCHITECTURES[architecture].shared_bytes
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("dim", thinned([dim for dim in WIDTHS if dim <= 192], keep=5, first=1))
 @pytest.mark.parametrize("deterministic", thinned([False, True]))
 @pytest.mark.parametrize("dtype", thinned(["bfloat16", "float16"]))
@@ -216,7 +217,7 @@ OF_BITS = {
 
 @pytest.mark.parametrize("asked", quick(OF_BITS, ""))
 @pytest.mark.parametrize("len_q", quick([LENGTH, 64], LENGTH))
-@pytest.mark.parametrize("dim", thinned(WIDTHS, keep=3, first=1))
+@pytest.mark.parametrize("dim", quick(WIDTHS, 64))
 @pytest.mark.parametrize("dtype", quick(["float16", "bfloat16"], "bfloat16"))
 def test_no_spill_where_bits_mask_pairs(dtype, dim, len_q, asked, share_of_bits):
     share_of_bits(math.inf)
@@ -254,7 +255,7 @@ AHEAD = {name: asked for name, asked in OF_BITS.items() if "softcap" not in name
 
 
 @pytest.mark.parametrize("asked", quick(AHEAD, ""))
-@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("dim", quick([32, 64], 64))
 @pytest.mark.parametrize("dtype", quick(["float16", "bfloat16"], "bfloat16"))
 def test_no_spill_where_statistics_are_made_ahead(dtype, dim, asked, made_ahead):
     q = numpy.zeros((9, 2, LENGTH, dim), DTYPES[dtype])

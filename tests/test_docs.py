@@ -251,6 +251,7 @@ def test_a_table_or_picture_of_other_figures_is_noticed(tmp_path):
     assert stale(docs) == ["docs/benchmarks.md", *pictures]
 
 
+@pytest.mark.release
 def test_timelines_are_put_among_the_figures(tmp_path):
     """Spans of a kind are one where they overlap or are nearer than 5 microseconds, and what failed has none."""
     docs = tmp_path / "docs"

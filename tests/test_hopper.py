@@ -333,6 +333,7 @@ def test_whole_rounds_are_not_merged():
     assert plan.kernel.config.SPLIT_KV and not combined(plan)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("sanitizer", thinned(host.SANITIZERS, first=1))
 def test_sanitizers_have_nothing_to_say_of_shared_tiles(sanitizer, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", sanitizer)

@@ -278,6 +278,7 @@ def test_strides_do_not_change_a_bit(moved, strides):
 # Faults in kernels
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("asked", thinned(product(host.SANITIZERS, ("fwd_hopper", "fwd_v2")), keep=3), ids="-".join)
 def test_sanitizers_find_nothing(asked, monkeypatch):
     tool, kernel = asked

@@ -110,6 +110,7 @@ def test_a_sequence_has_the_same_bits_wherever_its_keys_lie(page_size, queries, 
         assert all(np.array_equal(x, y) for x, y in zip(found, expected))
 
 
+@pytest.mark.release
 def test_pages_of_more_tiles_than_lanes(schedule):
     """A block of a long split asks for pages more than once."""
     rng = np.random.default_rng(0)

@@ -80,6 +80,7 @@ def test_alibi(shape, schedule):
     check(dtype, options, hand, len_q, len_kv, dim, wrt="alibi_slopes", deterministic=True)
 
 
+@pytest.mark.release
 def test_places_far_apart(schedule):
     # Near the last key of 20,000, slopes of 1 make terms that float32 holds to 2^-10 only; distances stay small.
     q, k, v = (x[:1] for x in inputs("float16", 70, 20_000)[:3])

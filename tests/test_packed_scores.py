@@ -72,6 +72,7 @@ def test_what_asks_for_one_head_a_tile(options):
     assert not plan_attention(q, k, v, **arguments, **options).kernel.config.PACK_GQA
 
 
+@pytest.mark.release
 def test_keys_are_read_once_for_a_group():
     """What eight heads on two read is what two heads on two do, and of ALiBi the other slopes for each key tile."""
     read = []

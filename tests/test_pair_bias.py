@@ -125,6 +125,7 @@ def test_there_is_no_other_kernel_elsewhere(arch, dtype):
     assert plan.kernels[1].file == "bwd_scores" and "bwd_scores_hopper" not in str(plan)
 
 
+@pytest.mark.release
 def test_sums_have_the_bits_of_their_order():
     """However many blocks run, and whatever was in the workspace; here units are split."""
     plan, given, operands = planned(case(bias="pairs"), deterministic=True)

@@ -285,6 +285,7 @@ def test_a_workspace_is_as_large_as_sums_that_blocks_share():
     assert "partials" not in alone.workspace.names  # each sum is of one block
 
 
+@pytest.mark.release
 def test_pairs_that_take_no_part_give_nothing():
     q, k, v, dout = inputs("float32")
     bias, mask = normal(HEADS, LEN_Q, LEN_KV), numpy.ones((LEN_Q, LEN_KV), bool)

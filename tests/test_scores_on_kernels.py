@@ -60,6 +60,7 @@ TWO = {"alibi, dropout": ("alibi_slopes", "dropout", "seed"), "alibi, mask": ("a
 MEANT = {"dropout": ("keep", "keep_scale"), "mask": ("seen",), "seed": ()}
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("two", thinned(TWO))
 def test_two_at_once_on_sm_90a(two, schedule):
     options, hand = everything("float16")

@@ -144,6 +144,7 @@ def test_another_kernel_sums_up_what_pairs_share(asked):
     assert [kernel.file for kernel in plan.kernels[1:]] == [file] and not plan.kernel.config.STORE_DBIAS
 
 
+@pytest.mark.release
 def test_rows_that_end_within_a_chunk_are_not_stored():
     """TMA finds rows of the bias, which has gaps between them; of the gradient, which has none, it would write to the next ones."""
     whole = normal(BATCH, HEADS, LEN_Q, LEN_KV, dtype="float16", seed=4)

@@ -86,6 +86,7 @@ def test_what_masked_keys_hold_reaches_nothing(held):
     assert all(numpy.array_equal(a, b) for a, b in zip(*results))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("dtype", thinned(["float16", "float32"]))
 def test_a_bias_of_keys(dtype, schedule):
     bias = numpy.maximum(PADDED, -60_000 if dtype == "float16" else -1e9)[:, None, None].astype(dtype)

@@ -43,7 +43,7 @@ def schedule(request, monkeypatch):
 
 
 @pytest.mark.parametrize("arch", KERNELS)
-@pytest.mark.parametrize("name", thinned(NAMES, keep=8))
+@pytest.mark.parametrize("name", thinned(NAMES, keep=16))
 def test_results(name, arch, schedule, share_of_bits):
     """Of masks that are asked."""
     share_of_bits(0)
@@ -128,6 +128,7 @@ def unlisted(plan):
     return AttentionPlan(plan.problem, kernel, True) if isinstance(plan, AttentionPlan) else BackwardPlan(plan.problem, kernel)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", thinned(["blocks", "blocks of heads", "causal, blocks", "holes"], keep=4))
 def test_v2_gives_the_same_bits_as_without_a_list(name):
     """What is left out adds nothing, and no maximum moves."""
@@ -360,6 +361,7 @@ def test_documents_move_and_compute_their_share(arch, bits, share_of_bits):
         assert once.read_bytes > moved.read_bytes  # that reads the documents as well
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("arch", thinned(KERNELS, first=1))
 def test_lists_of_all_tiles_cost_more_than_the_share(arch, share_of_bits):
     """Though only one in eight is such a list. The result stays what it is, so that nothing but what is counted tells."""

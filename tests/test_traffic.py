@@ -142,6 +142,7 @@ def test_documents_cost_their_share(arch):
         assert compare(alone[0], None, *alone[1:], scale=1 / 8).ok
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("arch", thinned(["90a", "80"]))
 def test_a_bias_is_read_once_for_each_pair_of_tiles(arch):
     """By each kernel: told from what else forwards read, and of backwards from what elements add that are twice as wide."""
