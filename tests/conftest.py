@@ -126,7 +126,8 @@ def key_tiles_in_turn(monkeypatch):
 
 @pytest.fixture
 def made_ahead(monkeypatch):
-    """Blocks make statistics of queries of later heads, however few heads and blocks there are."""
+    """Blocks make statistics of queries of later heads, however few heads and blocks there are, and of whatever lengths."""
+    monkeypatch.setattr(backward_plan, "MOST_AHEAD", 9)
     for name in ("RUNNING", "HOPPER_BLOCKS_TOGETHER", "FEWEST_BLOCKS", "LAST_BLOCKS", "CLEARING_BLOCKS"):
         monkeypatch.setattr(grouping, name, 1)
     backward._prepared.cache_clear()

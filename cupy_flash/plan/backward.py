@@ -42,7 +42,7 @@ GRADIENTS = MOVED[5:]
 IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where TMA moves these
 WIDEST_TAKEN = 64  # columns of key tiles that blocks of bwd_hopper take in turn; with wider ones a call takes as long either way
 FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the first one of a block is not beneath any other
-MOST_AHEAD = 2  # query tiles whose statistics a block makes, of each later head
+MOST_AHEAD = 2  # times as many query tiles as key tiles, or as few: a block then makes what a step or two of it need
 
 
 def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> KernelPlan:
@@ -122,15 +122,16 @@ def _with_stats_ahead(plan: KernelPlan) -> KernelPlan:
 def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether blocks of bwd_hopper make the statistics of queries of later heads.
 
-    There are such heads, and two warps without work; a share of the statistics takes less than a block; and TMA moves out.
+    There are such heads, and two warps without work; a share of the statistics takes less than a block, and is worth that others
+    ask for it; and TMA moves out.
     """
     p, c = problem.forward, plan.config
     if plan.file != "bwd_hopper" or problem.deterministic or p.lengths is not None or not finishes_queries(plan, problem):
         return False
     if not has_idle_warps(c):
         return False
-    tiles = key_tiles(plan, problem)
-    if query_tiles(plan, problem) > MOST_AHEAD * tiles or obstacle(p.batch, _layouts(problem), ("out",)):
+    tiles, queries = key_tiles(plan, problem), query_tiles(plan, problem)
+    if not queries / MOST_AHEAD <= tiles <= queries * MOST_AHEAD or obstacle(p.batch, _layouts(problem), ("out",)):
         return False
     return stats_ahead(plan, problem) < p.heads_q * elements_of(p, "q")
 
