@@ -106,33 +106,32 @@ def quick_builds(tmp_path_factory):
 
 
 @pytest.fixture
-def staged(monkeypatch):
+def planned_anew():
+    """Plans of gradients are made in the test, by what it changes, and no other test finds them."""
+    backward._prepared.cache_clear()
+    yield
+    backward._prepared.cache_clear()
+
+
+@pytest.fixture
+def staged(planned_anew, monkeypatch):
     """Every problem gets the tile of long sequences, whose dq goes through shared memory, if it can have it."""
     rows = {"half": tuple(row for row in HOPPER_BACKWARD if row.tma_reduce_dq)}
     monkeypatch.setitem(KERNEL_TABLES, "bwd_hopper", {"90a": rows})
-    backward._prepared.cache_clear()
-    yield
-    backward._prepared.cache_clear()
 
 
 @pytest.fixture
-def key_tiles_in_turn(monkeypatch):
+def key_tiles_in_turn(planned_anew, monkeypatch):
     """Blocks take key tiles in turn wherever they can, however few there are."""
     monkeypatch.setattr(backward_plan, "FEWEST_TAKEN", 0)
-    backward._prepared.cache_clear()
-    yield
-    backward._prepared.cache_clear()
 
 
 @pytest.fixture
-def made_ahead(monkeypatch):
+def made_ahead(planned_anew, monkeypatch):
     """Blocks make statistics of queries of later heads, however few heads and blocks there are, and of whatever lengths."""
     monkeypatch.setattr(backward_plan, "MOST_AHEAD", 9)
     for name in ("RUNNING", "HOPPER_BLOCKS_TOGETHER", "FEWEST_BLOCKS", "LAST_BLOCKS", "CLEARING_BLOCKS"):
         monkeypatch.setattr(grouping, name, 1)
-    backward._prepared.cache_clear()
-    yield
-    backward._prepared.cache_clear()
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ GRADIENTS = MOVED[5:]
 IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where TMA moves these
 WIDEST_TAKEN = 64  # columns of key tiles that blocks of bwd_hopper take in turn; with wider ones a call takes as long either way
 FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the first one of a block is not beneath any other
-MOST_AHEAD = 2  # times as many query tiles as key tiles, or as few: a block then makes what a step or two of it need
+MOST_AHEAD = 2  # times as many query tiles as key tiles a head may have, or key tiles as query tiles, see _makes_stats_ahead
 
 
 def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> KernelPlan:
@@ -122,8 +122,8 @@ def _with_stats_ahead(plan: KernelPlan) -> KernelPlan:
 def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether blocks of bwd_hopper make the statistics of queries of later heads.
 
-    There are such heads, and two warps without work; a share of the statistics takes less than a block, and is worth that others
-    ask for it; and TMA moves out.
+    There are such heads, and two warps without work. TMA can move out. A block's share takes less time than its own steps, and
+    saves more than it costs later blocks to ask whether it has been made.
     """
     p, c = problem.forward, plan.config
     if plan.file != "bwd_hopper" or problem.deterministic or p.lengths is not None or not finishes_queries(plan, problem):

@@ -333,7 +333,6 @@ def configure(
     adds: bool = False,
     store_dbias: bool = False,
     persistent: bool = False,
-    stats_ahead: bool = False,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     lengths = None if problem is None else problem.lengths
@@ -365,9 +364,9 @@ def configure(
         "ADD_RESULTS": adds,
         "SOFTCAP": problem is None or expressions.kind == "UNCHANGED" or problem.softcap is not None,
         "ROTATE_Q": False,
+        "STATS_AHEAD": False,  # decided of the plan, see plan/backward.py
         "STORE_DBIAS": store_dbias,
         "PERSISTENT": persistent,
-        "STATS_AHEAD": stats_ahead,
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 
