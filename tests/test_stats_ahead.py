@@ -45,6 +45,8 @@ def judged(plan, formula, given, named):
         ((3, 6, 300, 64), (3, 6, 260, 64), {"causal": True}),
         ((5, 4, 500, 40), (5, 2, 260, 40), {"with_dlse": True}),  # heads of a group in one block; a share of two query tiles
         ((14, 200, 64), (14, 900, 64), {"window": (30, 5)}),  # key tiles that nobody sees; shares without a query tile
+        ((5, 4, 300, 72), (5, 2, 260, 72), {"causal": True}),  # wider than a panel of 64 columns
+        pytest.param((18, 330, 128), (18, 140, 128), {"dtype": ml_dtypes.bfloat16}, marks=pytest.mark.release),
         pytest.param((3, 6, 130, 24), (3, 3, 150, 24), {"softcap": 3.0, "sinks": True}, marks=pytest.mark.release),
         pytest.param((2, 9, 257, 64), (2, 9, 129, 64), {"dtype": ml_dtypes.bfloat16, "causal": True}, marks=pytest.mark.release),
         pytest.param((18, 140, 64), (18, 300, 64), {"score": "score - 0.25 * (q_idx - kv_idx)"}, marks=pytest.mark.release),
@@ -63,22 +65,25 @@ def test_gradients(shape, shape_kv, options, schedule, again, made_ahead, monkey
     judged(plan, *others)
 
 
-def test_statistics(made_ahead):
+@pytest.mark.parametrize("dim, sign", [(64, -1), (120, 1)])  # at dim 64 products start from -delta
+def test_statistics(dim, sign, made_ahead):
     """Those of all heads, whoever made them: lse bit by bit, and of rows beyond the last one what leaves no trace."""
-    plan, _, given, named = backward_of((3, 6, 300, 64), (3, 6, 260, 64), with_dlse=True)
+    plan, _, given, named = backward_of((3, 6, 300, dim), (3, 6, 260, dim), with_dlse=True)
+    assert plan.kernel.config.STATS_AHEAD
     memory = numpy.full(plan.workspace_bytes, 0x7F, numpy.uint8)
     plan(*given, workspace=memory, **named)
     [start] = (offset for name, offset in zip(plan.workspace.names, plan.workspace.offsets) if name == "stats")
     rows = plan.kernel.config.TILE_Q
-    stats = memory[start : start + 18 * 3 * 2 * rows * 4].view("f4").reshape(18, 3, 2, rows)
-    made_lse, made_delta = (stats[:, :, i].reshape(18, 3 * rows) for i in range(2))
+    tiles = -(-300 // rows)
+    stats = memory[start : start + 18 * tiles * 2 * rows * 4].view("f4").reshape(18, tiles, 2, rows)
+    made_lse, made_delta = (stats[:, :, i].reshape(18, tiles * rows) for i in range(2))
     dout, *_, out, lse = given
-    terms, dlse = (dout.astype("f8") * out.astype("f8")).reshape(18, 300, 64), named["dlse"].reshape(18, 300)
-    delta = dlse - terms.sum(-1)  # products start from -delta
+    terms, dlse = (dout.astype("f8") * out.astype("f8")).reshape(18, 300, dim), named["dlse"].reshape(18, 300)
+    delta = sign * (terms.sum(-1) - dlse)
     numpy.testing.assert_array_equal(made_lse[:, :300], lse.reshape(18, 300) * numpy.float32(LOG2E))
     assert numpy.isposinf(made_lse[:, 300:]).all() and not made_delta[:, 300:].any()
-    # Products of halves are exact: 64 sums and a difference round.
-    assert (abs(made_delta[:, :300] - delta) <= 65 * 2**-24 * (abs(terms).sum(-1) + abs(dlse))).all()
+    # Products of halves are exact: sums, and a difference, round.
+    assert (abs(made_delta[:, :300] - delta) <= (dim + 1) * 2**-24 * (abs(terms).sum(-1) + abs(dlse))).all()
 
 
 def test_of_rows_that_see_nothing(made_ahead):
@@ -110,7 +115,7 @@ def test_where():
     "options",
     [
         {"deterministic": True},  # these warps pass on the order
-        {"dim": 96},  # there is no room
+        {"dim": 128, "len_q": 1600, "len_kv": 1600},  # TMA adds dQ: there is no room, and one warp without work
         {"len_q": 1100},  # a share takes longer than a block
         {"len_kv": 1100},  # there is little to win
         {"order": "F"},  # TMA does not move out, nor anything else
@@ -118,7 +123,7 @@ def test_where():
     ],
 )
 def test_where_not(options):
-    assert plan_of(300).kernel.config.STATS_AHEAD
+    assert plan_of(300, dim=options.get("dim", 64)).kernel.config.STATS_AHEAD
     assert not plan_of(300, **options).kernel.config.STATS_AHEAD
 
 

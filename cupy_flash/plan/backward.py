@@ -42,7 +42,7 @@ GRADIENTS = MOVED[5:]
 IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where TMA moves these
 WIDEST_TAKEN = 64  # columns of key tiles that blocks of bwd_hopper take in turn; with wider ones a call takes as long either way
 FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the first one of a block is not beneath any other
-MOST_AHEAD = 2  # times as many query tiles as key tiles a head may have, or key tiles as query tiles, see _makes_stats_ahead
+MOST_AHEAD = 2  # times as many queries as keys a head may have, or keys as queries, rounded up to tiles, see _makes_stats_ahead
 
 
 def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> KernelPlan:
@@ -130,8 +130,8 @@ def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
         return False
     if not has_idle_warps(c):
         return False
-    tiles, queries = key_tiles(plan, problem), query_tiles(plan, problem)
-    if not queries / MOST_AHEAD <= tiles <= queries * MOST_AHEAD or obstacle(p.batch, _layouts(problem), ("out",)):
+    queries, keys = query_tiles(plan, problem) * c.TILE_Q, key_tiles(plan, problem) * c.TILE_KV
+    if not queries / MOST_AHEAD <= keys <= queries * MOST_AHEAD or obstacle(p.batch, _layouts(problem), ("out",)):
         return False
     return stats_ahead(plan, problem) < p.heads_q * elements_of(p, "q")
 

@@ -21,7 +21,6 @@ MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
 ROWS_WORTH_SHARING = 2048  # of dq, of a sequence, see make_grouping
 LENGTH_OF_MANY = 4096  # of sequences of their own lengths: they have the tiles, and heads together, of so many rows
-WIDEST_WITH_ROOM = 64  # columns of the tiles of a block that has room for others in shared memory
 RUNNING = 132  # blocks of a Hopper kernel at once, one for each multiprocessor of an H200
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
 
@@ -97,8 +96,7 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
 
 def has_idle_warps(config: Config) -> bool:
     """Whether two warps of a block of bwd_hopper have no work, if dQ is added in any order, and room for rows of a later head."""
-    without = config.TMA_REDUCE_DQ or config.TILE_LIST or config.STAGED_BIAS or config.VARLEN
-    return config.WIDTH <= WIDEST_WITH_ROOM and not without
+    return not (config.TMA_REDUCE_DQ or config.TILE_LIST or config.STAGED_BIAS or config.VARLEN)
 
 
 def stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> int:

@@ -59,13 +59,17 @@ template <int PARTS, int ROWS, int WIDTH, typename Use> OP void for_row_dots(con
   #pragma unroll 1
   for (int row0 = part * 32; row0 < ROWS; row0 += 32 * PARTS) {
     for_lane(l) {
+      const int lane = WIDTH > 64 ? not_ahead(l) : l;         // or addresses of all chunks take registers of the caller's loops
       float dot = 0.f;
-      #pragma unroll
-      for (int chunk = 0; chunk < WIDTH / 8; ++chunk) {
-        const auto x = load_shared<Vector<16>>(a.panel(chunk / 8).chunk_at(row0, l, chunk % 8, 0));
-        const auto y = load_shared<Vector<16>>(b.panel(chunk / 8).chunk_at(row0, l, chunk % 8, 0));
+      #pragma unroll 1
+      for (int panel = 0; panel < WIDTH / 64; ++panel) {
         #pragma unroll
-        for (int i = 0; i < 8; ++i) dot = fmaf(element_of(x, i), element_of(y, i), dot);
+        for (int chunk = 0; chunk < 8; ++chunk) {
+          const auto x = load_shared<Vector<16>>(a.panel(panel).chunk_at(row0, lane, chunk, 0));
+          const auto y = load_shared<Vector<16>>(b.panel(panel).chunk_at(row0, lane, chunk, 0));
+          #pragma unroll
+          for (int i = 0; i < 8; ++i) dot = fmaf(element_of(x, i), element_of(y, i), dot);
+        }
       }
       use(row0 + l, dot);
     }

@@ -142,10 +142,13 @@ def test_two_batch_axes_that_do_not_merge():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("heads_kv, len_q, len_kv", [(32, 600, 520), (8, 520, 1000), (32, 2200, 2300)])
-def test_statistics_that_earlier_heads_make(heads_kv, len_q, len_kv, causal):
+@pytest.mark.parametrize(
+    "dim, heads_kv, len_q, len_kv",
+    [(64, 32, 600, 520), (64, 8, 520, 1000), (64, 32, 2200, 2300), (128, 32, 600, 520), (96, 8, 520, 1000)],
+)
+def test_statistics_that_earlier_heads_make(dim, heads_kv, len_q, len_kv, causal):
     """Those of the last heads, again and again in memory that holds anything: dk and dv have the same bits each time."""
-    case = Case("bfloat16", len_q, len_kv, dim=64, heads_q=32, heads_kv=heads_kv, batch=(5,), causal=causal)
+    case = Case("bfloat16", len_q, len_kv, dim=dim, heads_q=32, heads_kv=heads_kv, batch=(5,), causal=causal)
     given = operands(case)
     plan = planned(case, given, deterministic=False)
     made = make_grouping(plan.kernel, plan.problem)
