@@ -106,8 +106,9 @@ KERNEL(THREADS, VARLEN ? 4 : 1) bwd_hopper_preprocess(GRID_CONSTANT HopperBackwa
   const u32 before = place_blocks(p);
   if (block_id() < before) return find_places(p);
   if (PERSISTENT && block_id() == 0 && warp_id() == 0) semaphore_clear(p.next_tile);
-  if constexpr (STATS_AHEAD) clear_progress(p);
-  preprocess(p, DELTA_SIGN, TMA_REDUCE_DQ ? GROUPS : 1, p.accum_heads_divmod.divisor, STATS_AHEAD ? p.stats_ahead : ~0u, block_id() - before);
+  if constexpr (STATS_AHEAD || ZEROS_AHEAD) clear_progress(p);
+  const u32 accum_heads = ZEROS_AHEAD ? p.heads_ahead : p.accum_heads_divmod.divisor;
+  preprocess(p, DELTA_SIGN, TMA_REDUCE_DQ ? GROUPS : 1, accum_heads, STATS_AHEAD ? p.heads_ahead : ~0u, block_id() - before);
 }
 
 KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
@@ -136,7 +137,9 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
       if (warp == 3) let_add(p, block);
     }
     if (STORE_DBIAS && warp == 3) send_dbias(p, block);
-    if (warp == 3) clear_sums(p, block);
+    if constexpr (ZEROS_AHEAD) {
+      if (warp == 3) make_zeros_ahead(p, block);
+    } else if (warp == 3) clear_sums(p, block);
     if (warp == 3) count_heads(p, block);
     return;
   }

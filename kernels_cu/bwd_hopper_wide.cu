@@ -41,7 +41,8 @@ static_assert(PASSED + 2 * 4 <= NAMED_BARRIERS);
 KERNEL(THREADS, 1) bwd_hopper_wide_preprocess(GRID_CONSTANT HopperBackwardParams p) {
   const u32 before = place_blocks(p);
   if (block_id() < before) return find_places(p);
-  preprocess(p, 1.f, 1, ~0u, ~0u, block_id() - before);
+  if constexpr (ZEROS_AHEAD) clear_progress(p);
+  preprocess(p, 1.f, 1, ZEROS_AHEAD ? p.heads_ahead : ~0u, ~0u, block_id() - before);
 }
 
 // dQ of the tile before: N columns of it.
@@ -82,6 +83,9 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     if (warp_id() == 1) acquire_dq_order(p, block);
     if (warp_id() == 2) release_dq_order(p, block);
     if (STORE_DBIAS && warp_id() == 3) send_dbias(p, block);
+    if constexpr (ZEROS_AHEAD) {
+      if (warp_id() == 3) let_add(p, block), make_zeros_ahead(p, block);
+    }
     if (warp_id() == 3) count_heads(p, block);
     return;
   }
@@ -173,6 +177,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   if (block.steps > 0) {
     consumer_wait(block.keys);                                // without it the products read keys that have not arrived
     consumer_wait(block.values);                              // the same for values
+    if (ZEROS_AHEAD) wait_for<LANES>(block.cleared, 0);       // without it sums are added to what was there before
     step(false);
     #pragma unroll 1
     for (int i = 1; i < block.steps; ++i) step(true);

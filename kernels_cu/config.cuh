@@ -47,6 +47,7 @@ constexpr bool  STORE_DBIAS = false;      // of STAGED_BIAS, bwd_hopper: its gra
 constexpr bool  PINGPONG = false;         // fwd_hopper: warpgroups start the products of a step one after the other (ping-pong)
 constexpr bool  TMA_REDUCE_DQ = false;    // bwd_hopper: dQ goes through shared memory, and TMA adds it; if not, lanes add what they hold
 constexpr bool  PERSISTENT = false;       // of TILE_LIST, bwd_hopper: as many blocks as multiprocessors take one key tile after the other; if not, each has one
+constexpr bool  ZEROS_AHEAD = false;      // bwd_hopper, _wide: an idle warp makes the sums of later heads zero, see tile/dq_protocol.cuh; if not, the preprocess kernel makes all
 constexpr bool  STATS_AHEAD = false;      // bwd_hopper: idle warps make the statistics of queries of later heads, see tile/stats_ahead.cuh; if not, the preprocess kernel makes all
 constexpr bool  FROM_LAST = false;        // fwd_hopper: the last key tiles first, which have the largest scores where a term rises towards the diagonal
 constexpr bool  SPLIT_KV = false;         // query tiles are split along the keys among blocks: in fwd_hopper those that whole rounds leave over, in fwd_v2 those of few queries

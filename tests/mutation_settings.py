@@ -18,7 +18,7 @@ class Setting:
     seen: numpy.ndarray | None = None  # a mask of pairs
     offsets: tuple[list[int], list[int]] | None = None  # of sequences of queries and of keys
     kernel: str | None = None  # of `classify`, what it is launched before
-    ahead: bool = False  # groups of one head, after which the statistics of a head are there
+    ahead: bool = False  # groups of one head, after which is there what blocks make for later heads
 
     def but(self, deterministic=False, **constants):
         return replace(self, constants=self.constants | constants, deterministic=deterministic)
@@ -86,10 +86,14 @@ def settings_of(kernel):
         # Several key tiles for each block, one in between seen by nobody.
         persistent = replace(lists.but(PERSISTENT=True), case=MORE_HEADS, seen=NOT_THE_SECOND)
         ahead = replace(OWN_KEYS.but(STATS_AHEAD=True), case=replace(MORE_HEADS, len_q=330), ahead=True)
-        return settings | {"sequences": sequences, "lists": lists, "persistent": persistent, "statistics ahead": ahead}
+        zeros = replace(STAGED.but(ZEROS_AHEAD=True), case=MORE_HEADS, ahead=True)
+        settings |= {"sequences": sequences, "lists": lists, "persistent": persistent}
+        return settings | {"statistics ahead": ahead, "zeros ahead": zeros}
     if kernel == "bwd_hopper_wide":
         lists = replace(ONE_GRADIENT, seen=SOME_OF_MORE_KEYS)
-        return {"any order": replace(ONE_GRADIENT, last_blocks=1), "in order": ONE_GRADIENT.but(True), "lists": lists}
+        zeros = replace(ONE_GRADIENT.but(ZEROS_AHEAD=True), case=MORE_HEADS, ahead=True)
+        in_order = ONE_GRADIENT.but(True)
+        return {"any order": replace(ONE_GRADIENT, last_blocks=1), "in order": in_order, "lists": lists, "zeros ahead": zeros}
     if kernel == "bwd_scores":
         setting = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 16, "WARPS": 2, "STAGES": 2})
         return {"two stages": setting, "one stage": setting.but(STAGES=1), "stores": setting.but(COPY_BYTES=0)}

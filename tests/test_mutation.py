@@ -247,7 +247,7 @@ BETWEEN_BLOCKS["last"] = re.compile(r"\bsync_block\(\);(?=\s*// without it rows 
 # The same of heads that use sums again: each has to be made by one that is slow to read them, or to clear them.
 BEFORE_USE = {
     "read": re.compile(r"\bwait_for_count\([^;]*\.read\);"),
-    "zeros": re.compile(r"\bwait_for_count\([^;]*\.cleared\);"),
+    "zeros": re.compile(r"\bwait_for_count\([^;]*\.cleared\);|\bwait_for_count\(p\.zeros_progress [^;]*;"),  # see test_zeros_ahead
     "calls": re.compile(r"\bwait_for_zeros\(p, block\);"),
     "lanes": re.compile(r"\bwait_for<LANES>\(block\.cleared, 0\);"),
     "splits": re.compile(r"\bsync_block\(\);(?=\s*// without it rows are missing)"),  # see test_split_keys

@@ -3,39 +3,14 @@
 import ml_dtypes
 import numpy
 import pytest
+from later_heads import HOST, backward_of, judged, plan_of, slow_down
 
-from cupy_flash import attention, plan_attention_backward
-from cupy_flash.machine import host, source
+from cupy_flash import plan_attention_backward
+from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan import grouping
 from cupy_flash.plan.grouping import RUNNING, make_grouping
 
-HOST = {"backend": "host", "arch": "90a"}
 LOG2E = 1.4426950408889634
-
-
-def normal(rng, shape, dtype):
-    return rng.standard_normal(shape, numpy.float32).astype(dtype)
-
-
-def backward_of(shape, shape_kv, dtype="f2", with_dlse=False, **options):
-    """The plan, the formula, and what both are given."""
-    rng = numpy.random.default_rng(0)
-    q, k, v = (normal(rng, x, dtype) for x in (shape, shape_kv, shape_kv))
-    options |= {"sinks": normal(rng, shape[-3], numpy.float32)} if options.pop("sinks", False) else {}
-    out, lse = attention(q, k, v, return_lse=True, **options)
-    dout, dlse = normal(rng, out.shape, dtype), normal(rng, lse.shape, numpy.float32) if with_dlse else None
-    given = (dout, q, k, v, out, lse)
-    plans = (plan_attention_backward(*given, dlse=dlse, **where, **options) for where in (HOST, {"backend": "numpy"}))
-    named = {"dlse": dlse} if with_dlse else {}
-    return *plans, given, named | ({"sinks": options["sinks"]} if "sinks" in options else {})
-
-
-def judged(plan, formula, given, named):
-    memory = numpy.full(plan.workspace_bytes, 0x7F, numpy.uint8)  # which may hold anything
-    for got, right in zip(plan(*given, workspace=memory, **named), formula(*given, **named)):
-        error = abs(got.astype("f4") - right.astype("f4")).max()
-        allowed = 4 * float(ml_dtypes.finfo(got.dtype).eps) * max(1, abs(right.astype("f4")).max())
-        assert numpy.isfinite(got.astype("f4")).all() and error <= allowed
 
 
 @pytest.mark.parametrize("schedule, again", [("eager", True), ("deferred", False)])
@@ -55,12 +30,13 @@ def judged(plan, formula, given, named):
 def test_gradients(shape, shape_kv, options, schedule, again, made_ahead, monkeypatch):
     """With sums that later heads use again, and with sums of each head, all of which the first launch makes zero."""
     monkeypatch.setattr(grouping, "MOST_ROWS_REUSED", 1000 if again else 0)
+    monkeypatch.setattr(backward_plan, "MOST_ROWS_AHEAD", 0)
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     plan, *others = backward_of(shape, shape_kv, **options)
     made, heads = make_grouping(plan.kernel, plan.problem), numpy.prod(shape[:-2])
-    assert plan.kernel.config.STATS_AHEAD and 0 < made.stats_ahead < heads and (made.reused > 0) == again
+    assert plan.kernel.config.STATS_AHEAD and 0 < made.heads_ahead < heads and (made.reused > 0) == again
     tiles = -(-shape[-2] // plan.kernel.config.TILE_Q)
-    assert plan.launches[0].blocks == tiles * max(made.stats_ahead, made.accum_heads) and (made.accum_heads < heads) == again
+    assert plan.launches[0].blocks == tiles * max(made.heads_ahead, made.accum_heads) and (made.accum_heads < heads) == again
     assert "idle warps make statistics of queries of later heads" in str(plan)
     judged(plan, *others)
 
@@ -94,12 +70,6 @@ def test_of_rows_that_see_nothing(made_ahead):
     assert not plan(*given, **named).dq[:, :160].any()
 
 
-def plan_of(heads, len_q=512, len_kv=512, dim=64, order=None, **options):
-    shapes = ((heads, len_q, dim), (heads, len_kv, dim))
-    q, k = (numpy.zeros(shape, "f2", order=order) for shape in shapes)
-    return plan_attention_backward(q, q, k, k, q, numpy.zeros(shapes[0][:-1], "f4"), **HOST, **options)
-
-
 def test_where():
     """From one group of heads more on than have as many blocks as run at once; the first launch makes what no block makes."""
     ahead = 8 * (1 + -(-RUNNING // (8 * 4)))  # groups of 8 heads with 4 blocks each
@@ -107,7 +77,7 @@ def test_where():
     assert not few.kernel.config.STATS_AHEAD and "stats_progress" not in few.workspace.names
     assert many.kernel.config.STATS_AHEAD and "stats_progress" in many.workspace.names
     made = make_grouping(many.kernel, many.problem)
-    assert made.stats_ahead == ahead and few.launches[0].blocks == ahead * 4
+    assert made.heads_ahead == ahead and few.launches[0].blocks == ahead * 4
     assert many.launches[0].blocks == max(ahead, made.accum_heads) * 4 < 3 * ahead * 4
 
 
@@ -142,19 +112,11 @@ def test_an_out_that_tma_does_not_move(made_ahead):
 def test_a_head_waits_for_its_statistics(left_out, made_ahead, monkeypatch):
     """All blocks at once, those that make them slow."""
     monkeypatch.setattr(grouping, "RUNNING", 0)  # of the next group of heads
-    plan, *others = backward_of((8, 200, 64), (8, 130, 64))
-    assert plan.kernel.config.STATS_AHEAD
-    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(20 * plan.kernel.config.WARPS))
-    counted = "  semaphore_release(p.stats_progress"
-    changes = {"tile/stats_ahead.cuh": (counted, "  std::this_thread::sleep_for(std::chrono::milliseconds(500));\n" + counted)}
-    if left_out:
-        changes["tile/key_loads.cuh"] = (left_out, "")
-    texts = source.files()
-    assert all(texts[file].count(old) == 1 for file, (old, _) in changes.items())
-    changed = {file: texts[file].replace(*change) for file, change in changes.items()}
-    monkeypatch.setattr(host, "source_of", lambda plan: source.source_of(plan) | changed)
+    made = backward_of((8, 200, 64), (8, 130, 64))
+    assert made[0].kernel.config.STATS_AHEAD
+    slow_down(monkeypatch, made[0], "tile/stats_ahead.cuh", "  semaphore_release(p.stats_progress", "tile/key_loads.cuh", left_out)
     if left_out:
         with pytest.raises(AssertionError):
-            judged(plan, *others)
+            judged(*made)
     else:
-        judged(plan, *others)
+        judged(*made)

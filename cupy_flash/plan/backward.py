@@ -19,11 +19,11 @@ from .grouping import (
     WARP_ROWS,
     finishes_queries,
     has_idle_warps,
+    heads_ahead,
     key_tiles,
     make_grouping,
     query_tiles,
     splits,
-    stats_ahead,
 )
 from .kernel import KernelPlan, check_kind, configure, explicit_scores, kind_of_sinks, padded, rows_of, taken_apart, text_of
 from .launch import Launch, checked
@@ -43,6 +43,7 @@ IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where TMA moves these
 WIDEST_TAKEN = 64  # columns of key tiles that blocks of bwd_hopper take in turn; with wider ones a call takes as long either way
 FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the first one of a block is not beneath any other
 MOST_AHEAD = 2  # times as many queries as keys a head may have, or keys as queries, rounded up to tiles, see _makes_stats_ahead
+MOST_ROWS_AHEAD = 4096  # of dq, whose sums earlier heads make zero; with more of them a call takes as long either way
 
 
 def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> KernelPlan:
@@ -104,7 +105,15 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
         expressions=expressions,
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores, why_stored, why_pairs, why_taken))),
     )
-    return _with_stats_ahead(plan) if _makes_stats_ahead(plan, problem) else plan
+    if _makes_stats_ahead(plan, problem):
+        plan = _with(plan, "idle warps make statistics of queries of later heads", STATS_AHEAD=True)
+    if _makes_zeros_ahead(plan, problem):
+        plan = _with(plan, "an idle warp makes sums of later heads zero", ZEROS_AHEAD=True)
+    return plan
+
+
+def _with(plan: KernelPlan, reason: str, **knobs: bool) -> KernelPlan:
+    return replace(plan, config=replace(plan.config, **knobs), reasons=(*plan.reasons, reason))
 
 
 def _takes_key_tiles(problem: BackwardProblem, row: TileConfig, expressions: ExpressionText) -> bool:
@@ -112,11 +121,6 @@ def _takes_key_tiles(problem: BackwardProblem, row: TileConfig, expressions: Exp
     p = problem.forward
     tiles = p.heads_kv * elements_of(p, "kv") * -(-p.len_kv // row.tile_kv)
     return expressions.pair_bits and row.width <= WIDEST_TAKEN and tiles >= FEWEST_TAKEN and not problem.deterministic
-
-
-def _with_stats_ahead(plan: KernelPlan) -> KernelPlan:
-    why = "idle warps make statistics of queries of later heads"
-    return replace(plan, config=replace(plan.config, STATS_AHEAD=True), reasons=(*plan.reasons, why))
 
 
 def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
@@ -133,7 +137,21 @@ def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     queries, keys = query_tiles(plan, problem) * c.TILE_Q, key_tiles(plan, problem) * c.TILE_KV
     if not queries / MOST_AHEAD <= keys <= queries * MOST_AHEAD or obstacle(p.batch, _layouts(problem), ("out",)):
         return False
-    return stats_ahead(plan, problem) < p.heads_q * elements_of(p, "q")
+    return heads_ahead(plan, problem) < p.heads_q * elements_of(p, "q")
+
+
+def _makes_zeros_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
+    """Whether a block makes its share of the sums of later heads zero.
+
+    All heads have sums of their own, and a warp has no work until the block has ended. Of longer sequences the first launch makes
+    them zero in a hundredth of the time of all.
+    """
+    p, c = problem.forward, plan.config
+    if plan.file not in HOPPER_KERNELS or problem.deterministic or p.lengths is not None or not finishes_queries(plan, problem):
+        return False
+    if c.TILE_LIST or c.STORE_DBIAS or p.len_q > MOST_ROWS_AHEAD or make_grouping(plan, problem).reused:
+        return False
+    return heads_ahead(plan, problem) < p.heads_q * elements_of(p, "q")
 
 
 def _explicit(problem: Problem, expressions: ExpressionText) -> tuple[bool, str]:
@@ -210,8 +228,9 @@ def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launc
     query_blocks = query_tiles(plan, problem) * p.heads_q * elements_of(p, "q")
     key_blocks = key_tiles(plan, problem) * p.heads_kv * elements_of(p, "kv")
     before = query_blocks
-    if plan.config.STATS_AHEAD:  # heads whose statistics no others make, or whose sums
-        before = min(before, query_tiles(plan, problem) * max(grouping.stats_ahead, grouping.accum_heads))
+    if plan.config.STATS_AHEAD:  # heads whose statistics, or whose zeros, no others make
+        zeros = grouping.heads_ahead if plan.config.ZEROS_AHEAD else grouping.accum_heads
+        before = min(before, query_tiles(plan, problem) * max(grouping.heads_ahead, zeros))
     blocks = (
         before + -(-_key_places(plan, problem) // plan.config.WARPS),
         grouping.owners + grouping.finishing,
@@ -243,6 +262,8 @@ def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
         parts.append(("dq_progress", 4 * p.heads_q * (math.prod(p.batch) + (p.lengths is not None))))  # and of rows behind all
     if c.STATS_AHEAD:
         parts.append(("stats_progress", 4 * p.heads_q * math.prod(p.batch)))
+    if c.ZEROS_AHEAD:
+        parts.append(("zeros_progress", 4 * p.heads_q * math.prod(p.batch)))
     if c.PERSISTENT:
         parts.append(("next_tile", 4))
     if places := _key_places(plan, problem):

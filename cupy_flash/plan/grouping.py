@@ -43,7 +43,7 @@ class Grouping:
     cleared_after: int = 0  # which blocks of so many heads later clear
     backwards: int = 0  # query heads before this one are added to from the last keys to the first
     first_tiles: int = 0  # blocks that come before all others, and have the first keys of each head
-    stats_ahead: int = 0  # STATS_AHEAD: blocks of a head make the statistics of queries of the head so many later
+    heads_ahead: int = 0  # STATS_AHEAD, ZEROS_AHEAD: blocks of a head make what is said of the head so many later
 
 
 def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
@@ -90,7 +90,7 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
         first_tiles, blocks = owners // tiles, together * (tiles - 1)
     return Grouping(
         per_block, together, blocks, owners, accum_heads, finishing, last_heads, heads - accum_heads, clearing * group, backwards,
-        first_tiles, stats_ahead(plan, problem) if plan.config.STATS_AHEAD else 0,
+        first_tiles, heads_ahead(plan, problem) if plan.config.STATS_AHEAD or plan.config.ZEROS_AHEAD else 0,
     )  # fmt: skip
 
 
@@ -99,11 +99,11 @@ def has_idle_warps(config: Config) -> bool:
     return not (config.TMA_REDUCE_DQ or config.TILE_LIST or config.STAGED_BIAS or config.VARLEN)
 
 
-def stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> int:
-    """How many query heads later those are whose statistics of queries a block makes.
+def heads_ahead(plan: KernelPlan, problem: BackwardProblem) -> int:
+    """How many query heads later those are whose statistics of queries, or zeros, a block makes.
 
     Whole groups of heads, and one more than have as many blocks as run at once: when the first block of a head begins, all that
-    make its statistics have ended, or are about to.
+    make what it needs have ended, or are about to.
     """
     together = heads_together(plan, problem)
     blocks = max(together * key_tiles(plan, problem), 1)

@@ -73,6 +73,7 @@ class Config:
     PINGPONG: bool
     TMA_REDUCE_DQ: bool
     PERSISTENT: bool
+    ZEROS_AHEAD: bool
     STATS_AHEAD: bool
     FROM_LAST: bool
     SPLIT_KV: bool
@@ -131,6 +132,7 @@ class KernelPlan:
             main = itemsize * (keys + queries + 2 * c.TILE_Q * c.TILE_KV) + stats + sums + barriers
             if c.STATS_AHEAD:  # out and dO of a later head, and barriers
                 main = -(-main // 1024) * 1024 + itemsize * 2 * c.TILE_Q * c.WIDTH + 16
+            main = -(-main // 16) * 16 + 1024 if c.ZEROS_AHEAD else main
             if self.file == "bwd_hopper_wide":
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P
             post = itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH
@@ -194,7 +196,7 @@ class KernelPlan:
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN + ["pairbits"] * c.PAIR_BITS + ["persistent"] * c.PERSISTENT
-        words += ["statsahead"] * c.STATS_AHEAD
+        words += ["statsahead"] * c.STATS_AHEAD + ["zerosahead"] * c.ZEROS_AHEAD
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
         words += [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
@@ -364,7 +366,7 @@ def configure(
         "ADD_RESULTS": adds,
         "SOFTCAP": problem is None or expressions.kind == "UNCHANGED" or problem.softcap is not None,
         "ROTATE_Q": False,
-        "STATS_AHEAD": False,  # decided of the plan, see plan/backward.py
+        **dict.fromkeys(("ZEROS_AHEAD", "STATS_AHEAD"), False),  # decided of the plan, see plan/backward.py
         "STORE_DBIAS": store_dbias,
         "PERSISTENT": persistent,
     }

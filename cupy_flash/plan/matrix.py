@@ -9,7 +9,7 @@ from itertools import product
 
 from .append import append_plan
 from .architecture import ARCHITECTURES, Architecture
-from .grouping import has_idle_warps
+from .grouping import HOPPER_KERNELS, has_idle_warps
 from .kernel import PARAMS, KernelPlan, configure
 from .merge import merge_plan
 from .pair_bias import FILE as PAIR_BIAS
@@ -48,7 +48,7 @@ def every_plan(
         Keys of `KINDS`. What an architecture does not compute is left out for it.
     kernels : iterable of str
         Keys of `kernel.PARAMS`: names of kernel files. A tile of fwd_hopper has a second plan, by which blocks share query tiles,
-        one of bwd_hopper in which warps are idle another, by which these make statistics, and append has one for queries.
+        one of the Hopper backwards those of `ahead_plans`, and append has one for queries.
     """
     kinds, kernels = tuple(kinds), tuple(kernels)
     for architecture, kind, kernel in product(architectures, kinds, kernels):
@@ -60,15 +60,22 @@ def every_plan(
             rows = (rows_for if kernel == PAIR_BIAS else partial(table_for, kernel))(architecture, dtype)
             plans = list(dict.fromkeys(_row_plan(kernel, architecture, dtype, precision, row) for row in rows))
             yield from plans
-            if kernel == "bwd_hopper":
-                with_idle_warps = (plan for plan in plans if has_idle_warps(plan.config))
-                yield from (replace(plan, config=replace(plan.config, STATS_AHEAD=True)) for plan in with_idle_warps)
+            if kernel in HOPPER_KERNELS:
+                yield from ahead_plans(plans)
             if kernel == "fwd_hopper":
                 yield from (replace(plan, config=replace(plan.config, SPLIT_KV=True)) for plan in plans)
         elif precision == "ieee":
             yield PLANNED_ALONE[kernel](architecture, dtype)
             if kernel == "append":
                 yield append_plan(architecture, dtype, rotate_q=True)
+
+
+def ahead_plans(plans: Iterable[KernelPlan]) -> Iterator[KernelPlan]:
+    """By which blocks make zeros for later heads, and where two warps of bwd_hopper are idle, statistics with zeros and without."""
+    for plan in plans:
+        made = [{"STATS_AHEAD": True}] if plan.file == "bwd_hopper" and has_idle_warps(plan.config) else []
+        made.append({"ZEROS_AHEAD": True} | (made[0] if made else {}))
+        yield from (replace(plan, config=replace(plan.config, **knobs)) for knobs in made)
 
 
 def _row_plan(kernel: str, architecture: Architecture, dtype: str, precision: str, row: TileConfig) -> KernelPlan:

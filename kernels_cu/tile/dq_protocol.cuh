@@ -11,6 +11,8 @@
 //       '--------- the head `accum_heads` later has the same sums, and waits for ZERO: wait_for_zeros'
 //
 //   A block only waits for blocks that started earlier, so that none waits for ever.
+//   Where no sums are used again, the preprocess kernel makes all of them zero, or (ZEROS_AHEAD) those of the first heads alone, and blocks of a
+//   head those of the head `heads_ahead` later, which they count in zeros_progress.
 //   Nobody uses the sums of heads from `reused` on again, and nothing is counted for them behind ADDING. Of heads from `last_heads` on no
 //   block is the last one: blocks that own no keys wait until ADDING has ended, and make the sums dq (postprocess_last_heads).
 //   Of sequences of their own lengths (VARLEN) each has counters of its own, and no sums are used again: there is ADDING alone. If they are
@@ -36,8 +38,33 @@ struct DqProgress {
   OP DqProgress(const HopperBackwardParams& p) : added(ceil_div(p.len_kv, TILE_KV)), read(added + 4 * GROUPS), cleared(read + added) {}
 };
 
-// ZERO. By one warp: until the head that had the same sums before has reached it. Its blocks started so much earlier that this seldom waits.
+// query heads of all batch elements
+OP u32 heads_of_all(const HopperBackwardParams& p) {
+  u32 heads = p.heads;
+  #pragma unroll
+  for (int i = 0; i < BATCH_AXES; ++i) heads *= p.batch[i];
+  return heads;
+}
+// STATS_AHEAD, ZEROS_AHEAD: by all blocks of the preprocess kernel, of which there may be fewer than heads.
+OP void clear_progress(const HopperBackwardParams& p) {
+  const u32 heads = heads_of_all(p);
+  for_lane(l) {
+    for (u32 i = block_id() * Block::threads + Block::thread(l); i < heads; i += blocks() * Block::threads) {
+      count_written((1 + STATS_AHEAD + ZEROS_AHEAD) * sizeof(u32));
+      p.dq_progress[i] = 0;
+      if (STATS_AHEAD) p.stats_progress[i] = 0;
+      if (ZEROS_AHEAD) p.zeros_progress[i] = 0;
+    }
+  }
+}
+
+// ZERO. By one warp: until the head that had the same sums before has reached it, or (ZEROS_AHEAD) blocks of an earlier head have made the sums of
+// this one zero. These blocks started so much earlier that this seldom waits.
 OP void wait_for_zeros(const HopperBackwardParams& p, const KeyBlock& block) {
+  if constexpr (ZEROS_AHEAD) {
+    if (block.head >= p.heads_ahead) wait_for_count(p.zeros_progress + block.head, ceil_div(p.len_kv, TILE_KV));
+    return;
+  }
   if (block.head < p.accum_heads_divmod.divisor) return;
   for (int i = 0; i < p.heads_per_block; ++i) wait_for_count(p.dq_progress + block.head - p.accum_heads_divmod.divisor + i, DqProgress(p).cleared);
 }
@@ -45,6 +72,21 @@ OP void wait_for_zeros(const HopperBackwardParams& p, const KeyBlock& block) {
 OP void let_add(const HopperBackwardParams& p, const KeyBlock& block) {
   wait_for_zeros(p, block);                                   // without it sums are added to those of another head
   arrive_at<LANES>(block.cleared);                            // without it nobody adds
+}
+// ZEROS_AHEAD. By an idle warp: the block's share of the sums of the heads `heads_ahead` later.
+OP void make_zeros_ahead(const HopperBackwardParams& p, const KeyBlock& block) {
+  const u32 later = block.head + p.heads_ahead;               // the first one of them
+  if (later >= heads_of_all(p)) return;
+  const SharedAddress zeros = block.smem + ZEROS_OFFSET;
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < ZEROS; i += 128) store_shared(zeros + (i + l * 4) * int(sizeof(float)), Four{});
+  }
+  fence_proxy_async();                                        // without it TMA reads what was there before the zeros
+  const u32 tiles = ceil_div(p.len_q, TILE_Q), count = p.heads_per_block * tiles * (DqAccum::size / ZEROS);
+  const u32 share = ceil_div(count, u32(ceil_div(p.len_kv, TILE_KV))), begin = block.here.tile * share, end = min_of(begin + share, count);
+  store_repeated<ZEROS>(p.dq_accum + i64(later) * tiles * DqAccum::size, begin * ZEROS, end * ZEROS, zeros);
+  semaphore_release(p.zeros_progress + later);
 }
 // CLEARING. By an idle warp: the block's share of the sums of the heads that came `cleared_after` heads earlier.
 OP void clear_sums(const HopperBackwardParams& p, const KeyBlock& block) {

@@ -73,6 +73,9 @@ OP void cp_async_bulk_tensor_5d_store(const TensorMap& map, SharedAddress src, i
 OP void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 OP void cp_async_bulk_wait_group_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 OP void cp_async_bulk_wait_group() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+OP void cp_async_bulk_store(float* dst, SharedAddress src, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(dst), "r"(src), "r"(bytes) : "memory");
+}
 OP void cp_reduce_async_bulk_add(float* dst, SharedAddress src, u32 bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" :: "l"(dst), "r"(src), "r"(bytes) : "memory");
 }
@@ -337,6 +340,20 @@ OP void add_async(float* to, SharedAddress from, int count, CallSite at = call_s
 #else
   host::self->check_shown(from, count * 4, "has TMA add", at);
   host::self->add_async(to, from, count);
+#endif
+}
+// to[begin : end] = from[0 : COUNT] over and over, multiples of COUNT, by TMA; it is in device memory then.
+template <u32 COUNT> OP void store_repeated(float* to, u32 begin, u32 end, SharedAddress from, CallSite at = call_site()) {
+#if ON_GPU
+  #pragma unroll 1
+  for (u32 i = begin + lane_id() * COUNT; i < end; i += 32 * COUNT) cp_async_bulk_store(to + i, from, COUNT * 4);
+  cp_async_bulk_commit_group();
+  cp_async_bulk_wait_group();                                 // of each lane, which has started some of them
+  __syncwarp();
+#else
+  host::self->check_shown(from, COUNT * 4, "has TMA read", at);
+  for (u32 i = begin; i < end; i += COUNT) count_written(COUNT * 4), host::self->store_async([=] { std::memcpy(to + i, from, COUNT * 4); });
+  host::self->wait_for_async_stores();
 #endif
 }
 // Waits until what this warp has added with add_async is in device memory.

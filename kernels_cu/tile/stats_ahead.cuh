@@ -1,34 +1,21 @@
 // stats_ahead.cuh -- STATS_AHEAD: lse and delta of queries, as P and dS are computed from them, beneath the products of an earlier head. The
 // preprocess kernel reads all of out and dO for them before any product begins. Here it makes those of the first heads, and blocks make those
-// of the head `stats_ahead` later, each a share of its query tiles, by warps that have nothing to do where lanes add dQ in any order:
+// of the head `heads_ahead` later, each a share of its query tiles, by warps that have nothing to do where lanes add dQ in any order:
 //
 //   warps 1, 2:   out_i and dO_i of the later head, by TMA, behind what the first step of the block waits for
 //                 lse_i;  delta_i = rowsum(dout o out) - dlse, a row for each lane
 //                 count themselves at stats_progress of the later head
 //   producer:     the first statistics, when all such warps have been counted at stats_progress of its own head
 //
-// A block waits for blocks that started earlier, and by so many that they are done: `stats_ahead` heads have more blocks than run at once.
+// A block waits for blocks that started earlier, and by so many that they are done: `heads_ahead` heads have more blocks than run at once.
 #pragma once
 #include "tile/key_block.cuh"
-
-// By all blocks of the preprocess kernel, of which there may be fewer than heads.
-OP void clear_progress(const HopperBackwardParams& p) {
-  u32 heads = p.heads;
-  #pragma unroll
-  for (int i = 0; i < BATCH_AXES; ++i) heads *= p.batch[i];
-  for_lane(l) {
-    for (u32 i = block_id() * Block::threads + Block::thread(l); i < heads; i += blocks() * Block::threads) {
-      count_written(2 * sizeof(u32));
-      p.stats_progress[i] = p.dq_progress[i] = 0;
-    }
-  }
-}
 
 // By one of STATS_WARPS warps.
 OP void make_stats_ahead(const HopperBackwardParams& p, KeyBlock& block, int part, float sign) {
   BlockCoord there;
-  there.batch_number = (block.head + p.stats_ahead) / p.heads;
-  const int first_head = int(block.head + p.stats_ahead - there.batch_number * p.heads), apart = ceil_div(p.len_kv, TILE_KV) * TILE_Q;
+  there.batch_number = (block.head + p.heads_ahead) / p.heads;
+  const int first_head = int(block.head + p.heads_ahead - there.batch_number * p.heads), apart = ceil_div(p.len_kv, TILE_KV) * TILE_Q;
   batch_element(there.batch, p.batch[BATCH_AXES - 1], there.batch_number);
   if (there.batch[BATCH_AXES - 2] >= p.batch[BATCH_AXES - 2]) return; // beyond the last head
   if (block.steps > 0) wait_for<LANES>(block.values.full(), 0);         // for the right time alone: what the first step needs comes first
@@ -63,12 +50,12 @@ OP void make_stats_ahead(const HopperBackwardParams& p, KeyBlock& block, int par
       consumer_release(block.of_stats);                       // without it the next tiles are never loaded
     }
   }
-  semaphore_release(p.stats_progress + block.head + p.stats_ahead); // lanes have met since they wrote
+  semaphore_release(p.stats_progress + block.head + p.heads_ahead); // lanes have met since they wrote
 }
 
 // By the producer, before TMA reads statistics of its head.
 OP void wait_for_stats(const HopperBackwardParams& p, const KeyBlock& block) {
-  if (block.head < p.stats_ahead) return;
+  if (block.head < p.heads_ahead) return;
   wait_for_count(p.stats_progress + block.head, STATS_WARPS * ceil_div(p.len_kv, TILE_KV));
   fence_proxy_async_global();                                 // without it TMA may read what was there before
 }

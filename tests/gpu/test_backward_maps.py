@@ -152,7 +152,7 @@ def test_statistics_that_earlier_heads_make(dim, heads_kv, len_q, len_kv, causal
     given = operands(case)
     plan = planned(case, given, deterministic=False)
     made = make_grouping(plan.kernel, plan.problem)
-    assert plan.kernel.config.STATS_AHEAD and made.stats_ahead < 160 and (made.reused > 0) == (len_q == 600)
+    assert plan.kernel.config.STATS_AHEAD and made.heads_ahead < 160 and (made.reused > 0) == (len_q == 600)
     memory = cupy.full(plan.workspace_bytes, 0x7F, numpy.uint8)
     first = plan(**given, workspace=memory)
     judge(case, given, first)

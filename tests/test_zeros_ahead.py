@@ -1,0 +1,94 @@
+"""Sums that blocks of the Hopper backwards make zero for later heads: on the host those of the next but one group of heads."""
+
+import ml_dtypes
+import numpy
+import pytest
+from later_heads import HOST, backward_of, judged, plan_of, slow_down
+
+from cupy_flash import plan_attention_backward
+from cupy_flash.plan import grouping
+from cupy_flash.plan.grouping import make_grouping
+
+
+@pytest.fixture
+def zeros_ahead(made_ahead, monkeypatch):
+    """Blocks make zeros for later heads, however few heads and blocks there are, and of whatever lengths."""
+    monkeypatch.setattr(grouping, "MOST_ROWS_REUSED", 0)
+
+
+@pytest.mark.parametrize("schedule", ["eager", "deferred"])
+@pytest.mark.parametrize(
+    "shape, shape_kv, options",
+    [
+        ((3, 6, 300, 64), (3, 6, 260, 64), {"causal": True}),  # with statistics
+        ((9, 1700, 128), (9, 140, 128), {}),  # where TMA adds dQ
+        ((5, 4, 200, 192), (5, 2, 200, 192), {"with_dlse": True, "causal": True}),  # heads of a group in one block
+        ((14, 70, 248), (14, 500, 248), {"window": (30, 5)}),  # key tiles that nobody sees, and more of them than parts of the sums
+        pytest.param((3, 6, 130, 24), (3, 3, 150, 24), {"softcap": 3.0, "sinks": True}, marks=pytest.mark.release),
+        pytest.param((14, 257, 256), (14, 129, 256), {"dtype": ml_dtypes.bfloat16}, marks=pytest.mark.release),
+        pytest.param((18, 140, 96), (18, 300, 96), {"score": "score - 0.25 * (q_idx - kv_idx)"}, marks=pytest.mark.release),
+    ],
+)
+def test_gradients(shape, shape_kv, options, schedule, zeros_ahead, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+    plan, *others = backward_of(shape, shape_kv, **options)
+    made, heads, c = make_grouping(plan.kernel, plan.problem), numpy.prod(shape[:-2]), plan.kernel.config
+    assert c.ZEROS_AHEAD and 0 < made.heads_ahead < heads == made.accum_heads and "zeros_progress" in plan.workspace.names
+    assert c.TMA_REDUCE_DQ is (shape[-2] == 1700) and c.STATS_AHEAD is (c.WIDTH <= 128 and not c.TMA_REDUCE_DQ)
+    tiles = -(-shape[-2] // c.TILE_Q)
+    assert plan.launches[0].blocks == tiles * (made.heads_ahead if c.STATS_AHEAD else heads)
+    assert "an idle warp makes sums of later heads zero" in str(plan)
+    judged(plan, *others)
+
+
+def test_zeros(zeros_ahead):
+    """Where nothing is added, all sums are zero, whoever made them, and nothing behind them has changed."""
+    plan, *_ = backward_of((14, 70, 256), (14, 150, 256), causal=True)
+    zeros, zeros_kv = (numpy.zeros((14, rows, 256), "f2") for rows in (70, 150))
+    memory = numpy.full(plan.workspace_bytes, 0x7F, numpy.uint8)
+    plan(zeros, zeros, zeros_kv, zeros_kv, zeros, numpy.zeros((14, 70), "f4"), workspace=memory)
+    offsets = dict(zip(plan.workspace.names, plan.workspace.offsets))
+    size = 4 * 14 * 2 * plan.kernel.config.TILE_Q * 256
+    assert not memory[offsets["dq_accum"] :][:size].any()
+    unused = memory[offsets["dq_accum"] + size : offsets["dq_progress"]]
+    assert (unused == 0x7F).all()
+
+
+def test_where():
+    """Where no sums are used again, up to 4,096 queries, if there are later heads."""
+    assert plan_of(300, dim=256).kernel.config.ZEROS_AHEAD and not plan_of(10, dim=256).kernel.config.ZEROS_AHEAD
+    for dim in (64, 128):
+        few, some, many = (plan_of(40, len_q=length, len_kv=length, dim=dim).kernel.config for length in (2048, 4096, 4097))
+        assert some.ZEROS_AHEAD and not few.ZEROS_AHEAD and not many.ZEROS_AHEAD
+        assert few.STATS_AHEAD == some.STATS_AHEAD == (dim == 64)
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"mask": "kv_idx <= q_idx + 3"}])
+def test_where_not(options):
+    assert not plan_of(300, dim=256, **options).kernel.config.ZEROS_AHEAD
+
+
+def test_not_where_a_bias_has_a_gradient(zeros_ahead):
+    """The warp that would make zeros has TMA store it."""
+    q, bias = numpy.zeros((40, 4, 128, 64), "f2"), numpy.zeros((40, 4, 128, 128), "f2")
+    given = (q, q, q, q, q, numpy.zeros(q.shape[:-1], "f4"))
+    without, stored = (plan_attention_backward(*given, bias=bias, wrt=wrt, **HOST).kernel.config for wrt in ((), ("bias",)))
+    assert without.ZEROS_AHEAD and stored.STORE_DBIAS and not stored.ZEROS_AHEAD
+
+
+WAIT = "if (block.head >= p.heads_ahead) wait_for_count(p.zeros_progress + block.head, ceil_div(p.len_kv, TILE_KV));"
+
+
+@pytest.mark.parametrize("left_out", [None, pytest.param(WAIT, marks=pytest.mark.release)])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_a_head_waits_for_its_zeros(dim, left_out, zeros_ahead, monkeypatch):
+    """All blocks at once, those that make them slow: what is added meanwhile is lost."""
+    monkeypatch.setattr(grouping, "RUNNING", 0)  # of the next group of heads
+    made = backward_of((8, 1600 if dim == 128 else 200, dim), (8, 130, dim))
+    assert made[0].kernel.config.ZEROS_AHEAD and made[0].kernel.config.TMA_REDUCE_DQ is (dim == 128)
+    slow_down(monkeypatch, made[0], "tile/dq_protocol.cuh", "  store_repeated<ZEROS>(", "tile/dq_protocol.cuh", left_out)
+    if left_out:
+        with pytest.raises(AssertionError):
+            judged(*made)
+    else:
+        judged(*made)
