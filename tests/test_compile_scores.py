@@ -13,7 +13,9 @@ pytest.importorskip("cupy")
 from cupy_flash import UnsupportedError, plan_attention, plan_attention_backward
 from cupy_flash.machine import nvrtc
 from cupy_flash.machine.machine_code import read
+from cupy_flash.plan import grouping
 from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.grouping import HOPPER_KERNELS
 from cupy_flash.plan.tuning import WIDTHS
 from cupy_flash.problem.arrays import DTYPES
 
@@ -247,24 +249,35 @@ def test_no_spill_where_blocks_take_key_tiles(dtype, len_q, asked, share_of_bits
     assert max(kernel.entries.values()) <= ARCHITECTURES["90a"].shared_bytes
 
 
-ROWS_AHEAD = 1000  # of dim 128; of more, TMA adds dQ
+ROWS_AHEAD = 1000
 AHEAD = {name: asked for name, asked in OF_BITS.items() if "softcap" not in name} | {
     "softcap": {"softcap": 20.0, "causal": True},
     "linear": {"score": "score - 0.25 * (q_idx - kv_idx)"},
     "column": {"score": "score + t[kv_idx]", "arrays": {"t": numpy.zeros(ROWS_AHEAD, numpy.float32)}},
+    "scaled": {"score": "score * t[h]", "arrays": {"t": SLOPES}},
+    "expression": CLIP,
+    "bias": {},
 }
+MADE_AHEAD = [(dim, 1000, zeros) for dim in (32, 64, 128) for zeros in (False, True)] + [(128, 1600, True), (256, 1000, True)]
 
 
 @pytest.mark.parametrize("asked", quick(AHEAD, ""))
-@pytest.mark.parametrize("dim", quick([32, 64, 128], 64, 128))
+@pytest.mark.parametrize("dim, len_q, zeros", quick(MADE_AHEAD, (64, 1000, True), spread=True))
 @pytest.mark.parametrize("dtype", quick(["float16", "bfloat16"], "bfloat16"))
-def test_no_spill_where_statistics_are_made_ahead(dtype, dim, asked, made_ahead):
-    q = numpy.zeros((9, 2, ROWS_AHEAD, dim), DTYPES[dtype])
+def test_no_spill_where_blocks_make_what_later_heads_need(dtype, dim, len_q, zeros, asked, made_ahead, monkeypatch):
+    """Statistics, with zeros and without, and zeros where TMA adds dQ, or for wide heads."""
+    monkeypatch.setattr(grouping, "MOST_ROWS_REUSED", 0 if zeros else 2048)
+    q, k = (numpy.zeros((9, 2, rows, dim), DTYPES[dtype]) for rows in (len_q, ROWS_AHEAD))
     options = {"backend": "host", "arch": "90a"} | AHEAD[asked]
-    kernel = plan_attention_backward(q, q, q, q, q, q[..., 0].astype("f4"), **options).kernel
-    if kernel.file != "bwd_hopper":  # some have their own kernel
+    options |= {"bias": numpy.zeros((2, len_q, ROWS_AHEAD), DTYPES[dtype])} if asked == "bias" else {}
+    kernel = plan_attention_backward(q, q, k, k, q, q[..., 0].astype("f4"), **options).kernel
+    c = kernel.config
+    if asked == "dropout" and dim == 256:
+        assert kernel.file == "bwd_v2"
         return
-    assert kernel.config.STATS_AHEAD
+    assert kernel.file in HOPPER_KERNELS
+    assert c.ZEROS_AHEAD is (not c.STAGED_BIAS and (zeros or kernel.file == "bwd_hopper_wide"))
+    assert c.STATS_AHEAD is (kernel.file == "bwd_hopper" and not c.TMA_REDUCE_DQ and not c.STAGED_BIAS)
     code, log = nvrtc.compile_plan(kernel)
     assert "C75" not in log and read(code)[kernel.file].stack_bytes == 0
     assert kernel.shared_bytes <= ARCHITECTURES["90a"].shared_bytes

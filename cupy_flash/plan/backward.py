@@ -143,13 +143,13 @@ def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
 def _makes_zeros_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether a block makes its share of the sums of later heads zero.
 
-    All heads have sums of their own, and a warp has no work until the block has ended. Of longer sequences the first launch makes
-    them zero in a hundredth of the time of all.
+    All heads have sums of their own, there is room for zeros beside the tiles, and a warp has no work until the block has ended. Of
+    longer sequences the first launch makes sums zero in a hundredth of the time of all.
     """
     p, c = problem.forward, plan.config
     if plan.file not in HOPPER_KERNELS or problem.deterministic or p.lengths is not None or not finishes_queries(plan, problem):
         return False
-    if c.TILE_LIST or c.STORE_DBIAS or p.len_q > MOST_ROWS_AHEAD or make_grouping(plan, problem).reused:
+    if c.TILE_LIST or c.STAGED_BIAS or p.len_q > MOST_ROWS_AHEAD or make_grouping(plan, problem).reused:
         return False
     return heads_ahead(plan, problem) < p.heads_q * elements_of(p, "q")
 

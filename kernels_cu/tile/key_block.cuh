@@ -80,7 +80,7 @@ struct OutAndDout {
 static_assert(!STATS_AHEAD || (!VARLEN && !TILE_LIST && !STAGED_BIAS && !TMA_REDUCE_DQ), "no warps are idle, or nobody makes statistics");
 constexpr int STATS_WARPS = 2, STATS_OFFSET = ceil_div(LISTED_END, 1024) * 1024, STATS_BARRIERS = STATS_OFFSET + OutAndDout::bytes;
 constexpr int BARRIERS_END = PERSISTENT ? LOADED_BARRIER + 2 * Mbarrier::bytes : STATS_AHEAD ? STATS_BARRIERS + STAGE_BARRIERS : LISTED_END;
-static_assert(!ZEROS_AHEAD || (!VARLEN && !TILE_LIST && !STORE_DBIAS), "another order of heads, or no warp is idle");
+static_assert(!ZEROS_AHEAD || (!VARLEN && !TILE_LIST && !STAGED_BIAS), "heads have another order, or there is no room");
 // ZEROS_AHEAD: zeros, which TMA stores to sums of later heads.
 constexpr int ZEROS_OFFSET = ceil_div(BARRIERS_END, 16) * 16, ZEROS = 256;
 constexpr int BLOCK_BYTES = ZEROS_AHEAD ? ZEROS_OFFSET + ZEROS * int(sizeof(float)) : BARRIERS_END;
