@@ -77,7 +77,7 @@ def test_not_beside_a_staged_bias(zeros_ahead):
         assert c.STAGED_BIAS and c.STORE_DBIAS is bool(wrt) and not c.ZEROS_AHEAD
 
 
-WAIT = "if (block.head >= p.heads_ahead) wait_for_count(p.zeros_progress + block.head, ceil_div(p.len_kv, TILE_KV));"
+WAIT = "if (ZEROS_AHEAD && block.head >= p.heads_ahead) wait_for_count(p.zeros_progress + block.head, blocks);"
 
 
 @pytest.mark.parametrize("left_out", [None, pytest.param(WAIT, marks=pytest.mark.release)])

@@ -61,11 +61,9 @@ OP void clear_progress(const HopperBackwardParams& p) {
 // ZERO. By one warp: until the head that had the same sums before has reached it, or (ZEROS_AHEAD) blocks of an earlier head have made the sums of
 // this one zero. These blocks started so much earlier that this seldom waits.
 OP void wait_for_zeros(const HopperBackwardParams& p, const KeyBlock& block) {
-  if constexpr (ZEROS_AHEAD) {
-    if (block.head >= p.heads_ahead) wait_for_count(p.zeros_progress + block.head, ceil_div(p.len_kv, TILE_KV));
-    return;
-  }
-  if (block.head < p.accum_heads_divmod.divisor) return;
+  const u32 blocks = DqProgress(p).added;
+  if (ZEROS_AHEAD && block.head >= p.heads_ahead) wait_for_count(p.zeros_progress + block.head, blocks);
+  if (ZEROS_AHEAD || block.head < p.accum_heads_divmod.divisor) return;
   for (int i = 0; i < p.heads_per_block; ++i) wait_for_count(p.dq_progress + block.head - p.accum_heads_divmod.divisor + i, DqProgress(p).cleared);
 }
 // By an idle warp, where lanes add: the consumers wait for `cleared` instead.
