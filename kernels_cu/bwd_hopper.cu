@@ -2,7 +2,8 @@
 // warpgroups (wgmma). (FlashAttention-3: Shah et al., 2024.)
 //
 //   bwd_hopper_preprocess    for each query row:  delta = rowsum(dout o out) - dlse,  dQ = 0
-//                            (VARLEN: and for each key tile, where it lies. STATS_AHEAD: delta of the first heads alone)
+//                            (VARLEN: and for each key tile, where it lies. STATS_AHEAD: delta of the first heads alone.
+//                            ZEROS_AHEAD: dQ = 0 of these alone)
 //
 //   bwd_hopper        one block per key-value tile j. Its first warpgroup is the producer, each consumer owns 64 rows of K_j and V_j:
 //
@@ -28,7 +29,8 @@
 //     How blocks share dQ, and when its memory is used again, is in tile/dq_protocol.cuh. The last heads have blocks of their own for
 //     dq = scale dQ, which start behind all others.
 //
-//     STATS_AHEAD: two idle warps make delta of the queries of later heads, see tile/stats_ahead.cuh.
+//     STATS_AHEAD: two idle warps make delta of the queries of later heads, see tile/stats_ahead.cuh. ZEROS_AHEAD: another one sets dQ of later
+//     heads to 0, see tile/dq_protocol.cuh.
 //
 //     PERSISTENT: as many blocks as there are multiprocessors take one key tile after the other. The producer goes on to the query tiles of the next
 //     one beneath the last steps of this one; a scheduler warp, one of the idle ones, takes key tiles and tells the other warps of them. All heads

@@ -279,7 +279,6 @@ def test_refused_folder_costs_one_build_and_no_result(own_folder, monkeypatch):
     builds = []
     compile_as_ever = host._compile
     monkeypatch.setattr(host, "_compile", lambda *rest: builds.append(rest) or compile_as_ever(*rest))
-    monkeypatch.setattr(host, "OPTIONS", (*host.OPTIONS, "-O0"))  # in half the time
     own_folder.mkdir(parents=True)
     own_folder.chmod(0o777)
     q = numpy.ones((1, 5, 32), "f2")

@@ -118,6 +118,7 @@ def test_where_the_output_cannot_be_written_a_command_says_so(asked):
     assert shell(f"$CF {line} > /dev/full 2>&1", PYTHONUNBUFFERED=unbuffered).returncode == 1
 
 
+@pytest.mark.release
 def test_closed_streams_change_nothing_else():
     for line, status in (("plan 8x64x64", 0), ("plan", 2), (shlex.join(CHECK), 0)):
         done = shell(f"$CF {line} >&- 2>&-")
@@ -166,6 +167,7 @@ def test_in_a_pipe_a_table_is_whole_and_plain():
 COLOUR = re.compile(r"\x1b\[\d+m")
 
 
+@pytest.mark.release
 def test_colours_and_bars_are_for_terminals_that_want_them():
     text, _ = on_terminal("doctor", CXX="false")
     assert COLOUR.search(text), "a compiler that does not work is coloured"
@@ -179,6 +181,7 @@ def test_progress_in_a_file_is_plain_lines():
     assert done.stderr == "running cases: 0 of 2\nrunning cases: 2 of 2\n"
 
 
+@pytest.mark.release
 def test_whatever_the_encoding_lacks_is_escaped():
     no_text = {"CUPY_FLASH_CACHE_DIR": os.fsdecode(b"/tmp/\xff"), "PYTHONIOENCODING": "utf-8:strict"}
     for changes in ({"PYTHONIOENCODING": "ascii", "COLUMNS": "60"}, no_text):

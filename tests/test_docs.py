@@ -237,6 +237,7 @@ def test_tables_and_pictures_are_of_the_figures():
     assert stale(ROOT / "docs") == []
 
 
+@pytest.mark.release
 def test_a_table_or_picture_of_other_figures_is_noticed(tmp_path):
     docs = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", docs)

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy
 import pytest
 from later_heads import HOST, backward_of, judged, plan_of, slow_down
+from thinned import quick
 
 from cupy_flash import plan_attention_backward
 from cupy_flash.plan import grouping
@@ -16,18 +17,21 @@ def zeros_ahead(made_ahead, monkeypatch):
     monkeypatch.setattr(grouping, "MOST_ROWS_REUSED", 0)
 
 
-@pytest.mark.parametrize("schedule", ["eager", "deferred"])
+CASES = [
+    ((3, 6, 300, 64), (3, 6, 260, 64), {"causal": True}),  # with statistics
+    ((9, 1700, 128), (9, 70, 128), {}),  # where TMA adds dQ
+    ((5, 4, 200, 192), (5, 2, 200, 192), {"with_dlse": True, "causal": True}),  # heads of a group in one block
+    ((14, 70, 248), (14, 500, 248), {"window": (30, 5)}),  # key tiles that nobody sees, and more of them than parts of the sums
+    ((3, 6, 130, 24), (3, 3, 150, 24), {"softcap": 3.0, "sinks": True}),
+    ((14, 257, 256), (14, 129, 256), {"dtype": ml_dtypes.bfloat16}),
+    ((18, 140, 96), (18, 300, 96), {"score": "score - 0.25 * (q_idx - kv_idx)"}),
+]
+OFTEN = [(*CASES[0], "eager"), (*CASES[1], "deferred"), (*CASES[3], "deferred")]
+
+
 @pytest.mark.parametrize(
-    "shape, shape_kv, options",
-    [
-        ((3, 6, 300, 64), (3, 6, 260, 64), {"causal": True}),  # with statistics
-        ((9, 1700, 128), (9, 140, 128), {}),  # where TMA adds dQ
-        ((5, 4, 200, 192), (5, 2, 200, 192), {"with_dlse": True, "causal": True}),  # heads of a group in one block
-        ((14, 70, 248), (14, 500, 248), {"window": (30, 5)}),  # key tiles that nobody sees, and more of them than parts of the sums
-        pytest.param((3, 6, 130, 24), (3, 3, 150, 24), {"softcap": 3.0, "sinks": True}, marks=pytest.mark.release),
-        pytest.param((14, 257, 256), (14, 129, 256), {"dtype": ml_dtypes.bfloat16}, marks=pytest.mark.release),
-        pytest.param((18, 140, 96), (18, 300, 96), {"score": "score - 0.25 * (q_idx - kv_idx)"}, marks=pytest.mark.release),
-    ],
+    "shape, shape_kv, options, schedule",
+    quick([(*case, schedule) for case in CASES for schedule in ("eager", "deferred")], *OFTEN, spread=True),
 )
 def test_gradients(shape, shape_kv, options, schedule, zeros_ahead, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
@@ -80,8 +84,8 @@ def test_not_beside_a_staged_bias(zeros_ahead):
 WAIT = "if (ZEROS_AHEAD && block.head >= p.heads_ahead) wait_for_count(p.zeros_progress + block.head, blocks);"
 
 
-@pytest.mark.parametrize("left_out", [None, pytest.param(WAIT, marks=pytest.mark.release)])
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("left_out", quick([None, WAIT], None))
+@pytest.mark.parametrize("dim", quick([128, 256], 256))
 def test_a_head_waits_for_its_zeros(dim, left_out, zeros_ahead, monkeypatch):
     """All blocks at once, those that make them slow: what is added meanwhile is lost."""
     monkeypatch.setattr(grouping, "RUNNING", 0)  # of the next group of heads

@@ -43,7 +43,7 @@ class Grouping:
     cleared_after: int = 0  # which blocks of so many heads later clear
     backwards: int = 0  # query heads before this one are added to from the last keys to the first
     first_tiles: int = 0  # blocks that come before all others, and have the first keys of each head
-    heads_ahead: int = 0  # STATS_AHEAD, ZEROS_AHEAD: blocks of a head make what is said of the head so many later
+    heads_ahead: int = 0  # STATS_AHEAD, ZEROS_AHEAD: blocks of a head make statistics, or zeros, of the head so many later
 
 
 def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
