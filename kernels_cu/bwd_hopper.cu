@@ -74,9 +74,9 @@ constexpr bool DELTA_AHEAD = WIDTH <= 64 && !DROPOUT;
 
 constexpr float DELTA_SIGN = DELTA_AHEAD ? -1.f : 1.f;        // what delta is multiplied by in the statistics
 
-// Whether dQ runs beneath dS, and not behind it: with a softcap or dropout, with more queries, or where pairs are asked (float16 packs otherwise,
+// Whether dQ runs beneath dS, and not behind it: with a softcap, with more queries, or where pairs are asked (float16 packs otherwise,
 // and more registers hold what it packs), there are no registers for dQ beside dP.
-constexpr bool EARLY = !EXPLICIT_SCORES && !DROPOUT && !TMA_REDUCE_DQ && !(MASKED_PAIRS && WIDTH > 64 && DTYPE == FLOAT16);
+constexpr bool EARLY = !EXPLICIT_SCORES && !TMA_REDUCE_DQ && !(MASKED_PAIRS && WIDTH > 64 && DTYPE == FLOAT16);
 
 // Whether there are registers for what the pairs of a head have in common, which otherwise is asked again for each query tile.
 constexpr bool KEEPS_TERMS = (WIDTH > 64 || SCORES == SCALED || SCORES == PLUS_COLUMN) && !TMA_REDUCE_DQ;
@@ -158,6 +158,9 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   u32 number = 0;                                             // of the query tile before
   HeadTerms of_head{};                                        // of the scores of a query head,
   int head_of = -1;                                           // of this one
+  Dropping dropout{};
+  if constexpr (DROPOUT) dropout = seeded(p.scores);
+  if constexpr (DROPOUT && WIDTH <= 64) dropout = once_a_warp(dropout);
   RowVec<16> terms;                                           // PLUS_LINEAR, PLUS_COLUMN: what the rows have in common
 
 
@@ -195,7 +198,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     start_product_transposed(dp_reg, v_smem, group_row, do_smem, DELTA_AHEAD);
     if constexpr (TILE_LIST) block.hear_tile(), col0 = block.now.tile * TILE_Q; // beneath both products
     KeptHalves<TILE_Q / 16> kept;
-    if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
+    if constexpr (DROPOUT) draw(kept, dropout, block.here.batch_number * p.heads + block.now.head, row0, col0);
     PairArrays<16, TILE_Q> arrays;
     bool anew = false;                                        // whether the head is another one
     if constexpr (ASKED_AHEAD) {
@@ -225,7 +228,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if (!follows && LATE) let_begin();
     if (PAIR_BITS && ask_pairs) mask_pairs(dp_reg, arrays.taking_part, 0.f);
     if (masked) apply_mask(dp_reg, mask_again(block), row0, col0, 0.f);   // 0 times whatever dP was may be NaN
-    if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, p.scores.dropout.scale);
+    if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, dropout.scale);
     score_gradients<!DELTA_AHEAD>(ds_reg, EXPLICIT_SCORES || DROPOUT ? factor_reg : p_reg, dp_reg, block.delta_smem(), of_head.factor, !PAIR_BITS && ask_pairs);
     if (follows && !early) start_dq(dq_reg);
     store_transposed(block.ds_smem(block.queries.count), ds_reg, TMA_REDUCE_DQ ? not_ahead(own_row) : own_row);
@@ -256,7 +259,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
         #pragma unroll 1
         for (int i = 1; i < block.steps; ++i) step(true);
         block.hear_place(p);
-        if constexpr (DROPOUT) scale(dv_reg, p.scores.dropout.scale);
+        if constexpr (DROPOUT) scale(dv_reg, dropout.scale);
         scale(dk_reg, p.scale);
         Part dq_reg;
         start_dq(dq_reg);                                     // all warps have dP of the last step, and read values no more
@@ -298,7 +301,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
   load_place(block);
   scale(dk_reg, p.scale);
-  if constexpr (DROPOUT) scale(dv_reg, p.scores.dropout.scale);
+  if constexpr (DROPOUT) scale(dv_reg, dropout.scale);
   store_gradient(p, block, p.dk_map, false, p.dk_accum, k_smem, dk_reg, own_row);
   store_gradient(p, block, p.dv_map, true, p.dv_accum, v_smem, dv_reg, own_row);
   postprocess_heads<Accum>(p, block);

@@ -101,6 +101,8 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   const auto passed = [&](u32 step) { return PASSED + int(step % 2) * 4 + pair; };
   const auto p_smem = [&](u32 step) { return Passed{block.smem + P_OFFSET + (step % 2 * 4 + pair) * P_BYTES}; };
 
+  Dropping dropout{};
+  if constexpr (DROPOUT) dropout = seeded(p.scores);
   Acc<16, WIDTH> sum_reg;                                     // dV or dK
   fill(sum_reg, 0.f);
 
@@ -114,7 +116,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     consumer_wait(block.queries);                             // without it the product reads queries that have not arrived
     if constexpr (TILE_LIST) block.hear_tile(), col0 = block.now.tile * TILE_Q;
     start_product_transposed(s_reg, k_smem, 0, q_smem);
-    if constexpr (DROPOUT && SCORES != EXPRESSION) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
+    if constexpr (DROPOUT && SCORES != EXPRESSION) draw(kept, dropout, block.here.batch_number * p.heads + block.now.head, row0, col0);
     PairArrays<16, TILE_Q> arrays;
     if constexpr (ASKED_AHEAD && SCORES != EXPRESSION) load<true>(arrays, context(block.now.head), block.queries.tile(), own_row, row0, col0, !block.is_whole);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
@@ -134,7 +136,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     if (SCORES != EXPRESSION && cut(col0)) apply_mask(s_reg, block.mask, row0, col0, masked);
     if constexpr (SCORES == EXPRESSION) {
       probabilities(s_reg, factor_reg, block.lse_smem(), context(head), block.mask, cut(col0), row0, col0, scale_log2, p.softcap, terms, ask_pairs);
-      if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + head, row0, col0), drop(s_reg, kept);
+      if constexpr (DROPOUT) draw(kept, dropout, block.here.batch_number * p.heads + head, row0, col0), drop(s_reg, kept);
       to_operands(p_reg, s_reg);
       pass(p_smem(block.queries.count), factor_reg);
     } else {
@@ -156,10 +158,10 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
     if constexpr (TILE_LIST) block.hear_tile(), col0 = block.now.tile * TILE_Q;
     start_product_transposed(dp_reg, v_smem, 0, do_smem);
-    if constexpr (DROPOUT) draw(kept, seeded(p.scores), block.here.batch_number * p.heads + block.now.head, row0, col0);
+    if constexpr (DROPOUT) draw(kept, dropout, block.here.batch_number * p.heads + block.now.head, row0, col0);
     wait_for_products<0>(dp_reg);                             // without it dP is read that does not exist yet
     if (cut(col0)) apply_mask(dp_reg, block.mask, row0, col0, 0.f);       // 0 times whatever dP was may be NaN
-    if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, p.scores.dropout.scale);
+    if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, dropout.scale);
     sync_pair(passed(block.queries.count));                   // without it P is read before the other warp has written it
     receive(factor_reg, p_smem(block.queries.count));
     score_gradients<true>(ds_reg, factor_reg, dp_reg, block.delta_smem(), 1.f, !TILE_LIST || !block.is_whole);
@@ -189,7 +191,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
   load_place(block);
   if (!for_values) scale(sum_reg, p.scale);
-  if constexpr (DROPOUT) if (for_values) scale(sum_reg, p.scores.dropout.scale);
+  if constexpr (DROPOUT) if (for_values) scale(sum_reg, dropout.scale);
   store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values, for_values ? p.dv_accum : p.dk_accum,
                  KeyTile{for_values ? v_smem.base : k_smem.base}, sum_reg, own_row);
   postprocess_heads(p, block);

@@ -117,6 +117,8 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
 
   Acc<PAIR_KEYS, WIDTH> sum_reg;                              // dV or dK
   fill(sum_reg, 0.f);
+  Dropping dropout{};
+  if constexpr (DROPOUT) dropout = seeded(p.scores);
   u32 number = 0;                                             // of the query tile
 
   #pragma unroll 1
@@ -154,13 +156,13 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
       if constexpr (SCORES == EXPRESSION)
         probabilities(s_reg, lse_reg, score_context(p, here, now.head, seq.q.len(), seq.kv.len()), mask, masked, row0 + pair_row, col0, p.softcap, p_smem, ask_pairs);
       else probabilities(s_reg, lse_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, p_smem);
-      if constexpr (DROPOUT) draw(kept, seeded(p.scores), head_of_all, row0 + pair_row, col0), drop(p_reg, kept);
+      if constexpr (DROPOUT) draw(kept, dropout, head_of_all, row0 + pair_row, col0), drop(p_reg, kept);
       to_operands(operand_reg, p_reg);
       arrive_pair(PASSED + pair);                             // without it the other warp waits for P forever
     } else {
       auto &dp_reg = product_reg, &ds_reg = product_reg;      // dP^T becomes dS^T
       const auto& delta_reg = stat_reg;
-      if constexpr (DROPOUT) draw(kept, seeded(p.scores), head_of_all, row0 + pair_row, col0), drop(dp_reg, kept), scale(dp_reg, p.scores.dropout.scale);
+      if constexpr (DROPOUT) draw(kept, dropout, head_of_all, row0 + pair_row, col0), drop(dp_reg, kept), scale(dp_reg, dropout.scale);
       sync_pair(PASSED + pair);                               // without it P is read before the other warp has written it
       score_gradients(dp_reg, delta_reg, p_smem);
       store(pair_ds_smem, ds_reg);                            // over P, which only this warp reads
@@ -185,7 +187,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   sync_block();                                               // without it gradients overwrite K and V that a slower warp still reads
   if (p.dq_semaphore && steps > 0 && warp == 0) semaphore_release(p.dq_semaphore + number);
   if (!for_values) scale(sum_reg, p.scale);
-  if constexpr (DROPOUT) if (for_values) scale(sum_reg, p.scores.dropout.scale);
+  if constexpr (DROPOUT) if (for_values) scale(sum_reg, dropout.scale);
   // Computed again, instead of keeping it in registers that the loop needs.
   const KeyBlockCoord coord = key_block_coord(p);
   const auto keys = rows_of_sequence<KEYS>(p, coord.batch_number);

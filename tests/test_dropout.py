@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cupy_flash import dropout_mask, plan_attention
 from cupy_flash.call import dropout as call
 from cupy_flash.machine import machine_code, nvrtc, source, toolchain
-from cupy_flash.machine.numpy_path.dropout import keeps, philox4x32_7
+from cupy_flash.machine.numpy_path.dropout import keeps, philox2x32_7, philox4x32_7
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.matrix import every_plan
 from cupy_flash.plan.sources import shelf
@@ -31,22 +31,40 @@ def words(text):
 
 
 def reference_philox(counter, key):
-    x0, x1, x2, x3 = counter
-    key0, key1 = key
+    """Seven rounds of Philox4x32, or of Philox2x32 if the counter has two words."""
+    steps = 0x9E3779B9, 0xBB67AE85
     for _ in range(7):
-        product0, product1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
-        x0, x1, x2, x3 = product1 >> 32 ^ x1 ^ key0, product1 % 2**32, product0 >> 32 ^ x3 ^ key1, product0 % 2**32
-        key0, key1 = (key0 + 0x9E3779B9) % 2**32, (key1 + 0xBB67AE85) % 2**32
-    return x0, x1, x2, x3
+        if len(counter) == 2:
+            product = counter[0] * 0xD256D193
+            counter = product >> 32 ^ counter[1] ^ key[0], product % 2**32
+        else:
+            x0, x1, x2, x3 = counter
+            product0, product1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
+            counter = product1 >> 32 ^ x1 ^ key[0], product1 % 2**32, product0 >> 32 ^ x3 ^ key[1], product0 % 2**32
+        key = tuple((word + step) % 2**32 for word, step in zip(key, steps))
+    return counter
 
 
 def reference_keeps(threshold, seed, offset, batch_head, query, key):
     return reference_bits(seed, offset, batch_head, query, key) >= threshold
 
 
+def reference_start(seed, offset):
+    return reference_philox((offset, 0, 0, 0), (seed % 2**32, seed >> 32))[:3]
+
+
 def reference_bits(seed, offset, batch_head, query, key):
-    counter = (key // 16 * 4 + key % 8 // 2, query // 16 * 8 + query % 8, batch_head, offset)
-    word = reference_philox(counter, (seed % 2**32, seed >> 32))[query // 8 % 2 * 2 + key // 8 % 2]
+    a, b, c = reference_start(seed, offset)
+    counter = b + query // 32 * 8 + query % 2 * 4 + query % 8 // 2, c + key // 32 * 4 + key % 8 // 2
+    x, y = reference_philox(tuple(word % 2**32 for word in counter), ((a + batch_head) % 2**32,))
+    if query // 16 % 2:
+        x += 0x165667B1 * y
+        y += 0x165667B1 * x
+    if key // 16 % 2:
+        x += 0x85EBCA6B * y
+        y += 0x85EBCA6B * x
+    z = x + 0xC2B2AE35 * y
+    word = (x, y, z, y + 0xC2B2AE35 * z)[query // 8 % 2 * 2 + key // 8 % 2] % 2**32
     return (word >> 16 if key % 2 else word) % 2**15
 
 
@@ -58,6 +76,11 @@ KNOWN = {
     "ones": ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
     "pi": ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
 }
+KNOWN_2 = {
+    "zeros": ("00000000 00000000", "00000000", "257a3673 cd26be2a"),
+    "ones": ("ffffffff ffffffff", "ffffffff", "ab302c4d 3dc9d239"),
+    "pi": ("243f6a88 85a308d3", "13198a2e", "bedbbe6b e4c770b3"),
+}
 
 
 @pytest.mark.parametrize("counter, key, expected", [tuple(map(words, answer)) for answer in KNOWN.values()], ids=KNOWN)
@@ -67,6 +90,14 @@ def test_known_answers(counter, key, expected):
     several = tuple(numpy.full((2, 3), word, numpy.uint32) for word in counter)
     for found, word in zip(philox4x32_7(several, key), expected):
         assert found.dtype == numpy.uint32 and (found == word).all()
+
+
+@pytest.mark.parametrize("counter, key, expected", [tuple(map(words, answer)) for answer in KNOWN_2.values()], ids=KNOWN_2)
+def test_known_answers_of_two_words(counter, key, expected):
+    assert reference_philox(counter, key) == expected
+    row, column = (numpy.full(shape, word, numpy.uint32) for shape, word in zip(((2, 1), (3,)), counter))
+    for found, word in zip(philox2x32_7((row, column), *key), expected):
+        assert found.dtype == numpy.uint32 and found.shape == (2, 3) and (found == word).all()
 
 
 # Which pairs are kept
@@ -129,14 +160,47 @@ def test_share_of_pairs_kept(p):
         assert abs(part.sum() - part.size * (1 - p)) <= 6 * math.sqrt(part.size * p * (1 - p))
 
 
-def test_pairs_are_dropped_independently():
+APART = [  # head, query, key: next to each other, or of those that share what is drawn
+    (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 8, 0), (0, 0, 8), (0, 8, 8), (0, 8, 1), (0, 8, 9), (0, 16, 0), (0, 0, 16), (0, 16, 16),
+    (0, 24, 0), (0, 0, 24), (0, 24, 24), (0, 24, 25), (0, 32, 0), (0, 0, 32),
+]  # fmt: skip
+
+
+def test_two_pairs_are_dropped_independently():
     """Both of two pairs next to each other, or that share what is drawn, are kept with probability 1/4, not more often or less."""
     mask = dropout_mask((4, 512, 1024), 0.5, SEED)
     heads, queries, keys = mask.shape
-    for head, query, key in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 8, 0), (0, 0, 8), (0, 8, 8), (0, 8, 1), (0, 8, 9), (0, 16, 16)):
+    for head, query, key in APART:
         both = mask[head:, query:, key:] & mask[: heads - head, : queries - query, : keys - key]
         # Two sums over disjoint pairs of independent events each have half of them: their deviations add at most.
         assert abs(both.sum() - both.size / 4) <= 2 * 6 * math.sqrt(both.size / 2 * 3 / 16)
+
+
+def patterns(mask, axes):
+    """How often which of 16 pairs are kept that share what is drawn, of those that differ in these bits of their places."""
+    heads, queries, keys = mask.shape
+    # Bits of a place: all above 4, then 4, 3, 2 and 1, and 0.
+    apart = mask.reshape(heads, queries // 32, 2, 2, 4, 2, keys // 32, 2, 2, 4, 2)
+    names = "head", "query", "query 16", "query 8", "query 2", "query 1", "key", "key 16", "key 8", "key 2", "key 1"
+    together = numpy.moveaxis(apart, [names.index(axis) for axis in axes], range(-len(axes), 0)).reshape(-1, 16)
+    return numpy.bincount(numpy.packbits(together, axis=1).astype(int) @ [256, 1], minlength=1 << 16)
+
+
+@pytest.mark.parametrize("axes", [("query 8", "key 16", "key 8", "key 1"), ("query 16", "query 8", "key 8", "key 1")], ids=" ".join)
+@pytest.mark.parametrize("p", [0.5, 0.25])
+def test_sixteen_pairs_are_dropped_independently(p, axes):
+    """Each of 65,536 patterns is as often as if all pairs were independent.
+
+    By chi-square, whose mean is the number of patterns less one, within six standard deviations.
+    """
+    counts = patterns(dropout_mask((4, 2048, 4096), p, SEED), axes)
+    kept = numpy.array([bin(pattern).count("1") for pattern in range(1 << 16)])
+    expected = counts.sum() * (1 - p) ** kept * p ** (16 - kept)
+    often = expected >= 5
+    counts, expected = (numpy.append(x[often], x[~often].sum()) for x in (counts, expected))
+    counts, expected = (x[expected > 0] for x in (counts, expected))
+    freedom = len(counts) - 1
+    assert abs(((counts - expected) ** 2 / expected).sum() - freedom) <= 6 * math.sqrt(2 * freedom)
 
 
 def test_nothing_to_drop():
@@ -242,15 +306,15 @@ def test_seed_and_offset():
 
 # The kernels' own
 
-PLACES = [(0, 0, 0), (7, 16, 48), (2**32 - 1, 2**30 - 48, 2**20)]  # batch_head, row0, col0
-TILES = [(16, 16), (16, 64), (32, 48)]
+PLACES = [(0, 0, 0), (7, 16, 96), (2**32 - 1, 2**30 - 48, 2**20)]  # batch_head, row0, col0
+TILES = [(16, 16), (16, 64), (32, 48), (16, 32)]
 # The bits of the first pair at the first place, which is just kept.
 THRESHOLD = reference_bits(SEED, OFFSET, 0, 0, 0)
 
 PROGRAM = """
 #include "tile/dropout.cuh"
 #include <cstdio>
-template <bool TRANSPOSED, int M, int N> void show(const DropoutParams& dropout, u32 batch_head, int row0, int col0) {
+template <bool TRANSPOSED, int M, int N> void show(const Dropping& dropout, u32 batch_head, int row0, int col0) {
   Acc<M, N> x;
   for_lane(l) for (int r = 0; r < x.regs; ++r) {
     const int row = x.row(l, r), col = x.col(l, r);
@@ -278,8 +342,8 @@ def test_host_kernels_drop_the_same_pairs(tmp_path):
         for rows, cols in TILES:
             for batch_head, row0, col0 in PLACES:
                 call = f"show<{str(transposed).lower()}, {rows}, {cols}>"
-                calls.append(f"{call}({{{THRESHOLD}u, {float(scale)!r}f, {SEED % 2**32}u, {SEED >> 32}u, {OFFSET}u}}, ")
-                calls[-1] += f"{batch_head}u, {row0}, {col0});"
+                told = f"DropoutParams{{{THRESHOLD}u, {float(scale)!r}f, {SEED % 2**32}u, {SEED >> 32}u, {OFFSET}u}}"
+                calls.append(f"{call}(dropping({told}), {batch_head}u, {row0}, {col0});")
                 places = numpy.arange(row0, row0 + rows), numpy.arange(col0, col0 + cols)
                 kept = keeps(THRESHOLD, SEED, OFFSET, batch_head, *(places[::-1] if transposed else places))
                 row, col = numpy.indices((rows, cols))
@@ -297,7 +361,7 @@ KERNEL(128, 1) kernel(DropoutParams dropout, float* memory, u32 batch_head, int 
   Acc<16, 64> x;
   for_lane(l) for (int r = 0; r < x.regs; ++r) x.at(l, r) = memory[32 * r + l];
   KeptPairs<%s, 16, 64> kept;
-  draw(kept, dropout, batch_head, row0, col0);
+  draw(kept, dropping(dropout), batch_head, row0, col0);
   drop(x, kept);
   for_lane(l) for (int r = 0; r < x.regs; ++r) memory[32 * r + l] = x.at(l, r);
 }

@@ -38,8 +38,8 @@ def dropout_mask(shape: tuple[int, ...], dropout: float, seed: int | tuple[int, 
     Whether a pair is dropped depends on seed, offset, batch element, head, query and key, and on nothing else: more queries or keys
     do not change it. Batch elements are numbered in C order over all batch axes.
 
-    The random numbers are those of Philox4x32-7 [1]_. The probability p is rounded to a multiple of 2**-15, and what is kept
-    counts 1 / (1 - p) times, with the p that was rounded.
+    The random numbers are made of those of Philox2x32-7 [1]_: 64 bits for 32 pairs, any two of which are dropped independently. The
+    probability p is rounded to a multiple of 2**-15, and what is kept counts 1 / (1 - p) times, with the p that was rounded.
 
     References
     ----------

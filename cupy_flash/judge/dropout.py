@@ -1,9 +1,12 @@
 """Which pairs dropout keeps, from the definition: what is judged has its own.
 
-A pair's 15 bits are of a word of Philox4x32-7 (Salmon et al., 2011), keyed by the seed. Its counter has the key, the query, the
-number of the head and the offset, the key without its bits 0 and 3, the query without its bit 3. Bit 3 of the query and bit 3
-of the key choose the word, the former being the higher one, and bit 0 of the key the half of it, whose highest bit is left out.
-Below the threshold, p 2^15, a pair is dropped. Those that are kept count for as much more as they are fewer.
+Philox (Salmon et al., 2011) makes 64 bits for the 32 pairs that differ in bits 3 and 4 of the query and in bits 0, 3 and 4 of the
+key. Philox4x32-7, keyed by the seed, makes of the offset what the key of Philox2x32-7 begins with, and the two words of its
+counter. The head is added to the former; to the latter the query, whose bit 0 stands above bits 1 and 2, and the key, without
+those bits. Of x and y that come out, bit 4 of the query adds multiples of each to the other, and so does bit 4 of the key. Then
+bit 3 of the query and of the key choose one of four words, the former being the higher bit, and bit 0 of the key its half, whose
+highest bit is left out. Below the threshold, p 2^15, a pair is dropped. Those that are kept count for as much more as they are
+fewer.
 """
 
 from __future__ import annotations
@@ -33,23 +36,30 @@ def kept_pairs(shape: tuple[int, ...], p: float, seed: int, offset: int = 0) -> 
     *heads, len_q, len_kv = shape
     query, key = numpy.arange(len_q)[:, None], numpy.arange(len_kv)
     head = numpy.arange(int(numpy.prod(heads, dtype=int))).reshape(*heads, 1, 1)
+    start = philox([offset, 0, 0, 0], [seed & LOW, seed >> 32], (0xD2511F53, 0xCD9E8D57))
+    of_query = start[1] + (query >> 5 << 3 | (query & 1) << 2 | query >> 1 & 3)
+    of_key = start[2] + (key >> 5 << 2 | key >> 1 & 3)
+    x, y = philox([of_query & LOW, of_key & LOW], [start[0] + head & LOW], (0xD256D193,))
+    for odd, factor in ((query >> 4 & 1, 0x165667B1), (key >> 4 & 1, 0x85EBCA6B)):
+        x = x + y * (odd * factor) & LOW
+        y = y + x * (odd * factor) & LOW
+    z = x + y * 0xC2B2AE35 & LOW
+    word = numpy.choose((query >> 3 & 1) * 2 + (key >> 3 & 1), numpy.broadcast_arrays(x, y, z, y + z * 0xC2B2AE35 & LOW))
+    return (word >> 16 * (key & 1) & 2**15 - 1).reshape(shape) >= threshold_of(p)
 
-    def without_bit_3(x: numpy.ndarray) -> numpy.ndarray:
-        return x >> 4 << 3 | x & 7
 
-    counter = numpy.broadcast_arrays(without_bit_3(key) >> 1, without_bit_3(query), head, offset)
-    words = philox([word.astype(numpy.uint64) for word in counter], (seed & 0xFFFFFFFF, seed >> 32))
-    word = numpy.choose((query >> 3 & 1) * 2 + (key >> 3 & 1), words)
-    half = word >> (16 * (key & 1)).astype(numpy.uint64)
-    return (half & numpy.uint64(2**15 - 1)).reshape(shape) >= threshold_of(p)
+LOW = 0xFFFFFFFF
 
 
-def philox(counter: list[numpy.ndarray], key: tuple[int, int]) -> list[numpy.ndarray]:
-    """Return the words of Philox4x32-7, 32 bits each in arrays of uint64."""
-    a, b, c, d = counter
-    low = numpy.uint64(0xFFFFFFFF)
+def philox(counter: list, key: list, multipliers: tuple[int, ...]) -> list:
+    """Return the words of seven rounds, of 32 bits each, for a counter of two words for each multiplier and a key of one."""
+    words = [numpy.asarray(word, numpy.uint64) for word in counter]
     for turn in range(7):
-        first, second = a * numpy.uint64(0xD2511F53), c * numpy.uint64(0xCD9E8D57)
-        k, m = (numpy.uint64((x + turn * step) % 2**32) for x, step in zip(key, (0x9E3779B9, 0xBB67AE85)))
-        a, b, c, d = second >> numpy.uint64(32) ^ b ^ k, second & low, first >> numpy.uint64(32) ^ d ^ m, first & low
-    return [a, b, c, d]
+        into = []
+        for i, (k, step) in enumerate(zip(key, (0x9E3779B9, 0xBB67AE85))):
+            # of two multipliers, each product goes to the other half
+            product = words[-2 - 2 * i] * numpy.uint64(multipliers[-1 - i])
+            k = numpy.asarray(k, numpy.uint64) + numpy.uint64(turn * step)
+            into += [product >> numpy.uint64(32) ^ words[2 * i + 1] ^ (k & numpy.uint64(LOW)), product & numpy.uint64(LOW)]
+        words = into
+    return [word.astype(numpy.int64) for word in words]

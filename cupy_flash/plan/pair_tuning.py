@@ -113,6 +113,7 @@ HOPPER_DROPOUT = (
     HOPPER_FEW,
     TileConfig(64, 128, 128, DRAWS, **TWO_PINGPONG, stages=4, stages_v=4),
     TileConfig(128, 128, 128, DRAWS, **TWO_PINGPONG),
+    TileConfig(192, 128, 96, DRAWS, **SHARED, pingpong=True, without_lengths=True),
     replace(HOPPER_READS[3], without_lengths=False),
     TileConfig(256, 128, 64, DRAWS, **WIDE, pingpong=True),
 )
@@ -309,7 +310,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.LONG_MASK: PLAIN_BACKWARD_WIDE,
         Pressure.LOOKUPS: PLAIN_BACKWARD_WIDE,
         Pressure.EXPRESSION: PLAIN_BACKWARD_WIDE,
-        Pressure.DROPOUT: BACKWARD_HOPPER_WIDE,
+        Pressure.DROPOUT: (*BACKWARD_HOPPER_WIDE, PLAIN_BACKWARD_WIDE[-1]),
         Pressure.SEVERAL: BACKWARD_HOPPER_WIDE,
     },
 }

@@ -1,35 +1,38 @@
 // dropout.cuh -- dropout whose random bits follow from where a pair is and from nothing else: seed, offset, batch element, head, query and
 // key. So every kernel, tile size and machine drops the same pairs, and a backward draws again what its forward drew.
-// (Philox4x32-7: Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3", by whom seven rounds pass all tests of BigCrush.)
+// (Philox: Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3".)
 //
-//   key of Philox   (seed_low, seed_high)
-//   counter         (key / 16 * 4 + key % 8 / 2, query / 16 * 8 + query % 8, batch * heads + head, offset)
-//   word of a pair  2 * (query / 8 % 2) + key / 8 % 2, of the four that come out; of that the lower half if the key is even, or the upper one
+//   a, b, c         the first three words of Philox4x32-7, whose key is the seed and whose counter is (offset, 0, 0, 0)
+//   x, y            of Philox2x32-7, whose key is a + batch * heads + head and whose counter is
+//                   (b + query / 32 * 8 + query % 2 * 4 + query % 8 / 2, c + key / 32 * 4 + key % 8 / 2)
+//   if query / 16 is odd:  x += 0x165667b1 y, y += 0x165667b1 x
+//   if key / 16 is odd:    x += 0x85ebca6b y, y += 0x85ebca6b x
+//   words           x, y, z = x + 0xc2b2ae35 y, y + 0xc2b2ae35 z
+//   word of a pair  2 * (query / 8 % 2) + key / 8 % 2; of that the lower half if the key is even, or the upper one
 //
-// A pair is dropped if the lower 15 bits of its half are below the threshold. Eight pairs so share what is drawn: two queries 8 apart, and
-// of keys two neighbours and those 8 behind. Where queries are the rows of a fragment, a lane has all eight. Where they are its columns, a
-// lane has one of the neighbouring keys, but two neighbouring queries: it draws for one, and has the other from the lane of the other key.
+// A pair is dropped if the lower 15 bits of its half are below the threshold. So 32 pairs share 64 bits: of queries those 8, 16 and 24 apart,
+// of keys as well, and two neighbours. Any two of the 16 words are independent, but for at most their four lowest bits, and
+// tests/test_dropout.py counts which of 16 pairs are dropped together. Where queries are the rows of a fragment, a lane has all pairs of 16
+// queries in 32 columns. Where they are its columns, a lane has one of the neighbouring keys, but two neighbouring queries: it draws for one,
+// and has the other from the lane of the other key.
 #pragma once
 #include "params.cuh"
 #include "tile/shared.cuh"
 
-// What a kernel drops, and with PLACED where among the pairs that are numbered its first one is; `seeded` in tile/score.cuh makes it.
-struct Dropping : DropoutParams {
-  u32 first_query, first_key, first_head;                     // the first two multiples of 16
+// What a kernel drops, and what keys and counters begin with.
+struct Dropping {
+  u32 thresholds;                                             // in both halves of a word
+  float scale;
+  u32 key, query, kv;
 };
-OP u32 first_query(const DropoutParams&) { return 0; }
-OP u32 first_query(const Dropping& dropout) { return PLACED ? dropout.first_query : 0; }
-OP u32 first_key(const DropoutParams&) { return 0; }
-OP u32 first_key(const Dropping& dropout) { return PLACED ? dropout.first_key : 0; }
-OP u32 first_head(const DropoutParams&) { return 0; }
-OP u32 first_head(const Dropping& dropout) { return PLACED ? dropout.first_head : 0; }
-
 struct RandomWords {
   u32 x[4];
 };
+struct RandomPair {
+  u32 x, y;
+};
 
-// A product of 64 bits, both halves of which are needed, is one instruction of a GPU. Rounds in which a word is that of the query or the
-// key alone are computed once for all that share it, because a compiler sees that they are the same.
+// A product of 64 bits, both halves of which are needed, is one instruction of a GPU.
 OP RandomWords philox4x32_7(u32 x0, u32 x1, u32 x2, u32 x3, u32 key0, u32 key1) {
   #pragma unroll
   for (int round = 0; round < 7; ++round) {
@@ -40,28 +43,60 @@ OP RandomWords philox4x32_7(u32 x0, u32 x1, u32 x2, u32 x3, u32 key0, u32 key1) 
   }
   return {{x0, x1, x2, x3}};
 }
+// The first product, which is of the query alone, is computed once for all that share it, because a compiler sees that they are the same.
+OP RandomPair philox2x32_7(u32 x0, u32 x1, u32 key) {
+  #pragma unroll
+  for (int round = 0; round < 7; ++round) {
+    const u64 product = u64(x0) * 0xd256d193u;
+    x0 = u32(product >> 32) ^ (x1 ^ key), x1 = u32(product);
+    key += 0x9e3779b9u;
+  }
+  return {x0, x1};
+}
+OP RandomPair mixed(RandomPair drawn, u32 by) {
+  drawn.x += by * drawn.y;
+  drawn.y += by * drawn.x;
+  return drawn;
+}
+// The four words of 16 x 16 pairs, whose first query and key are odd or even multiples of 16.
+OP RandomWords words_of(RandomPair drawn, u32 odd_query, u32 odd_key) {
+  drawn = mixed(mixed(drawn, odd_query * 0x165667b1u), odd_key * 0x85ebca6bu);
+  const u32 third = drawn.x + 0xc2b2ae35u * drawn.y;
+  return {{drawn.x, drawn.y, third, drawn.y + 0xc2b2ae35u * third}};
+}
+
+OP Dropping dropping(const DropoutParams& of) {
+  const RandomWords words = philox4x32_7(of.offset, 0, 0, 0, of.seed_low, of.seed_high);
+  return {of.threshold * 0x10001u, of.scale, words.x[0], words.x[1], words.x[2]};
+}
+// The same kept once for a warp, see `uniform`: where lanes have no registers for it.
+template <typename T> OP T once_a_warp(const T& x) { return {x.thresholds, x.scale, uniform(x.key), uniform(x.query), uniform(x.kv)}; }
 
 // Calls use(lane, block, words) with what each lane draws for each 16 x 16 elements of a fragment, whose blocks are numbered row by row. It
-// starts at row0 and col0, multiples of 16. Rows are queries and columns keys, or TRANSPOSED the other way round.
-template <bool TRANSPOSED, int M, int N, typename Dropout, typename Use>
-OP void for_words(const Dropout& dropout, u32 batch_head, int first_row, int first_col, Use use) {
-  static_assert(M % 16 == 0 && N % 16 == 0, "pairs that share what is drawn are in one fragment");
-  // Not ahead, or rounds of Philox that a row decides would be kept for all key tiles.
-  const u32 row0 = not_ahead(first_row) + (TRANSPOSED ? first_key(dropout) : first_query(dropout));
-  const u32 col0 = first_col + (TRANSPOSED ? first_query(dropout) : first_key(dropout));
-  batch_head += first_head(dropout);
+// starts at row0 and col0, multiples of 16, and col0 of 32 if N is. Rows are queries and columns keys, or TRANSPOSED the other way round.
+template <bool TRANSPOSED, int M, int N, typename Use>
+OP void for_words(const Dropping& dropout, u32 batch_head, int first_row, int first_col, Use use) {
+  static_assert(M % 16 == 0 && N % 16 == 0, "pairs of which a lane has four words are in one fragment");
+  constexpr int BESIDE = N % 32 == 0 ? 2 : 1;                 // blocks that one drawing is for
+  // Not ahead, or what a row decides would be kept for all key tiles.
+  const u32 row0 = not_ahead(first_row), col0 = first_col;
   for_lane(l) {
     #pragma unroll
-    for (int block = 0; block < M / 16 * (N / 16); ++block) {
-      const int row = block / (N / 16) * 16, col = block % (N / 16) * 16;
-      const u32 key = TRANSPOSED ? (row0 + row) / 4 + l / 8 : (col0 + col) / 4 + l % 4;
-      const u32 query = TRANSPOSED ? (col0 + col) / 2 + l % 4 * 2 + l / 4 % 2 : (row0 + row) / 2 + l / 4;
-      use(l, block, philox4x32_7(key, query, batch_head, dropout.offset, dropout.seed_low, dropout.seed_high));
+    for (int block = 0; block < M / 16 * (N / 16); block += BESIDE) {
+      const u32 row = row0 + block / (N / 16) * 16, col = col0 + block % (N / 16) * 16;
+      const u32 query = TRANSPOSED ? col / 32 * 8 + l % 8 : row / 32 * 8 + l / 4 % 2 * 4 + l / 8;
+      const u32 kv = TRANSPOSED ? row / 32 * 4 + l / 8 : col / 32 * 4 + l % 4;
+      const RandomPair drawn = philox2x32_7(dropout.query + query, dropout.kv + kv, dropout.key + batch_head);
+      #pragma unroll
+      for (int i = 0; i < BESIDE; ++i) {
+        const u32 odd_row = row / 16 % 2, odd_col = BESIDE == 2 ? i : col / 16 % 2;
+        use(l, block + i, words_of(drawn, TRANSPOSED ? odd_col : odd_row, TRANSPOSED ? odd_row : odd_col));
+      }
     }
   }
 }
 // Bits 15 and 31: whether the halves of a word keep their pairs. A difference of 15 bits leaves the bit above them set, if it is not below 0.
-OP u32 kept_halves(const DropoutParams& dropout, u32 word) { return ((word | 0x80008000u) - dropout.threshold * 0x10001u) & 0x80008000u; }
+OP u32 kept_halves(const Dropping& dropout, u32 word) { return ((word | 0x80008000u) - dropout.thresholds) & 0x80008000u; }
 
 // Which pairs of a fragment are kept, a bit each: eight for each 16 x 16 elements, of which four share a register.
 template <bool TRANSPOSED, int M, int N> struct KeptPairs : Regs<u32, ceil_div(M / 16 * (N / 16), 4)> {
@@ -87,8 +122,8 @@ template <int N> OP void even_queries_low(Regs<u32, N>& kept) {
   }
 }
 // Nothing here waits for the elements.
-template <bool TRANSPOSED, int M, int N, typename Dropout>
-OP void draw(KeptPairs<TRANSPOSED, M, N>& kept, const Dropout& dropout, u32 batch_head, int row0, int col0) {
+template <bool TRANSPOSED, int M, int N>
+OP void draw(KeptPairs<TRANSPOSED, M, N>& kept, const Dropping& dropout, u32 batch_head, int row0, int col0) {
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < kept.size; ++i) kept.at(l, i) = 0;
@@ -111,10 +146,15 @@ template <bool TRANSPOSED, int M, int N> OP void drop(Acc<M, N>& x, const KeptPa
 // The same of P as A operands of 16-bit elements, whose rows are queries: a word is for the two elements of a register. All bits of a half are
 // set where its pair is kept. For thresholds up to 0x7c00: numbers of 15 bits are in the order of the float16 that have their bits, up to
 // infinity, and what has more bits is not a number, which `geu` counts as above all.
-OP u32 whole_halves(const DropoutParams& dropout, u32 word) {
+// FROM_HALF: the threshold from one half of a register that a warp has once, which these instructions read, but not both halves of one.
+template <bool FROM_HALF = false> OP u32 whole_halves(const Dropping& dropout, u32 word) {
 #if ON_GPU
   u32 kept;
-  asm("{ .reg .b32 bits; abs.f16x2 bits, %1; set.geu.u32.f16x2 %0, bits, %2; }" : "=r"(kept) : "r"(word), "r"(dropout.threshold * 0x10001u));
+  if constexpr (FROM_HALF)
+    asm("{ .reg .b32 bits, both; .reg .b16 half; abs.f16x2 bits, %1; cvt.u16.u32 half, %2; mov.b32 both, {half, half}; set.geu.u32.f16x2 %0, bits, both; }"
+        : "=r"(kept) : "r"(word), "r"(dropout.thresholds));
+  else
+    asm("{ .reg .b32 bits; abs.f16x2 bits, %1; set.geu.u32.f16x2 %0, bits, %2; }" : "=r"(kept) : "r"(word), "r"(dropout.thresholds));
   return kept;
 #else
   return (kept_halves(dropout, word) >> 15) * 0xffffu;
@@ -122,8 +162,7 @@ OP u32 whole_halves(const DropoutParams& dropout, u32 word) {
 }
 // For a forward, whose registers have room for whole masks. Neither in a loop nor pinned: a compiler then mixes all blocks of a tile into its
 // exponentials. A loop is less code, but as many instructions, of which too few do not wait for each other, and was slower.
-template <int N, typename Dropout>
-OP void draw(OperandA<16> (&kept)[N], const Dropout& dropout, u32 batch_head, int row0, int col0) {
+template <int N> OP void draw(OperandA<16> (&kept)[N], const Dropping& dropout, u32 batch_head, int row0, int col0) {
   for_words<false, 16, 16 * N>(dropout, batch_head, row0, col0, [&](int l, int block, const RandomWords& words) {
     #pragma unroll
     for (int word = 0; word < 4; ++word) kept[block].at(l, word / 2 + word % 2 * 2) = whole_halves(dropout, words.x[word]);
@@ -165,24 +204,27 @@ template <int N> struct KeptHalves : Regs<u32, ceil_div(N, 4)> {
   }
 };
 // Beneath products that are on their way. Four blocks of pairs at once: instructions of one wait for each other, and two at once were slower.
-template <int N, typename Dropout>
-OP void draw(KeptHalves<N>& kept, const Dropout& dropout, u32 batch_head, int row0, int col0) {
+template <int N> OP void draw(KeptHalves<N>& kept, const Dropping& dropout, u32 batch_head, int row0, int col0) {
   static_assert(N % 4 == 0, "four operands share a register");
-  const u32 row = row0 + first_key(dropout), col = col0 + first_query(dropout);
-  batch_head += first_head(dropout);
+  constexpr bool FULL = WIDTH <= 64;                          // no register is left
+  const u32 odd_key = u32(row0) / 16 % 2, sum = dropout.key + batch_head, key = not_ahead(sum);
   for_lane(l) {
-    const u32 key = row / 4 + l / 8;
-    u32 query = col / 2 + l % 4 * 2 + l / 4 % 2;
+    const u32 kv = dropout.kv + u32(row0) / 32 * 4 + (FULL ? not_ahead(l) : l) / 8;
+    u32 query = dropout.query + u32(col0) / 32 * 8 + l % 8;
     #pragma unroll
     for (int i = 0; i < kept.size; ++i) kept.at(l, i) = 0;
-    #pragma unroll (4 / KeptHalves<N>::size)
-    for (int round = 0; round < 4; ++round) {
+    #pragma unroll (2 / KeptHalves<N>::size)
+    for (int round = 0; round < 2; ++round) {
       #pragma unroll
       for (int i = 0; i < kept.size; ++i) {
-        const RandomWords words = philox4x32_7(key, query + i * 32, batch_head, dropout.offset, dropout.seed_low, dropout.seed_high);
-        kept.at(l, i) <<= 4;
+        const RandomPair drawn = philox2x32_7(query + i * 16, kv, key);
         #pragma unroll
-        for (int word = 0; word < 4; ++word) kept.at(l, i) |= whole_halves(dropout, words.x[word]) & 0x10001u << word;
+        for (int odd_query = 0; odd_query < 2; ++odd_query) {
+          const RandomWords words = words_of(drawn, odd_query, odd_key);
+          kept.at(l, i) <<= 4;
+          #pragma unroll
+          for (int word = 0; word < 4; ++word) kept.at(l, i) |= whole_halves<FULL>(dropout, words.x[word]) & 0x10001u << word;
+        }
       }
       query += 8;
     }

@@ -252,16 +252,17 @@ OP void modify_packed_scores(Acc<M, N>& s, const Params& p, const Coord& here, c
 }
 
 // Before the loop: seed and offset from where they are. With PLACED the last array that an expression might read is none, but says where
-// pairs are numbered from: queries and keys in the halves of its address, heads in its first extent.
+// pairs are numbered from: queries and keys, multiples of 32, in the halves of its address, heads in its first extent.
 OP Dropping seeded(const ScoreParams& s) {
-  Dropping dropout{s.dropout, 0, 0, 0};
-  if constexpr (PLACED) {
-    const CapturedArray& place = s.captured[CAPTURED - 1];
-    dropout.first_query = u32(place.data), dropout.first_key = u32(place.data >> 32), dropout.first_head = u32(place.extent[0]);
-  }
+  DropoutParams of = s.dropout;
   if (s.seed) {
     const u64 seed = read_at<u64>(u64(s.seed), 0);
-    dropout.seed_low = u32(seed), dropout.seed_high = u32(seed >> 32), dropout.offset = u32(read_at<u64>(u64(s.seed), 1));
+    of.seed_low = u32(seed), of.seed_high = u32(seed >> 32), of.offset = u32(read_at<u64>(u64(s.seed), 1));
+  }
+  Dropping dropout = dropping(of);
+  if constexpr (PLACED) {
+    const CapturedArray& place = s.captured[CAPTURED - 1];
+    dropout.query += u32(place.data) / 32 * 8, dropout.kv += u32(place.data >> 32) / 32 * 4, dropout.key += u32(place.extent[0]);
   }
   return dropout;
 }
