@@ -344,7 +344,7 @@ MASKED_100 = (*BACKWARD_FLOAT32_80[:2], TileConfig(192, 16, 32, REGISTERS, stage
 NARROWER: dict[tuple[str, str, str, Pressure], tuple[TileConfig, ...]] = {
     ("fwd_v2", "75", "half", Pressure.MANY): (*HALVES_75[:2], TileConfig(256, 64, 16, REGISTERS, stages=1, **ONE_BLOCK)),
     **{("fwd_v2", "100", "float32", pressure): CROWDED_FLOAT32_100 for pressure in (Pressure.SEVERAL, Pressure.MANY)},
-    **{("bwd_v2", architecture, "half", Pressure.MANY): MANY_80 for architecture in ("80", "86", "89")},
+    **{("bwd_v2", architecture, "half", Pressure.MANY): MANY_80 for architecture in ("80", "86", "89", "90a")},
     ("bwd_v2", "100", "half", Pressure.MANY): MANY_100,
     ("bwd_v2", "120", "half", Pressure.MANY): (MANY_32, *MANY_80),
     ("bwd_v2", "100", "float32", Pressure.SEVERAL): SEVERAL_100,
