@@ -253,6 +253,7 @@ ROWS_AHEAD = 1000
 AHEAD = {name: asked for name, asked in OF_BITS.items() if "softcap" not in name} | {
     "softcap": {"softcap": 20.0, "causal": True},
     "linear": {"score": "score - 0.25 * (q_idx - kv_idx)"},
+    "alibi": {"alibi_slopes": SLOPES, "causal": True},
     "column": {"score": "score + t[kv_idx]", "arrays": {"t": numpy.zeros(ROWS_AHEAD, numpy.float32)}},
     "scaled": {"score": "score * t[h]", "arrays": {"t": SLOPES}},
     "expression": CLIP,

@@ -23,7 +23,7 @@ OP void make_stats_ahead(const HopperBackwardParams& p, KeyBlock& block, int par
   #pragma unroll 1
   for (int i = 0; i < p.heads_per_block; ++i) {
     there.head = first_head + i;
-    const float per_query = per_query_log2(p, there, there.head);
+    float per_query = per_query_log2(p, there, there.head);
     #pragma unroll 1
     for (there.row = block.here.tile * TILE_Q; there.row < p.len_q; there.row += apart) {
       if (WIDTH > 64) loading = block.of_stats;               // as it is, in a register less; with it the loop of dim 64 has 0.996 of its rate
@@ -36,6 +36,7 @@ OP void make_stats_ahead(const HopperBackwardParams& p, KeyBlock& block, int par
       }
       float* const stats = p.stats + i64(query_tile_number(p, there.batch_number, there.head, there.row / TILE_Q)) * 2 * TILE_Q;
       const int rows = p.len_q - there.row;
+      if (WIDTH > 64 && SCORES == PLUS_LINEAR) per_query = per_query_log2(p, there, there.head); // anew, in a register less
       const float* const lse = row_slice(p.lse, there.batch, there.head, there.row);
       for_lane(l) {
         #pragma unroll 1
