@@ -28,7 +28,7 @@ struct Dropping {
 struct RandomWords {
   u32 x[4];
 };
-struct RandomPair {
+struct TwoWords {
   u32 x, y;
 };
 
@@ -44,7 +44,7 @@ OP RandomWords philox4x32_7(u32 x0, u32 x1, u32 x2, u32 x3, u32 key0, u32 key1) 
   return {{x0, x1, x2, x3}};
 }
 // The first product, which is of the query alone, is computed once for all that share it, because a compiler sees that they are the same.
-OP RandomPair philox2x32_7(u32 x0, u32 x1, u32 key) {
+OP TwoWords philox2x32_7(u32 x0, u32 x1, u32 key) {
   #pragma unroll
   for (int round = 0; round < 7; ++round) {
     const u64 product = u64(x0) * 0xd256d193u;
@@ -53,13 +53,13 @@ OP RandomPair philox2x32_7(u32 x0, u32 x1, u32 key) {
   }
   return {x0, x1};
 }
-OP RandomPair mixed(RandomPair drawn, u32 by) {
+OP TwoWords mixed(TwoWords drawn, u32 by) {
   drawn.x += by * drawn.y;
   drawn.y += by * drawn.x;
   return drawn;
 }
 // The four words of 16 x 16 pairs, whose first query and key are odd or even multiples of 16.
-OP RandomWords words_of(RandomPair drawn, u32 odd_query, u32 odd_key) {
+OP RandomWords words_of(TwoWords drawn, u32 odd_query, u32 odd_key) {
   drawn = mixed(mixed(drawn, odd_query * 0x165667b1u), odd_key * 0x85ebca6bu);
   const u32 third = drawn.x + 0xc2b2ae35u * drawn.y;
   return {{drawn.x, drawn.y, third, drawn.y + 0xc2b2ae35u * third}};
@@ -86,7 +86,7 @@ OP void for_words(const Dropping& dropout, u32 batch_head, int first_row, int fi
       const u32 row = row0 + block / (N / 16) * 16, col = col0 + block % (N / 16) * 16;
       const u32 query = TRANSPOSED ? col / 32 * 8 + l % 8 : row / 32 * 8 + l / 4 % 2 * 4 + l / 8;
       const u32 kv = TRANSPOSED ? row / 32 * 4 + l / 8 : col / 32 * 4 + l % 4;
-      const RandomPair drawn = philox2x32_7(dropout.query + query, dropout.kv + kv, dropout.key + batch_head);
+      const TwoWords drawn = philox2x32_7(dropout.query + query, dropout.kv + kv, dropout.key + batch_head);
       #pragma unroll
       for (int i = 0; i < BESIDE; ++i) {
         const u32 odd_row = row / 16 % 2, odd_col = BESIDE == 2 ? i : col / 16 % 2;
@@ -217,7 +217,7 @@ template <int N> OP void draw(KeptHalves<N>& kept, const Dropping& dropout, u32 
     for (int round = 0; round < 2; ++round) {
       #pragma unroll
       for (int i = 0; i < kept.size; ++i) {
-        const RandomPair drawn = philox2x32_7(query + i * 16, kv, key);
+        const TwoWords drawn = philox2x32_7(query + i * 16, kv, key);
         #pragma unroll
         for (int odd_query = 0; odd_query < 2; ++odd_query) {
           const RandomWords words = words_of(drawn, odd_query, odd_key);
