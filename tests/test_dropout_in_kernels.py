@@ -76,12 +76,12 @@ def test_as_many_as_are_asked_for(dropped):
                 plan_attention_backward(*given, kernel=kernel, **options)
 
 
-WIDER = [(128, (128, 128), (64, 128)), (192, (128, 80), (64, 64)), (256, (128, 64), None)]
+WIDER = [(128, (128, 128), (64, 128)), (192, (128, 96), (64, 64)), (256, (128, 64), (64, 64))]
 
 
 @pytest.mark.parametrize("dim, tile, backward_tile", quick(WIDER, WIDER[2], spread=True))
 def test_tiles_of_wider_heads(dim, tile, backward_tile):
-    """As many blocks of 16 x 16 pairs as a warp may draw: of a forward also five, of 80 keys."""
+    """As many blocks of 16 x 16 pairs as a warp may draw."""
     length = 150
     kept = dropout_mask((1, length, length), P, SEED)
     zeros, hot = numpy.zeros((1, length, dim), numpy.float16), numpy.eye(length, dim, dtype=numpy.float16)[None]
@@ -94,11 +94,21 @@ def test_tiles_of_wider_heads(dim, tile, backward_tile):
     plan = plan_attention(zeros, zeros, hot, **options)
     assert plan.kernel.file == "fwd_hopper" and tile_of(plan) == tile
     assert ((plan(zeros, zeros, hot, seed=SEED)[..., :keys] != 0) == kept[..., :keys]).all()
-    if backward_tile:
-        given = (hot, zeros, zeros, zeros, zeros, numpy.zeros((1, length), numpy.float32))
-        backward = plan_attention_backward(*given, **options)
-        assert backward.kernel.file.startswith("bwd_hopper") and tile_of(backward) == backward_tile
-        assert ((backward(*given, seed=SEED).dv[..., :keys] != 0) == kept[:, :keys].swapaxes(1, 2)).all()
+    given = (hot, zeros, zeros, zeros, zeros, numpy.zeros((1, length), numpy.float32))
+    backward = plan_attention_backward(*given, **options)
+    assert backward.kernel.file.startswith("bwd_hopper") and tile_of(backward) == backward_tile
+    assert ((backward(*given, seed=SEED).dv[..., :keys] != 0) == kept[:, :keys].swapaxes(1, 2)).all()
+
+
+def test_a_tile_of_five_blocks():
+    """Of 80 keys, as sequences have them: every other one begins in the middle of 32, so that each block is drawn for alone."""
+    length, dim = 150, 192
+    zeros, hot = numpy.zeros((1, length, dim), numpy.float16), numpy.eye(length, dim, dtype=numpy.float16)[None]
+    lengths = {"cu_seqlens_q": numpy.array([0, length]), "cu_seqlens_kv": numpy.array([0, length])}
+    plan = plan_attention(zeros, zeros, hot, backend="host", arch="90a", dropout=P, seed=SEED, **lengths)
+    assert plan.kernel.file == "fwd_hopper" and plan.kernel.config.TILE_KV == 80
+    kept = dropout_mask((1, length, length), P, SEED)
+    assert ((plan(zeros, zeros, hot, seed=SEED, **lengths)[..., :length] != 0) == kept).all()
 
 
 FEW = list(product([("80", "bfloat16"), ("90a", "float16")], [(1, 75, 1), (9, 75, 2), (4, 1500, 1)]))

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import numpy
 
+LOW = 0xFFFFFFFF  # a word
+
 
 def threshold_of(p: float) -> int:
     """Return how many of 2^15 numbers drop a pair."""
@@ -31,7 +33,7 @@ def kept_pairs(shape: tuple[int, ...], p: float, seed: int, offset: int = 0) -> 
     --------
     >>> from cupy_flash.judge.dropout import kept_pairs
     >>> kept_pairs((2, 3), 0.5, seed=7).tolist()
-    [[True, True, True], [False, False, True]]
+    [[False, True, False], [True, True, False]]
     """
     *heads, len_q, len_kv = shape
     query, key = numpy.arange(len_q)[:, None], numpy.arange(len_kv)
@@ -46,9 +48,6 @@ def kept_pairs(shape: tuple[int, ...], p: float, seed: int, offset: int = 0) -> 
     z = x + y * 0xC2B2AE35 & LOW
     word = numpy.choose((query >> 3 & 1) * 2 + (key >> 3 & 1), numpy.broadcast_arrays(x, y, z, y + z * 0xC2B2AE35 & LOW))
     return (word >> 16 * (key & 1) & 2**15 - 1).reshape(shape) >= threshold_of(p)
-
-
-LOW = 0xFFFFFFFF
 
 
 def philox(counter: list, key: list, multipliers: tuple[int, ...]) -> list:

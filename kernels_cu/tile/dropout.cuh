@@ -151,7 +151,8 @@ template <bool FROM_HALF = false> OP u32 whole_halves(const Dropping& dropout, u
 #if ON_GPU
   u32 kept;
   if constexpr (FROM_HALF)
-    asm("{ .reg .b32 bits, both; .reg .b16 half; abs.f16x2 bits, %1; cvt.u16.u32 half, %2; mov.b32 both, {half, half}; set.geu.u32.f16x2 %0, bits, both; }"
+    asm("{ .reg .b32 bits, both; .reg .b16 half; abs.f16x2 bits, %1; cvt.u16.u32 half, %2; mov.b32 both, {half, half}; "
+        "set.geu.u32.f16x2 %0, bits, both; }"
         : "=r"(kept) : "r"(word), "r"(dropout.thresholds));
   else
     asm("{ .reg .b32 bits; abs.f16x2 bits, %1; set.geu.u32.f16x2 %0, bits, %2; }" : "=r"(kept) : "r"(word), "r"(dropout.thresholds));
