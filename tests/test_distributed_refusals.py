@@ -1,7 +1,7 @@
 """What is refused, on every rank, by the name of the argument; and that nobody hangs."""
 
 import time
-from threading import Event
+from threading import Event, Timer
 
 import numpy
 import pytest
@@ -183,3 +183,25 @@ def test_what_takes_too_long_is_aborted():
     closed = Watch(9.0, lambda event: False, aborted.set)
     closed.add(stuck)
     closed.close()
+
+
+@pytest.mark.parametrize("left_by", ["check", "close"])
+def test_the_abort_is_over_before_the_caller_goes_on(left_by):
+    """Who hears of the error may destroy the communicator at once."""
+    aborting, may_end, ended = Event(), Event(), Event()
+
+    def abort():
+        aborting.set()
+        assert may_end.wait(LIMIT)
+        ended.set()
+
+    watch = Watch(0.1, lambda event: False, abort)
+    watch.add(object())
+    assert aborting.wait(LIMIT)
+    Timer(0.3, may_end.set).start()
+    if left_by == "check":
+        with pytest.raises(CommunicationError):
+            watch.check()
+    else:
+        watch.close()
+    assert ended.is_set()

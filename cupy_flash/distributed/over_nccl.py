@@ -159,7 +159,7 @@ class Watch:
         self._begun: deque[Begun] = deque()
         self._changed = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._failed, self._closed = "", False
+        self._failed, self._aborted, self._closed = "", threading.Event(), False
 
     def add(self, event: Any = None) -> Begun:
         """Look after something that has just begun. They end in the order in which they begin.
@@ -182,21 +182,35 @@ class Watch:
                 self._begun.remove(begun)
 
     def check(self) -> None:
-        """Raise what was found."""
+        """Raise what was found.
+
+        An abort is over by then, as it is after `close`: the caller may destroy the communicator next, and NCCL does not bear two
+        threads that free it.
+        """
         if self._failed:
+            self._aborted.wait()
             raise CommunicationError(self._failed)
 
     def close(self) -> None:
         """End the thread, soon."""
-        self._closed = True
+        with self._changed:
+            self._closed = True
+        if self._failed:
+            self._aborted.wait()
 
     def _run(self) -> None:
         pause, idle = min(self._timeout / 100, PAUSE), 0
         while True:
             begun = self._oldest()
             if begun is not None and time.monotonic() > begun.end:
-                self._failed = f"comm: expected an exchange to end within {self._timeout:g} s, got none; NCCL was aborted"
-                self._abort()
+                with self._changed:
+                    if self._closed:
+                        return
+                    self._failed = f"comm: expected an exchange to end within {self._timeout:g} s, got none; NCCL was aborted"
+                try:
+                    self._abort()
+                finally:
+                    self._aborted.set()
                 return
             idle = 0 if begun is not None else idle + 1
             with self._changed:
