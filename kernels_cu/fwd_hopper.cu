@@ -17,7 +17,7 @@
 //               O = O + P V_last
 //               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed. DROPOUT: scaled
 //
-//   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are. FROM_LAST: the last first.
+//   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are. FROM_LAST: where a linear term rises, the last first.
 //   STAGED_BIAS: with K_j comes the bias of both. VARLEN, IN_TURN: Q_i of sequences, or those with most K_j first, as fwd_hopper_schedule lists them before.
 //   Tiles Q_i that would leave blocks idle are split along the keys: a split is some of the K_j, and fwd_hopper_combine makes one result of all.
 #include "config.cuh"
@@ -34,10 +34,6 @@
 enum NamedBarrier { VOTE = 1, TAKEN = 7, ORDER = 8 };         // of a warpgroup, on whether it redoes a step; of the warps that load; of ping-pong, for each warpgroup
 static_assert(VOTE + GROUPS <= TAKEN && ORDER + GROUPS <= NAMED_BARRIERS);
 
-constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: compiled a fifth sooner, and level. Narrower rows would lose a tenth
-constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
-constexpr int LEAD = NUMBERED ? 0 : (GROUPS - 1) * ROWS / TILE_KV; // key tiles: under a mask, so many may be left when the first consumer ends its query tile
-constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
 constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS || PAIR_BITS; // what pairs have in arrays comes beneath the product of the scores: wider heads leave registers for no addresses
 KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: the query tiles that blocks take
   if constexpr (TAKES_TILES) schedule_queries(p);
@@ -71,10 +67,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     NBlockRange tiles{};                                      // its key tiles
     QueryLists lists{}; KeptQueryLists lists_of_keys{};       // TILE_LIST: those of them that are loaded, and those of the tile whose keys are
     int head_kv = 0;                                          // once a query tile: a division takes as long as some loads
+    float step = 0.f;                                         // LINEAR: of the term, from a key to the next
+    bool from_last = false;                                   // FROM_LAST: whether that rises, and the last key tiles come first
     const auto begin_tile = [&] {
       here = work_tile_coord(p, index, TILE_Q);
       if constexpr (TAKES_TILES) taken = take_work_tile(p, warp, smem + CLIPPED_BARRIER + Mbarrier::bytes, TAKEN);
       head_kv = here.head / p.heads_per_kv;
+      if constexpr (LINEAR) step = step_of_head(p, here), from_last = FROM_LAST && uniform(u32(step > 0.f));
       move_mask(mask, p, here);
       tiles = n_block_range(mask, here.row, min_of(TILE_Q, rows_at<QUERIES>(p, here).len() - here.row), TILE_KV, {0, 1});
       if (is_split(p, index)) tiles = clip_range(here.split.keys, tiles);
@@ -87,10 +86,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     // Queries and work of the consumers first ... end - 1.
     const auto load_queries = [&](int first, int end) {
       const bool follows = has_work_tile(p, TAKES_TILES ? taken : index + 1);
-      const float step = LINEAR ? step_of_head(p, here) : 0.f;
       #pragma unroll 1
       for (int of = first; of < end; ++of) {
-        const WorkDescriptor work = describe_work(p, mask, index, here, tiles, lists, of, int(left >> 4 * of & 15), follows);
+        const WorkDescriptor work = describe_work(p, mask, index, here, tiles, from_last, lists, of, int(left >> 4 * of & 15), follows);
         left = (left & ~(15u << 4 * of)) | u32(work.next == DIRECTLY ? work.beyond : 0) << 4 * of;
         producer_acquire(queries);                            // without it queries are overwritten that are still read
         store_once(smem + WORK_OFFSET + queries.stage() * int(sizeof(WorkDescriptor)), work);
@@ -119,7 +117,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         of_keys = here, of_keys.head = head_kv, head = here.head;
         lists_of_keys = {lists};
       }
-      const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? mirrored(tiles, next) : next;
+      const int next = pass.across ? tiles.begin : following, place = from_last ? mirrored(tiles, next) : next;
       ColumnTerms columns;                                    // found before a stage is waited for, as the number of the key tile
       const Told told = pass.has_keys() ? lists_of_keys.tell(place, pass.across ? tiles.end : end) : Told{};
       if (PAGED && pass.has_keys()) {
@@ -127,9 +125,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       } else if (pass.has_keys()) {
         if constexpr (COLUMNS) find_columns(columns, p, of_keys, head, place * TILE_KV);
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
-        if constexpr (NUMBERED) store_told(number_of(smem, keys.stage()), told);
+        if constexpr (TILE_LIST) store_told(number_of(smem, keys.stage()), told);
         if constexpr (COLUMNS && VARLEN) store(StoredColumns(smem + TERMS_OFFSET, keys.stage()), columns);
-        if constexpr (NUMBERED) sync_warp();                  // without it a number is read that has not been written
+        if constexpr (TILE_LIST) sync_warp();                  // without it a number is read that has not been written
         if constexpr (VARLEN) load_keys(keys, p, of_keys, place * TILE_KV);
         else if constexpr (STAGED_BIAS) load_with_bias(keys, p, of_keys, head, place * TILE_KV);
         else if constexpr (COLUMNS) load_with_terms(keys, p.k_map, of_keys, place * TILE_KV, smem + TERMS_OFFSET, columns);
@@ -167,11 +165,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   if constexpr (DROPOUT) dropout = seeded(p.scores);
   RowVec<16> terms_reg;                                       // WITH_TERMS: the rows' part of the term, in this key tile
   float common = 0.f, largest = LOWEST;                       // COLUMNS: what these have in common, and of all key tiles of the query tile so far
-  u32 number = 0;                                             // NUMBERED: of the key tile, which `tile` only counts
-  int tile, last, before, beyond, whole_first, wholes, next = has_work_tile(p, TAKES_TILES ? block_id() : 0) ? LATER : NOTHING, warp_row;
-  u32 split = WHOLE;
+  u32 split = WHOLE, number = 0;                              // TILE_LIST: of the key tile, which `tile` only counts
+  int tile, turned = 0, last, before, beyond, whole_first, wholes, next = has_work_tile(p, TAKES_TILES ? block_id() : 0) ? LATER : NOTHING, warp_row;
   TileCoord now, ended;                                       // this query tile's, and that of the one before, which ends later than this begins
-  HeadTerms terms{};                                          // of the scores of this query tile
+  HeadTerms terms{}; LinearTerms line{}, ended_line{};        // of the scores of this query tile; LINEAR: and of the one before
+  const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), keys_of_sequence(p, now)); };
   int others = group;                                         // stages filled for other consumers since this one's last
   const auto begin_tile = [&] {
     if (SHARED_STAGES) skip(queries, others);
@@ -186,6 +184,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (MODIFIED || DROPOUT) now.batch_number = now.batch[BATCH_AXES - 2] * p.batch[BATCH_AXES - 1] + now.batch[BATCH_AXES - 1];
     if (SPLIT_KV) split = uniform(work.split);
     tile = uniform(work.first);                               // and what follows is kept once for a warp
+    if constexpr (FROM_LAST) turned = tile >> 31;
     last = uniform(work.last);
     before = TILE_LIST ? 0 : uniform(work.before);
     beyond = TILE_LIST ? 0 : uniform(work.beyond);
@@ -193,14 +192,16 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (TELLS_WHOLE) whole_first = uniform(work.whole_first), wholes = max_of(uniform(work.whole_end) - whole_first, 0);
     warp_row = now.row + group * ROWS + warp % 4 * 16;
     if constexpr (MODIFIED) terms = head_terms(p, now, now.head, queries_of_sequence(p, now), keys_of_sequence(p, now));
+    if constexpr (LINEAR) ended_line = line, line = linear_terms(context(), warp_row);
     if (SCORES == SCALED || SCALES_LARGE) scale_log2 = scale_of_head(p.scale_log2, terms);
   };
   // The softmax of a query tile, or of this split of it, has ended, and then its last product. VARLEN: rows count from the tile on, see `load_sequence`.
   const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
   const auto row_of = [&](const TileCoord& here) { return (VARLEN ? 0 : here.row) + row_of_tile(); };
-  const auto end_softmax = [&](const TileCoord& here, u32 split, RowVec<16>& weight) {
+  const auto end_softmax = [&](const TileCoord& here, const LinearTerms& line, u32 split, RowVec<16>& weight) {
     RowVec<16> lse, correction;
     if (COLUMNS) count_largest(softmax, largest);
+    if (LINEAR) count_rows(softmax, line);
     if (SINKS != NO_SINKS && split == WHOLE) join_sinks(softmax, correction, p, mask, here.head, row_of(here));  // of splits, when they are combined
     finalize(softmax, lse);
     weight = softmax.sum;
@@ -226,10 +227,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
   };
 
-  const auto key_tile = [&] { return NUMBERED ? told_number(number) : tile; };
+  const auto key_tile = [&] { return TILE_LIST ? told_number(number) : FROM_LAST ? (tile ^ turned) - turned : tile; }; // turned: -1 where the last come first
   const auto first_key = [&] { return key_tile() * TILE_KV; };
   using Arrays = PairArrays<16, TILE_KV>;
-  const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), keys_of_sequence(p, now)); };
   const auto load_arrays = [&](Arrays& arrays, const KeyTile& k_smem) {
     if constexpr (MODIFIED) load<false>(arrays, context(), k_smem, row_of_tile(), warp_row, first_key(), !PAIR_BITS || told_to_ask(number));
   };
@@ -239,7 +239,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, col0, !TILE_LIST || told_to_ask(number));
     if (TILE_LIST && first && told_none(number)) fill(s_reg, masked_score(terms)), stay_apart();
-    if (SCORES == PLUS_LINEAR) terms_of_rows<false, true>(terms_reg, s_reg, context(), warp_row, col0);
+    if (LINEAR) terms_of_tile(terms_reg, s_reg, line, col0);
     if (PAIR_BITS ? false : TELLS_WHOLE ? u32(key_tile() - whole_first) >= u32(wholes) : !unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0, masked_score(terms));
     if constexpr (SCALES_LARGE) scale_as_before(s_reg, scale_log2, p.scale_log2);
   };
@@ -287,7 +287,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
     if (follows) to_operands(p_reg, s_reg, kept_reg);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
-    if constexpr (NUMBERED) number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group)));
+    if constexpr (TILE_LIST) number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group)));
     const StoredTerms in_product(smem + TERMS_OFFSET, LINEAR ? int(q_smem.base - smem) / QueryTile::bytes : keys.stage());
     if constexpr (COLUMNS) common = load_common(in_product);
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it products of several warpgroups queue, and no scores are done soon
@@ -303,7 +303,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     Arrays arrays;
     if (ARRAYS_AHEAD) load_arrays(arrays, k_smem);
     if (follows) {
-      if (ends) end_softmax(ended, WHOLE, weight);
+      if (ends) end_softmax(ended, ended_line, WHOLE, weight);
       wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
     } else {
       wait_for_products<0>(s_reg);                            // the same
@@ -384,7 +384,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     start_product(o_reg, p_reg, values.tile(), sums);
     sums = false;
     RowVec<16> weight;
-    end_softmax(now, split, weight);
+    end_softmax(now, line, split, weight);
     wait_for_products<0>(o_reg);                              // without it O is stored before the product has ended
     consumer_release(values);                                 // without it the producer waits for ever
     for (; beyond > 0; --beyond) skip_keys(1), skip(values, 1);

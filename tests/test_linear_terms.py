@@ -89,7 +89,7 @@ def test_places_far_apart(schedule):
     out, lse = plan(q, k, v, alibi_slopes=slopes)
     near = slice(20_000 - 256, None)
     exact, exact_lse = oracle(q, k[:, :, near], v[:, :, near], scale=DIM**-0.5, alibi_slopes=slopes, last_key=256 - 70)
-    assert plan.kernel.config.SCORES == "PLUS_LINEAR" and plan.kernel.config.SPLIT_KV
+    assert plan.kernel.config.SCORES == "PLUS_LINEAR" and plan.kernel.config.SPLIT_KV and plan.kernel.config.FROM_LAST
     assert abs(lse - exact_lse).max() <= 2e-5 and abs(out - exact).max() <= 2e-3
 
 
@@ -136,17 +136,55 @@ def test_steps(text, steps):
     assert (found and (str(found.per_key), str(found.per_query))) == steps
 
 
-@pytest.mark.parametrize("len_q, len_kv", [(150, 417), pytest.param(300, 131, marks=pytest.mark.release)])
-def test_the_last_keys_come_first_where_alibi_rises_towards_them(schedule, len_q, len_kv):
+LENGTHS = [(150, 417), pytest.param(300, 131, marks=pytest.mark.release)]
+
+
+@pytest.mark.parametrize("len_q, len_kv", LENGTHS)
+def test_keys_that_alibi_makes_larger_come_first(schedule, len_q, len_kv):
     options, hand = masked("causal", len_q, len_kv)
-    options |= {"alibi_slopes": abs(SLOPES)}
-    forward, backward = check("float16", options, hand | {"alibi_slopes": abs(SLOPES)}, len_q, len_kv)
+    options |= {"alibi_slopes": SLOPES}  # of either sign
+    forward, backward = check("float16", options, hand | {"alibi_slopes": SLOPES}, len_q, len_kv)
     assert forward.config.FROM_LAST and not backward.config.FROM_LAST
-    assert "the last keys first: towards them ALiBi makes scores larger" in forward.reasons
+    assert "the last keys first where a linear term makes scores larger towards them" in forward.reasons
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "mask": "kv_idx % 3 == 0"}, {"window": (40, 30)}], ids=str)
-def test_keys_come_in_order_where_nothing_rises_to_the_last(options):
+BANDS = [{"causal": True}, {"window": (150, 60)}, {"causal": True, "prefix": 33}]
+
+
+@pytest.mark.parametrize("len_q, len_kv", LENGTHS)
+@pytest.mark.parametrize("options", thinned(BANDS, keep=3, first=1), ids=str)
+def test_no_tile_is_computed_twice_whichever_way_a_term_rises(options, len_q, len_kv):
+    """From one key tile to the next it rises by more than P may become before its maximum is found."""
+    q, k, v, _ = inputs("float16", len_q, len_kv)
+    for sign in (1, -1):
+        products = []
+        for slope in (2.0 * sign, 2.0**-30 * sign):  # the second one raises nothing, and keys come in the same order
+            plan = plan_attention(q, k, v, **WHERE, score="score + slope * (kv_idx - q_idx)", arrays={"slope": slope}, **options)
+            assert plan.kernel.file == "fwd_hopper" and plan.kernel.config.FROM_LAST
+            products.append(plan.counted(q, k, v, arrays={"slope": slope})[1].flops)
+        assert products[0] == products[1]
+
+
+@pytest.mark.parametrize("options", thinned([{}, {"causal": True}], first=1), ids=str)
+def test_a_split_begins_with_the_keys_that_are_larger_as_well(schedule, options):
+    q, k, v = (x[:1] for x in inputs("float16", 100, 2600)[:3])
+    far = numpy.arange(2600.0) - numpy.arange(100.0)[:, None]
+    hand = {"last_key": 2500} if options else {}
+    products = []
+    for rate in (1.0, 2.0**-30):
+        slopes = rate * SLOPES[0]
+        asked = {"score": "score + slope[h] * (kv_idx - q_idx)", "arrays": {"slope": slopes}}
+        plan = plan_attention(q, k, v, return_lse=True, **WHERE, **asked, **options)
+        assert plan.kernel.config.SPLIT_KV and plan.kernel.config.FROM_LAST
+        (out, lse), moved = plan.counted(q, k, v, arrays={"slope": slopes})
+        exact, exact_lse = oracle(q, k, v, scale=DIM**-0.5, bias=slopes[:, None, None] * far, **hand)
+        assert abs(lse - exact_lse).max() <= 2**-22 * max(abs(exact_lse).max(), 1) and abs(out - exact).max() <= 2e-3
+        products.append(moved.flops)
+    assert products[0] == products[1]
+
+
+@pytest.mark.parametrize("options", [{"mask": "kv_idx % 3 == 0"}, {"causal": False}], ids=str)
+def test_keys_come_in_order_in_lists_and_where_no_term_is_linear(options):
     q, k, v, _ = inputs("float16", 90, 100)
-    kernel = plan_attention(q, k, v, alibi_slopes=SLOPES, **options, **WHERE).kernel
+    kernel = plan_attention(q, k, v, alibi_slopes=SLOPES, **{"causal": True} | options, **WHERE).kernel
     assert kernel.file == "fwd_hopper" and not kernel.config.FROM_LAST

@@ -110,9 +110,9 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     if of_lengths and problem.lengths.paged:
         row = in_pages(row, problem.lengths.page_size)
     listed = bool(expressions.takes_part or expressions.pair_bits) and kernel in LISTED and problem.lengths is None
-    rises = problem.scores.alibi_slopes is not None and problem.mask.shape == "causal" and kernel == "fwd_hopper"
-    rises &= not (listed or split)
-    why_last = "the last keys first: towards them ALiBi makes scores larger" * rises
+    rises = kernel == "fwd_hopper" and expressions.kind == "PLUS_LINEAR" and not listed
+    rises &= not (of_lengths and problem.lengths.paged)
+    why_last = "the last keys first where a linear term makes scores larger towards them" * rises
     shares = problem.shares_device and kernel == "fwd_hopper" and problem.lengths is None
     why_blocks = "a block for each query tile: something else has to run meanwhile" * shares
     why_pairs = why_bits(expressions) if kernel == "fwd_hopper" and problem.lengths is None else ""

@@ -152,7 +152,7 @@ class KernelPlan:
             panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
             queries = 64 * c.STAGES_Q * panels + c.TMA_STORE_OUT * c.TILE_Q * panels_v  # and out
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
-            told = 4 * (4 if c.OWN_LISTS else int(c.TILE_LIST or c.FROM_LAST))  # of each key tile
+            told = 4 * (4 if c.OWN_LISTS else int(c.TILE_LIST))  # of each key tile
             work = (48 + 32 * c.VARLEN) * c.STAGES_Q + told * c.STAGES + 8 * (c.VARLEN + c.PAGED)
             biases = c.STAGED_BIAS * c.STAGES * c.TILE_Q * -(-c.TILE_KV // 64)
             main = 128 * (queries + keys + biases + values) + 8 * 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q) + work

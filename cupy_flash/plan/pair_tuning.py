@@ -28,6 +28,7 @@ from .tuning import (
     TWO_PINGPONG,
     WIDE,
     WIDE_STEPS,
+    WINDOW,
     TileConfig,
 )
 from .tuning import HOPPER as PLAIN_HOPPER
@@ -232,8 +233,8 @@ LENGTHS_64 = TileConfig(64, 256, 64, FOUR_GROUPS + PINGPONG, **FOUR, pingpong=Tr
 def beside_keys(row: TileConfig) -> tuple[TileConfig, ...]:
     """The rows in place of one where keys have terms. Of sequences with lengths no rows leave by TMA: they have the room."""
     match row.width, row.tile_q, row.tile_kv:
-        case 64, 256, 64:  # measured 563 us causal, 1,049 not, and with 192 x 128 556 and 988
-            return ()
+        case 64, 256, 64:  # measured 184 us causal and 305 not at 1,024, 331 and 573 at 2,048; 192 x 128 has 215, 313, 328, 529
+            return () if row.masks in (CAUSAL, WINDOW) else (replace(row, max_len_q=1024, without_lengths=True),)
         case 128, 128 | 192, 64 | 128:
             return KEYS_128, row
         case 256, 64, 64:
@@ -244,8 +245,9 @@ def beside_keys(row: TileConfig) -> tuple[TileConfig, ...]:
 def beside_steps(row: TileConfig) -> tuple[TileConfig, ...]:
     """The same of linear terms, whose steps take registers that sequences of their own lengths have not."""
     match row.width, row.tile_q, row.tile_kv:
-        case 64, 256, 64:  # causal: measured 177 us at 1,024, 2,067 of one sequence, and with 192 x 128 201 and 1,956
-            return (replace(row, max_len_q=1024, without_lengths=True),) if row.masks == CAUSAL else ()
+        case 64, 256, 64:  # measured 540 us causal at 4,096, 1,056 at 8,192, 278 full at 1,024; 192 x 128 has 552, 1,020, 304
+            longest = 4096 if row.masks == CAUSAL else 1024
+            return () if row.masks == WINDOW else (replace(row, max_len_q=longest, without_lengths=True),)
         case 64, 192, 128:
             return replace(row, **LINEAR_64), LENGTHS_64
         case 128, 128, 128:

@@ -46,8 +46,8 @@ template <typename Params, typename Coord> OP void find_columns(ColumnTerms& col
       if (term <= MOST_COMMON) columns.common.at(l, 0) = fmaxf(columns.common.at(l, 0), term);
     }
   }
-  reduce_lanes<32>(columns.common, [](float a, float b) { return fmaxf(a, b); });
   const bool none = warp_any(ordinary);
+  if (!none) reduce_lanes<32>(columns.common, [](float a, float b) { return fmaxf(a, b); });
   for_lane(l) {
     const float largest = columns.common.at(l, 0), common = none || largest < -MOST_COMMON ? 0.f : largest;     // -inf - -inf would be NaN
     #pragma unroll

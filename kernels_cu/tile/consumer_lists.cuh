@@ -10,7 +10,7 @@ static_assert(!OWN_LISTS || TILE_LIST, "lists of consumers are lists");
 constexpr int MOST_CONSUMERS = 4;
 constexpr int TOLD_WORDS = OWN_LISTS ? MOST_CONSUMERS : 1;
 constexpr u32 ALL_PAIRS = 1u << 31, NO_PAIRS = 1u << 30, NEXT_NONE = 1u << 29;
-OP int told_number(u32 told) { return int(told & ~(TILE_LIST ? ALL_PAIRS | NO_PAIRS | NEXT_NONE : ALL_PAIRS)); }
+OP int told_number(u32 told) { return int(told & ~(ALL_PAIRS | NO_PAIRS | NEXT_NONE)); }
 OP bool told_none(u32 told) { return told & NO_PAIRS; }
 OP bool told_to_ask(u32 told) { return !(told & (ALL_PAIRS | NO_PAIRS)); }
 OP bool told_next_none(u32 told) { return OWN_LISTS && told & NEXT_NONE; }

@@ -23,8 +23,8 @@ constexpr int WORK_OFFSET = Q_BARRIERS + STAGES_Q * STAGE_BARRIERS;
 constexpr int SEQUENCES_OFFSET = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
 constexpr int CLIPPED_BARRIER = SEQUENCES_OFFSET + VARLEN * STAGES_Q * int(sizeof(SequenceDescriptor));
 constexpr int NUMBERS_OFFSET = CLIPPED_BARRIER + (VARLEN + PAGED) * Mbarrier::bytes; // last: what lies behind them would not be aligned
-constexpr int TERMS_OFFSET = (NUMBERS_OFFSET + NUMBERED * STAGES * TOLD_WORDS * int(sizeof(u32)) + 15) / 16 * 16;
-constexpr int SHARED_BYTES = TERMS_IN_PRODUCT ? TERMS_OFFSET + StoredTerms::all_bytes : NUMBERS_OFFSET + NUMBERED * STAGES * TOLD_WORDS * int(sizeof(u32));
+constexpr int TERMS_OFFSET = (NUMBERS_OFFSET + TILE_LIST * STAGES * TOLD_WORDS * int(sizeof(u32)) + 15) / 16 * 16;
+constexpr int SHARED_BYTES = TERMS_IN_PRODUCT ? TERMS_OFFSET + StoredTerms::all_bytes : NUMBERS_OFFSET + TILE_LIST * STAGES * TOLD_WORDS * int(sizeof(u32));
 static_assert(!OWN_LISTS || NUMBERS_OFFSET % int(sizeof(ToldWords)) == 0, "words of all consumers leave at once");
 OP SharedAddress number_of(SharedAddress memory, int stage, int consumer = 0) {
   return memory + NUMBERS_OFFSET + (OWN_LISTS ? consumer : 0) * int(sizeof(u32)) + stage * TOLD_WORDS * int(sizeof(u32));

@@ -1,7 +1,11 @@
-// linear_terms.cuh -- a term that is linear in the places of a pair (PLUS_LINEAR) in fwd_hopper.cu. What the rows have in common of it in a key tile
-// goes into the exponent (`terms_of_rows`). What is left is how far a key is from the middle of the tile, times what the term changes by from a key to
-// the next. That is one more step of the product of queries and keys, S = [step Q] [far K]^T, so that a score costs no instruction. Distances are the
-// same in all tiles, and are stored once; the step of a head comes with its queries.
+// linear_terms.cuh -- a term that is linear in the places of a pair (PLUS_LINEAR) in fwd_hopper.cu, in three parts.
+//
+//   How far a key is from the middle of its tile, times what the term changes by from a key to the next, is one more step of the product of queries
+//   and keys, S = [step Q] [far K]^T, so that a score costs no instruction. Distances are the same in all tiles, and are stored once; the step of a
+//   head comes with its queries.
+//   How far the middle of the tile is from a key where the term of the warp's first row is about 0, times the same, is a number of the warp. It goes
+//   into the exponent. Near the diagonal of ALiBi it is small, and so exact.
+//   What is left is the same for all keys. A softmax does not change by it, so it is added to the maximum when that has ended.
 #pragma once
 #include "tile/column_terms.cuh"
 
@@ -32,6 +36,29 @@ OP void store_step(const StoredSteps& to, float step) {
   fence_proxy_async();                                        // without it products read what was there before
 }
 OP float load_common(const StoredSteps&) { return 0.f; }
+
+// By a warp, in units of log 2: of its 16 rows, once for a query tile.
+struct LinearTerms {
+  float per_key, per_query, of_row0;                          // of_row0: at the key `from`
+  int from;
+};
+constexpr float FARTHEST = 0x1p24f;                           // keys, where the term hardly changes by them
+OP LinearTerms linear_terms(const ScoreContext& x, int row0) {
+  const auto of_row0 = [&](int key) { return term_of({false, row0, key, float(row0), float(key), 0.f, 0.f, true}, x); };
+  const float per_key = per_key_of(x);
+  const int from = int(fminf(fmaxf(-of_row0(0) / per_key, -FARTHEST), FARTHEST));
+  return {per_key * LOG2E, per_query_of(x) * LOG2E, of_row0(from) * LOG2E, from};
+}
+// What scores of a key tile have in common, and what the rows have in the end.
+template <int M, int N> OP void terms_of_tile(RowVec<M>& terms, const Acc<M, N>&, const LinearTerms& of, int col0) {
+  fill(terms, of.per_key * float(col0 + N / 2 - of.from));
+}
+template <int M> OP void count_rows(OnlineSoftmax<M>& state, const LinearTerms& of) {
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < state.max.slots; ++i) state.max.at(l, i) += fmaf(of.per_query, float(RowVec<M>::row(l, i)), of.of_row0);
+  }
+}
 
 using StoredTerms = Choose<LINEAR, StoredSteps, StoredColumns>;
 constexpr bool TERMS_IN_PRODUCT = COLUMNS || LINEAR;

@@ -14,13 +14,13 @@ template <bool TRANSPOSED, int M, int N> OP PairPlace place_of(const Acc<M, N>& 
   const int row = row0 + s.row(l, r), first_col = col0 + s.col(l, 0), further = s.col(l, r) - s.col(l, 0), col = first_col + further;
   return {TRANSPOSED, TRANSPOSED ? col : row, TRANSPOSED ? row : col, float(row), float(first_col), float(further), 0.f, true};
 }
-// PLUS_LINEAR: what the pairs of a row have in common of the term, in units of log 2. It is that of the key in the middle of the lane's, or OF_TILE of
-// the tile; TRANSPOSED that of the query there.
-template <bool TRANSPOSED, bool OF_TILE = TRANSPOSED, int M, int N>
+// PLUS_LINEAR: what the pairs of a row have in common of the term, in units of log 2. It is that of the key in the middle of the lane's; TRANSPOSED that
+// of the query in the middle of the tile.
+template <bool TRANSPOSED, int M, int N>
 OP void terms_of_rows(RowVec<M>& terms, const Acc<M, N>& s, const ScoreContext& x, int row0, int col0) {
   for_lane(l) {
-    const int lane = TMA_REDUCE_DQ || (OF_TILE && VARLEN) ? not_ahead(l) : l;
-    const int row = row0 + RowVec<M>::row(lane, 0), col = col0 + (OF_TILE ? N / 2 : s.col(l, 0) + middle_column(s));
+    const int lane = TMA_REDUCE_DQ || (TRANSPOSED && VARLEN) ? not_ahead(l) : l;
+    const int row = row0 + RowVec<M>::row(lane, 0), col = col0 + (TRANSPOSED ? N / 2 : s.col(l, 0) + middle_column(s));
     terms.at(l, 0) = term_of({TRANSPOSED, TRANSPOSED ? col : row, TRANSPOSED ? row : col, float(row), float(col), 0.f, 0.f, true}, x) * LOG2E;
     #pragma unroll
     for (int i = 1; i < M / 8; ++i)

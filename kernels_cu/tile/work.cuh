@@ -10,6 +10,9 @@ constexpr int ROWS = TILE_Q / GROUPS;                         // of Q, for each 
 static_assert(ROWS == 64, "a warpgroup owns 64 query rows");
 constexpr bool AHEAD = STAGES_Q > GROUPS;                     // a query tile begins before the one before it has ended
 static_assert(STAGES_Q >= GROUPS, "each warpgroup reads a stage");
+constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
+constexpr int LEAD = TILE_LIST || FROM_LAST ? 0 : (GROUPS - 1) * ROWS / TILE_KV; // key tiles: under a mask, so many may be left when the first consumer ends its query tile
+constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
 static_assert(min_of(STAGES, STAGES_V) <= 16 && GROUPS <= 8, "four bits for each consumer hold how many key tiles it may leave");
 static_assert(GROUPS > 1 || !PINGPONG, "ping-pong takes two warpgroups");
 
@@ -147,7 +150,6 @@ template <typename Params> OP void clear_rooms(const Params& p, int warp, int wa
 // What the producer tells a consumer with its queries. It has the time to work that out; a consumer between two tiles keeps tensor cores waiting.
 enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the next tile begins beneath the last product of this one
 constexpr u32 WHOLE = ~u32(0);
-constexpr bool NUMBERED = TILE_LIST || FROM_LAST;             // consumers count key tiles, and are told which each is
 // Integers cost most beneath products, so at dims up to 64 the producer tells of which key tiles a consumer's rows see all keys, and what lanes find
 // out together is kept once for a warp. As measured: wider rows, sequences of their own lengths and other terms are no faster, or have no registers.
 constexpr bool TELLS_WHOLE = max_of(WIDTH, WIDTH_V) <= 64 && !VARLEN && !PAIR_BITS && (SCORES == UNCHANGED || SCORES == PLUS_LINEAR);
@@ -196,25 +198,30 @@ template <typename Params, typename Coord> OP int keys_of_sequence(const Params&
   return VARLEN ? max_of(rows_at<KEYS>(p, here).len(), 1) : rows_at<KEYS>(p, here).len();
 }
 
-// FROM_LAST: the range of those tiles if they are counted from the last of all on, and where a tile then is.
+// FROM_LAST: the range of those tiles if they are counted from the last of all on, and where a tile then is. Consumers, which only count upwards, are
+// told -tile.
+static_assert(!FROM_LAST || !TILE_LIST, "lists begin with the first");
 OP int mirrored(const NBlockRange& all, int tile) { return all.begin + all.end - 1 - tile; }
 OP NBlockRange mirrored(const NBlockRange& all, const NBlockRange& some) { return {mirrored(all, some.end - 1), mirrored(all, some.begin) + 1}; }
 
 // The work of a consumer in a query tile that it begins beneath the end of one of whose key tiles it leaves so many unread (`left`).
-OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, const QueryLists& lists, int group, int left, bool follows) {
+OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, bool from_last, const QueryLists& lists, int group, int left, bool follows) {
   WorkDescriptor work;
   #pragma unroll
   for (int i = 0; i < 2; ++i) work.batch[i] = here.batch[BATCH_AXES - 2 + i];
   work.head = here.head;
   work.row = here.row;
   const int row = here.row + group * ROWS;
-  const NBlockRange seen = n_block_range(mask, row, min_of(ROWS, rows_at<QUERIES>(p, here).len() - row), TILE_KV, tiles), own = FROM_LAST ? mirrored(tiles, seen) : SPLIT_KV ? clip_range(tiles, seen) : seen;
+  const NBlockRange seen = n_block_range(mask, row, min_of(ROWS, rows_at<QUERIES>(p, here).len() - row), TILE_KV, tiles);
+  NBlockRange own = SPLIT_KV ? clip_range(tiles, seen) : seen;
+  if constexpr (FROM_LAST) if (from_last) own = mirrored(tiles, own);
   // Tiles are split only where all rows see the first keys. With more tiles before, the producer would wait for stages of V that a consumer
   // has not come to, and the consumer for keys; or, with ping-pong, for other consumers, which wait for the producer.
   work.before = SPLIT_KV ? 0 : min_of(own.begin - tiles.begin, max_of(STAGES_V - 1 - left, 0));
   work.first = tiles.begin + work.before;
   work.last = own.end - 1;
   work.beyond = tiles.end - own.end;
+  if constexpr (FROM_LAST) if (from_last) work.first = -mirrored(tiles, work.first), work.last = -mirrored(tiles, work.last);
   if constexpr (TILE_LIST) {                                  // all consumers are given the tiles that one of them sees, and count them
     work.first = work.before = work.beyond = 0;
     work.last = max_of(lists.count(tiles.begin, tiles.end), 1) - 1;
@@ -236,6 +243,7 @@ OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index
 //   across   the one before was the last of another query tile, which ends here. If none is left to end, the second product counts for
 //            nothing: it takes K for V, which need not have come, so that two kinds of step, or all, have one text
 //   alone    a query tile's first, where query tiles do not overlap: there is no second product
+constexpr bool ONE_TEXT = AHEAD && WIDTH_V > 128;             // of a step: compiled a fifth sooner, and level. Narrower rows would lose a tenth
 struct Step {
   bool follows, starts, ends;                                 // there is a second product; the query tile is new; another one ends
   static OP Step within() { return {true, false, false}; }
