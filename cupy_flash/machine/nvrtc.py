@@ -21,6 +21,8 @@ OPTIONS = ("--std=c++17",)
 SEVERAL_ENTRIES = ("--split-compile=0",)
 # From here on NVRTC 12.9 makes one of two machine codes by it, whichever a process happens to get, up to 29 registers apart.
 FIRST_BY_CHANCE = 100
+# From this version on NVRTC keeps what it compiles, where there is a driver, and has no log of what it finds again.
+CACHING = (12, 9)
 
 # A pair has no time for divisions and roots rounded to the last bit: these are off by two units of it. In float32 that counts.
 QUICK_DIVISION = ("--prec-div=false", "--prec-sqrt=false")
@@ -129,7 +131,7 @@ def _log(nvrtc: Any, program: Any) -> str:
 
 def report(plan: KernelPlan) -> Report:
     """Compile a plan and read registers, spills and warnings from the assembler's log."""
-    code, log = compile_plan(plan, ("--ptxas-options=-v",))
+    code, log = compile_plan(plan, ("--ptxas-options=-v", *["--no-cache"] * (version() >= CACHING)))
     return Report(
         registers=max(map(int, re.findall(r"Used (\d+) registers", log))),
         spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", log))),

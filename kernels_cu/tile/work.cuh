@@ -151,8 +151,8 @@ template <typename Params> OP void clear_rooms(const Params& p, int warp, int wa
 enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the next tile begins beneath the last product of this one
 constexpr u32 WHOLE = ~u32(0);
 // Integers cost most beneath products, so at dims up to 64 the producer tells of which key tiles a consumer's rows see all keys, and what lanes find
-// out together is kept once for a warp. As measured: wider rows, sequences of their own lengths and other terms are no faster, or have no registers.
-constexpr bool TELLS_WHOLE = max_of(WIDTH, WIDTH_V) <= 64 && !VARLEN && !PAIR_BITS && (SCORES == UNCHANGED || SCORES == PLUS_LINEAR);
+// out together is kept once for a warp. As measured: wider rows, sequences of their own lengths and other scores are no faster, or have no registers.
+constexpr bool TELLS_WHOLE = max_of(WIDTH, WIDTH_V) <= 64 && !VARLEN && !PAIR_BITS && (SCORES == UNCHANGED || SCORES == PLUS_LINEAR || SCORES == PLUS_COLUMN);
 typedef ChooseType<TELLS_WHOLE, u32, bool>::type Found;
 OP Found found(bool by_lanes) {
   if constexpr (TELLS_WHOLE) return uniform(u32(by_lanes));

@@ -175,7 +175,7 @@ grouping.RUNNING, grouping.HOPPER_BLOCKS_TOGETHER = kept
 q, k, v = normal(3, 2, 210, 64)
 def taken_apart(**asked):
     terms = normal(210, dtype="float32")
-    asked["arrays"] = given = {"t": terms if "kv_idx" in asked["score"] else terms[:2]}
+    asked["arrays"] = given = {"t": terms if "t[kv_idx]" in asked["score"] else terms[:2]}
     attention(q, k, v, causal=True, **asked)
     results = plan_attention(q, k, v, causal=True, kernel="fwd_v2", return_lse=True, **asked)(q, k, v, arrays=given)
     plan_attention_backward(q, q, k, v, *results, causal=True, **asked)(q, q, k, v, *results, arrays=given)
@@ -187,8 +187,9 @@ print("done")
 
 
 # Nor does racecheck see that the lanes of a warp have written before one of them arrives for all, behind a barrier of the warp.
-TERMS_OF_KEYS = """
+TERMS_IN_PRODUCTS = """
 taken_apart(score="score + t[kv_idx]")
+taken_apart(score="score + t[h] * (kv_idx - q_idx)")  # of normal numbers: of one head the last keys come first
 cupy.cuda.Device().synchronize()
 """
 
@@ -245,7 +246,7 @@ def watch(tool, program, kernels=KERNELS):
 @pytest.fixture(scope="module")
 def programs():
     """What each tool executes, run once without any."""
-    by_tool = dict.fromkeys(("memcheck", "initcheck", "synccheck"), PROGRAM + TERMS_OF_KEYS)
+    by_tool = dict.fromkeys(("memcheck", "initcheck", "synccheck"), PROGRAM + TERMS_IN_PRODUCTS)
     by_tool["racecheck"] = EACH_LANE_ARRIVES + PROGRAM
     for program in dict.fromkeys(by_tool.values()):
         run(program)

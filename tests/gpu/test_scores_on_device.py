@@ -120,18 +120,23 @@ def test_large_terms_of_all_keys(dtype, dim):
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads, len_q, len_kv", [(80, 210, 300), (4, 210, 2900)])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_linear_terms(dtype, causal, dim):
-    """On sm_90a such a step too: distances, and what each head multiplies them by, of more query tiles than a device has blocks."""
-    rng, (len_q, len_kv) = numpy.random.default_rng(3), (210, 300)
-    shapes = (80, len_q), (40, len_kv), (40, len_kv), (80, len_q)
+def test_linear_terms(dtype, heads, len_q, len_kv, causal, dim):
+    """On sm_90a such a step too: distances, and what each head multiplies them by, of more query tiles than a device has blocks.
+
+    Of fewer, blocks share tiles.
+    """
+    rng, heads_kv = numpy.random.default_rng(3), heads // 2
+    shapes = (heads, len_q), (heads_kv, len_kv), (heads_kv, len_kv), (heads, len_q)
     given = [rng.standard_normal((2, *shape, dim)).astype(DTYPES[dtype]) for shape in shapes]
-    slopes = rng.uniform(-1, 1, (2, 80)).astype(numpy.float32)  # of 24 bits, and of either sign
+    slopes = rng.uniform(-1, 1, (2, heads)).astype(numpy.float32)  # of 24 bits, and of either sign
     far = numpy.arange(len_kv) - numpy.arange(len_q)[:, None]
     hand = {"bias": slopes.astype(float)[:, :, None, None] * far, "last_key": len_kv - len_q if causal else None}
     options = {"score": "score + slope[b, h] * (kv_idx - q_idx)", "arrays": {"slope": slopes}, "causal": causal}
     plans = on_device(dtype, options, hand, inputs_given=given)
     assert plans is None or (plans[0].config.SCORES == "PLUS_LINEAR") is (capability() == 90)
+    assert plans is None or capability() != 90 or plans[0].config.SPLIT_KV is (heads == 4)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192])
