@@ -12,7 +12,7 @@ from thinned import thinned
 from cupy_flash import UnsupportedError, append_kv, attention
 from cupy_flash.call import append as call
 from cupy_flash.machine import execution
-from cupy_flash.machine.execution import Operands
+from cupy_flash.machine.operands import Operands
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.problem.append import APPEND_ARRAYS
 

@@ -17,7 +17,7 @@ from cupy_flash import UnsupportedError, append_kv, attention, plan_attention, r
 from cupy_flash.call import append as call
 from cupy_flash.call import rotate as call_of_rotate
 from cupy_flash.machine import execution
-from cupy_flash.machine.execution import Operands
+from cupy_flash.machine.operands import Operands
 from cupy_flash.plan.append import append_launches, append_plan, make_append_plan
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.rotation_params import append_params

@@ -10,7 +10,7 @@ from rotary import angles
 from test_device import launched, told  # noqa: F401  a fixture
 
 from cupy_flash.call import append, indices, rotate
-from cupy_flash.machine.execution import Operands
+from cupy_flash.machine.operands import Operands
 from cupy_flash.problem.append import APPEND_ARRAYS
 from cupy_flash.problem.rotate import ROTATE_ARRAYS
 

@@ -15,7 +15,7 @@ from thinned import thinned
 from cupy_flash import UnsupportedError, rotate
 from cupy_flash.call import rotate as call
 from cupy_flash.machine import execution
-from cupy_flash.machine.execution import Operands
+from cupy_flash.machine.operands import Operands
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.rotate import make_rotate_plan, rotate_launches, rotate_plan
 from cupy_flash.plan.rotation_params import rotate_params

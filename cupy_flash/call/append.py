@@ -9,7 +9,8 @@ from typing import Any
 import numpy
 
 from ..errors import shown
-from ..machine.execution import Execution, Operands, Prepared, architecture_for, cached
+from ..machine.execution import Execution, Prepared, architecture_for, cached
+from ..machine.operands import Operands
 from ..plan.append import append_launches, make_append_plan
 from ..plan.kernel import KernelPlan
 from ..plan.rotation_params import append_params

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..machine.execution import Execution, Operands, Prepared, architecture_for, cached
+from ..machine.execution import Execution, Prepared, architecture_for, cached
+from ..machine.operands import Operands
 from ..plan.backward import backward_launches, backward_maps, backward_workspace, make_backward_plan
 from ..plan.grouping import make_grouping
 from ..plan.kernel import KernelPlan
@@ -75,7 +76,7 @@ class BackwardPlan(Prepared):
                 for plan in plans
             )
         names = (*BACKWARD_ARRAYS, *p.given)
-        super().__init__(dict(zip(names, problem.seen)), RESULTS, p.backend, p.device, execution, keeps_tiles)
+        super().__init__(dict(zip(names, problem.seen)), RESULTS, p.backend, p.device, execution, keeps_tiles, p.given)
         described = [x and arrays.description_of(x) for x in problem.seen]
         without_results = [*described[:FIRST_RESULT], *[None] * len(RESULTS), *described[END_OF_RESULTS:]]
         self._usual = () if self._demanded else (described, without_results)

@@ -21,6 +21,8 @@ from ..problem.scores import OPERANDS, declared, label
 from .tile_mask import TileMask, operand
 
 BITS_OF_SEED = 64
+LENGTHS_BY_NAME = frozenset(LENGTHS)
+LOOKED_AT = frozenset(("seed", START, STOP))  # of which it matters what they are besides arrays
 LEAST, GREATEST = -(2**31), 2**31 - 1  # of an int of kernels
 
 
@@ -53,10 +55,11 @@ class Captured:
         self.names, self.options = _named(tuple(operands), tuple(arrays))
         self.given = (*operands.values(), *arrays.values())
         views, descriptions, self.addresses, self.words = [], [], [], []
+        kind = array_views.kind_on_devices()
         for name, x in zip(self.names, self.given):  # one loop: a call takes few microseconds
-            view = _view(x, name)
+            view = x if type(x) is kind and name not in LOOKED_AT else _view(x, name)
             views.append(view)
-            if isinstance(view, numpy.ndarray) and _is_value(name, view):
+            if type(view) is not kind and isinstance(view, numpy.ndarray) and _is_value(name, view):
                 # Where one lies that is told by its value is nothing that a plan depends on.
                 description, at = (view.shape, (view.itemsize,) * view.ndim, view.dtype, 0, None), 0
                 self.words += _value(name, view)
@@ -87,6 +90,8 @@ class Captured:
 
     def on_device(self) -> tuple[list[int], list[Any]]:
         """What kernels on the current device are told, and the arrays that were copied there: lengths in host memory."""
+        if LENGTHS_BY_NAME.isdisjoint(self.names):
+            return self.words, []
         host = self.lengths_in_host_memory
         if not host:
             return self.words, []
@@ -152,7 +157,9 @@ def captured(
     for name, x in zip(OPERANDS, (bias, array_of_mask, alibi_slopes, seed)):
         if x is not None:
             operands[name] = x
-    named = dict(sorted(arrays.items(), key=_name)) if arrays else {}  # in one order, however a dict was made
+    named = arrays or {}
+    if len(named) > 1:
+        named = dict(sorted(named.items(), key=_name))  # in one order, however a dict was made
     return Captured(operands, named, score, mask, kept)
 
 
@@ -182,6 +189,8 @@ def all_lengths(given: dict[str, Any]) -> dict[str, Any]:
 
 def taken_lengths(options: dict[str, Any]) -> dict[str, Any]:
     """Those of `LENGTHS` that a call gives, taken out of its options, in their order."""
+    if LENGTHS_BY_NAME.isdisjoint(options):
+        return {}
     return {name: x for name in LENGTHS if (x := options.pop(name, None)) is not None}
 
 

@@ -54,9 +54,12 @@ class AttentionPlan(Prepared):
             names = (*FORWARD_ARRAYS, *names_of_given(problem))
             found = classified(kernel, packed)
             execution = Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, found, keeps_tiles)
-        names = (*FORWARD_ARRAYS, *problem.given)
-        super().__init__(dict(zip(names, problem.seen)), ("out", "lse"), problem.backend, problem.device, execution, keeps_tiles)
+        given = problem.given
+        layouts = dict(zip((*FORWARD_ARRAYS, *given), problem.seen))
+        super().__init__(layouts, ("out", "lse"), problem.backend, problem.device, execution, keeps_tiles, given)
         q, k, v, out, _, *others = (x and arrays.description_of(x) for x in problem.seen)
+        self._few_arrays = not given and problem.sinks is None
+        self._only_launches = execution is not None and execution.classification is None
         # With and without `out`.
         self._usual = () if self._demanded else ((q, k, v, out, None, *others), (q, k, v, None, None, *others))
 
@@ -120,10 +123,12 @@ class AttentionPlan(Prepared):
         TypeError, ValueError
             If an array is not laid out as planned.
         """
-        others = captured(
-            mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=all_lengths(lengths)
-        )
-        self._check_captured(others, self.problem)
+        others = NOTHING
+        if lengths or not mask is arrays is bias is alibi_slopes is seed is None:
+            lengths = all_lengths(lengths)
+            others = captured(mask=mask, arrays=arrays, bias=bias, alibi_slopes=alibi_slopes, seed=seed, lengths=lengths)
+        if others is not NOTHING or self._given or self._keeps_tiles:
+            self._check_captured(others, self.problem)
         given = ForwardOperands(q, k, v, out, lse, sinks, others)
         if given.descriptions not in self._usual:
             self._check_layouts(given.descriptions)
@@ -179,35 +184,55 @@ class AttentionPlan(Prepared):
         if workspace is not None:
             self._check_apart(given.addresses, workspace)
         elif given.out is not None or given.lse is not None:
-            if len(given.addresses) == len(FORWARD_ARRAYS) and self.problem.sinks is None:
+            if self._few_arrays:
                 self._check_results_apart(given.addresses)
             else:
                 self._check_apart(given.addresses, None)
-        out, lse, _ = self._where_planned(self._compute, given, workspace)
-        out = arrays.give_back(out, given.q, "q") if given.out is None else given.out
+        if self._backend == "cuda" and self._current_device() == self._device:
+            out, lse = self._launch(given, workspace)
+        else:
+            out, lse, _ = self._where_planned(self._compute, given, workspace)
+        if given.out is not None:
+            out = given.out
+        elif type(given.q) is not type(out):
+            out = arrays.give_back(out, given.q, "q")
         if not self._returns_lse:
             return out
         return out, arrays.give_back(lse, given.q, "q") if given.lse is None else given.lse
 
-    def _compute(self, given: ForwardOperands, workspace: arrays.Array | None) -> tuple[Any, Any, Traffic | None]:
-        p = self.problem
-        q, k, v, out, lse, sinks, *others = given.views
-        addresses = given.addresses
+    def _launch(self, given: ForwardOperands, workspace: arrays.Array | None) -> tuple[Any, Any]:
+        """Queue the kernel on the current device, with results that are there then."""
+        p, words = self.problem, given.addresses[: len(FORWARD_ARRAYS)]
+        out, lse = given.views[3:5]
         if p.lengths is not None:
             check_values(p.lengths, given.captured.lengths_in_host_memory, (p.len_q, p.len_kv))
         if out is None:
-            out = arrays.empty(p.seen_out)
-            addresses[3] = arrays.pointer(out)
+            out = arrays.empty(p.seen[3])
+            words[3] = out.data.ptr
         if lse is None and p.lse is not None:
-            lse = arrays.empty(p.seen_lse)
-            addresses[4] = arrays.pointer(lse)
-        if self._backend == "cuda":
-            at_q, at_k, at_v, *at_results = addresses[: len(FORWARD_ARRAYS)]
-            more_k, more_v = self._skipped_bytes
+            lse = arrays.empty(p.seen[4])
+            words[4] = lse.data.ptr
+        words[1] += self._skipped_bytes[0]
+        words[2] += self._skipped_bytes[1]
+        if given.captured is not NOTHING:
             more_words, _copied = given.captured.on_device()
-            words = [at_q, at_k + more_k, at_v + more_v, *at_results, *more_words]
+            words += more_words
+        if self._only_launches:
+            self._execution.on_device.launch(words, workspace)
+        else:
             self._execution.launch(words, workspace, given.captured.found)
-        elif self._backend == "host" or not p.empty:
+        return out, lse
+
+    def _compute(self, given: ForwardOperands, workspace: arrays.Array | None) -> tuple[Any, Any, Traffic | None]:
+        if self._backend == "cuda":
+            return *self._launch(given, workspace), None
+        p = self.problem
+        q, k, v, out, lse, sinks, *others = given.views
+        if p.lengths is not None:
+            check_values(p.lengths, given.captured.lengths_in_host_memory, (p.len_q, p.len_kv))
+        out = arrays.empty(p.seen_out) if out is None else out
+        lse = arrays.empty(p.seen_lse) if lse is None and p.lse is not None else lse
+        if self._backend == "host" or not p.empty:
             q, k, v, to_out = (arrays.in_order(x, p.layout) for x in (q, k, v, out))
             to_lse = arrays.in_order(lse, p.layout, HEADS_OF_LSE)
             if self._backend == "host":
@@ -236,18 +261,18 @@ class AttentionPlan(Prepared):
 
     def _check_results_apart(self, addresses: list[int]) -> None:
         """What `_check_apart` does, spelled out: as loops it would take a tenth of a call."""
-        a = addresses
-        q, k, v, out, lse, _ = self._spans
-        results = [(a[3] + out[0], a[3] + out[1])] if a[3] else []
-        if a[4]:
-            results.append((a[4] + lse[0], a[4] + lse[1]))
-        for start, stop in results:
-            if (
-                (start < a[0] + q[1] and a[0] + q[0] < stop)
-                or (start < a[1] + k[1] and a[1] + k[0] < stop)
-                or (start < a[2] + v[1] and a[2] + v[0] < stop)
-                or (len(results) == 2 and results[0][0] < results[1][1] and results[1][0] < results[0][1])
-            ):
+        q, k, v, out, lse, _ = addresses
+        (q0, q1), (k0, k1), (v0, v1), (out0, out1), (lse0, lse1), _ = self._spans
+        q0, q1, k0, k1, v0, v1 = q + q0, q + q1, k + k0, k + k1, v + v0, v + v1
+        if out:
+            out0, out1 = out + out0, out + out1
+            if (out0 < q1 and q0 < out1) or (out0 < k1 and k0 < out1) or (out0 < v1 and v0 < out1):
+                self._check_apart(addresses, None)
+        if lse:
+            lse0, lse1 = lse + lse0, lse + lse1
+            if (lse0 < q1 and q0 < lse1) or (lse0 < k1 and k0 < lse1) or (lse0 < v1 and v0 < lse1):
+                self._check_apart(addresses, None)
+            if out and lse0 < out1 and out0 < lse1:
                 self._check_apart(addresses, None)
 
 
@@ -258,16 +283,19 @@ class ForwardOperands:
 
     def __init__(self, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any = None, others: Captured = NOTHING) -> None:
         self.q, self.out, self.lse, self.captured = q, out, lse, others
-        view, describe = arrays.view, arrays.describe
-        q, k, v = view(q, "q"), view(k, "k"), view(v, "v")
+        view, describe, kind = arrays.view, arrays.describe, arrays.kind_on_devices()
+        if not type(q) is type(k) is type(v) is kind:
+            q, k, v = view(q, "q"), view(k, "k"), view(v, "v")
         (about_q, at_q), (about_k, at_k), (about_v, at_v) = describe(q), describe(k), describe(v)
         about_out = about_lse = about_sinks = None
         at_out = at_lse = at_sinks = 0
         if out is not None:
-            out = view(out, "out", writable=True)
+            if type(out) is not kind:
+                out = view(out, "out", writable=True)
             about_out, at_out = describe(out)
         if lse is not None:
-            lse = view(lse, "lse", writable=True)
+            if type(lse) is not kind:
+                lse = view(lse, "lse", writable=True)
             about_lse, at_lse = describe(lse)
         if sinks is not None:
             sinks = view(sinks, "sinks")

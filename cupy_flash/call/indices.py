@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from ..machine.execution import Operands
+from ..machine.operands import Operands
 from ..problem import arrays
 from ..problem.rotation import INDEX_DTYPES
 from ..problem.scalars import integer

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from ..errors import shown
-from ..machine.execution import Execution, Operands, Prepared, architecture_for, cached
+from ..machine.execution import Execution, Prepared, architecture_for, cached
+from ..machine.operands import Operands
 from ..plan.kernel import KernelPlan
 from ..plan.merge import merge_launches, merge_plan
 from ..plan.params import merge_params

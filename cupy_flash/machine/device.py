@@ -81,29 +81,29 @@ class DeviceKernel(threading.local):
             for i, name in enumerate((*names, *workspace.names))
             for field, place in places_of(params, name).items()
         ]
-        self._places = [(i, place) for i, field, place in places if field not in maps]
+        in_words = [(i, place) for i, field, place in places if field not in maps]
         in_maps = [(i, DriverMap(field, maps[field], memory + 8 * place)) for i, field, place in places if field in maps]
-        self._maps = [(i, driver_map.point_to) for i, driver_map in in_maps]
-        self._workspace = workspace
-        self._before_stream = [
+        point_to = [(i, driver_map.point_to) for i, driver_map in in_maps]
+        before_stream = [
             (function.ptr, launch.blocks, 1, 1, kernel.threads, 1, 1, launch.shared_bytes)
             for function, launch in zip(self._functions, launches)
         ]
-        self._after_stream = (arguments, 0)
+        # All at once: what belongs to a thread takes longer to find.
+        self._of_launch = (workspace, self._words, in_words, point_to, before_stream, (arguments, 0))
 
     def launch(self, addresses: list[int], workspace: cupy.ndarray | None = None) -> None:
         """Queue the kernel on the current stream."""
-        if self._workspace.parts:
-            memory = cupy.cuda.alloc(self._workspace.nbytes) if workspace is None else workspace.data
-            addresses = addresses + [memory.ptr + offset for offset in self._workspace.offsets]
-        words = self._words
-        for i, place in self._places:
+        planned, words, in_words, in_maps, before_stream, after_stream = self._of_launch
+        if planned.parts:
+            memory = cupy.cuda.alloc(planned.nbytes) if workspace is None else workspace.data
+            addresses = addresses + [memory.ptr + offset for offset in planned.offsets]
+        for i, place in in_words:
             words[place] = addresses[i]
-        for i, point_to in self._maps:
+        for i, point_to in in_maps:
             point_to(addresses[i])
         stream = cupy.cuda.get_current_stream().ptr
-        for before_stream in self._before_stream:
-            driver.launchKernel(*before_stream, stream, *self._after_stream)
+        for before in before_stream:
+            driver.launchKernel(*before, stream, *after_stream)
 
 
 def allocated(workspace: Workspace) -> cupy.ndarray:

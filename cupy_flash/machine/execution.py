@@ -168,38 +168,6 @@ class Execution:
         return traffic and before and traffic + before
 
 
-class Operands:
-    """The arrays of a call: as given, as NumPy or CuPy views, their descriptions and addresses; None and 0 for those left out.
-
-    Parameters
-    ----------
-    names : tuple of str
-        What error messages call them.
-    given : tuple of array or None
-    required : int
-        How many of them, at the beginning, cannot be left out.
-    results : int
-        How many of them, at the end, are written.
-    """
-
-    __slots__ = ("addresses", "arrays", "descriptions", "views")
-
-    def __init__(self, names: tuple[str, ...], given: tuple[Any, ...], required: int, results: int) -> None:
-        self.arrays = given
-        self.views: list[Any] = []
-        self.descriptions: list[Any] = []
-        self.addresses: list[int] = []
-        inputs = len(given) - results
-        for i, x in enumerate(given):
-            description, address = None, 0
-            if x is not None or i < required:
-                x = arrays.view(x, names[i], writable=i >= inputs)
-                description, address = arrays.describe(x)
-            self.views.append(x)
-            self.descriptions.append(description)
-            self.addresses.append(address)
-
-
 class Prepared:
     """What every plan can do: compare arrays with the layouts it was made for, and execute on its device.
 
@@ -215,6 +183,8 @@ class Prepared:
         None on backend 'numpy', which has no kernel.
     keeps_tiles : bool
         Whether the mask of a call is one that keeps what is found of its tiles.
+    given : tuple of str
+        Which of the arguments are lengths, or what scores and masks read.
     """
 
     def __init__(
@@ -225,8 +195,10 @@ class Prepared:
         device: int | None,
         execution: Execution | None,
         keeps_tiles: bool = False,
+        given: tuple[str, ...] = (),
     ) -> None:
         self._layouts = layouts
+        self._given = given
         self._keeps_tiles = keeps_tiles
         self._results = results
         self._places_of_results = [i for i, name in enumerate(layouts) if name in results]
@@ -294,11 +266,13 @@ class Prepared:
             raise ValueError(f"mask: expected a TileMask of {str(planned.mask)!r}, as planned, got one of {str(mask)!r}")
         if mask is not None and found is None:
             raise ValueError(f"mask: expected None or an array, since a plan keeps its expression, got {shown(mask)}")
-        for name in problem.given:
+        if others.names == self._given:
+            return
+        for name in self._given:
             if name not in others.names:
                 raise ValueError(f"{name}: expected an array, as planned, got None")
         for name in others.names:
-            if name not in problem.given:
+            if name not in self._given:
                 raise ValueError(f"{name}: expected None, the plan was made without it, got an array")
 
     def _check_numbers(self, problem: Problem, lengths: dict[str, Any]) -> None:
@@ -363,8 +337,10 @@ def cached(prepare: Callable[..., Result], descriptions: tuple[Any, ...], option
     named = tuple(options.items())
     try:
         # The types tell True from 1, which are equal as keys but not as options; inside of a pair as well.
-        types = tuple([tuple(map(type, option)) if type(option) is tuple else type(option) for option in options.values()])
-        return prepare(descriptions, named, types)
+        types = [*map(type, options.values())]
+        if tuple in types:
+            types += [tuple(map(type, option)) for option in options.values() if type(option) is tuple]
+        return prepare(descriptions, named, tuple(types))
     except Exception:  # an option that cannot be a key, such as a list as window; or what is wrong, and is found wrong once more
         pass
     return prepare.__wrapped__(descriptions, named, ())

@@ -33,6 +33,12 @@ TRACED = (
 )
 
 
+def kind_on_devices() -> type | None:
+    """What arrays in device memory are that need no view: CuPy's. None where nobody has imported CuPy, and so nobody has one."""
+    cupy = sys.modules.get("cupy")
+    return None if cupy is None else cupy.ndarray
+
+
 def view(x: Any, name: str, *, writable: bool = False) -> Array:
     """An array of any library as a NumPy or CuPy array that shares its memory.
 
@@ -60,8 +66,7 @@ def view(x: Any, name: str, *, writable: bool = False) -> Array:
         If the result would be detached from an autograd graph, or not be written where the caller looks, or if elements
         are masked.
     """
-    cupy = sys.modules.get("cupy")  # who holds a CuPy array has imported CuPy
-    if cupy is not None and type(x) is cupy.ndarray:
+    if type(x) is kind_on_devices():
         return x
     if type(x) is numpy.ndarray:
         array = x
@@ -125,13 +130,19 @@ def empty(layout: Layout) -> Array:
     -------
     numpy.ndarray or cupy.ndarray
     """
-    dtype = DTYPES[layout.dtype]
-    strides = tuple([stride * dtype.itemsize for stride in layout.strides])
+    shape, dtype, strides, nbytes = _new(layout)
     if layout.device is None:
-        return numpy.ndarray(layout.shape, dtype, strides=strides)
+        return numpy.ndarray(shape, dtype, strides=strides)
     import cupy
 
-    return cupy.ndarray(layout.shape, dtype, cupy.cuda.alloc(layout.nbytes), strides)
+    return cupy.ndarray(shape, dtype, cupy.cuda.alloc(nbytes), strides)
+
+
+@functools.lru_cache(maxsize=1024)
+def _new(layout: Layout) -> tuple[tuple[int, ...], numpy.dtype, tuple[int, ...], int]:
+    """Shape, dtype, strides in bytes and bytes of a new array."""
+    shape, strides, dtype, *_ = description_of(layout)
+    return shape, dtype, strides, layout.nbytes
 
 
 def zeros(shape: tuple[int, ...], dtype: str, device: int | None) -> Array:

@@ -15,12 +15,12 @@ def are_apart(addresses: list[int], spans: list[tuple[int, int]], results: list[
     results : list of int
         Places of those that are written.
     """
-    touched = [(address + low, address + high) for address, (low, high) in zip(addresses, spans) if address]
     for i in results:
         if addresses[i]:
             start, stop = addresses[i] + spans[i][0], addresses[i] + spans[i][1]
-            if sum([low < stop and start < high for low, high in touched]) > 1:  # more than itself
-                return False
+            for j, address in enumerate(addresses):
+                if address and start < address + spans[j][1] and address + spans[j][0] < stop and i != j:
+                    return False
     return True
 
 
