@@ -234,7 +234,7 @@ def faults_without(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("keep", [13, pytest.param(1, marks=pytest.mark.release)])  # of settings
+@pytest.mark.parametrize("keep", [31, pytest.param(1, marks=pytest.mark.release)])  # of settings
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_as_it_is(kernel, keep, faults_without):
     assert list(faults_without(kernel, None, keep)) == []
