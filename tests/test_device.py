@@ -19,6 +19,7 @@ from cupy_flash.machine import device, driver_map
 MULTIPROCESSORS = 5
 STREAM = 77
 ENCODED = 0xE0  # in the bytes of a map that the driver has encoded
+REFUSED = 3 << 30  # an address that it does not take for a map
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def launched(monkeypatch):
 
     def replace(place, address):
         ctypes.c_uint64.from_address(place.value).value = address
-        return 0
+        return 1 if address == REFUSED else 0
 
     def module(kernel, ordinal):  # what points to a function is here the size of the struct that it takes
         size = struct(kernel.params).itemsize
@@ -145,6 +146,18 @@ def test_blocks_that_take_turns_are_as_many_as_the_device_holds(launched):
     threads = [of_many.kernel.threads, of_one.kernel.threads]
     assert [launch.grid for launch in launched] == [[MULTIPROCESSORS, 1, 1, each, 1, 1] for each in threads]
     assert one_for_each_head > MULTIPROCESSORS
+
+
+def test_addresses_are_written_again_where_the_driver_has_refused_one(launched):
+    on_device = execution().on_device
+    addresses = [place << 20 for place in range(1, 7)]
+    on_device.launch(addresses)
+    on_device.launch(list(addresses))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=" 0xc0000000 with CUDA error 1"):
+            on_device.launch([7 << 20, 8 << 20, REFUSED, 9 << 20, 10, 11])
+    on_device.launch(addresses)
+    assert len(launched) == 3 and launched[0].words == launched[1].words == launched[2].words
 
 
 def test_each_thread_has_words_of_its_own(launched):

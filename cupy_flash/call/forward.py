@@ -60,8 +60,8 @@ class AttentionPlan(Prepared):
         q, k, v, out, _, *others = (x and arrays.description_of(x) for x in problem.seen)
         self._few_arrays = not given and problem.sinks is None
         self._only_launches = execution is not None and execution.classification is None
-        # With and without `out`.
-        self._usual = () if self._demanded else ((q, k, v, out, None, *others), (q, k, v, None, None, *others))
+        # Without `out`, and with it.
+        self._usual = () if self._demanded else ((q, k, v, None, None, *others), (q, k, v, out, None, *others))
 
     @property
     def result_bytes(self) -> int:
@@ -130,7 +130,7 @@ class AttentionPlan(Prepared):
         if others is not NOTHING or self._given or self._keeps_tiles:
             self._check_captured(others, self.problem)
         given = ForwardOperands(q, k, v, out, lse, sinks, others)
-        if given.descriptions not in self._usual:
+        if not self._usual or given.descriptions != self._usual[out is not None]:
             self._check_layouts(given.descriptions)
         if workspace is not None:
             workspace = self.checked_workspace(workspace)

@@ -30,7 +30,7 @@ class DeviceKernel(threading.local):
     """A loaded kernel file and its parameters, to be launched with the addresses of a call.
 
     CuPy's own launch converts its arguments anew each time; here the parameters stay in place as 64-bit words and a launch writes
-    the addresses among them; of a tensor map only an address that has changed. Each thread has words of its own, and the driver
+    the addresses among them, if they are others than those of the launch before. Each thread has words of its own, and the driver
     copies them before a launch returns.
 
     Parameters
@@ -88,19 +88,23 @@ class DeviceKernel(threading.local):
             (function.ptr, launch.blocks, 1, 1, kernel.threads, 1, 1, launch.shared_bytes)
             for function, launch in zip(self._functions, launches)
         ]
+        written: list[int] = []  # the addresses that are among the words
         # All at once: what belongs to a thread takes longer to find.
-        self._of_launch = (workspace, self._words, in_words, point_to, before_stream, (arguments, 0))
+        self._of_launch = (workspace, self._words, in_words, point_to, written, before_stream, (arguments, 0))
 
     def launch(self, addresses: list[int], workspace: cupy.ndarray | None = None) -> None:
         """Queue the kernel on the current stream."""
-        planned, words, in_words, in_maps, before_stream, after_stream = self._of_launch
+        planned, words, in_words, in_maps, written, before_stream, after_stream = self._of_launch
         if planned.parts:
             memory = cupy.cuda.alloc(planned.nbytes) if workspace is None else workspace.data
             addresses = addresses + [memory.ptr + offset for offset in planned.offsets]
-        for i, place in in_words:
-            words[place] = addresses[i]
-        for i, point_to in in_maps:
-            point_to(addresses[i])
+        if addresses != written:
+            written.clear()  # until all are: the driver may refuse one
+            for i, place in in_words:
+                words[place] = addresses[i]
+            for i, point_to in in_maps:
+                point_to(addresses[i])
+            written += addresses
         stream = cupy.cuda.get_current_stream().ptr
         for before in before_stream:
             driver.launchKernel(*before, stream, *after_stream)
