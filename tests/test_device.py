@@ -149,7 +149,7 @@ def test_blocks_that_take_turns_are_as_many_as_the_device_holds(launched):
 
 
 def test_addresses_are_written_again_where_the_driver_has_refused_one(launched):
-    on_device = execution().on_device
+    on_device = execution(queries=777).on_device  # which no other test has launched
     addresses = [place << 20 for place in range(1, 7)]
     on_device.launch(addresses)
     on_device.launch(list(addresses))
