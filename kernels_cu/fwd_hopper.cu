@@ -49,7 +49,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   Mask mask{p.mask, p.len_kv};                                // VARLEN: of the sequence at hand
 
   if (warp == 0) {
-    init_pipeline(keys, 4 * GROUPS, PRODUCER_ARRIVALS);       // warps that hand a tile back
+    init_pipeline(keys, 4 * GROUPS, PRODUCER_ARRIVALS + (TERM_WARPS > 0)); // warps that hand a tile back
     init_pipeline(values, 4 * GROUPS, PRODUCER_ARRIVALS);
     init_pipeline(queries, SHARED_STAGES ? 4 * GROUPS : 4);
     if (VARLEN) init_clipping(clipping);
@@ -60,7 +60,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   if (group < 0) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
     if constexpr (VARLEN) if (warp >= PRODUCER_WARPS) clear_rooms(p, warp - PRODUCER_WARPS, 4 - PRODUCER_WARPS);
-    if (warp >= PRODUCER_WARPS) return;
+    if (warp >= PRODUCER_WARPS) return bring_terms(keys, p, mask, smem + TERMS_OFFSET, warp - PRODUCER_WARPS);
     const bool leads = PRODUCER_WARPS == 1 || warp == 0;      // tells consumers, and brings queries
     u32 index = TAKES_TILES ? block_id() : 0, taken = 0;      // of the next query tile among those of the block; TAKES_TILES: its number, and the next one's
     WorkTile here{};                                          // the one begun last
@@ -123,14 +123,14 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       if (PAGED && pass.has_keys()) {
         bring_pages(keys, values, clipping, p, of_keys, pages, place * TILE_KV, warp, pass.across);
       } else if (pass.has_keys()) {
-        if constexpr (COLUMNS) find_columns(columns, p, of_keys, head, place * TILE_KV);
+        if constexpr (TERMS_BY_PRODUCER) find_columns(columns, p, of_keys, head, place * TILE_KV);
         producer_acquire(keys);                               // without it keys are overwritten that a slower warp still reads
         if constexpr (TILE_LIST) store_told(number_of(smem, keys.stage()), told);
         if constexpr (COLUMNS && VARLEN) store(StoredColumns(smem + TERMS_OFFSET, keys.stage()), columns);
         if constexpr (TILE_LIST) sync_warp();                  // without it a number is read that has not been written
         if constexpr (VARLEN) load_keys(keys, p, of_keys, place * TILE_KV);
         else if constexpr (STAGED_BIAS) load_with_bias(keys, p, of_keys, head, place * TILE_KV);
-        else if constexpr (COLUMNS) load_with_terms(keys, p.k_map, of_keys, place * TILE_KV, smem + TERMS_OFFSET, columns);
+        else if constexpr (TERMS_BY_PRODUCER) load_with_terms(keys, p.k_map, of_keys, place * TILE_KV, smem + TERMS_OFFSET, columns);
         else load_async(keys, p.k_map, of_keys.batch, of_keys.head, place * TILE_KV);
       }
       if (values_due) {

@@ -1,5 +1,5 @@
-// column_terms.cuh -- a term of the key alone (PLUS_COLUMN) in fwd_hopper.cu. The producer finds it once for each key of a tile, where every lane
-// would for all pairs that it has, and puts it into shared memory beside the keys. There it is one more step of the product of queries and keys,
+// column_terms.cuh -- a term of the key alone (PLUS_COLUMN) in fwd_hopper.cu. A warp finds it once for each key of a tile, where every lane would for
+// all pairs that it has, and puts it into shared memory beside the keys. There it is one more step of the product of queries and keys,
 // of ones beside the queries: S = [1 Q] [T K]^T, so that a score costs no instruction.
 //
 //   T is the term in units of products, less what all of a tile have in common, and behind a tile lies that, in units of log 2. It is 0 but
@@ -14,6 +14,10 @@
 #include "tile/work.cuh"
 
 constexpr bool COLUMNS = SCORES == PLUS_COLUMN;
+// Warps of the producer's group that find them, each those of every third key tile: so keys do not wait for what a lane reads, and no scheduler has more
+// to do than another. Where blocks take query tiles in turn, or key tiles of a list, the warp that brings keys finds them, since it alone is told which.
+constexpr int TERM_WARPS = COLUMNS && !TAKES_TILES && !TILE_LIST ? 3 : 0;
+constexpr bool TERMS_BY_PRODUCER = COLUMNS && !TERM_WARPS;
 
 // In shared memory: ones, and for each stage of keys their terms, and what these have in common.
 struct StoredColumns : TermTile<TILE_KV> {
@@ -65,6 +69,28 @@ OP void store(const StoredColumns& to, const ColumnTerms& columns) {
   fence_proxy_async();                                        // without it products, and lanes, read what was there before
 }
 OP float load_common(const StoredColumns& columns) { return load_shared<float>(columns.common()); }
+
+// By one of TERM_WARPS: the terms of the key tiles that the block brings, to the stages of these. It waits for each stage, or it would not know one phase
+// from the next but one. A stage that is its own is not full before it has arrived there, so it is never two phases late.
+template <typename Keys> OP void bring_terms(Keys keys, const WorkParams& p, const Mask& mask, SharedAddress all_columns, u32 warp) {
+  #pragma unroll 1
+  for (u32 index = 0; TERM_WARPS && has_work_tile(p, index); ++index) {
+    const WorkTile here = work_tile_coord(p, index, TILE_Q);
+    TileCoord of_keys = here;
+    of_keys.head = here.head / p.heads_per_kv;
+    NBlockRange tiles = n_block_range(mask, here.row, min_of(TILE_Q, rows_at<QUERIES>(p, here).len() - here.row), TILE_KV, {0, 1});
+    if (is_split(p, index)) tiles = clip_range(here.split.keys, tiles);
+    #pragma unroll 1
+    for (int tile = tiles.begin; tile < tiles.end; ++tile, keys.advance()) {
+      ColumnTerms columns;
+      const bool own = keys.count % max_of(TERM_WARPS, 1) == warp;
+      if (own) find_columns(columns, p, of_keys, here.head, tile * TILE_KV);
+      producer_acquire(keys);                                 // without it terms are overwritten that a product still reads
+      if (own) store(StoredColumns(all_columns, keys.stage()), columns);
+      if (own) arrive_at(keys.full());                        // without it consumers wait for ever
+    }
+  }
+}
 
 // The stage at hand = keys from `row` on, and beneath that these terms; goes on to the next one. Bytes that come before they are announced count all the
 // same, and the keys shall not wait until the terms have been written.

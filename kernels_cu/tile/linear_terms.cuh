@@ -21,7 +21,7 @@ static_assert(TILE_KV <= 512, "bfloat16 has distances exactly");
 template <typename Params, typename Coord> OP float step_of_head(const Params& p, const Coord& here) {
   return head_terms(p, here, here.head, rows_at<QUERIES>(p, here).len(), keys_of_sequence(p, here)).step;
 }
-// Both by the producer's warp, which shows them with the step.
+// By a warp each.
 OP void store_distances(const StoredSteps& to) {
   for_lane(l) {
     #pragma unroll
@@ -66,6 +66,7 @@ constexpr bool TERMS_IN_PRODUCT = COLUMNS || LINEAR;
 OP void init_terms(SharedAddress all) {
   if constexpr (COLUMNS) store_ones(StoredColumns(all, 0));
   if constexpr (LINEAR) store_distances(StoredSteps(all, 0));
+  if constexpr (TERMS_IN_PRODUCT) fence_proxy_async();        // without it products read what was there before
 }
 
 // S = Q K^T is started, with the terms of these keys, if they have any.

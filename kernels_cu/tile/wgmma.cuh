@@ -277,7 +277,7 @@ OP TermParts parts_of(float term) {
   return {float_bits(high) >> 16 | float_bits(middle), float_bits(rest - middle) >> 16, 0, 0};
 }
 template <int N> OP void store_ones(const TermTile<N>& terms) {
-  for_lane(l) store_shared(terms.factors + 4 * l, 0x3f803f80u);  // by the warp that stores terms, whose fence shows both
+  for_lane(l) store_shared(terms.factors + 4 * l, 0x3f803f80u);
 }
 
 // s = a b^T + factors terms^T is started: another step in k. It comes last, because each step cuts sums off, and those of large terms are rounded once so.
