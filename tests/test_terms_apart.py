@@ -7,9 +7,10 @@ import pytest
 from score_kernels import DTYPES, SCALE, judged
 from thinned import thinned
 
-from cupy_flash import plan_attention, plan_attention_backward
+from cupy_flash import FaultError, SanitizerError, plan_attention, plan_attention_backward
 from cupy_flash.judge.oracle import HandScore, oracle
 from cupy_flash.machine import host
+from cupy_flash.plan.sources import files
 
 HEADS, HEADS_KV, LEN_Q, LEN_KV = 4, 2, 141, 203
 WHERE = {"backend": "host", "arch": "90a"}
@@ -148,3 +149,35 @@ def test_what_each_pair_computes(score, options):
     asked = {"score": score, "arrays": arrays, **options, **WHERE}
     plans = plan_attention(x, k, k, **asked), plan_attention_backward(x, x, k, k, x, lse, **asked)
     assert {plan.kernel.config.SCORES for plan in plans} <= {"PLUS_TERM", "EXPRESSION"}
+
+
+SYNCHRONISE = {  # warps that bring terms with others: what is left out, and where it is the first of its kind
+    "stage": "producer_acquire(keys);",
+    "arrival": "if (own) arrive_at(keys.full());",
+    "fence": "fence_proxy_async();",
+    "ones": "if constexpr (TERMS_IN_PRODUCT) fence_proxy_async();",
+}
+
+
+@pytest.mark.parametrize("left_out", thinned([None, *SYNCHRONISE], keep=5, first=1))
+def test_warps_that_bring_terms_wait_and_arrive(left_out, change_kernel, monkeypatch):
+    """More key tiles than there are stages, of several query tiles a block."""
+    if left_out is not None:
+        file = "tile/linear_terms.cuh" if left_out == "ones" else "tile/column_terms.cuh"
+        before, call, after = files()[file].partition(SYNCHRONISE[left_out])
+        assert call
+        change_kernel(file, before + after)
+    monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "thread")
+    q, k, v, _ = inputs("float16", 40)
+    t = numpy.array([0.5, -1.0], numpy.float32)[:, None] * OF_KEYS
+    exact, _ = oracle(q, k, v, scale=40**-0.5, bias=t.astype(float)[:, None, None])
+    noticed = []
+    for order in host.SCHEDULES:
+        monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", order)
+        plan = plan_attention(q, k, v, score="score + t[b, kv_idx]", arrays={"t": t}, scale=40**-0.5, **WHERE)
+        assert plan.kernel.config.SCORES == "PLUS_COLUMN" and plan.kernel.config.TILE_KV * plan.kernel.config.STAGES < 4 * LEN_KV
+        try:
+            noticed.append(bool(abs(plan(q, k, v, arrays={"t": t}) - exact).max() > 2e-3))
+        except (FaultError, SanitizerError):
+            noticed.append(True)
+    assert any(noticed) is (left_out is not None)
