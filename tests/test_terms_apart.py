@@ -151,6 +151,19 @@ def test_what_each_pair_computes(score, options):
     assert {plan.kernel.config.SCORES for plan in plans} <= {"PLUS_TERM", "EXPRESSION"}
 
 
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.release)])
+def test_terms_of_keys_of_splits(causal, schedule):
+    """Of which a block has some key tiles, and brings the terms of these."""
+    q, k, v = (x[:1] for x in inputs("float16", 40, 100, 2600)[:3])
+    t = numpy.random.default_rng(8).standard_normal(2600).astype(numpy.float32)
+    plan = plan_attention(q, k, v, score="score + t[kv_idx]", arrays={"t": t}, causal=causal, return_lse=True, **WHERE)
+    assert plan.kernel.config.SCORES == "PLUS_COLUMN" and plan.kernel.config.SPLIT_KV
+    out, lse = plan(q, k, v, arrays={"t": t})
+    hand = {"last_key": 2500} if causal else {}
+    exact, exact_lse = oracle(q, k, v, scale=40**-0.5, bias=t.astype(float)[None, None, None], **hand)
+    assert abs(lse - exact_lse).max() <= 2**-20 * abs(exact_lse).max() and abs(out - exact).max() <= 2e-3
+
+
 SYNCHRONISE = {  # warps that bring terms with others: what is left out, and where it is the first of its kind
     "stage": "producer_acquire(keys);",
     "arrival": "if (own) arrive_at(keys.full());",
