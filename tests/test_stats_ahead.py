@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy
 import pytest
 from later_heads import HOST, backward_of, judged, plan_of, slow_down
+from thinned import quick
 
 from cupy_flash import plan_attention_backward
 from cupy_flash.plan import backward as backward_plan
@@ -15,19 +16,23 @@ from cupy_flash.plan.grouping import RUNNING, make_grouping
 LOG2E = 1.4426950408889634
 
 
-@pytest.mark.parametrize("schedule, again", [("eager", True), ("deferred", False)])
+CASES = [
+    ((3, 6, 300, 64), (3, 6, 260, 64), {"causal": True}),
+    ((5, 4, 500, 40), (5, 2, 260, 40), {"with_dlse": True}),  # heads of a group in one block; a share of two query tiles
+    ((14, 200, 64), (14, 900, 64), {"window": (30, 5)}),  # key tiles that nobody sees; shares without a query tile
+    ((5, 4, 300, 72), (5, 2, 260, 72), {"causal": True}),  # wider than a panel of 64 columns
+    ((18, 330, 128), (18, 140, 128), {"dtype": ml_dtypes.bfloat16}),
+    ((3, 6, 130, 24), (3, 3, 150, 24), {"softcap": 3.0, "sinks": True}),
+    ((2, 9, 257, 64), (2, 9, 129, 64), {"dtype": ml_dtypes.bfloat16, "causal": True}),
+    ((18, 140, 64), (18, 300, 64), {"score": "score - 0.25 * (q_idx - kv_idx)"}),
+]
+WAYS = [("eager", True), ("deferred", False)]
+OFTEN = [(*case, *way) for case, way in zip(CASES, (*WAYS, *WAYS))]
+
+
 @pytest.mark.parametrize(
-    "shape, shape_kv, options",
-    [
-        ((3, 6, 300, 64), (3, 6, 260, 64), {"causal": True}),
-        ((5, 4, 500, 40), (5, 2, 260, 40), {"with_dlse": True}),  # heads of a group in one block; a share of two query tiles
-        ((14, 200, 64), (14, 900, 64), {"window": (30, 5)}),  # key tiles that nobody sees; shares without a query tile
-        ((5, 4, 300, 72), (5, 2, 260, 72), {"causal": True}),  # wider than a panel of 64 columns
-        pytest.param((18, 330, 128), (18, 140, 128), {"dtype": ml_dtypes.bfloat16}, marks=pytest.mark.release),
-        pytest.param((3, 6, 130, 24), (3, 3, 150, 24), {"softcap": 3.0, "sinks": True}, marks=pytest.mark.release),
-        pytest.param((2, 9, 257, 64), (2, 9, 129, 64), {"dtype": ml_dtypes.bfloat16, "causal": True}, marks=pytest.mark.release),
-        pytest.param((18, 140, 64), (18, 300, 64), {"score": "score - 0.25 * (q_idx - kv_idx)"}, marks=pytest.mark.release),
-    ],
+    "shape, shape_kv, options, schedule, again",
+    quick([(*case, *way) for case in CASES for way in WAYS], *OFTEN, spread=True),
 )
 def test_gradients(shape, shape_kv, options, schedule, again, made_ahead, monkeypatch):
     """With sums that later heads use again, and with sums of each head, all of which the first launch makes zero."""
