@@ -55,8 +55,9 @@ template <int M, int N> OP void terms_of_tile(RowVec<M>& terms, const Acc<M, N>&
 }
 template <int M> OP void count_rows(OnlineSoftmax<M>& state, const LinearTerms& of) {
   for_lane(l) {
+    const int lane = VARLEN ? not_ahead(l) : l;               // what follows from it, kept since the tile's beginning, would spill
     #pragma unroll
-    for (int i = 0; i < state.max.slots; ++i) state.max.at(l, i) += fmaf(of.per_query, float(RowVec<M>::row(l, i)), of.of_row0);
+    for (int i = 0; i < state.max.slots; ++i) state.max.at(l, i) += fmaf(of.per_query, float(RowVec<M>::row(lane, i)), of.of_row0);
   }
 }
 
