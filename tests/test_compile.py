@@ -279,6 +279,16 @@ def test_report_reads_spills_and_serialised_products(monkeypatch):
     assert (report.registers, report.spill_bytes, report.warnings) == (255, 20, (log.splitlines()[0],))
 
 
+@pytest.mark.parametrize("version, may_be_kept", [((12, 8), False), ((12, 9), True), ((13, 0), True)], ids=str)
+def test_a_report_is_not_of_what_nvrtc_has_kept(version, may_be_kept, monkeypatch):
+    """Where there is a driver it keeps what it compiles, without a log; older ones know no such option."""
+    asked = []
+    monkeypatch.setattr(nvrtc, "version", lambda: version)
+    monkeypatch.setattr(nvrtc, "compile_plan", lambda plan, options: asked.extend(options) or (b"", "Used 9 registers"))
+    nvrtc.report(next(every_plan()))
+    assert ("--no-cache" in asked) is may_be_kept
+
+
 @plans([next(every_plan([SM_80], ["float16"], [kernel])) for kernel in ("fwd_v2", "bwd_v2")])
 def test_entries_of_a_file_are_compiled_at_the_same_time(plan):
     assert (nvrtc.SEVERAL_ENTRIES[0] in nvrtc.options_for(plan)) is (len(plan.entries) > 1)
