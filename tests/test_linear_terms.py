@@ -165,14 +165,16 @@ def test_no_tile_is_computed_twice_whichever_way_a_term_rises(options, len_q, le
         assert products[0] == products[1]
 
 
+@pytest.mark.parametrize("head", [0, pytest.param(2, marks=pytest.mark.release)])
 @pytest.mark.parametrize("options", thinned([{}, {"causal": True}], first=1), ids=str)
-def test_a_split_begins_with_the_keys_that_are_larger_as_well(schedule, options):
-    q, k, v = (x[:1] for x in inputs("float16", 100, 2600)[:3])
+def test_a_split_begins_with_the_keys_that_are_larger_as_well(schedule, options, head):
+    """Of three query tiles two blocks share the last, whose head has the slope that is named."""
+    q, k, v = (x[:1, :heads] for x, heads in zip(inputs("float16", 100, 2600), (3, 1, 1)))
     far = numpy.arange(2600.0) - numpy.arange(100.0)[:, None]
     hand = {"last_key": 2500} if options else {}
     products = []
     for rate in (1.0, 2.0**-30):
-        slopes = rate * SLOPES[0]
+        slopes = rate * SLOPES[0, [1, 2 - head, head]]
         asked = {"score": "score + slope[h] * (kv_idx - q_idx)", "arrays": {"slope": slopes}}
         plan = plan_attention(q, k, v, return_lse=True, **WHERE, **asked, **options)
         assert plan.kernel.config.SPLIT_KV and plan.kernel.config.FROM_LAST

@@ -153,8 +153,8 @@ def test_what_each_pair_computes(score, options):
 
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.release)])
 def test_terms_of_keys_of_splits(causal, schedule):
-    """Of which a block has some key tiles, and brings the terms of these."""
-    q, k, v = (x[:1] for x in inputs("float16", 40, 100, 2600)[:3])
+    """Of which a block has some key tiles, and brings the terms of these. Of three query tiles two blocks share the last."""
+    q, k, v = (x[:1, :heads] for x, heads in zip(inputs("float16", 40, 100, 2600), (3, 1, 1)))
     t = numpy.random.default_rng(8).standard_normal(2600).astype(numpy.float32)
     plan = plan_attention(q, k, v, score="score + t[kv_idx]", arrays={"t": t}, causal=causal, return_lse=True, **WHERE)
     assert plan.kernel.config.SCORES == "PLUS_COLUMN" and plan.kernel.config.SPLIT_KV
