@@ -8,6 +8,7 @@ import numpy
 import pytest
 
 from cupy_flash import plan_attention, plan_attention_backward
+from cupy_flash.call.addresses import Memory
 from cupy_flash.plan.structs import struct
 from cupy_flash.plan.tensor_map import TENSOR_MAP
 from cupy_flash.problem.backward import BACKWARD_ARRAYS
@@ -30,8 +31,8 @@ def launched(monkeypatch):
     def launch_kernel(function, *numbers):
         *grid, shared_bytes, stream, arguments, extra = numbers
         argument = ctypes.c_uint64.from_address(arguments).value
-        launches.append(SimpleNamespace(words=ctypes.string_at(argument, function), argument=argument, grid=grid))
-        assert (stream, extra) == (STREAM, 0) and shared_bytes >= 0
+        launches.append(SimpleNamespace(words=ctypes.string_at(argument, function), argument=argument, grid=grid, stream=stream))
+        assert extra == 0 and shared_bytes >= 0
 
     def encode(place, *described):
         ctypes.memset(place, ENCODED, TENSOR_MAP.itemsize)
@@ -75,6 +76,19 @@ def test_a_launch_hands_over_the_struct_with_its_addresses(launched):
         assert [int(params[name]["data"]) for name in FORWARD_ARRAYS] == addresses
         assert (params["len_q"], params["mask"]["right"], params["q"]["head_stride"]) == (1000, 0, 64_000)
     assert launched[-1].grid == [8 * 3 * 2, 1, 1, 128, 1, 1]
+
+
+@pytest.mark.parametrize("stream", (0, 91))
+def test_all_kernels_are_queued_on_the_stream_that_is_told_or_else_on_the_current_one(launched, stream):
+    """Those of a list of tiles: of classification, and one that takes them."""
+    for prepared in (execution(), execution(mask="q_idx % 3 != kv_idx")):
+        words, memory = [1 << 20] * len(prepared._names), Memory(1 << 30)
+        launched.clear()
+        prepared.launch(words, memory, None, stream)
+        kernels = len(launched)
+        prepared.launch(words, memory)
+        assert [launch.stream for launch in launched] == [stream] * kernels + [STREAM] * kernels
+    assert kernels > 1
 
 
 def test_the_workspace_has_its_addresses_as_well(launched):

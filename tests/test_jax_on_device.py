@@ -23,6 +23,7 @@ device, host = (importlib.import_module(f"cupy_flash.machine.{name}") for name i
 ARCHITECTURES, HOST = (getattr(importlib.import_module("cupy_flash.plan.architecture"), x) for x in ("ARCHITECTURES", "HOST"))
 
 TARGET = "cupy_flash.test.on_device"
+LAUNCHED = []  # the streams of what was launched, in order
 
 
 class KernelOnHost:
@@ -32,7 +33,8 @@ class KernelOnHost:
         self.run = lambda words: host.run(kernel, launches, params, words, host.HostOptions.from_environment(), mask)
         self.names, self.workspace = names, workspace
 
-    def launch(self, addresses, workspace=None):
+    def launch(self, addresses, workspace=None, stream=None):
+        LAUNCHED.append(stream)
         offsets = self.workspace.offsets
         words = [*addresses, *(workspace.data.ptr + offset for offset in offsets)] if offsets else addresses
         assert len(words) == len(self.names) + len(offsets)
@@ -50,7 +52,7 @@ def handler_on_cpu():
 
 @pytest.fixture
 def as_on_device(monkeypatch, handler_on_cpu):
-    launches = []
+    LAUNCHED.clear()
     for module in (forward, backward):
         monkeypatch.setattr(module, "architecture_for", lambda backend, device, arch=None: HOST)
         module._prepared.cache_clear()
@@ -58,14 +60,13 @@ def as_on_device(monkeypatch, handler_on_cpu):
     monkeypatch.setattr(frame.Frame, "stream", 5)
     monkeypatch.setattr(on_device, "current_device", lambda: 0)
     monkeypatch.setattr(on_device, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=contextlib.nullcontext)))
-    monkeypatch.setattr(on_device, "_stream", lambda stream, ordinal: launches.append(stream) or contextlib.nullcontext())
     monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", lambda at, value, size, stream: ctypes.memset(at, value, size))
     monkeypatch.setattr(primitive, "_ordinal", lambda: 0)
     monkeypatch.setattr(primitive, "TARGET", TARGET)
     mlir.register_lowering(primitive.attention_p, primitive._lowered_for_device, platform="cpu")
     for cache in (on_device.plan_of, on_device._site):
         cache.cache_clear()
-    yield launches
+    yield LAUNCHED
     mlir.register_lowering(primitive.attention_p, primitive._lowered_for_host, platform="cpu")
     for cache in (on_device.plan_of, on_device._site, forward._prepared, backward._prepared):
         cache.cache_clear()
@@ -97,7 +98,7 @@ def computed(options, learned, inputs=(Q, K, V)):
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.release] * (case in SLOW)) for case in CASES])
 def test_the_way_to_a_kernel(case, as_on_device):
     found = computed(*CASES[case])
-    assert as_on_device == [5, 5]  # a forward and a backward, on the stream of the frame
+    assert set(as_on_device) == {5} and len(as_on_device) > 1  # a forward and a backward, all on the stream of the frame
     mlir.register_lowering(primitive.attention_p, primitive._lowered_for_host, platform="cpu")
     primitive.TARGET = handler.TARGET
     jax.clear_caches()

@@ -89,8 +89,8 @@ def backward_plan(given: Mapping[str, Description], read: Mapping[str, Descripti
     return cached(backward._prepared, *_named(BACKWARD_ARRAYS, given, read, options))
 
 
-def launch_forward(plan: AttentionPlan, addresses: Sequence[int], workspace: int) -> None:
-    """Queue the kernels of a plan on the current stream of the current device.
+def launch_forward(plan: AttentionPlan, addresses: Sequence[int], workspace: int, stream: int) -> None:
+    """Queue the kernels of a plan on a stream of the current device.
 
     Parameters
     ----------
@@ -100,16 +100,17 @@ def launch_forward(plan: AttentionPlan, addresses: Sequence[int], workspace: int
         In the order of `FORWARD_ARRAYS` and of what the problem is `given` besides; 0 for what there is none of.
     workspace : int
         Address of `workspace_bytes` bytes.
+    stream : int
     """
     at_q, at_k, at_v, *others = addresses
     more_k, more_v = plan._skipped_bytes
-    plan._execution.launch([at_q, at_k + more_k, at_v + more_v, *others], Memory(workspace))
+    plan._execution.launch([at_q, at_k + more_k, at_v + more_v, *others], Memory(workspace), None, stream)
 
 
 def launch_backward(
     plan: BackwardPlan, addresses: Sequence[int], of_scores: Mapping[str, int], workspace: int, stream: int
 ) -> None:
-    """The same of a plan of gradients, on a stream that is the current one.
+    """The same of a plan of gradients.
 
     Parameters
     ----------
@@ -130,7 +131,7 @@ def launch_backward(
     for at, nbytes in zeros:
         if nbytes:
             cupy.cuda.runtime.memsetAsync(at, 0, nbytes, stream)
-    plan._launch(list(addresses), of_scores, Memory(workspace))
+    plan._launch(list(addresses), of_scores, Memory(workspace), None, stream)
 
 
 def load(plan: AttentionPlan | BackwardPlan) -> None:

@@ -264,15 +264,20 @@ class BackwardPlan(Prepared):
         return gradients, traffic
 
     def _launch(
-        self, addresses: list[int], of_scores: Mapping[str, int], workspace: Any, found: dict[Any, Any] | None = None
+        self,
+        addresses: list[int],
+        of_scores: Mapping[str, int],
+        workspace: Any,
+        found: dict[Any, Any] | None = None,
+        stream: int | None = None,
     ) -> None:
-        """Queue all kernels on the current stream, with the words of a call and where the gradients go that `wrt` names."""
+        """Queue all kernels, with the words of a call and where the gradients go that `wrt` names."""
         if self._of_reads and workspace is None:  # all of them share it
             workspace = arrays.empty(dense_layout((self.workspace_bytes,), (0,), "uint8", self._device))
         stored = [of_scores[name] for name in names_stored(self.kernel)]
-        self._execution.launch([*addresses, *stored], workspace, found)
+        self._execution.launch([*addresses, *stored], workspace, found, stream)
         for name, execution in self._of_reads:
-            execution.on_device.launch([*addresses, of_scores[name]], workspace)
+            execution.on_device.launch([*addresses, of_scores[name]], workspace, stream)
 
     def _run_on_host(
         self, views: tuple[Any, ...], of_scores: dict[str, Any], workspace: Any, found: dict[Any, Any] | None

@@ -49,14 +49,14 @@ class DeviceSite:
     workspace: int
 
     def launch(self, addresses: list[int], stream: int) -> None:
-        """Queue the kernels on a stream, which is the current one."""
+        """Queue the kernels on a stream of the current device."""
         found = [*addresses, 0]
         arguments = [found[i] for i in self.order]
         if isinstance(self.plan, BackwardPlan):
             of_scores = {name: found[i] for name, i in self.of_scores}
             launch_backward(self.plan, arguments, of_scores, found[self.workspace], stream)
         else:
-            launch_forward(self.plan, arguments, found[self.workspace])
+            launch_forward(self.plan, arguments, found[self.workspace], stream)
 
 
 def run(frame: Frame) -> None:
@@ -66,9 +66,7 @@ def run(frame: Frame) -> None:
         low |= address
     phases = tuple([address & ALIGNED for address in frame.addresses]) if low & ALIGNED else ()
     site = _site(frame.text, frame.shapes, device, phases)
-    stream = frame.stream
-    with _stream(stream, device):
-        site.launch(frame.addresses, stream)
+    site.launch(frame.addresses, frame.stream)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -130,8 +128,3 @@ def _site(text: bytes, shapes: tuple[Shape, ...], device: int, phases: tuple[int
     order = tuple(places.get(name, -1) for name in call.arguments)
     of_scores = tuple((name, first + len(results) + i) for i, name in enumerate(call.wrt))
     return DeviceSite(plan, order, of_scores, len(types) - 1)
-
-
-@functools.lru_cache(maxsize=64)
-def _stream(address: int, device: int) -> cupy.cuda.ExternalStream:
-    return cupy.cuda.ExternalStream(address, device)

@@ -1,4 +1,4 @@
-"""A kernel on a GPU: loaded once per device, launched on CuPy's current stream."""
+"""A kernel on a GPU: loaded once per device, launched on CuPy's current stream or one that is told."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class DeviceKernel(threading.local):
         # All at once: what belongs to a thread takes longer to find.
         self._of_launch = (workspace, self._words, in_words, point_to, written, before_stream, (arguments, 0))
 
-    def launch(self, addresses: list[int], workspace: cupy.ndarray | None = None) -> None:
-        """Queue the kernel on the current stream."""
+    def launch(self, addresses: list[int], workspace: cupy.ndarray | None = None, stream: int | None = None) -> None:
+        """Queue the kernel on a stream of its device, by default the current one."""
         planned, words, in_words, in_maps, written, before_stream, after_stream = self._of_launch
         if planned.parts:
             memory = cupy.cuda.alloc(planned.nbytes) if workspace is None else workspace.data
@@ -105,7 +105,8 @@ class DeviceKernel(threading.local):
             for i, point_to in in_maps:
                 point_to(addresses[i])
             written += addresses
-        stream = cupy.cuda.get_current_stream().ptr
+        if stream is None:
+            stream = cupy.cuda.get_current_stream().ptr
         for before in before_stream:
             driver.launchKernel(*before, stream, *after_stream)
 

@@ -107,8 +107,10 @@ class Execution:
         c = self.classification
         return DeviceKernel(c.kernel, self._device, c.params, c.names, Workspace(), c.launches, {}, None)
 
-    def launch(self, words: list[int], workspace: Any, found: dict[Any, Any] | None = None) -> None:
-        """Queue the kernels on the current stream of the device, with words in the order of the names.
+    def launch(
+        self, words: list[int], workspace: Any, found: dict[Any, Any] | None = None, stream: int | None = None
+    ) -> None:
+        """Queue the kernels on a stream of the device, with words in the order of the names.
 
         Parameters
         ----------
@@ -117,22 +119,24 @@ class Execution:
             Memory for the workspace; None allocates it.
         found : dict, optional
             What is kept of tiles.
+        stream : int, optional
+            By default the current one.
         """
         c = self.classification
         if c is not None and found is not None:
-            words = [*words, *self._kept_on_device(words, found)]
+            words = [*words, *self._kept_on_device(words, found, stream)]
         elif c is not None:
             from .device import allocated
 
             workspace = allocated(self.workspace) if workspace is None else workspace
             at = [workspace.data.ptr + offset for offset in self.workspace.offsets]
-            self._classify(dict(zip((*self._names, *self.workspace.names), (*words, *at))))
-        self.on_device.launch(words, workspace)
+            self._classify(dict(zip((*self._names, *self.workspace.names), (*words, *at))), stream)
+        self.on_device.launch(words, workspace, stream)
 
-    def _classify(self, told: dict[str, int]) -> None:
-        self._classify_on_device.launch([told[name] for name in self.classification.taken])
+    def _classify(self, told: dict[str, int], stream: int | None) -> None:
+        self._classify_on_device.launch([told[name] for name in self.classification.taken], None, stream)
 
-    def _kept_on_device(self, words: list[int], found: dict[Any, Any]) -> list[int]:
+    def _kept_on_device(self, words: list[int], found: dict[Any, Any], stream: int | None) -> list[int]:
         """Where what is kept of tiles lies, which is computed if it is not there."""
         from .device import allocated
 
@@ -143,7 +147,7 @@ class Execution:
             memory = allocated(c.results)
         at = [memory.data.ptr + offset for offset in c.results.offsets]
         if key not in found:
-            self._classify(dict(zip(self._names, (*words, *at))))
+            self._classify(dict(zip(self._names, (*words, *at))), stream)
             found[key] = memory
         return at
 

@@ -156,8 +156,9 @@ class KernelPlan:
             work = (48 + 32 * c.VARLEN) * c.STAGES_Q + told * c.STAGES + 8 * (c.VARLEN + c.PAGED)
             biases = c.STAGED_BIAS * c.STAGES * c.TILE_Q * -(-c.TILE_KV // 64)
             main = 128 * (queries + keys + biases + values) + 8 * 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q) + work
-            terms = {"PLUS_COLUMN": 128 + 16 * (c.TILE_KV + 1) * c.STAGES, "PLUS_LINEAR": 16 * c.TILE_KV + 128 * c.STAGES_Q}
-            if c.SCORES in terms:  # ones, and terms of keys; distances, and steps
+            steps, distances = 128 * c.STAGES_Q, max(16 * c.TILE_KV, 32 * 64 - 128)
+            terms = {"PLUS_COLUMN": 128 + 16 * (c.TILE_KV + 1) * c.STAGES, "PLUS_LINEAR": steps + distances}
+            if c.SCORES in terms:  # ones beside terms of keys
                 main = -(-main // 16) * 16 + terms[c.SCORES]
             return self._schedule | {self.file: main} | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.WARPS_KV * c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
