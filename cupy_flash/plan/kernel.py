@@ -155,11 +155,12 @@ class KernelPlan:
             told = 4 * (4 if c.OWN_LISTS else int(c.TILE_LIST))  # of each key tile
             work = (48 + 32 * c.VARLEN) * c.STAGES_Q + told * c.STAGES + 8 * (c.VARLEN + c.PAGED)
             biases = c.STAGED_BIAS * c.STAGES * c.TILE_Q * -(-c.TILE_KV // 64)
-            main = 128 * (queries + keys + biases + values) + 8 * 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q) + work
-            steps, distances = 128 * c.STAGES_Q, max(16 * c.TILE_KV, 32 * 64 - 128)
-            terms = {"PLUS_COLUMN": 128 + 16 * (c.TILE_KV + 1) * c.STAGES, "PLUS_LINEAR": steps + distances}
-            if c.SCORES in terms:  # ones beside terms of keys
-                main = -(-main // 16) * 16 + terms[c.SCORES]
+            tiles, barriers = 128 * (queries + keys + biases + values), 8 * 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q)
+            stage, last = 16 * (c.TILE_KV + 1), 32 * max(c.TILE_KV, 64)  # of terms; as an operand the last takes so many bytes
+            columns, steps = 128 + stage * c.STAGES, 128 * c.STAGES_Q  # ones, and terms of keys
+            terms = {"PLUS_COLUMN": (columns, columns - stage + last), "PLUS_LINEAR": (steps + 16 * c.TILE_KV, steps + last)}
+            own, end = terms.get(c.SCORES, (0, 0))
+            main = max(tiles + own + barriers + work, min(tiles + end, self.architecture.shared_bytes) if end else 0)
             return self._schedule | {self.file: main} | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.WARPS_KV * c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
         main = {self.file: itemsize * (queries + c.STAGES * c.TILE_KV * (c.WIDTH + c.WIDTH_V))}

@@ -11,20 +11,22 @@ using QueryTile = PanelTile<ROWS, WIDTH>;
 using OutTile = PanelTile<ROWS, WIDTH_V>;
 using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
 
-// Queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; barriers; work descriptors;
-// descriptors of sequences; the barrier of a tile of V that is clipped, and behind it the query tile taken; numbers of key tiles; terms of keys.
+// Queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; terms; barriers; work descriptors;
+// descriptors of sequences; the barrier of a tile of V that is clipped, and behind it the query tile taken; numbers of key tiles.
 constexpr int OUT_OFFSET = STAGES_Q * QueryTile::bytes;
 constexpr int K_OFFSET = OUT_OFFSET + TMA_STORE_OUT * GROUPS * OutTile::bytes;
 constexpr int V_OFFSET = K_OFFSET + STAGES * KeyTile::bytes;
-constexpr int K_BARRIERS = V_OFFSET + STAGES_V * ValueTile::bytes;
+constexpr int TERMS_OFFSET = V_OFFSET + STAGES_V * ValueTile::bytes;
+constexpr int K_BARRIERS = TERMS_OFFSET + TERMS_IN_PRODUCT * StoredTerms::all_bytes;
 constexpr int V_BARRIERS = K_BARRIERS + STAGES * STAGE_BARRIERS;
 constexpr int Q_BARRIERS = V_BARRIERS + STAGES_V * STAGE_BARRIERS;
 constexpr int WORK_OFFSET = Q_BARRIERS + STAGES_Q * STAGE_BARRIERS;
 constexpr int SEQUENCES_OFFSET = WORK_OFFSET + STAGES_Q * int(sizeof(WorkDescriptor));
 constexpr int CLIPPED_BARRIER = SEQUENCES_OFFSET + VARLEN * STAGES_Q * int(sizeof(SequenceDescriptor));
 constexpr int NUMBERS_OFFSET = CLIPPED_BARRIER + (VARLEN + PAGED) * Mbarrier::bytes; // last: what lies behind them would not be aligned
-constexpr int TERMS_OFFSET = (NUMBERS_OFFSET + TILE_LIST * STAGES * TOLD_WORDS * int(sizeof(u32)) + 15) / 16 * 16;
-constexpr int SHARED_BYTES = TERMS_IN_PRODUCT ? TERMS_OFFSET + StoredTerms::all_bytes : NUMBERS_OFFSET + TILE_LIST * STAGES * TOLD_WORDS * int(sizeof(u32));
+constexpr int ALL_BYTES = NUMBERS_OFFSET + TILE_LIST * STAGES * TOLD_WORDS * int(sizeof(u32));
+constexpr int MOST_BYTES = 227 * 1024;                        // of a block; with terms of keys at dim 256 that is 144 too few for compute-sanitizer
+constexpr int SHARED_BYTES = TERMS_IN_PRODUCT ? max_of(ALL_BYTES, min_of(TERMS_OFFSET + StoredTerms::end_as_operand, MOST_BYTES)) : ALL_BYTES;
 static_assert(!OWN_LISTS || NUMBERS_OFFSET % int(sizeof(ToldWords)) == 0, "words of all consumers leave at once");
 OP SharedAddress number_of(SharedAddress memory, int stage, int consumer = 0) {
   return memory + NUMBERS_OFFSET + (OWN_LISTS ? consumer : 0) * int(sizeof(u32)) + stage * TOLD_WORDS * int(sizeof(u32));

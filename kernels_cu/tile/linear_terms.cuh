@@ -11,10 +11,9 @@
 
 constexpr bool LINEAR = SCORES == PLUS_LINEAR;
 
-// In shared memory: for each stage of queries the step, and distances. compute-sanitizer takes an operand for 64 rows of 32 bytes, and not for the eight
-// of 16 bytes that are read for all of them; so many lie behind the last step.
+// In shared memory: for each stage of queries the step, and distances.
 struct StoredSteps : TermTile<TILE_KV> {
-  static constexpr int steps_bytes = STAGES_Q * bytes_of_factors, all_bytes = steps_bytes + max_of(bytes, 64 * 32 - bytes_of_factors);
+  static constexpr int steps_bytes = STAGES_Q * bytes_of_factors, all_bytes = steps_bytes + bytes, end_as_operand = steps_bytes + bytes_as_operand;
   OP StoredSteps(SharedAddress all, int stage) : TermTile{all + steps_bytes, all + stage * bytes_of_factors} {}
 };
 static_assert(TILE_KV <= 512, "bfloat16 has distances exactly");

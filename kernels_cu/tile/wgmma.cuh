@@ -264,8 +264,9 @@ OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a,
 // A term for each of N rows of the B operand of a product, as 16 bytes: in bfloat16, which has the exponents of float32, three parts, which have its
 // 24 bits, and zeros. Both halves of a step in k read the same bytes, so that parts are those of half the term. Beside the A operand there are ones,
 // or, of terms of few bits, parts of a factor: eight rows of 16 bytes, which are read for all rows and both halves.
+// compute-sanitizer does not know of bytes that are read twice, and reports what would not have room for both operands whole behind it in shared memory.
 template <int N> struct TermTile {
-  static constexpr int bytes = 16 * N, bytes_of_factors = 128;
+  static constexpr int bytes = 16 * N, bytes_of_factors = 128, bytes_as_operand = 32 * max_of(N, 64);
   SharedAddress base, factors;
   OP SharedAddress at(int row) const { return base + 16 * row; }
 };
