@@ -16,12 +16,19 @@ jax.config.update("jax_disable_most_optimizations", True)  # of what XLA compile
 attention = importlib.import_module("cupy_flash.jax").attention
 
 B, T, S, N, K, H = 2, 13, 17, 6, 3, 16
-KEYS = jax.random.split(jax.random.key(0), 8)
-Q = jax.random.normal(KEYS[0], (B, T, N, H))
-K_, V = jax.random.normal(KEYS[1], (2, B, S, K, H))
-BIAS = jax.random.normal(KEYS[2], (B, 1, T, S))
-MASK = jax.random.bernoulli(KEYS[3], 0.7, (1, N, T, S)).at[..., 0].set(True)
-DOUT = jax.random.normal(KEYS[4], (B, T, N, H))
+DRAWN = np.random.default_rng(0)  # by NumPy: JAX would compile for each shape, whenever tests are collected
+
+
+def normal(*shape):
+    return jnp.asarray(DRAWN.standard_normal(shape, np.float32))
+
+
+Q, DOUT = normal(2, B, T, N, H)
+K_, V = normal(2, B, S, K, H)
+BIAS = normal(B, 1, T, S)
+SEEN = DRAWN.random((1, N, T, S)) < 0.7
+SEEN[..., 0] = True
+MASK = jnp.asarray(SEEN)
 LENGTHS = {
     "query_seq_lengths": jnp.array([5, 13], jnp.int32),
     "key_value_seq_lengths": jnp.array([17, 9], jnp.int32),
@@ -71,7 +78,7 @@ def test_values_and_gradients_are_those_of_jax(options):
 
 @pytest.mark.parametrize("shape", [(B, 1, T, S), (N, 1, S)])
 def test_bias_and_its_gradient(shape):
-    bias = jax.random.normal(KEYS[2], shape)
+    bias = normal(*shape)
     functions = attention, jax.nn.dot_product_attention
     computed = [with_gradients(lambda *x, f=f: f(*x, is_causal=True), (Q, K_, V, bias)) for f in functions]
     close(*computed)
@@ -202,13 +209,13 @@ def with_sinks(q, k, v, sinks):
 
 
 def test_sinks_and_their_gradient():
-    sinks = jax.random.normal(KEYS[5], (2, N))
+    sinks = normal(2, N)
     expected = with_gradients(with_sinks, (Q, K_, V, sinks))
     close(with_gradients(lambda q, k, v, sinks: attention(q, k, v, sinks=sinks), (Q, K_, V, sinks)), expected)
 
 
 def test_learned_arrays():
-    table, slopes = jax.random.normal(KEYS[6], (T + S, N)), jnp.linspace(0.1, 1, N)
+    table, slopes = normal(T + S, N), jnp.linspace(0.1, 1, N)
 
     def learned(q, k, v, table, slopes):
         score = "score + table[kv_idx - q_idx + 12, h]"

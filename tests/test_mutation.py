@@ -235,7 +235,7 @@ def faults_without(monkeypatch):
 
 
 @pytest.mark.parametrize("keep", [31, pytest.param(1, marks=pytest.mark.release)])  # of settings
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", thinned(KERNELS))
 def test_kernel_as_it_is(kernel, keep, faults_without):
     assert list(faults_without(kernel, None, keep)) == []
 
