@@ -26,6 +26,7 @@ def numpy_as_cupy(monkeypatch):
     """A module `cupy` with NumPy's functions and as much of a device as is asked for here."""
     module = ModuleType("cupy")
     module.__dict__.update({name: getattr(numpy, name) for name in dir(numpy) if not name.startswith("_")})
+    module.ndarray = type("ndarray", (), {})  # no array here is in device memory
     memory = SimpleNamespace(OutOfMemoryError=type("OutOfMemoryError", (MemoryError,), {}))
     module.cuda = SimpleNamespace(memory=memory, runtime=SimpleNamespace(memGetInfo=lambda: (FREE, FREE)))
     module.random = SimpleNamespace(RandomState=lambda seed: SimpleNamespace(standard_normal=_normal(seed)))

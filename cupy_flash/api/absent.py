@@ -73,14 +73,15 @@ THERE_IS = (
 
 def answers_absent(function: Function) -> Function:
     """Let a function say what there is in place of an option that it does not have. Calls cost a fraction of a microsecond more."""
-    known = dict.fromkeys(inspect.signature(function).parameters)
+    names = tuple(inspect.signature(function).parameters)
+    knows = frozenset(names).issuperset
 
     @functools.wraps(function)
     def answering(*arguments: Any, **options: Any) -> Any:
-        if options.keys() <= known.keys():
+        if knows(options):
             return function(*arguments, **options)
-        unknown = next(name for name in options if name not in known)
-        raise _answer(function.__name__, unknown, tuple(known))
+        unknown = next(name for name in options if name not in names)
+        raise _answer(function.__name__, unknown, names)
 
     return answering
 

@@ -52,7 +52,7 @@ class Captured:
     def __init__(
         self, operands: dict[str, Any], arrays: dict[str, Any], score: Any, mask: Any, kept: TileMask | None = None
     ) -> None:
-        self.names, self.options = _named(tuple(operands), tuple(arrays))
+        self.names, of_names = _named(tuple(operands), tuple(arrays))
         self.given = (*operands.values(), *arrays.values())
         views, descriptions, self.addresses, self.words = [], [], [], []
         kind = array_views.kind_on_devices()
@@ -72,7 +72,7 @@ class Captured:
         if callable(score) or callable(mask):  # traced anew in each call: what a function reads may have changed
             layouts = {name: array_views.layout_of(d, label(name)) for name, d in zip(arrays, self.descriptions[len(operands) :])}
             score, mask = _traced(score_expression, score, layouts), _traced(mask_expression, mask, layouts)
-        self.options = {**self.options, "score": score, "mask": mask}
+        self.options = {**of_names, "score": score, "mask": mask}
         self.found = None if kept is None else kept.found
         if kept is not None:
             self.options["keeps_tiles"] = True
@@ -153,10 +153,11 @@ def captured(
     array_of_mask = None
     if not (mask is None or isinstance(mask, (str, Expression)) or callable(mask)):
         array_of_mask, mask = mask, None
-    operands = dict(lengths or {})
-    for name, x in zip(OPERANDS, (bias, array_of_mask, alibi_slopes, seed)):
-        if x is not None:
-            operands[name] = x
+    operands = dict(lengths) if lengths else {}
+    if not bias is array_of_mask is alibi_slopes is seed is None:
+        for name, x in zip(OPERANDS, (bias, array_of_mask, alibi_slopes, seed)):
+            if x is not None:
+                operands[name] = x
     named = arrays or {}
     if len(named) > 1:
         named = dict(sorted(named.items(), key=_name))  # in one order, however a dict was made
@@ -168,7 +169,7 @@ _name = operator.itemgetter(0)
 
 def _check_names(arrays: Any) -> None:
     """Refuse what expressions cannot read by name."""
-    if not isinstance(arrays, Mapping):
+    if type(arrays) is not dict and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays: expected None or a dict of arrays by their names, got {shown(arrays)}")
     for name in arrays:
         if not isinstance(name, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from ..machine.execution import Execution, Prepared, architecture_for, cached
+from ..machine.execution import NO_OPTIONS, Execution, Prepared, architecture_for, cached
 from ..plan.forward import forward_launches, forward_maps, forward_splits, forward_workspace, make_forward_plan
 from ..plan.kernel import KernelPlan
 from ..plan.packing import packing_of
@@ -284,9 +284,15 @@ class ForwardOperands:
     def __init__(self, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any = None, others: Captured = NOTHING) -> None:
         self.q, self.out, self.lse, self.captured = q, out, lse, others
         view, describe, kind = arrays.view, arrays.describe, arrays.kind_on_devices()
-        if not type(q) is type(k) is type(v) is kind:
+        if type(q) is type(k) is type(v) is kind:
+            of_q, of_k, of_v = q.data, k.data, v.data
+            at_q, at_k, at_v = of_q.ptr, of_k.ptr, of_v.ptr
+            about_q = (q.shape, q.strides, q.dtype, at_q & 15, of_q.device_id)
+            about_k = (k.shape, k.strides, k.dtype, at_k & 15, of_k.device_id)
+            about_v = (v.shape, v.strides, v.dtype, at_v & 15, of_v.device_id)
+        else:
             q, k, v = view(q, "q"), view(k, "k"), view(v, "v")
-        (about_q, at_q), (about_k, at_k), (about_v, at_v) = describe(q), describe(k), describe(v)
+            (about_q, at_q), (about_k, at_k), (about_v, at_v) = describe(q), describe(k), describe(v)
         about_out = about_lse = about_sinks = None
         at_out = at_lse = at_sinks = 0
         if out is not None:
@@ -318,9 +324,8 @@ def prepared(given: ForwardOperands, options: dict[str, Any]) -> AttentionPlan:
     options : dict
         Fields of `Options`, and `arch`, the architecture's name; those left out have their defaults.
     """
-    if given.captured is not NOTHING:
-        options = {**options, **given.captured.options}
-    return cached(_prepared, given.descriptions, options)
+    found = NO_OPTIONS if given.captured is NOTHING else given.captured.options
+    return cached(_prepared, given.descriptions, options, found)
 
 
 def classified(kernel: KernelPlan, problem: Problem, **of_backward: bool) -> Classification | None:

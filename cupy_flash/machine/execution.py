@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .host import Traffic
 
 Result = TypeVar("Result")
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Execution:
@@ -336,9 +338,14 @@ class Prepared:
             return compute(*arguments)
 
 
-def cached(prepare: Callable[..., Result], descriptions: tuple[Any, ...], options: dict[str, Any]) -> Result:
-    """What a function with an `lru_cache` makes of descriptions and options by name, from the cache where they can be its key."""
-    named = tuple(options.items())
+def cached(
+    prepare: Callable[..., Result], descriptions: tuple[Any, ...], options: dict[str, Any], found: Mapping[str, Any] = NO_OPTIONS
+) -> Result:
+    """What a function with an `lru_cache` makes of descriptions and options by name, from the cache where they can be its key.
+
+    Besides options that a user gave there are those that have been found to be of the one type that they may have.
+    """
+    named = (*options.items(), *found.items())
     try:
         # The types tell True from 1, which are equal as keys but not as options; inside of a pair as well.
         types = [*map(type, options.values())]

@@ -18,8 +18,8 @@ def are_apart(addresses: list[int], spans: list[tuple[int, int]], results: list[
     for i in results:
         if addresses[i]:
             start, stop = addresses[i] + spans[i][0], addresses[i] + spans[i][1]
-            for j, address in enumerate(addresses):
-                if address and start < address + spans[j][1] and address + spans[j][0] < stop and i != j:
+            for j, (address, (low, high)) in enumerate(zip(addresses, spans)):
+                if address and start < address + high and address + low < stop and i != j:
                     return False
     return True
 
