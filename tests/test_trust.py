@@ -230,3 +230,18 @@ def test_file_is_read_through_the_descriptor_that_was_checked(file, monkeypatch)
 
     monkeypatch.setattr(trust, "is_own_file", swapped)
     assert trust.read(file, 100) == b"contents"
+
+
+def test_a_file_that_is_replaced_when_it_has_been_opened_is_read(file, monkeypatch):
+    """As when several processes find an empty cache, and each stores the same: then none has to compile once more."""
+    opened = os.open
+
+    def replaced(path, flags):
+        descriptor = opened(path, flags)
+        other = file.with_name("other")
+        other.write_bytes(b"the next")
+        other.replace(file)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", replaced)
+    assert trust.read(file, 100) == b"contents"

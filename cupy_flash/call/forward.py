@@ -45,6 +45,7 @@ class AttentionPlan(Prepared):
             packing = packing_of(problem)
             packed = packing.problem
             self._keys, self._skipped_bytes = packing.keys, packing.skipped_bytes
+            self._skips = any(packing.skipped_bytes)
             launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)
             maps = forward_maps(kernel, packed)
             if maps:
@@ -202,8 +203,10 @@ class AttentionPlan(Prepared):
 
     def _launch(self, given: ForwardOperands, workspace: arrays.Array | None) -> tuple[Any, Any]:
         """Queue the kernel on the current device, with results that are there then."""
-        p, words = self.problem, given.addresses[: len(FORWARD_ARRAYS)]
-        out, lse = given.views[3:5]
+        p, views, words = self.problem, given.views, given.addresses
+        out, lse = views[3], views[4]
+        if given.captured is not NOTHING:
+            words = words[: len(FORWARD_ARRAYS)]
         if p.lengths is not None:
             check_values(p.lengths, given.captured.lengths_in_host_memory, (p.len_q, p.len_kv))
         if out is None:
@@ -212,8 +215,9 @@ class AttentionPlan(Prepared):
         if lse is None and p.lse is not None:
             lse = arrays.empty(p.seen[4])
             words[4] = lse.data.ptr
-        words[1] += self._skipped_bytes[0]
-        words[2] += self._skipped_bytes[1]
+        if self._skips:
+            words[1] += self._skipped_bytes[0]
+            words[2] += self._skipped_bytes[1]
         if given.captured is not NOTHING:
             more_words, _copied = given.captured.on_device()
             words += more_words

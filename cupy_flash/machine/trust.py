@@ -66,7 +66,8 @@ def read(path: Path, limit: int) -> bytes | None:
         return None
     try:
         status = os.fstat(descriptor)
-        if not is_own_file(status) or status.st_nlink != 1 or status.st_mode & _OTHERS_WRITE or status.st_size > limit:
+        # It has no name any more where another process has replaced it since, by what is the same.
+        if not is_own_file(status) or status.st_nlink > 1 or status.st_mode & _OTHERS_WRITE or status.st_size > limit:
             return None
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(limit)
