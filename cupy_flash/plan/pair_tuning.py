@@ -84,7 +84,7 @@ FLOAT32_75 = (
 )
 # Those of the plain table whose registers hold a term besides.
 HOPPER_TERM = tuple(
-    replace(row, without_lengths=row.width > 128)
+    replace(row, without_lengths=row.width > 128, without_sinks=(row.width, row.tile_q) == (128, 64))
     for row in PLAIN_HOPPER
     if (row.width, row.tile_q, row.tile_kv) not in SPILLING
 )

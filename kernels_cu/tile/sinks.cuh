@@ -14,12 +14,15 @@ template <typename Params> OP float read_sink(const Params& p, int head, int i) 
   return to_float(static_cast<const Sink*>(p.sinks.data)[head * p.sinks.head_stride + i * p.sinks.row_stride]);
 }
 
-// A state takes the sinks of its rows into its sum. What it has summed up besides has to be multiplied by `correction`.
+// The first one, where all rows of a tile have the same: to be read long before a state takes it, or its lanes would wait with nothing else to do.
+template <typename Params> OP float first_sink(const Params& p, int head) { return p.sinks_of_head ? read_sink(p, head, 0) : -infinity(); }
+
+// A state takes the sinks of its rows into its sum, from number `from` on. What it has summed up besides has to be multiplied by `correction`.
 template <int M, typename Params>
-OP void join_sinks(OnlineSoftmax<M>& state, RowVec<M>& correction, const Params& p, const Mask& mask, int head, int row0) {
+OP void join_sinks(OnlineSoftmax<M>& state, RowVec<M>& correction, const Params& p, const Mask& mask, int head, int row0, int from = 0) {
   fill(correction, 1.f);
   #pragma unroll 1
-  for (int i = 0; i < int(p.sinks_of_head); ++i) {
+  for (int i = from; i < int(p.sinks_of_head); ++i) {
     RowVec<M> sink, factor, weight;
     for_lane(l) {
       #pragma unroll
@@ -28,6 +31,17 @@ OP void join_sinks(OnlineSoftmax<M>& state, RowVec<M>& correction, const Params&
     join(state, sink, factor, weight);
     multiply(correction, factor);
   }
+}
+
+// The same with the first one at hand, if it has been read ahead.
+template <bool AHEAD, int M, typename Params>
+OP void join_sinks(OnlineSoftmax<M>& state, RowVec<M>& correction, float first, const Params& p, const Mask& mask, int head, int row0) {
+  if constexpr (!AHEAD) return join_sinks(state, correction, p, mask, head, row0);
+  RowVec<M> sink, factor, weight;
+  fill(sink, first);
+  join(state, sink, factor, weight);
+  join_sinks(state, correction, p, mask, head, row0, 1);
+  multiply(correction, factor);
 }
 
 // A state that has seen nothing yet begins with the sinks of its rows.
