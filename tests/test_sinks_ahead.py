@@ -1,0 +1,25 @@
+"""Sinks in blocks of fwd_hopper that take tiles of several heads: read when a query tile begins, before the last one has ended."""
+
+import numpy
+import pytest
+
+from cupy_flash import attention, plan_attention
+
+
+@pytest.mark.parametrize("numbers", [2, pytest.param(0, marks=pytest.mark.release), pytest.param(1, marks=pytest.mark.release)])
+@pytest.mark.parametrize("causal, groups", [(True, 2), (False, 3)])
+@pytest.mark.parametrize("schedule", ["eager", pytest.param("deferred", marks=pytest.mark.release)])
+def test_each_head_has_its_own(schedule, causal, groups, numbers, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+    rng = numpy.random.default_rng(0)
+    len_q = 300 if causal else 1100  # so many have narrow key tiles
+    q, k, v = (rng.standard_normal((3, length, 72)).astype(numpy.float16) for length in (len_q, 150, 150))
+    sinks = rng.uniform(-3, 6, (numbers, 3)).astype(numpy.float32)
+    plan = plan_attention(q, k, v, sinks=sinks, causal=causal, backend="host", arch="90a", return_lse=True)
+    assert (plan.kernel.file, plan.kernel.config.WARPS // 4 - 1) == ("fwd_hopper", groups)
+    (out, lse), expected = (
+        plan(q, k, v, sinks=sinks),
+        attention(*(x.astype(numpy.float32) for x in (q, k, v)), sinks=sinks, causal=causal, return_lse=True),
+    )
+    numpy.testing.assert_allclose(out, expected[0], atol=2**-9 * abs(expected[0]).max())  # weights are rounded to float16
+    numpy.testing.assert_allclose(lse, expected[1], atol=2**-12)
