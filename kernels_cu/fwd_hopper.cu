@@ -168,7 +168,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   u32 split = WHOLE, number = 0;                              // TILE_LIST: of the key tile, which `tile` only counts
   int tile, turned = 0, last, before, beyond, whole_first, wholes, next = has_work_tile(p, TAKES_TILES ? block_id() : 0) ? LATER : NOTHING, warp_row;
   TileCoord now, ended;                                       // this query tile's, and that of the one before, which ends later than this begins
-  HeadTerms terms{}; LinearTerms line{}, ended_line{}; float sink = 0.f, ended_sink = 0.f; // of the scores of this query tile, and of the one before
+  HeadTerms terms{}; LinearTerms line{}, ended_line{};        // of the scores of this query tile; LINEAR: and of the one before
   const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), keys_of_sequence(p, now)); };
   int others = group;                                         // stages filled for other consumers since this one's last
   const auto begin_tile = [&] {
@@ -193,16 +193,16 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     warp_row = now.row + group * ROWS + warp % 4 * 16;
     if constexpr (MODIFIED) terms = head_terms(p, now, now.head, queries_of_sequence(p, now), keys_of_sequence(p, now));
     if constexpr (LINEAR) ended_line = line, line = linear_terms(context(), warp_row);
-    if constexpr (SINK_AHEAD) ended_sink = sink, sink = first_sink(p, now.head);
     if (SCORES == SCALED || SCALES_LARGE) scale_log2 = scale_of_head(p.scale_log2, terms);
   };
   // The softmax of a query tile, or of this split of it, has ended, and then its last product. VARLEN: rows count from the tile on, see `load_sequence`.
   const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
   const auto row_of = [&](const TileCoord& here) { return (VARLEN ? 0 : here.row) + row_of_tile(); };
-  const auto end_softmax = [&](const TileCoord& here, const LinearTerms& line, float sink, u32 split, RowVec<16>& weight) {
+  const auto end_softmax = [&](const TileCoord& here, const LinearTerms& line, u32 split, RowVec<16>& weight) {
     RowVec<16> lse, correction;
-    if (COLUMNS) count_largest(softmax, largest); if (LINEAR) count_rows(softmax, line);
-    if (SINKS != NO_SINKS && split == WHOLE) join_sinks<SINK_AHEAD>(softmax, correction, sink, p, mask, here.head, row_of(here));  // of splits, when they are combined
+    if (COLUMNS) count_largest(softmax, largest);
+    if (LINEAR) count_rows(softmax, line);
+    if (SINKS != NO_SINKS && split == WHOLE) join_sinks(softmax, correction, p, mask, here.head, row_of(here));  // of splits, when they are combined
     finalize(softmax, lse);
     weight = softmax.sum;
     if (SINKS != NO_SINKS && split == WHOLE) multiply(weight, correction);
@@ -303,7 +303,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     Arrays arrays;
     if (ARRAYS_AHEAD) load_arrays(arrays, k_smem);
     if (follows) {
-      if (ends) end_softmax(ended, ended_line, ended_sink, WHOLE, weight);
+      if (ends) end_softmax(ended, ended_line, WHOLE, weight);
       wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
     } else {
       wait_for_products<0>(s_reg);                            // the same
@@ -384,7 +384,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     start_product(o_reg, p_reg, values.tile(), sums);
     sums = false;
     RowVec<16> weight;
-    end_softmax(now, line, sink, split, weight);
+    end_softmax(now, line, split, weight);
     wait_for_products<0>(o_reg);                              // without it O is stored before the product has ended
     consumer_release(values);                                 // without it the producer waits for ever
     for (; beyond > 0; --beyond) skip_keys(1), skip(values, 1);

@@ -24,9 +24,10 @@ CASES = list(product((32, 64, 96, 128, 192, 256), LENGTHS, BESIDES))
 
 @pytest.mark.parametrize("dim, length, besides", quick(CASES, (128, 1024, "causal"), spread=True))
 @pytest.mark.parametrize("heads_kv", [2, pytest.param(1, marks=pytest.mark.release)])  # of 2: rows of both may share a tile
-def test_no_spill(dim, length, besides, heads_kv):
+@pytest.mark.parametrize("numbers", [1, pytest.param(2, marks=pytest.mark.release)])
+def test_no_spill(dim, length, besides, heads_kv, numbers):
     q, k = (numpy.zeros((1, heads, length, dim), numpy.float16) for heads in (2, heads_kv))
-    sinks = numpy.zeros(2, numpy.float32)
+    sinks = numpy.zeros((numbers, 2), numpy.float32)
     kernel = plan_attention(q, k, k, sinks=sinks, backend="host", arch="90a", **BESIDES[besides](length)).kernel
     if kernel.file != "fwd_hopper":
         pytest.skip(f"{kernel.file} computes this")

@@ -43,6 +43,7 @@ class Config:
     TF32_PASSES: int
     MASK: str
     SINKS: str
+    SEVERAL_SINKS: bool
     SCORES: str
     MASKED_PAIRS: bool
     VARLEN: bool
@@ -203,7 +204,7 @@ class KernelPlan:
         words += [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
         words += ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS
-        words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS")
+        words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS") + ["several"] * c.SEVERAL_SINKS
         return "-".join(words)
 
     def __str__(self) -> str:
@@ -327,6 +328,7 @@ def configure(
     pack_gqa: bool = False,
     mask: str = "BAND",
     sinks: str = "NO_SINKS",
+    several_sinks: bool = False,
     problem: Problem | None = None,
     expressions: ExpressionText = NOTHING,
     tile_list: bool = False,
@@ -354,6 +356,7 @@ def configure(
         "PACK_GQA": pack_gqa,
         "MASK": mask,
         "SINKS": sinks,
+        "SEVERAL_SINKS": several_sinks,
         "SCORES": expressions.kind,
         "MASKED_PAIRS": bool(expressions.takes_part) or expressions.pair_bits,
         "VARLEN": lengths is not None,

@@ -14,15 +14,15 @@ template <typename Params> OP float read_sink(const Params& p, int head, int i) 
   return to_float(static_cast<const Sink*>(p.sinks.data)[head * p.sinks.head_stride + i * p.sinks.row_stride]);
 }
 
-// The first one, where all rows of a tile have the same: to be read long before a state takes it, or its lanes would wait with nothing else to do.
-template <typename Params> OP float first_sink(const Params& p, int head) { return p.sinks_of_head ? read_sink(p, head, 0) : -infinity(); }
+// How many a row has. With a loop for several, what a block of fwd_hopper does for a tile may be more than the instruction cache holds.
+template <typename Params> OP constexpr int sinks_of(const Params& p) { return SEVERAL_SINKS ? int(p.sinks_of_head) : 1; }
 
-// A state takes the sinks of its rows into its sum, from number `from` on. What it has summed up besides has to be multiplied by `correction`.
+// A state takes the sinks of its rows into its sum. What it has summed up besides has to be multiplied by `correction`.
 template <int M, typename Params>
-OP void join_sinks(OnlineSoftmax<M>& state, RowVec<M>& correction, const Params& p, const Mask& mask, int head, int row0, int from = 0) {
+OP void join_sinks(OnlineSoftmax<M>& state, RowVec<M>& correction, const Params& p, const Mask& mask, int head, int row0) {
   fill(correction, 1.f);
   #pragma unroll 1
-  for (int i = from; i < int(p.sinks_of_head); ++i) {
+  for (int i = 0; i < sinks_of(p); ++i) {
     RowVec<M> sink, factor, weight;
     for_lane(l) {
       #pragma unroll
@@ -31,17 +31,6 @@ OP void join_sinks(OnlineSoftmax<M>& state, RowVec<M>& correction, const Params&
     join(state, sink, factor, weight);
     multiply(correction, factor);
   }
-}
-
-// The same with the first one at hand, if it has been read ahead.
-template <bool AHEAD, int M, typename Params>
-OP void join_sinks(OnlineSoftmax<M>& state, RowVec<M>& correction, float first, const Params& p, const Mask& mask, int head, int row0) {
-  if constexpr (!AHEAD) return join_sinks(state, correction, p, mask, head, row0);
-  RowVec<M> sink, factor, weight;
-  fill(sink, first);
-  join(state, sink, factor, weight);
-  join_sinks(state, correction, p, mask, head, row0, 1);
-  multiply(correction, factor);
 }
 
 // A state that has seen nothing yet begins with the sinks of its rows.
@@ -54,7 +43,7 @@ template <int M, typename Params> OP void start_with_sinks(OnlineSoftmax<M>& sta
 template <typename Params> OP float join_sinks(float& max, float& sum, const Params& p, int head) {
   float correction = 1.f;
   #pragma unroll 1
-  for (int i = 0; i < int(p.sinks_of_head); ++i) {
+  for (int i = 0; i < sinks_of(p); ++i) {
     const float score = read_sink(p, head, i) * LOG2E, top = fmaxf(max, score), safe = fmaxf(top, LOWEST), factor = exp2_approx(max - safe);
     sum = fmaf(sum, factor, exp2_approx(score - safe));
     correction *= factor;

@@ -9,8 +9,6 @@ constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgr
 constexpr int ROWS = TILE_Q / GROUPS;                         // of Q, for each of them
 static_assert(ROWS == 64, "a warpgroup owns 64 query rows");
 constexpr bool AHEAD = STAGES_Q > GROUPS;                     // a query tile begins before the one before it has ended
-// The sink of a head is read when its query tile begins. Four groups hide each other's waits, and have no registers for it, as one has none beside terms.
-constexpr bool SINK_AHEAD = SINKS != NO_SINKS && !PACK_GQA && (GROUPS == 2 || GROUPS == 3);
 static_assert(STAGES_Q >= GROUPS, "each warpgroup reads a stage");
 constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
 constexpr int LEAD = TILE_LIST || FROM_LAST ? 0 : (GROUPS - 1) * ROWS / TILE_KV; // key tiles: under a mask, so many may be left when the first consumer ends its query tile
