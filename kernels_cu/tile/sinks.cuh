@@ -14,7 +14,7 @@ template <typename Params> OP float read_sink(const Params& p, int head, int i) 
   return to_float(static_cast<const Sink*>(p.sinks.data)[head * p.sinks.head_stride + i * p.sinks.row_stride]);
 }
 
-// How many a row has. With a loop for several, what a block of fwd_hopper does for a tile may be more than the instruction cache holds.
+// How many a row has. A loop for several would cost fwd_hopper a twentieth at dim 128, though it is left at once: see docs/tuning-hopper-forward.md.
 template <typename Params> OP constexpr int sinks_of(const Params& p) { return SEVERAL_SINKS ? int(p.sinks_of_head) : 1; }
 
 // A state takes the sinks of its rows into its sum. What it has summed up besides has to be multiplied by `correction`.
