@@ -104,7 +104,7 @@ GRADIENTS = [
 ]
 
 
-@pytest.mark.parametrize("dtype, arch, kernel, shape", rarely_each(6, GRADIENTS))
+@pytest.mark.parametrize("dtype, arch, kernel, shape", rarely_each(12, GRADIENTS))
 def test_gradients_in_float32_are_what_is_rounded_otherwise(dtype, arch, kernel, shape, schedule):
     inputs = drawn(dtype, **SHAPES[shape])
     wide, found = backward(inputs, True, arch=arch, kernel=kernel, causal=True)
@@ -114,7 +114,7 @@ def test_gradients_in_float32_are_what_is_rounded_otherwise(dtype, arch, kernel,
         check_rounded(x, y)
 
 
-@pytest.mark.parametrize("dtype, arch, kernel, shape", [("bfloat16", None, None, "groups"), *rarely_each(3, GRADIENTS)])
+@pytest.mark.parametrize("dtype, arch, kernel, shape", [("bfloat16", None, None, "groups"), *rarely_each(6, GRADIENTS)])
 def test_gradients_are_added_to_what_is_there(dtype, arch, kernel, shape, schedule):
     """Each element once, in float32."""
     inputs = drawn(dtype, **SHAPES[shape])

@@ -155,7 +155,7 @@ def test_edges_of_float32_are_right(arch, dtype, schedule, monkeypatch):
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [("numpy", "float32"), *KINDS])
-@pytest.mark.parametrize("scale", [1e10, 1e38, MAX, -MAX])
+@pytest.mark.parametrize("scale", quick([1e10, 1e38, MAX, -MAX], 1e38, -MAX))
 def test_a_score_of_any_size_is_not_lost(arch, dtype, scale):
     """A row that picks one key: its scores are so far apart that nothing else is left, and the value of that key is the result."""
     q, k, v, dout = inputs(dtype, size=0.05)
