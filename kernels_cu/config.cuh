@@ -13,7 +13,7 @@ constexpr int   TF32_PASSES = 3;          // float32 products from ARCH 80 on: 3
 
 constexpr MaskKind MASK = BAND;           // which keys a query sees
 constexpr SinkKind SINKS = NO_SINKS;      // logits of each row besides those of its keys, see tile/sinks.cuh: none, in the dtype of q, or in float32
-constexpr bool  SEVERAL_SINKS = false;    // of SINKS, forward: a row may have none, or more than one
+constexpr bool  SEVERAL_SINKS = false;    // of SINKS, forward: a row may have none, or more than one; so also PLUS_TERM, which spills in the other text
 
 constexpr ScoreKind SCORES = UNCHANGED;   // what becomes of scores: nothing; a term is added that does not depend on them, such as a bias, or that is linear in the places of a pair, or depends on the key alone; they are scaled; or any expression, which needs EXPLICIT_SCORES
 constexpr bool  MASKED_PAIRS = false;     // pairs are masked by an expression or an array as well

@@ -134,7 +134,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             pack_gqa=pack_gqa,
             mask=problem.mask.kind,
             sinks=kind_of_sinks(problem),
-            several_sinks=problem.sinks is not None and problem.sinks.shape[-1] != 1,
+            several_sinks=problem.sinks is not None and (problem.sinks.shape[-1] != 1 or expressions.kind == "PLUS_TERM"),
             problem=problem,
             expressions=expressions,
             tile_list=listed,
