@@ -1,4 +1,4 @@
-"""Sinks in the registers of the Hopper forward, beside what else a call asks for."""
+"""Sinks in the registers of the forwards for sm_90a, beside what else a call asks for."""
 
 from itertools import product
 
@@ -29,8 +29,6 @@ def test_no_spill(dim, length, besides, heads_kv, numbers):
     q, k = (numpy.zeros((1, heads, length, dim), numpy.float16) for heads in (2, heads_kv))
     sinks = numpy.zeros((numbers, 2), numpy.float32)
     kernel = plan_attention(q, k, k, sinks=sinks, backend="host", arch="90a", **BESIDES[besides](length)).kernel
-    if kernel.file != "fwd_hopper":
-        pytest.skip(f"{kernel.file} computes this")
     code, log = nvrtc.compile_plan(kernel)
     of_packed = 8 * (kernel.config.PACK_GQA and kernel.config.WIDTH == 64)  # which head a row is of
-    assert "C75" not in log and read(code)[kernel.file].stack_bytes <= of_packed
+    assert "C75" not in log and read(code)[kernel.file].stack_bytes <= of_packed, str(kernel)

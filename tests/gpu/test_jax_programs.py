@@ -14,10 +14,10 @@ import cupy_flash
 cupy = pytest.importorskip("cupy")
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
-if jax.default_backend() != "gpu":
-    pytest.skip("needs JAX with CUDA", allow_module_level=True)  # before any is compiled for
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs JAX with CUDA")
 
-from cupy_flash.jax import attention, frame, on_device  # noqa: E402
+if jax.default_backend() == "gpu":
+    from cupy_flash.jax import attention, frame, on_device
 
 KEYS = jax.random.split(jax.random.key(0), 6)
 
