@@ -213,18 +213,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   };
   const auto end_tile = [&](const TileCoord& here, u32 split, const RowVec<16>& weight) {
     rescale(o_reg, weight);
-    if (split != WHOLE) {
-      if (row_of_tile() < p.partial_rows) store(out_partial(p, split), o_reg, row_of_tile(), 0);
-    } else if (!TMA_STORE_OUT) {
-      store(out_rows(p, here, row_of(here)), o_reg);
-    } else {
-      const int warp = not_ahead(warp_id());
-      const OutTile out_smem{smem + OUT_OFFSET + (warp / 4 - 1) * OutTile::bytes};
-      wait_for_stores();                                      // without it rows are overwritten that have not left
-      store(out_smem, o_reg, warp % 4 * 16);
-      fence_proxy_async();                                    // without it rows leave that have not been written
-      store_async(p.out_map, here.batch, here.head, row_of(here), out_smem, warp % 4 * 16);
-    }
+    if (split != WHOLE && row_of_tile() < p.partial_rows) store(out_partial(p, split), o_reg, row_of_tile(), 0);
+    if (split != WHOLE) return;
+    if constexpr (TMA_STORE_OUT) leave(p.out_map, here, row_of(here), smem, o_reg);
+    else store(out_rows(p, here, row_of(here)), o_reg);
   };
 
   const auto key_tile = [&] { return TILE_LIST ? told_number(number) : FROM_LAST ? (tile ^ turned) - turned : tile; }; // turned: -1 where the last come first
@@ -233,27 +225,32 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   const auto load_arrays = [&](Arrays& arrays, const KeyTile& k_smem) {
     if constexpr (MODIFIED) load<false>(arrays, context(), k_smem, row_of_tile(), warp_row, first_key(), !PAIR_BITS || told_to_ask(number));
   };
-  const auto scores_of_tile = [&](const Arrays& arrays, const bool first) {
-    const int col0 = first_key();
-    if (COLUMNS) leave_out_largest(softmax, terms_reg, common, largest);
+  const auto modify = [&](const Arrays& arrays, const bool asks) {
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, col0, !TILE_LIST || told_to_ask(number));
-    if (TILE_LIST && first && told_none(number)) fill(s_reg, masked_score(terms)), stay_apart();
-    if (LINEAR) terms_of_tile(terms_reg, s_reg, line, col0);
-    if (PAIR_BITS ? false : TELLS_WHOLE ? u32(key_tile() - whole_first) >= u32(wholes) : !unmasked_keys(mask, warp_row, 16).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0, masked_score(terms));
+    if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, first_key(), asks);
+  };
+  // Whether all of these rows see all keys of the tile.
+  const auto whole = [&](int row, int rows) {
+    return PAIR_BITS || (TELLS_WHOLE ? u32(key_tile() - whole_first) < u32(wholes) : unmasked_keys(mask, row, rows).contains(first_key(), TILE_KV));
+  };
+  const auto mask_scores = [&] {
+    if (!whole(warp_row, 16)) apply_mask(s_reg, mask, warp_row, first_key(), masked_score(terms));
     if constexpr (SCALES_LARGE) scale_as_before(s_reg, scale_log2, p.scale_log2);
   };
   bool sums = false;                                          // O holds products of its query tile; if not, the next one replaces what it holds
-  // A warp whose rows have not all seen something yet looks for the maximum in the next tile as well, and one whose terms have raised scores from
-  // a key tile to the next, as ALiBi does: a redo would cost a product more.
-  Found unseen_rows = false, rising = false;
+  bool looks_again = false;                                   // for the maximum: some row has seen nothing yet, or terms raise scores from tile to tile; a redo costs a product
+  RegisterPair offsets{};                                     // of the rows' exponents, for the maximum so far; WITH_TERMS: in this key tile
   // VARLEN: rows that are no queries have no say in that, or what they hold would decide the bits of others.
   const auto queries_left = [&] { return rows_at<QUERIES>(p, now).len() - row_of_tile(); };
   const auto find_maximum = [&](RowVec<16>& correction) {
     raise(softmax, s_reg, correction, scale_log2, terms_reg);
     if constexpr (SCALES_LARGE) scale_where_large(s_reg, softmax, scale_log2);
     if constexpr (VARLEN) if (queries_left() < 16) fill_from(softmax.max, queries_left(), 0.f), fill_from(correction, queries_left(), 1.f);
-    unseen_rows = found(warp_any(seen_nothing(softmax)));
+    offsets = offsets_of(softmax, terms_reg, p.heads);
+  };
+  const auto to_weights = [&](RowVec<16>& sum) {
+    exponentiate(offsets, s_reg, sum, scale_log2);
+    if constexpr (VARLEN) fill_from(sum, queries_left(), 0.f);
   };
 
   // With ping-pong, a warpgroup lets the next one go for a tile that it does not need as well: all of them count the same tiles.
@@ -268,19 +265,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (!PINGPONG) skip(keys, tiles);
   };
 
-  // Where the maximum so far was too small: S once more, and P with the maximum of S.
-  const auto redo = [&](const KeyTile& k_smem, const StoredTerms& in_product, RowVec<16>& correction, RowVec<16>& sum) {
-    Arrays arrays;
-    start_scores(s_reg, q_smem, k_smem, in_product);
-    wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
-    load_arrays(arrays, k_smem);
-    scores_of_tile(arrays, false);
-    find_maximum(correction);
-    exponentiate(softmax, s_reg, sum, scale_log2, terms_reg);
-  };
-
-  // One key tile: its product and its softmax, and beneath both the second product, O += P V, of the key tile before. The maximum has to be
-  // found in a query tile's first step; otherwise that of the key tiles before nearly always does.
+  // One key tile: its product and its softmax, and beneath both the second product, O += P V, of the key tile before. What is usual, P with the maximum
+  // of the key tiles before, stands in one piece, and the rest, with that of this one, behind it: instructions after a jump have to be waited for.
   const auto step = [&](const Step kind, const int skipped) {
     const bool follows = kind.follows, starts = kind.starts, ends = kind.ends;
     const KeyTile k_smem = keys.tile();
@@ -299,26 +285,41 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       sums = !starts;
     }
     if (PINGPONG) arrive_pingpong<ORDER>(group, GROUPS);      // without it the next warpgroup waits for ever
-    if constexpr (DROPOUT) draw(kept_reg, dropout, now.batch_number * p.heads + now.head, warp_row, first_key());
     Arrays arrays;
     if (ARRAYS_AHEAD) load_arrays(arrays, k_smem);
-    if (follows) {
-      if (ends) end_softmax(ended, ended_line, WHOLE, weight);
-      wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
-    } else {
-      wait_for_products<0>(s_reg);                            // the same
-    }
+    if (follows && ends) end_softmax(ended, ended_line, WHOLE, weight);
+    if (COLUMNS) leave_out_largest(softmax, terms_reg, common, largest);
+    if (LINEAR) terms_of_tile(terms_reg, s_reg, line, first_key());
+    if (WITH_TERMS) offsets = offsets_of(softmax, terms_reg, p.heads);
+    if (follows) wait_for_products<1>(s_reg);                 // without it scores are read that do not exist yet
+    else wait_for_products<0>(s_reg);                         // the same
     if (!ARRAYS_AHEAD) load_arrays(arrays, k_smem);
-    scores_of_tile(arrays, !follows || starts);
-    const bool first = !follows || starts, looked = first || unseen_rows || (MODIFIED && rising);
     RowVec<16> correction, sum;
-    fill(correction, 1.f);
-    if (looked) find_maximum(correction);
-    exponentiate(softmax, s_reg, sum, scale_log2, terms_reg);
-    if constexpr (VARLEN) fill_from(sum, queries_left(), 0.f);
-    const bool again = !first && warpgroup_any(VOTE + group, too_large(sum));
-    if (again) redo(k_smem, in_product, correction, sum);
-    if (MODIFIED) rising = again || (rising && !first && found(warp_any(below_one(correction))));
+    const bool first = !follows || starts, asks = !TILE_LIST || told_to_ask(number), usual = !first && !looks_again && !(TILE_LIST && asks);
+    if (usual) {
+      modify(arrays, !TILE_LIST);
+      mask_scores();
+      if constexpr (DROPOUT) draw(kept_reg, dropout, now.batch_number * p.heads + now.head, warp_row, first_key());
+      to_weights(sum);
+      if (!warpgroup_any(VOTE + group, too_large(sum))) {
+        consumer_release(keys);                               // without it the producer waits for ever
+        add(softmax, sum);
+        wait_for_products<0>(o_reg);                          // without it O and P change beneath the product
+        consumer_release(values);                             // without it the producer waits for ever
+        return;
+      }
+      start_scores(s_reg, q_smem, k_smem, in_product);        // the maximum so far was too small: S once more, and P with the maximum of S
+      wait_for_products<0>(s_reg);                            // without it scores are read that do not exist yet
+      load_arrays(arrays, k_smem);
+    }
+    modify(arrays, asks);
+    if (TILE_LIST && first && told_none(number)) fill(s_reg, masked_score(terms)), stay_apart();
+    mask_scores();
+    find_maximum(correction);
+    if constexpr (DROPOUT) if (!usual) draw(kept_reg, dropout, now.batch_number * p.heads + now.head, warp_row, first_key());
+    to_weights(sum);
+    const bool rises = MODIFIED && looks_again && !first, settled = !MODIFIED && whole(now.row + group * ROWS, ROWS);
+    looks_again = (MODIFIED && usual) || (!settled && warpgroup_any(VOTE + group, unsettled(softmax, correction, rises)));
     consumer_release(keys);                                   // without it the producer waits for ever
     add(softmax, sum);
     if (follows) {
@@ -326,10 +327,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       if (ends || !starts) consumer_release(values);          // without it the producer waits for ever
     }
     if (first) skip(values, skipped);
-    if (follows) {
-      if (ends) end_tile(ended, WHOLE, weight);
-      if (!starts && (looked || again)) rescale(o_reg, correction);
-    }
+    if (follows && ends) end_tile(ended, WHOLE, weight);
+    if (follows && !starts) rescale(o_reg, correction);
   };
 
   // OWN_LISTS: key tiles that the warpgroup sees nothing of. What is left to do is the product of the one before, and P of the last one is zero.

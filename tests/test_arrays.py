@@ -6,12 +6,13 @@ installed, and otherwise by stand-ins that have just the protocol in question.
 
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import ml_dtypes
 import numpy
 import pytest
 
+from cupy_flash import attention
 from cupy_flash.problem import arrays
 from cupy_flash.problem.layout import Layout
 
@@ -36,6 +37,16 @@ def dlpack(memory):
 def test_no_library_is_imported():
     program = "import sys, cupy_flash.problem.arrays; print({'cupy', 'torch', 'jax', 'numba'} & sys.modules.keys())"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
+
+
+@pytest.mark.parametrize("module", [None, ModuleType("cupy")], ids=["not there", "half there"])
+def test_arrays_of_numpy_need_no_cupy(monkeypatch, module):
+    """The module is there and lacks its names while another thread imports it."""
+    if module is None:
+        monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, "cupy", module)
+    assert attention(*[numpy.zeros((1, 1, 2, 32), numpy.float32)] * 3).shape == (1, 1, 2, 32)
 
 
 # view: NumPy and CuPy

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import heapq
 import struct
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +29,7 @@ SIZED, REGISTERS, FRAME_SIZE = 0x04, 0x2F, 0x11
 # Operation and form, and the operation alone.
 NOP, BRANCH, UNIFORM_BRANCH, EXIT, RETURN = 0x918, 0x947, 0x547, 0x94D, 0x950
 PRODUCTS = (0x03C, 0x1F0)  # HMMA, HGMMA
+FFMA_UNIFORM = 0xC23  # with a factor in a uniform register
 ALWAYS = 7  # the predicate that is true
 
 
@@ -52,6 +54,9 @@ class MachineCode:
     rounds : tuple of int
         Of each of these loops, the fewest instructions that a round takes: without what is branched around, such as the mask of a
         tile that all rows see, or a step that is done again.
+    addends : mapping of int to int
+        The registers that are added to a product of a lane's number with one of all lanes, such as a score and its scale, and how
+        often each is.
     """
 
     registers: int
@@ -61,6 +66,7 @@ class MachineCode:
     product_loops: tuple[int, ...]
     opcodes: str
     rounds: tuple[int, ...] = field(default=(), compare=False)  # which snapshots do not hold
+    addends: Mapping[int, int] = field(default_factory=dict, compare=False)
 
 
 def read(cubin: bytes) -> dict[str, MachineCode]:
@@ -86,6 +92,7 @@ def read(cubin: bytes) -> dict[str, MachineCode]:
             instructions=length,
             product_loops=tuple(size for size, _ in loops),
             rounds=tuple(least for _, least in loops),
+            addends=Counter((words[:length, 1][opcodes[:length] == FFMA_UNIFORM] & 0xFF).tolist()),
             opcodes=hashlib.sha256(opcodes[:length].astype("<u2").tobytes()).hexdigest()[:12],
         )
     return found

@@ -34,9 +34,11 @@ TRACED = (
 
 
 def kind_on_devices() -> type | None:
-    """What arrays in device memory are that need no view: CuPy's. None where nobody has imported CuPy, and so nobody has one."""
-    cupy = sys.modules.get("cupy")
-    return None if cupy is None else cupy.ndarray
+    """What arrays in device memory are that need no view: CuPy's. None where nobody has imported CuPy, and so nobody has one.
+
+    While another thread imports it the module is there and lacks most of its names.
+    """
+    return getattr(sys.modules.get("cupy"), "ndarray", None)
 
 
 def view(x: Any, name: str, *, writable: bool = False) -> Array:
@@ -210,8 +212,8 @@ def _exported(result: Array, like: Any) -> Any:
 
 
 def _is_cupy(x: Any) -> bool:
-    cupy = sys.modules.get("cupy")
-    return cupy is not None and issubclass(type(x), cupy.ndarray)
+    kind = kind_on_devices()
+    return kind is not None and issubclass(type(x), kind)
 
 
 def _made_by(x: Any, library: str) -> bool:

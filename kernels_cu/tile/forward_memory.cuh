@@ -31,3 +31,13 @@ static_assert(!OWN_LISTS || NUMBERS_OFFSET % int(sizeof(ToldWords)) == 0, "words
 OP SharedAddress number_of(SharedAddress memory, int stage, int consumer = 0) {
   return memory + NUMBERS_OFFSET + (OWN_LISTS ? consumer : 0) * int(sizeof(u32)) + stage * TOLD_WORDS * int(sizeof(u32));
 }
+
+// The 16 rows of a warp go to `row` on of out, through the room of its warpgroup, as soon as TMA has time.
+template <typename Coord> OP void leave(const TensorMap& map, const Coord& here, int row, SharedAddress memory, const Acc<16, WIDTH_V>& o) {
+  const int warp = not_ahead(warp_id());
+  const OutTile out_smem{memory + OUT_OFFSET + (warp / 4 - 1) * OutTile::bytes};
+  wait_for_stores();                                          // without it rows are overwritten that have not left
+  store(out_smem, o, warp % 4 * 16);
+  fence_proxy_async();                                        // without it rows leave that have not been written
+  store_async(map, here.batch, here.head, row, out_smem, warp % 4 * 16);
+}

@@ -15,8 +15,8 @@ struct Mbarrier {
 //   DIVERGENT    by branches around the instruction
 //   CONVERGENT   without a branch at which the assembler would let lanes part. Where that holds for a whole kernel, its loop counters,
 //                addresses and descriptors are in uniform registers
-//   ELECT_ONE    the same, and elect.sync chooses the lane that starts a copy: where a lane is chosen by its number, the assembler does not
-//                know that it is one lane, and makes a loop around each copy
+//   ELECT_ONE    the same, and elect.sync chooses the lane that starts a copy, or arrives: where a lane is chosen by its number, the assembler
+//                does not know that it is one lane, and makes a loop around each copy; and it reads the number again, which is waited for
 enum Lanes { DIVERGENT, CONVERGENT, ELECT_ONE };
 
 // Who arrives when keys or values are on their way: the warps that bring them, or of lanes that copy each by itself.
@@ -153,7 +153,8 @@ OP void init_mbarrier(Mbarrier barrier, int count, CallSite at = call_site()) {
 }
 template <Lanes LANES = DIVERGENT> OP void arrive_at(Mbarrier barrier, CallSite at = call_site()) {
 #if ON_GPU
-  if constexpr (LANES != DIVERGENT) mbarrier_arrive_if(barrier.address, lane_id() == 0);
+  if constexpr (LANES == ELECT_ONE) mbarrier_arrive_if(barrier.address, elect_sync());
+  else if constexpr (LANES != DIVERGENT) mbarrier_arrive_if(barrier.address, lane_id() == 0);
   else if (lane_id() == 0) mbarrier_arrive(barrier.address);
 #else
   host::self->block->arrive(warp_id(), barrier.address, 0, at);

@@ -128,6 +128,31 @@ OP int not_ahead(int x) {
   return x;
 }
 
+// Two numbers of a lane in two neighbouring registers, which lie in different banks, as two that a compiler chooses may not. It keeps 64 bits in such
+// two if an instruction needs them at once. This one is never executed: `positive` is, which no compiler knows.
+#if ON_GPU
+typedef u64 RegisterPair;
+OP u64 pack_b64(float low, float high) {
+  u64 x;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(x) : "f"(low), "f"(high));
+  return x;
+}
+OP void unpack_b64(float& low, float& high, u64 x) { asm volatile("mov.b64 {%0, %1}, %2;" : "=f"(low), "=f"(high) : "l"(x)); }
+OP void load_shared_if_0(u64& x, u32 address) {
+  asm volatile("{ .reg .pred loads; setp.eq.u32 loads, %1, 0; @loads ld.shared.b64 %0, [%1]; }" : "+l"(x) : "r"(address));
+}
+OP RegisterPair side_by_side(const Regs<float, 2>& x, int positive) {
+  u64 both = pack_b64(x.v[0], x.v[1]);
+  load_shared_if_0(both, positive);
+  return both;
+}
+OP void apart(Regs<float, 2>& x, RegisterPair both) { unpack_b64(x.v[0], x.v[1], both); }
+#else
+typedef Regs<float, 2> RegisterPair;
+OP RegisterPair side_by_side(const Regs<float, 2>& x, int) { return x; }
+OP void apart(Regs<float, 2>& x, const RegisterPair& both) { x = both; }
+#endif
+
 // At the end of one of two branches that do alike: compilers otherwise make one text of both, and choose between addresses before each load.
 OP void stay_apart() {
 #if ON_GPU

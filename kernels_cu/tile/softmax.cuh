@@ -52,10 +52,9 @@ OP void update(OnlineSoftmax<M>& state, Acc<M, N>& s, Acc<M, D>& o, float scale_
 
 // The same in parts, for an o that is still being summed up, and for a maximum that most steps leave as it is: a score may be above it by
 // so much that p is large, but not too large. Whether it is, the sums of p tell, so nobody looks for the largest score before that.
-// Rows that have seen nothing have the maximum LOWEST here, so that it is subtracted as it is, from the two neighbouring registers that hold
-// it: from a copy, which may come to lie in two registers of one bank, an instruction a score reads a register more, see docs/tuning-hopper-forward.md.
+// Rows that have seen nothing have the maximum LOWEST here, so that it is subtracted as it is.
 
-// The maximum becomes that of the scores so far, and the sum is brought to it; so has o to be, by a factor that `correction` is multiplied by.
+// The maximum becomes that of the scores so far, and the sum is brought to it; so has o to be, by `correction`.
 template <int M, int N>
 OP void raise(OnlineSoftmax<M>& state, const Acc<M, N>& s, RowVec<M>& correction, float scale_log2, const RowVec<M>& terms) {
   RowVec<M> top, other;                                       // of every other pair: one chain of maxima would be twice as long
@@ -81,30 +80,39 @@ OP void raise(OnlineSoftmax<M>& state, const Acc<M, N>& s, RowVec<M>& correction
       const float factor = exp2_approx(state.max.at(l, i) - max);
       state.max.at(l, i) = max;
       state.sum.at(l, i) *= factor;
-      correction.at(l, i) *= factor;
+      correction.at(l, i) = factor;
     }
   }
 }
-// Whether a row has no maximum yet.
-template <int M> OP Regs<bool, 1> seen_nothing(const OnlineSoftmax<M>& state) {
+// Whether a row has no maximum yet or, where scores rise from tile to tile, has got a larger one.
+template <int M> OP Regs<bool, 1> unsettled(const OnlineSoftmax<M>& state, const RowVec<M>& correction, bool rising) {
   Regs<bool, 1> any;
   for_lane(l) {
     any.at(l, 0) = false;
     #pragma unroll
-    for (int i = 0; i < state.max.slots; ++i) any.at(l, 0) |= state.max.at(l, i) == LOWEST;
+    for (int i = 0; i < correction.slots; ++i) any.at(l, 0) |= state.max.at(l, i) == LOWEST || (rising && correction.at(l, i) < 1.f);
   }
   return any;
 }
+// What is added to a scaled score in an exponent. An instruction a score reads it, and of the rows of a lane in turns: in neighbouring registers both
+// are kept at hand, in two of one bank they are not, see docs/tuning-hopper-forward.md.
+OP RegisterPair offsets_of(const OnlineSoftmax<16>& state, const RowVec<16>& terms, int positive) {
+  RowVec<16> offset;
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < offset.slots; ++i) offset.at(l, i) = WITH_TERMS ? terms.at(l, i) - state.max.at(l, i) : -state.max.at(l, i);
+  }
+  return side_by_side(offset, positive);
+}
 // s becomes p, and `sum` this lane's share of the sum of p. Of a row that has seen nothing so far, any score is too large.
-template <int M, int N>
-OP void exponentiate(const OnlineSoftmax<M>& state, Acc<M, N>& s, RowVec<M>& sum, float scale_log2, const RowVec<M>& terms) {
-  fill(sum, 0.f);
+template <int N> OP void exponentiate(const RegisterPair& offsets, Acc<16, N>& s, RowVec<16>& sum, float scale_log2) {
+  RowVec<16> offset;
+  apart(offset, offsets);
+  fill(sum, -0.f);                                            // unlike 0 it can be left out of a sum
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < s.regs; ++r) {
-      const int row = s.slot(r);
-      const float less = WITH_TERMS ? terms.at(l, row) - state.max.at(l, row) : -state.max.at(l, row);
-      const float p = exp2_approx(fmaf(s.at(l, r), scale_log2, less));
+      const float p = exp2_approx(fmaf(s.at(l, r), scale_log2, offset.at(l, s.slot(r))));
       s.at(l, r) = p;
       sum.at(l, s.slot(r)) += p;
     }
@@ -122,16 +130,6 @@ template <int M> OP Regs<bool, 1> too_large(const RowVec<M>& sum) {
     for (int i = 0; i < sum.slots; ++i) large.at(l, 0) |= !(sum.at(l, i) <= LARGE);
   }
   return large;
-}
-// Whether a maximum has risen, if this is what came of it.
-template <int M> OP Regs<bool, 1> below_one(const RowVec<M>& correction) {
-  Regs<bool, 1> any;
-  for_lane(l) {
-    any.at(l, 0) = false;
-    #pragma unroll
-    for (int i = 0; i < correction.slots; ++i) any.at(l, 0) |= correction.at(l, i) < 1.f;
-  }
-  return any;
 }
 template <int M> OP void add(OnlineSoftmax<M>& state, const RowVec<M>& sum) {
   for_lane(l) {

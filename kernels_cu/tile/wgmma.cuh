@@ -8,7 +8,11 @@
 // Where an operand lies (PTX ISA, "Matrix Descriptor Format"), low word: its start, and the distance from panel to panel of 64 columns, which
 // is read where rows are the inner extent; one more is 16 bytes further. The high word is the same for all: 1024 bytes from eight rows to
 // the next eight, and the 128-byte swizzle. Apart, because a 64-bit sum for each instruction keeps the tensor cores waiting.
-OP u32 descriptor(SharedAddress start, int panel_bytes) { return (start & 0x3ffff) >> 4 | u32(panel_bytes >> 4) << 16; }
+// CUTS_ADDRESSES, which the file that includes this one says: to 18 bits, more than they have.
+OP u32 descriptor(SharedAddress start, int panel_bytes) {
+  if constexpr (CUTS_ADDRESSES) return (start & 0x3ffff) >> 4 | u32(panel_bytes >> 4) << 16;
+  else return (start >> 4) + (u32(panel_bytes >> 4) << 16);
+}
 #define DESCRIPTOR_OF(name, low, high) ".reg .b64 " name "; mov.b64 " name ", {" low ", " high "}; "
 #define DESCRIPTOR(name, low) DESCRIPTOR_OF(name, low, "0x40000040")
 

@@ -150,14 +150,9 @@ template <typename Params> OP void clear_rooms(const Params& p, int warp, int wa
 // What the producer tells a consumer with its queries. It has the time to work that out; a consumer between two tiles keeps tensor cores waiting.
 enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the next tile begins beneath the last product of this one
 constexpr u32 WHOLE = ~u32(0);
-// Integers cost most beneath products, so at dims up to 64 the producer tells of which key tiles a consumer's rows see all keys, and what lanes find
-// out together is kept once for a warp. As measured: wider rows, sequences of their own lengths and other scores are no faster, or have no registers.
+// Integers cost most beneath products, so at dims up to 64 the producer tells of which key tiles a consumer's rows see all keys. As measured: wider rows,
+// sequences of their own lengths and other scores are no faster, or have no registers.
 constexpr bool TELLS_WHOLE = max_of(WIDTH, WIDTH_V) <= 64 && !VARLEN && !PAIR_BITS && (SCORES == UNCHANGED || SCORES == PLUS_LINEAR || SCORES == PLUS_COLUMN);
-typedef ChooseType<TELLS_WHOLE, u32, bool>::type Found;
-OP Found found(bool by_lanes) {
-  if constexpr (TELLS_WHOLE) return uniform(u32(by_lanes));
-  else return by_lanes;
-}
 static_assert(!OWN_LISTS || GROUPS <= MOST_CONSUMERS, "each is told of its pairs");
 struct alignas(16) WorkDescriptor {
   int batch[2], head, row;                                    // where the block's query tile begins; the last two batch axes, the others are 0
