@@ -315,10 +315,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     modify(arrays, asks);
     if (TILE_LIST && first && told_none(number)) fill(s_reg, masked_score(terms)), stay_apart();
     mask_scores();
+    if (LINEAR && VARLEN) terms_of_tile(terms_reg, s_reg, line, not_ahead(first_key())); // again: kept, they would spill
     find_maximum(correction);
     if constexpr (DROPOUT) if (!usual) draw(kept_reg, dropout, now.batch_number * p.heads + now.head, warp_row, first_key());
     to_weights(sum);
-    const bool rises = MODIFIED && looks_again && !first, settled = !MODIFIED && whole(now.row + group * ROWS, ROWS);
+    const bool rises = MODIFIED && looks_again && !first, settled = !MODIFIED && !VARLEN && whole(now.row + group * ROWS, ROWS);
     looks_again = (MODIFIED && usual) || (!settled && warpgroup_any(VOTE + group, unsettled(softmax, correction, rises)));
     consumer_release(keys);                                   // without it the producer waits for ever
     add(softmax, sum);

@@ -190,6 +190,7 @@ def test_kernels_on_the_host(scheme):
     check(case, run(case, 2, scheme, "zigzag", backend="host"))
 
 
+@pytest.mark.release
 def test_many_results_of_kernels_that_round_them():
     """Each is of 16 bits, as on a device, and what they are merged into is wider between the first and the last."""
     case = Case("bfloat16", 96, 96, dim=64, heads_q=4, heads_kv=2, causal=True)

@@ -114,6 +114,7 @@ def test_the_way_to_a_kernel(case, as_on_device):
         assert x.shape == y.shape and jnp.allclose(x, y, rtol=1e-4, atol=1e-3)  # float32 sums of tens, by TF32 products in three
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("causal", thinned([True, False]))
 def test_a_gradient_that_the_backward_stores(causal, as_on_device, monkeypatch):
     """That of a bias whose elements are a pair's own each, on sm_90a: in memory that is zero before where tiles are left out."""

@@ -91,6 +91,7 @@ def test_arrays_of_places_are_those_of_each_sequence(wrt, arch, kinds, schedule,
     assert not found["x"][:, :LONGEST_Q, :LONGEST_KV][:, unread].any() and not found["u"][2:4].any()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("kinds", [KINDS[0], *(pytest.param(kinds, marks=pytest.mark.release) for kinds in KINDS[1:])], ids=str)
 @pytest.mark.parametrize("arch", ["80", *(pytest.param(arch, marks=pytest.mark.release) for arch in ("75", "90a"))])
 def test_tables_of_computed_places(arch, kinds):
@@ -177,6 +178,7 @@ def test_biases_of_padded_sequences(shape, dtype):
 RARER = [pytest.param(*case, marks=pytest.mark.release) for case in (("75", None), ("90a", "bwd_v2"), ("80", None))]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("group", thinned([3, 7]))
 @pytest.mark.parametrize("arch, kernel", [("90a", None), *RARER])
 def test_sums_of_all_sequences_are_those_of_the_oracle(arch, kernel, group):

@@ -326,6 +326,7 @@ USED_AGAIN += [pytest.param(False, name, marks=pytest.mark.release) for name in 
 USED_AGAIN += [pytest.param(True, name, marks=pytest.mark.release) for name in (None, "read", "zeros", "calls")]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("heads_per_block", thinned([1, 2]))
 @pytest.mark.parametrize("staged, left_out", USED_AGAIN)
 def test_sums_are_used_again_when_they_are_zero(staged, left_out, heads_per_block, monkeypatch):

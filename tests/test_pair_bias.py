@@ -138,6 +138,7 @@ def test_sums_have_the_bits_of_their_order():
     assert len(found) == 1
 
 
+@pytest.mark.release
 def test_masked_pairs_give_nothing_whatever_their_keys_hold():
     plan, given, operands = planned(case(causal=True))
     dout, q, k, v, out, lse = given

@@ -106,6 +106,7 @@ def test_computed_indices_have_no_order(wrt, read):
     planned((q, k, v, dout), tuple("drc"), deterministic=True, **options)  # and so do kernels here
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("schedule", thinned(host.SCHEDULES))
 @pytest.mark.parametrize("arch", thinned(["75", "90a"]))  # of which the first has two key tiles to a query tile
 def test_tables_of_distances(arch, schedule, monkeypatch):
@@ -174,6 +175,7 @@ def of_two_batch_axes():
     return q, k, v, normal(2, 3, HEADS, LEN_Q, 24)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", quick(BIASES, "of keys"))
 def test_biases_of_some_axes(name):
     shape, dtype = BIASES[name]
@@ -197,6 +199,7 @@ def test_slopes_of_some_axes():
 BEHIND = [("bwd_hopper", 40), ("bwd_v2", 40), ("bwd_hopper_wide", 128), ("bwd_hopper", 128)]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("behind", thinned(BEHIND, keep=4, first=2), ids=str)
 def test_behind_every_backward(behind):
     """Whose statistics of the queries differ: in tiles, and in sign."""

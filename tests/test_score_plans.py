@@ -278,6 +278,7 @@ def check_random(drawn):
 no_health_check = settings(suppress_health_check=list(HealthCheck), database=None, derandomize=True)
 
 
+@pytest.mark.release
 @settings(no_health_check, max_examples=150)
 @given(calls())
 def test_random_combinations(drawn):

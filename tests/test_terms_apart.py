@@ -111,6 +111,7 @@ def test_factors_of_heads(case, schedule):
     check("SCALED", *case, {"score": "-score * t[b, h] / 2", "arrays": {"t": FACTORS}}, {"score": hand})
 
 
+@pytest.mark.release
 def test_gradients_of_factors(schedule):
     factor = FACTORS.astype(float)[..., None, None]
     hand = HandScore(lambda s: s * factor, lambda s: s * 0 + factor, {"t": (lambda s: s, lambda x: x.sum(axis=(-1, -2)))})

@@ -74,6 +74,7 @@ def random_masks(seed, arrays, count):
     raise AssertionError("too few masks")
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.release) for seed in range(1, 20))])
 @pytest.mark.parametrize("arrays", thinned([FEW, OTHERS]), ids=" ".join)
 def test_random_masks(arrays, seed):

@@ -161,6 +161,7 @@ def test_lists_of_more_than_a_word(arch):
         judged(DTYPE[arch], options, hand, {"backend": "host", "arch": arch}, inputs_given=given, deterministic=True)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("kernel", thinned(["bwd_hopper", "bwd_v2", "bwd_hopper_wide"], keep=3, first=2))
 @pytest.mark.parametrize("name", thinned(["blocks of heads", "blocks", "causal, blocks", "holes"], keep=4))
 def test_blocks_that_sum_over_several_heads(name, kernel, schedule, monkeypatch):
@@ -349,6 +350,7 @@ def cost(moved, share):
     return moved_bytes / share_bytes, moved.flops / share.flops
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("arch, bits", [("90a", True), *(pytest.param(arch, False, marks=pytest.mark.release) for arch in KERNELS)])
 def test_documents_move_and_compute_their_share(arch, bits, share_of_bits):
     share_of_bits(math.inf if bits else 0)

@@ -124,6 +124,7 @@ def test_the_formulas_hold_up_to_a_constant_that_settles():
     assert all(1 < a < b for a, b in pairwise(ratios))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("arch", thinned(["90a", "80"]))
 def test_documents_cost_their_share(arch):
     """Four of equal length, which are whole tiles of both kernels: each tile of queries reads the keys and values of its own."""

@@ -84,6 +84,7 @@ def test_not_beside_a_staged_bias(zeros_ahead):
 WAIT = "if (ZEROS_AHEAD && block.head >= p.heads_ahead) wait_for_count(p.zeros_progress + block.head, blocks);"
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("left_out", quick([None, WAIT], None))
 @pytest.mark.parametrize("dim", quick([128, 256], 256))
 def test_a_head_waits_for_its_zeros(dim, left_out, zeros_ahead, monkeypatch):
