@@ -31,7 +31,7 @@
 #include "tile/sinks.cuh"
 #include "tile/wgmma.cuh"
 #include "tile/work.cuh"
-enum NamedBarrier { VOTE = 1, TAKEN = 7, ORDER = 8 };         // of a warpgroup, on whether it redoes a step; of the warps that load; of ping-pong, for each warpgroup
+enum NamedBarrier { VOTE = 1, TAKEN = 7, ORDER = 8 };         // of a warpgroup, on whether it redoes a step, and looks for a maximum in the next; of the warps that load; of ping-pong, for each warpgroup
 static_assert(VOTE + GROUPS <= TAKEN && ORDER + GROUPS <= NAMED_BARRIERS);
 
 constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS || PAIR_BITS; // what pairs have in arrays comes beneath the product of the scores: wider heads leave registers for no addresses
