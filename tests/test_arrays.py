@@ -42,9 +42,8 @@ def test_no_library_is_imported():
 @pytest.mark.parametrize("module", [None, ModuleType("cupy")], ids=["not there", "half there"])
 def test_arrays_of_numpy_need_no_cupy(monkeypatch, module):
     """The module is there and lacks its names while another thread imports it."""
-    if module is None:
-        monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    else:
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    if module is not None:
         monkeypatch.setitem(sys.modules, "cupy", module)
     assert attention(*[numpy.zeros((1, 1, 2, 32), numpy.float32)] * 3).shape == (1, 1, 2, 32)
 
