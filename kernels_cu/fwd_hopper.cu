@@ -246,7 +246,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     raise(softmax, s_reg, correction, scale_log2, terms_reg);
     if constexpr (SCALES_LARGE) scale_where_large(s_reg, softmax, scale_log2);
     if constexpr (VARLEN) if (queries_left() < 16) fill_from(softmax.max, queries_left(), 0.f), fill_from(correction, queries_left(), 1.f);
-    offsets = offsets_of(softmax, terms_reg, p.heads);
+    offsets = exponent_offsets(softmax, terms_reg, p.heads);
   };
   const auto to_weights = [&](RowVec<16>& sum) {
     exponentiate(offsets, s_reg, sum, scale_log2);
@@ -290,7 +290,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (follows && ends) end_softmax(ended, ended_line, WHOLE, weight);
     if (COLUMNS) leave_out_largest(softmax, terms_reg, common, largest);
     if (LINEAR) terms_of_tile(terms_reg, s_reg, line, first_key());
-    if (WITH_TERMS) offsets = offsets_of(softmax, terms_reg, p.heads);
+    if (WITH_TERMS) offsets = exponent_offsets(softmax, terms_reg, p.heads);
     if (follows) wait_for_products<1>(s_reg);                 // without it scores are read that do not exist yet
     else wait_for_products<0>(s_reg);                         // the same
     if (!ARRAYS_AHEAD) load_arrays(arrays, k_smem);

@@ -96,7 +96,7 @@ template <int M> OP Regs<bool, 1> unsettled(const OnlineSoftmax<M>& state, const
 }
 // What is added to a scaled score in an exponent. An instruction a score reads it, and of the rows of a lane in turns: in neighbouring registers both
 // are kept at hand, in two of one bank they are not, see docs/tuning-hopper-forward.md.
-OP RegisterPair offsets_of(const OnlineSoftmax<16>& state, const RowVec<16>& terms, int positive) {
+OP RegisterPair exponent_offsets(const OnlineSoftmax<16>& state, const RowVec<16>& terms, int positive) {
   RowVec<16> offset;
   for_lane(l) {
     #pragma unroll
