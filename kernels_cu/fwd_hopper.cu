@@ -215,7 +215,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     rescale(o_reg, weight);
     if (split != WHOLE && row_of_tile() < p.partial_rows) store(out_partial(p, split), o_reg, row_of_tile(), 0);
     if (split != WHOLE) return;
-    if constexpr (TMA_STORE_OUT) leave(p.out_map, here, row_of(here), smem, o_reg);
+    if constexpr (TMA_STORE_OUT) store_out_async(p.out_map, here, row_of(here), smem, o_reg);
     else store(out_rows(p, here, row_of(here)), o_reg);
   };
 

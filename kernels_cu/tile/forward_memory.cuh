@@ -33,7 +33,7 @@ OP SharedAddress number_of(SharedAddress memory, int stage, int consumer = 0) {
 }
 
 // The 16 rows of a warp go to `row` on of out, through the room of its warpgroup, as soon as TMA has time.
-template <typename Coord> OP void leave(const TensorMap& map, const Coord& here, int row, SharedAddress memory, const Acc<16, WIDTH_V>& o) {
+template <typename Coord> OP void store_out_async(const TensorMap& map, const Coord& here, int row, SharedAddress memory, const Acc<16, WIDTH_V>& o) {
   const int warp = not_ahead(warp_id());
   const OutTile out_smem{memory + OUT_OFFSET + (warp / 4 - 1) * OutTile::bytes};
   wait_for_stores();                                          // without it rows are overwritten that have not left

@@ -3,7 +3,7 @@
 #pragma once
 #include "tile/bias_tile.cuh"
 #include "tile/element_sums.cuh"
-constexpr bool CUTS_ADDRESSES = true;                         // as measured for the other backwards
+constexpr bool CUTS_ADDRESSES = true;                         // as in the other backwards; what it costs here has not been measured
 #include "tile/wgmma.cuh"
 
 using QueryTile = PanelTile<TILE_Q, WIDTH>;                   // of q or dout
