@@ -35,6 +35,7 @@ enum NamedBarrier { VOTE = 1, TAKEN = 7, ORDER = 8 };         // of a warpgroup,
 static_assert(VOTE + GROUPS <= TAKEN && ORDER + GROUPS <= NAMED_BARRIERS);
 
 constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS || PAIR_BITS; // what pairs have in arrays comes beneath the product of the scores: wider heads leave registers for no addresses
+constexpr bool DROPS_LATE = DROPOUT && GROUPS == 4;           // at the end of a step, with P as an operand: four groups have no registers for masks beside S
 KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: the query tiles that blocks take
   if constexpr (TAKES_TILES) schedule_queries(p);
 }
@@ -157,12 +158,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   warpgroup_reg_alloc<CONSUMER_REGISTERS>();
   QueryTile q_smem;
   Acc<16, TILE_KV> s_reg;
-  OperandA<16> p_reg[TILE_KV / 16], kept_reg[TILE_KV / 16];   // P; DROPOUT: ones where a pair is kept
+  OperandA<16> p_reg[TILE_KV / 16]; PairDrawing<TILE_KV / 16> drawing{}; // P; DROPOUT: which pairs of it are kept
   Acc<16, WIDTH_V> o_reg;
   OnlineSoftmax<16> softmax(LOWEST);
   float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
-  Dropping dropout{};
-  if constexpr (DROPOUT) dropout = seeded(p.scores);
+  if constexpr (DROPOUT) drawing.dropout = seeded(p.scores);
   RowVec<16> terms_reg;                                       // WITH_TERMS: the rows' part of the term, in this key tile
   float common = 0.f, largest = LOWEST;                       // COLUMNS: what these have in common, and of all key tiles of the query tile so far
   u32 split = WHOLE, number = 0;                              // TILE_LIST: of the key tile, which `tile` only counts
@@ -186,11 +186,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     tile = uniform(work.first);                               // and what follows is kept once for a warp
     if constexpr (FROM_LAST) turned = tile >> 31;
     last = uniform(work.last);
-    before = TILE_LIST ? 0 : uniform(work.before);
-    beyond = TILE_LIST ? 0 : uniform(work.beyond);
-    next = uniform(work.next);
+    before = TILE_LIST ? 0 : uniform(work.before), beyond = TILE_LIST ? 0 : uniform(work.beyond), next = uniform(work.next);
     if constexpr (TELLS_WHOLE) whole_first = uniform(work.whole_first), wholes = max_of(uniform(work.whole_end) - whole_first, 0);
     warp_row = now.row + group * ROWS + warp % 4 * 16;
+    if constexpr (DROPOUT) drawing.begin_rows(now.batch_number * p.heads + now.head, warp_row);
     if constexpr (MODIFIED) terms = head_terms(p, now, now.head, queries_of_sequence(p, now), keys_of_sequence(p, now));
     if constexpr (LINEAR) ended_line = line, line = linear_terms(context(), warp_row);
     if (SCORES == SCALED || SCALES_LARGE) scale_log2 = scale_of_head(p.scale_log2, terms);
@@ -206,7 +205,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     finalize(softmax, lse);
     weight = softmax.sum;
     if (SINKS != NO_SINKS && split == WHOLE) multiply(weight, correction);
-    if constexpr (DROPOUT) scale(weight, dropout.scale);
+    if constexpr (DROPOUT) scale(weight, drawing.dropout.scale);
     if (split != WHOLE) store(p.lse_partials + split * p.partial_rows + row_of_tile(), 1, p.partial_rows - row_of_tile(), lse);
     else if (p.lse.data) store(lse_rows(p, here, row_of(here)), p.lse.row_stride, rows_at<QUERIES>(p, here).len() - row_of(here), lse);
     softmax = OnlineSoftmax<16>(LOWEST);
@@ -218,7 +217,6 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (TMA_STORE_OUT) store_out_async(p.out_map, here, row_of(here), smem, o_reg);
     else store(out_rows(p, here, row_of(here)), o_reg);
   };
-
   const auto key_tile = [&] { return TILE_LIST ? told_number(number) : FROM_LAST ? (tile ^ turned) - turned : tile; }; // turned: -1 where the last come first
   const auto first_key = [&] { return key_tile() * TILE_KV; };
   using Arrays = PairArrays<16, TILE_KV>;
@@ -271,7 +269,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     const bool follows = kind.follows, starts = kind.starts, ends = kind.ends;
     const KeyTile k_smem = keys.tile();
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
-    if (follows) to_operands(p_reg, s_reg, kept_reg);
+    if (follows && !DROPS_LATE) to_operands(p_reg, s_reg, drawing.kept);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
     if constexpr (TILE_LIST) number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group)));
     const StoredTerms in_product(smem + TERMS_OFFSET, LINEAR ? int(q_smem.base - smem) / QueryTile::bytes : keys.stage());
@@ -299,13 +297,14 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (usual) {
       modify(arrays, !TILE_LIST);
       mask_scores();
-      if constexpr (DROPOUT) draw(kept_reg, dropout, now.batch_number * p.heads + now.head, warp_row, first_key());
+      if constexpr (DROPOUT) drawing.draw(first_key(), !DROPS_LATE);
       to_weights(sum);
       if (!warpgroup_any(VOTE + group, too_large(sum))) {
         consumer_release(keys);                               // without it the producer waits for ever
         add(softmax, sum);
         wait_for_products<0>(o_reg);                          // without it O and P change beneath the product
         consumer_release(values);                             // without it the producer waits for ever
+        if constexpr (DROPS_LATE) drawing.find_kept(first_key()), to_operands(p_reg, s_reg, drawing.kept);
         return;
       }
       start_scores(s_reg, q_smem, k_smem, in_product);        // the maximum so far was too small: S once more, and P with the maximum of S
@@ -317,7 +316,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     mask_scores();
     if (LINEAR && VARLEN) terms_of_tile(terms_reg, s_reg, line, not_ahead(first_key())); // again: kept, they would spill
     find_maximum(correction);
-    if constexpr (DROPOUT) if (!usual) draw(kept_reg, dropout, now.batch_number * p.heads + now.head, warp_row, first_key());
+    if constexpr (DROPOUT) if (!usual) drawing.draw(first_key(), !DROPS_LATE);
     to_weights(sum);
     const bool rises = MODIFIED && looks_again && !first, settled = !MODIFIED && !VARLEN && whole(now.row + group * ROWS, ROWS);
     looks_again = (MODIFIED && usual) || (!settled && warpgroup_any(VOTE + group, unsettled(softmax, correction, rises)));
@@ -327,6 +326,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       wait_for_products<0>(o_reg);                            // without it O and P change beneath the product
       if (ends || !starts) consumer_release(values);          // without it the producer waits for ever
     }
+    if constexpr (DROPS_LATE) drawing.find_kept(first_key()), to_operands(p_reg, s_reg, drawing.kept);
     if (first) skip(values, skipped);
     if (follows && ends) end_tile(ended, WHOLE, weight);
     if (follows && !starts) rescale(o_reg, correction);
@@ -334,7 +334,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
 
   // OWN_LISTS: key tiles that the warpgroup sees nothing of. What is left to do is the product of the one before, and P of the last one is zero.
   const auto pass_by = [&] {
-    to_operands(p_reg, s_reg, kept_reg);
+    to_operands(p_reg, s_reg, drawing.kept);
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it the order is lost: the next one goes before its time
     consumer_wait(values);                                    // without it the product reads values that have not arrived
     start_product(o_reg, p_reg, values.tile(), sums);
@@ -380,7 +380,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       ends = true, skipped = beyond;
     }
     consumer_wait(values);                                    // without it the product reads values that have not arrived
-    to_operands(p_reg, s_reg, kept_reg);
+    if (!DROPS_LATE) to_operands(p_reg, s_reg, drawing.kept);
     start_product(o_reg, p_reg, values.tile(), sums);
     sums = false;
     RowVec<16> weight;

@@ -200,7 +200,7 @@ def test_many_results_of_kernels_that_round_them():
 @pytest.mark.parametrize("scheme", thinned(SCHEMES, keep=3))
 def test_dropout_in_kernels_on_the_host(scheme):
     """Kernels drop the pairs of one process as well, told where a part begins: at multiples of 32 rows."""
-    case = Case("float16", 192, 192, dim=64, heads_q=4, heads_kv=2, causal=True, dropout=0.3)
+    case = Case("float16", 256, 256, dim=64, heads_q=4, heads_kv=2, causal=True, dropout=0.3)
     check(case, run(case, 2, scheme, "contiguous", backend="host"))
 
 

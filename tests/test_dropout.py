@@ -1,4 +1,4 @@
-"""Dropout: the random numbers are Philox's, a pair's depend on where it is alone, and kernels draw what NumPy draws."""
+"""Dropout: random bits are those of Philox and pcg4d, a pair's depend on where it is alone, and kernels draw what NumPy draws."""
 
 import inspect
 import math
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cupy_flash import dropout_mask, plan_attention
 from cupy_flash.call import dropout as call
 from cupy_flash.machine import machine_code, nvrtc, source, toolchain
-from cupy_flash.machine.numpy_path.dropout import keeps, philox2x32_7, philox4x32_7
+from cupy_flash.machine.numpy_path.dropout import keeps, pcg4d, philox4x32_7
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.matrix import every_plan
 from cupy_flash.plan.sources import shelf
@@ -31,55 +31,54 @@ def words(text):
 
 
 def reference_philox(counter, key):
-    """Seven rounds of Philox4x32, or of Philox2x32 if the counter has two words."""
-    steps = 0x9E3779B9, 0xBB67AE85
+    """Seven rounds of Philox4x32."""
     for _ in range(7):
-        if len(counter) == 2:
-            product = counter[0] * 0xD256D193
-            counter = product >> 32 ^ counter[1] ^ key[0], product % 2**32
-        else:
-            x0, x1, x2, x3 = counter
-            product0, product1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
-            counter = product1 >> 32 ^ x1 ^ key[0], product1 % 2**32, product0 >> 32 ^ x3 ^ key[1], product0 % 2**32
-        key = tuple((word + step) % 2**32 for word, step in zip(key, steps))
+        x0, x1, x2, x3 = counter
+        product0, product1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
+        counter = product1 >> 32 ^ x1 ^ key[0], product1 % 2**32, product0 >> 32 ^ x3 ^ key[1], product0 % 2**32
+        key = tuple((word + step) % 2**32 for word, step in zip(key, (0x9E3779B9, 0xBB67AE85)))
     return counter
+
+
+def reference_pcg4d(x, y, z, w, f=0):
+    """The listing of the paper, a statement a line, but that f changes y half way."""
+    x, y, z, w = ((word * 1664525 + 1013904223) % 2**32 for word in (x, y, z, w))
+    x = (x + y * w) % 2**32
+    y = (y + z * x) % 2**32
+    z = (z + x * y) % 2**32
+    w = (w + y * z) % 2**32
+    x, y, z, w = (word ^ word >> 16 for word in (x, y, z, w))
+    y = y ^ f
+    x = (x + y * w) % 2**32
+    y = (y + z * x) % 2**32
+    z = (z + x * y) % 2**32
+    w = (w + y * z) % 2**32
+    return x, y, z, w
 
 
 def reference_keeps(threshold, seed, offset, batch_head, query, key):
     return reference_bits(seed, offset, batch_head, query, key) >= threshold
 
 
-def reference_start(seed, offset):
-    return reference_philox((offset, 0, 0, 0), (seed % 2**32, seed >> 32))[:3]
-
-
 def reference_bits(seed, offset, batch_head, query, key):
-    a, b, c = reference_start(seed, offset)
-    counter = b + query // 32 * 8 + query % 2 * 4 + query % 8 // 2, c + key // 32 * 4 + key % 8 // 2
-    x, y = reference_philox(tuple(word % 2**32 for word in counter), ((a + batch_head) % 2**32,))
-    if query // 16 % 2:
-        x += 0x165667B1 * y
-        y += 0x165667B1 * x
-    if key // 16 % 2:
-        x += 0x85EBCA6B * y
-        y += 0x85EBCA6B * x
-    z = x + 0xC2B2AE35 * y
-    word = (x, y, z, y + 0xC2B2AE35 * z)[query // 8 % 2 * 2 + key // 8 % 2] % 2**32
+    a, b, c, d = reference_philox((offset, 0, 0, 0), (seed % 2**32, seed >> 32))
+    of_query, of_key = query // 64 * 8 + query % 2 * 4 + query % 8 // 2, key // 64 * 4 + key % 8 // 2
+    f = (0x9E3779B9 if query // 16 % 2 else 0) ^ (0x85EBCA6B if query // 32 % 2 else 0)
+    m = 0x7FEB352D * (0x27D4EB2D if key // 16 % 2 else 1) * (0xC2B2AE3B if key // 32 % 2 else 1)
+    x, y, z, w = reference_pcg4d(b + of_query, c + of_key, a + batch_head, d, f)
+    p = x + m * y
+    four = p, y + m * z, z + m * w, w + m * p
+    word = four[query // 8 % 2 * 2 + key // 8 % 2] % 2**32
     return (word >> 16 if key % 2 else word) % 2**15
 
 
-# Philox
+# Random words
 
 # kat_vectors of Random123, the authors' own implementation.
 KNOWN = {
     "zeros": ("00000000 00000000 00000000 00000000", "00000000 00000000", "5f6fb709 0d893f64 4f121f81 4f730a48"),
     "ones": ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
     "pi": ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
-}
-KNOWN_2 = {
-    "zeros": ("00000000 00000000", "00000000", "257a3673 cd26be2a"),
-    "ones": ("ffffffff ffffffff", "ffffffff", "ab302c4d 3dc9d239"),
-    "pi": ("243f6a88 85a308d3", "13198a2e", "bedbbe6b e4c770b3"),
 }
 
 
@@ -92,12 +91,14 @@ def test_known_answers(counter, key, expected):
         assert found.dtype == numpy.uint32 and (found == word).all()
 
 
-@pytest.mark.parametrize("counter, key, expected", [tuple(map(words, answer)) for answer in KNOWN_2.values()], ids=KNOWN_2)
-def test_known_answers_of_two_words(counter, key, expected):
-    assert reference_philox(counter, key) == expected
-    row, column = (numpy.full(shape, word, numpy.uint32) for shape, word in zip(((2, 1), (3,)), counter))
-    for found, word in zip(philox2x32_7((row, column), *key), expected):
-        assert found.dtype == numpy.uint32 and found.shape == (2, 3) and (found == word).all()
+word = st.integers(0, 2**32 - 1)
+
+
+@given(st.lists(st.tuples(word, word, word, word), min_size=1, max_size=8), word)
+def test_words_of_pcg4d(drawn, f):
+    found = pcg4d(*numpy.array(drawn, numpy.uint32).T, f)
+    assert all(of.dtype == numpy.uint32 for of in found)
+    assert list(zip(*(of.tolist() for of in found))) == [reference_pcg4d(*words, f) for words in drawn]
 
 
 # Which pairs are kept
@@ -162,7 +163,8 @@ def test_share_of_pairs_kept(p):
 
 APART = [  # head, query, key: next to each other, or of those that share what is drawn
     (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 8, 0), (0, 0, 8), (0, 8, 8), (0, 8, 1), (0, 8, 9), (0, 16, 0), (0, 0, 16), (0, 16, 16),
-    (0, 24, 0), (0, 0, 24), (0, 24, 24), (0, 24, 25), (0, 32, 0), (0, 0, 32),
+    (0, 24, 0), (0, 0, 24), (0, 24, 24), (0, 24, 25), (0, 32, 0), (0, 0, 32), (0, 32, 32), (0, 48, 0), (0, 0, 48), (0, 48, 48),
+    (0, 32, 16), (0, 16, 32), (0, 64, 0), (0, 0, 64),
 ]  # fmt: skip
 
 
@@ -179,14 +181,22 @@ def test_two_pairs_are_dropped_independently():
 def patterns(mask, axes):
     """How often which of 16 pairs are kept that share what is drawn, of those that differ in these bits of their places."""
     heads, queries, keys = mask.shape
-    # Bits of a place: all above 4, then 4, 3, 2 and 1, and 0.
-    apart = mask.reshape(heads, queries // 32, 2, 2, 4, 2, keys // 32, 2, 2, 4, 2)
-    names = "head", "query", "query 16", "query 8", "query 2", "query 1", "key", "key 16", "key 8", "key 2", "key 1"
+    # Bits of a place: all above 5, then 5, 4, 3, 2 and 1, and 0.
+    apart = mask.reshape(heads, queries // 64, 2, 2, 2, 4, 2, keys // 64, 2, 2, 2, 4, 2)
+    names = ["head", *(f"{of}{bit}" for of in ("query", "key") for bit in ("", " 32", " 16", " 8", " 2", " 1"))]
     together = numpy.moveaxis(apart, [names.index(axis) for axis in axes], range(-len(axes), 0)).reshape(-1, 16)
     return numpy.bincount(numpy.packbits(together, axis=1).astype(int) @ [256, 1], minlength=1 << 16)
 
 
-@pytest.mark.parametrize("axes", [("query 8", "key 16", "key 8", "key 1"), ("query 16", "query 8", "key 8", "key 1")], ids=" ".join)
+SIXTEEN = [  # of a lane of the forward and of the backward, of one word in all sixteenths, and of what is left
+    ("query 8", "key 16", "key 8", "key 1"),
+    ("query 16", "query 8", "key 8", "key 1"),
+    ("query 32", "query 16", "key 32", "key 16"),
+    ("query 32", "query 8", "key 32", "key 1"),
+]
+
+
+@pytest.mark.parametrize("axes", SIXTEEN, ids=" ".join)
 @pytest.mark.parametrize("p", [0.5, 0.25])
 def test_sixteen_pairs_are_dropped_independently(p, axes):
     """Each of 65,536 patterns is as often as if all pairs were independent.
@@ -306,8 +316,8 @@ def test_seed_and_offset():
 
 # The kernels' own
 
-PLACES = [(0, 0, 0), (7, 16, 96), (2**32 - 1, 2**30 - 48, 2**20)]  # batch_head, row0, col0
-TILES = [(16, 16), (16, 64), (32, 48), (16, 32)]
+PLACES = [(0, 0, 0), (7, 16, 128), (2**32 - 1, 2**30 - 48, 2**20)]  # batch_head, row0, col0
+TILES = [(16, 16), (16, 64), (32, 48), (16, 32), (16, 128)]
 # The bits of the first pair at the first place, which is just kept.
 THRESHOLD = reference_bits(SEED, OFFSET, 0, 0, 0)
 

@@ -38,12 +38,14 @@ def dropout_mask(shape: tuple[int, ...], dropout: float, seed: int | tuple[int, 
     Whether a pair is dropped depends on seed, offset, batch element, head, query and key, and on nothing else: more queries or keys
     do not change it. Batch elements are numbered in C order over all batch axes.
 
-    The random numbers are made of those of Philox2x32-7 [1]_: 64 bits for 32 pairs, any two of which are dropped independently. The
+    The seed and the offset go through Philox4x32-7 [1]_, and what that makes of them, the head, the query and the key through pcg4d
+    [2]_, whose 128 bits are for 32 pairs. By counts, 16 pairs near each other are dropped as independently as chance has it. The
     probability p is rounded to a multiple of 2**-15, and what is kept counts 1 / (1 - p) times, with the p that was rounded.
 
     References
     ----------
     .. [1] Salmon, Moraes, Dror and Shaw, 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    .. [2] Jarzynski and Olano, 2020, "Hash functions for GPU rendering", Journal of Computer Graphics Techniques 9(3).
 
     Examples
     --------

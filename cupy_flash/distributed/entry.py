@@ -94,7 +94,7 @@ def attention(
     bits.
 
     `bias`, `mask` as an array, `KeyRanges`, padded sequences and pages are for one device. Dropout drops the same pairs as on one
-    device, whichever scheme and order. Kernels take parts for it that begin at multiples of 32 rows, and with 'ulysses' one batch
+    device, whichever scheme and order. Kernels take parts for it that begin at multiples of 64 rows, and with 'ulysses' one batch
     element.
 
     Examples

@@ -110,8 +110,11 @@ HOPPER_STAGED = (
 )
 FLOAT16_INFINITY = 0x7C00  # its bits
 DRAWS = "bits are drawn beneath the products and exponentials of the other group"
+DRAWS_FOUR = "four groups of 64 rows draw beneath each other's products; they have registers for the masks of 64 keys"
 HOPPER_DROPOUT = (
     HOPPER_FEW,
+    TileConfig(64, 128, 128, DRAWS, **TWO_PINGPONG, stages=4, stages_v=4, max_len_q=192),
+    TileConfig(64, 256, 64, DRAWS_FOUR, **FOUR, pingpong=True),
     TileConfig(64, 128, 128, DRAWS, **TWO_PINGPONG, stages=4, stages_v=4),
     TileConfig(128, 128, 128, DRAWS, **TWO_PINGPONG),
     TileConfig(192, 128, 96, DRAWS, **SHARED, pingpong=True, without_lengths=True),

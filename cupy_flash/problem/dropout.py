@@ -57,7 +57,7 @@ class Place:
     heads: int
 
 
-DRAWN_TOGETHER = 32  # queries, and keys, whose pairs share random bits
+DRAWN_TOGETHER = 64  # queries, and keys, whose pairs share random bits
 
 
 def check_place_in_kernels(place: Place, batch: tuple[int, ...], heads: int) -> None:

@@ -1,20 +1,20 @@
 // dropout.cuh -- dropout whose random bits follow from where a pair is and from nothing else: seed, offset, batch element, head, query and
 // key. So every kernel, tile size and machine drops the same pairs, and a backward draws again what its forward drew.
-// (Philox: Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3".)
+// (Philox: Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3". pcg4d: Jarzynski and Olano, 2020, "Hash functions for GPU
+// rendering".)
 //
-//   a, b, c         the first three words of Philox4x32-7, whose key is the seed and whose counter is (offset, 0, 0, 0)
-//   x, y            of Philox2x32-7, whose key is a + batch * heads + head and whose counter is
-//                   (b + query / 32 * 8 + query % 2 * 4 + query % 8 / 2, c + key / 32 * 4 + key % 8 / 2)
-//   if query / 16 is odd:  x += 0x165667b1 y, y += 0x165667b1 x
-//   if key / 16 is odd:    x += 0x85ebca6b y, y += 0x85ebca6b x
-//   words           x, y, z = x + 0xc2b2ae35 y, y + 0xc2b2ae35 z
+//   a, b, c, d      the words of Philox4x32-7, whose key is the seed and whose counter is (offset, 0, 0, 0)
+//   x, y, z, w      what pcg4d makes of (b + query / 64 * 8 + query % 2 * 4 + query % 8 / 2, c + key / 64 * 4 + key % 8 / 2, a + batch * heads + head, d),
+//                   but between its two rounds  y = y ^ f
+//   f               0, ^ 0x9e3779b9 if query / 16 is odd, ^ 0x85ebca6b if query / 32 is
+//   m               0x7feb352d, times 0x27d4eb2d if key / 16 is odd, times 0xc2b2ae3b if key / 32 is
+//   words           p = x + m y, y + m z, z + m w, w + m p
 //   word of a pair  2 * (query / 8 % 2) + key / 8 % 2; of that the lower half if the key is even, or the upper one
 //
-// A pair is dropped if the lower 15 bits of its half are below the threshold. So 32 pairs share 64 bits: of queries those 8, 16 and 24 apart,
-// of keys as well, and two neighbours. Any two of the 16 words are independent, but for at most their four lowest bits, and
-// tests/test_dropout.py counts which of 16 pairs are dropped together. Where queries are the rows of a fragment, a lane has all pairs of 16
-// queries in 32 columns. Where they are its columns, a lane has one of the neighbouring keys, but two neighbouring queries: it draws for one,
-// and has the other from the lane of the other key.
+// A pair is dropped if the lower 15 bits of its half are below the threshold. So 128 pairs share one first round, of queries those that differ by
+// multiples of 8, of keys as well, and two neighbours, among 64 x 64, and 32 of them a second one. tests/test_dropout.py counts which of 16 pairs
+// are dropped together. Where queries are the rows of a fragment, a lane has all pairs of 16 queries in 64 columns. Where they are its columns, a
+// lane has one of the neighbouring keys, but two neighbouring queries: it draws for one, and has the other from the lane of the other key.
 #pragma once
 #include "params.cuh"
 #include "tile/shared.cuh"
@@ -23,13 +23,10 @@
 struct Dropping {
   u32 thresholds;                                             // in both halves of a word
   float scale;
-  u32 key, query, kv;
+  u32 key, query, kv, rest;
 };
 struct RandomWords {
   u32 x[4];
-};
-struct TwoWords {
-  u32 x, y;
 };
 
 // A product of 64 bits, both halves of which are needed, is one instruction of a GPU.
@@ -43,54 +40,58 @@ OP RandomWords philox4x32_7(u32 x0, u32 x1, u32 x2, u32 x3, u32 key0, u32 key1) 
   }
   return {{x0, x1, x2, x3}};
 }
-// The first product, which is of the query alone, is computed once for all that share it, because a compiler sees that they are the same.
-OP TwoWords philox2x32_7(u32 x0, u32 x1, u32 key) {
-  #pragma unroll
-  for (int round = 0; round < 7; ++round) {
-    const u64 product = u64(x0) * 0xd256d193u;
-    x0 = u32(product >> 32) ^ (x1 ^ key), x1 = u32(product);
-    key += 0x9e3779b9u;
-  }
-  return {x0, x1};
+OP u32 pcg(u32 x) { return x * 1664525u + 1013904223u; }
+// The first round of pcg4d, of words that have been multiplied by `pcg`, some of them once for many, and the second one, for which y changes by f.
+// Products of 32 bits alone: beneath those of a warpgroup one of 64 bits takes several times as long.
+OP RandomWords first_round(u32 x, u32 y, u32 z, u32 w) {
+  x += y * w, y += z * x, z += x * y, w += y * z;
+  return {{x ^ x >> 16, y ^ y >> 16, z ^ z >> 16, w ^ w >> 16}};
 }
-OP TwoWords mixed(TwoWords drawn, u32 by) {
-  drawn.x += by * drawn.y;
-  drawn.y += by * drawn.x;
-  return drawn;
+OP RandomWords second_round(const RandomWords& first, u32 f) {
+  u32 x = first.x[0], y = first.x[1] ^ f, z = first.x[2], w = first.x[3];
+  x += y * w, y += z * x, z += x * y, w += y * z;
+  return {{x, y, z, w}};
 }
-// The four words of 16 x 16 pairs, whose first query and key are odd or even multiples of 16.
-OP RandomWords words_of(TwoWords drawn, u32 odd_query, u32 odd_key) {
-  drawn = mixed(mixed(drawn, odd_query * 0x165667b1u), odd_key * 0x85ebca6bu);
-  const u32 third = drawn.x + 0xc2b2ae35u * drawn.y;
-  return {{drawn.x, drawn.y, third, drawn.y + 0xc2b2ae35u * third}};
+// What tells 16 x 16 pairs of a drawing from each other, by which sixteenth of 64 queries and of 64 keys they are.
+OP u32 change_of_queries(u32 of_queries) { return (of_queries & 1 ? 0x9e3779b9u : 0u) ^ (of_queries & 2 ? 0x85ebca6bu : 0u); }
+constexpr u32 FACTOR = 0x7feb352d;
+OP u32 factor_of_keys(u32 of_keys, u32 common) { return (of_keys & 1 ? 0x27d4eb2du : 1u) * (of_keys & 2 ? 0xc2b2ae3bu : 1u) * common; }
+// The four words of 16 x 16 pairs.
+OP RandomWords words_of(const RandomWords& second, u32 of_keys, u32 common = FACTOR) {
+  const u32 x = second.x[0], y = second.x[1], z = second.x[2], w = second.x[3], m = factor_of_keys(of_keys, common), p = x + m * y;
+  return {{p, y + m * z, z + m * w, w + m * p}};
 }
 
 OP Dropping dropping(const DropoutParams& of) {
   const RandomWords words = philox4x32_7(of.offset, 0, 0, 0, of.seed_low, of.seed_high);
-  return {of.threshold * 0x10001u, of.scale, words.x[0], words.x[1], words.x[2]};
+  return {of.threshold * 0x10001u, of.scale, words.x[0], words.x[1], words.x[2], words.x[3]};
 }
 // The same kept once for a warp, see `uniform`: where lanes have no registers for it.
-template <typename T> OP T once_a_warp(const T& x) { return {x.thresholds, x.scale, uniform(x.key), uniform(x.query), uniform(x.kv)}; }
+template <typename T> OP T once_a_warp(const T& x) { return {x.thresholds, x.scale, uniform(x.key), uniform(x.query), uniform(x.kv), uniform(x.rest)}; }
+
+// How many of N blocks of 16 side by side one drawing is for: they start at a multiple of so many.
+template <int N> constexpr int TOGETHER = N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
 
 // Calls use(lane, block, words) with what each lane draws for each 16 x 16 elements of a fragment, whose blocks are numbered row by row. It
-// starts at row0 and col0, multiples of 16, and col0 of 32 if N is. Rows are queries and columns keys, or TRANSPOSED the other way round.
+// starts at row0 and col0, multiples of 16, and col0 of 32 or 64 if N is. Rows are queries and columns keys, or TRANSPOSED the other way round.
 template <bool TRANSPOSED, int M, int N, typename Use>
 OP void for_words(const Dropping& dropout, u32 batch_head, int first_row, int first_col, Use use) {
   static_assert(M % 16 == 0 && N % 16 == 0, "pairs of which a lane has four words are in one fragment");
-  constexpr int BESIDE = N % 32 == 0 ? 2 : 1;                 // blocks that one drawing is for
+  constexpr int BESIDE = TOGETHER<N / 16>;
   // Not ahead, or what a row decides would be kept for all key tiles.
   const u32 row0 = not_ahead(first_row), col0 = first_col;
   for_lane(l) {
     #pragma unroll
     for (int block = 0; block < M / 16 * (N / 16); block += BESIDE) {
       const u32 row = row0 + block / (N / 16) * 16, col = col0 + block % (N / 16) * 16;
-      const u32 query = TRANSPOSED ? col / 32 * 8 + l % 8 : row / 32 * 8 + l / 4 % 2 * 4 + l / 8;
-      const u32 kv = TRANSPOSED ? row / 32 * 4 + l / 8 : col / 32 * 4 + l % 4;
-      const TwoWords drawn = philox2x32_7(dropout.query + query, dropout.kv + kv, dropout.key + batch_head);
+      const u32 query = TRANSPOSED ? col / 64 * 8 + l % 8 : row / 64 * 8 + l / 4 % 2 * 4 + l / 8;
+      const u32 kv = TRANSPOSED ? row / 64 * 4 + l / 8 : col / 64 * 4 + l % 4;
+      const RandomWords drawn = first_round(pcg(dropout.query + query), pcg(dropout.kv + kv), pcg(dropout.key + batch_head), pcg(dropout.rest));
       #pragma unroll
       for (int i = 0; i < BESIDE; ++i) {
-        const u32 odd_row = row / 16 % 2, odd_col = BESIDE == 2 ? i : col / 16 % 2;
-        use(l, block + i, words_of(drawn, TRANSPOSED ? odd_col : odd_row, TRANSPOSED ? odd_row : odd_col));
+        const u32 of_row = row / 16 % 4, of_col = BESIDE == 4 ? i : (col / 16 + i) % 4;
+        const RandomWords second = second_round(drawn, change_of_queries(TRANSPOSED ? of_col : of_row));
+        use(l, block + i, words_of(second, TRANSPOSED ? of_row : of_col));
       }
     }
   }
@@ -161,14 +162,52 @@ template <bool FROM_HALF = false> OP u32 whole_halves(const Dropping& dropout, u
   return (kept_halves(dropout, word) >> 15) * 0xffffu;
 #endif
 }
-// For a forward, whose registers have room for whole masks. Neither in a loop nor pinned: a compiler then mixes all blocks of a tile into its
-// exponentials. A loop is less code, but as many instructions, of which too few do not wait for each other, and was slower.
-template <int N> OP void draw(OperandA<16> (&kept)[N], const Dropping& dropout, u32 batch_head, int row0, int col0) {
-  for_words<false, 16, 16 * N>(dropout, batch_head, row0, col0, [&](int l, int block, const RandomWords& words) {
-    #pragma unroll
-    for (int word = 0; word < 4; ++word) kept[block].at(l, word / 2 + word % 2 * 2) = whole_halves(dropout, words.x[word]);
-  });
-}
+// For a forward, whose registers have room for whole masks: which pairs of 16 queries and of N times 16 keys are kept. What the queries decide of a
+// drawing is found once for all key tiles. Neither in a loop nor pinned: a compiler then mixes what `draw` does into exponentials.
+template <int N> struct PairDrawing {
+  Dropping dropout;
+  Regs<u32, 1> x;                                             // of pcg4d, multiplied: the first word, which is a lane's queries',
+  u32 z = 0;                                                  // and the third, which is the head's
+  u32 f = 0;                                                  // how they change the second
+  u32 common = FACTOR;                                        // but no constant: with one a compiler makes each word of the one before
+  Regs<u32, 4 * N / TOGETHER<N>> words;
+  OperandA<16> kept[N];                                       // all bits of a half where its pair is
+
+  OP void begin_rows(u32 batch_head, int row0) {
+    for_lane(l) {
+      const int lane = not_ahead(l);
+      x.at(l, 0) = pcg(dropout.query + u32(row0) / 64 * 8 + lane / 4 % 2 * 4 + lane / 8);
+    }
+    pin(x);                                                   // here, or it would be found again in each key tile
+    z = uniform(pcg(dropout.key + batch_head)), f = uniform(change_of_queries(u32(row0) / 16 % 4)), common = uniform(u32(not_ahead(int(FACTOR))));
+  }
+  OP void draw(int col0, bool at_once) {
+    for_lane(l) {
+      #pragma unroll
+      for (int i = 0; i < N; i += TOGETHER<N>) {
+        const u32 y = pcg(dropout.kv + u32(col0 + 16 * i) / 64 * 4 + l % 4);
+        const RandomWords drawn = second_round(first_round(x.at(l, 0), y, z, pcg(dropout.rest)), f);
+        #pragma unroll
+        for (int word = 0; word < 4; ++word) words.at(l, i / TOGETHER<N> * 4 + word) = drawn.x[word];
+      }
+    }
+    if (at_once) find_kept(col0);
+  }
+  OP void find_kept(int col0) {
+    for_lane(l) {
+      #pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const u32 of_keys = TOGETHER<N> == 4 ? i % 4 : (u32(col0) / 16 + i) % 4;
+        RandomWords drawn;
+        #pragma unroll
+        for (int word = 0; word < 4; ++word) drawn.x[word] = words.at(l, i / TOGETHER<N> * 4 + word);
+        drawn = words_of(drawn, of_keys, common);
+        #pragma unroll
+        for (int word = 0; word < 4; ++word) kept[i].at(l, word / 2 + word % 2 * 2) = whole_halves(dropout, drawn.x[word]);
+      }
+    }
+  }
+};
 // P as A operands, with DROPOUT what is left of it.
 template <int N> OP void to_operands(OperandA<16> (&p)[N], const Acc<16, 16 * N>& s, const OperandA<16> (&kept)[N]) {
   to_operands(p, s);
@@ -204,30 +243,25 @@ template <int N> struct KeptHalves : Regs<u32, ceil_div(N, 4)> {
     return bit(i, r) < 8 ? prmt_signs<0>(x) : prmt_signs<1>(x);
   }
 };
-// Beneath products that are on their way. Four blocks of pairs at once: instructions of one wait for each other, and two at once were slower.
+// Beneath products that are on their way.
 template <int N> OP void draw(KeptHalves<N>& kept, const Dropping& dropout, u32 batch_head, int row0, int col0) {
   static_assert(N % 4 == 0, "four operands share a register");
   constexpr bool FULL = WIDTH <= 64;                          // no register is left
-  const u32 odd_key = u32(row0) / 16 % 2, sum = dropout.key + batch_head, key = not_ahead(sum);
+  const u32 of_keys = u32(row0) / 16 % 4, sum = dropout.key + batch_head, key = not_ahead(sum);
   for_lane(l) {
-    const u32 kv = dropout.kv + u32(row0) / 32 * 4 + (FULL ? not_ahead(l) : l) / 8;
-    u32 query = dropout.query + u32(col0) / 32 * 8 + l % 8;
+    const u32 kv = dropout.kv + u32(row0) / 64 * 4 + (FULL ? not_ahead(l) : l) / 8;
+    const u32 query = u32(col0) / 64 * 8 + (FULL ? u32(not_ahead(int(dropout.query))) : dropout.query) + l % 8;
     #pragma unroll
-    for (int i = 0; i < kept.size; ++i) kept.at(l, i) = 0;
-    #pragma unroll (2 / KeptHalves<N>::size)
-    for (int round = 0; round < 2; ++round) {
+    for (int i = 0; i < kept.size; ++i) {
+      const RandomWords drawn = first_round(pcg(query + i * 8), pcg(kv), pcg(key), pcg(dropout.rest));
+      kept.at(l, i) = 0;
       #pragma unroll
-      for (int i = 0; i < kept.size; ++i) {
-        const TwoWords drawn = philox2x32_7(query + i * 16, kv, key);
+      for (int of_queries = 0; of_queries < 4; ++of_queries) {
+        const RandomWords words = words_of(second_round(drawn, change_of_queries(of_queries)), of_keys);
+        kept.at(l, i) <<= 4;
         #pragma unroll
-        for (int odd_query = 0; odd_query < 2; ++odd_query) {
-          const RandomWords words = words_of(drawn, odd_query, odd_key);
-          kept.at(l, i) <<= 4;
-          #pragma unroll
-          for (int word = 0; word < 4; ++word) kept.at(l, i) |= whole_halves<FULL>(dropout, words.x[word]) & 0x10001u << word;
-        }
+        for (int word = 0; word < 4; ++word) kept.at(l, i) |= whole_halves<FULL>(dropout, words.x[word]) & 0x10001u << word;
       }
-      query += 8;
     }
   }
   even_queries_low(kept);

@@ -252,7 +252,7 @@ OP void modify_packed_scores(Acc<M, N>& s, const Params& p, const Coord& here, c
 }
 
 // Before the loop: seed and offset from where they are. With PLACED the last array that an expression might read is none, but says where
-// pairs are numbered from: queries and keys, multiples of 32, in the halves of its address, heads in its first extent.
+// pairs are numbered from: queries and keys, multiples of 64, in the halves of its address, heads in its first extent.
 OP Dropping seeded(const ScoreParams& s) {
   DropoutParams of = s.dropout;
   if (s.seed) {
@@ -262,7 +262,7 @@ OP Dropping seeded(const ScoreParams& s) {
   Dropping dropout = dropping(of);
   if constexpr (PLACED) {
     const CapturedArray& place = s.captured[CAPTURED - 1];
-    dropout.query += u32(place.data) / 32 * 8, dropout.kv += u32(place.data >> 32) / 32 * 4, dropout.key += u32(place.extent[0]);
+    dropout.query += u32(place.data) / 64 * 8, dropout.kv += u32(place.data >> 32) / 64 * 4, dropout.key += u32(place.extent[0]);
   }
   return dropout;
 }

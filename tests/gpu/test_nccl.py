@@ -68,7 +68,7 @@ def on_this(x):
 @pytest.mark.parametrize("name", CASES)
 def test_within_the_bounds_of_one_device(comms, name, scheme, order):
     case = CASES[name]
-    # Kernels take parts for dropout that begin at multiples of 32 rows.
+    # Kernels take parts for dropout that begin at multiples of 64 rows.
     lengths, options = lengths_of(case, DEVICES, "even" if case.dropout else "uneven"), options_of(case)
     options.pop("return_lse", None)
     (q, k, v), (dout, dlse) = make_inputs(case), make_cotangents(case)
