@@ -1,52 +1,9 @@
-// host.cpp -- a kernel file and the entries that Python calls to execute one of its kernels on this machine's processor.
+// host.cpp -- a kernel file, and what `host_run.cpp` asks of it: all that is compiled with each kernel.
 #include KERNEL_FILE
-#include <chrono>
-#include <thread>
 
-typedef void Kernel(const PARAMS);
-
-// A kernel that threads of its own execute, so that the caller can wait for it piece by piece, and give it up.
-struct Run {
-  PARAMS params;
-  host::Counts counts;
-  int stop = 0;
-  std::string failure;
-  std::mutex mutex = {};
-  std::condition_variable changed = {};
-  bool has_ended = false;
-  std::thread thread;                                         // std::async does the same, and takes a seventh of a build's time
-};
-
-// Begins a run, which `ended` and `finish` are then called with.
-extern "C" void launch(Run** run, Kernel* kernel, const void* params, i64 blocks, int shared_bytes, int deferred, int teams) {
-  Run* const started = *run = new Run;
-  std::memcpy(&started->params, params, sizeof started->params);
-  started->thread = std::thread([=] {
-    const host::Schedule schedule = deferred ? host::DEFERRED : host::EAGER;
-    std::vector<u64> words(sizeof started->params / sizeof(u64));
-    std::memcpy(words.data(), &started->params, words.size() * sizeof(u64));
-    const auto of_block = [=] { kernel(started->params); };
-    started->failure = host::run_grid(of_block, std::move(words), blocks, WARPS, shared_bytes, schedule, teams, started->counts, started->stop);
-    std::lock_guard<std::mutex> lock(started->mutex);
-    started->has_ended = true;
-    started->changed.notify_all();
-  });
+static void call(void (*entry)(), const void* params) {
+  PARAMS own;                                                 // aligned as it has to be
+  std::memcpy(&own, params, sizeof own);
+  reinterpret_cast<void (*)(const PARAMS)>(entry)(own);
 }
-// Waits for the end, but not longer. Returns whether it has come.
-extern "C" int ended(Run* run, int milliseconds) {
-  std::unique_lock<std::mutex> lock(run->mutex);
-  return run->changed.wait_for(lock, std::chrono::milliseconds(milliseconds), [=] { return run->has_ended; });
-}
-// Stops a run that has not ended; from then on no memory of the caller is touched. Adds what the kernel moved and computed to counts: bytes
-// read, bytes written, floating-point operations. Returns 0, or 1 with the reason in `message`.
-extern "C" int finish(Run* run, u64* counts, char* message, int capacity) {
-  __atomic_store_n(&run->stop, 1, __ATOMIC_RELAXED);
-  if (run->thread.joinable()) run->thread.join();
-  const std::string failure = run->failure;
-  counts[0] += run->counts.read_bytes;
-  counts[1] += run->counts.written_bytes;
-  counts[2] += run->counts.flops;
-  delete run;
-  std::strncpy(message, failure.c_str(), capacity - 1);
-  return !failure.empty();
-}
+const host::KernelFile host::kernel_file{WARPS, sizeof(PARAMS), call};

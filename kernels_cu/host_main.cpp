@@ -1,7 +1,7 @@
-// host_main.cpp -- a kernel file as a program of its own, for sanitizers: reads a job file, executes the kernel that it names, writes
-// the arrays back in place.
+// host_main.cpp -- makes a program of a kernel file, for sanitizers: reads a job file, executes the kernel that it names, writes the
+// arrays back in place.
 // host.py describes the file. Every array lives in an allocation of exactly its size, so that a step outside is seen.
-#include "host.cpp"
+#include "host_run.cpp"
 #include <cstdio>
 #include <dlfcn.h>
 #include <memory>

@@ -38,7 +38,6 @@ OPTIONS = ("-std=c++17", "-O2", "-pthread", "-Wno-unknown-pragmas")
 MESSAGE_BYTES = 4096
 SIGNALS_MS = 50  # how long a run keeps Python from handling signals
 FAULT_STATUS = 3  # of host_main.cpp
-MACHINE = "host_machine.cpp"  # what all kernels are executed by, compiled once
 MULTIPROCESSORS = 2  # as many as the host pretends to be: few, so that blocks which take tiles in turn take several
 
 
@@ -89,10 +88,9 @@ def name_of(plan: KernelPlan, options: HostOptions) -> str:
 
 def _task(plan: KernelPlan, options: HostOptions) -> tuple[str, list[str], dict[str, str]]:
     """The file to compile, flags, and the text of each file."""
-    main = "host_main.cpp" if options.sanitize else "host.cpp"
     flags = [*_flags(options), f'-DKERNEL_FILE="{plan.file}.cu"', f"-DPARAMS={plan.params}"]
     flags.append("-rdynamic" if options.sanitize else "-shared")  # a program finds the entries of its kernel by name
-    return main, flags, source_of(plan) | {name: text for name, text in files().items() if name.endswith(".cpp")}
+    return "host.cpp", flags, source_of(plan) | {name: text for name, text in files().items() if name.endswith(".cpp")}
 
 
 def _flags(options: HostOptions) -> list[str]:
@@ -196,14 +194,15 @@ def _compile(plan: KernelPlan, options: HostOptions) -> bytes:
 
 
 def _machine(sources: dict[str, str], options: HostOptions) -> bytes:
-    """What executes the blocks of any kernel, ready to be linked."""
-    needed = [MACHINE]
+    """What executes any kernel, compiled once and ready to be linked."""
+    main = "host_main.cpp" if options.sanitize else "host_run.cpp"
+    needed = [main]
     for name in needed:
         needed += [found for found in re.findall(r'^#include "(.+)"', sources[name], re.MULTILINE) if found not in needed]
     flags, texts = [*_flags(options), "-c"], {name: sources[name] for name in needed}
     digest = hashlib.sha256(repr((identity(), platform.machine(), flags, sorted(texts.items()))).encode()).hexdigest()[:32]
     name = f"machine-host{options.sanitize and '-' + options.sanitize}-{digest}.o"
-    return cache.obtain(name, lambda: compiled("the host's machine", MACHINE, flags, texts))
+    return cache.obtain(name, lambda: compiled("the host's machine", main, flags, texts))
 
 
 def _run_here(library: ctypes.CDLL, launch: Launch, params: numpy.ndarray, deferred: int, teams: int, counts: ctypes.Array) -> str:

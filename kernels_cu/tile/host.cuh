@@ -158,4 +158,11 @@ inline bool any_named(int name, int members, bool says, const char* whom, CallSi
 std::string run_grid(const std::function<void()>& kernel, std::vector<u64> params, i64 blocks, int warps, int shared_bytes, Schedule schedule,
                      int teams, Counts& counts, int& stop);
 
+// What is known of a kernel file where it is compiled: warps of a block, the size of its parameters, and how it is called with them.
+struct KernelFile {
+  int warps, params_bytes;
+  void (*call)(void (*entry)(), const void* params);
+};
+extern const KernelFile kernel_file;
+
 }  // namespace host
