@@ -69,6 +69,12 @@ def folder() -> Path:
     return base / "cupy_flash"
 
 
+def key_of(sources: dict[str, str], *others: object) -> str:
+    """A hash of everything that decides code: the text of each file, and whatever `repr` tells apart."""
+    digests = [(name, hashlib.sha256(text.encode()).digest()) for name, text in sorted(sources.items())]  # repr of texts is slow
+    return hashlib.sha256(repr((digests, others)).encode()).hexdigest()[:32]
+
+
 def obtain(name: str, make: Callable[[], bytes]) -> bytes:
     """The payload of a name: the one that is kept, or what `make` returns, which is then kept.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
 import platform
 import re
@@ -81,8 +80,7 @@ def build(plan: KernelPlan, options: HostOptions) -> bytes:
 def name_of(plan: KernelPlan, options: HostOptions) -> str:
     """The name in the cache of what `build` makes, with a hash of everything that decides it."""
     _, flags, sources = _task(plan, options)
-    parts = (identity(), platform.machine(), flags, sorted(sources.items()))
-    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    digest = cache.key_of(sources, identity(), platform.machine(), flags)
     return f"{plan.file}-host{options.sanitize and '-' + options.sanitize}-{digest}.{'exe' if options.sanitize else 'so'}"
 
 
@@ -200,7 +198,7 @@ def _machine(sources: dict[str, str], options: HostOptions) -> bytes:
     for name in needed:
         needed += [found for found in re.findall(r'^#include "(.+)"', sources[name], re.MULTILINE) if found not in needed]
     flags, texts = [*_flags(options), "-c"], {name: sources[name] for name in needed}
-    digest = hashlib.sha256(repr((identity(), platform.machine(), flags, sorted(texts.items()))).encode()).hexdigest()[:32]
+    digest = cache.key_of(texts, identity(), platform.machine(), flags)
     name = f"machine-host{options.sanitize and '-' + options.sanitize}-{digest}.o"
     return cache.obtain(name, lambda: compiled("the host's machine", main, flags, texts))
 

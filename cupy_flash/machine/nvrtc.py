@@ -6,7 +6,6 @@ CuPy's own compilation is not used: it appends an architecture of its own choice
 from __future__ import annotations
 
 import functools
-import hashlib
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,8 +84,7 @@ def options_for(plan: KernelPlan) -> tuple[str, ...]:
 
 def key(plan: KernelPlan) -> str:
     """A hash of everything that decides the machine code: sources, options, architecture and compiler."""
-    parts = (version(), options_for(plan), plan.architecture.name, sorted(source_of(plan).items()))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return cache.key_of(source_of(plan), version(), options_for(plan), plan.architecture.name)
 
 
 def cubin(plan: KernelPlan) -> bytes:
