@@ -25,6 +25,8 @@ from cupy_flash.problem import arrays
 settings.register_profile("cupy_flash", deadline=None)  # an example may have to wait for a compiler
 settings.load_profile("cupy_flash")
 
+SAME = "tile/scope.cuh"  # with what it includes, knows nothing of a kernel
+
 
 @functools.cache
 def gpu_available():
@@ -80,22 +82,28 @@ def change_kernel(monkeypatch):
 def quick_builds(tmp_path_factory):
     """Kernels for the host are built in half the time, and run more slowly: most of a test is the compiler's time.
 
-    The standard library's headers are compiled once for each set of options, which g++ heeds where all are the same. Builds by
-    commands that tests start do without.
+    The standard library's headers, and those of the host that are the same for all kernels, are compiled once for each set of
+    options, which g++ heeds where all are the same. Builds by commands that tests start do without.
     """
     options = (*host.OPTIONS, "-Og")
     names = {name for text in sources.files().values() for name in re.findall(r"^#include <(\w+)>", text, re.MULTILINE)}
 
     @functools.cache
-    def header(flags):
-        file = tmp_path_factory.mktemp("headers") / "standard.hpp"
-        file.write_text("".join(f"#include <{name}>\n" for name in sorted(names)))
+    def header(flags, texts):
+        folder = tmp_path_factory.mktemp("headers")
+        for name, text in texts:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text)
+        file = folder / "standard.hpp"
+        file.write_text("".join(f"#include <{name}>\n" for name in sorted(names)) + f'#include "{SAME}"\n')
+        command = [*compiler(), *flags, f"-I{folder}", "-x", "c++-header", file, "-o", f"{file}.gch"]
         with suppress(CompileError):  # there are tests without a compiler
-            subprocess.run([*compiler(), *flags, "-x", "c++-header", file, "-o", f"{file}.gch"], capture_output=True)
+            subprocess.run(command, capture_output=True)
         return str(file)
 
     def compiled(title, main, flags, texts, objects=None):
-        file = header(tuple(flag for flag in flags if not flag.startswith("-D") and flag not in ("-shared", "-rdynamic", "-c")))
+        same = tuple((name, texts[name]) for name in host.included(texts, SAME))
+        file = header(tuple(flag for flag in flags if not flag.startswith("-D") and flag not in ("-shared", "-rdynamic", "-c")), same)
         return compiled_without(title, main, [*flags, "-include", file], texts, objects)
 
     compiled_without = host.compiled

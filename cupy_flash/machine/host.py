@@ -194,13 +194,18 @@ def _compile(plan: KernelPlan, options: HostOptions) -> bytes:
 def _machine(sources: dict[str, str], options: HostOptions) -> bytes:
     """What executes any kernel, compiled once and ready to be linked."""
     main = "host_main.cpp" if options.sanitize else "host_run.cpp"
-    needed = [main]
-    for name in needed:
-        needed += [found for found in re.findall(r'^#include "(.+)"', sources[name], re.MULTILINE) if found not in needed]
-    flags, texts = [*_flags(options), "-c"], {name: sources[name] for name in needed}
+    flags, texts = [*_flags(options), "-c"], {name: sources[name] for name in included(sources, main)}
     digest = cache.key_of(texts, identity(), platform.machine(), flags)
     name = f"machine-host{options.sanitize and '-' + options.sanitize}-{digest}.o"
     return cache.obtain(name, lambda: compiled("the host's machine", main, flags, texts))
+
+
+def included(sources: dict[str, str], main: str) -> list[str]:
+    """A file and all that it includes of the others."""
+    names = [main]
+    for name in names:
+        names += [found for found in re.findall(r'^#include "(.+)"', sources[name], re.MULTILINE) if found not in names]
+    return names
 
 
 def _run_here(library: ctypes.CDLL, launch: Launch, params: numpy.ndarray, deferred: int, teams: int, counts: ctypes.Array) -> str:
