@@ -1,9 +1,9 @@
 """What the tests share: one kernel cache, a clean environment, and the mark of tests that need a GPU."""
 
 import functools
+import gc
 import math
 import os
-import re
 import subprocess
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +18,7 @@ from cupy_flash.machine import host, source
 from cupy_flash.machine.toolchain import compiler
 from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan import forward as forward_plan
-from cupy_flash.plan import grouping, pair_bits, schedule, sources
+from cupy_flash.plan import grouping, pair_bits, schedule
 from cupy_flash.plan.tuning import HOPPER_BACKWARD, KERNEL_TABLES, MASKS
 from cupy_flash.problem import arrays
 
@@ -26,6 +26,17 @@ settings.register_profile("cupy_flash", deadline=None)  # an example may have to
 settings.load_profile("cupy_flash")
 
 SAME = "tile/scope.cuh"  # with what it includes, knows nothing of a kernel
+BESSEL = "_GLIBCXX_USE_STD_SPEC_FUNCS"  # functions of <cmath> that no kernel calls, and g++ makes again in each build
+
+
+def pytest_collection():
+    """Tens of thousands of tests are made, none of which goes before all end: nothing is gained by looking for garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @functools.cache
@@ -82,11 +93,10 @@ def change_kernel(monkeypatch):
 def quick_builds(tmp_path_factory):
     """Kernels for the host are built in half the time, and run more slowly: most of a test is the compiler's time.
 
-    The standard library's headers, and those of the host that are the same for all kernels, are compiled once for each set of
+    The headers that are the same for all kernels, and what they include of the standard library, are compiled once for each set of
     options, which g++ heeds where all are the same. Builds by commands that tests start do without.
     """
     options = (*host.OPTIONS, "-Og")
-    names = {name for text in sources.files().values() for name in re.findall(r"^#include <(\w+)>", text, re.MULTILINE)}
 
     @functools.cache
     def header(flags, texts):
@@ -94,17 +104,18 @@ def quick_builds(tmp_path_factory):
         for name, text in texts:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text)
-        file = folder / "standard.hpp"
-        file.write_text("".join(f"#include <{name}>\n" for name in sorted(names)) + f'#include "{SAME}"\n')
-        command = [*compiler(), *flags, f"-I{folder}", "-x", "c++-header", file, "-o", f"{file}.gch"]
+        file = folder / "same.hpp"
+        file.write_text(f'#include <cstdint>\n#undef {BESSEL}\n#include <thread>\n#include "{SAME}"\n')  # tests let threads sleep
+        found = f"-I{folder}"
         with suppress(CompileError):  # there are tests without a compiler
-            subprocess.run(command, capture_output=True)
-        return str(file)
+            subprocess.run([*compiler(), *flags, found, "-x", "c++-header", file, "-o", f"{file}.gch"], capture_output=True)
+        return found, "-include", str(file)
 
     def compiled(title, main, flags, texts, objects=None):
-        same = tuple((name, texts[name]) for name in host.included(texts, SAME))
-        file = header(tuple(flag for flag in flags if not flag.startswith("-D") and flag not in ("-shared", "-rdynamic", "-c")), same)
-        return compiled_without(title, main, [*flags, "-include", file], texts, objects)
+        same = {name: texts[name] for name in host.included(texts, SAME)}
+        shared = (flag for flag in flags if not flag.startswith("-D") and flag not in ("-shared", "-rdynamic", "-c"))
+        others = {name: text for name, text in texts.items() if name not in same}  # of two copies a compiler would read both
+        return compiled_without(title, main, [*flags, *header(tuple(shared), tuple(same.items()))], others, objects)
 
     compiled_without = host.compiled
     with pytest.MonkeyPatch.context() as patch:
