@@ -374,7 +374,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         if (ONE_TEXT && tile == last) break;
         starts = ends = false;
       }
-      if (OWN_LISTS) queries.count = u32(not_ahead(int(queries.count))); // its address is found again: kept, it would spill
+      if (OWN_LISTS || (MODIFIED && !WITH_TERMS && GROUPS == 4)) queries.count = u32(not_ahead(int(queries.count))); // its address is found again: kept, it would spill
       consumer_release(queries);                              // without it the producer waits for ever
       if (next != DIRECTLY) break;
       ends = true, skipped = beyond;

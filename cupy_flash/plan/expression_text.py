@@ -18,6 +18,7 @@ class Pressure(Enum):
     LONG_MASK = "a mask of many reads or operations, likewise"
     LOOKUPS = "a term that reads other arrays for each pair, or a mask that is asked everywhere"
     EXPRESSION = "an expression of the score"
+    LONG_EXPRESSION = "the same of functions or many operations"
     DROPOUT = "dropout"
     SEVERAL = "two things"
     MANY = "more"

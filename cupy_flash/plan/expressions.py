@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..errors import UnsupportedError
 from ..problem.expression.cplusplus import cplusplus
 from ..problem.expression.derivative import ONE, ZERO, derivative
-from ..problem.expression.operations import apply
+from ..problem.expression.operations import SIGNATURES, apply
 from ..problem.expression.reads import AXES
 from ..problem.expression.simplify import simplify
 from ..problem.expression.tree import SCORE, Apply, Name, Node, Read, fold, walk
@@ -51,6 +51,8 @@ MOST_IN_REGISTERS = 2  # ranges of keys, whose ends are read once for a row
 FEW_RANGES = 6  # of more, the ends take registers that kernels with lists of tiles do not have
 MOST_STATED = 8  # a stride that compilers are told, as arrays of ranges have it: neighbours need no address of their own then
 FEW_READS, SHORT_MASK = 3, 16  # reads and nodes of a mask that is not long
+SHORT_SCORE = 16  # nodes of a score that is not long, in which there are none of these operations
+LONG_OPERATIONS = {op for op, (_, least, _, _) in SIGNATURES.items() if least == "float" and op != "/"} | {"//", "%", "**"}
 # Pairs beyond the ends read what the last query or the last key does.
 LAST = {"q_idx": "at.element_q(x.q_len)", "kv_idx": "at.element_kv(x.kv_len)"}
 OWN = {
@@ -110,10 +112,10 @@ def expression_text(scores: Scores, softcap: bool, longest: int) -> ExpressionTe
     term, score, slope, mask = (written(tree, arrays, scores.free_axes) for tree in trees)
     kind = "PLUS_TERM" if term else "EXPRESSION" if score else "UNCHANGED"
     of_head = tuple(written(tree, arrays, scores.free_axes) for tree in uniforms)
-    return ExpressionText(kind, term, score, slope, mask, of_head, tuple(stated.items()), _pressure(scores, trees))
+    return ExpressionText(kind, term, score, slope, mask, of_head, tuple(stated.items()), _pressure(scores, trees, softcap))
 
 
-def _pressure(scores: Scores, trees: tuple[Node | None, ...]) -> Pressure:
+def _pressure(scores: Scores, trees: tuple[Node | None, ...], softcap: bool) -> Pressure:
     """What the trees of `kernel_trees` take."""
     term, value, _, mask = trees
     reads = any(
@@ -129,7 +131,7 @@ def _pressure(scores: Scores, trees: tuple[Node | None, ...]) -> Pressure:
     if (things > 1 and (reads or mask is not None)) or (value is not None and reads):
         return Pressure.SEVERAL
     if value is not None:
-        return Pressure.EXPRESSION
+        return Pressure.LONG_EXPRESSION if softcap or _is_long_score(value) else Pressure.EXPRESSION
     if scores.bias is not None:
         return Pressure.BIAS
     if scores.mask_array is not None:
@@ -147,6 +149,12 @@ def _is_long(mask: Node) -> bool:
     """Whether four warpgroups have no registers for what is asked of a pair: two ranges of keys are long, documents are not."""
     nodes = list(walk(mask))
     return len(nodes) > SHORT_MASK or sum(isinstance(node, Read) and bool(node.args) for node in nodes) > FEW_READS
+
+
+def _is_long_score(value: Node) -> bool:
+    """The same of what a score becomes: the factor of a distance is not long, a tanh is."""
+    nodes = list(walk(value))
+    return len(nodes) > SHORT_SCORE or any(isinstance(node, Apply) and node.op in LONG_OPERATIONS for node in nodes)
 
 
 def _reads_keys(mask: Node) -> bool:

@@ -98,13 +98,16 @@ HOPPER_READS = (
 )
 # A bias that comes with the keys takes no registers for addresses, but shared memory in each stage of theirs.
 STAGED = "the bias of a key tile comes with its keys"
+STAGED_FOUR = STAGED + "; four groups of 64 rows hide each other's waits" + PINGPONG
 STAGED_SHORT = STAGED + "; two groups leave fewer rows that do not exist"
 STAGED_QUERIES = "the bias of a query tile comes with its queries"
+STAGED_THREE = {**NARROW, "tma_store_out": False, "stages": 3, "stages_q": 3}
 HOPPER_STAGED = (
     replace(HOPPER_FEW, why=HOPPER_FEW.why + "; " + STAGED, staged_bias=True),
     TileConfig(64, 128, 128, STAGED_SHORT, **TWO, stages=3, tma_store_out=True, max_len_q=256, staged_bias=True),
+    TileConfig(64, 256, 64, STAGED_FOUR, **{**FOUR, "stages": 3, "stages_v": 3, "stages_q": 4}, pingpong=True, staged_bias=True),
     TileConfig(64, 192, 64, STAGED + PINGPONG, **{**THREE, "tma_store_out": False}, pingpong=True, staged_bias=True),
-    TileConfig(128, 128, 112, STAGED + PINGPONG, **SHARED, pingpong=True, staged_bias=True),
+    TileConfig(128, 192, 64, STAGED + PINGPONG, **STAGED_THREE, pingpong=True, staged_bias=True),
     TileConfig(192, 128, 64, STAGED + PINGPONG, **WIDE, stages=3, pingpong=True, staged_bias=True),
     TileConfig(256, 128, 64, STAGED + PINGPONG, **WIDE, pingpong=True, staged_bias=True),
 )
@@ -141,18 +144,27 @@ HOPPER_LONG_MASK = (
     *HOPPER_MASK[2:],
 )
 HOPPER_READING_MASK = (*HOPPER_MASK[:2], *HOPPER_LONG_MASK[2:])
-HOPPER_LOOKUPS = (*HOPPER_READS[:2], TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG), *HOPPER_READS[3:])
+FOUR_NARROW = "four groups of 64 rows hide each other's waits, and narrow key tiles fit their registers" + PINGPONG
+HOPPER_LOOKUPS = (
+    HOPPER_FEW,
+    TileConfig(64, 256, 64, FOUR_NARROW, **FOUR, pingpong=True, max_len_q=1024, without_lengths=True),
+    HOPPER_READS[1],
+    TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG),
+    *HOPPER_READS[3:],
+)
 # Behind all of these: where sequences have lengths of their own as well.
 HOPPER_LENGTHS = (
     TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG),
     TileConfig(192, 128, 80, REGISTERS, **SHARED),  # wider ones would spill, and are for fwd_v2
 )
 HOPPER_EXPRESSION = (
-    *HOPPER_READS[:2],
-    TileConfig(128, 128, 112, REGISTERS, **TWO_PINGPONG),
+    HOPPER_FEW,
+    TileConfig(64, 256, 64, FOUR_NARROW, **{**FOUR, "plain_scores": False}, pingpong=True),
+    TileConfig(128, 192, 64, THREE_NARROW + PINGPONG, **NARROW, pingpong=True),
     TileConfig(192, 128, 96, REGISTERS, **SHARED, pingpong=True),
     replace(HOPPER_READS[-1], without_lengths=False),
 )
+HOPPER_LONG_EXPRESSION = (*HOPPER_READS[:2], *HOPPER_EXPRESSION[2:])
 HOPPER_SEVERAL = (
     HOPPER_FEW,
     TileConfig(64, 128, 64, REGISTERS, **TWO, tma_store_out=True),
@@ -295,6 +307,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.LONG_MASK: HOPPER_LONG_MASK,
         Pressure.LOOKUPS: HOPPER_LOOKUPS + HOPPER_LENGTHS[1:],
         Pressure.EXPRESSION: HOPPER_EXPRESSION,
+        Pressure.LONG_EXPRESSION: HOPPER_LONG_EXPRESSION,
         Pressure.DROPOUT: HOPPER_DROPOUT,
         Pressure.SEVERAL: HOPPER_SEVERAL,
         Pressure.MANY: HOPPER_SEVERAL,
@@ -320,6 +333,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.LONG_MASK: PLAIN_BACKWARD_WIDE,
         Pressure.LOOKUPS: PLAIN_BACKWARD_WIDE,
         Pressure.EXPRESSION: PLAIN_BACKWARD_WIDE,
+        Pressure.LONG_EXPRESSION: PLAIN_BACKWARD_WIDE,
         Pressure.DROPOUT: (*BACKWARD_HOPPER_WIDE, PLAIN_BACKWARD_WIDE[-1]),
         Pressure.SEVERAL: BACKWARD_HOPPER_WIDE,
     },

@@ -152,7 +152,7 @@ enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the n
 constexpr u32 WHOLE = ~u32(0);
 // Integers cost most beneath products, so at dims up to 64 the producer tells of which key tiles a consumer's rows see all keys. As measured: wider rows,
 // sequences of their own lengths and other scores are no faster, or have no registers.
-constexpr bool TELLS_WHOLE = max_of(WIDTH, WIDTH_V) <= 64 && !VARLEN && !PAIR_BITS && (SCORES == UNCHANGED || SCORES == PLUS_LINEAR || SCORES == PLUS_COLUMN);
+constexpr bool TELLS_WHOLE = max_of(WIDTH, WIDTH_V) <= 64 && !VARLEN && !PAIR_BITS && (SCORES == UNCHANGED || WITH_TERMS || (STAGED_BIAS && GROUPS == 4));
 static_assert(!OWN_LISTS || GROUPS <= MOST_CONSUMERS, "each is told of its pairs");
 struct alignas(16) WorkDescriptor {
   int batch[2], head, row;                                    // where the block's query tile begins; the last two batch axes, the others are 0
