@@ -1,5 +1,5 @@
 // host_block.cpp -- what `tile/host_block.cuh` declares.
-#include "tile/scope.cuh"
+#include "tile/host_block.cuh"
 #include <algorithm>
 
 namespace host {
@@ -132,12 +132,12 @@ void Block::arrive(int warp, const char* address, i64 bytes, CallSite at) {
   --barrier.missing;
   complete_phase(barrier);
 }
-void Block::load_async(int warp, const char* address, const Load& load, CallSite at) {
-  if (schedule == EAGER) load.copy();
+void Block::load_async(int warp, const char* address, i64 bytes, const Task<>& copy, CallSite at) {
+  if (schedule == EAGER) copy.call(copy.function);
   Lock lock(mutex);
   Barrier& barrier = barrier_at(warp, address, at);
-  if (schedule == EAGER) { arrive_bytes(barrier, load.bytes); return; }
-  barrier.loads.push_back(load);
+  if (schedule == EAGER) { arrive_bytes(barrier, bytes); return; }
+  barrier.loads.push_back({bytes, copy});
   state_changed();
 }
 void Block::wait_for_mbarrier(int warp, const char* address, u32 phase, CallSite at) {

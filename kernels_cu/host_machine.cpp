@@ -1,114 +1,180 @@
 // host_machine.cpp -- what `tile/host.cuh` declares, compiled once for all kernels.
 #include "host_block.cpp"
 #include <algorithm>
+#include <exception>
 #include <thread>
 
 namespace host {
 
+struct Copy { void* dst; const void* src; int bytes; };         // src = null: zeros
+struct Store { void* dst; int bytes; char value[LARGEST_STORE]; };
+struct Product {
+  void* result;
+  int bytes;
+  std::shared_ptr<char[]> before, sum;                        // those of the product that it adds to, and its own
+  Kept<void*> compute;
+  void run() const {
+    if (before) std::memcpy(sum.get(), before.get(), bytes);
+    compute(sum.get());
+  }
+};
+
+// What a warp has started.
+struct Pending {
+  std::vector<Copy> open = {};                                // issued, not yet in a group
+  std::vector<std::vector<Copy>> groups = {};                 // committed, oldest first
+  std::vector<Store> stores = {};
+  const char *first_hidden = nullptr, *last_hidden = nullptr; // around what was stored and not shown
+  std::vector<Kept<>> async_stores = {};                      // not waited for
+  std::vector<std::function<void()>> async_sums = {};         // neither
+  std::vector<Product> running = {}, complete = {};           // products, oldest first; complete ones have not been named by a wait
+
+  // What the registers at `result` will hold when all products started for them are waited for, or null.
+  std::shared_ptr<char[]> sum_at(const void* result) const {
+    std::shared_ptr<char[]> sum;
+    for (const auto* products : {&complete, &running})
+      for (const Product& product : *products)
+        if (product.result == result) sum = product.sum;
+    return sum;
+  }
+};
+
+static void perform(const Copy& c) {
+  if (c.src) std::memcpy(c.dst, c.src, c.bytes);
+  else std::memset(c.dst, 0, c.bytes);
+}
+
 void Warp::copy_async(void* dst, const void* src, int bytes) {
   if (src) counts.read_bytes += bytes;
   if (block->schedule == EAGER) perform({dst, src, bytes});
-  else open.push_back({dst, src, bytes});
+  else pending->open.push_back({dst, src, bytes});
 }
-void Warp::commit_copies() { groups.push_back(std::move(open)); open.clear(); }
-void Warp::wait_for_copies(int pending) {
-  while (int(groups.size()) > pending) {
+void Warp::commit_copies() { pending->groups.push_back(std::move(pending->open)); pending->open.clear(); }
+void Warp::wait_for_copies(int most) {
+  for (auto& groups = pending->groups; int(groups.size()) > most; groups.erase(groups.begin()))
     for (const Copy& copy : groups.front()) perform(copy);
-    groups.erase(groups.begin());
-  }
 }
 void Warp::store_shared(void* dst, const void* value, int bytes) {
   hide(static_cast<const char*>(dst), bytes);
   if (block->schedule == EAGER) { std::memcpy(dst, value, bytes); return; }
   Store store{dst, bytes, {}};
   std::memcpy(store.value, value, bytes);
-  stores.push_back(store);
+  pending->stores.push_back(store);
 }
 void Warp::publish_stores() {
-  for (const Store& s : stores) std::memcpy(s.dst, s.value, s.bytes);
-  stores.clear();
+  for (const Store& s : pending->stores) std::memcpy(s.dst, s.value, s.bytes);
+  pending->stores.clear();
 }
 void Warp::show_stores() {
   publish_stores();
-  block->show(warp, first_hidden, last_hidden);
-  first_hidden = last_hidden = nullptr;
+  block->show(warp, pending->first_hidden, pending->last_hidden);
+  pending->first_hidden = pending->last_hidden = nullptr;
 }
-void Warp::store_async(const std::function<void()>& copy) {
-  if (block->schedule == EAGER) copy();
-  async_stores.push_back(copy);
+void Warp::store_async(const Task<>& copy) {
+  if (block->schedule == EAGER) copy.call(copy.function);
+  pending->async_stores.push_back(copy);
 }
 void Warp::wait_for_async_stores() {
   if (block->schedule == DEFERRED)
-    for (const auto& copy : async_stores) copy();
-  async_stores.clear();
+    for (const auto& copy : pending->async_stores) copy();
+  pending->async_stores.clear();
 }
 void Warp::add_async(float* to, const char* from, int count) {
   const auto values = std::make_shared<std::vector<float>>(count);
-  store_async([=] { std::memcpy(values->data(), from, count * sizeof(float)); });
-  async_sums.push_back([=] {
+  store_async([values = values->data(), from, count] { std::memcpy(values, from, count * sizeof(float)); });
+  pending->async_sums.push_back([=] {
     counts.read_bytes += count * sizeof(float);
     counts.written_bytes += count * sizeof(float);
     for (int i = 0; i < count; ++i) add_atomically(to[i], (*values)[i]);
   });
-  if (block->schedule == EAGER) async_sums.back()();
+  if (block->schedule == EAGER) pending->async_sums.back()();
 }
 void Warp::wait_for_async_sums() {
   wait_for_async_stores();
   if (block->schedule == DEFERRED)
-    for (const auto& add : async_sums) add();
-  async_sums.clear();
+    for (const auto& add : pending->async_sums) add();
+  pending->async_sums.clear();
 }
-void Warp::start_product(const Product& product) {
+void Warp::start_product(void* result, int bytes, bool add, const Task<void*>& compute, CallSite at) {
+  Product product{result, bytes, pending->sum_at(result), std::shared_ptr<char[]>(new char[bytes]), compute};
+  if (product.before && !add) fail("starts a product in place of one that nobody has waited for,", at);
+  std::memcpy(product.sum.get(), result, bytes);
+  std::memset(result, 0xff, bytes);
   block->do_together(warp);
-  if (block->schedule == EAGER) product.compute();
-  running.push_back(product);
+  if (block->schedule == EAGER) product.run();
+  pending->running.push_back(std::move(product));
 }
-void Warp::wait_for_products(int pending, const void* named, CallSite at) {
-  for (; int(running.size()) > pending; running.erase(running.begin())) {
-    if (block->schedule == DEFERRED) running.front().compute();
+void Warp::wait_for_products(int most, const void* named, CallSite at) {
+  auto &running = pending->running, &complete = pending->complete;
+  for (; int(running.size()) > most; running.erase(running.begin())) {
+    if (block->schedule == DEFERRED) running.front().run();
     complete.push_back(running.front());
   }
   for (const Product& product : running)
     if (product.result == named) fail("waits for a product that may still run", at);
   for (const Product& product : complete)
-    if (product.result == named) product.deliver();
+    if (product.result == named) std::memcpy(product.result, product.sum.get(), product.bytes);
   complete.erase(std::remove_if(complete.begin(), complete.end(), [=](const Product& product) { return product.result == named; }),
                  complete.end());
 }
-std::shared_ptr<void> Warp::sum_at(const void* result) const {
-  std::shared_ptr<void> sum;
-  for (const auto* products : {&complete, &running})
-    for (const Product& product : *products)
-      if (product.result == result) sum = product.sum;
-  return sum;
+void Warp::counted(const u32& counter) { block->grid.counted(counter); }
+void Warp::wait_for(const u32& counter, u32 value, bool or_beyond, CallSite at) { block->wait_for(warp, counter, value, or_beyond, at); }
+void Warp::end_early() { throw Stopped{}; }
+void Warp::fail(const char* what, CallSite at) { block->fail(warp, what, at); }
+void Warp::fail_by_alignment(int bytes, const char* what) {
+  block->fail(warp, std::string("hands ") + what + " an address that is no multiple of " + std::to_string(bytes));
 }
-void Warp::fail(const std::string& what, CallSite at) { block->fail(warp, what, at); }
+void Warp::fail_by_box(int rows, int box_rows, int box_cols, CallSite at) {
+  block->fail(warp, "moves " + std::to_string(rows) + " x 64 elements with a map of boxes of " + std::to_string(box_rows) + " x " +
+              std::to_string(box_cols), at);
+}
+void Warp::fail_by_lanes() {
+  if (!std::uncaught_exceptions())
+    block->fail(warp, "has " + std::to_string(asked % 32) + " of 32 lanes ask for what all of them do together", asked_at);
+}
 void Warp::check_shown(const char* from, int bytes, const char* who, CallSite at) { block->check_shown(warp, from, bytes, who, at); }
 void Warp::start() {
-  open.clear();
-  groups.clear();
-  stores.clear();
-  async_stores.clear();
-  async_sums.clear();
-  running.clear();
-  complete.clear();
-  first_hidden = last_hidden = nullptr;
+  *pending = {};
+  block_id = u32(block->index);
   lane_by_lane = false;
 }
 void Warp::end() {
-  if (!async_stores.empty()) block->fail(warp, "ends while TMA may still read shared memory");
-  if (!async_sums.empty()) block->fail(warp, "ends while TMA may still add to sums");
-  if (!running.empty()) block->fail(warp, "ends while a product runs");
+  if (!pending->async_stores.empty()) block->fail(warp, "ends while TMA may still read shared memory");
+  if (!pending->async_sums.empty()) block->fail(warp, "ends while TMA may still add to sums");
+  if (!pending->running.empty()) block->fail(warp, "ends while a product runs");
 }
 void Warp::hide(const char* dst, int bytes) {
   block->hide(warp, dst, bytes);
-  first_hidden = first_hidden ? std::min(first_hidden, dst) : dst;
-  last_hidden = std::max(last_hidden, dst + bytes);
+  pending->first_hidden = pending->first_hidden ? std::min(pending->first_hidden, dst) : dst;
+  pending->last_hidden = std::max(pending->last_hidden, dst + bytes);
 }
-void Warp::perform(const Copy& c) {
-  if (c.src) std::memcpy(c.dst, c.src, c.bytes);
-  else std::memset(c.dst, 0, c.bytes);
+
+void sync_block(CallSite at) {
+  ask_warp(at);
+  self->publish_stores();
+  self->block->sync(self->warp, at);
 }
+void arrive_named(int name, int members) {
+  self->publish_stores();
+  self->block->arrive_named(name, members);
+}
+void sync_named(int name, int members, const char* whom, CallSite at) {
+  ask_warp(at);
+  self->publish_stores();
+  self->block->sync_named(self->warp, name, members, whom, at);
+}
+bool any_named(int name, int members, bool says, const char* whom, CallSite at) {
+  ask_warp(at);
+  self->publish_stores();
+  return self->block->any_named(self->warp, name, members, says, whom, at);
+}
+void init_mbarrier(int warp, const char* address, int count, CallSite at) { self->block->init_mbarrier(warp, address, count, at); }
+void arrive(int warp, const char* address, i64 bytes, CallSite at) { self->block->arrive(warp, address, bytes, at); }
+void load_async(int warp, const char* address, i64 bytes, const Task<>& copy, CallSite at) {
+  self->block->load_async(warp, address, bytes, copy, at);
+}
+void wait_for_mbarrier(int warp, const char* address, u32 phase, CallSite at) { self->block->wait_for_mbarrier(warp, address, phase, at); }
+void do_together(int warp) { self->block->do_together(warp); }
 
 // All warps of a team meet between two blocks of the grid.
 struct Meeting {
@@ -127,6 +193,9 @@ struct Meeting {
   u64 round = 0;
 };
 
+// Executes the kernel for every block of the grid. Teams of `warps` threads take blocks in order until none is left, one fails, or
+// somebody sets `stop`. The words of its parameters name arrays in reports. Adds what they moved and computed to `counts`. Returns the
+// first failure, or an empty string.
 std::string run_grid(const std::function<void()>& kernel, std::vector<u64> params, i64 blocks, int warps, int shared_bytes, Schedule schedule,
                      int teams, Counts& counts, int& stop) {
   Grid grid{blocks, std::move(params), stop};
@@ -137,9 +206,14 @@ std::string run_grid(const std::function<void()>& kernel, std::vector<u64> param
     Meeting meeting(warps);
     i64 current = 0;
     auto member = [&](int id) {
+      Pending pending;
       Warp warp;
       warp.block = &block;
       warp.warp = id;
+      warp.shared = block.shared;
+      warp.blocks = u32(blocks);
+      warp.stop = &stop;
+      warp.pending = &pending;
       self = &warp;
       for (;;) {
         meeting.wait([&] {

@@ -10,6 +10,7 @@ from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.machine import source
 
 DEFINITION = """\
+#include <initializer_list>
 #include "tile/pipeline.cuh"
 #include "tile/mask.cuh"
 

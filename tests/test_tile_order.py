@@ -56,7 +56,7 @@ def test_the_first_keys_of_all_heads_come_before_others(deterministic, reused, m
     text, begins = source.files()["bwd_hopper.cu"], "  KeyBlock block(p);\n"
     assert text.count(begins) == 1
     says = '  if (warp == 0) std::fprintf(stderr, "%d %u\\n", block.here.tile, block.head);\n'
-    change_kernel("bwd_hopper.cu", text.replace(begins, begins + says))
+    change_kernel("bwd_hopper.cu", "#include <cstdio>\n" + text.replace(begins, begins + says))
     q, k, v, dout = inputs("float16", batch=3, heads=4, heads_kv=4, len_kv=300)
     places = numpy.arange(q.shape[-2])[:, None] * 300 // q.shape[-2], numpy.arange(300)
     mask = (places[1] < 20) | (abs(places[0] - places[1]) < 30)

@@ -38,7 +38,7 @@ template <typename Params, typename Coord> OP void find_pages(RowPlaces& places,
 // Lanes copy so many bytes of the tile at hand, 16 bytes or zeros at a time: between its begin and its end. On a GPU each lane arrives by itself.
 template <typename T, int DEPTH, Lanes LANES> OP void begin_copies([[maybe_unused]] const Pipeline<T, DEPTH, LANES>& pipeline, [[maybe_unused]] int bytes, [[maybe_unused]] CallSite at) {
 #if !ON_GPU
-  host::self->block->arrive(warp_id(), pipeline.full().address, bytes, at);
+  host::arrive(warp_id(), pipeline.full().address, bytes, at);
 #endif
 }
 template <typename T, int DEPTH, Lanes LANES>
@@ -46,11 +46,11 @@ OP void start_copy([[maybe_unused]] const Pipeline<T, DEPTH, LANES>& pipeline, S
 #if ON_GPU
   cp_async<16>(to, from, !exists);
 #else
-  host::self->block->load_async(warp_id(), pipeline.full().address, {16, [=] {
+  host::load_async(warp_id(), pipeline.full().address, 16, [=] {
     count_read(16 * exists);
     if (exists) std::memcpy(to, from, 16);
     else std::memset(to, 0, 16);
-  }}, at);
+  }, at);
 #endif
 }
 template <typename T, int DEPTH, Lanes LANES> OP void end_copies([[maybe_unused]] const Pipeline<T, DEPTH, LANES>& pipeline) {

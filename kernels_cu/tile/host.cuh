@@ -6,10 +6,14 @@
 // lanes, when deferred, at the next barrier. Under ThreadSanitizer a missing barrier between warps is a reported race. A grid in which
 // nobody can move any more, and barriers used against the rules, end in a report.
 #pragma once
-#include "tile/host_block.cuh"
-#include <exception>
 
+// A kernel is compiled with this header, and what is declared here is compiled once for all kernels. So nothing of the standard library is
+// included: a compiler would make what is used of it again for each kernel, which took a third of its time.
 namespace host {
+
+struct Block;
+struct Pending;
+struct CallSite { const char* file; int line; };
 
 // What a kernel moved to and from device memory, and computed in matrix products.
 struct Counts {
@@ -29,79 +33,88 @@ inline void add_atomically(float& x, float y) {
   while (!__atomic_compare_exchange(&x, &seen, &sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
 }
 
-struct Copy { void* dst; const void* src; int bytes; };         // src = null: zeros
-struct Store { void* dst; int bytes; char value[64]; };
-struct Product { const void* result; std::shared_ptr<void> sum; std::function<void()> compute, deliver; };
+// What is done now or later: a function object that is there for now, and what calls it. For later its bytes are copied.
+template <typename... With> struct Task {
+  void (*call)(const void* function, With... with);
+  const void* function;
+  int bytes;
+  template <typename F> Task(const F& f)
+      : call([](const void* f, With... with) { (*static_cast<const F*>(f))(with...); }), function(&f), bytes(sizeof f) {
+    static_assert(__is_trivially_copyable(F) && alignof(F) <= 16, "its bytes are all of it, and may lie where new puts them");
+  }
+};
+
+constexpr int LARGEST_STORE = 64;                             // bytes that a lane stores at once
 
 struct Warp {
   Block* block = nullptr;
   int warp = 0;
+  char* shared = nullptr;                                     // memory of its block
+  u32 block_id = 0, blocks = 0;                               // the number of that, of so many
+  const int* stop = nullptr;                                  // other than 0: the grid shall end
   Counts counts;
   bool lane_by_lane = false;                                  // in a `for_lane`, in which
   u64 asked = 0;                                              // so many lanes have asked for what the warp does together,
   CallSite asked_at = {};                                     // the last one here
+  Pending* pending = nullptr;                                 // what it has started
 
   // An instruction of a GPU that moves several bytes at once wants them at a multiple of as many. Asked in sanitized builds.
   void require_aligned(const void* address, int bytes, const char* what) {
 #ifdef __SANITIZE_ADDRESS__
-    if (reinterpret_cast<std::uintptr_t>(address) % bytes != 0)
-      block->fail(warp, std::string("hands ") + what + " an address that is no multiple of " + std::to_string(bytes));
+    if (reinterpret_cast<std::uintptr_t>(address) % bytes != 0) fail_by_alignment(bytes, what);
 #else
     (void)address, (void)bytes, (void)what;
 #endif
   }
-  void copy_async(void* dst, const void* src, int bytes);
+  void copy_async(void* dst, const void* src, int bytes);     // src = null: zeros
   void commit_copies();
-  void wait_for_copies(int pending);
+  void wait_for_copies(int most);
   void store_shared(void* dst, const void* value, int bytes);
   void publish_stores();
   // What the lanes have stored is seen by TMA and by products.
   void show_stores();
 
   // TMA reads shared memory: at once, or when the warp waits for that.
-  void store_async(const std::function<void()>& copy);
+  void store_async(const Task<>& copy);
   void wait_for_async_stores();
   // It adds what is in shared memory when it reads that; the sums change at once, or when the warp waits for that.
   void add_async(float* to, const char* from, int count);
   void wait_for_async_sums();
 
-  // A product computes at once or when it is waited for. The registers at `result` get it from the wait that names them: before that,
-  // a compiler is free to read them too early.
-  void start_product(const Product& product);
-  void wait_for_products(int pending, const void* named, CallSite at);
-  // What the registers at `result` will hold when all products started for them are waited for, or null.
-  std::shared_ptr<void> sum_at(const void* result) const;
+  // A product computes at once or when it is waited for: `compute` changes a copy of the registers at `result`, which it takes over from
+  // the product before if it adds to that. The registers get it from the wait that names them, and are NaN before that: a compiler is
+  // free to read them too early.
+  void start_product(void* result, int bytes, bool add, const Task<void*>& compute, CallSite at);
+  void wait_for_products(int most, const void* named, CallSite at);
 
   // Blocks count counters in device memory up, and wait for those of others. Returns what it is then.
   template <int ORDER> u32 count_up(u32& counter) {
     const u32 count = __atomic_add_fetch(&counter, 1, ORDER);
-    block->grid.counted(counter);
+    counted(counter);
     return count;
   }
-  void wait_for(const u32& counter, u32 value, bool or_beyond, CallSite at) { block->wait_for(warp, counter, value, or_beyond, at); }
+  void wait_for(const u32& counter, u32 value, bool or_beyond, CallSite at);
 
   // Every kernel multiplies often, so this is where a warp that never waits learns that it shall end.
   void count_flops(int flops) {
-    if (block->grid.stopped()) throw Stopped{};
+    if (__atomic_load_n(stop, __ATOMIC_RELAXED)) end_early();
     counts.flops += flops;
   }
 
-  [[noreturn]] void fail(const std::string& what, CallSite at);
+  [[noreturn]] void fail(const char* what, CallSite at);
+  [[noreturn]] void fail_by_alignment(int bytes, const char* what);
+  [[noreturn]] void fail_by_box(int rows, int box_rows, int box_cols, CallSite at);
+  // Unless the warp ends because something else has failed.
+  void fail_by_lanes();
   void check_shown(const char* from, int bytes, const char* who, CallSite at);
 
   void start();
   void end();
 
  private:
-  std::vector<Copy> open;                                     // issued, not yet in a group
-  std::vector<std::vector<Copy>> groups;                      // committed, oldest first
-  std::vector<Store> stores;
-  const char *first_hidden, *last_hidden;                     // around what was stored and not shown
-  std::vector<std::function<void()>> async_stores, async_sums;        // not waited for
-  std::vector<Product> running, complete;                     // products, oldest first; complete ones have not been named by a wait
-
+  void counted(const u32& counter);
+  [[noreturn]] void end_early();
   void hide(const char* dst, int bytes);
-  static void perform(const Copy& c);
 };
 
 inline thread_local Warp* self = nullptr;
@@ -124,39 +137,27 @@ struct Lanes {
   ~Lanes() noexcept(false) {
     if (!self) return;
     self->lane_by_lane = false;
-    if (self->asked % 32 && !std::uncaught_exceptions())
-      self->fail("has " + std::to_string(self->asked % 32) + " of 32 lanes ask for what all of them do together", self->asked_at);
+    if (self->asked % 32) self->fail_by_lanes();
   }
 };
 
-inline void sync_block(CallSite at) {
-  ask_warp(at);
-  self->publish_stores();
-  self->block->sync(self->warp, at);
-}
-
-inline void arrive_named(int name, int members) {
-  self->publish_stores();
-  self->block->arrive_named(name, members);
-}
-inline void sync_named(int name, int members, const char* whom, CallSite at) {
-  ask_warp(at);
-  self->publish_stores();
-  self->block->sync_named(self->warp, name, members, whom, at);
-}
-
+// Barriers of the block.
+void sync_block(CallSite at);
+// Named ones: one opens when so many warps have come to it, of which only some wait.
+void arrive_named(int name, int members);
+void sync_named(int name, int members, const char* whom, CallSite at);
 // The same, and tells each whether any of them says so.
-inline bool any_named(int name, int members, bool says, const char* whom, CallSite at) {
-  ask_warp(at);
-  self->publish_stores();
-  return self->block->any_named(self->warp, name, members, says, whom, at);
-}
+bool any_named(int name, int members, bool says, const char* whom, CallSite at);
 
-// Executes the kernel for every block of the grid. Teams of `warps` threads take blocks in order until none is left, one fails, or
-// somebody sets `stop`. The words of its parameters name arrays in reports. Adds what they moved and computed to `counts`. Returns the
-// first failure, or an empty string.
-std::string run_grid(const std::function<void()>& kernel, std::vector<u64> params, i64 blocks, int warps, int shared_bytes, Schedule schedule,
-                     int teams, Counts& counts, int& stop);
+// Barriers that count arrivals, by their place in shared memory.
+void init_mbarrier(int warp, const char* address, int count, CallSite at);
+void arrive(int warp, const char* address, i64 bytes, CallSite at);
+// TMA brings bytes that the barrier counts; deferred, when the first warp waits for them.
+void load_async(int warp, const char* address, i64 bytes, const Task<>& copy, CallSite at);
+void wait_for_mbarrier(int warp, const char* address, u32 phase, CallSite at);
+
+// What four warps have to do together, each so often as the others of its warpgroup.
+void do_together(int warp);
 
 // What is known of a kernel file where it is compiled: warps of a block, the size of its parameters, and how it is called with them.
 struct KernelFile {

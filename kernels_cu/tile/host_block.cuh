@@ -1,6 +1,7 @@
 // host_block.cuh -- a block on the host: its shared memory, its barriers, and the reports of who uses them wrongly.
 #pragma once
 #include "tile/host_order.cuh"
+#include "tile/scope.cuh"
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -13,9 +14,19 @@ namespace host {
 
 enum Schedule { EAGER, DEFERRED };
 struct Stopped {};                         // unwinds a warp when its block has failed, or the grid shall end
-struct CallSite { const char* file; int line; };
 
-struct Load { i64 bytes; std::function<void()> copy; };         // by TMA
+// A task that is done later.
+template <typename... With> class Kept {
+  void (*call)(const void* function, With... with);
+  std::vector<char> function;
+
+ public:
+  Kept(const Task<With...>& task)
+      : call(task.call), function(static_cast<const char*>(task.function), static_cast<const char*>(task.function) + task.bytes) {}
+  void operator()(With... with) const { call(function.data(), with...); }
+};
+
+struct Load { i64 bytes; Kept<> copy; };                      // by TMA
 
 // A barrier that counts arrivals of warps and of bytes. Phases are numbered from 0; two orders, because the next ones may arrive
 // before all have noticed.
@@ -99,7 +110,7 @@ struct Block {
   void init_mbarrier(int warp, const char* address, int count, CallSite at);
   void arrive(int warp, const char* address, i64 bytes, CallSite at);
   // TMA brings bytes that the barrier counts; deferred, when the first warp waits for them.
-  void load_async(int warp, const char* address, const Load& load, CallSite at);
+  void load_async(int warp, const char* address, i64 bytes, const Task<>& copy, CallSite at);
   void wait_for_mbarrier(int warp, const char* address, u32 phase, CallSite at);
 
   // What four warps have to do together, each so often as the others of its warpgroup.

@@ -101,9 +101,7 @@ struct Box {
   Box(const TensorMap& given, SharedAddress in_panel, int rows, int col, int row, int head, const int (&batch)[BATCH_AXES], CallSite at)
       : in_panel(in_panel), start{col, row, head, batch[BATCH_AXES - 1], batch[BATCH_AXES - 2]}, at(at) {
     std::memcpy(&map, &given, sizeof map);
-    if (map.box_rows != rows || map.box_cols != 64)
-      host::self->fail("moves " + std::to_string(rows) + " x 64 elements with a map of boxes of " + std::to_string(map.box_rows) + " x " +
-                       std::to_string(map.box_cols), at);
+    if (map.box_rows != rows || map.box_cols != 64) host::self->fail_by_box(rows, map.box_rows, map.box_cols, at);
     if ((in_panel - shared_memory()) % 1024) host::self->fail("moves a box at an address that is no multiple of 1024", at);
   }
   // Calls move(chunk, in_array, bytes) for every 16 bytes of the box: so many of them lie in the array. A row of the panel has 128 bytes,
@@ -148,7 +146,7 @@ OP void init_mbarrier(Mbarrier barrier, int count, CallSite at = call_site()) {
     fence_mbarrier_init();
   }
 #else
-  host::self->block->init_mbarrier(warp_id(), barrier.address, count, at);
+  host::init_mbarrier(warp_id(), barrier.address, count, at);
 #endif
 }
 template <Lanes LANES = DIVERGENT> OP void arrive_at(Mbarrier barrier, CallSite at = call_site()) {
@@ -157,7 +155,7 @@ template <Lanes LANES = DIVERGENT> OP void arrive_at(Mbarrier barrier, CallSite 
   else if constexpr (LANES != DIVERGENT) mbarrier_arrive_if(barrier.address, lane_id() == 0);
   else if (lane_id() == 0) mbarrier_arrive(barrier.address);
 #else
-  host::self->block->arrive(warp_id(), barrier.address, 0, at);
+  host::arrive(warp_id(), barrier.address, 0, at);
 #endif
 }
 // arrives, and announces bytes that TMA will bring
@@ -165,7 +163,7 @@ OP void arrive_expect_tx(Mbarrier barrier, int bytes, CallSite at = call_site())
 #if ON_GPU
   if (lane_id() == 0) mbarrier_arrive_expect_tx(barrier.address, bytes);
 #else
-  host::self->block->arrive(warp_id(), barrier.address, bytes, at);
+  host::arrive(warp_id(), barrier.address, bytes, at);
 #endif
 }
 template <Lanes LANES = DIVERGENT> OP void wait_for(Mbarrier barrier, u32 phase, CallSite at = call_site()) {
@@ -173,7 +171,7 @@ template <Lanes LANES = DIVERGENT> OP void wait_for(Mbarrier barrier, u32 phase,
   if constexpr (LANES != DIVERGENT) mbarrier_try_wait_parity_uni(barrier.address, phase);
   else while (!mbarrier_try_wait_parity(barrier.address, phase)) {}
 #else
-  host::self->block->wait_for_mbarrier(warp_id(), barrier.address, phase, at);
+  host::wait_for_mbarrier(warp_id(), barrier.address, phase, at);
 #endif
 }
 
@@ -243,7 +241,7 @@ OP void start_load(const Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& m
 #else
   for (int i = 0; i < T::panels; ++i) {
     const Box box(map, pipeline.tile().base + i * T::panel_bytes, T::rows, 64 * i, row, head, batch, at);
-    host::self->block->load_async(warp_id(), pipeline.full().address, {T::panel_bytes, [=] { box.load(); }}, at);
+    host::load_async(warp_id(), pipeline.full().address, T::panel_bytes, [=] { box.load(); }, at);
   }
 #endif
 }
@@ -260,7 +258,7 @@ OP void start_load(const Pipeline<T, DEPTH, LANES>& pipeline, const PanelTile<RO
 #else
   for (int i = 0; i < to.panels; ++i) {
     const Box box(map, to.base + i * to.panel_bytes, ROWS, col0 + 64 * i, row, head, batch, at);
-    host::self->block->load_async(warp_id(), pipeline.full().address, {to.panel_bytes, [=] { box.load(); }}, at);
+    host::load_async(warp_id(), pipeline.full().address, to.panel_bytes, [=] { box.load(); }, at);
   }
 #endif
 }
@@ -271,10 +269,10 @@ OP void start_numbers(const Pipeline<T, DEPTH, LANES>& pipeline, const float* fr
 #if ON_GPU
   if (lane_id() == 0) cp_async_bulk(to, from, bytes, pipeline.full().address);
 #else
-  host::self->block->load_async(warp_id(), pipeline.full().address, {bytes, [=] {
+  host::load_async(warp_id(), pipeline.full().address, bytes, [=] {
     count_read(bytes);
     std::memcpy(to, from, bytes);
-  }}, at);
+  }, at);
 #endif
 }
 // A piece of a tile, from its row `to` on, which has as many rows as a box of the map: map[element, head, row : row + rows] is on its way there.
@@ -289,7 +287,7 @@ OP void start_piece(const Pipeline<T, DEPTH, LANES>& pipeline, int to, int rows,
 #else
   for (int i = 0; i < T::panels; ++i) {
     const Box box(map, base + i * T::panel_bytes, rows, 64 * i, row, head, {0, 0, 0, element}, at);
-    host::self->block->load_async(warp_id(), pipeline.full().address, {rows * 128, [=] { box.load(); }}, at);
+    host::load_async(warp_id(), pipeline.full().address, rows * 128, [=] { box.load(); }, at);
   }
 #endif
 }
@@ -387,13 +385,13 @@ template <int REGISTERS> OP void warpgroup_reg_alloc() {
 #if ON_GPU
   setmaxnreg_inc<REGISTERS>();
 #else
-  host::self->block->do_together(warp_id());
+  host::do_together(warp_id());
 #endif
 }
 template <int REGISTERS> OP void warpgroup_reg_dealloc() {
 #if ON_GPU
   setmaxnreg_dec<REGISTERS>();
 #else
-  host::self->block->do_together(warp_id());
+  host::do_together(warp_id());
 #endif
 }

@@ -91,10 +91,10 @@ OP bool barrier_red_or(int name, int threads, bool flag) {
 }
 #else
 OP int warp_id(CallSite at = call_site()) { host::ask_warp(at); return host::self->warp; }
-OP u32 block_id() { return u32(host::self->block->index); }
-OP u32 blocks() { return u32(host::self->block->grid.blocks); }
+OP u32 block_id() { return host::self->block_id; }
+OP u32 blocks() { return host::self->blocks; }
 typedef char* SharedAddress;
-OP SharedAddress shared_memory() { return host::self->block->shared; }
+OP SharedAddress shared_memory() { return host::self->shared; }
 OP void sync_block(CallSite at = call_site()) { host::sync_block(at); }
 OP void sync_warp(CallSite at = call_site()) { host::ask_warp(at); host::self->publish_stores(); }
 OP void arrive_pair(int name) { host::arrive_named(name, 2); }

@@ -76,7 +76,7 @@ template <typename T> OP void store_shared(SharedAddress address, T value) {
 #if ON_GPU
   *static_cast<T*>(__cvta_shared_to_generic(address)) = value;
 #else
-  static_assert(sizeof value <= sizeof host::Store::value, "it waits there until others see it");
+  static_assert(sizeof value <= host::LARGEST_STORE, "it waits there until others see it");
   host::self->require_aligned(address, alignof(T), "st.shared");
   host::self->store_shared(address, &value, sizeof value);
 #endif

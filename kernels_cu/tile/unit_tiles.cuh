@@ -59,10 +59,10 @@ OP void start_stats(const Ring& ring, const HopperScoreGradientParams& p, const 
 #else
   for (int l = 0; l < step.pieces; ++l) {
     const float* const from = step.piece(p, deltas, l);
-    host::self->block->load_async(warp_id(), ring.full().address, {PIECE_BYTES, [=] {
+    host::load_async(warp_id(), ring.full().address, PIECE_BYTES, [=] {
       count_read(PIECE_BYTES);
       std::memcpy(to + l * PIECE_BYTES, from, PIECE_BYTES);
-    }}, at);
+    }, at);
   }
 #endif
 }

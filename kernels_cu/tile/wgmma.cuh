@@ -223,14 +223,7 @@ template <int K, int N> void multiply_add(Acc<16, N>& d, const float (&a_f32)[16
 }
 // d becomes what compute(d) makes of it when a wait names it, and is NaN until then. It adds to d, or it makes a new d.
 template <int N, typename Compute> void start_on_host(Acc<16, N>& d, bool add, CallSite at, Compute compute) {
-  const auto before = std::static_pointer_cast<Acc<16, N>>(host::self->sum_at(&d)), sum = std::make_shared<Acc<16, N>>(d);
-  if (before && !add) host::self->fail("starts a product in place of one that nobody has waited for,", at);
-  d = Acc<16, N>();
-  const auto compute_sum = [=] {
-    if (before) *sum = *before;
-    compute(*sum);
-  };
-  host::self->start_product({&d, sum, compute_sum, [=, &d] { d = *sum; }});
+  host::self->start_product(&d, sizeof d, add, [=](void* sum) { compute(*static_cast<Acc<16, N>*>(sum)); }, at);
 }
 #endif
 
