@@ -217,11 +217,16 @@ template <int M> OP void finalize(OnlineSoftmax<M>& state, RowVec<M>& lse) {
     #pragma unroll
     for (int i = 0; i < lse.slots; ++i) {
       const float sum = state.sum.at(l, i);
-      Regs<float, 2> of_sum;
-      of_sum.at(l, 0) = log2_approx(sum), of_sum.at(l, 1) = reciprocal(sum);
-      if constexpr (STAGED_BIAS && WARPS == 20) pin(of_sum);  // at once, also of 0: with a predicate for each, one of another would spill
-      lse.at(l, i) = sum == 0.f ? -infinity() : (state.max.at(l, i) + of_sum.at(l, 0)) * LN2;
-      state.sum.at(l, i) = sum == 0.f ? 0.f : of_sum.at(l, 1);
+      if constexpr (STAGED_BIAS && WARPS == 20) {             // both at once, also of 0: with a predicate for each, one of another would spill
+        Regs<float, 2> of_sum;
+        of_sum.at(l, 0) = log2_approx(sum), of_sum.at(l, 1) = reciprocal(sum);
+        pin(of_sum);
+        lse.at(l, i) = sum == 0.f ? -infinity() : (state.max.at(l, i) + of_sum.at(l, 0)) * LN2;
+        state.sum.at(l, i) = sum == 0.f ? 0.f : of_sum.at(l, 1);
+      } else {
+        lse.at(l, i) = sum == 0.f ? -infinity() : (state.max.at(l, i) + log2_approx(sum)) * LN2;
+        state.sum.at(l, i) = sum == 0.f ? 0.f : reciprocal(sum);
+      }
     }
   }
 }
