@@ -52,7 +52,7 @@ OP RandomWords second_round(const RandomWords& first, u32 f) {
   x += y * w, y += z * x, z += x * y, w += y * z;
   return {{x, y, z, w}};
 }
-// What tells 16 x 16 pairs of a drawing from each other, by which sixteenth of 64 queries and of 64 keys they are.
+// What tells 16 x 16 pairs of a drawing from each other, by which sixteen of 64 queries and of 64 keys they are of.
 OP u32 change_of_queries(u32 of_queries) { return (of_queries & 1 ? 0x9e3779b9u : 0u) ^ (of_queries & 2 ? 0x85ebca6bu : 0u); }
 constexpr u32 FACTOR = 0x7feb352d;
 OP u32 factor_of_keys(u32 of_keys, u32 common) { return (of_keys & 1 ? 0x27d4eb2du : 1u) * (of_keys & 2 ? 0xc2b2ae3bu : 1u) * common; }

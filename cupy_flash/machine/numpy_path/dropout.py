@@ -136,7 +136,7 @@ def _round(x: Array, y: Array, z: Array, w: Array) -> tuple[Array, ...]:
 
 
 def _words(drawn: tuple[Array, ...], of_key: int) -> tuple[Array, ...]:
-    """The words of the pairs of one sixteenth of 64 keys."""
+    """The words of the pairs of sixteen of 64 keys."""
     m = numpy.uint32(OF_ALL * OF_KEYS[0] ** (of_key & 1) * OF_KEYS[1] ** (of_key >> 1) & LOW)
     x, y, z, w = drawn
     p = x + m * y
