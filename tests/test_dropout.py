@@ -188,7 +188,7 @@ def patterns(mask, axes):
     return numpy.bincount(numpy.packbits(together, axis=1).astype(int) @ [256, 1], minlength=1 << 16)
 
 
-SIXTEEN = [  # of a lane of the forward and of the backward, of one word in all sixteenths, and of what is left
+SIXTEEN = [  # of a lane of the forward and of the backward, of one word in all 16 x 16 pairs, and of what is left
     ("query 8", "key 16", "key 8", "key 1"),
     ("query 16", "query 8", "key 8", "key 1"),
     ("query 32", "query 16", "key 32", "key 16"),
@@ -351,6 +351,7 @@ def test_host_kernels_drop_the_same_pairs(tmp_path):
     for transposed in (False, True):
         for rows, cols in TILES:
             for batch_head, row0, col0 in PLACES:
+                col0 -= 32 * (cols % 64 > 0 and col0 > 0)  # narrow tiles may begin half way through what is drawn at once
                 call = f"show<{str(transposed).lower()}, {rows}, {cols}>"
                 told = f"DropoutParams{{{THRESHOLD}u, {float(scale)!r}f, {SEED % 2**32}u, {SEED >> 32}u, {OFFSET}u}}"
                 calls.append(f"{call}(dropping({told}), {batch_head}u, {row0}, {col0});")
