@@ -18,7 +18,7 @@
 //               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed. DROPOUT: scaled
 //
 //   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are. FROM_LAST: where a linear term rises, the last first.
-//   STAGED_BIAS: with K_j comes the bias of both. VARLEN, IN_TURN: Q_i of sequences, or those with most K_j first, as fwd_hopper_schedule lists them before.
+//   STAGED_BIAS: with K_j comes the bias of both. STARTS_FROM_TERM: in most steps S starts from it, S = B_ij, S = S + Q_i K_j^T. VARLEN, IN_TURN: Q_i of sequences, or those with most K_j first, as fwd_hopper_schedule lists them before.
 //   Tiles Q_i that would leave blocks idle are split along the keys: a split is some of the K_j, and fwd_hopper_combine makes one result of all.
 #include "config.cuh"
 #include "params.cuh"
@@ -34,8 +34,6 @@
 enum NamedBarrier { VOTE = 1, TAKEN = 7, ORDER = 8 };         // of a warpgroup, on whether it redoes a step, and looks for a maximum in the next; of the warps that load; of ping-pong, for each warpgroup
 static_assert(VOTE + GROUPS <= TAKEN && ORDER + GROUPS <= NAMED_BARRIERS);
 
-constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS || PAIR_BITS; // what pairs have in arrays comes beneath the product of the scores: wider heads leave registers for no addresses
-constexpr bool DROPS_LATE = DROPOUT && GROUPS == 4;           // at the end of a step, with P as an operand: four groups have no registers for masks beside S
 KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: the query tiles that blocks take
   if constexpr (TAKES_TILES) schedule_queries(p);
 }
@@ -221,7 +219,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   const auto first_key = [&] { return key_tile() * TILE_KV; };
   using Arrays = PairArrays<16, TILE_KV>;
   const auto load_arrays = [&](Arrays& arrays, const KeyTile& k_smem) {
-    if constexpr (MODIFIED) load<false>(arrays, context(), k_smem, row_of_tile(), warp_row, first_key(), !PAIR_BITS || told_to_ask(number));
+    if constexpr (MODIFIED) load<false>(arrays, context(), k_smem, STARTS_FROM_TERM ? (warp - 4) * 16 : row_of_tile(), warp_row, first_key(), !PAIR_BITS || told_to_ask(number));
   };
   const auto modify = [&](const Arrays& arrays, const bool asks) {
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
@@ -236,7 +234,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (SCALES_LARGE) scale_as_before(s_reg, scale_log2, p.scale_log2);
   };
   bool sums = false;                                          // O holds products of its query tile; if not, the next one replaces what it holds
-  bool looks_again = false;                                   // for the maximum: some row has seen nothing yet, or terms raise scores from tile to tile; a redo costs a product
+  Choose<STARTS_FROM_TERM, u32, bool> looks_again = false;    // for the maximum: see `unsettled`; a redo costs a product. STARTS_FROM_TERM: kept once for a warp
   RegisterPair offsets{};                                     // of the rows' exponents, for the maximum so far; WITH_TERMS: in this key tile
   // VARLEN: rows that are no queries have no say in that, or what they hold would decide the bits of others.
   const auto queries_left = [&] { return rows_at<QUERIES>(p, now).len() - row_of_tile(); };
@@ -250,7 +248,6 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     exponentiate(offsets, s_reg, sum, scale_log2);
     if constexpr (VARLEN) fill_from(sum, queries_left(), 0.f);
   };
-
   // With ping-pong, a warpgroup lets the next one go for a tile that it does not need as well: all of them count the same tiles.
   if (PINGPONG && group == GROUPS - 1) arrive_pingpong<ORDER>(group, GROUPS); // without it nobody begins
   const auto skip_keys = [&](int tiles) {
@@ -262,20 +259,23 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
     if (!PINGPONG) skip(keys, tiles);
   };
-
+  const auto pack_late = [&] { if constexpr (DROPS_LATE) drawing.find_kept(first_key()); if constexpr (PACKS_LATE) to_operands(p_reg, s_reg, drawing.kept); };
   // One key tile: its product and its softmax, and beneath both the second product, O += P V, of the key tile before. What is usual, P with the maximum
   // of the key tiles before, stands in one piece, and the rest, with that of this one, behind it: instructions after a jump have to be waited for.
   const auto step = [&](const Step kind, const int skipped) {
     const bool follows = kind.follows, starts = kind.starts, ends = kind.ends;
     const KeyTile k_smem = keys.tile();
     const bool real = ends || !starts || ValueTile::bytes > KeyTile::bytes;
-    if (follows && !DROPS_LATE) to_operands(p_reg, s_reg, drawing.kept);
+    if (follows && !PACKS_LATE) to_operands(p_reg, s_reg, drawing.kept);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
     if constexpr (TILE_LIST) number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group)));
     const StoredTerms in_product(smem + TERMS_OFFSET, LINEAR ? int(q_smem.base - smem) / QueryTile::bytes : keys.stage());
     if constexpr (COLUMNS) common = load_common(in_product);
+    Arrays arrays;
+    const bool first = !follows || starts, from_term = STARTS_FROM_TERM && !first && !looks_again, finds_term = STAGED_BIAS ? STARTS_FROM_TERM && (ONE_TEXT || !first) : from_term;
+    if (finds_term) load_arrays(arrays, k_smem), fill(s_reg, 0.f), modify(arrays, false); // a staged bias also in vain: a jump would cost more
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it products of several warpgroups queue, and no scores are done soon
-    start_scores(s_reg, q_smem, k_smem, in_product);
+    start_scores(s_reg, q_smem, k_smem, in_product, from_term);
     RowVec<16> weight;
     if (follows) {
       if (real) consumer_wait(values);                        // without it the product reads values that have not arrived
@@ -283,19 +283,18 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       sums = !starts;
     }
     if (PINGPONG) arrive_pingpong<ORDER>(group, GROUPS);      // without it the next warpgroup waits for ever
-    Arrays arrays;
-    if (ARRAYS_AHEAD) load_arrays(arrays, k_smem);
+    if (ARRAYS_AHEAD && !STARTS_FROM_TERM) load_arrays(arrays, k_smem);
     if (follows && ends) end_softmax(ended, ended_line, WHOLE, weight);
     if (COLUMNS) leave_out_largest(softmax, terms_reg, common, largest);
     if (LINEAR) terms_of_tile(terms_reg, s_reg, line, first_key());
     if (WITH_TERMS) offsets = exponent_offsets(softmax, terms_reg, p.heads);
     if (follows) wait_for_products<1>(s_reg);                 // without it scores are read that do not exist yet
     else wait_for_products<0>(s_reg);                         // the same
-    if (!ARRAYS_AHEAD) load_arrays(arrays, k_smem);
+    if (!ARRAYS_AHEAD && !STARTS_FROM_TERM) load_arrays(arrays, k_smem);
     RowVec<16> correction, sum;
-    const bool first = !follows || starts, asks = !TILE_LIST || told_to_ask(number), usual = !first && !looks_again && !(TILE_LIST && asks);
+    const bool asks = !TILE_LIST || told_to_ask(number), usual = !first && !looks_again && !(TILE_LIST && asks);
     if (usual) {
-      modify(arrays, !TILE_LIST);
+      if (!from_term) modify(arrays, !TILE_LIST);
       mask_scores();
       if constexpr (DROPOUT) drawing.draw(first_key(), !DROPS_LATE);
       to_weights(sum);
@@ -304,13 +303,14 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         add(softmax, sum);
         wait_for_products<0>(o_reg);                          // without it O and P change beneath the product
         consumer_release(values);                             // without it the producer waits for ever
-        if constexpr (DROPS_LATE) drawing.find_kept(first_key()), to_operands(p_reg, s_reg, drawing.kept);
+        pack_late();
         return;
       }
       start_scores(s_reg, q_smem, k_smem, in_product);        // the maximum so far was too small: S once more, and P with the maximum of S
       wait_for_products<0>(s_reg);                            // without it scores are read that do not exist yet
-      load_arrays(arrays, k_smem);
+      if (!STARTS_FROM_TERM) load_arrays(arrays, k_smem);
     }
+    if (STARTS_FROM_TERM) warp_row = not_ahead(warp_row), load_arrays(arrays, k_smem); // what rows have, found again: kept, it would spill
     modify(arrays, asks);
     if (TILE_LIST && first && told_none(number)) fill(s_reg, masked_score(terms)), stay_apart();
     mask_scores();
@@ -319,19 +319,19 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (DROPOUT) if (!usual) drawing.draw(first_key(), !DROPS_LATE);
     to_weights(sum);
     const bool rises = MODIFIED && looks_again && !first, settled = !MODIFIED && !VARLEN && whole(now.row + group * ROWS, ROWS);
-    looks_again = (MODIFIED && usual) || (!settled && warpgroup_any(VOTE + group, unsettled(softmax, correction, rises)));
+    const bool again = (MODIFIED && usual) || (!settled && warpgroup_any(VOTE + group, unsettled<STARTS_FROM_TERM>(softmax, correction, rises)));
+    looks_again = STARTS_FROM_TERM ? uniform(u32(again)) : u32(again);
     consumer_release(keys);                                   // without it the producer waits for ever
     add(softmax, sum);
     if (follows) {
       wait_for_products<0>(o_reg);                            // without it O and P change beneath the product
       if (ends || !starts) consumer_release(values);          // without it the producer waits for ever
     }
-    if constexpr (DROPS_LATE) drawing.find_kept(first_key()), to_operands(p_reg, s_reg, drawing.kept);
+    pack_late();
     if (first) skip(values, skipped);
     if (follows && ends) end_tile(ended, WHOLE, weight);
     if (follows && !starts) rescale(o_reg, correction);
   };
-
   // OWN_LISTS: key tiles that the warpgroup sees nothing of. What is left to do is the product of the one before, and P of the last one is zero.
   const auto pass_by = [&] {
     to_operands(p_reg, s_reg, drawing.kept);
@@ -352,7 +352,6 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group))), skip_keys(1), skip(values, 1);
     }
   };
-
   fill(o_reg, 0.f), fill(s_reg, 0.f);
   #pragma unroll 1
   while (next != NOTHING) {
@@ -380,7 +379,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       ends = true, skipped = beyond;
     }
     consumer_wait(values);                                    // without it the product reads values that have not arrived
-    if (!DROPS_LATE) to_operands(p_reg, s_reg, drawing.kept);
+    if (!PACKS_LATE) to_operands(p_reg, s_reg, drawing.kept);
     start_product(o_reg, p_reg, values.tile(), sums);
     sums = false;
     RowVec<16> weight;

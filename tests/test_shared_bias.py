@@ -29,7 +29,9 @@ def planned(batch, heads, length, dim, bias, **options):
         ((24,), 16, 4096, 128, (16,), 8),  # of more, keys and values would not stay in the cache
         ((7,), 16, 4096, 128, (16,), 7),
         ((11,), 16, 4096, 128, (16,), 1),  # no number of them that does is fair
-        ((3,), 1, 8192 - 64, 128, (), 3),
+        ((3,), 2, 8192 - 64, 128, (2,), 3),
+        ((3,), 1, 8192 - 64, 128, (), 1),  # 43 tiles of 192 rows
+        ((3,), 1, 8192 - 256, 128, (), 3),
         ((256,), 4, 256, 32, (4,), 1),  # the bias stays in the cache
         ((4,), 16, 4096, 128, (), 1),  # so does that of one head
     ],

@@ -101,12 +101,14 @@ STAGED = "the bias of a key tile comes with its keys"
 STAGED_FOUR = STAGED + "; four groups of 64 rows hide each other's waits" + PINGPONG
 STAGED_SHORT = STAGED + "; two groups leave fewer rows that do not exist"
 STAGED_QUERIES = "the bias of a query tile comes with its queries"
+ROOM_FOR_BIAS = {**NARROW, "stages": 3, "stages_q": 3, "tma_store_out": False}
 HOPPER_STAGED = (
     replace(HOPPER_FEW, why=HOPPER_FEW.why + "; " + STAGED, staged_bias=True),
     TileConfig(64, 128, 128, STAGED_SHORT, **TWO, stages=3, tma_store_out=True, max_len_q=256, staged_bias=True),
     TileConfig(64, 256, 64, STAGED_FOUR, **{**FOUR, "stages": 3, "stages_v": 3, "stages_q": 4}, pingpong=True, staged_bias=True),
     TileConfig(64, 192, 64, STAGED + PINGPONG, **{**THREE, "tma_store_out": False}, pingpong=True, staged_bias=True),
-    TileConfig(128, 128, 112, STAGED + PINGPONG, **SHARED, pingpong=True, staged_bias=True),
+    TileConfig(128, 128, 112, STAGED + PINGPONG, **SHARED, pingpong=True, max_len_q=1024, masks=CAUSAL, staged_bias=True),
+    TileConfig(128, 192, 64, STAGED + PINGPONG, **ROOM_FOR_BIAS, pingpong=True, staged_bias=True),
     TileConfig(192, 128, 64, STAGED + PINGPONG, **WIDE, stages=3, pingpong=True, staged_bias=True),
     TileConfig(256, 128, 64, STAGED + PINGPONG, **WIDE, pingpong=True, staged_bias=True),
 )
@@ -146,8 +148,9 @@ HOPPER_READING_MASK = (*HOPPER_MASK[:2], *HOPPER_LONG_MASK[2:])
 FOUR_NARROW = "four groups of 64 rows hide each other's waits, and narrow key tiles fit their registers" + PINGPONG
 HOPPER_LOOKUPS = (
     HOPPER_FEW,
-    TileConfig(64, 256, 64, FOUR_NARROW, **FOUR, pingpong=True, max_len_q=1024, without_lengths=True),
+    TileConfig(64, 256, 64, FOUR_NARROW, **FOUR, pingpong=True, without_lengths=True),
     HOPPER_READS[1],
+    TileConfig(128, 128, 128, TWO_GROUPS + PINGPONG, **TWO_PINGPONG, without_lengths=True),
     TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG),
     *HOPPER_READS[3:],
 )

@@ -70,8 +70,9 @@ OP void init_terms(SharedAddress all) {
   if constexpr (TERMS_IN_PRODUCT) fence_proxy_async();        // without it products read what was there before
 }
 
-// S = Q K^T is started, with the terms of these keys, if they have any.
-template <int N, typename QueryTile, typename KeyTile> OP void start_scores(Acc<16, N>& s, const QueryTile& q, const KeyTile& k, const StoredTerms& terms) {
+// S = Q K^T is started, or S += Q K^T, with the terms of these keys, if they have any.
+template <int N, typename QueryTile, typename KeyTile>
+OP void start_scores(Acc<16, N>& s, const QueryTile& q, const KeyTile& k, const StoredTerms& terms, bool add = false) {
   if constexpr (TERMS_IN_PRODUCT) start_product_transposed(s, q, 0, k, terms);
-  else start_product_transposed(s, q, 0, k);
+  else start_product_transposed(s, q, 0, k, add);
 }

@@ -84,13 +84,15 @@ OP void raise(OnlineSoftmax<M>& state, const Acc<M, N>& s, RowVec<M>& correction
     }
   }
 }
-// Whether a row has no maximum yet or, where scores rise from tile to tile, has got a larger one.
-template <int M> OP Regs<bool, 1> unsettled(const OnlineSoftmax<M>& state, const RowVec<M>& correction, bool rising) {
+// Whether a row has no maximum yet or, where scores rise from tile to tile, has got a larger one. NEAR: or one so far from 0 that a product must not
+// start from terms, since each of its steps cuts sums off, eight of them by 2^-11 in an exponent of 512. A row of -1e9 would be anything.
+constexpr float FARTHEST_START = 512.f;
+template <bool NEAR, int M> OP Regs<bool, 1> unsettled(const OnlineSoftmax<M>& state, const RowVec<M>& correction, bool rising) {
   Regs<bool, 1> any;
   for_lane(l) {
     any.at(l, 0) = false;
     #pragma unroll
-    for (int i = 0; i < correction.slots; ++i) any.at(l, 0) |= state.max.at(l, i) == LOWEST || (rising && correction.at(l, i) < 1.f);
+    for (int i = 0; i < correction.slots; ++i) any.at(l, 0) |= state.max.at(l, i) == LOWEST || (rising && correction.at(l, i) < 1.f) || (NEAR && fabsf(state.max.at(l, i)) > FARTHEST_START);
   }
   return any;
 }
@@ -217,16 +219,8 @@ template <int M> OP void finalize(OnlineSoftmax<M>& state, RowVec<M>& lse) {
     #pragma unroll
     for (int i = 0; i < lse.slots; ++i) {
       const float sum = state.sum.at(l, i);
-      if constexpr (STAGED_BIAS && WARPS == 20) {             // both at once, also of 0: with a predicate for each, one of another would spill
-        Regs<float, 2> of_sum;
-        of_sum.at(l, 0) = log2_approx(sum), of_sum.at(l, 1) = reciprocal(sum);
-        pin(of_sum);
-        lse.at(l, i) = sum == 0.f ? -infinity() : (state.max.at(l, i) + of_sum.at(l, 0)) * LN2;
-        state.sum.at(l, i) = sum == 0.f ? 0.f : of_sum.at(l, 1);
-      } else {
-        lse.at(l, i) = sum == 0.f ? -infinity() : (state.max.at(l, i) + log2_approx(sum)) * LN2;
-        state.sum.at(l, i) = sum == 0.f ? 0.f : reciprocal(sum);
-      }
+      lse.at(l, i) = sum == 0.f ? -infinity() : (state.max.at(l, i) + log2_approx(sum)) * LN2;
+      state.sum.at(l, i) = sum == 0.f ? 0.f : reciprocal(sum);
     }
   }
 }

@@ -118,6 +118,48 @@ def test_large_terms_of_all_keys(dtype, dim):
     assert out is None or abs(cupy.asnumpy(out).astype(float) - exact).max() <= bound
 
 
+READS = ("bias", "array")  # of each pair
+
+
+def attend_with_terms(read, t, q, k, v):
+    """Attention with these terms of pairs, in float64."""
+    if capability() < 80:
+        pytest.skip("a device without bfloat16, whose range the terms need, refuses it")
+    t = cupy.asarray(t.astype(q.dtype if read == "bias" else numpy.float32))
+    options = {"bias": t} if read == "bias" else {"score": "score + t[q_idx, kv_idx]", "arrays": {"t": t}}
+    return cupy.asnumpy(attention(*map(cupy.asarray, (q, k, v)), **options)).astype(float)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("read", READS)
+def test_large_terms_of_rows(read, dim):
+    """In all of a row, which then has the result of others, and in its first keys, which then have no weight."""
+    rng, shapes = numpy.random.default_rng(3), ((4, 150), (2, MANY_KEYS), (2, MANY_KEYS))
+    q, k, v = (rng.standard_normal((2, *shape, dim)).astype(ml_dtypes.bfloat16) for shape in shapes)
+    rounded, large, late = slice(20, 30), slice(70, 90), slice(120, 125)
+    t = numpy.zeros((150, MANY_KEYS))
+    t[rounded], t[large], t[late, :300] = -1e4, -1e9, -1e9
+    out = attend_with_terms(read, t, q, k, v)
+    exact, _ = oracle(q, k, v, scale=dim**-0.5)
+    exact[..., large, :] = oracle(0 * q, k, v, scale=dim**-0.5)[0][..., large, :]  # rounded to multiples of 64, all are alike
+    exact[..., late, :] = oracle(q[..., late, :], k[..., 300:, :], v[..., 300:, :], scale=dim**-0.5)[0]
+    assert abs(out - exact).max() <= 2 * float(ml_dtypes.finfo(q.dtype).eps) * abs(exact).max()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("read", READS)
+def test_a_product_does_not_start_from_large_terms(read, dim):
+    """Each step of one that did would round the 0.3 that it adds to the score of every other key."""
+    q = numpy.ones((2, 4, 150, dim), ml_dtypes.bfloat16)
+    k, v = (numpy.zeros((2, 2, MANY_KEYS, dim), q.dtype) for _ in range(2))
+    k[..., ::2, ::16] = 0.3
+    v[..., ::2, :], v[..., 1::2, :] = 1, -1
+    out = attend_with_terms(read, numpy.full((150, MANY_KEYS), -1e6), q, k, v)
+    exact, _ = oracle(q, k, v, scale=dim**-0.5)
+    rounding = float(numpy.spacing(numpy.float32(1e6 * dim**0.5))) * dim**-0.5  # of what two scores differ by, each rounded once
+    assert abs(out - exact).max() <= rounding / 2 + float(ml_dtypes.finfo(q.dtype).eps) * abs(exact).max()
+
+
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads, len_q, len_kv", [(80, 210, 300), (4, 210, 2900)])
