@@ -275,7 +275,7 @@ def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
 
 def delta_sign(plan: KernelPlan) -> int:
     """What delta is multiplied by in the statistics: -1 where products start from it, as bwd_hopper states it."""
-    return -1 if plan.file == "bwd_hopper" and plan.config.WIDTH <= 64 else 1
+    return -1 if plan.file == "bwd_hopper" and plan.config.WIDTH <= 64 and not plan.config.DROPOUT else 1
 
 
 def backward_maps(plan: KernelPlan, problem: BackwardProblem) -> dict[str, TensorMap]:

@@ -20,6 +20,7 @@ class Pressure(Enum):
     EXPRESSION = "an expression of the score"
     LONG_EXPRESSION = "the same of functions or many operations"
     DROPOUT = "dropout"
+    BITS_AND_DROPOUT = "dropout of what bits leave"
     SEVERAL = "two things"
     MANY = "more"
 

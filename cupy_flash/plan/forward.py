@@ -138,7 +138,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             problem=problem,
             expressions=expressions,
             tile_list=listed,
-            own_lists=listed and kernel == "fwd_hopper" and _has_own_lists(row),
+            own_lists=listed and kernel == "fwd_hopper" and problem.scores.dropout is None and _has_own_lists(row),
             in_turn=listed and kernel == "fwd_hopper" and not split and _may_be_uneven(problem.scores),
             from_last=rises,
         ),

@@ -300,17 +300,18 @@ def rows_of(
     wide_bias = pressure is Pressure.BIAS and problem.scores.bias.dtype == "float32"
     if wide_bias and kernel == "fwd_hopper":
         pressure = Pressure.SEVERAL  # it takes twice the registers of a bias of 16 bits
-    alone = (expressions.kind, pressure, dropout, problem.lengths) == ("PLUS_TERM", Pressure.BIAS, None, None)
-    tables = STAGED_ROWS if alone and not wide_bias and architecture.name == "90a" else {}  # ldmatrix moves 16 bits
+    staged = (expressions.kind, pressure, problem.lengths) == ("PLUS_TERM", Pressure.BIAS, None)
+    tables = STAGED_ROWS if staged and not wide_bias and architecture.name == "90a" else {}  # ldmatrix moves 16 bits
     if kernel in tables and not obstacle(problem.batch, layouts_of(problem), ("bias",)):
         return tables[kernel]
     if expressions.kind in APART and pressure is Pressure.TERM and dropout is None:
         # Registers of plain rows hold what a row or a head has in common, but of a few.
         return APART_ROWS.get((kernel, expressions.kind)) or table_for(kernel, architecture, problem.dtype)
     if dropout is not None:
-        asked = expressions.takes_part or expressions.pair_bits or expressions.kind != "UNCHANGED"
+        asked = expressions.takes_part or expressions.kind != "UNCHANGED"
         crowded = pressure in (Pressure.SEVERAL, Pressure.MANY)
-        pressure = Pressure.MANY if crowded else Pressure.SEVERAL if asked else Pressure.DROPOUT
+        of_bits = Pressure.BITS_AND_DROPOUT if expressions.pair_bits else Pressure.DROPOUT
+        pressure = Pressure.MANY if crowded else Pressure.SEVERAL if asked else of_bits
     return pair_rows(kernel, architecture.name, problem.dtype, pressure)
 
 

@@ -173,6 +173,7 @@ HOPPER_SEVERAL = (
     TileConfig(128, 128, 64, REGISTERS, **TWO_PINGPONG),
     TileConfig(192, 128, 64, REGISTERS, **SHARED, pingpong=True, without_lengths=True),
 )
+HOPPER_BITS_AND_DROPOUT = (*HOPPER_DROPOUT[:5], HOPPER_SEVERAL[-1], HOPPER_DROPOUT[-1])  # 192 x 96 is not compiled well
 
 BACKWARD_HALVES_80 = (
     TileConfig(96, 64, 64, REGISTERS, **EIGHT),
@@ -311,6 +312,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.EXPRESSION: HOPPER_EXPRESSION,
         Pressure.LONG_EXPRESSION: HOPPER_LONG_EXPRESSION,
         Pressure.DROPOUT: HOPPER_DROPOUT,
+        Pressure.BITS_AND_DROPOUT: HOPPER_BITS_AND_DROPOUT,
         Pressure.SEVERAL: HOPPER_SEVERAL,
         Pressure.MANY: HOPPER_SEVERAL,
     },
@@ -324,6 +326,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.LONG_MASK: BACKWARD_HOPPER_MASK,
         Pressure.LOOKUPS: BACKWARD_HOPPER_READS[:1],
         Pressure.DROPOUT: BACKWARD_HOPPER_DROPOUT,
+        Pressure.BITS_AND_DROPOUT: BACKWARD_HOPPER_DROPOUT[1:],
     },
     "bwd_hopper_wide": {
         Pressure.TERM: PLAIN_BACKWARD_WIDE,
@@ -337,6 +340,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.EXPRESSION: PLAIN_BACKWARD_WIDE,
         Pressure.LONG_EXPRESSION: PLAIN_BACKWARD_WIDE,
         Pressure.DROPOUT: (*BACKWARD_HOPPER_WIDE, PLAIN_BACKWARD_WIDE[-1]),
+        Pressure.BITS_AND_DROPOUT: (*BACKWARD_HOPPER_WIDE, PLAIN_BACKWARD_WIDE[-1]),
         Pressure.SEVERAL: BACKWARD_HOPPER_WIDE,
     },
 }

@@ -3,6 +3,8 @@
 import ml_dtypes
 import numpy
 import pytest
+from dropout_beside import OF_BIAS, OF_MASK, with_bias, with_mask
+from dropout_beside import inputs as inputs_beside
 from hand_masks import MASKS
 from hand_scores import SCORES
 from score_calls import ends, seen_in_ranges
@@ -227,6 +229,24 @@ def test_a_gradient_of_a_bias_that_pairs_share(bias_dtype, shape, dim):
         poison = cupy.full_like(first, 0xFF)
         del poison  # and the pool gives this memory to the next array of its size
         assert (plan(*given, **options).dbias.view(numpy.uint8) == first).all()
+
+
+@pytest.mark.parametrize("case", OF_BIAS, ids=str)
+def test_dropout_beside_a_bias(case):
+    """On sm_90a the bias comes by TMA, in both directions to head dims of 192."""
+    (dim, dtype), *_ = case
+    options, hand = with_bias(case)
+    plans = on_device(dtype, options, hand, "bias", inputs_given=inputs_beside(dim, dtype))
+    assert plans is None or capability() != 90 or [plan.config.STAGED_BIAS for plan in plans] == [True, dim <= 192]
+
+
+@pytest.mark.parametrize("case", OF_MASK, ids=str)
+def test_dropout_of_what_a_mask_leaves(case):
+    """On sm_90a bits say what that is."""
+    (dim, dtype), *_ = case
+    options, hand = with_mask(case)
+    plans = on_device(dtype, options, hand, inputs_given=inputs_beside(dim, dtype))
+    assert plans is None or capability() != 90 or all(plan.config.PAIR_BITS for plan in plans)
 
 
 @DTYPE
