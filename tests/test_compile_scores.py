@@ -258,7 +258,7 @@ def test_no_spill_where_bits_mask_pairs(dtype, dim, len_q, asked, share_of_bits)
         assert max(kernel.entries.values()) <= ARCHITECTURES["90a"].shared_bytes
 
 
-@pytest.mark.parametrize("asked", quick([asked for asked in OF_BITS if "dropout" not in asked], ""))
+@pytest.mark.parametrize("asked", quick(OF_BITS, ""))
 @pytest.mark.parametrize("len_q", quick([LENGTH, 64], LENGTH))
 @pytest.mark.parametrize("dtype", quick(["float16", "bfloat16"], "bfloat16"))
 def test_no_spill_where_blocks_take_key_tiles(dtype, len_q, asked, share_of_bits, key_tiles_in_turn):

@@ -33,6 +33,7 @@ def test_masks(name, share_of_bits, key_tiles_in_turn):
     judged(plan, (dout, q, k, v, out, lse), formula, **{name: x for name, x in arrays.items() if x is not None})
 
 
+@pytest.mark.parametrize("dropout", [None, 0.25])
 @pytest.mark.parametrize("schedule", ["eager", "deferred"])
 @pytest.mark.parametrize(
     "shapes",
@@ -42,22 +43,23 @@ def test_masks(name, share_of_bits, key_tiles_in_turn):
         pytest.param(((3, 4, 600, 64), (1, 2, 600, 64)), marks=pytest.mark.release),  # dk and dv
     ],
 )
-def test_several_for_each_block(shapes, schedule, share_of_bits, key_tiles_in_turn, monkeypatch):
+def test_several_for_each_block(shapes, schedule, dropout, share_of_bits, key_tiles_in_turn, monkeypatch):
     share_of_bits(math.inf)
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     rng = numpy.random.default_rng(0)
     q, k, v = (rng.standard_normal(shapes[i], numpy.float32).astype("f2") for i in (0, 1, 1))
     documents = numpy.repeat(numpy.arange(6), [100, 20, 300, 30, 149, 1]).astype(numpy.int32)  # the third one is masked
     given = {"doc": documents}
-    options = {"mask": "doc[q_idx] == doc[kv_idx] and doc[kv_idx] != 2", "arrays": given}
+    seed = {"seed": (5, 6)} if dropout else {}
+    options = {"mask": "doc[q_idx] == doc[kv_idx] and doc[kv_idx] != 2", "arrays": given, "dropout": dropout, **seed}
     out, lse = attention(q, k, v, return_lse=True, **options)
     dout = rng.standard_normal(out.shape, numpy.float32).astype("f2")
     plan, formula = (plan_attention_backward(dout, q, k, v, out, lse, **where, **options) for where in (HOST, {"backend": "numpy"}))
-    assert plan.kernel.config.PERSISTENT
+    assert plan.kernel.config.PERSISTENT and plan.kernel.config.DROPOUT is bool(dropout)
     assert plan.launches[1].on(2).blocks - plan.launches[1].behind == 2 < plan.launches[1].blocks
     memory = numpy.full(plan.workspace_bytes, 0x7F, numpy.uint8)  # which may hold anything
-    plan(dout, q, k, v, out, lse, arrays=given, workspace=memory)
-    judged(functools.partial(plan, workspace=memory), (dout, q, k, v, out, lse), formula, arrays=given)
+    plan(dout, q, k, v, out, lse, arrays=given, workspace=memory, **seed)
+    judged(functools.partial(plan, workspace=memory), (dout, q, k, v, out, lse), formula, arrays=given, **seed)
 
 
 def plan_of(heads, dim, deterministic=False):
