@@ -173,7 +173,7 @@ HOPPER_SEVERAL = (
     TileConfig(128, 128, 64, REGISTERS, **TWO_PINGPONG),
     TileConfig(192, 128, 64, REGISTERS, **SHARED, pingpong=True, without_lengths=True),
 )
-HOPPER_BITS_AND_DROPOUT = (*HOPPER_DROPOUT[:5], HOPPER_SEVERAL[-1], HOPPER_DROPOUT[-1])  # at dim 192 as two things: 96 keys were not timed
+HOPPER_BITS_AND_DROPOUT = (*HOPPER_DROPOUT[:5], HOPPER_SEVERAL[-1], HOPPER_DROPOUT[-1])  # 96 keys were not timed
 
 BACKWARD_HALVES_80 = (
     TileConfig(96, 64, 64, REGISTERS, **EIGHT),
