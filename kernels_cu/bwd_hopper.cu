@@ -74,9 +74,10 @@ constexpr bool DELTA_AHEAD = WIDTH <= 64 && !DROPOUT;
 
 constexpr float DELTA_SIGN = DELTA_AHEAD ? -1.f : 1.f;        // what delta is multiplied by in the statistics
 
-// Whether dQ runs beneath dS, and not behind it: with a softcap, with dropout of sequences or beside a bias, with more queries, or where pairs
+// Whether dQ runs beneath dS, and not behind it: with a softcap, with dropout of sequences or beside terms, with more queries, or where pairs
 // are asked (float16 packs otherwise, and more registers hold what it packs), there are no registers for dQ beside dP.
-constexpr bool EARLY = !EXPLICIT_SCORES && !(DROPOUT && (VARLEN || (STAGED_BIAS && WIDTH > 64))) && !TMA_REDUCE_DQ && !(MASKED_PAIRS && WIDTH > 64 && DTYPE == FLOAT16);
+constexpr bool TERMS_CROWD = SCORES != UNCHANGED && (WIDTH > 64 || !(STAGED_BIAS || SCORES == SCALED));
+constexpr bool EARLY = !EXPLICIT_SCORES && !(DROPOUT && (VARLEN || TERMS_CROWD)) && !TMA_REDUCE_DQ && !(MASKED_PAIRS && WIDTH > 64 && DTYPE == FLOAT16);
 
 // Whether there are registers for what the pairs of a head have in common, which otherwise is asked again for each query tile.
 constexpr bool KEEPS_TERMS = (WIDTH > 64 || SCORES == SCALED || SCORES == PLUS_COLUMN) && !TMA_REDUCE_DQ;

@@ -118,7 +118,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     start_product_transposed(s_reg, k_smem, 0, q_smem);
     if constexpr (DROPOUT && SCORES != EXPRESSION) draw(kept, dropout, block.here.batch_number * p.heads + block.now.head, row0, col0);
     PairArrays<16, TILE_Q> arrays;
-    if constexpr (ASKED_AHEAD && SCORES != EXPRESSION) load<true>(arrays, context(block.now.head), block.queries.tile(), own_row, row0, col0, !block.is_whole);
+    if constexpr (ASKED_AHEAD && (SCORES != EXPRESSION || PAIR_BITS)) load<true>(arrays, context(block.now.head), block.queries.tile(), own_row, row0, col0, !block.is_whole);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     float scale_log2 = exponent_scale(p.scale), masked = -infinity(), slope = 1.f;
@@ -135,7 +135,9 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     }
     if (SCORES != EXPRESSION && cut(col0)) apply_mask(s_reg, block.mask, row0, col0, masked);
     if constexpr (SCORES == EXPRESSION) {
-      probabilities(s_reg, factor_reg, block.lse_smem(), context(head), block.mask, cut(col0), row0, col0, scale_log2, p.softcap, terms, ask_pairs);
+      const ScoreContext x = context(head);
+      if constexpr (PAIR_BITS && !ASKED_AHEAD) load<true>(arrays, x, row0, col0, ask_pairs);
+      probabilities(s_reg, factor_reg, block.lse_smem(), x, block.mask, cut(col0), row0, col0, scale_log2, p.softcap, terms, arrays.taking_part, ask_pairs);
       if constexpr (DROPOUT) draw(kept, dropout, block.here.batch_number * p.heads + head, row0, col0), drop(s_reg, kept);
       to_operands(p_reg, s_reg);
       pass(p_smem(block.queries.count), factor_reg);

@@ -26,7 +26,7 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
 static_assert(TILE_Q == 64 * GROUPS, "a warpgroup owns 64 queries");
-static_assert(SCORES == PLUS_TERM && HAS_BIAS && !MASKED_PAIRS && !DROPOUT && !VARLEN, "a bias alone is asked for each pair");
+static_assert(SCORES == PLUS_TERM && HAS_BIAS && !DROPOUT && !VARLEN, "a bias is asked for each pair, and a mask");
 static_assert(OF_QUERY && OF_KEY && !SCATTERED && !GATHERED && !HAS_FACTOR, "whose elements belong to a query and a key");
 static_assert(GROUPS > 1, "they take turns");
 
@@ -89,8 +89,12 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
     const PairCursor& first = part.first;
     const int row0 = first.q_tile * TILE_Q + own_row, col0 = first.kv_tile * TILE_KV;
     const bool whole = row0 + 16 <= p.len_q && unmasked_keys(mask, row0, 16).contains(col0, TILE_KV);
-    struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{first.batch, first.batch_number(p)};
-    const ScoreContext x = score_context(p, here, first.head);
+    const auto context = [&](const PairCursor& at) {
+      struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{at.batch, at.batch_number(p)};
+      return score_context(p, here, at.head);
+    };
+    const ScoreContext x = context(first);                    // of the bias, which all of these share
+    PairCursor now = first;                                   // MASKED_PAIRS: whose mask is their own
     PairArrays<16, TILE_KV> arrays;                           // the bias, unless it is in shared memory
     if (!STAGED_BIAS && first.left > 0) load<false>(arrays, x, row0, col0);
     Acc<16, TILE_KV> sum_reg;                                 // G
@@ -104,6 +108,8 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       start_product_transposed(s_reg, ring.tile().queries(), group_row, ring.tile().keys());
       arrive_pingpong<ORDER>(group, GROUPS);                  // without it the other warpgroup waits for ever
       load_rows(lse_reg, stats_of(stats_smem, ring), own_row);
+      Regs<u64, 1> taking_part;                               // a bit for each register
+      if constexpr (MASKED_PAIRS) ask_pairs_of_tile<false, 16, TILE_KV>(taking_part, context(now), row0, col0), now.advance(p);
       wait_for_products<0>(s_reg);                            // without it scores are read that do not exist yet
       consumer_release(ring);                                 // without it the producer waits for ever
       if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
@@ -114,6 +120,7 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
         modify_scores<false>(s_reg, arrays, x, row0, col0);
       }
       exponentiate(s_reg, lse_reg, scale_log2);
+      if constexpr (MASKED_PAIRS) mask_pairs(s_reg, taking_part, 0.f);
       if (!whole) apply_mask(s_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);
       consumer_wait(ring);                                    // without it the product reads gradients and values that have not arrived
       wait_pingpong<ORDER>(group);                            // without it the order is lost
@@ -124,6 +131,7 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       wait_for_products<0>(dp_reg);                           // without it dP is read that does not exist yet
       consumer_release(ring);                                 // without it the producer waits for ever
       if (!whole) apply_mask(dp_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);  // 0 times whatever dP was may be NaN
+      if constexpr (MASKED_PAIRS) mask_pairs(dp_reg, taking_part, 0.f);       // the same
       add_gradients(sum_reg, s_reg, dp_reg, delta_reg);
     }
     store_sums(p, part, sum_reg, own_row);

@@ -273,7 +273,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     const StoredTerms in_product(smem + TERMS_OFFSET, LINEAR ? int(q_smem.base - smem) / QueryTile::bytes : keys.stage());
     if constexpr (COLUMNS) common = load_common(in_product);
     Arrays arrays;
-    const bool first = !follows || starts, from_term = STARTS_FROM_TERM && !first && !looks_again, finds_term = STAGED_BIAS ? STARTS_FROM_TERM && (ONE_TEXT || !first) : from_term;
+    const bool first = !follows || starts, from_term = STARTS_FROM_TERM && !first && !looks_again && !(TILE_LIST && told_to_ask(number)), finds_term = STAGED_BIAS ? STARTS_FROM_TERM && (ONE_TEXT || !first) : from_term;
     if (finds_term) load_arrays(arrays, k_smem), fill(s_reg, 0.f), modify(arrays, false); // a staged bias also in vain: a jump would cost more
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it products of several warpgroups queue, and no scores are done soon
     start_scores(s_reg, q_smem, k_smem, in_product, from_term);
@@ -335,7 +335,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   };
   // OWN_LISTS: key tiles that the warpgroup sees nothing of. What is left to do is the product of the one before, and P of the last one is zero.
   const auto pass_by = [&] {
-    to_operands(p_reg, s_reg, drawing.kept);
+    if (!PACKS_LATE) to_operands(p_reg, s_reg, drawing.kept);
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it the order is lost: the next one goes before its time
     consumer_wait(values);                                    // without it the product reads values that have not arrived
     start_product(o_reg, p_reg, values.tile(), sums);
@@ -346,7 +346,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     consumer_release(keys);                                   // without it the producer waits for ever
     wait_for_products<0>(o_reg);                              // without it O and P change beneath the product
     consumer_release(values);                                 // without it the producer waits for ever
-    fill(s_reg, 0.f);
+    fill(s_reg, 0.f), pack_late();
     #pragma unroll 1
     for (; tile < last && told_next_none(number); ++tile) {
       consumer_wait(keys);                                    // the same

@@ -62,6 +62,8 @@ STAGED = [
     case(dim=192, dim_v=40, len_q=257, sinks=1),
     case("bfloat16", bias="pairs", causal=True, dim=128),  # units that blocks share, and of which a mask leaves some nothing
     case(bias="batch", batch=(2, 1, 2), window=(40, 10)),
+    case(mask="prefixes", dim=80),  # of the batch element at hand, not of the first one
+    case("bfloat16", bias="pairs", mask="array", causal=True, dim=128),
 ]
 
 
@@ -81,6 +83,7 @@ OTHERS = [
     case("bfloat16", bias_dtype="float32", bias="batch", dim=200),
     case(len_kv=203, dim=128),  # rows that TMA does not find
     case(len_kv=202, softcap=5.0),
+    case("bfloat16", bias_dtype="float32", mask="documents", dim=128),
 ]
 
 
@@ -96,7 +99,7 @@ def test_a_bias_that_lanes_read(case, schedule, monkeypatch):
 
 
 WHY_NOT = {
-    "more than a bias is asked for each pair": case(mask="array"),
+    "more than a bias and a mask is asked for each pair": case(dropout=0.25),
     "the bias lacks an axis of queries or of keys": case(bias="keys"),
     "no TMA: rows of q start -128 bytes apart, backwards": case(layout="negative"),
     "no TMA: rows of q start 40 bytes apart, not a multiple of 16": case(dim=20),

@@ -68,7 +68,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     check_kind(architecture, "q", p.dtype, p.precision)
     expressions = text_of(p)
     # Gradients of sinks tell no sequences apart.
-    apart = expressions if p.lengths and p.sinks else with_bits(p, taken_apart(p, expressions))
+    apart = expressions if p.lengths and p.sinks else with_bits(p, taken_apart(p, expressions), _width(p) > WIDEST_TAKEN)
     kernel, why_kernel = _backward_kernel(problem, architecture, apart)
     expressions = apart if kernel in HOPPER_KERNELS else expressions
     explicit, why_scores = _explicit(p, expressions)
@@ -76,7 +76,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in moved})
     row = _row_for(kernel, problem, architecture, copy_bytes, explicit, expressions)
     store_dbias = row.staged_bias and dbias_of_pairs(problem) is not None
-    persistent = kernel == "bwd_hopper" and _takes_key_tiles(problem, row, expressions)
+    persistent = kernel == "bwd_hopper" and not store_dbias and _takes_key_tiles(problem, row, expressions)
     why_taken = "blocks take key tiles in turn" if persistent else ""
     why_stored = "gradient of the bias: dS of each pair, which TMA stores" if store_dbias else ""
     width = row.width if kernel in HOPPER_KERNELS else _width(p)

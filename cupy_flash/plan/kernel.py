@@ -290,7 +290,7 @@ def rows_of(
     """The rows of a kernel for a problem: where something is asked for each pair, not those of its table; none if it has none."""
     if not problem.scores:
         return table_for(kernel, architecture, problem.dtype)
-    from .pair_tuning import APART_ROWS, STAGED_ROWS, pair_rows  # late, as the text
+    from .pair_tuning import APART_ROWS, STAGED_ROWS, pair_rows, with_dropout  # late, as the text
 
     pressure, dropout = expressions.pressure, problem.scores.dropout
     if pressure in (Pressure.MASK, Pressure.READING_MASK, Pressure.LONG_MASK) and problem.lengths is not None:
@@ -304,14 +304,12 @@ def rows_of(
     tables = STAGED_ROWS if staged and not wide_bias and architecture.name == "90a" else {}  # ldmatrix moves 16 bits
     if kernel in tables and not obstacle(problem.batch, layouts_of(problem), ("bias",)):
         return tables[kernel]
-    if expressions.kind in APART and pressure is Pressure.TERM and dropout is None:
+    of_parts = (Pressure.TERM, Pressure.BITS_AND_TERM) if kernel == "fwd_hopper" else (Pressure.TERM,)
+    if expressions.kind in APART and pressure in of_parts and dropout is None:
         # Registers of plain rows hold what a row or a head has in common, but of a few.
         return APART_ROWS.get((kernel, expressions.kind)) or table_for(kernel, architecture, problem.dtype)
     if dropout is not None:
-        asked = expressions.takes_part or expressions.kind != "UNCHANGED"
-        crowded = pressure in (Pressure.SEVERAL, Pressure.MANY)
-        of_bits = Pressure.BITS_AND_DROPOUT if expressions.pair_bits else Pressure.DROPOUT
-        pressure = Pressure.MANY if crowded else Pressure.SEVERAL if asked else of_bits
+        pressure = with_dropout(kernel, pressure, expressions, problem.lengths is not None)
     return pair_rows(kernel, architecture.name, problem.dtype, pressure)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..problem.backward import BackwardProblem
+from ..problem.forward import Problem
 from ..problem.layout import Layout
 from ..problem.read_gradients import ReadGradient
 from .architecture import Architecture
 from .expression_text import ExpressionText, Pressure
-from .kernel import KernelPlan, padded
+from .kernel import KernelPlan, padded, text_of
 from .stored_dbias import is_of_bias
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig
@@ -47,9 +48,7 @@ def rows_for(architecture: Architecture, dtype: str) -> tuple[TileConfig, ...]:
     return ROWS if architecture.name == "90a" and dtype in ELEMENTS else ()
 
 
-def chosen_row(
-    problem: BackwardProblem, part: ReadGradient, expressions: ExpressionText, architecture: Architecture
-) -> tuple[TileConfig | None, str]:
+def chosen_row(problem: BackwardProblem, part: ReadGradient, architecture: Architecture) -> tuple[TileConfig | None, str]:
     """The row for a gradient, or None and why bwd_scores computes it instead; '' where there is nothing to choose."""
     p = problem.forward
     if not is_of_bias(part) or not rows_for(architecture, p.dtype):
@@ -59,8 +58,8 @@ def chosen_row(
         why_not = "the bias lacks an axis of queries or of keys"
     elif p.lengths is not None:
         why_not = "sequences have lengths of their own"
-    elif (expressions.kind, expressions.pressure, p.scores.dropout) != ("PLUS_TERM", Pressure.BIAS, None):
-        why_not = "more than a bias is asked for each pair"
+    elif not _asks_bias_alone(p) or p.scores.dropout is not None:
+        why_not = "more than a bias and a mask is asked for each pair"
     else:
         no_map = obstacle(p.batch, _layouts(problem, part), IN_MAPS)
         why_not = no_map and f"no TMA: {no_map}"
@@ -71,6 +70,12 @@ def chosen_row(
     staged = p.scores.bias.dtype in ELEMENTS and not obstacle(p.batch, _layouts(problem, part), ("bias",))
     row = next(row for row in (STAGED_ROWS if staged else OTHER_ROWS) if row.width >= width)
     return replace(row, width=width), ""
+
+
+def _asks_bias_alone(problem: Problem) -> bool:
+    """Whether scores become nothing more. A softcap comes before, of which the gradient of a bias asks nothing."""
+    text = text_of(replace(problem, softcap=None, scores=replace(problem.scores, mask=None, mask_array=None)))
+    return (text.kind, text.pressure) == ("PLUS_TERM", Pressure.BIAS)
 
 
 def maps_of(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan) -> dict[str, TensorMap]:

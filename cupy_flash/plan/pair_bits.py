@@ -12,6 +12,7 @@ from dataclasses import replace
 from ..problem.forward import Problem
 from ..problem.scores import told_apart
 from .expression_text import NOTHING, ExpressionText, Pressure
+from .kernel import taken_apart, text_of
 
 ROWS, LANES = 16, 32  # of the words of a warp
 HALF = 2  # bytes of a number
@@ -19,6 +20,12 @@ TILE = 128  # the longest side of a tile, to whose multiples both lengths are ro
 # Bits take at most so much of what q, k, v and out take, so that memory is linear in lengths. Of a mask of few heads they would
 # take more, and to find them as long as to ask in their place.
 SHARE = 0.5
+BESIDE_BITS = {  # what has fewer registers there
+    Pressure.TERM: Pressure.BITS_AND_TERM,
+    Pressure.LOOKUPS: Pressure.BITS_AND_LOOKUPS,
+    Pressure.EXPRESSION: Pressure.BITS_AND_EXPRESSION,
+    Pressure.LONG_EXPRESSION: Pressure.BITS_AND_LONG_EXPRESSION,
+}
 MOST_PAIRS = 2**36  # whose words have numbers of 32 bits, whatever the tiles
 
 
@@ -41,24 +48,33 @@ def _matrices(problem: Problem) -> int:
     return math.prod(told_apart(problem.scores, math.prod(problem.batch), problem.heads_q))
 
 
-def with_bits(problem: Problem, text: ExpressionText) -> ExpressionText:
+def with_bits(problem: Problem, text: ExpressionText, linear: bool = True) -> ExpressionText:
     """The text of a kernel for sm_90a, which is told nothing of a mask whose bits it reads; of any other problem the same text.
+
+    What becomes of scores besides is as it would be without the mask.
 
     Parameters
     ----------
     problem : Problem
     text : ExpressionText
-        That of `expression_text`.
+        That of `taken_apart`.
+    linear : bool
+        Whether there are registers for what a row has of a linear term.
     """
-    if not text.takes_part or text.kind != "UNCHANGED" or problem.lengths is not None or not fits(problem):
+    if not text.takes_part or problem.lengths is not None or not fits(problem):
         return text
-    return replace(NOTHING, pair_bits=True, pressure=Pressure.BITS)
+    rest = replace(problem, scores=replace(problem.scores, mask=None, mask_array=None))
+    if not rest.scores.changes_scores:
+        return replace(NOTHING, pair_bits=True, pressure=Pressure.BITS)
+    found = taken_apart(rest, text_of(rest))
+    found = text_of(rest) if found.kind == "PLUS_LINEAR" and not linear else found
+    return replace(found, pair_bits=True, pressure=BESIDE_BITS.get(found.pressure, found.pressure))
 
 
 def why_bits(text: ExpressionText) -> str:
     """Why the text of a kernel for sm_90a has bits in place of its mask, or why not; of any other text ''."""
     if text.pair_bits:
         return "which pairs take part is read, a bit for each, found before for all heads and batch elements that share the mask"
-    if text.takes_part and text.kind == "UNCHANGED":
+    if text.takes_part:
         return "the mask is asked of pairs: bits of all would take more than half of what q, k, v and out do"
     return ""

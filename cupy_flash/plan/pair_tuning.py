@@ -1,8 +1,9 @@
 """Which tile serves where something is asked for each pair of a query and a key: scores, masks of pairs, dropout.
 
 What a pair reads and computes takes registers that the rows of `tuning` have for wider tiles. So most of these are narrower: of the
-tiles tried, the widest of which no kernel spills. The Hopper kernels have rows for each `Pressure`, all others the same for all
-but those of `NARROWER`. Where head dims are above 192, some still spill a few bytes; `tests/test_compile_scores.py` names them.
+tiles tried, the widest of which no kernel spills. The Hopper kernels have rows for each `Pressure`, which are here; those of the
+others are in `pair_tuning_v2`. Where head dims are above 192, some still spill a few bytes; `tests/test_compile_scores.py` names
+them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..problem.forward import Problem
-from .expression_text import Pressure
+from .expression_text import ExpressionText, Pressure
+from .pair_tuning_v2 import NARROWER, PAIR_TABLES, REGISTERS
 from .tuning import (
     CAUSAL,
     FOUR,
@@ -35,53 +37,8 @@ from .tuning import HOPPER as PLAIN_HOPPER
 from .tuning import HOPPER_BACKWARD as PLAIN_BACKWARD
 from .tuning import HOPPER_BACKWARD_WIDE as PLAIN_BACKWARD_WIDE
 
-REGISTERS = "what is asked for each pair takes registers of wider tiles"
-ONE_BLOCK = {"min_blocks": 1}
-EIGHT = {"warps": 8, "min_blocks": 1}
-
 SPILLING = ((64, 192, 128), (128, 128, 128), (192, 128, 112))  # and where another of as wide heads serves
 
-HALVES_80 = (
-    TileConfig(96, 64, 48, REGISTERS),
-    TileConfig(128, 64, 32, REGISTERS),
-    TileConfig(256, 64, 32, REGISTERS, **ONE_BLOCK),
-)
-HALVES_86 = (
-    TileConfig(64, 64, 48, REGISTERS),
-    TileConfig(128, 64, 32, REGISTERS),
-    TileConfig(192, 64, 16, REGISTERS, **ONE_BLOCK),
-    TileConfig(256, 64, 32, REGISTERS, **ONE_BLOCK),
-)
-HALVES_100 = (TileConfig(32, 64, 32, REGISTERS), *HALVES_80)
-HALVES_75 = (
-    TileConfig(96, 64, 64, REGISTERS, **ONE_BLOCK),
-    TileConfig(128, 64, 32, REGISTERS, **ONE_BLOCK),
-    TileConfig(256, 64, 16, REGISTERS, **ONE_BLOCK),
-)
-FLOAT32_80 = (
-    TileConfig(64, 64, 48, REGISTERS),
-    TileConfig(128, 64, 32, REGISTERS, **ONE_BLOCK),
-    TileConfig(192, 64, 16, REGISTERS, stages=1, **ONE_BLOCK),
-    TileConfig(256, 64, 16, REGISTERS, **ONE_BLOCK),
-)
-FLOAT32_86 = (
-    TileConfig(32, 64, 48, REGISTERS),
-    TileConfig(128, 64, 32, REGISTERS, **ONE_BLOCK),
-    TileConfig(192, 64, 16, REGISTERS, **ONE_BLOCK),
-    TileConfig(256, 64, 16, REGISTERS, stages=1, **ONE_BLOCK),
-)
-FLOAT32_120 = (
-    TileConfig(32, 64, 48, REGISTERS),
-    TileConfig(96, 64, 32, REGISTERS, **ONE_BLOCK),
-    TileConfig(192, 64, 16, REGISTERS, **ONE_BLOCK),
-    TileConfig(256, 32, 16, REGISTERS, warps=2, **ONE_BLOCK),
-)
-FLOAT32_75 = (
-    TileConfig(32, 64, 48, REGISTERS, **ONE_BLOCK),
-    TileConfig(64, 64, 32, REGISTERS, **ONE_BLOCK),
-    TileConfig(128, 64, 16, REGISTERS, **ONE_BLOCK),
-    TileConfig(256, 32, 16, REGISTERS, warps=2, stages=1, **ONE_BLOCK),
-)
 # Those of the plain table whose registers hold a term besides.
 HOPPER_TERM = tuple(
     replace(row, without_lengths=row.width > 128, without_sinks=(row.width, row.tile_q) == (128, 64))
@@ -173,52 +130,19 @@ HOPPER_SEVERAL = (
     TileConfig(128, 128, 64, REGISTERS, **TWO_PINGPONG),
     TileConfig(192, 128, 64, REGISTERS, **SHARED, pingpong=True, without_lengths=True),
 )
+# Terms of keys take room in shared memory, at dims above 64 that of a stage of queries.
+HOPPER_TERM_AND_DROPOUT = (*HOPPER_DROPOUT[:4], replace(HOPPER_DROPOUT[4], stages_q=3), HOPPER_SEVERAL[-1], HOPPER_DROPOUT[-1])
+HOPPER_EXPRESSION_AND_DROPOUT = (*HOPPER_SEVERAL[:2], *HOPPER_DROPOUT[4:-1], replace(HOPPER_DROPOUT[-1], stages_q=3))
+THREE_DRAW = "three groups of 64 rows: four have no registers for what is read besides" + PINGPONG
+HOPPER_LOOKUPS_AND_DROPOUT = (
+    HOPPER_FEW,
+    TileConfig(64, 192, 64, THREE_DRAW, **THREE, pingpong=True),
+    *HOPPER_TERM_AND_DROPOUT[4:],
+)
+HOPPER_BITS_AND_EXPRESSION = (*HOPPER_EXPRESSION[:3], HOPPER_SEVERAL[-1], HOPPER_EXPRESSION[-1])
+HOPPER_BITS_AND_LONG_EXPRESSION = (*HOPPER_READS[:2], *HOPPER_BITS_AND_EXPRESSION[2:])
+HOPPER_BITS_AND_LOOKUPS = (*HOPPER_READS[:2], *HOPPER_LOOKUPS[3:])
 HOPPER_BITS_AND_DROPOUT = (*HOPPER_DROPOUT[:5], HOPPER_SEVERAL[-1], HOPPER_DROPOUT[-1])  # 96 keys were not timed
-
-BACKWARD_HALVES_80 = (
-    TileConfig(96, 64, 64, REGISTERS, **EIGHT),
-    TileConfig(128, 32, 64, REGISTERS, **EIGHT),
-    TileConfig(192, 32, 32, REGISTERS, stages=1, **ONE_BLOCK),
-    TileConfig(256, 32, 64, REGISTERS, **EIGHT),
-)
-BACKWARD_HALVES_90 = (TileConfig(128, 64, 64, REGISTERS, **EIGHT), TileConfig(256, 32, 64, REGISTERS, **EIGHT))
-BACKWARD_HALVES_100 = (
-    *BACKWARD_HALVES_80[:2],
-    TileConfig(192, 32, 64, REGISTERS, **EIGHT),
-    TileConfig(256, 16, 32, REGISTERS, **ONE_BLOCK),
-)
-BACKWARD_HALVES_86 = (*BACKWARD_HALVES_80[:3], TileConfig(256, 32, 32, REGISTERS, **ONE_BLOCK))
-BACKWARD_HALVES_75 = (
-    TileConfig(32, 64, 64, REGISTERS, **EIGHT),
-    TileConfig(128, 32, 32, REGISTERS, **ONE_BLOCK),
-    TileConfig(192, 32, 32, REGISTERS, stages=1, **ONE_BLOCK),
-    TileConfig(256, 16, 16, REGISTERS, warps=2, **ONE_BLOCK),
-)
-BACKWARD_FLOAT32_80 = (
-    TileConfig(96, 64, 64, REGISTERS, **EIGHT),
-    TileConfig(128, 32, 64, REGISTERS, **EIGHT),
-    TileConfig(256, 16, 32, REGISTERS, **ONE_BLOCK),
-)
-BACKWARD_FLOAT32_86 = (
-    TileConfig(32, 64, 64, REGISTERS, **EIGHT),
-    TileConfig(64, 32, 64, REGISTERS, **ONE_BLOCK),
-    TileConfig(96, 32, 32, REGISTERS, **ONE_BLOCK),
-    TileConfig(192, 16, 32, REGISTERS, **ONE_BLOCK),
-    TileConfig(256, 16, 16, REGISTERS, warps=2, **ONE_BLOCK),
-)
-BACKWARD_FLOAT32_120 = (
-    TileConfig(32, 64, 64, REGISTERS, **EIGHT),
-    TileConfig(64, 32, 64, REGISTERS, **EIGHT),
-    *BACKWARD_FLOAT32_86[2:-1],
-    TileConfig(256, 16, 32, REGISTERS, stages=1, **ONE_BLOCK),
-)
-BACKWARD_FLOAT32_75 = (
-    TileConfig(32, 32, 64, REGISTERS, **ONE_BLOCK),
-    TileConfig(64, 32, 32, REGISTERS, **ONE_BLOCK),
-    TileConfig(96, 32, 32, REGISTERS, stages=1, **ONE_BLOCK),
-    TileConfig(128, 16, 32, REGISTERS, stages=1, **ONE_BLOCK),
-    TileConfig(192, 16, 16, REGISTERS, warps=2, stages=1, **ONE_BLOCK),
-)
 
 BACKWARD_HOPPER_READS = (
     TileConfig(64, 64, 128, REGISTERS, warps=12, min_blocks=1),
@@ -298,6 +222,13 @@ BACKWARD_WIDE_STAGED = tuple(  # at 256 the shared memory is full
 )
 STAGED_ROWS = {"fwd_hopper": HOPPER_STAGED, "bwd_hopper": BACKWARD_STAGED, "bwd_hopper_wide": BACKWARD_WIDE_STAGED}
 
+OF_DROPOUT = (
+    Pressure.DROPOUT,
+    Pressure.BITS_AND_DROPOUT,
+    Pressure.TERM_AND_DROPOUT,
+    Pressure.LOOKUPS_AND_DROPOUT,
+    Pressure.EXPRESSION_AND_DROPOUT,
+)
 # Of the Hopper kernels, for 16-bit dtypes. One that is missing has no registers for it.
 HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
     "fwd_hopper": {
@@ -305,6 +236,10 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.BIAS: HOPPER_READS + HOPPER_LENGTHS,
         Pressure.ARRAY_MASK: HOPPER_ARRAY_MASK + HOPPER_LENGTHS,
         Pressure.BITS: HOPPER_READING_MASK,
+        Pressure.BITS_AND_TERM: HOPPER_TERM + HOPPER_LENGTHS[1:],
+        Pressure.BITS_AND_LOOKUPS: HOPPER_BITS_AND_LOOKUPS,
+        Pressure.BITS_AND_EXPRESSION: HOPPER_BITS_AND_EXPRESSION,
+        Pressure.BITS_AND_LONG_EXPRESSION: HOPPER_BITS_AND_LONG_EXPRESSION,
         Pressure.MASK: HOPPER_MASK,
         Pressure.READING_MASK: HOPPER_READING_MASK,
         Pressure.LONG_MASK: HOPPER_LONG_MASK,
@@ -313,6 +248,9 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.LONG_EXPRESSION: HOPPER_LONG_EXPRESSION,
         Pressure.DROPOUT: HOPPER_DROPOUT,
         Pressure.BITS_AND_DROPOUT: HOPPER_BITS_AND_DROPOUT,
+        Pressure.TERM_AND_DROPOUT: HOPPER_TERM_AND_DROPOUT,
+        Pressure.LOOKUPS_AND_DROPOUT: HOPPER_LOOKUPS_AND_DROPOUT,
+        Pressure.EXPRESSION_AND_DROPOUT: HOPPER_EXPRESSION_AND_DROPOUT,
         Pressure.SEVERAL: HOPPER_SEVERAL,
         Pressure.MANY: HOPPER_SEVERAL,
     },
@@ -321,64 +259,35 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.BIAS: BACKWARD_HOPPER_READS,
         Pressure.ARRAY_MASK: BACKWARD_HOPPER_MASK[:2],
         Pressure.BITS: BACKWARD_HOPPER_MASK,
+        Pressure.BITS_AND_TERM: BACKWARD_HOPPER_MASK,
+        Pressure.BITS_AND_LOOKUPS: BACKWARD_HOPPER_READS[:1],
         Pressure.MASK: BACKWARD_HOPPER_MASK,
         Pressure.READING_MASK: BACKWARD_HOPPER_MASK,
         Pressure.LONG_MASK: BACKWARD_HOPPER_MASK,
         Pressure.LOOKUPS: BACKWARD_HOPPER_READS[:1],
         Pressure.DROPOUT: BACKWARD_HOPPER_DROPOUT,
         Pressure.BITS_AND_DROPOUT: BACKWARD_HOPPER_DROPOUT[1:],
+        Pressure.TERM_AND_DROPOUT: BACKWARD_HOPPER_DROPOUT,
+        Pressure.LOOKUPS_AND_DROPOUT: BACKWARD_HOPPER_DROPOUT[1:],
     },
     "bwd_hopper_wide": {
         Pressure.TERM: PLAIN_BACKWARD_WIDE,
         Pressure.BIAS: PLAIN_BACKWARD_WIDE,
         Pressure.ARRAY_MASK: PLAIN_BACKWARD_WIDE,
         Pressure.BITS: PLAIN_BACKWARD_WIDE,
+        Pressure.BITS_AND_TERM: PLAIN_BACKWARD_WIDE,
+        Pressure.BITS_AND_LOOKUPS: PLAIN_BACKWARD_WIDE,
+        Pressure.BITS_AND_EXPRESSION: PLAIN_BACKWARD_WIDE,
+        Pressure.BITS_AND_LONG_EXPRESSION: PLAIN_BACKWARD_WIDE,
         Pressure.MASK: PLAIN_BACKWARD_WIDE,
         Pressure.READING_MASK: PLAIN_BACKWARD_WIDE,
         Pressure.LONG_MASK: PLAIN_BACKWARD_WIDE,
         Pressure.LOOKUPS: PLAIN_BACKWARD_WIDE,
         Pressure.EXPRESSION: PLAIN_BACKWARD_WIDE,
         Pressure.LONG_EXPRESSION: PLAIN_BACKWARD_WIDE,
-        Pressure.DROPOUT: (*BACKWARD_HOPPER_WIDE, PLAIN_BACKWARD_WIDE[-1]),
-        Pressure.BITS_AND_DROPOUT: (*BACKWARD_HOPPER_WIDE, PLAIN_BACKWARD_WIDE[-1]),
+        **dict.fromkeys(OF_DROPOUT, (*BACKWARD_HOPPER_WIDE, PLAIN_BACKWARD_WIDE[-1])),
         Pressure.SEVERAL: BACKWARD_HOPPER_WIDE,
     },
-}
-PAIR_TABLES: dict[str, dict[str, dict[str, tuple[TileConfig, ...]]]] = {
-    "fwd_v2": {
-        "75": {"half": HALVES_75, "float32": FLOAT32_75},
-        "80": {"half": HALVES_80, "float32": FLOAT32_80},
-        "86": {"half": HALVES_86, "float32": FLOAT32_86},
-        "89": {"half": HALVES_86, "float32": FLOAT32_86},
-        "90a": {"half": HALVES_80, "float32": FLOAT32_80},
-        "100": {"half": HALVES_100, "float32": FLOAT32_80},
-        "120": {"half": HALVES_86, "float32": FLOAT32_120},
-    },
-    "bwd_v2": {
-        "75": {"half": BACKWARD_HALVES_75, "float32": BACKWARD_FLOAT32_75},
-        "80": {"half": BACKWARD_HALVES_80, "float32": BACKWARD_FLOAT32_80},
-        "86": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_86},
-        "89": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_86},
-        "90a": {"half": BACKWARD_HALVES_90, "float32": BACKWARD_FLOAT32_80},
-        "100": {"half": BACKWARD_HALVES_100, "float32": BACKWARD_FLOAT32_80},
-        "120": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_120},
-    },
-}
-# In place of rows as wide, where several things are asked of a pair: of kernels that have one table for all else.
-MANY_32, MANY_64 = TileConfig(32, 32, 32, REGISTERS, **ONE_BLOCK), TileConfig(64, 64, 64, REGISTERS, **EIGHT)
-MANY_80 = (MANY_64, TileConfig(96, 32, 32, REGISTERS, **ONE_BLOCK))
-MANY_100 = (MANY_32, *MANY_80, *BACKWARD_HALVES_100[1:3], TileConfig(256, 16, 32, REGISTERS, stages=1, **ONE_BLOCK))
-SEVERAL_100 = (MANY_64, TileConfig(96, 64, 64, REGISTERS, stages=1, **EIGHT))
-CROWDED_FLOAT32_100 = (FLOAT32_80[0], TileConfig(128, 64, 32, REGISTERS, **ONE_BLOCK, stages=1))
-MASKED_100 = (*BACKWARD_FLOAT32_80[:2], TileConfig(192, 16, 32, REGISTERS, stages=1, **ONE_BLOCK))
-NARROWER: dict[tuple[str, str, str, Pressure], tuple[TileConfig, ...]] = {
-    ("fwd_v2", "75", "half", Pressure.MANY): (*HALVES_75[:2], TileConfig(256, 64, 16, REGISTERS, stages=1, **ONE_BLOCK)),
-    **{("fwd_v2", "100", "float32", pressure): CROWDED_FLOAT32_100 for pressure in (Pressure.SEVERAL, Pressure.MANY)},
-    **{("bwd_v2", architecture, "half", Pressure.MANY): MANY_80 for architecture in ("80", "86", "89", "90a")},
-    ("bwd_v2", "100", "half", Pressure.MANY): MANY_100,
-    ("bwd_v2", "120", "half", Pressure.MANY): (MANY_32, *MANY_80),
-    ("bwd_v2", "100", "float32", Pressure.SEVERAL): SEVERAL_100,
-    ("bwd_v2", "100", "float32", Pressure.ARRAY_MASK): MASKED_100,
 }
 
 
@@ -386,6 +295,19 @@ def drops_most(problem: Problem) -> bool:
     """Whether dropout leaves fewer than 1 of 32 pairs: Hopper kernels compare its numbers as float16, in ``tile/dropout.cuh``."""
     dropout = problem.scores.dropout
     return dropout is not None and dropout.threshold > FLOAT16_INFINITY
+
+
+def with_dropout(kernel: str, pressure: Pressure, expressions: ExpressionText, lengths: bool) -> Pressure:
+    """What a kernel spends where there is dropout besides, and whether sequences have lengths of their own."""
+    if pressure in (Pressure.SEVERAL, Pressure.MANY):
+        return Pressure.MANY
+    if expressions.kind == "UNCHANGED" and not expressions.takes_part:
+        return Pressure.BITS_AND_DROPOUT if expressions.pair_bits else Pressure.DROPOUT
+    if expressions.takes_part or pressure is Pressure.BIAS or lengths or kernel not in HOPPER_TABLES:
+        return Pressure.SEVERAL
+    if expressions.kind == "EXPRESSION":
+        return Pressure.EXPRESSION_AND_DROPOUT
+    return Pressure.TERM_AND_DROPOUT if pressure is Pressure.TERM else Pressure.LOOKUPS_AND_DROPOUT
 
 
 def pair_rows(kernel: str, architecture: str, dtype: str, pressure: Pressure) -> tuple[TileConfig, ...]:

@@ -86,7 +86,7 @@ def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) ->
     p, architecture, expressions = problem.forward, backward.architecture, _text(problem, part, backward)
     # The gradient of a bias asks nothing of a softcap, which comes before: so scores are only something more.
     of_pair = _text(replace(problem, forward=replace(p, softcap=None)), part, backward)
-    row, why_kernel = chosen_row(problem, part, of_pair, architecture)
+    row, why_kernel = chosen_row(problem, part, architecture)
     if row is not None:
         file, expressions = PAIR_BIAS, of_pair
         copy_bytes, why_copy = copy_size({"its gradient": part.of_pairs})  # the rest is moved by TMA

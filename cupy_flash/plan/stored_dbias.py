@@ -33,4 +33,4 @@ def is_of_bias(part: ReadGradient) -> bool:
 
 def visits_all_pairs(problem: BackwardProblem) -> bool:
     """Whether each element is stored; if not, there have to be zeros before."""
-    return problem.forward.mask.shape == "full"
+    return problem.forward.mask.shape == "full" and not problem.forward.scores.masks_pairs

@@ -307,7 +307,8 @@ OP void probabilities(Acc<M, N>& s, const ColVec<N>& lse, const ScoreContext& x,
 // they do, unless SCORES is EXPRESSION. The log-sum-exp of the columns is read from shared memory when it is needed.
 template <int N>
 OP void probabilities(Acc<16, N>& s, OperandA<16> (&factor_reg)[N / 16], SharedAddress lse, const ScoreContext& x, const TransposedMask& mask,
-                      bool masked, int first_row, int col0, float scale_log2, float softcap, const RowVec<16>& terms, bool ask_pairs = true) {
+                      bool masked, int first_row, int col0, float scale_log2, float softcap, const RowVec<16>& terms, const Regs<PairsOfLane<16, N>, 1>& taking_part,
+                      bool ask_pairs = true) {
   const int row0 = not_ahead(first_row);
   const float inverse = SOFTCAP && softcap > 0.f ? (SCORES == EXPRESSION ? 1.f : LN2) / softcap : 0.f;
   for_lane(l) {
@@ -327,7 +328,8 @@ OP void probabilities(Acc<16, N>& s, OperandA<16> (&factor_reg)[N / 16], SharedA
           if (SCORES == EXPRESSION) {
             PairPlace at = place_of<true>(s, l, r + 2 * row + i, row0, col0);
             read_arrays(at, x, ask_pairs);
-            takes = queries[row].first <= at.q_idx && at.q_idx <= queries[row].last && (!MASKED_PAIRS || !ask_pairs || takes_part(at, x));
+            takes = queries[row].first <= at.q_idx && at.q_idx <= queries[row].last;
+            if (MASKED_PAIRS && ask_pairs) takes &= PAIR_BITS ? taking_part.at(l, 0) >> (r + 2 * row + i) & 1 : takes_part(at, x);
             became = score_of(score, at, x) * LOG2E, slope = slope_of(score, at, x);
           }
           if (SCORES == SCALED) slope = x.factor;
