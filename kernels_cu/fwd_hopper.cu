@@ -128,8 +128,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         if constexpr (TILE_LIST) store_told(number_of(smem, keys.stage()), told);
         if constexpr (COLUMNS && VARLEN) store(StoredColumns(smem + TERMS_OFFSET, keys.stage()), columns);
         if constexpr (TILE_LIST) sync_warp();                 // without it a number is read that has not been written
-        if constexpr (VARLEN) load_keys(keys, p, of_keys, place * TILE_KV);
-        else if constexpr (STAGED_BIAS) load_with_bias(keys, p, of_keys, head, place * TILE_KV);
+        if constexpr (STAGED_BIAS) load_with_bias(keys, p, of_keys, head, rows_at<KEYS>(p, of_keys).first(), place * TILE_KV);
+        else if constexpr (VARLEN) load_keys(keys, p, of_keys, place * TILE_KV);
         else if constexpr (TERMS_BY_PRODUCER) load_with_terms(keys, p.k_map, of_keys, place * TILE_KV, smem + TERMS_OFFSET, columns);
         else load_async(keys, p.k_map, of_keys.batch, of_keys.head, place * TILE_KV);
       }

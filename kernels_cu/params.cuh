@@ -194,6 +194,7 @@ struct HopperVarlenParams : HopperForwardCommon {
   PlacedWorkItem* work;                   // how many query tiles there are, and how many of these have queries, as a first sequence and row; then those of a head
   FastDivmod heads_together_divmod;       // heads that take turns with the tiles of this list, before the next ones do; they divide `heads`
   Tensor k, v;                            // COPIED_PAGES
+  TensorMap bias_map;                     // STAGED_BIAS: the bias in boxes of TILE_Q x 64
 };
 static_assert(sizeof(HopperVarlenParams) <= 4096, "what a kernel can be passed by every driver");
 

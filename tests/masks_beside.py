@@ -67,6 +67,9 @@ def problem(case):
         hand["seen"] = keys[:LEN_Q, None] == keys
     elif mask == "array":
         options["mask"] = hand["seen"] = rng.random((LEN_Q, LEN_KV)) < 0.7
+    if term in BIASES and mask != "none":  # where no pair takes part that shares the element
+        left = numpy.broadcast_to(hand["seen"], PAIRS)
+        options["bias"][~(left if term == "bias of pairs" else left.any(axis=0))] = numpy.nan
     if dropout:
         options |= {"dropout": P, "seed": SEED}
         hand |= {"keep": dropout_mask(PAIRS, P, SEED), "keep_scale": 1 / (1 - P)}
@@ -75,5 +78,3 @@ def problem(case):
 
 def is_hopper(kernel):
     return "hopper" in kernel.file
-
-

@@ -2,11 +2,13 @@
 
 import math
 
+import numpy
 import pytest
-from masks_beside import CASES, QUICK, inputs, is_hopper, problem
+from masks_beside import BIASES, CASES, QUICK, inputs, is_hopper, problem
 from score_kernels import judged
 from thinned import quick, thinned
 
+from cupy_flash import plan_attention, plan_attention_backward
 from cupy_flash.machine import host
 
 pytestmark = pytest.mark.usefixtures("poisoned_results")
@@ -29,3 +31,28 @@ def test_bits_of_a_mask_beside_scores(case, schedule, share_of_bits):
         assert is_hopper(kernel)
         assert kernel.config.PAIR_BITS is (mask != "none") and kernel.config.DROPOUT is dropout
         assert not kernel.expressions.takes_part
+
+
+# Bytes that were found to be spilled where no tile that was tried has the registers: outside the loops, or little of it within.
+OF_STAGED_BIAS, OF_EXPRESSION = 16, 8
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_few_registers_are_spilled(case, share_of_bits):
+    pytest.importorskip("cupy")
+    from cupy_flash.machine import nvrtc
+    from cupy_flash.machine.machine_code import read
+
+    (dim, dtype), _, term, mask, dropout = case
+    share_of_bits(math.inf)
+    options, *_ = problem(case)
+    q, k, v, dout = inputs(dim, dtype)
+    lse = numpy.zeros(q.shape[:-1], numpy.float32)
+    kernels = [
+        plan_attention(q, k, v, **WHERE, **options).kernel,
+        plan_attention_backward(dout, q, k, v, q, lse, **WHERE, **options).kernel,
+    ]
+    found = [read(nvrtc.compile_plan(kernel)[0])[kernel.file].stack_bytes for kernel in kernels]
+    assert found[0] <= (OF_EXPRESSION if (term, dim) == ("gate", 256) and dropout else 0)
+    assert found[1] <= (OF_STAGED_BIAS if term in BIASES and mask != "none" else 0)

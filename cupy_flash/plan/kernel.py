@@ -300,7 +300,8 @@ def rows_of(
     wide_bias = pressure is Pressure.BIAS and problem.scores.bias.dtype == "float32"
     if wide_bias and kernel == "fwd_hopper":
         pressure = Pressure.SEVERAL  # it takes twice the registers of a bias of 16 bits
-    staged = (expressions.kind, pressure, problem.lengths) == ("PLUS_TERM", Pressure.BIAS, None)
+    paged = problem.lengths is not None and problem.lengths.paged
+    staged = (expressions.kind, pressure, paged) == ("PLUS_TERM", Pressure.BIAS, False)
     tables = STAGED_ROWS if staged and not wide_bias and architecture.name == "90a" else {}  # ldmatrix moves 16 bits
     if kernel in tables and not obstacle(problem.batch, layouts_of(problem), ("bias",)):
         return tables[kernel]

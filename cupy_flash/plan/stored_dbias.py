@@ -33,4 +33,5 @@ def is_of_bias(part: ReadGradient) -> bool:
 
 def visits_all_pairs(problem: BackwardProblem) -> bool:
     """Whether each element is stored; if not, there have to be zeros before."""
-    return problem.forward.mask.shape == "full" and not problem.forward.scores.masks_pairs
+    p = problem.forward
+    return p.mask.shape == "full" and not p.scores.masks_pairs and p.lengths is None

@@ -15,22 +15,29 @@ template <typename Tile> struct WithBias : Tile {
 };
 template <typename Tile> using MaybeWithBias = Choose<STAGED_BIAS, WithBias<Tile>, Tile>;
 
-// The stage at hand = keys from `row` on, and their bias for the queries of a tile and this head, zero beyond the arrays; goes on to the next one.
+// The stage at hand = keys from `row` of their sequence on, and their bias for the queries of a tile and this head, zero beyond the arrays; goes on to
+// the next one. Beyond a sequence a bias may be anything: of pairs that do not exist.
 template <typename T, int DEPTH, Lanes LANES, typename Params, typename Coord>
-OP void load_with_bias(Pipeline<T, DEPTH, LANES>& keys, const Params& p, const Coord& of_keys, int head, int row, CallSite at = call_site()) {
+OP void load_with_bias(Pipeline<T, DEPTH, LANES>& keys, const Params& p, const Coord& of_keys, int head, int first, int row,
+                       CallSite at = call_site()) {
   arrive_expect_tx(keys.full(), T::bytes, at);
-  start_load(keys, p.k_map, of_keys.batch, of_keys.head, row, at);
+  start_load(keys, p.k_map, of_keys.batch, of_keys.head, first + row, at);
   start_load(keys, keys.tile().bias(), p.bias_map, of_keys.batch, head, of_keys.row, row, at);
   keys.advance();
 }
-// The same of queries, and with them comes one number for each.
+// The same of queries, and with them comes one number for each. First without what a stage waits for, and the next one.
 template <typename T, int DEPTH, Lanes LANES, typename Params>
-OP void load_with_bias(Pipeline<T, DEPTH, LANES>& queries, const Params& p, const int (&batch)[BATCH_AXES], int head, int row_q, int row_kv,
-                       const float* from, SharedAddress to, CallSite at = call_site()) {
-  arrive_expect_tx(queries.full(), T::bytes + T::rows * int(sizeof(float)), at);
-  start_load(queries, p.q_map, batch, head, row_q, at);
+OP void start_with_bias(const Pipeline<T, DEPTH, LANES>& queries, const Params& p, const int (&batch)[BATCH_AXES], int head, int first, int row_q, int row_kv,
+                        const float* from, SharedAddress to, CallSite at) {
+  start_load(queries, p.q_map, batch, head, first + row_q, at);
   start_load(queries, queries.tile().bias(), p.bias_map, batch, head, row_q, row_kv, at);
   start_numbers(queries, from, to, at);
+}
+template <typename T, int DEPTH, Lanes LANES, typename Params>
+OP void load_with_bias(Pipeline<T, DEPTH, LANES>& queries, const Params& p, const int (&batch)[BATCH_AXES], int head, int row_q, int row_kv,
+                       const float* from, SharedAddress to, CallSite at = call_site(), int first = 0) {
+  arrive_expect_tx(queries.full(), T::bytes + T::rows * int(sizeof(float)), at);
+  start_with_bias(queries, p, batch, head, first, row_q, row_kv, from, to, at);
   queries.advance();
 }
 

@@ -19,7 +19,7 @@ static_assert(GROUPS > 1 || !PINGPONG, "ping-pong takes two warpgroups");
 // Of the registers that a launch deals out evenly, the producer gives back most.
 constexpr int THREADS = 32 * WARPS;
 constexpr int REGISTERS = 65536 / (THREADS * MIN_BLOCKS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = (PAGED && GROUPS == 2) || (TILE_LIST && GROUPS == 1) ? 40 : COPIED_PAGES || GROUPS == 3 || (VARLEN && (SCORES == PLUS_LINEAR || DROPOUT)) ? 32 : 24;
+constexpr int PRODUCER_REGISTERS = ((PAGED || (STAGED_BIAS && (VARLEN || TILE_LIST))) && GROUPS == 2) || (TILE_LIST && GROUPS == 1) ? 40 : COPIED_PAGES || GROUPS == 3 || (VARLEN && (SCORES == PLUS_LINEAR || DROPOUT)) ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
 using WorkParams = Choose<VARLEN, HopperVarlenParams, HopperForwardParams>;
@@ -152,7 +152,7 @@ enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the n
 constexpr u32 WHOLE = ~u32(0);
 // Where what is added to a score does not depend on it, S starts from that, before the turn to multiply comes: S += Q K^T. Not in a query tile's first
 // step, nor where the maximum is far from 0 (`unsettled`). Between two steps P is an operand then: as scores it would have the registers of the next S.
-constexpr bool STARTS_FROM_TERM = SCORES == PLUS_TERM && !EXPLICIT_SCORES && (!MASKED_PAIRS || (PAIR_BITS && WIDTH_V <= 192 && (STAGED_BIAS || WIDTH_V > 64)));
+constexpr bool STARTS_FROM_TERM = SCORES == PLUS_TERM && !EXPLICIT_SCORES && (!MASKED_PAIRS || (PAIR_BITS && (STAGED_BIAS || WIDTH_V > 64)));
 // Integers cost most beneath products, so at dims up to 64 the producer tells of which key tiles a consumer's rows see all keys. As measured: wider rows,
 // sequences of their own lengths and other scores are no faster, or have no registers.
 constexpr bool TELLS_WHOLE = max_of(WIDTH, WIDTH_V) <= 64 && !VARLEN && !PAIR_BITS && (SCORES == UNCHANGED || WITH_TERMS || ((STAGED_BIAS || STARTS_FROM_TERM) && GROUPS == 4));

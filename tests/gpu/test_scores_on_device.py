@@ -1,8 +1,10 @@
 """Scores, masks, biases, ALiBi and dropout by the kernels of a device."""
 
+import masks_beside
 import ml_dtypes
 import numpy
 import pytest
+import sequences_with_bias
 from dropout_beside import OF_BIAS, OF_MASK, with_bias, with_mask
 from dropout_beside import inputs as inputs_beside
 from hand_masks import MASKS
@@ -246,6 +248,26 @@ def test_dropout_of_what_a_mask_leaves(case):
     options, hand = with_mask(case)
     plans = on_device(dtype, options, hand, inputs_given=inputs_beside(dim, dtype))
     assert plans is None or capability() != 90 or all(plan.config.PAIR_BITS for plan in plans)
+
+
+@pytest.mark.parametrize("case", masks_beside.CASES, ids=str)
+def test_masks_and_dropout_beside_what_scores_become(case):
+    """On sm_90a bits say what a mask leaves, whatever scores become."""
+    (dim, dtype), _, _, mask, dropout = case
+    options, hand, wrt = masks_beside.problem(case)
+    plans = on_device(dtype, options, hand, wrt, inputs_given=masks_beside.inputs(dim, dtype))
+    assert plans is None or all(plan.config.DROPOUT is dropout for plan in plans)
+    assert plans is None or capability() != 90 or all(plan.config.PAIR_BITS is (mask != "none") for plan in plans)
+
+
+@pytest.mark.parametrize("case", sequences_with_bias.CASES, ids=str)
+def test_padded_sequences_with_a_bias(case):
+    """On sm_90a it comes by TMA, in both directions to head dims of 192."""
+    (dim, dtype), *_ = case
+    plans = unless_refused(dtype, lambda: sequences_with_bias.judged(case, {}, cupy.asarray, cupy.asnumpy))
+    if plans is not None and capability() == 90:
+        forward, backward = plans
+        assert forward.config.STAGED_BIAS and backward.kernel.config.STAGED_BIAS is (dim <= 192)
 
 
 @DTYPE
