@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy
 from score_kernels import DTYPES, close, largest_score
 
-from cupy_flash import plan_attention, plan_attention_backward
+from cupy_flash import dropout_mask, plan_attention, plan_attention_backward
 from cupy_flash.judge.oracle import naive, oracle
 from cupy_flash.judge.oracle_gradients import naive_gradients, oracle_gradients
 
@@ -16,8 +16,9 @@ LENS = ((301, 130), (1, 65), (0, 17), (130, 424), (64, 64), (5, 0))  # beside ti
 DIMS = ((40, "float16"), (128, "bfloat16"), (160, "float16"), (256, "bfloat16"))
 BIASES = {"of pairs": (len(LENS), HEADS), "of heads": (HEADS,)}
 ENDS = ("full", "causal", "window")  # of what each query sees
-CASES = list(product(DIMS, ENDS, BIASES))
-QUICK = [(DIMS[0], "causal", "of heads"), (DIMS[1], "full", "of pairs")]
+CASES = [(*case, i // 2 % 2 == 1) for i, case in enumerate(product(DIMS, ENDS, BIASES))]  # the last one is whether there is dropout
+QUICK = [(DIMS[0], "causal", "of heads", True), (DIMS[1], "causal", "of pairs", False)]
+P, SEED = 0.25, 7
 
 
 def judged(case, where, place=lambda x: x, fetch=lambda x: x):
@@ -25,7 +26,7 @@ def judged(case, where, place=lambda x: x, fetch=lambda x: x):
 
     What a bias has for pairs that no sequence has is poison.
     """
-    (dim, dtype), ends, shape = case
+    (dim, dtype), ends, shape, dropout = case
     rng, kind, scale = numpy.random.default_rng(3), DTYPES[dtype], 1 / math.sqrt(case[0][0])
     drawn = [rng.standard_normal((heads, n, dim)).astype(kind) for m in LENS for heads, n in of_sequence(m)]
     parts = [drawn[i : i + 4] for i in range(0, len(drawn), 4)]  # q, k, v and dout of each sequence
@@ -38,6 +39,9 @@ def judged(case, where, place=lambda x: x, fetch=lambda x: x):
     lengths = {f"seqlens_{of}": numpy.array([pair[i] for pair in LENS], numpy.int32) for i, of in enumerate(("q", "kv"))}
     operands = {name: place(x) for name, x in (lengths | {"bias": bias}).items()}
     options = {"full": {}, "causal": {"causal": True}, "window": {"window": (70, 10)}}[ends] | where
+    options |= {"dropout": P} if dropout else {}
+    operands |= {"seed": SEED} if dropout else {}
+    keep = dropout_mask((len(LENS), HEADS, ROOM_Q, ROOM_KV), P, SEED)
     there = [place(x) for x in (q, k, v)]
     plan = plan_attention(*there, return_lse=True, **options, **operands)
     out, lse = plan(*there, **operands)
@@ -57,6 +61,7 @@ def judged(case, where, place=lambda x: x, fetch=lambda x: x):
         of = (bias[i] if shape == "of pairs" else bias)[:, :n, :m].astype(numpy.float64)
         seen = {"full": {}, "causal": {"last_key": m - n}, "window": {"first_key": m - n - 70, "last_key": m - n + 10}}
         hand = {"bias": of, "scale": scale} | seen[ends]
+        hand |= {"keep": keep[i, :, :n, :m], "keep_scale": 1 / (1 - P)} if dropout else {}
         inputs = own_q, own_k, own_v
         exact, exact_lse = oracle(*inputs, **hand)
         plain, _ = naive(*inputs, **hand)

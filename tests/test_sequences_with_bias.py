@@ -22,11 +22,11 @@ def schedule(request, monkeypatch):
 
 @pytest.mark.parametrize("case", quick(CASES, *QUICK), ids=str)
 def test_sequences_with_a_bias(case, schedule):
-    (dim, _), *_, shape = case
+    (dim, _), _, shape, dropout = case
     forward, backward = judged(case, {"backend": "host", "arch": "90a"})
     tiles = ((kernel.file, kernel.config.TILE_Q, kernel.config.TILE_KV) for kernel in (forward, backward.kernel))
     assert tuple(x for tile in tiles for x in tile) == TILES[dim]
-    assert forward.config.VARLEN and forward.config.STAGED_BIAS
+    assert forward.config.VARLEN and forward.config.STAGED_BIAS and forward.config.DROPOUT is dropout
     staged = dim <= 192  # beyond, shared memory of the backward is full
     assert backward.kernel.config.STAGED_BIAS is staged
     assert backward.kernel.config.STORE_DBIAS is (staged and shape == "of pairs")

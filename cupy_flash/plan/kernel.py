@@ -310,7 +310,7 @@ def rows_of(
         # Registers of plain rows hold what a row or a head has in common, but of a few.
         return APART_ROWS.get((kernel, expressions.kind)) or table_for(kernel, architecture, problem.dtype)
     if dropout is not None:
-        pressure = with_dropout(kernel, pressure, expressions, problem.lengths is not None)
+        pressure = with_dropout(kernel, pressure, expressions)
     return pair_rows(kernel, architecture.name, problem.dtype, pressure)
 
 

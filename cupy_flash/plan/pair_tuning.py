@@ -267,7 +267,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.LOOKUPS: BACKWARD_HOPPER_READS[:1],
         Pressure.DROPOUT: BACKWARD_HOPPER_DROPOUT,
         Pressure.BITS_AND_DROPOUT: BACKWARD_HOPPER_DROPOUT[1:],
-        Pressure.TERM_AND_DROPOUT: BACKWARD_HOPPER_DROPOUT,
+        Pressure.TERM_AND_DROPOUT: (replace(BACKWARD_HOPPER_DROPOUT[0], without_lengths=True), *BACKWARD_HOPPER_DROPOUT[1:]),
         Pressure.LOOKUPS_AND_DROPOUT: BACKWARD_HOPPER_DROPOUT[1:],
     },
     "bwd_hopper_wide": {
@@ -297,13 +297,13 @@ def drops_most(problem: Problem) -> bool:
     return dropout is not None and dropout.threshold > FLOAT16_INFINITY
 
 
-def with_dropout(kernel: str, pressure: Pressure, expressions: ExpressionText, lengths: bool) -> Pressure:
-    """What a kernel spends where there is dropout besides, and whether sequences have lengths of their own."""
+def with_dropout(kernel: str, pressure: Pressure, expressions: ExpressionText) -> Pressure:
+    """What a kernel spends where there is dropout besides."""
     if pressure in (Pressure.SEVERAL, Pressure.MANY):
         return Pressure.MANY
     if expressions.kind == "UNCHANGED" and not expressions.takes_part:
         return Pressure.BITS_AND_DROPOUT if expressions.pair_bits else Pressure.DROPOUT
-    if expressions.takes_part or pressure is Pressure.BIAS or lengths or kernel not in HOPPER_TABLES:
+    if expressions.takes_part or pressure is Pressure.BIAS or kernel not in HOPPER_TABLES:
         return Pressure.SEVERAL
     if expressions.kind == "EXPRESSION":
         return Pressure.EXPRESSION_AND_DROPOUT
