@@ -35,6 +35,10 @@ QUICK = [
 ]
 
 
+TWO = [(DIMS[i], pair) for i in (1, 3) for pair in ("alibi and a bias", "a bias and a softcap", "a table and a softcap")]
+QUICK_TWO = [(DIMS[3], "alibi and a bias")]
+
+
 def inputs(dim, dtype):
     rng = numpy.random.default_rng(3)
     shapes = (HEADS, LEN_Q), (HEADS_KV, LEN_KV), (HEADS_KV, LEN_KV), (HEADS, LEN_Q)
@@ -74,6 +78,24 @@ def problem(case):
         options |= {"dropout": P, "seed": SEED}
         hand |= {"keep": dropout_mask(PAIRS, P, SEED), "keep_scale": 1 / (1 - P)}
     return options | ({"arrays": arrays} if arrays else {}), hand, wrt
+
+
+def two_things(case):
+    """The same of two things that scores go through."""
+    (_, dtype), pair = case
+    rng, options, hand = numpy.random.default_rng(4), {}, {}
+    if "bias" in pair:
+        options["bias"] = rng.standard_normal((HEADS, LEN_Q, LEN_KV)).astype(DTYPES[dtype])
+        hand["bias"] = options["bias"].astype(numpy.float64)
+    if "alibi" in pair:
+        options["alibi_slopes"] = hand["alibi_slopes"] = rng.uniform(0.01, 0.2, HEADS).astype(numpy.float32)
+    if "softcap" in pair:
+        options["softcap"] = hand["softcap"] = 5.0
+    if "table" in pair:
+        arrays = {name: x for name, (_, x) in NAMED["relative"].arrays(GRID).items()}
+        options |= {"score": NAMED["relative"].text, "arrays": arrays}
+        hand["score"] = NAMED["relative"].hand(GRID, arrays)
+    return options, hand
 
 
 def is_hopper(kernel):

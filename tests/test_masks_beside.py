@@ -4,7 +4,7 @@ import math
 
 import numpy
 import pytest
-from masks_beside import BIASES, CASES, QUICK, inputs, is_hopper, problem
+from masks_beside import BIASES, CASES, QUICK, QUICK_TWO, TWO, inputs, is_hopper, problem, two_things
 from score_kernels import judged
 from thinned import quick, thinned
 
@@ -31,6 +31,14 @@ def test_bits_of_a_mask_beside_scores(case, schedule, share_of_bits):
         assert is_hopper(kernel)
         assert kernel.config.PAIR_BITS is (mask != "none") and kernel.config.DROPOUT is dropout
         assert not kernel.expressions.takes_part
+
+
+@pytest.mark.parametrize("case", quick(TWO, *QUICK_TWO), ids=str)
+def test_two_things_that_scores_go_through(case, schedule):
+    (dim, dtype), _ = case
+    options, hand = two_things(case)
+    kernels = judged(dtype, options, hand, WHERE, inputs_given=inputs(dim, dtype))
+    assert [kernel.file for kernel in kernels] == ["fwd_hopper", "bwd_hopper_wide"]
 
 
 # Bytes that were found to be spilled where no tile that was tried has the registers: outside the loops, or little of it within.

@@ -160,7 +160,7 @@ BACKWARD_HOPPER_DROPOUT = (
 )
 BACKWARD_HOPPER_WIDE = (
     TileConfig(128, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
-    TileConfig(192, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),  # wider ones would spill, and are for bwd_v2
+    TileConfig(192, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),  # of more, wider ones would spill, and are for bwd_v2
 )
 
 # Terms that are a step of the product, see `apart`, lie in shared memory, beside keys and values that fill it. Where there is none,
@@ -251,7 +251,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.TERM_AND_DROPOUT: HOPPER_TERM_AND_DROPOUT,
         Pressure.LOOKUPS_AND_DROPOUT: HOPPER_LOOKUPS_AND_DROPOUT,
         Pressure.EXPRESSION_AND_DROPOUT: HOPPER_EXPRESSION_AND_DROPOUT,
-        Pressure.SEVERAL: HOPPER_SEVERAL,
+        Pressure.SEVERAL: (*HOPPER_SEVERAL, TileConfig(256, 128, 64, REGISTERS, **WIDE, without_lengths=True)),
         Pressure.MANY: HOPPER_SEVERAL,
     },
     "bwd_hopper": {
@@ -286,7 +286,7 @@ HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
         Pressure.EXPRESSION: PLAIN_BACKWARD_WIDE,
         Pressure.LONG_EXPRESSION: PLAIN_BACKWARD_WIDE,
         **dict.fromkeys(OF_DROPOUT, (*BACKWARD_HOPPER_WIDE, PLAIN_BACKWARD_WIDE[-1])),
-        Pressure.SEVERAL: BACKWARD_HOPPER_WIDE,
+        Pressure.SEVERAL: (*BACKWARD_HOPPER_WIDE, replace(PLAIN_BACKWARD_WIDE[-1], without_lengths=True)),
     },
 }
 

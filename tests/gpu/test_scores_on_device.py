@@ -260,6 +260,14 @@ def test_masks_and_dropout_beside_what_scores_become(case):
     assert plans is None or capability() != 90 or all(plan.config.PAIR_BITS is (mask != "none") for plan in plans)
 
 
+@pytest.mark.parametrize("case", masks_beside.TWO, ids=str)
+def test_two_things_that_scores_go_through(case):
+    (dim, dtype), _ = case
+    options, hand = masks_beside.two_things(case)
+    plans = on_device(dtype, options, hand, inputs_given=masks_beside.inputs(dim, dtype))
+    assert plans is None or capability() != 90 or all(masks_beside.is_hopper(plan) for plan in plans)
+
+
 @pytest.mark.parametrize("case", sequences_with_bias.CASES, ids=str)
 def test_padded_sequences_with_a_bias(case):
     """On sm_90a it comes by TMA, in both directions to head dims of 192."""
