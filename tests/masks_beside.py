@@ -28,6 +28,7 @@ CASES = [
     for i, (term, mask, dropout) in enumerate(product(TERMS, MASKS, (False, True)))
     if dropout or mask != "none"
 ]
+CASES.append((DIMS[1], "full", "bias of pairs", "documents", False))  # tiles of its gradient that no block visits
 QUICK = [
     case
     for case in CASES

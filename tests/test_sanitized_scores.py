@@ -18,11 +18,15 @@ def normal(*shape):
     return RNG.standard_normal(shape).astype(numpy.float32)
 
 
+HALVES = normal(BATCH, HEADS, LEN_Q, 96).astype("float16")
+LENGTHS = {"seqlens_q": numpy.array([LEN_Q, 20]), "seqlens_kv": numpy.array([33, 96])}
 ASKED = {  # options, and of what gradients are asked for
     "bias, ranges": ({"bias": normal(HEADS, LEN_Q, LEN_KV), "mask": KeyRanges(DOCUMENTS, DOCUMENTS + 35)}, "bias"),
     "tables": ({"score": TABLE, "arrays": {"t": normal(60, HEADS), "u": normal(50)}}, ("t", "u")),
     "keys": ({"score": "score + t[kv_idx, h]", "arrays": {"t": normal(LEN_KV, HEADS)}}, ()),
     "mask": ({"mask": RNG.random((BATCH, 1, LEN_Q, LEN_KV)) < 0.1, "causal": True}, ()),
+    "bias of 16 bits, ranges": ({"bias": HALVES[0], "mask": KeyRanges(DOCUMENTS, DOCUMENTS + 35)}, "bias"),
+    "bias of pairs, lengths": ({"bias": HALVES, **LENGTHS}, "bias"),
     "alibi, dropout": ({"alibi_slopes": abs(normal(HEADS)), "dropout": 0.2, "seed": 3}, "alibi_slopes"),
 }
 SETTINGS = list(product(host.SANITIZERS, ("80", "90a"), ASKED))
@@ -33,7 +37,8 @@ SETTINGS = list(product(host.SANITIZERS, ("80", "90a"), ASKED))
 def test_sanitizers_find_nothing(tool, arch, asked, monkeypatch):
     options, wrt = ASKED[asked]
     q, dout = (RNG.standard_normal((BATCH, HEADS, LEN_Q, DIM)).astype(numpy.float16) for _ in range(2))
-    k, v = (RNG.standard_normal((BATCH, 1, LEN_KV, DIM)).astype(numpy.float16) for _ in range(2))
+    len_kv = options["bias"].shape[-1] if "bias" in options else LEN_KV  # of a multiple of 8, TMA brings a bias of 16 bits
+    k, v = (RNG.standard_normal((BATCH, 1, len_kv, DIM)).astype(numpy.float16) for _ in range(2))
     results = attention(q, k, v, return_lse=True, **options)
     given = (dout, q, k, v, *results)
     expected = attention_backward(*given, wrt=wrt, **options)
@@ -42,7 +47,9 @@ def test_sanitizers_find_nothing(tool, arch, asked, monkeypatch):
     forward = plan_attention(q, k, v, return_lse=True, **where, **options)
     backward = plan_attention_backward(*given, deterministic="u" not in wrt, wrt=wrt, **where, **options)
     assert forward.kernel.config.TILE_LIST == backward.kernel.config.TILE_LIST == ("mask" in options)
-    assert len(backward.kernels) == 1 + len((wrt,) if isinstance(wrt, str) else wrt)
+    staged = arch == "90a" and "bias" in options and options["bias"].dtype == "float16"
+    assert forward.kernel.config.STAGED_BIAS is backward.kernel.config.STAGED_BIAS is staged
+    assert len(backward.kernels) == 1 + len((wrt,) if isinstance(wrt, str) else wrt) - backward.kernel.config.STORE_DBIAS
     operands = {name: x for name, x in options.items() if name not in ("score", "dropout", "causal")}
     got, computed = backward(*given, **operands), forward(q, k, v, **operands)
     pairs = [*zip(computed, results), *zip(got, expected), (got.dbias, expected.dbias), (got.dalibi_slopes, expected.dalibi_slopes)]
