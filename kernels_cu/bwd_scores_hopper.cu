@@ -14,8 +14,8 @@
 //                 for each batch element and head that share it:
 //                   S = Q_i K_j^T                                              warpgroups start their products in turn (ping-pong), so that
 //                   P = 2^(S + B_ij - lse_i)                                   all else is done beneath those of the other one
-//                   dP = dO_i V_j^T
-//                   G += P o (dP - delta_i)                                    in registers
+//                   dP = dO_i V_j^T                                            DROPOUT: scaled, of what is not dropped
+//                   G += P o (dP - delta_i)                                    in registers. MASKED_PAIRS: of pairs that take part
 //                 G goes to the gradient, if the block is the only one of the unit, or to partial sums
 //
 //   bwd_scores_hopper_add   gradient = partial sums, added up in one order
@@ -26,7 +26,7 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
 static_assert(TILE_Q == 64 * GROUPS, "a warpgroup owns 64 queries");
-static_assert(SCORES == PLUS_TERM && HAS_BIAS && !DROPOUT && !VARLEN, "a bias is asked for each pair, and a mask");
+static_assert(SCORES == PLUS_TERM && HAS_BIAS && !VARLEN, "a bias is asked for each pair, a mask, and whether it is dropped");
 static_assert(OF_QUERY && OF_KEY && !SCATTERED && !GATHERED && !HAS_FACTOR, "whose elements belong to a query and a key");
 static_assert(GROUPS > 1, "they take turns");
 
@@ -84,6 +84,8 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
   const int group = warp / 4 - 1, group_row = group * 64, own_row = group_row + warp % 4 * 16;
   const Mask mask{p.mask, p.len_kv};
   const float scale_log2 = exponent_scale(p.scale);
+  Dropping dropout{};
+  if constexpr (DROPOUT) dropout = seeded(p.scores);
   if (group == GROUPS - 1) arrive_pingpong<ORDER>(group, GROUPS); // without it nobody begins
   for_parts(p, [&](const UnitPart& part) {
     const PairCursor& first = part.first;
@@ -94,7 +96,7 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       return score_context(p, here, at.head);
     };
     const ScoreContext x = context(first);                    // of the bias, which all of these share
-    PairCursor now = first;                                   // MASKED_PAIRS: whose mask is their own
+    PairCursor now = first;                                   // MASKED_PAIRS, DROPOUT: whose mask and draws are their own
     PairArrays<16, TILE_KV> arrays;                           // the bias, unless it is in shared memory
     if (!STAGED_BIAS && first.left > 0) load<false>(arrays, x, row0, col0);
     Acc<16, TILE_KV> sum_reg;                                 // G
@@ -109,7 +111,10 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       arrive_pingpong<ORDER>(group, GROUPS);                  // without it the other warpgroup waits for ever
       load_rows(lse_reg, stats_of(stats_smem, ring), own_row);
       Regs<u64, 1> taking_part;                               // a bit for each register
-      if constexpr (MASKED_PAIRS) ask_pairs_of_tile<false, 16, TILE_KV>(taking_part, context(now), row0, col0), now.advance(p);
+      if constexpr (MASKED_PAIRS) ask_pairs_of_tile<false, 16, TILE_KV>(taking_part, context(now), row0, col0);
+      KeptPairs<false, 16, TILE_KV> kept;
+      if constexpr (DROPOUT) draw(kept, dropout, now.batch_number(p) * p.heads + now.head, row0, col0);
+      if constexpr (MASKED_PAIRS || DROPOUT) now.advance(p);
       wait_for_products<0>(s_reg);                            // without it scores are read that do not exist yet
       consumer_release(ring);                                 // without it the producer waits for ever
       if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
@@ -132,6 +137,7 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       consumer_release(ring);                                 // without it the producer waits for ever
       if (!whole) apply_mask(dp_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);  // 0 times whatever dP was may be NaN
       if constexpr (MASKED_PAIRS) mask_pairs(dp_reg, taking_part, 0.f);       // the same
+      if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, dropout.scale);
       add_gradients(sum_reg, s_reg, dp_reg, delta_reg);
     }
     store_sums(p, part, sum_reg, own_row);

@@ -64,6 +64,8 @@ STAGED = [
     case(bias="batch", batch=(2, 1, 2), window=(40, 10)),
     case(mask="prefixes", dim=80),  # of the batch element at hand, not of the first one
     case("bfloat16", bias="pairs", mask="array", causal=True, dim=128),
+    case("bfloat16", dropout=0.25, dim=96),  # of the pairs of the batch element at hand, likewise
+    case(bias="pairs", mask="prefixes", dropout=0.5, window=(90, 20), dim=192),
 ]
 
 
@@ -99,7 +101,7 @@ def test_a_bias_that_lanes_read(case, schedule, monkeypatch):
 
 
 WHY_NOT = {
-    "more than a bias and a mask is asked for each pair": case(dropout=0.25),
+    "scores become something more": case(alibi="heads"),
     "the bias lacks an axis of queries or of keys": case(bias="keys"),
     "no TMA: rows of q start -128 bytes apart, backwards": case(layout="negative"),
     "no TMA: rows of q start 40 bytes apart, not a multiple of 16": case(dim=20),

@@ -58,8 +58,8 @@ def chosen_row(problem: BackwardProblem, part: ReadGradient, architecture: Archi
         why_not = "the bias lacks an axis of queries or of keys"
     elif p.lengths is not None:
         why_not = "sequences have lengths of their own"
-    elif not _asks_bias_alone(p) or p.scores.dropout is not None:
-        why_not = "more than a bias and a mask is asked for each pair"
+    elif not _adds_bias_alone(p):
+        why_not = "scores become something more"
     else:
         no_map = obstacle(p.batch, _layouts(problem, part), IN_MAPS)
         why_not = no_map and f"no TMA: {no_map}"
@@ -72,7 +72,7 @@ def chosen_row(problem: BackwardProblem, part: ReadGradient, architecture: Archi
     return replace(row, width=width), ""
 
 
-def _asks_bias_alone(problem: Problem) -> bool:
+def _adds_bias_alone(problem: Problem) -> bool:
     """Whether scores become nothing more. A softcap comes before, of which the gradient of a bias asks nothing."""
     text = text_of(replace(problem, softcap=None, scores=replace(problem.scores, mask=None, mask_array=None)))
     return (text.kind, text.pressure) == ("PLUS_TERM", Pressure.BIAS)
