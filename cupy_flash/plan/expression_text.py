@@ -7,27 +7,18 @@ from enum import Enum
 
 
 class Pressure(Enum):
-    """How much of its registers a kernel spends on what is asked for each pair."""
+    """How much of its registers a kernel spends on what is asked for each pair, besides bits of a mask and dropout."""
 
+    NOTHING = "nothing"
     TERM = "a term that reads nothing"
     BIAS = "a bias"
     ARRAY_MASK = "an array that masks pairs"
     MASK = "a mask, which tiles that are seen wholly are not asked"
     READING_MASK = "a mask that reads what keys have, likewise"
-    BITS = "bits of what a mask says, likewise"
-    BITS_AND_TERM = "and a term that reads nothing"
-    BITS_AND_LOOKUPS = "and a term that reads other arrays for each pair"
-    BITS_AND_EXPRESSION = "and an expression of the score"
-    BITS_AND_LONG_EXPRESSION = "and one of functions or many operations"
     LONG_MASK = "a mask of many reads or operations, likewise"
     LOOKUPS = "a term that reads other arrays for each pair, or a mask that is asked everywhere"
     EXPRESSION = "an expression of the score"
     LONG_EXPRESSION = "the same of functions or many operations"
-    DROPOUT = "dropout"
-    BITS_AND_DROPOUT = "dropout of what bits leave"
-    TERM_AND_DROPOUT = "dropout beside a term that reads nothing"
-    LOOKUPS_AND_DROPOUT = "dropout beside a term that reads other arrays, or of what bits leave beside any"
-    EXPRESSION_AND_DROPOUT = "dropout beside an expression of the score"
     SEVERAL = "two things"
     MANY = "more"
 
@@ -47,7 +38,6 @@ class ExpressionText:
     constants : tuple of (str, str)
         The names of its constants and types that have another value.
     pressure : Pressure
-        Without dropout.
     pair_bits : bool
         Whether pairs are masked by bits, and `takes_part` is not asked.
     """
@@ -59,7 +49,7 @@ class ExpressionText:
     takes_part: str = ""
     uniforms: tuple[str, ...] = ()
     constants: tuple[tuple[str, str], ...] = ()
-    pressure: Pressure = Pressure.TERM
+    pressure: Pressure = Pressure.NOTHING
     factor: str = ""
     element: str = ""
     per_key: str = ""

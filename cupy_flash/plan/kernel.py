@@ -290,13 +290,14 @@ def rows_of(
     """The rows of a kernel for a problem: where something is asked for each pair, not those of its table; none if it has none."""
     if not problem.scores:
         return table_for(kernel, architecture, problem.dtype)
-    from .pair_tuning import APART_ROWS, STAGED_ROWS, pair_rows, with_dropout  # late, as the text
+    from .pair_tuning import APART_ROWS, STAGED_ROWS, pair_rows  # late, as the text
 
     pressure, dropout = expressions.pressure, problem.scores.dropout
     if pressure in (Pressure.MASK, Pressure.READING_MASK, Pressure.LONG_MASK) and problem.lengths is not None:
         # There are no lists of tiles, so that every pair is asked; of ranges of keys that takes more registers.
         ranges, wide = problem.scores.ranges, max(problem.dim, problem.dim_v) > WIDE
-        pressure = Pressure.LOOKUPS if ranges == 0 else Pressure.MANY if ranges > 1 and wide else Pressure.SEVERAL
+        of_ranges = Pressure.MANY if ranges > 1 and wide else Pressure.SEVERAL
+        pressure = of_ranges if ranges > 0 else Pressure.LOOKUPS if dropout is None else pressure
     wide_bias = pressure is Pressure.BIAS and problem.scores.bias.dtype == "float32"
     if wide_bias and kernel == "fwd_hopper":
         pressure = Pressure.SEVERAL  # it takes twice the registers of a bias of 16 bits
@@ -305,13 +306,11 @@ def rows_of(
     tables = STAGED_ROWS if staged and not wide_bias and architecture.name == "90a" else {}  # ldmatrix moves 16 bits
     if kernel in tables and not obstacle(problem.batch, layouts_of(problem), ("bias",)):
         return tables[kernel]
-    of_parts = (Pressure.TERM, Pressure.BITS_AND_TERM) if kernel == "fwd_hopper" else (Pressure.TERM,)
-    if expressions.kind in APART and pressure in of_parts and dropout is None:
+    bits = expressions.pair_bits
+    if expressions.kind in APART and pressure is Pressure.TERM and dropout is None and not (bits and kernel == "bwd_hopper"):
         # Registers of plain rows hold what a row or a head has in common, but of a few.
         return APART_ROWS.get((kernel, expressions.kind)) or table_for(kernel, architecture, problem.dtype)
-    if dropout is not None:
-        pressure = with_dropout(kernel, pressure, expressions)
-    return pair_rows(kernel, architecture.name, problem.dtype, pressure)
+    return pair_rows(kernel, architecture.name, problem.dtype, pressure, bits, dropout is not None)
 
 
 def configure(

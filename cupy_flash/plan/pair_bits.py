@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..problem.forward import Problem
 from ..problem.scores import told_apart
-from .expression_text import NOTHING, ExpressionText, Pressure
+from .expression_text import NOTHING, ExpressionText
 from .kernel import taken_apart, text_of
 
 ROWS, LANES = 16, 32  # of the words of a warp
@@ -20,12 +20,6 @@ TILE = 128  # the longest side of a tile, to whose multiples both lengths are ro
 # Bits take at most so much of what q, k, v and out take, so that memory is linear in lengths. Of a mask of few heads they would
 # take more, and to find them as long as to ask in their place.
 SHARE = 0.5
-BESIDE_BITS = {  # what has fewer registers there
-    Pressure.TERM: Pressure.BITS_AND_TERM,
-    Pressure.LOOKUPS: Pressure.BITS_AND_LOOKUPS,
-    Pressure.EXPRESSION: Pressure.BITS_AND_EXPRESSION,
-    Pressure.LONG_EXPRESSION: Pressure.BITS_AND_LONG_EXPRESSION,
-}
 MOST_PAIRS = 2**36  # whose words have numbers of 32 bits, whatever the tiles
 
 
@@ -65,10 +59,10 @@ def with_bits(problem: Problem, text: ExpressionText, linear: bool = True) -> Ex
         return text
     rest = replace(problem, scores=replace(problem.scores, mask=None, mask_array=None))
     if not rest.scores.changes_scores:
-        return replace(NOTHING, pair_bits=True, pressure=Pressure.BITS)
+        return replace(NOTHING, pair_bits=True)
     found = taken_apart(rest, text_of(rest))
     found = text_of(rest) if found.kind == "PLUS_LINEAR" and not linear else found
-    return replace(found, pair_bits=True, pressure=BESIDE_BITS.get(found.pressure, found.pressure))
+    return replace(found, pair_bits=True)
 
 
 def why_bits(text: ExpressionText) -> str:

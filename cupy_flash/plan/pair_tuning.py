@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..problem.forward import Problem
-from .expression_text import ExpressionText, Pressure
+from .expression_text import Pressure
 from .pair_tuning_v2 import NARROWER, PAIR_TABLES, REGISTERS
 from .tuning import (
     CAUSAL,
@@ -222,73 +222,78 @@ BACKWARD_WIDE_STAGED = tuple(  # at 256 the shared memory is full
 )
 STAGED_ROWS = {"fwd_hopper": HOPPER_STAGED, "bwd_hopper": BACKWARD_STAGED, "bwd_hopper_wide": BACKWARD_WIDE_STAGED}
 
-OF_DROPOUT = (
-    Pressure.DROPOUT,
-    Pressure.BITS_AND_DROPOUT,
-    Pressure.TERM_AND_DROPOUT,
-    Pressure.LOOKUPS_AND_DROPOUT,
-    Pressure.EXPRESSION_AND_DROPOUT,
-)
-# Of the Hopper kernels, for 16-bit dtypes. One that is missing has no registers for it.
-HOPPER_TABLES: dict[str, dict[Pressure, tuple[TileConfig, ...]]] = {
+# Of the Hopper kernels, for 16-bit dtypes: beside bits of a mask or not, and dropout or not. See `pair_rows` for what is missing.
+ALONE, BITS, DROPOUT, BITS_AND_DROPOUT = (False, False), (True, False), (False, True), (True, True)
+WIDE_DROPOUT = (*BACKWARD_HOPPER_WIDE, PLAIN_BACKWARD_WIDE[-1])
+OF_DROPOUT = Pressure.NOTHING, Pressure.TERM, Pressure.LOOKUPS, Pressure.EXPRESSION, Pressure.LONG_EXPRESSION
+Rows = tuple[TileConfig, ...]
+HOPPER_TABLES: dict[str, dict[tuple[bool, bool], dict[Pressure, Rows]]] = {
     "fwd_hopper": {
-        Pressure.TERM: HOPPER_TERM + HOPPER_LENGTHS[1:],
-        Pressure.BIAS: HOPPER_READS + HOPPER_LENGTHS,
-        Pressure.ARRAY_MASK: HOPPER_ARRAY_MASK + HOPPER_LENGTHS,
-        Pressure.BITS: HOPPER_READING_MASK,
-        Pressure.BITS_AND_TERM: HOPPER_TERM + HOPPER_LENGTHS[1:],
-        Pressure.BITS_AND_LOOKUPS: HOPPER_BITS_AND_LOOKUPS,
-        Pressure.BITS_AND_EXPRESSION: HOPPER_BITS_AND_EXPRESSION,
-        Pressure.BITS_AND_LONG_EXPRESSION: HOPPER_BITS_AND_LONG_EXPRESSION,
-        Pressure.MASK: HOPPER_MASK,
-        Pressure.READING_MASK: HOPPER_READING_MASK,
-        Pressure.LONG_MASK: HOPPER_LONG_MASK,
-        Pressure.LOOKUPS: HOPPER_LOOKUPS + HOPPER_LENGTHS[1:],
-        Pressure.EXPRESSION: HOPPER_EXPRESSION,
-        Pressure.LONG_EXPRESSION: HOPPER_LONG_EXPRESSION,
-        Pressure.DROPOUT: HOPPER_DROPOUT,
-        Pressure.BITS_AND_DROPOUT: HOPPER_BITS_AND_DROPOUT,
-        Pressure.TERM_AND_DROPOUT: HOPPER_TERM_AND_DROPOUT,
-        Pressure.LOOKUPS_AND_DROPOUT: HOPPER_LOOKUPS_AND_DROPOUT,
-        Pressure.EXPRESSION_AND_DROPOUT: HOPPER_EXPRESSION_AND_DROPOUT,
-        Pressure.SEVERAL: (*HOPPER_SEVERAL, TileConfig(256, 128, 64, REGISTERS, **WIDE, without_lengths=True)),
-        Pressure.MANY: HOPPER_SEVERAL,
+        ALONE: {
+            Pressure.TERM: HOPPER_TERM + HOPPER_LENGTHS[1:],
+            Pressure.BIAS: HOPPER_READS + HOPPER_LENGTHS,
+            Pressure.ARRAY_MASK: HOPPER_ARRAY_MASK + HOPPER_LENGTHS,
+            Pressure.MASK: HOPPER_MASK,
+            Pressure.READING_MASK: HOPPER_READING_MASK,
+            Pressure.LONG_MASK: HOPPER_LONG_MASK,
+            Pressure.LOOKUPS: HOPPER_LOOKUPS + HOPPER_LENGTHS[1:],
+            Pressure.EXPRESSION: HOPPER_EXPRESSION,
+            Pressure.LONG_EXPRESSION: HOPPER_LONG_EXPRESSION,
+            Pressure.SEVERAL: (*HOPPER_SEVERAL, TileConfig(256, 128, 64, REGISTERS, **WIDE, without_lengths=True)),
+            Pressure.MANY: HOPPER_SEVERAL,
+        },
+        BITS: {
+            Pressure.NOTHING: HOPPER_READING_MASK,
+            Pressure.LOOKUPS: HOPPER_BITS_AND_LOOKUPS,
+            Pressure.EXPRESSION: HOPPER_BITS_AND_EXPRESSION,
+            Pressure.LONG_EXPRESSION: HOPPER_BITS_AND_LONG_EXPRESSION,
+        },
+        DROPOUT: {
+            Pressure.NOTHING: HOPPER_DROPOUT,
+            Pressure.TERM: HOPPER_TERM_AND_DROPOUT,
+            Pressure.LOOKUPS: HOPPER_LOOKUPS_AND_DROPOUT,
+            Pressure.EXPRESSION: HOPPER_EXPRESSION_AND_DROPOUT,
+            Pressure.LONG_EXPRESSION: HOPPER_EXPRESSION_AND_DROPOUT,
+        },
+        BITS_AND_DROPOUT: {
+            Pressure.NOTHING: HOPPER_BITS_AND_DROPOUT,
+            Pressure.TERM: HOPPER_LOOKUPS_AND_DROPOUT,
+            Pressure.LOOKUPS: HOPPER_LOOKUPS_AND_DROPOUT,
+            Pressure.EXPRESSION: HOPPER_EXPRESSION_AND_DROPOUT,
+            Pressure.LONG_EXPRESSION: HOPPER_EXPRESSION_AND_DROPOUT,
+        },
     },
     "bwd_hopper": {
-        Pressure.TERM: PLAIN_BACKWARD,
-        Pressure.BIAS: BACKWARD_HOPPER_READS,
-        Pressure.ARRAY_MASK: BACKWARD_HOPPER_MASK[:2],
-        Pressure.BITS: BACKWARD_HOPPER_MASK,
-        Pressure.BITS_AND_TERM: BACKWARD_HOPPER_MASK,
-        Pressure.BITS_AND_LOOKUPS: BACKWARD_HOPPER_READS[:1],
-        Pressure.MASK: BACKWARD_HOPPER_MASK,
-        Pressure.READING_MASK: BACKWARD_HOPPER_MASK,
-        Pressure.LONG_MASK: BACKWARD_HOPPER_MASK,
-        Pressure.LOOKUPS: BACKWARD_HOPPER_READS[:1],
-        Pressure.DROPOUT: BACKWARD_HOPPER_DROPOUT,
-        Pressure.BITS_AND_DROPOUT: BACKWARD_HOPPER_DROPOUT[1:],
-        Pressure.TERM_AND_DROPOUT: (replace(BACKWARD_HOPPER_DROPOUT[0], without_lengths=True), *BACKWARD_HOPPER_DROPOUT[1:]),
-        Pressure.LOOKUPS_AND_DROPOUT: BACKWARD_HOPPER_DROPOUT[1:],
+        ALONE: {
+            Pressure.TERM: PLAIN_BACKWARD,
+            Pressure.BIAS: BACKWARD_HOPPER_READS,
+            Pressure.ARRAY_MASK: BACKWARD_HOPPER_MASK[:2],
+            Pressure.MASK: BACKWARD_HOPPER_MASK,
+            Pressure.READING_MASK: BACKWARD_HOPPER_MASK,
+            Pressure.LONG_MASK: BACKWARD_HOPPER_MASK,
+            Pressure.LOOKUPS: BACKWARD_HOPPER_READS[:1],
+        },
+        BITS: dict.fromkeys((Pressure.NOTHING, Pressure.TERM), BACKWARD_HOPPER_MASK),
+        DROPOUT: {
+            Pressure.NOTHING: BACKWARD_HOPPER_DROPOUT,
+            Pressure.TERM: (replace(BACKWARD_HOPPER_DROPOUT[0], without_lengths=True), *BACKWARD_HOPPER_DROPOUT[1:]),
+            Pressure.LOOKUPS: BACKWARD_HOPPER_DROPOUT[1:],
+        },
+        BITS_AND_DROPOUT: dict.fromkeys(OF_DROPOUT[:3], BACKWARD_HOPPER_DROPOUT[1:]),
     },
     "bwd_hopper_wide": {
-        Pressure.TERM: PLAIN_BACKWARD_WIDE,
-        Pressure.BIAS: PLAIN_BACKWARD_WIDE,
-        Pressure.ARRAY_MASK: PLAIN_BACKWARD_WIDE,
-        Pressure.BITS: PLAIN_BACKWARD_WIDE,
-        Pressure.BITS_AND_TERM: PLAIN_BACKWARD_WIDE,
-        Pressure.BITS_AND_LOOKUPS: PLAIN_BACKWARD_WIDE,
-        Pressure.BITS_AND_EXPRESSION: PLAIN_BACKWARD_WIDE,
-        Pressure.BITS_AND_LONG_EXPRESSION: PLAIN_BACKWARD_WIDE,
-        Pressure.MASK: PLAIN_BACKWARD_WIDE,
-        Pressure.READING_MASK: PLAIN_BACKWARD_WIDE,
-        Pressure.LONG_MASK: PLAIN_BACKWARD_WIDE,
-        Pressure.LOOKUPS: PLAIN_BACKWARD_WIDE,
-        Pressure.EXPRESSION: PLAIN_BACKWARD_WIDE,
-        Pressure.LONG_EXPRESSION: PLAIN_BACKWARD_WIDE,
-        **dict.fromkeys(OF_DROPOUT, (*BACKWARD_HOPPER_WIDE, PLAIN_BACKWARD_WIDE[-1])),
-        Pressure.SEVERAL: (*BACKWARD_HOPPER_WIDE, replace(PLAIN_BACKWARD_WIDE[-1], without_lengths=True)),
+        ALONE: {
+            **dict.fromkeys(Pressure, PLAIN_BACKWARD_WIDE),
+            Pressure.SEVERAL: (*BACKWARD_HOPPER_WIDE, replace(PLAIN_BACKWARD_WIDE[-1], without_lengths=True)),
+            Pressure.MANY: (),
+        },
+        BITS: {},
+        DROPOUT: dict.fromkeys(OF_DROPOUT, WIDE_DROPOUT),
+        BITS_AND_DROPOUT: dict.fromkeys(OF_DROPOUT, WIDE_DROPOUT),
     },
 }
+# What comes of one thing more.
+ONE_MORE = {Pressure.NOTHING: Pressure.NOTHING, Pressure.SEVERAL: Pressure.MANY, Pressure.MANY: Pressure.MANY}
 
 
 def drops_most(problem: Problem) -> bool:
@@ -297,26 +302,20 @@ def drops_most(problem: Problem) -> bool:
     return dropout is not None and dropout.threshold > FLOAT16_INFINITY
 
 
-def with_dropout(kernel: str, pressure: Pressure, expressions: ExpressionText) -> Pressure:
-    """What a kernel spends where there is dropout besides."""
-    if pressure in (Pressure.SEVERAL, Pressure.MANY):
-        return Pressure.MANY
-    if expressions.kind == "UNCHANGED" and not expressions.takes_part:
-        return Pressure.BITS_AND_DROPOUT if expressions.pair_bits else Pressure.DROPOUT
-    if expressions.takes_part or pressure is Pressure.BIAS or kernel not in HOPPER_TABLES:
-        return Pressure.SEVERAL
-    if expressions.kind == "EXPRESSION":
-        return Pressure.EXPRESSION_AND_DROPOUT
-    return Pressure.TERM_AND_DROPOUT if pressure is Pressure.TERM else Pressure.LOOKUPS_AND_DROPOUT
+def pair_rows(kernel: str, architecture: str, dtype: str, pressure: Pressure, bits: bool, dropout: bool) -> Rows:
+    """The rows of a kernel for what is asked for each pair; none where it has no registers for it, or does not exist.
 
-
-def pair_rows(kernel: str, architecture: str, dtype: str, pressure: Pressure) -> tuple[TileConfig, ...]:
-    """The rows of a kernel for what is asked for each pair; none where it has no registers for it, or does not exist."""
+    What has no rows of its own beside `bits` of a mask has those that it has alone, and beside `dropout` those of one thing more.
+    """
+    more = ONE_MORE.get(pressure, Pressure.SEVERAL) if dropout else pressure
     if kernel in HOPPER_TABLES:
-        there = architecture == "90a" and dtype != "float32"
-        return HOPPER_TABLES[kernel].get(pressure, ()) if there else ()
+        if architecture != "90a" or dtype == "float32":
+            return ()
+        tables = HOPPER_TABLES[kernel]
+        own = tables[bits, dropout].get(pressure)
+        return tables[ALONE].get(more, ()) if own is None else own
     kind = "float32" if dtype == "float32" else "half"
-    narrower = NARROWER.get((kernel, architecture, kind, pressure), ())
+    narrower = NARROWER.get((kernel, architecture, kind, more), ())
     widest = max((row.width for row in narrower), default=0)
     rows = PAIR_TABLES.get(kernel, {}).get(architecture, {}).get(kind, ())
     return (*narrower, *(row for row in rows if row.width > widest))
