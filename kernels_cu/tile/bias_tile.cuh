@@ -25,19 +25,20 @@ OP void load_with_bias(Pipeline<T, DEPTH, LANES>& keys, const Params& p, const C
   start_load(keys, keys.tile().bias(), p.bias_map, of_keys.batch, head, of_keys.row, row, at);
   keys.advance();
 }
-// The same of queries, and with them comes one number for each. First without what a stage waits for, and the next one.
+// Queries of a backward from row_q of their sequence on, with one number for each and STAGED_BIAS their bias for keys from row_kv on: a part of what a
+// stage waits for, and all of that; goes on to the next one.
 template <typename T, int DEPTH, Lanes LANES, typename Params>
-OP void start_with_bias(const Pipeline<T, DEPTH, LANES>& queries, const Params& p, const int (&batch)[BATCH_AXES], int head, int first, int row_q, int row_kv,
-                        const float* from, SharedAddress to, CallSite at) {
+OP void start_query_tile(const Pipeline<T, DEPTH, LANES>& queries, const Params& p, const int (&batch)[BATCH_AXES], int head, int first, int row_q, int row_kv,
+                         const float* from, SharedAddress to, CallSite at) {
   start_load(queries, p.q_map, batch, head, first + row_q, at);
-  start_load(queries, queries.tile().bias(), p.bias_map, batch, head, row_q, row_kv, at);
+  if constexpr (STAGED_BIAS) start_load(queries, queries.tile().bias(), p.bias_map, batch, head, row_q, row_kv, at);
   start_numbers(queries, from, to, at);
 }
 template <typename T, int DEPTH, Lanes LANES, typename Params>
-OP void load_with_bias(Pipeline<T, DEPTH, LANES>& queries, const Params& p, const int (&batch)[BATCH_AXES], int head, int row_q, int row_kv,
-                       const float* from, SharedAddress to, CallSite at = call_site(), int first = 0) {
+OP void load_query_tile(Pipeline<T, DEPTH, LANES>& queries, const Params& p, const int (&batch)[BATCH_AXES], int head, int first, int row_q, int row_kv,
+                         const float* from, SharedAddress to, CallSite at = call_site()) {
   arrive_expect_tx(queries.full(), T::bytes + T::rows * int(sizeof(float)), at);
-  start_with_bias(queries, p, batch, head, first, row_q, row_kv, from, to, at);
+  start_query_tile(queries, p, batch, head, first, row_q, row_kv, from, to, at);
   queries.advance();
 }
 

@@ -43,18 +43,12 @@ OP void load_tiles_of_sequence(const HopperBackwardParams& p, KeyBlock& block) {
     const SharedAddress lse = block.lse_smem(), delta = block.delta_smem();
     producer_acquire(block.queries);                          // without it tiles are overwritten that a slower warp still reads
     if (queries >= TILE_Q) {
-      if constexpr (STAGED_BIAS) load_with_bias(block.queries, p, here.batch, head, row, block.row0, stats, lse, call_site(), seq.q.first());
-      else load_async(block.queries, p.q_map, here.batch, head, query, stats, lse);
+      load_query_tile(block.queries, p, here.batch, head, seq.q.first(), row, block.row0, stats, lse);
       load_async(block.douts, p.dout_map, here.batch, head, query, stats + TILE_Q, delta);
     } else {                                                  // as in the first step of most blocks under a causal mask
       constexpr int bytes = QueryStage::bytes + QueryTile::bytes + 2 * TILE_Q * int(sizeof(float));
       clip_both(block.queries, block.douts, clipping, queries, bytes, [&](const Pipeline<QueryStage, 1, LANES>& q, const Pipeline<QueryTile, 1, LANES>& dout) {
-        if constexpr (STAGED_BIAS) {
-          start_with_bias(q, p, here.batch, head, seq.q.first(), row, block.row0, stats, lse, call_site());
-        } else {
-          start_load(q, p.q_map, here.batch, head, query, call_site());
-          start_numbers(q, stats, lse, call_site());
-        }
+        start_query_tile(q, p, here.batch, head, seq.q.first(), row, block.row0, stats, lse, call_site());
         start_load(dout, p.dout_map, here.batch, head, query, call_site());
         start_numbers(dout, stats + TILE_Q, delta, call_site());
       });
@@ -94,8 +88,7 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
       load_first(p, block, stats, row);
       continue;
     }
-    if constexpr (STAGED_BIAS) load_with_bias(block.queries, p, here.batch, block.now.head, row, block.row0, stats, block.lse_smem());
-    else load_async(block.queries, p.q_map, here.batch, block.now.head, row, stats, block.lse_smem());
+    load_query_tile(block.queries, p, here.batch, block.now.head, 0, row, block.row0, stats, block.lse_smem());
     if (!PERSISTENT && step == 0) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
     load_async(block.douts, p.dout_map, here.batch, block.now.head, row, stats + TILE_Q, block.delta_smem());
     if (PERSISTENT && step == 0) {                            // last, because they wait for the end of the key tile before
