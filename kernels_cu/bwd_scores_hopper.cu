@@ -15,7 +15,7 @@
 //                   S = Q_i K_j^T                                              warpgroups start their products in turn (ping-pong), so that
 //                   P = 2^(S + B_ij - lse_i)                                   all else is done beneath those of the other one
 //                   dP = dO_i V_j^T                                            DROPOUT: scaled, of what is not dropped
-//                   G += P o (dP - delta_i)                                    in registers. MASKED_PAIRS: of pairs that take part
+//                   G += P o (dP - delta_i)                                    in registers. MASKED_PAIRS: of pairs that take part. VARLEN: and exist
 //                 G goes to the gradient, if the block is the only one of the unit, or to partial sums
 //
 //   bwd_scores_hopper_add   gradient = partial sums, added up in one order
@@ -26,7 +26,7 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
 static_assert(TILE_Q == 64 * GROUPS, "a warpgroup owns 64 queries");
-static_assert(SCORES == PLUS_TERM && HAS_BIAS && !VARLEN, "a bias is asked for each pair, a mask, and whether it is dropped");
+static_assert(SCORES == PLUS_TERM && HAS_BIAS, "a bias is asked for each pair, a mask, and whether it is dropped");
 static_assert(OF_QUERY && OF_KEY && !SCATTERED && !GATHERED && !HAS_FACTOR, "whose elements belong to a query and a key");
 static_assert(GROUPS > 1, "they take turns");
 
@@ -61,7 +61,7 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
     if (warp == 0) {
       for_parts(p, [&](UnitPart& part) {
         #pragma unroll 1
-        for (PairCursor& now = part.first; now.left > 0; now.advance(p)) {
+        for (PairCursor& now = part.first; now.left > 0; advance_step(p, now)) {
           const StepCoord step(p, now);
           producer_acquire(ring);                             // without it operands are overwritten that a slower warp still reads
           load_operands(ring, p.q_map, p.k_map, p, step, false, stats_smem);
@@ -90,13 +90,16 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
   for_parts(p, [&](const UnitPart& part) {
     const PairCursor& first = part.first;
     const int row0 = first.q_tile * TILE_Q + own_row, col0 = first.kv_tile * TILE_KV;
-    const bool whole = row0 + 16 <= p.len_q && unmasked_keys(mask, row0, 16).contains(col0, TILE_KV);
-    const auto context = [&](const PairCursor& at) {
+    const auto context = [&](const PairCursor& at, int len_q, int len_kv) {
       struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{at.batch, at.batch_number(p)};
-      return score_context(p, here, at.head);
+      return score_context(p, here, at.head, len_q, len_kv);
     };
-    const ScoreContext x = context(first);                    // of the bias, which all of these share
-    PairCursor now = first;                                   // MASKED_PAIRS, DROPOUT: whose mask and draws are their own
+    const auto see_all = [&](const ExistingPairs& pairs) { return row0 + 16 <= pairs.len_q && unmasked_keys(pairs.mask, row0, 16).contains(col0, TILE_KV); };
+    ExistingPairs of_sequence;                                // VARLEN: those of the sequence at hand
+    const auto existing = [&]() -> ExistingPairs { if constexpr (VARLEN) return of_sequence; else return {mask, p.len_q}; };
+    bool whole = row0 + 16 <= p.len_q && unmasked_keys(mask, row0, 16).contains(col0, TILE_KV);
+    const ScoreContext x = context(first, p.len_q, p.len_kv); // of the bias, which all of these share
+    PairCursor now = first;                                   // MASKED_PAIRS, DROPOUT, VARLEN: whose masks, draws and lengths are their own
     PairArrays<16, TILE_KV> arrays;                           // the bias, unless it is in shared memory
     if (!STAGED_BIAS && first.left > 0) load<false>(arrays, x, row0, col0);
     Acc<16, TILE_KV> sum_reg;                                 // G
@@ -111,10 +114,11 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       arrive_pingpong<ORDER>(group, GROUPS);                  // without it the other warpgroup waits for ever
       load_rows(lse_reg, stats_of(stats_smem, ring), own_row);
       Regs<u64, 1> taking_part;                               // a bit for each register
-      if constexpr (MASKED_PAIRS) ask_pairs_of_tile<false, 16, TILE_KV>(taking_part, context(now), row0, col0);
+      if constexpr (VARLEN) of_sequence = existing_pairs(p, now), whole = see_all(of_sequence);
+      if constexpr (MASKED_PAIRS) ask_pairs_of_tile<false, 16, TILE_KV>(taking_part, context(now, existing().len_q, existing().mask.len_kv), row0, col0);
       KeptPairs<false, 16, TILE_KV> kept;
       if constexpr (DROPOUT) draw(kept, dropout, now.batch_number(p) * p.heads + now.head, row0, col0);
-      if constexpr (MASKED_PAIRS || DROPOUT) now.advance(p);
+      if constexpr (MASKED_PAIRS || DROPOUT || VARLEN) advance_step(p, now);
       wait_for_products<0>(s_reg);                            // without it scores are read that do not exist yet
       consumer_release(ring);                                 // without it the producer waits for ever
       if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
@@ -126,19 +130,20 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       }
       exponentiate(s_reg, lse_reg, scale_log2);
       if constexpr (MASKED_PAIRS) mask_pairs(s_reg, taking_part, 0.f);
-      if (!whole) apply_mask(s_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);
+      if (!whole) apply_mask(s_reg, existing(), row0, col0, 0.f);
       consumer_wait(ring);                                    // without it the product reads gradients and values that have not arrived
       wait_pingpong<ORDER>(group);                            // without it the order is lost
       start_product_transposed(dp_reg, ring.tile().queries(), group_row, ring.tile().keys());
       arrive_pingpong<ORDER>(group, GROUPS);                  // without it the other warpgroup waits for ever
-      if (STAGED_BIAS && left == 1) consumer_release(biases); // without it the producer waits for ever. All lanes have read it before the product
+      if (STAGED_BIAS && (VARLEN ? now.left <= 0 : left == 1)) consumer_release(biases); // without it the producer waits for ever. All lanes have read it before the product
       load_rows(delta_reg, stats_of(stats_smem, ring), own_row, p.delta_sign);
       wait_for_products<0>(dp_reg);                           // without it dP is read that does not exist yet
       consumer_release(ring);                                 // without it the producer waits for ever
-      if (!whole) apply_mask(dp_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);  // 0 times whatever dP was may be NaN
+      if (!whole) apply_mask(dp_reg, existing(), row0, col0, 0.f); // 0 times whatever dP was may be NaN
       if constexpr (MASKED_PAIRS) mask_pairs(dp_reg, taking_part, 0.f);       // the same
       if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, dropout.scale);
       add_gradients(sum_reg, s_reg, dp_reg, delta_reg);
+      if constexpr (VARLEN) left = now.left + 1;              // those of which no pair takes part are left out
     }
     store_sums(p, part, sum_reg, own_row);
   });

@@ -14,9 +14,9 @@ from cupy_flash.judge.oracle_gradients import naive_gradients, oracle_gradients
 HEADS, HEADS_KV, ROOM_Q, ROOM_KV = 4, 2, 301, 424  # off every tile edge, and whole chunks of 16 bytes
 LENS = ((301, 130), (1, 65), (0, 17), (130, 424), (64, 64), (5, 0))  # beside tile edges, without queries, without keys
 DIMS = ((40, "float16"), (128, "bfloat16"), (160, "float16"), (256, "bfloat16"))
-BIASES = {"of pairs": (len(LENS), HEADS), "of heads": (HEADS,)}
+BIASES = {"of pairs": (len(LENS), HEADS), "of heads": (HEADS,), "of heads, float32": (HEADS,)}
 ENDS = ("full", "causal", "window")  # of what each query sees
-CASES = [(*case, i // 2 % 2 == 1) for i, case in enumerate(product(DIMS, ENDS, BIASES))]  # the last one is whether there is dropout
+CASES = [(*case, i // 3 % 2 == 1) for i, case in enumerate(product(DIMS, ENDS, BIASES))]  # the last one is whether there is dropout
 QUICK = [(DIMS[0], "causal", "of heads", True), (DIMS[1], "causal", "of pairs", False)]
 P, SEED = 0.25, 7
 
@@ -31,7 +31,7 @@ def judged(case, where, place=lambda x: x, fetch=lambda x: x):
     drawn = [rng.standard_normal((heads, n, dim)).astype(kind) for m in LENS for heads, n in of_sequence(m)]
     parts = [drawn[i : i + 4] for i in range(0, len(drawn), 4)]  # q, k, v and dout of each sequence
     q, k, v, dout = (padded([part[i] for part in parts], room) for i, room in enumerate((ROOM_Q, ROOM_KV, ROOM_KV, ROOM_Q)))
-    bias = rng.standard_normal((*BIASES[shape], ROOM_Q, ROOM_KV)).astype(kind)
+    bias = rng.standard_normal((*BIASES[shape], ROOM_Q, ROOM_KV)).astype("float32" if "float32" in shape else kind)
     bias[..., :100:7, 11] = -numpy.inf
     if shape == "of pairs":
         for own, (n, m) in zip(bias, LENS):
@@ -47,7 +47,8 @@ def judged(case, where, place=lambda x: x, fetch=lambda x: x):
     out, lse = plan(*there, **operands)
     given = place(dout), *there, out, lse
     backward = plan_attention_backward(*given, wrt="bias", **options, **operands)
-    gradients = backward(*given, **operands)
+    memory = place(numpy.full(backward.workspace_bytes, 255, numpy.uint8))  # NaN
+    gradients = backward(*given, **operands, workspace=memory)
     results = [fetch(x) for x in (out, lse, gradients.dq, gradients.dk, gradients.dv)]
     dbias, unit = fetch(gradients.dbias).astype(float), float(ml_dtypes.finfo(kind).eps)
     exact_sum, plain_sum = numpy.zeros_like(dbias), numpy.zeros_like(dbias)

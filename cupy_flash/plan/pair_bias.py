@@ -56,8 +56,6 @@ def chosen_row(problem: BackwardProblem, part: ReadGradient, architecture: Archi
     why_not = ""
     if not (part.of_query and part.of_key):
         why_not = "the bias lacks an axis of queries or of keys"
-    elif p.lengths is not None:
-        why_not = "sequences have lengths of their own"
     elif not _adds_bias_alone(p):
         why_not = "scores become something more"
     else:

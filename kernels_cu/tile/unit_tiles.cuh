@@ -83,6 +83,23 @@ OP void load_bias(Biases& biases, const TensorMap& map, const PairCursor& of, Ca
   biases.advance();
 }
 
+// VARLEN: the pairs that the sequence of a batch element has, whose rows lie as if it were as long as the longest one; whether any of them that its
+// mask leaves is in the tiles at hand; and to the next tiles of which that is so.
+OP ExistingPairs existing_pairs(const HopperScoreGradientParams& p, const PairCursor& at) {
+  const auto seq = sequence_of(p, at.batch_number(p));
+  return {mask_of(seq), seq.q.len()};
+}
+OP bool is_visible(const HopperScoreGradientParams& p, const PairCursor& at) {
+  const ExistingPairs pairs = existing_pairs(p, at);
+  const int row = at.q_tile * TILE_Q, rows = min_of(pairs.len_q - row, TILE_Q);
+  return rows > 0 && visible_keys(pairs.mask, row, rows).overlaps(at.kv_tile * TILE_KV, TILE_KV);
+}
+OP void advance_step(const HopperScoreGradientParams& p, PairCursor& now) {
+  if constexpr (!VARLEN) return now.advance(p);
+  do now.step(p);
+  while (now.left > 0 && !is_visible(p, now));
+}
+
 // Where a unit begins: `unit_of` without divisions, which consumers would wait for between two units.
 OP PairCursor unit_at(const HopperScoreGradientParams& p, u32 number) {
   const u32 row = divide(number, p.key_tiles_divmod), of_heads = divide(row, p.query_tiles_divmod);
@@ -96,7 +113,8 @@ OP PairCursor unit_at(const HopperScoreGradientParams& p, u32 number) {
   unit.left = p.walked;
   return unit;
 }
-// A part of a unit: of its batch elements and heads, as many as of any other part, or one more. Of tiles that the mask hides it has none.
+// A part of a unit: of its batch elements and heads, as many as of any other part, or one more. Of tiles that the mask hides it has none. VARLEN: it
+// begins with the first that has any.
 struct UnitPart {
   u32 unit, split;
   PairCursor first;
@@ -110,7 +128,11 @@ struct UnitPart {
       #pragma unroll
       for (int i = BATCH_AXES - 1; i >= 0; --i) first.batch[i] += take(rest, p.batch_summed[i]);
     }
-    if (!first.visible({p.mask, p.len_kv})) first.left = 0;
+    if constexpr (!VARLEN) {
+      if (!first.visible({p.mask, p.len_kv})) first.left = 0;
+    } else if (first.left > 0 && !is_visible(p, first)) {
+      advance_step(p, first);
+    }
   }
 };
 // Calls use(part) for each part that the block takes.

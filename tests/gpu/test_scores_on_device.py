@@ -271,9 +271,9 @@ def test_two_things_that_scores_go_through(case):
 @pytest.mark.parametrize("case", sequences_with_bias.CASES, ids=str)
 def test_padded_sequences_with_a_bias(case):
     """On sm_90a it comes by TMA, in both directions to head dims of 192."""
-    (dim, dtype), *_ = case
+    (dim, dtype), _, shape, _ = case
     plans = unless_refused(dtype, lambda: sequences_with_bias.judged(case, {}, cupy.asarray, cupy.asnumpy))
-    if plans is not None and capability() == 90:
+    if plans is not None and capability() == 90 and "float32" not in shape:
         forward, backward = plans
         assert forward.config.STAGED_BIAS and backward.kernel.config.STAGED_BIAS is (dim <= 192)
 
