@@ -126,7 +126,7 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
         consumer_wait(biases);                                // without it a bias is read that has not arrived
         modify_scores(s_reg, biases.tile(), x, own_row);
       } else {
-        modify_scores<false>(s_reg, arrays, x, row0, col0);
+        modify_scores<false>(s_reg, arrays, x, row0, col0, false);
       }
       exponentiate(s_reg, lse_reg, scale_log2);
       if constexpr (MASKED_PAIRS) mask_pairs(s_reg, taking_part, 0.f);

@@ -85,7 +85,7 @@ OTHERS = [
     case("bfloat16", bias_dtype="float32", bias="batch", dim=200),
     case(len_kv=203, dim=128),  # rows that TMA does not find
     case(len_kv=202, softcap=5.0),
-    case("bfloat16", bias_dtype="float32", mask="documents", dim=128),
+    case("bfloat16", bias_dtype="float32", mask="prefixes", dim=128),
 ]
 
 
