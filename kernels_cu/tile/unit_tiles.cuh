@@ -95,9 +95,12 @@ OP bool is_visible(const HopperScoreGradientParams& p, const PairCursor& at) {
   return rows > 0 && visible_keys(pairs.mask, row, rows).overlaps(at.kv_tile * TILE_KV, TILE_KV);
 }
 OP void advance_step(const HopperScoreGradientParams& p, PairCursor& now) {
-  if constexpr (!VARLEN) return now.advance(p);
-  do now.step(p);
-  while (now.left > 0 && !is_visible(p, now));
+  if constexpr (VARLEN) {
+    do now.step(p);
+    while (now.left > 0 && !is_visible(p, now));
+  } else {
+    now.advance(p);
+  }
 }
 
 // Where a unit begins: `unit_of` without divisions, which consumers would wait for between two units.
