@@ -3,21 +3,14 @@
 from itertools import product
 
 import numpy
+from dropout_beside import BATCH, DIMS, ENDS, HEADS, HEADS_KV, LEN_KV, LEN_Q, SEED, P
 from hand_scores import SCORES, Grid
 from score_kernels import DTYPES
 
 from cupy_flash import dropout_mask
 
-BATCH, HEADS, HEADS_KV, LEN_Q, LEN_KV = 2, 4, 2, 301, 424  # off every tile edge, and whole chunks of 16 bytes
 PAIRS = (BATCH, HEADS, LEN_Q, LEN_KV)
 GRID = Grid.of((BATCH,), HEADS, HEADS_KV, LEN_Q, LEN_KV)
-P, SEED = 0.25, (1 << 40, 3)
-ENDS = {  # of what each query sees
-    "full": ({}, {}),
-    "causal": ({"causal": True}, {"last_key": LEN_KV - LEN_Q}),
-    "window": ({"window": (70, 10)}, {"first_key": LEN_KV - LEN_Q - 70, "last_key": LEN_KV - LEN_Q + 10}),
-}
-DIMS = ((40, "float16"), (128, "bfloat16"), (160, "float16"), (256, "bfloat16"))
 BIASES = {"bias of pairs": (BATCH, HEADS), "bias of heads": (HEADS,)}
 NAMED = {example.name: example for example in SCORES}
 TERMS = ("alibi", *BIASES, "relative", "columns", "temperature", "gate")  # linear, staged, read, of keys, a factor, an expression
@@ -38,12 +31,6 @@ QUICK = [
 
 TWO = [(DIMS[i], pair) for i in (1, 3) for pair in ("alibi and a bias", "a bias and a softcap", "a table and a softcap")]
 QUICK_TWO = [(DIMS[3], "alibi and a bias")]
-
-
-def inputs(dim, dtype):
-    rng = numpy.random.default_rng(3)
-    shapes = (HEADS, LEN_Q), (HEADS_KV, LEN_KV), (HEADS_KV, LEN_KV), (HEADS, LEN_Q)
-    return [rng.standard_normal((BATCH, *shape, dim)).astype(DTYPES[dtype]) for shape in shapes]
 
 
 def problem(case):

@@ -4,7 +4,8 @@ import math
 
 import numpy
 import pytest
-from masks_beside import BIASES, CASES, QUICK, QUICK_TWO, TWO, inputs, is_hopper, problem, two_things
+from dropout_beside import inputs
+from masks_beside import BIASES, CASES, QUICK, QUICK_TWO, TWO, is_hopper, problem, two_things
 from score_kernels import judged
 from thinned import quick, thinned
 

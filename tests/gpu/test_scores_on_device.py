@@ -254,7 +254,7 @@ def test_dropout_of_what_a_mask_leaves(case):
 def test_masks_and_dropout_beside_what_scores_become(case):
     """On sm_90a bits say what a mask leaves, whatever scores become."""
     (dim, dtype), _, _, mask, dropout = case
-    plans = on_device(dtype, *masks_beside.problem(case), inputs_given=masks_beside.inputs(dim, dtype))
+    plans = on_device(dtype, *masks_beside.problem(case), inputs_given=inputs_beside(dim, dtype))
     bits = capability() == 90 and mask != "none"
     assert {(plan.config.DROPOUT, plan.config.PAIR_BITS) for plan in plans or ()} <= {(dropout, bits)}
 
@@ -262,7 +262,7 @@ def test_masks_and_dropout_beside_what_scores_become(case):
 @pytest.mark.parametrize("case", masks_beside.TWO, ids=str)
 def test_two_things_that_scores_go_through(case):
     (dim, dtype), _ = case
-    plans = on_device(dtype, *masks_beside.two_things(case), inputs_given=masks_beside.inputs(dim, dtype))
+    plans = on_device(dtype, *masks_beside.two_things(case), inputs_given=inputs_beside(dim, dtype))
     assert plans is None or capability() != 90 or all(masks_beside.is_hopper(plan) for plan in plans)
 
 
