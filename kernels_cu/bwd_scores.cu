@@ -19,6 +19,7 @@
 //   bwd_scores_store    gradient = sums
 #include "config.cuh"
 #include "params.cuh"
+constexpr int PRODUCERS = 0;                                  // warps that only load: none
 #include "tile/element_sums.cuh"
 #include "tile/mma.cuh"
 #include "tile/sequence_sums.cuh"

@@ -26,16 +26,17 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
 static_assert(TILE_Q == 64 * GROUPS, "a warpgroup owns 64 queries");
-static_assert(SCORES == PLUS_TERM && HAS_BIAS, "a bias is asked for each pair, a mask, and whether it is dropped");
-static_assert(OF_QUERY && OF_KEY && !SCATTERED && !GATHERED && !HAS_FACTOR, "whose elements belong to a query and a key");
+static_assert(!ONE_BIAS || (SCORES == PLUS_TERM && HAS_BIAS && !WALKS && !SCATTERED && !GATHERED && !HAS_FACTOR), "whose elements belong to a query and a key");
+static_assert(ONE_BIAS || !(VARLEN || BY_SCORE || STAGED_BIAS), "which bwd_scores computes");
 static_assert(GROUPS > 1, "they take turns");
 
 enum NamedBarrier { ORDER = 1 };                              // of ping-pong, for each warpgroup
 static_assert(ORDER + GROUPS <= NAMED_BARRIERS);
 
-// Of the registers that a launch deals out evenly, the producer gives back most.
+// Of the registers that a launch deals out evenly, the producer gives back most: where sums of all pairs of a wide tile are beside S and dP, all that it
+// can; and of narrow ones what is left over when consumers have as many as there may be.
 constexpr int REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int PRODUCER_REGISTERS = 40;
+constexpr int PRODUCER_REGISTERS = ONE_BIAS ? 40 : TILE_KV == 64 ? 72 : OF_DISTANCE ? 24 : 40;
 constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
 // Shared memory: operands of the products; the bias of a unit; statistics of queries; barriers.
@@ -87,13 +88,62 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
   Dropping dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
   if (group == GROUPS - 1) arrive_pingpong<ORDER>(group, GROUPS); // without it nobody begins
+  const auto context = [&](const PairCursor& at, int len_q, int len_kv) {
+    struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{at.batch, at.batch_number(p)};
+    return score_context(p, here, at.head, len_q, len_kv);
+  };
+  if constexpr (!ONE_BIAS) {
+    for_parts(p, [&](const UnitPart& part) {
+      LaneSums<16, TILE_KV> sum_reg;                          // G
+      fill(sum_reg, 0.f);
+      #pragma unroll 1
+      for (PairCursor now = part.first; now.left > 0; advance_step(p, now)) {
+        const int row0 = now.q_tile * TILE_Q + own_row, col0 = now.kv_tile * TILE_KV;
+        const ScoreContext x = context(now, p.len_q, p.len_kv);
+        Acc<16, TILE_KV> s_reg, dp_reg;
+        RowVec<16> lse_reg, delta_reg;
+        consumer_wait(ring);                                  // without it the product reads queries and keys that have not arrived
+        wait_pingpong<ORDER>(group);                          // without it products of both run at a time, and then none beneath which to compute
+        start_product_transposed(s_reg, ring.tile().queries(), group_row, ring.tile().keys());
+        Ring second = ring;
+        second.advance();
+        consumer_wait(second);                                // without it the product reads gradients and values that have not arrived
+        start_product_transposed(dp_reg, second.tile().queries(), group_row, second.tile().keys());
+        arrive_pingpong<ORDER>(group, GROUPS);                // without it the other warpgroup waits for ever
+        load_rows(lse_reg, stats_of(stats_smem, ring), own_row);
+        load_rows(delta_reg, stats_of(stats_smem, second), own_row, p.delta_sign);
+        PairArrays<16, TILE_KV> arrays;
+        if constexpr (SCORES != EXPRESSION) load<false>(arrays, x, row0, col0);
+        KeptPairs<false, 16, TILE_KV> kept;
+        if constexpr (DROPOUT) draw(kept, dropout, now.batch_number(p) * p.heads + now.head, row0, col0);
+        wait_for_products<1>(s_reg);                          // without it scores are read that do not exist yet
+        consumer_release(ring);                               // without it the producer waits for ever
+        if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+        if constexpr (SCORES != EXPRESSION) {
+          modify_scores<false>(s_reg, arrays, x, row0, col0);
+          if constexpr (SCORES == PLUS_LINEAR) {              // lse as the backward left it, and without the rows' part of the term
+            RowVec<16> terms_reg;
+            terms_of_rows<false>(terms_reg, s_reg, x, row0, col0);
+            make_whole(lse_reg, terms_reg, x, row0, int(p.stats_rows_divmod.divisor));
+          }
+          exponentiate(s_reg, lse_reg, scale_log2);
+        }
+        wait_for_products<0>(dp_reg);                         // without it dP is read that does not exist yet
+        consumer_release(ring);                               // without it the producer waits for ever
+        if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, dropout.scale);
+        if constexpr (SCORES == EXPRESSION) gradients_of_reads(dp_reg, s_reg, lse_reg, delta_reg, x, row0, col0, scale_log2);
+        else gradients_of_reads(dp_reg, s_reg, delta_reg, x, row0, col0);
+        if (row0 + 16 > p.len_q || !unmasked_keys(mask, row0, 16).contains(col0, TILE_KV)) apply_mask(dp_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);
+        add_to(sum_reg, dp_reg);
+      }
+      store_sums(p, part, sum_reg, own_row);
+    });
+    if (group == 0) wait_pingpong<ORDER>(group);              // without it the last one's arrival is left over
+    return;
+  }
   for_parts(p, [&](const UnitPart& part) {
     const PairCursor& first = part.first;
     const int row0 = first.q_tile * TILE_Q + own_row, col0 = first.kv_tile * TILE_KV;
-    const auto context = [&](const PairCursor& at, int len_q, int len_kv) {
-      struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{at.batch, at.batch_number(p)};
-      return score_context(p, here, at.head, len_q, len_kv);
-    };
     const auto see_all = [&](const ExistingPairs& pairs) { return row0 + 16 <= pairs.len_q && unmasked_keys(pairs.mask, row0, 16).contains(col0, TILE_KV); };
     ExistingPairs of_sequence;                                // VARLEN: those of the sequence at hand
     const auto existing = [&]() -> ExistingPairs { if constexpr (VARLEN) return of_sequence; else return {mask, p.len_q}; };
@@ -150,4 +200,19 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
   if (group == 0) wait_pingpong<ORDER>(group);                // without it the last one's arrival is left over
 }
 
-KERNEL(THREADS, 1) bwd_scores_hopper_add(GRID_CONSTANT HopperScoreGradientParams p) { add_partials(p); }
+KERNEL(THREADS, 1) bwd_scores_hopper_clear(GRID_CONSTANT HopperScoreGradientParams p) {
+  for_elements(p, [&](i64 i) { write(p.sums + i, 0.f); });
+}
+
+KERNEL(THREADS, 1) bwd_scores_hopper_add(GRID_CONSTANT HopperScoreGradientParams p) {
+  if constexpr (OF_DISTANCE) add_diagonals(p);
+  else if constexpr (!SCATTERED) add_partials(p);
+}
+
+KERNEL(THREADS, 1) bwd_scores_hopper_gather(GRID_CONSTANT HopperScoreGradientParams p) {
+  if constexpr (GATHERED) gather(p);
+}
+
+KERNEL(THREADS, 1) bwd_scores_hopper_store(GRID_CONSTANT HopperScoreGradientParams p) {
+  for_elements(p, [&](i64 i) { write(static_cast<GradientElement*>(p.gradient.data) + i, read(p.sums + i)); });
+}

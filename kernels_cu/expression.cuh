@@ -19,6 +19,7 @@ constexpr bool GATHERED = false;          // an index is computed: each element 
 constexpr bool SCATTERED = false;         // it is, and each pair's share is added to whichever element it reads
 constexpr bool BY_SCORE = false;          // which depends on the score among others
 constexpr bool CLAMPED = false;           // an index is a place in a packed sequence, which may be longer than its axis of the array
+constexpr bool ONE_BIAS = false;          // bwd_scores_hopper: it is a bias of queries and keys, and scores become nothing more
 constexpr bool HAS_FACTOR = false;        // whether factor_of is anything but 1
 typedef float GradientElement;
 typedef float BiasElement;

@@ -34,7 +34,7 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = TILE_Q * WARPS_KV / WARPS;
 constexpr int WARP_KEYS = TILE_KV / WARPS_KV;                 // of each key tile
-static_assert(WARPS_KV == 1 || (WARPS_KV == WARPS && STAGES > 1 && !DROPOUT && !TILE_LIST), "pairs are drawn, and lists made, of whole tiles");
+static_assert(WARPS_KV == 1 || (WARPS_KV == WARPS && STAGES > 1 && !DROPOUT), "pairs are drawn of whole tiles");
 
 using QueryTile = SharedTile<WARP_ROWS, WIDTH>;
 using OutTile = SharedTile<WARP_ROWS, WIDTH_V>;
@@ -190,7 +190,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
     Acc<WARP_ROWS, WARP_KEYS> s_reg;
     multiply_transposed(s_reg, q, k_smem);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if constexpr (MODIFIED && PACK_GQA) modify_packed_scores(s_reg, p, here, mask, seq.kv.len(), warp_row, col0);
+    if constexpr (MODIFIED && PACK_GQA) modify_packed_scores(s_reg, p, here, mask, seq.kv.len(), warp_row, col0, !TILE_LIST || !list.is_whole(place));
     else if constexpr (MODIFIED)
       modify_scores<false>(s_reg, score_context(p, here, here.head, terms, seq.q.len(), seq.kv.len()), warp_row, col0, !TILE_LIST || !list.is_whole(place));
     if (!common_keys.contains(col0, WARP_KEYS)) apply_mask(s_reg, mask, warp_row, col0);

@@ -53,7 +53,7 @@ class AttentionPlan(Prepared):
             else:
                 params = forward_params(packed, forward_splits(kernel, packed))
             names = (*FORWARD_ARRAYS, *names_of_given(problem))
-            found = classified(kernel, packed)
+            found = classified(kernel, problem)
             execution = Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, found, keeps_tiles)
         given = problem.given
         layouts = dict(zip((*FORWARD_ARRAYS, *given), problem.seen))

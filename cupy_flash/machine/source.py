@@ -17,7 +17,7 @@ STATED["classify"] = "SHARED_BYTES"
 STATED |= {f"{kernel}_postprocess": "POSTPROCESS_BYTES" for kernel in BACKWARD_KERNELS}
 STATED |= {f"{kernel}_sinks": "SINKS_BYTES" for kernel in BACKWARD_KERNELS}
 STATED |= {"bwd_scores": "SHARED_BYTES", "bwd_scores_add": "ADD_BYTES", "bwd_scores_gather": "ADD_BYTES"}
-STATED |= {"bwd_scores_hopper": "SHARED_BYTES", "bwd_scores_hopper_add": "ADD_BYTES"}
+STATED |= {"bwd_scores_hopper": "SHARED_BYTES", "bwd_scores_hopper_add": "ADD_BYTES", "bwd_scores_hopper_gather": "ADD_BYTES"}
 
 
 def source_of(plan: KernelPlan) -> dict[str, str]:

@@ -68,6 +68,7 @@ def classification_of(kernel: KernelPlan, problem: Problem, by_keys: bool = Fals
     kernel : KernelPlan
         Of attention or of its gradients.
     problem : Problem
+        As the user states it.
     by_keys : bool
         Whether its blocks own keys, so that lists are of query tiles.
     in_order : bool
@@ -87,7 +88,7 @@ def classification_of(kernel: KernelPlan, problem: Problem, by_keys: bool = Fals
     config = configure(tile, found, "float16", "ieee", tile.width, tile.width, **kinds)
     classify = KernelPlan("classify", found, config, (TILE.why,), text)
     batches, heads = told_apart(problem.scores, math.prod(problem.batch), problem.heads_q)
-    rows = rows_of_list(kernel)
+    rows = problem.len_q if c.PACK_GQA else rows_of_list(kernel)  # a row is no query there
     query_tiles, key_tiles = -(-problem.len_q // rows), -(-problem.len_kv // c.TILE_KV)
     tiles, others = (key_tiles, query_tiles) if by_keys else (query_tiles, key_tiles)
     lists, words = batches * heads * tiles, -(-others // BITS)

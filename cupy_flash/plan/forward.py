@@ -23,6 +23,7 @@ from .kernel import (
     taken_apart,
     text_of,
 )
+from .key_warps import ROWS as FEWEST
 from .key_warps import with_key_warps
 from .launch import Launch, checked
 from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages
@@ -172,6 +173,9 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
     if problem.scores and problem.mask.queries is not None:
         return "fwd_v2", "heads that share a tile have scores of their own, which fwd_v2 tells apart"
     exists = bool(table_for("fwd_hopper", architecture, problem.dtype))
+    few = problem.len_q <= FEWEST and splits_keys("fwd_v2", problem, problem.len_kv)[0]
+    if asked is None and few and problem.scores.masks_pairs:
+        return "fwd_v2", "few queries of which pairs are masked: in fwd_hopper a tile with a list has more rows" * exists
     if asked is None and (problem.algorithm != "v2" or not exists):
         return f"fwd_{problem.algorithm}", ""
     if not exists:

@@ -148,7 +148,11 @@ class KernelPlan:
             operands = 128 * -(-c.WIDTH // 64) * (c.TILE_Q + c.TILE_KV)  # in panels of 64 columns
             bias, stats = c.STAGED_BIAS * 128 * c.TILE_Q * -(-c.TILE_KV // 64), (c.STAGES // 2 + 1) * 2 * c.TILE_Q * 4
             main = c.STAGES * operands + bias + stats + 8 * 2 * (c.STAGES + c.STAGED_BIAS)
-            return {self.file: main, f"{self.file}_add": 4 * 32 * c.WARPS}
+            add = {f"{self.file}_add": 4 * 32 * c.WARPS}
+            if ("ONE_BIAS", "true") in self.expressions.constants:
+                return {self.file: main} | add
+            gather = {f"{self.file}_gather": 4 * 32 * c.WARPS, f"{self.file}_store": 0}
+            return {f"{self.file}_clear": 0, self.file: main} | add | gather
         if self.file == "fwd_hopper":
             panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
             queries = 64 * c.STAGES_Q * panels + c.TMA_STORE_OUT * c.TILE_Q * panels_v  # and out

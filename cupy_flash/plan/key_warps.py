@@ -26,7 +26,7 @@ def with_key_warps(
 ) -> TileConfig:
     """The row with warps that have keys of their own; as it is, where there are more rows than one warp has.
 
-    Where lists say which tiles are visited, or pairs are dropped, warps share whole tiles. Nothing here depends on how many keys
+    Where pairs are dropped, warps share whole tiles. Nothing here depends on how many keys
     there is room for, so that a sequence has the same bits in any cache.
 
     Parameters
@@ -41,7 +41,7 @@ def with_key_warps(
     if not 1 <= problem.len_q <= ROWS or (lengths is not None and lengths.of_queries):
         return row
     wide = itemsize == 4 and max(width, width_v) > WIDEST_FLOAT32
-    if wide or scores.masks_pairs or scores.dropout is not None:
+    if wide or scores.dropout is not None:
         return row
     stages = max(row.stages, 2)
     for warps in WARPS:

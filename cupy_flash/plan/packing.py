@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..problem.forward import Problem
 from ..problem.layout import Layout
+from ..problem.scores import told_apart
 
 FEW = 64  # queries of a head: more fill a tile of their own
 
@@ -93,8 +94,9 @@ def packing_of(problem: Problem) -> Packing:
 
 
 def _tells_heads_apart(problem: Problem) -> bool:
-    """Whether a kernel finds the scores of each row's own head: fwd_v2 does, but not its masks of pairs and dropout."""
-    if problem.scores.masks_pairs or problem.scores.dropout is not None:
+    """Whether a kernel finds the scores of each row's own head: fwd_v2 does, but no tiles that each sees, and no dropout."""
+    _, heads = told_apart(problem.scores, math.prod(problem.batch), problem.heads_q)
+    if (problem.scores.masks_pairs and heads > 1) or problem.scores.dropout is not None:
         return False
     fits = problem.dtype != "float32" or max(problem.dim, problem.dim_v) <= 128  # wider ones would spill
     return fits and problem.algorithm != "v1" and problem.kernel in (None, "fwd_v2")

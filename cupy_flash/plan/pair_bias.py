@@ -32,13 +32,24 @@ OTHER_ROWS = (
     TileConfig(128, 128, 64, IN_REGISTERS, **TWO_GROUPS, stages=4),
     TileConfig(256, 128, 64, IN_REGISTERS, **TWO_GROUPS),
 )
+GO_THROUGH = "what a unit sums up stays in registers, for all tiles that share it"
+WALKING_ROWS = (
+    TileConfig(64, 128, 128, GO_THROUGH, **TWO_GROUPS, stages=4),
+    TileConfig(128, 128, 128, GO_THROUGH, **TWO_GROUPS, stages=3),
+    TileConfig(256, 128, 64, GO_THROUGH, **TWO_GROUPS),
+)
+CROWDED_ROWS = (
+    TileConfig(128, 128, 64, GO_THROUGH, **TWO_GROUPS, stages=4),
+    TileConfig(256, 128, 64, GO_THROUGH, **TWO_GROUPS),
+)
 ROWS = STAGED_ROWS + OTHER_ROWS
+PRODUCERS = 4  # warps that load
 ELEMENTS = {"float16": "half_t", "bfloat16": "bfloat_t"}  # as ``kernels_cu/tile/element.cuh`` has them
 
 
 def text_of_rows(dtype: str) -> ExpressionText:
     """What the rows of a dtype are compiled with to be looked at: a bias of that dtype, whose gradient has it too."""
-    stated = {name: "true" for name in ("HAS_BIAS", "BIAS_BY_TWO", "OF_QUERY", "OF_KEY")}
+    stated = {name: "true" for name in ("HAS_BIAS", "BIAS_BY_TWO", "OF_QUERY", "OF_KEY", "ONE_BIAS")}
     stated |= {name: ELEMENTS[dtype] for name in ("BiasElement", "GradientElement")}
     return ExpressionText("PLUS_TERM", "(at.bias * x.unit)", constants=tuple(stated.items()), pressure=Pressure.BIAS)
 
@@ -48,22 +59,33 @@ def rows_for(architecture: Architecture, dtype: str) -> tuple[TileConfig, ...]:
     return ROWS if architecture.name == "90a" and dtype in ELEMENTS else ()
 
 
-def chosen_row(problem: BackwardProblem, part: ReadGradient, architecture: Architecture) -> tuple[TileConfig | None, str]:
+def is_one_bias(problem: BackwardProblem, part: ReadGradient) -> bool:
+    """Whether a gradient is of a bias of queries and keys, and scores become nothing more."""
+    return is_of_bias(part) and part.of_query and part.of_key and _adds_bias_alone(problem.forward)
+
+
+def chosen_row(
+    problem: BackwardProblem, part: ReadGradient, architecture: Architecture, expressions: ExpressionText
+) -> tuple[TileConfig | None, str]:
     """The row for a gradient, or None and why bwd_scores computes it instead; '' where there is nothing to choose."""
     p = problem.forward
-    if not is_of_bias(part) or not rows_for(architecture, p.dtype):
+    if not rows_for(architecture, p.dtype):
         return None, ""
-    why_not = ""
-    if not (part.of_query and part.of_key):
-        why_not = "the bias lacks an axis of queries or of keys"
-    elif not _adds_bias_alone(p):
-        why_not = "scores become something more"
-    else:
-        no_map = obstacle(p.batch, _layouts(problem, part), IN_MAPS)
-        why_not = no_map and f"no TMA: {no_map}"
+    one_bias = is_one_bias(problem, part)
+    no_map = obstacle(p.batch, _layouts(problem, part), IN_MAPS)
+    why_not = no_map and f"no TMA: {no_map}"
+    if part.by_score:
+        why_not = "which element a pair reads depends on its score"
+    elif p.lengths is not None and not one_bias:
+        why_not = "sequences have lengths of their own, and it is of no bias alone"
     if why_not:
         return None, f"not {FILE}: {why_not}"
     width = padded(max(p.dim, p.dim_v))
+    if not one_bias:
+        whole = part.of_distance or (part.of_query and part.of_key)  # sums of all pairs of a tile, and not of its rows or columns
+        crowded = whole and expressions.kind == "EXPRESSION" or expressions.pressure in (Pressure.SEVERAL, Pressure.MANY)
+        row = next(row for row in (CROWDED_ROWS if crowded else WALKING_ROWS) if row.width >= width)
+        return replace(row, width=width), ""
     # The kernel gets the bias as the backward does, with the batch axes of all arrays merged, and ldmatrix moves 16 bits.
     staged = p.scores.bias.dtype in ELEMENTS and not obstacle(p.batch, _layouts(problem, part), ("bias",))
     row = next(row for row in (STAGED_ROWS if staged else OTHER_ROWS) if row.width >= width)

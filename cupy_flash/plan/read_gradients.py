@@ -20,7 +20,7 @@ from .hoisting import EXACT, places_as_floats
 from .kernel import KernelPlan, configure, explicit_scores, kind_of_sinks, padded, taken_apart, text_of
 from .launch import Launch, checked
 from .pair_bias import FILE as PAIR_BIAS
-from .pair_bias import chosen_row, maps_of, splits_of_units
+from .pair_bias import PRODUCERS, chosen_row, is_one_bias, maps_of, splits_of_units
 from .params import read_gradient_params
 from .read_tuning import read_rows
 from .sequences import is_packed, tiles_of
@@ -84,11 +84,12 @@ def read_gradient_plans(problem: BackwardProblem, backward: KernelPlan) -> tuple
 
 def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) -> ReadGradientPlan:
     p, architecture, expressions = problem.forward, backward.architecture, _text(problem, part, backward)
-    # The gradient of a bias asks nothing of a softcap, which comes before: so scores are only something more.
-    of_pair = _text(replace(problem, forward=replace(p, softcap=None)), part, backward)
-    row, why_kernel = chosen_row(problem, part, architecture)
+    row, why_kernel = chosen_row(problem, part, architecture, expressions)
     if row is not None:
-        file, expressions = PAIR_BIAS, of_pair
+        file = PAIR_BIAS
+        if is_one_bias(problem, part):  # of which a softcap, which comes before, asks nothing: so scores are only something more
+            of_pair = _text(replace(problem, forward=replace(p, softcap=None)), part, backward)
+            expressions = replace(of_pair, constants=(*of_pair.constants, ("ONE_BIAS", "true")))
         copy_bytes, why_copy = copy_size({"its gradient": part.of_pairs})  # the rest is moved by TMA
     else:
         file, (copy_bytes, why_copy) = FILE, copy_size({name: problem.layouts[name] for name in MOVED})
@@ -212,7 +213,7 @@ def _parts(part: ReadGradient, kernel: KernelPlan, splits: int) -> int:
     """How many partial sums each element of a unit has, as ``kernels_cu/tile/element_sums.cuh`` makes them; 0 is none."""
     if part.scattered or (part.of_query and part.of_key and splits == 1):
         return 0
-    return splits if part.of_query or part.of_distance else splits * kernel.config.WARPS
+    return splits if part.of_query or part.of_distance else splits * (kernel.config.WARPS - PRODUCERS * (kernel.file == PAIR_BIAS))
 
 
 def _sums_of_unit(part: ReadGradient, kernel: KernelPlan) -> int:

@@ -3,53 +3,69 @@
 #pragma once
 #include "tile/score_sums.cuh"
 
+// What a lane has of the sums of a unit, of a fragment: of all pairs, or of its columns or rows.
+template <int M, int N> using LaneSums = Choose<HAS_ROWS && HAS_COLS, Acc<M, N>, Choose<HAS_COLS, ColVec<N>, RowVec<M>>>;
+template <int M, int N> OP void add_to(ColVec<N>& sums, const Acc<M, N>& acc) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < acc.regs; ++r) sums.at(l, acc.col_slot(r)) += acc.at(l, r);
+  }
+}
+template <int M, int N> OP void add_to(RowVec<M>& sums, const Acc<M, N>& acc) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < acc.regs; ++r) sums.at(l, acc.slot(r)) += acc.at(l, r);
+  }
+}
+template <int M, int N> OP void add_to(Acc<M, N>& sums, const Acc<M, N>& acc) { add(sums, acc); }
+template <int N> OP void fill(ColVec<N>& sums, float value) {
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < sums.slots; ++i) sums.at(l, i) = value;
+  }
+}
+
 // Calls use(row, col, sum) for each sum of a unit that the warp has a part of, whose rows of the tile begin at row0; a row or a column that the
 // elements do not belong to is 0.
-template <int M, int N, typename Use> OP void for_sums(const Acc<M, N>& acc, int row0, Use use) {
+template <int N, typename Use> OP void for_sums(ColVec<N> sums, int, Use use) {
+  reduce_lanes<32, 4>(sums, [](float a, float b) { return a + b; });
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < sums.slots; ++i)
+      if (l < 4) use(0, sums.col(l, i), sums.at(l, i));
+  }
+}
+template <int M, typename Use> OP void for_sums(RowVec<M> sums, int row0, Use use) {
   const auto plus = [](float a, float b) { return a + b; };
+  quad_reduce(sums, plus);
+  if constexpr (HAS_ROWS) {
+    for_lane(l) {
+      #pragma unroll
+      for (int i = 0; i < sums.slots; ++i)
+        if (l % 4 == 0) use(row0 + sums.row(l, i), 0, sums.at(l, i));
+    }
+  } else {
+    Regs<float, 1> sum;
+    for_lane(l) {
+      sum.at(l, 0) = 0.f;
+      #pragma unroll
+      for (int i = 0; i < sums.slots; ++i) sum.at(l, 0) += sums.at(l, i);
+    }
+    reduce_lanes<32, 4>(sum, plus);
+    for_lane(l) if (l == 0) use(0, 0, sum.at(l, 0));
+  }
+}
+template <int M, int N, typename Use> OP void for_sums(const Acc<M, N>& acc, int row0, Use use) {
   if constexpr (HAS_ROWS && HAS_COLS) {
     for_lane(l) {
       #pragma unroll
       for (int r = 0; r < acc.regs; ++r) use(row0 + acc.row(l, r), acc.col(l, r), acc.at(l, r));
     }
-  } else if constexpr (HAS_COLS) {
-    ColVec<N> sums;
-    for_lane(l) {
-      #pragma unroll
-      for (int i = 0; i < sums.slots; ++i) sums.at(l, i) = 0.f;
-      #pragma unroll
-      for (int r = 0; r < acc.regs; ++r) sums.at(l, acc.col_slot(r)) += acc.at(l, r);
-    }
-    reduce_lanes<32, 4>(sums, plus);
-    for_lane(l) {
-      #pragma unroll
-      for (int i = 0; i < sums.slots; ++i)
-        if (l < 4) use(0, sums.col(l, i), sums.at(l, i));
-    }
   } else {
-    RowVec<M> sums;
+    LaneSums<M, N> sums;
     fill(sums, 0.f);
-    for_lane(l) {
-      #pragma unroll
-      for (int r = 0; r < acc.regs; ++r) sums.at(l, acc.slot(r)) += acc.at(l, r);
-    }
-    quad_reduce(sums, plus);
-    if constexpr (HAS_ROWS) {
-      for_lane(l) {
-        #pragma unroll
-        for (int i = 0; i < sums.slots; ++i)
-          if (l % 4 == 0) use(row0 + sums.row(l, i), 0, sums.at(l, i));
-      }
-    } else {
-      Regs<float, 1> sum;
-      for_lane(l) {
-        sum.at(l, 0) = 0.f;
-        #pragma unroll
-        for (int i = 0; i < sums.slots; ++i) sum.at(l, 0) += sums.at(l, i);
-      }
-      reduce_lanes<32, 4>(sum, plus);
-      for_lane(l) if (l == 0) use(0, 0, sum.at(l, 0));
-    }
+    add_to(sums, acc);
+    for_sums(sums, row0, use);
   }
 }
 
@@ -118,7 +134,7 @@ template <int M, int N> OP void put_sums(const ScoreGradientParams& p, const Pai
 
 // The end of a block: its sums go to their elements where it is the only block of its unit, and else to partial sums, which are added up later.
 // Those of computed indices go to whichever elements they name.
-template <int M, int N> OP void end_unit(const ScoreGradientParams& p, const Acc<M, N>& acc, u32 unit_number, u32 split, int row0) {
+template <typename Sums> OP void end_unit(const ScoreGradientParams& p, const Sums& acc, u32 unit_number, u32 split, int row0) {
   const PairCursor unit = unit_of(p, unit_number);
   if constexpr (SCATTERED) {
     struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{unit.batch, unit.batch_number(p)};
@@ -128,10 +144,11 @@ template <int M, int N> OP void end_unit(const ScoreGradientParams& p, const Acc
       const int q_idx = unit.q_tile * TILE_Q + row, kv_idx = unit.kv_tile * TILE_KV + col;
       if (exists(p, q_idx, kv_idx) && sum != 0.f) add_atomically(p.sums + element_of(0.f, place_at(q_idx, kv_idx), x), sum);
     });
-  } else if (OF_QUERY && OF_KEY && p.splits == 1) {
-    put_sums(p, unit, acc, row0);
   } else {
-    const u32 part = split * PARTS_OF_BLOCK + (PARTS_OF_BLOCK > 1 ? warp_id() : 0);
+    if constexpr (OF_QUERY && OF_KEY) {
+      if (p.splits == 1) return put_sums(p, unit, acc, row0);
+    }
+    const u32 part = split * PARTS_OF_BLOCK + (PARTS_OF_BLOCK > 1 ? warp_id() - PRODUCERS : 0);
     float* const partials = p.partials + (i64(unit_number) * p.splits * PARTS_OF_BLOCK + part) * UNIT_SUMS;
     for_sums(acc, row0, [&](int row, int col, float sum) { write(partials + row * (HAS_COLS ? TILE_KV : 1) + col, sum); });
   }

@@ -230,8 +230,8 @@ template <bool TRANSPOSED, int M, int N> OP void modify_scores(Acc<M, N>& s, con
 
 // PACK_GQA: the same of rows that belong to several heads, each a query of its own.
 template <int M, int N, typename Params, typename Coord>
-OP void modify_packed_scores(Acc<M, N>& s, const Params& p, const Coord& here, const Mask& mask, int len_kv, int row0, int col0) {
-  static_assert(!PACK_GQA || !(MASKED_PAIRS || DROPOUT), "these ask a head for a list of tiles, or a number");
+OP void modify_packed_scores(Acc<M, N>& s, const Params& p, const Coord& here, const Mask& mask, int len_kv, int row0, int col0, bool ask_pairs) {
+  static_assert(!PACK_GQA || !DROPOUT, "which asks a head for a number");
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < M / 8; ++i) {
@@ -243,9 +243,10 @@ OP void modify_packed_scores(Acc<M, N>& s, const Params& p, const Coord& here, c
         if (s.slot(r) != i) continue;
         PairPlace at = place_of<false>(s, l, r, row0, col0);
         at.q_idx = query, at.row = float(query);
-        read_arrays(at, x);
+        read_arrays(at, x, ask_pairs);
         if (SCORES == PLUS_TERM) s.at(l, r) += term_of(at, x);
         if (SCORES == EXPRESSION) s.at(l, r) = score_of(s.at(l, r), at, x) * LOG2E;
+        if (MASKED_PAIRS && ask_pairs && !takes_part(at, x)) s.at(l, r) = -infinity();
       }
     }
   }

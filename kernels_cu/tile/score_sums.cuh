@@ -14,7 +14,7 @@
 
 constexpr bool HAS_ROWS = OF_QUERY || OF_DISTANCE, HAS_COLS = OF_KEY || OF_DISTANCE;          // whether a unit tells them apart
 constexpr int UNIT_SUMS = (HAS_ROWS ? TILE_Q : 1) * (HAS_COLS ? TILE_KV : 1);
-constexpr int PARTS_OF_BLOCK = HAS_ROWS ? 1 : WARPS;          // rows are dealt out to warps, each of which has a sum of its own where they share one
+constexpr int PARTS_OF_BLOCK = HAS_ROWS ? 1 : WARPS - PRODUCERS; // rows are dealt out to warps, each of which has a sum of its own where they share one
 
 constexpr int DIAGONAL_STEP = TILE_Q / TILE_KV;                // key tiles to the next query tile on a diagonal
 static_assert(TILE_Q % TILE_KV == 0);

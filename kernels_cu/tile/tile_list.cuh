@@ -90,7 +90,9 @@ OP TileList tile_list(const TileLists& lists, u32 batch_number, int head, int ti
   const i64 number = list_number(lists, batch_number, head);
   return {lists.lists + (number * tiles + tile) * 2 * words, words};
 }
+// PACK_GQA: rows are queries of several heads, which all have one list.
 template <typename Params> OP TileList list_of_queries(const Params& p, u32 batch_number, int head, int tile) {
+  if constexpr (PACK_GQA) return tile_list(p.scores.tiles, batch_number, head, 0, 1, ceil_div(p.len_kv, TILE_KV));
   return tile_list(p.scores.tiles, batch_number, head, tile, ceil_div(p.len_q, TILE_Q), ceil_div(p.len_kv, TILE_KV));
 }
 template <typename Params> OP TileList list_of_keys(const Params& p, u32 batch_number, int head, int tile) {

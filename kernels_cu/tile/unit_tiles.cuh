@@ -1,6 +1,7 @@
 // unit_tiles.cuh -- what a unit of score_sums.cuh takes in bwd_scores_hopper.cu: the operands of two products for each batch element and head, S and
 // dP, pass through one ring of stages; the bias of its pairs, which all of these share, stays for as long as the unit does.
 #pragma once
+constexpr int PRODUCERS = 4;                                  // warps that only load: a warpgroup
 #include "tile/bias_tile.cuh"
 #include "tile/element_sums.cuh"
 constexpr bool CUTS_ADDRESSES = true;                         // as in the other backwards; what it costs here has not been measured
@@ -103,6 +104,9 @@ OP void advance_step(const HopperScoreGradientParams& p, PairCursor& now) {
   }
 }
 
+// Whether a unit is of more than one pair of tiles, which blocks go through.
+constexpr bool WALKS = !(OF_QUERY && OF_KEY);
+
 // Where a unit begins: `unit_of` without divisions, which consumers would wait for between two units.
 OP PairCursor unit_at(const HopperScoreGradientParams& p, u32 number) {
   const u32 row = divide(number, p.key_tiles_divmod), of_heads = divide(row, p.query_tiles_divmod);
@@ -124,6 +128,10 @@ struct UnitPart {
 
   OP UnitPart(const HopperScoreGradientParams& p, u32 part)
       : unit(divide(part, p.splits_divmod)), split(part - unit * p.splits), first(unit_at(p, unit)) {
+    if constexpr (WALKS) {
+      find_first(first, p, unit, split);
+      return;
+    }
     if (p.splits > 1) {
       i64 rest = p.walked * split / p.splits;
       first.left = p.walked * (split + 1) / p.splits - rest;
@@ -150,8 +158,8 @@ template <typename Use> OP void for_parts(const HopperScoreGradientParams& p, Us
 // The sums of 16 queries of a unit leave: to the gradient, if the block is the only one of its unit, or to partial sums.
 template <typename T> constexpr bool IS_ELEMENT = false;
 template <> constexpr bool IS_ELEMENT<Element> = true;
-template <int N> OP void store_sums(const HopperScoreGradientParams& p, const UnitPart& of, const Acc<16, N>& sum, int row0) {
-  if constexpr (IS_ELEMENT<GradientElement>) {
+template <typename Sums> OP void store_sums(const HopperScoreGradientParams& p, const UnitPart& of, const Sums& sum, int row0) {
+  if constexpr (ONE_BIAS && IS_ELEMENT<GradientElement>) {
     if (p.splits == 1) {
       GlobalTile rows = slice(p.gradient, of.first.batch, of.first.head, of.first.q_tile * TILE_Q + row0, p.len_q, p.len_kv);
       rows.base += of.first.kv_tile * TILE_KV * p.gradient.col_stride;
@@ -188,6 +196,21 @@ template <int M, int N> OP void exponentiate(Acc<M, N>& s, const RowVec<M>& lse,
     for (int r = 0; r < s.regs; ++r) s.at(l, r) = exp2_approx(fmaf(s.at(l, r), scale_log2, -lse.at(l, s.slot(r))));
   }
   pin(s);                                                     // all of this now, and not when the next product has been waited for
+}
+
+// dP becomes P o (dP - delta), times how fast scores change with what is read.
+template <int M, int N>
+OP void gradients_of_reads(Acc<M, N>& dp, const Acc<M, N>& p, const RowVec<M>& delta, const ScoreContext& x, int first_row, int col0) {
+  const int row0 = not_ahead(first_row);
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < dp.regs; ++r) {
+      float gradient = p.at(l, r) * (dp.at(l, r) - delta.at(l, dp.slot(r)));
+      if (HAS_FACTOR) gradient *= factor_of(0.f, place_of<false>(dp, l, r, row0, col0), x);
+      if ((HAS_FACTOR || MASKED_PAIRS) && p.at(l, r) == 0.f) gradient = 0.f; // of a pair that is masked, dP and the factor may be anything
+      dp.at(l, r) = gradient;
+    }
+  }
 }
 
 // sum += P o (dP - delta)
