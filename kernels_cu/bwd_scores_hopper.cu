@@ -1,24 +1,31 @@
-// bwd_scores_hopper.cu -- the gradient of a bias that has an axis of queries and one of keys, and whose elements batch elements or heads may share:
-// what bwd_scores.cu does, for sm_90a, with TMA and products of whole warpgroups (wgmma). It runs behind any backward, whose lse and delta of
-// each query it reads, and computes S and dP again.
+// bwd_scores_hopper.cu -- the gradient of one array that scores read: what bwd_scores.cu does, for sm_90a, with TMA and products of whole warpgroups
+// (wgmma). It runs behind any backward, whose lse and delta of each query it reads, and computes S and dP again.
 //
-//   bwd_scores_hopper   A block takes one unit of elements after the other, the bias B_ij of a tile of queries i and a tile of keys j. Its first
-//                       warpgroup is the producer, each consumer owns 64 queries of the unit:
+//   bwd_scores_hopper_clear    sums = 0                        where more than one sum goes to an element
 //
-//     producer: for each unit, and each batch element and head that share it:
+//   bwd_scores_hopper   A block takes one unit of elements after the other, say those of a tile of keys j. Its first warpgroup is the producer, each
+//                       consumer owns 64 queries of every tile:
+//
+//     producer: for each unit, and each batch element, head and pair of tiles (i, j) that share it:
 //                 Q_i, K_j with lse_i,  and dO_i, V_j with delta_i             as far ahead as there are stages
-//               by another warp, for each unit:  B_ij
 //
 //     consumer: for each unit:
 //                 G = 0
-//                 for each batch element and head that share it:
-//                   S = Q_i K_j^T                                              warpgroups start their products in turn (ping-pong), so that
-//                   P = 2^(S + B_ij - lse_i)                                   all else is done beneath those of the other one
-//                   dP = dO_i V_j^T                                            DROPOUT: scaled, of what is not dropped
-//                   G += P o (dP - delta_i)                                    in registers. MASKED_PAIRS: of pairs that take part. VARLEN: and exist
-//                 G goes to the gradient, if the block is the only one of the unit, or to partial sums
+//                 for each batch element, head and pair of tiles (i, j) that share it:
+//                   S = Q_i K_j^T,  dP = dO_i V_j^T                            warpgroups start their products in turn (ping-pong), so that
+//                   P = 2^(L - lse_i), L being what S becomes                  all else is done beneath those of the other one
+//                   G += P o (dP - delta_i) o dL / d element                   in registers: of all pairs of a tile, or of its columns or rows
+//                 G goes to the gradient, if the block is the only one of the unit, or to partial sums, or to whichever sums an index names
 //
-//   bwd_scores_hopper_add   gradient = partial sums, added up in one order
+//     ONE_BIAS: of a bias of queries and keys, which batch elements or heads may share, a unit is a pair of tiles B_ij, which another warp of the
+//     producer loads once. Scores become nothing more, and consumers take turns with S and with dP, which need not both be in registers:
+//
+//                 for each batch element and head that share the unit:
+//                   S = Q_i K_j^T,   P = 2^(S + B_ij - lse_i)
+//                   dP = dO_i V_j^T                                            DROPOUT: scaled, of what is not dropped
+//                   G += P o (dP - delta_i)                                    MASKED_PAIRS: of pairs that take part. VARLEN: and exist
+//
+//   bwd_scores_hopper_add, _gather, _store    as those of bwd_scores.cu
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/unit_tiles.cuh"
@@ -26,7 +33,7 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
 static_assert(TILE_Q == 64 * GROUPS, "a warpgroup owns 64 queries");
-static_assert(!ONE_BIAS || (SCORES == PLUS_TERM && HAS_BIAS && !WALKS && !SCATTERED && !GATHERED && !HAS_FACTOR), "whose elements belong to a query and a key");
+static_assert(!ONE_BIAS || (SCORES == PLUS_TERM && HAS_BIAS && !WALKS && !SCATTERED && !GATHERED && !HAS_FACTOR), "its elements belong to a query and a key, and scores become nothing more");
 static_assert(ONE_BIAS || !(VARLEN || BY_SCORE || STAGED_BIAS), "which bwd_scores computes");
 static_assert(GROUPS > 1, "they take turns");
 
@@ -92,56 +99,52 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
     struct { const int (&batch)[BATCH_AXES]; u32 batch_number; } here{at.batch, at.batch_number(p)};
     return score_context(p, here, at.head, len_q, len_kv);
   };
-  if constexpr (!ONE_BIAS) {
-    for_parts(p, [&](const UnitPart& part) {
-      LaneSums<16, TILE_KV> sum_reg;                          // G
-      fill(sum_reg, 0.f);
-      #pragma unroll 1
-      for (PairCursor now = part.first; now.left > 0; advance_step(p, now)) {
-        const int row0 = now.q_tile * TILE_Q + own_row, col0 = now.kv_tile * TILE_KV;
-        const ScoreContext x = context(now, p.len_q, p.len_kv);
-        Acc<16, TILE_KV> s_reg, dp_reg;
-        RowVec<16> lse_reg, delta_reg;
-        consumer_wait(ring);                                  // without it the product reads queries and keys that have not arrived
-        wait_pingpong<ORDER>(group);                          // without it products of both run at a time, and then none beneath which to compute
-        start_product_transposed(s_reg, ring.tile().queries(), group_row, ring.tile().keys());
-        Ring second = ring;
-        second.advance();
-        consumer_wait(second);                                // without it the product reads gradients and values that have not arrived
-        start_product_transposed(dp_reg, second.tile().queries(), group_row, second.tile().keys());
-        arrive_pingpong<ORDER>(group, GROUPS);                // without it the other warpgroup waits for ever
-        load_rows(lse_reg, stats_of(stats_smem, ring), own_row);
-        load_rows(delta_reg, stats_of(stats_smem, second), own_row, p.delta_sign);
-        PairArrays<16, TILE_KV> arrays;
-        if constexpr (SCORES != EXPRESSION) load<false>(arrays, x, row0, col0);
-        KeptPairs<false, 16, TILE_KV> kept;
-        if constexpr (DROPOUT) draw(kept, dropout, now.batch_number(p) * p.heads + now.head, row0, col0);
-        wait_for_products<1>(s_reg);                          // without it scores are read that do not exist yet
-        consumer_release(ring);                               // without it the producer waits for ever
-        if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-        if constexpr (SCORES != EXPRESSION) {
-          modify_scores<false>(s_reg, arrays, x, row0, col0);
-          if constexpr (SCORES == PLUS_LINEAR) {              // lse as the backward left it, and without the rows' part of the term
-            RowVec<16> terms_reg;
-            terms_of_rows<false>(terms_reg, s_reg, x, row0, col0);
-            make_whole(lse_reg, terms_reg, x, row0, int(p.stats_rows_divmod.divisor));
-          }
-          exponentiate(s_reg, lse_reg, scale_log2);
+  const auto sum_reads = [&](const UnitPart& part) {
+    LaneSums<16, TILE_KV> sum_reg;                            // G
+    fill(sum_reg, 0.f);
+    #pragma unroll 1
+    for (PairCursor now = part.first; now.left > 0; advance_step(p, now)) {
+      const int row0 = now.q_tile * TILE_Q + own_row, col0 = now.kv_tile * TILE_KV;
+      const ScoreContext x = context(now, p.len_q, p.len_kv);
+      Acc<16, TILE_KV> s_reg, dp_reg;
+      RowVec<16> lse_reg, delta_reg;
+      consumer_wait(ring);                                    // without it the product reads queries and keys that have not arrived
+      wait_pingpong<ORDER>(group);                            // without it products of both run at a time, and then none beneath which to compute
+      start_product_transposed(s_reg, ring.tile().queries(), group_row, ring.tile().keys());
+      Ring second = ring;
+      second.advance();
+      consumer_wait(second);                                  // without it the product reads gradients and values that have not arrived
+      start_product_transposed(dp_reg, second.tile().queries(), group_row, second.tile().keys());
+      arrive_pingpong<ORDER>(group, GROUPS);                  // without it the other warpgroup waits for ever
+      load_rows(lse_reg, stats_of(stats_smem, ring), own_row);
+      load_rows(delta_reg, stats_of(stats_smem, second), own_row, p.delta_sign);
+      PairArrays<16, TILE_KV> arrays;
+      if constexpr (SCORES != EXPRESSION) load<false>(arrays, x, row0, col0);
+      KeptPairs<false, 16, TILE_KV> kept;
+      if constexpr (DROPOUT) draw(kept, dropout, now.batch_number(p) * p.heads + now.head, row0, col0);
+      wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
+      consumer_release(ring);                                 // without it the producer waits for ever
+      if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+      if constexpr (SCORES != EXPRESSION) {
+        modify_scores<false>(s_reg, arrays, x, row0, col0);
+        if constexpr (SCORES == PLUS_LINEAR) {                // lse as the backward left it, and without the rows' part of the term
+          RowVec<16> terms_reg;
+          terms_of_rows<false>(terms_reg, s_reg, x, row0, col0);
+          make_whole(lse_reg, terms_reg, x, row0, int(p.stats_rows_divmod.divisor));
         }
-        wait_for_products<0>(dp_reg);                         // without it dP is read that does not exist yet
-        consumer_release(ring);                               // without it the producer waits for ever
-        if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, dropout.scale);
-        if constexpr (SCORES == EXPRESSION) gradients_of_reads(dp_reg, s_reg, lse_reg, delta_reg, x, row0, col0, scale_log2);
-        else gradients_of_reads(dp_reg, s_reg, delta_reg, x, row0, col0);
-        if (row0 + 16 > p.len_q || !unmasked_keys(mask, row0, 16).contains(col0, TILE_KV)) apply_mask(dp_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);
-        add_to(sum_reg, dp_reg);
+        exponentiate(s_reg, lse_reg, scale_log2);
       }
-      store_sums(p, part, sum_reg, own_row);
-    });
-    if (group == 0) wait_pingpong<ORDER>(group);              // without it the last one's arrival is left over
-    return;
-  }
-  for_parts(p, [&](const UnitPart& part) {
+      wait_for_products<0>(dp_reg);                           // without it dP is read that does not exist yet
+      consumer_release(ring);                                 // without it the producer waits for ever
+      if constexpr (DROPOUT) drop(dp_reg, kept), scale(dp_reg, dropout.scale);
+      if constexpr (SCORES == EXPRESSION) gradients_of_reads(dp_reg, s_reg, lse_reg, delta_reg, x, row0, col0, scale_log2);
+      else gradients_of_reads(dp_reg, s_reg, delta_reg, x, row0, col0);
+      if (row0 + 16 > p.len_q || !unmasked_keys(mask, row0, 16).contains(col0, TILE_KV)) apply_mask(dp_reg, ExistingPairs{mask, p.len_q}, row0, col0, 0.f);
+      add_to(sum_reg, dp_reg);
+    }
+    store_sums(p, part, sum_reg, own_row);
+  };
+  const auto sum_one_bias = [&](const UnitPart& part) {
     const PairCursor& first = part.first;
     const int row0 = first.q_tile * TILE_Q + own_row, col0 = first.kv_tile * TILE_KV;
     const auto see_all = [&](const ExistingPairs& pairs) { return row0 + 16 <= pairs.len_q && unmasked_keys(pairs.mask, row0, 16).contains(col0, TILE_KV); };
@@ -196,7 +199,9 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       if constexpr (VARLEN) left = now.left + 1;              // those of which no pair takes part are left out
     }
     store_sums(p, part, sum_reg, own_row);
-  });
+  };
+  if constexpr (ONE_BIAS) for_parts(p, sum_one_bias);
+  else for_parts(p, sum_reads);
   if (group == 0) wait_pingpong<ORDER>(group);                // without it the last one's arrival is left over
 }
 

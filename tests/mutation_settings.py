@@ -100,7 +100,9 @@ def settings_of(kernel):
     if kernel == "bwd_scores_hopper":
         setting = Setting(replace(HOPPER_BACKWARD_CASE, batch=(3,), bias="heads"), {"TILE_Q": 128, "TILE_KV": 64, "STAGES": 2})
         parts = replace(setting, case=replace(setting.case, heads_q=1, bias="pairs"))  # few units, which blocks share
-        return {"stores": setting, "parts": parts, "registers": setting.but(STAGED_BIAS=False)}
+        # Of keys, with several tiles to a unit, and an odd number of steps, or turns that nobody waits for would go unnoticed.
+        walks = replace(setting, case=replace(setting.case, bias=None, batch=(), heads_q=1))
+        return {"stores": setting, "parts": parts, "registers": setting.but(STAGED_BIAS=False), "walks": walks}
     setting = TWO_PAIRS if kernel.startswith("bwd") else TWO_STAGES
     if kernel == "fwd_v2":
         splits = replace(setting.but(SPLIT_KV=True, LAST_COMBINES=True), case=Case("float16", 60, 1030, dim=32))

@@ -21,7 +21,7 @@ from cupy_flash.judge.cases import quick_cases
 from cupy_flash.judge.check import select_computations
 from cupy_flash.machine import cache, nvrtc, source
 from cupy_flash.machine.nvrtc import Report
-from cupy_flash.plan import pair_bias
+from cupy_flash.plan import read_hopper
 from cupy_flash.plan.architecture import ARCHITECTURES, architecture_named
 from cupy_flash.plan.matrix import KINDS, PLANNED_ALONE, every_plan, has
 from cupy_flash.plan.tuning import KERNEL_TABLES, MASKS
@@ -251,7 +251,7 @@ def test_the_matrix_has_every_row():
         if has(a, kind)
         for row in tables.get(a.name, {}).get("float32" if "32" in kind else "half", ())
     }
-    of_pairs = [row for kind in ("float16", "bfloat16") for row in pair_bias.rows_for(ARCHITECTURES["90a"], kind)]
+    of_pairs = [row for kind in ("float16", "bfloat16") for row in read_hopper.rows_for(ARCHITECTURES["90a"], kind)]
     kinds = [(a, kind) for a in ARCHITECTURES.values() for kind in KINDS if has(a, kind) and kind != "tf32"]
     alone = list(product(PLANNED_ALONE, kinds))
     shared = [row for row in rows if row[0] == "fwd_hopper"]  # a second time, with query tiles that blocks share

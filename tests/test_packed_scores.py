@@ -1,4 +1,4 @@
-"""Scores where heads of a group share a tile, as in decoding: each row has a head of its own. On the host, against the oracle."""
+"""Scores and masks where heads of a group share a tile, as in decoding: each row has a head of its own. On the host, against the oracle."""
 
 from itertools import product
 
@@ -8,7 +8,7 @@ from hand_scores import SCORES, Grid
 from score_kernels import DTYPES, given, judged
 from thinned import thinned
 
-from cupy_flash import plan_attention
+from cupy_flash import attention, plan_attention
 from cupy_flash.machine import host
 from cupy_flash.machine.machine_code import read
 from cupy_flash.plan.split import SPLIT_KEYS
@@ -32,8 +32,8 @@ def inputs(dtype, len_q, len_kv, heads=HEADS):
 def on_host(kind, lengths, options, hand):
     arch, dtype = kind
     kernel, _ = judged(dtype, options, hand, {"backend": "host", "arch": arch}, inputs_given=inputs(dtype, *lengths))
-    assert kernel.file == "fwd_v2" and kernel.config.PACK_GQA and kernel.config.SCORES != "UNCHANGED"
-    assert kernel.config.SPLIT_KV is (lengths[1] >= 2 * SPLIT_KEYS)
+    assert kernel.file == "fwd_v2" and kernel.config.PACK_GQA and (kernel.config.SCORES != "UNCHANGED" or kernel.config.TILE_LIST)
+    assert kernel.config.SPLIT_KV is (lengths[1] >= 2 * SPLIT_KEYS) and kernel.config.TILE_LIST is ("mask" in options)
 
 
 def named(asked):
@@ -61,9 +61,58 @@ def test_bias_alibi_and_a_causal_mask(asked, schedule):
     on_host(kind, (len_q, len_kv), options, hand)
 
 
+MASKS = {  # of one or several queries, and keys; some tiles of keys are seen by nobody
+    "of batch elements": lambda q_idx, kv_idx: (kv_idx < numpy.array([40, 80]).reshape(2, 1, 1, 1)) | (kv_idx > 900),
+    "of queries": lambda q_idx, kv_idx: (kv_idx + 5 * q_idx) % 7 < 4,
+    "of nothing": lambda q_idx, kv_idx: kv_idx + q_idx < 0,
+}
+WITH = {"alone": (), "causal": ("last_key",), "alibi": ("alibi_slopes",), "sinks": ("sinks",), "softcap": ("softcap",)}
+
+
+@pytest.mark.parametrize("asked", thinned(list(product(MASKS, WITH, LENGTHS, KINDS)), keep=41, first=1), ids=named)
+def test_masks(asked, schedule):
+    name, besides, (len_q, len_kv), kind = asked
+    seen = numpy.broadcast_to(MASKS[name](*numpy.ogrid[:len_q, :len_kv]), (BATCH, 1, len_q, len_kv)).copy()
+    rng = numpy.random.default_rng(2)
+    hand = {"alibi_slopes": rng.uniform(0.01, 0.2, (BATCH, HEADS)).astype(numpy.float32), "softcap": 3.0}
+    hand |= {"sinks": rng.standard_normal(HEADS).astype(numpy.float32), "last_key": len_kv - len_q}
+    hand = {name: hand[name] for name in WITH[besides]}
+    options = {"causal": True} if besides == "causal" else dict(hand)
+    on_host(kind, (len_q, len_kv), options | {"mask": seen}, hand | {"seen": seen})
+
+
+@pytest.mark.parametrize("heads", thinned([HEADS_KV, HEADS], first=1))
+def test_what_a_mask_hides_of_a_cache_is_not_read(heads):
+    """Of tiles that no query sees, keys may be anything, and what is read is what as long a cache has."""
+    length, room = 448, 1600
+    q, k, v, _ = inputs("float16", 1, room, heads)
+    k[..., length:, :] = v[..., length:, :] = numpy.nan
+    options = {"mask": "kv_idx < n[b]", "arrays": {"n": numpy.full(BATCH, length, numpy.int32)}}
+    plan = plan_attention(q, k, v, backend="host", arch="90a", **options)
+    assert plan.kernel.file == "fwd_v2" and plan.kernel.config.TILE_LIST and length % plan.kernel.config.TILE_KV == 0
+    assert plan.kernel.config.PACK_GQA is (heads > HEADS_KV) and plan.kernel.config.WARPS_KV == 4
+    got, moved = plan.counted(q, k, v, arrays=options["arrays"])
+    expected = attention(q, k[..., :length, :], v[..., :length, :])
+    numpy.testing.assert_allclose(got.astype("f4"), expected.astype("f4"), rtol=0, atol=2**-9)
+    keys = BATCH * HEADS_KV * length * (k.shape[-1] + v.shape[-1]) * 2
+    assert keys <= moved.read_bytes <= 1.1 * keys
+
+
+def test_more_queries_have_the_kernel_of_many():
+    """From a tile's rows on, fwd_hopper is faster where heads share nothing."""
+    for len_q, file in ((16, "fwd_v2"), (17, "fwd_hopper")):
+        q, k, v, _ = inputs("float16", len_q, 1600, HEADS_KV)
+        assert plan_attention(q, k, v, backend="host", arch="90a", mask="kv_idx % 3 > 0").kernel.file == file
+
+
 @pytest.mark.parametrize(
     "options",
-    [{"mask": "kv_idx % 3 > 0"}, {"dropout": 0.1, "seed": 1}, {"kernel": "fwd_hopper"}],
+    [
+        {"mask": "(kv_idx + h) % 3 > 0"},
+        {"mask": numpy.ones((HEADS, 3, 93), bool)},
+        {"dropout": 0.1, "seed": 1},
+        {"kernel": "fwd_hopper"},
+    ],
     ids=lambda options: next(iter(options)),
 )
 def test_what_asks_for_one_head_a_tile(options):

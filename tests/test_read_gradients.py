@@ -228,7 +228,7 @@ def repeated():
     return options, ("bias", "alibi_slopes", "w", "t"), bits
 
 
-@pytest.mark.release  # test_lengths_read_gradients.py asks it of sequences, and test_pair_bias.py of bwd_scores_hopper
+@pytest.mark.release  # test_lengths_read_gradients.py asks it of sequences, and test_read_hopper.py of bwd_scores_hopper
 @pytest.mark.parametrize("schedule", host.SCHEDULES)
 @pytest.mark.parametrize("arch", ["90a", "80"])
 def test_sums_repeat(arch, schedule, monkeypatch):

@@ -12,8 +12,8 @@ from .architecture import ARCHITECTURES, Architecture
 from .grouping import HOPPER_KERNELS, has_idle_warps
 from .kernel import PARAMS, KernelPlan, configure
 from .merge import merge_plan
-from .pair_bias import FILE as PAIR_BIAS
-from .pair_bias import rows_for, text_of_rows
+from .read_hopper import FILE as HOPPER
+from .read_hopper import rows_for, text_of_rows
 from .rotate import rotate_plan
 from .tuning import TileConfig, table_for
 
@@ -57,7 +57,7 @@ def every_plan(
         dtype, precision = KINDS[kind]
         if kernel not in PLANNED_ALONE:
             # Rows for few queries and for small copies may be one tile.
-            rows = (rows_for if kernel == PAIR_BIAS else partial(table_for, kernel))(architecture, dtype)
+            rows = (rows_for if kernel == HOPPER else partial(table_for, kernel))(architecture, dtype)
             plans = list(dict.fromkeys(_row_plan(kernel, architecture, dtype, precision, row) for row in rows))
             yield from plans
             if kernel in HOPPER_KERNELS:
@@ -80,7 +80,7 @@ def _ahead_plans(plans: Iterable[KernelPlan]) -> Iterator[KernelPlan]:
 
 def _row_plan(kernel: str, architecture: Architecture, dtype: str, precision: str, row: TileConfig) -> KernelPlan:
     width_v = row.width_v or row.width
-    if kernel == PAIR_BIAS:  # which is compiled for a bias alone
+    if kernel == HOPPER:  # which is compiled for a bias alone
         text = text_of_rows(dtype)
         config = configure(row, architecture, dtype, precision, row.width, width_v, expressions=text)
         return KernelPlan(kernel, architecture, config, (row.reason,), text)

@@ -19,9 +19,9 @@ from .expressions import ELEMENTS, distance_tree, written
 from .hoisting import EXACT, places_as_floats
 from .kernel import KernelPlan, configure, explicit_scores, kind_of_sinks, padded, taken_apart, text_of
 from .launch import Launch, checked
-from .pair_bias import FILE as PAIR_BIAS
-from .pair_bias import PRODUCERS, chosen_row, is_one_bias, maps_of, splits_of_units
 from .params import read_gradient_params
+from .read_hopper import FILE as HOPPER
+from .read_hopper import PRODUCERS, chosen_row, is_one_bias, maps_of, splits_of_units
 from .read_tuning import read_rows
 from .sequences import is_packed, tiles_of
 from .stored_dbias import is_of_bias
@@ -34,7 +34,7 @@ MOVED = ("q", "k", "v", "dout")
 MOST_BLOCKS = 2 * 132  # of units that blocks share: two for each multiprocessor of an H200
 # Blocks a multiprocessor, that take one unit after the other: more than run at once, so that none is waited for long. Of
 # bwd_scores_hopper one runs, and loads what the next unit takes beneath the last.
-AT_A_TIME, OF_PAIR_BIAS = 8, 1
+AT_A_TIME, OF_HOPPER = 8, 1
 ONE = Literal(1.0)
 FLAGS = ("of_query", "of_key", "of_distance", "gathered", "scattered", "by_score", "clamped")  # of a part, which its text states
 
@@ -86,7 +86,7 @@ def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) ->
     p, architecture, expressions = problem.forward, backward.architecture, _text(problem, part, backward)
     row, why_kernel = chosen_row(problem, part, architecture, expressions)
     if row is not None:
-        file = PAIR_BIAS
+        file = HOPPER
         if is_one_bias(problem, part):  # of which a softcap, which comes before, asks nothing: so scores are only something more
             of_pair = _text(replace(problem, forward=replace(p, softcap=None)), part, backward)
             expressions = replace(of_pair, constants=(*of_pair.constants, ("ONE_BIAS", "true")))
@@ -96,7 +96,7 @@ def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) ->
         crowded = expressions.pressure in (Pressure.SEVERAL, Pressure.MANY) or p.scores.dropout is not None
         rows, width = read_rows(architecture.name, p.dtype, crowded), padded(max(p.dim, p.dim_v))
         row = replace(row_for(FILE, architecture, p.dtype, width, p.len_q, copy_bytes, rows=rows), width=width)
-    explicit, _ = explicit_scores(p, expressions, unless_large=file == PAIR_BIAS)
+    explicit, _ = explicit_scores(p, expressions, unless_large=file == HOPPER)
     kernel = KernelPlan(
         file=file,
         architecture=architecture,
@@ -183,7 +183,7 @@ def _units(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan) -> 
     else:  # blocks share out query tiles, and each takes the key tiles that one sees
         walked = tiles_of(p, c.TILE_Q, "q") if is_packed(p, "q") and summed > 1 else summed * query_tiles
     walked *= part.heads_summed
-    if kernel.file == PAIR_BIAS:
+    if kernel.file == HOPPER:
         return units, splits_of_units(units, walked)
     return units, max(1, min(walked, MOST_BLOCKS // max(units, 1)))
 
@@ -203,9 +203,9 @@ def _launches(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan, 
     }
     if problem.zero or not (problem.forward.len_q and problem.forward.len_kv and part.elements):
         blocks = dict.fromkeys(blocks, 0)  # the gradient is what it is allocated as, 0
-    if kernel.file == PAIR_BIAS:
-        blocks = {entry: blocks[entry.replace(PAIR_BIAS, FILE)] for entry in kernel.entries}
-    in_turn = {FILE: AT_A_TIME, PAIR_BIAS: OF_PAIR_BIAS}
+    if kernel.file == HOPPER:
+        blocks = {entry: blocks[entry.replace(HOPPER, FILE)] for entry in kernel.entries}
+    in_turn = {FILE: AT_A_TIME, HOPPER: OF_HOPPER}
     return tuple(checked(Launch(entry, blocks[entry], shared, in_turn.get(entry))) for entry, shared in kernel.entries.items())
 
 
@@ -213,7 +213,7 @@ def _parts(part: ReadGradient, kernel: KernelPlan, splits: int) -> int:
     """How many partial sums each element of a unit has, as ``kernels_cu/tile/element_sums.cuh`` makes them; 0 is none."""
     if part.scattered or (part.of_query and part.of_key and splits == 1):
         return 0
-    return splits if part.of_query or part.of_distance else splits * (kernel.config.WARPS - PRODUCERS * (kernel.file == PAIR_BIAS))
+    return splits if part.of_query or part.of_distance else splits * (kernel.config.WARPS - PRODUCERS * (kernel.file == HOPPER))
 
 
 def _sums_of_unit(part: ReadGradient, kernel: KernelPlan) -> int:

@@ -1,4 +1,4 @@
-"""Where bwd_scores_hopper computes the gradient of a bias: its tiles, its tensor maps, and how many blocks share a unit of it."""
+"""Where bwd_scores_hopper computes the gradient of what scores read: its tiles, its tensor maps, and blocks that share a unit."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def chosen_row(
     width = padded(max(p.dim, p.dim_v))
     if not one_bias:
         whole = part.of_distance or (part.of_query and part.of_key)  # sums of all pairs of a tile, and not of its rows or columns
-        crowded = whole and expressions.kind == "EXPRESSION" or expressions.pressure in (Pressure.SEVERAL, Pressure.MANY)
+        crowded = (whole and expressions.kind == "EXPRESSION") or expressions.pressure in (Pressure.SEVERAL, Pressure.MANY)
         row = next(row for row in (CROWDED_ROWS if crowded else WALKING_ROWS) if row.width >= width)
         return replace(row, width=width), ""
     # The kernel gets the bias as the backward does, with the batch axes of all arrays merged, and ldmatrix moves 16 bits.

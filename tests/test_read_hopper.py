@@ -13,8 +13,8 @@ from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.judge.compare_gradients import compare_gradients
 from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.machine import host
-from cupy_flash.plan import pair_bias
-from cupy_flash.plan.pair_bias import MULTIPROCESSORS, splits_of_units
+from cupy_flash.plan import read_hopper
+from cupy_flash.plan.read_hopper import MULTIPROCESSORS, splits_of_units
 
 pytestmark = pytest.mark.usefixtures("poisoned_results")
 
@@ -93,7 +93,7 @@ OTHERS = [
 @pytest.mark.parametrize("case", thinned(OTHERS, keep=4), ids=str)
 def test_a_bias_that_lanes_read(case, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
-    monkeypatch.setattr(pair_bias, "MULTIPROCESSORS", 3)  # so that blocks take several units, and none shares one
+    monkeypatch.setattr(read_hopper, "MULTIPROCESSORS", 3)  # so that blocks take several units, and none shares one
     plan = judged(case)
     config = kernel_of(plan).config
     assert not config.STAGED_BIAS and "partials" not in plan.workspace.names
@@ -101,8 +101,6 @@ def test_a_bias_that_lanes_read(case, schedule, monkeypatch):
 
 
 WHY_NOT = {
-    "scores become something more": case(alibi="heads"),
-    "the bias lacks an axis of queries or of keys": case(bias="keys"),
     "no TMA: rows of q start -128 bytes apart, backwards": case(layout="negative"),
     "no TMA: rows of q start 40 bytes apart, not a multiple of 16": case(dim=20),
 }
@@ -158,7 +156,7 @@ def test_masked_pairs_give_nothing_whatever_their_keys_hold():
 
 def test_what_is_moved_is_counted(monkeypatch):
     """Of each batch element and head, Q, dO, K and V for each pair of tiles; the bias once, whatever shares it; and statistics."""
-    monkeypatch.setattr(pair_bias, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(read_hopper, "MULTIPROCESSORS", 1)
     whole = case(len_q=256, len_kv=384, dim=64, heads_kv=4, batch=(5,))
     plan, given, operands = planned(whole)
     alone = plan_attention_backward(*given, **operands, backend="host", arch="90a")
@@ -181,13 +179,13 @@ def test_units_are_split_so_that_all_blocks_end_together():
     assert splits_of_units(1, 1000) <= MULTIPROCESSORS and splits_of_units(1, 30) <= 30  # no more parts than there are steps
     for side in (256, 384, 512, 640, 768, 1024):  # pairs of residues, with 4 heads
         splits, rest = idle(4 * (side // 128) ** 2, side)
-        assert rest <= 0.15 and splits * 4 * (side // 128) ** 2 <= pair_bias.MOST_ROUNDS * MULTIPROCESSORS
+        assert rest <= 0.15 and splits * 4 * (side // 128) ** 2 <= read_hopper.MOST_ROUNDS * MULTIPROCESSORS
 
 
 def test_no_row_holds_more_than_a_multiprocessor_does():
     plan, *_ = planned(case())
     kernel = kernel_of(plan)
-    for row in pair_bias.ROWS:
+    for row in read_hopper.ROWS:
         knobs = {name.upper(): getattr(row, name) for name in ("width", "tile_q", "tile_kv", "stages", "staged_bias")}
         assert replace(kernel, config=replace(kernel.config, **knobs)).shared_bytes <= kernel.architecture.shared_bytes
     assert re.search(r"\n  bwd_scores_hopper \d+ blocks, at most 1 a multiprocessor, one tile after the other, ", str(plan))
