@@ -1,9 +1,10 @@
-"""Scores and masks where heads of a group share a tile, as in decoding: each row has a head of its own. On the host, against the oracle."""
+"""Scores and masks where heads of a group share a tile, as in decoding: each row has its own. On the host, against the oracle."""
 
 from itertools import product
 
 import numpy
 import pytest
+from few_queries import BATCH, HEADS, HEADS_KV, LENGTHS, MASKS, WITH, inputs, masked
 from hand_scores import SCORES, Grid
 from score_kernels import DTYPES, given, judged
 from thinned import thinned
@@ -13,20 +14,12 @@ from cupy_flash.machine import host
 from cupy_flash.machine.machine_code import read
 from cupy_flash.plan.split import SPLIT_KEYS
 
-BATCH, HEADS, HEADS_KV, DIM = 2, 6, 2, 40
 KINDS = [("75", "float16"), ("80", "bfloat16"), ("90a", "float16"), ("80", "float32")]
-LENGTHS = [(1, 93), (7, 93), (3, 2 * SPLIT_KEYS + 37)]
 
 
 @pytest.fixture(params=thinned(host.SCHEDULES))
 def schedule(request, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
-
-
-def inputs(dtype, len_q, len_kv, heads=HEADS):
-    rng = numpy.random.default_rng(0)
-    shapes = (heads, len_q), (HEADS_KV, len_kv), (HEADS_KV, len_kv), (heads, len_q)
-    return [rng.standard_normal((BATCH, *shape, DIM)).astype(DTYPES[dtype]) for shape in shapes]
 
 
 def on_host(kind, lengths, options, hand):
@@ -61,24 +54,10 @@ def test_bias_alibi_and_a_causal_mask(asked, schedule):
     on_host(kind, (len_q, len_kv), options, hand)
 
 
-MASKS = {  # of one or several queries, and keys; some tiles of keys are seen by nobody
-    "of batch elements": lambda q_idx, kv_idx: (kv_idx < numpy.array([40, 80]).reshape(2, 1, 1, 1)) | (kv_idx > 900),
-    "of queries": lambda q_idx, kv_idx: (kv_idx + 5 * q_idx) % 7 < 4,
-    "of nothing": lambda q_idx, kv_idx: kv_idx + q_idx < 0,
-}
-WITH = {"alone": (), "causal": ("last_key",), "alibi": ("alibi_slopes",), "sinks": ("sinks",), "softcap": ("softcap",)}
-
-
 @pytest.mark.parametrize("asked", thinned(list(product(MASKS, WITH, LENGTHS, KINDS)), keep=41, first=1), ids=named)
 def test_masks(asked, schedule):
-    name, besides, (len_q, len_kv), kind = asked
-    seen = numpy.broadcast_to(MASKS[name](*numpy.ogrid[:len_q, :len_kv]), (BATCH, 1, len_q, len_kv)).copy()
-    rng = numpy.random.default_rng(2)
-    hand = {"alibi_slopes": rng.uniform(0.01, 0.2, (BATCH, HEADS)).astype(numpy.float32), "softcap": 3.0}
-    hand |= {"sinks": rng.standard_normal(HEADS).astype(numpy.float32), "last_key": len_kv - len_q}
-    hand = {name: hand[name] for name in WITH[besides]}
-    options = {"causal": True} if besides == "causal" else dict(hand)
-    on_host(kind, (len_q, len_kv), options | {"mask": seen}, hand | {"seen": seen})
+    name, besides, lengths, kind = asked
+    on_host(kind, lengths, *masked(name, besides, *lengths))
 
 
 @pytest.mark.parametrize("heads", thinned([HEADS_KV, HEADS], first=1))

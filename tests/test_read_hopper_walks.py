@@ -1,12 +1,10 @@
 """Gradients of what scores read by bwd_scores_hopper, whose blocks go through the pairs of tiles of a unit, on the host."""
 
-from itertools import product
-
 import numpy
 import pytest
-from hand_scores import SCORES, Grid
 from score_kernels import DTYPES, given, judged
 from thinned import thinned
+from walked_units import ASKED, BATCH, BESIDES, GRID, HEADS, HEADS_KV, LEN_KV, LEN_Q, SLOPES, inputs
 
 from cupy_flash import attention, plan_attention_backward
 from cupy_flash.call.backward import BackwardPlan
@@ -14,30 +12,6 @@ from cupy_flash.machine import host
 from cupy_flash.plan import read_hopper
 
 pytestmark = pytest.mark.usefixtures("poisoned_results")
-
-BATCH, HEADS, HEADS_KV, LEN_Q, LEN_KV = 2, 4, 2, 150, 270  # two tiles of queries and three of keys, off every edge
-GRID = Grid.of((BATCH,), HEADS, HEADS_KV, LEN_Q, LEN_KV)
-READ = [example for example in SCORES if given(example)[1].arrays]
-SLOPES = numpy.random.default_rng(1).uniform(0.01, 0.2, (BATCH, HEADS)).astype(numpy.float32)
-SEEN = numpy.random.default_rng(2).random((BATCH, 1, LEN_Q, LEN_KV)) < 0.7
-
-
-def inputs(dtype, dim):
-    rng = numpy.random.default_rng(0)
-    shapes = (HEADS, LEN_Q), (HEADS_KV, LEN_KV), (HEADS_KV, LEN_KV), (HEADS, LEN_Q)
-    return [rng.standard_normal((BATCH, *shape, dim)).astype(DTYPES[dtype]) for shape in shapes]
-
-
-BESIDES = {  # options, and what they mean
-    "alone": ({}, {}),
-    "causal": ({"causal": True}, {"last_key": LEN_KV - LEN_Q}),
-    "mask": ({"mask": SEEN}, {"seen": SEEN}),
-    "window, slopes": (
-        {"window": (60, 20), "alibi_slopes": SLOPES},
-        {"first_key": LEN_KV - LEN_Q - 60, "last_key": LEN_KV - LEN_Q + 20, "alibi_slopes": SLOPES},
-    ),
-}
-ASKED = list(product(READ, BESIDES, (40, 64, 128, 256), ("float16", "bfloat16")))
 
 
 def name_of(asked):
