@@ -1,4 +1,4 @@
-"""Gradients of what scores read, where blocks go through the tiles of a unit, and masks of few queries, by the kernels of a device."""
+"""Gradients of what scores read, whose blocks go through the tiles of a unit, and masks of few queries, by kernels of a device."""
 
 import few_queries
 import numpy
@@ -10,7 +10,9 @@ from cupy_flash import attention, attention_backward, plan_attention, plan_atten
 
 cupy = pytest.importorskip("cupy")
 
-HOPPER = int(cupy.cuda.Device().compute_capability) == 90
+
+def is_hopper():
+    return int(cupy.cuda.Device().compute_capability) == 90
 
 
 def on_device(dtype, options, hand, wrt, inputs):
@@ -53,28 +55,25 @@ def test_a_mask_of_a_long_cache():
         assert abs(out[i] - expected).max() <= 2**-9
 
 
+TABLES = {  # by what a score adds or multiplies
+    "score * t[h]": (4,),
+    "score + t[h, max(-40, min(40, kv_idx - q_idx)) + 40]": (4, 81),
+    "score + t[h, kv_idx]": (4, 2100),
+    "score + t[h, q_idx] * kv_idx / 999": (4, 2100),
+}
+
+
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    "score",
-    [
-        "score * t[h]",
-        "score + t[h, max(-40, min(40, kv_idx - q_idx)) + 40]",
-        "score + t[h, kv_idx]",
-        "score + t[h, q_idx] * kv_idx / 999",
-    ],
-)
-def test_many_tiles_have_the_sums_of_another_kernel_and_the_same_bits(score, causal):
-    """Of several thousand rows; 30 times, beside what float32 has of rounded inputs, by kernels of mma.sync."""
+@pytest.mark.parametrize("score", TABLES)
+def test_sums_of_many_tiles(score, causal):
+    """Thirty times the same bits, and the sums that kernels of mma.sync make of the same numbers in float32."""
     rng = numpy.random.default_rng(0)
     q, k, v, dout = (cupy.asarray(rng.standard_normal((2, 4, 2100, 64)), cupy.float16) for _ in range(4))
-    shape = {"score * t[h]": (4,), "score + t[h, kv_idx]": (4, 2100), "score + t[h, q_idx] * kv_idx / 999": (4, 2100)}.get(
-        score, (4, 81)
-    )
-    arrays = {"t": cupy.asarray(rng.standard_normal(shape), cupy.float32)}
+    arrays = {"t": cupy.asarray(rng.standard_normal(TABLES[score]), cupy.float32)}
     options = {"score": score, "arrays": arrays, "causal": causal}
     given_ = (dout, q, k, v, *attention(q, k, v, return_lse=True, **options))
     plan = plan_attention_backward(*given_, wrt="t", **options)
-    assert plan.kernels[1].file == ("bwd_scores_hopper" if HOPPER else "bwd_scores")
+    assert plan.kernels[1].file == ("bwd_scores_hopper" if is_hopper() else "bwd_scores")
     found = [plan(*given_, arrays=arrays).darrays["t"] for _ in range(30)]
     assert len({x.get().tobytes() for x in found}) == 1 and found[0].any()
     wide = [x.astype(cupy.float32) for x in given_[:5]]
@@ -85,4 +84,4 @@ def test_many_tiles_have_the_sums_of_another_kernel_and_the_same_bits(score, cau
 def test_a_plan_tells_what_few_queries_have():
     q, k = cupy.zeros((2, 8, 1, 64), cupy.float16), cupy.zeros((2, 8, 4096, 64), cupy.float16)
     plan = plan_attention(q, k, k, mask="kv_idx % 3 > 0")
-    assert (plan.kernel.file == "fwd_v2" and "few queries of which pairs are masked" in str(plan)) or not HOPPER
+    assert (plan.kernel.file == "fwd_v2" and "few queries of which pairs are masked" in str(plan)) or not is_hopper()
