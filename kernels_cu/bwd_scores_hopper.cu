@@ -53,6 +53,10 @@ constexpr int RING_BARRIERS = STATS_OFFSET + STATS_BYTES;
 constexpr int BIAS_BARRIERS = RING_BARRIERS + STAGES * STAGE_BARRIERS;
 constexpr int SHARED_BYTES = BIAS_BARRIERS + STAGED_BIAS * STAGE_BARRIERS;
 
+KERNEL(THREADS, 1) bwd_scores_hopper_clear(GRID_CONSTANT HopperScoreGradientParams p) {
+  for_elements(p, [&](i64 i) { write(p.sums + i, 0.f); });
+}
+
 KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) {
   const SharedAddress smem = shared_memory(), stats_smem = smem + STATS_OFFSET;
   const int warp = int(uniform(u32(warp_id())));
@@ -203,10 +207,6 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
   if constexpr (ONE_BIAS) for_parts(p, sum_one_bias);
   else for_parts(p, sum_reads);
   if (group == 0) wait_pingpong<ORDER>(group);                // without it the last one's arrival is left over
-}
-
-KERNEL(THREADS, 1) bwd_scores_hopper_clear(GRID_CONSTANT HopperScoreGradientParams p) {
-  for_elements(p, [&](i64 i) { write(p.sums + i, 0.f); });
 }
 
 KERNEL(THREADS, 1) bwd_scores_hopper_add(GRID_CONSTANT HopperScoreGradientParams p) {

@@ -158,7 +158,7 @@ def config_of(q=(4, 1, 64), kv=(2, 100, 64), dtype="float16", arch="80", **optio
         ({"arch": "75"}, 4),
         ({"arch": "75", "q": (4, 1, 256), "kv": (2, 100, 256)}, 1),  # 64 KB of it
         ({"alibi_slopes": np.zeros(4, np.float32)}, 4),
-        ({"mask": np.ones((4, 1, 100), bool)}, 1),
+        ({"mask": np.ones((4, 1, 100), bool)}, 4),
         ({"dropout": 0.5, "seed": 0}, 1),
         ({"q": (1, 4, 1, 64), "kv": (1, 2, 100, 64), "seqlens_kv": np.array([7])}, 4),
         ({"q": (1, 4, 1, 64), "kv": (1, 2, 100, 64), "seqlens_q": np.array([1])}, 1),
