@@ -9,10 +9,10 @@ BATCH, HEADS, HEADS_KV, DIM = 2, 6, 2, 40
 LENGTHS = [(1, 93), (7, 93), (3, 2 * SPLIT_KEYS + 37)]
 
 
-def inputs(dtype, len_q, len_kv, heads=HEADS):
+def inputs(dtype, len_q, len_kv, heads=HEADS, dim=DIM):
     rng = numpy.random.default_rng(0)
     shapes = (heads, len_q), (HEADS_KV, len_kv), (HEADS_KV, len_kv), (heads, len_q)
-    return [rng.standard_normal((BATCH, *shape, DIM)).astype(DTYPES[dtype]) for shape in shapes]
+    return [rng.standard_normal((BATCH, *shape, dim)).astype(DTYPES[dtype]) for shape in shapes]
 
 
 MASKS = {  # of one or several queries, and keys; some tiles of keys are seen by nobody

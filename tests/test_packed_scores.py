@@ -60,6 +60,18 @@ def test_masks(asked, schedule):
     on_host(kind, lengths, *masked(name, besides, *lengths))
 
 
+@pytest.mark.parametrize("name", thinned(WITH, keep=5, first=2))
+@pytest.mark.parametrize("dtype", thinned(["float16", "bfloat16"]))
+def test_masks_of_more_rows_than_a_warp_has(dtype, name):
+    """On sm_90a in wide tiles of keys, of which lists name some."""
+    lengths = LENGTHS[1][0], LENGTHS[2][1]
+    options, hand = masked("of batch elements", name, *lengths)
+    given_ = inputs(dtype, *lengths, dim=128)
+    kernel, _ = judged(dtype, options, hand, {"backend": "host", "arch": "90a"}, inputs_given=given_)
+    tiles = kernel.config.TILE_Q, kernel.config.TILE_KV, kernel.config.WARPS_KV
+    assert kernel.file == "fwd_v2" and kernel.config.PACK_GQA and kernel.config.TILE_LIST and tiles == (64, 64, 1)
+
+
 @pytest.mark.parametrize("heads", thinned([HEADS_KV, HEADS], first=1))
 def test_what_a_mask_hides_of_a_cache_is_not_read(heads):
     """Of tiles that no query sees, keys may be anything, and what is read is what as long a cache has."""

@@ -32,11 +32,12 @@ KINDS = [(name, besides, lengths) for name in few_queries.MASKS for besides in f
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dim", [few_queries.DIM, 128])
 @pytest.mark.parametrize("asked", KINDS, ids=lambda asked: "-".join(map(str, asked)))
-def test_masks_of_few_queries(asked, dtype):
+def test_masks_of_few_queries(asked, dim, dtype):
     name, besides, lengths = asked
     options, hand = few_queries.masked(name, besides, *lengths)
-    forward, _ = on_device(dtype, options, hand, (), few_queries.inputs(dtype, *lengths))
+    forward, _ = on_device(dtype, options, hand, (), few_queries.inputs(dtype, *lengths, dim=dim))
     assert forward.file == "fwd_v2" and forward.config.PACK_GQA and forward.config.TILE_LIST
 
 
