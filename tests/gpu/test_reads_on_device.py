@@ -1,5 +1,7 @@
 """Gradients of what scores read, whose blocks go through the tiles of a unit, and masks of few queries, by kernels of a device."""
 
+from itertools import product
+
 import few_queries
 import numpy
 import pytest
@@ -28,7 +30,7 @@ def test_arrays_of_scores(asked):
     on_device(dtype, options, hand | {"score": score}, tuple(score.arrays), walked_units.inputs(dtype, dim))
 
 
-KINDS = [(name, besides, lengths) for name in few_queries.MASKS for besides in few_queries.WITH for lengths in few_queries.LENGTHS][::2]
+KINDS = list(product(few_queries.MASKS, few_queries.WITH, few_queries.LENGTHS))[::2]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
