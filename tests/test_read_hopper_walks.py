@@ -4,9 +4,9 @@ import numpy
 import pytest
 from score_kernels import DTYPES, given, judged
 from thinned import thinned
-from walked_units import ASKED, BATCH, BESIDES, GRID, HEADS, HEADS_KV, LEN_KV, LEN_Q, SLOPES, inputs
+from walked_units import ASKED, BATCH, BESIDES, GRID, HEADS, HEADS_KV, LEN_KV, LEN_Q, SEEN, SLOPES, inputs
 
-from cupy_flash import attention, plan_attention_backward
+from cupy_flash import attention, attention_backward, plan_attention_backward
 from cupy_flash.call.backward import BackwardPlan
 from cupy_flash.machine import host
 from cupy_flash.plan import read_hopper
@@ -100,18 +100,39 @@ def test_however_many_blocks_there_are(name, causal, monkeypatch):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_what_is_moved_is_counted(causal):
+def test_what_is_moved_is_counted(causal, monkeypatch):
     """Of each pair of tiles that the mask shows Q, dO, K and V, and statistics; of the rest nothing."""
+    monkeypatch.setattr(read_hopper, "MULTIPROCESSORS", 1)  # so that a block goes through all tiles of a unit
     shape, tile = (BATCH, HEADS, 384, 64), 128
     q, k, v, dout = (numpy.random.default_rng(i).standard_normal(shape).astype(numpy.float16) for i in range(4))
     options = {"alibi_slopes": SLOPES, "causal": causal}
     given_ = (dout, q, k, v, *attention(q, k, v, return_lse=True, **options))
     plan, alone = (plan_attention_backward(*given_, wrt=wrt, backend="host", arch="90a", **options) for wrt in ("alibi_slopes", ()))
-    both, without = (made.counted(*given_, alibi_slopes=SLOPES)[1] for made in (plan, alone))
+    plan = BackwardPlan(plan.problem, plan.kernel)  # of so many blocks
+    (gradients, both), (_, without) = (made.counted(*given_, alibi_slopes=SLOPES) for made in (plan, alone))
+    expected = attention_backward(*given_, wrt="alibi_slopes", **options).dalibi_slopes
+    assert abs(gradients.dalibi_slopes - expected).max() <= 2**-12 * abs(expected).max()
     pairs = BATCH * HEADS * (6 if causal else 9)
     moved = pairs * (4 * tile * 64 * 2 + 2 * tile * 4)
     assert moved <= both.read_bytes - without.read_bytes <= 1.2 * moved  # slopes and partial sums besides
     assert both.flops - without.flops == pairs * tile * tile * 64 * 2 * 2
+
+
+@pytest.mark.parametrize("score", thinned(["score * t[h]", "score + t[h] * (q_idx - kv_idx)", "score * sigmoid(score - t[h])"]))
+def test_what_keys_hold_that_are_masked_reaches_nothing(score):
+    """Nor what queries hold whose pairs are all masked; of both a pair may be in the middle of a tile."""
+    q, k, v, dout = inputs("float16", 64)
+    seen = SEEN.copy()
+    seen[..., 131], seen[..., 77, :] = False, False
+    arrays = {"t": numpy.linspace(0.5, 1, HEADS, dtype=numpy.float32)}
+    options = {"score": score, "mask": seen, "wrt": "t"}
+    out, lse = attention(q, k, v, score=score, mask=seen, arrays=arrays, return_lse=True)
+    expected = attention_backward(dout, q, k, v, out, lse, arrays=arrays, **options).darrays["t"]
+    k[..., 131, :] = v[..., 131, :] = numpy.nan
+    plan = plan_attention_backward(dout, q, k, v, out, lse, arrays=arrays, backend="host", arch="90a", **options)
+    assert plan.kernels[1].file == "bwd_scores_hopper"
+    got = plan(dout, q, k, v, out, lse, arrays=arrays, mask=seen).darrays["t"]
+    assert abs(got - expected).max() <= 2**-9 * abs(expected).max()
 
 
 WHY_NOT = {

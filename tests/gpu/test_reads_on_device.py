@@ -43,12 +43,13 @@ def test_masks_of_few_queries(asked, dim, dtype):
     assert forward.file == "fwd_v2" and forward.config.PACK_GQA and forward.config.TILE_LIST
 
 
-def test_a_mask_of_a_long_cache():
+@pytest.mark.parametrize("queries", [1, 30])  # of four heads: a part of a tile, or two tiles
+def test_a_mask_of_a_long_cache(queries):
     """Blocks share the keys that it leaves, of which there are more than a word of a list names."""
     rng = numpy.random.default_rng(0)
     q, k, v = (
         cupy.asarray(rng.standard_normal((4, heads, rows, 128)).astype(numpy.float16))
-        for heads, rows in ((16, 1), (4, 9000), (4, 9000))
+        for heads, rows in ((16, queries), (4, 9000), (4, 9000))
     )
     n = cupy.asarray(numpy.array([9000, 5000, 1, 0], numpy.int32))
     k[1, :, 5056:], v[1, :, 5056:] = numpy.nan, numpy.nan  # tiles that nobody sees
