@@ -185,7 +185,7 @@ def test_units_are_split_so_that_all_blocks_end_together():
 def test_no_row_holds_more_than_a_multiprocessor_does():
     plan, *_ = planned(case())
     kernel = kernel_of(plan)
-    for row in read_hopper.ROWS:
+    for row in (*read_hopper.ROWS, *read_hopper.WALKING_ROWS, *read_hopper.CROWDED_ROWS):
         knobs = {name.upper(): getattr(row, name) for name in ("width", "tile_q", "tile_kv", "stages", "staged_bias")}
         assert replace(kernel, config=replace(kernel.config, **knobs)).shared_bytes <= kernel.architecture.shared_bytes
     assert re.search(r"\n  bwd_scores_hopper \d+ blocks, at most 1 a multiprocessor, one tile after the other, ", str(plan))

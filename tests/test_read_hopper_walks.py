@@ -148,6 +148,16 @@ WHY_NOT = {
 }
 
 
+@pytest.mark.parametrize("window, file", [((64, 0), "bwd_scores"), ((1024, 0), "bwd_scores_hopper"), (None, "bwd_scores_hopper")])
+def test_tiles_that_a_window_hides_are_not_passed_by_one_after_the_other(window, file):
+    q, lse = numpy.zeros((1, 1, 8192, 64), numpy.float16), numpy.zeros((1, 1, 8192), numpy.float32)
+    options = {"window": window, "backend": "host", "arch": "90a"}
+    slopes = {"alibi_slopes": SLOPES[:1, :1]}
+    assert plan_attention_backward(q, q, q, q, q, lse, **slopes, wrt="alibi_slopes", **options).kernels[1].file == file
+    bias = {"bias": numpy.zeros((8192, 8), numpy.float16)[:, :1]}  # of queries and one key: of one number for each
+    assert plan_attention_backward(q, q, q, q, q, lse, **bias, wrt="bias", **options).kernels[1].file == file
+
+
 @pytest.mark.parametrize("why_not", WHY_NOT)
 def test_a_plan_says_why_another_kernel_computes_it(why_not):
     q, k, v, dout = inputs("float16", 64)

@@ -94,7 +94,7 @@ def packing_of(problem: Problem) -> Packing:
 
 
 def _tells_heads_apart(problem: Problem) -> bool:
-    """Whether a kernel finds the scores of each row's own head: fwd_v2 does, but no tiles that each sees, and no dropout."""
+    """Whether a kernel finds the scores of each row's own head: fwd_v2 does, but not which tiles each sees, nor its dropout."""
     _, heads = told_apart(problem.scores, math.prod(problem.batch), problem.heads_q)
     if (problem.scores.masks_pairs and heads > 1) or problem.scores.dropout is not None:
         return False

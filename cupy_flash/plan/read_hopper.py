@@ -44,6 +44,7 @@ CROWDED_ROWS = (
 )
 ROWS = STAGED_ROWS + OTHER_ROWS
 PRODUCERS = 4  # warps that load
+MOST_HIDDEN = 8  # tiles for each that is seen: by an estimate, a block takes 1,500 cycles for that, and 100 or more for a hidden one
 ELEMENTS = {"float16": "half_t", "bfloat16": "bfloat_t"}  # as ``kernels_cu/tile/element.cuh`` has them
 
 
@@ -78,6 +79,8 @@ def chosen_row(
         why_not = "which element a pair reads depends on its score"
     elif p.lengths is not None and not one_bias:
         why_not = "sequences have lengths of their own, and it is of no bias alone"
+    elif not (part.of_query and part.of_key) and _hides_most(p):
+        why_not = "a window hides most tiles of a unit, which its blocks would pass by one after the other"
     if why_not:
         return None, f"not {FILE}: {why_not}"
     width = padded(max(p.dim, p.dim_v))
@@ -90,6 +93,15 @@ def chosen_row(
     staged = p.scores.bias.dtype in ELEMENTS and not obstacle(p.batch, _layouts(problem, part), ("bias",))
     row = next(row for row in (STAGED_ROWS if staged else OTHER_ROWS) if row.width >= width)
     return replace(row, width=width), ""
+
+
+def _hides_most(problem: Problem) -> bool:
+    """Whether the mask of one interval hides so many tiles that to pass them by takes about as long as to compute the others."""
+    if problem.mask.shape != "window":
+        return False
+    rows = 128  # of the widest tiles
+    seen = int(problem.mask.tiles_of_keys(rows, rows).sum())
+    return -(-problem.len_q // rows) * -(-problem.len_kv // rows) > (1 + MOST_HIDDEN) * seen
 
 
 def _adds_bias_alone(problem: Problem) -> bool:
