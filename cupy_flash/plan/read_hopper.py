@@ -44,7 +44,7 @@ CROWDED_ROWS = (
 )
 ROWS = STAGED_ROWS + OTHER_ROWS
 PRODUCERS = 4  # warps that load
-MOST_HIDDEN = 8  # tiles for each that is seen: by an estimate, a block takes 1,500 cycles for that, and 100 or more for a hidden one
+MOST_HIDDEN = 8  # tiles for each that is seen: by an estimate, a block takes 1,500 cycles for that, and 100 for a hidden one
 ELEMENTS = {"float16": "half_t", "bfloat16": "bfloat_t"}  # as ``kernels_cu/tile/element.cuh`` has them
 
 
