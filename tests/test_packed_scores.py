@@ -124,7 +124,7 @@ def test_keys_are_read_once_for_a_group():
 
 
 ARCHITECTURES = ("75", "80", "86", "90a", "100", "120")
-COMPILED = list(product(ARCHITECTURES, ("float16", "float32"), (64, 128, 192, 256), ("alibi", "bias", "all")))
+COMPILED = list(product(ARCHITECTURES, ("float16", "float32"), (64, 128, 192, 256), ("alibi", "bias", "all", "mask", "all, mask")))
 
 
 @pytest.mark.parametrize("asked", thinned(COMPILED, keep=98, first=53), ids=lambda asked: "-".join(map(str, asked)))
@@ -136,7 +136,9 @@ def test_they_compile_without_spills(asked):
     slopes = {"alibi_slopes": numpy.ones(8, numpy.float32)}
     bias = {"bias": numpy.zeros((8, 4, 2048), DTYPES[dtype])}
     level = {"score": "score * sigmoid(score - level[h])", "arrays": {"level": numpy.ones(8, numpy.float32)}}
-    options = {"alibi": slopes, "bias": bias, "all": slopes | bias | level | {"softcap": 9.0, "causal": True}}[what]
+    every = slopes | bias | level | {"softcap": 9.0, "causal": True}
+    mask = {"mask": numpy.ones((4, 2048), bool)}
+    options = {"alibi": slopes, "bias": bias, "all": every, "mask": mask, "all, mask": every | mask}[what]
     kernel = plan_attention(q, k, k, backend="host", arch=arch, **options).kernel
     assert kernel.file == "fwd_v2" and kernel.config.PACK_GQA is not (dtype == "float32" and dim > 128)
     if kernel.config.PACK_GQA:
