@@ -207,6 +207,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   finalize(softmax, o_reg, lse);
   if constexpr (DROPOUT) scale(o_reg, dropout.scale);
   if constexpr (WARPS_KV > 1) {
+    if constexpr (!Q_IN_REGISTERS) wait_for_copies<0>();      // without it queries that see no key may arrive over their own state
     leave_state(smem, o_reg, lse, seq.q.len() - warp_row);
     sync_block();                                             // without it states of slower warps are missing
     merge_states(p, here, seq, is_whole, REGION_BYTES);

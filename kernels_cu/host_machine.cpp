@@ -6,7 +6,11 @@
 
 namespace host {
 
-struct Copy { void* dst; const void* src; int bytes; };         // src = null: zeros
+struct Copy {
+  char* dst;
+  const void* src;                                              // null: zeros
+  int bytes;
+};
 struct Store { void* dst; int bytes; char value[LARGEST_STORE]; };
 struct Product {
   void* result;
@@ -29,6 +33,12 @@ struct Pending {
   std::vector<std::function<void()>> async_sums = {};         // neither
   std::vector<Product> running = {}, complete = {};           // products, oldest first; complete ones have not been named by a wait
 
+  // Whether a copy that nobody has waited for may still arrive in these bytes.
+  bool arrives_in(const char* first, int bytes) const {
+    const auto is_there = [=](const Copy& c) { return c.dst < first + bytes && first < c.dst + c.bytes; };
+    const auto is_among = [=](const std::vector<Copy>& copies) { return std::any_of(copies.begin(), copies.end(), is_there); };
+    return is_among(open) || std::any_of(groups.begin(), groups.end(), is_among);
+  }
   // What the registers at `result` will hold when all products started for them are waited for, or null.
   std::shared_ptr<char[]> sum_at(const void* result) const {
     std::shared_ptr<char[]> sum;
@@ -45,17 +55,22 @@ static void perform(const Copy& c) {
 }
 
 void Warp::copy_async(void* dst, const void* src, int bytes) {
+  const Copy copy{static_cast<char*>(dst), src, bytes};
   if (src) counts.read_bytes += bytes;
-  if (block->schedule == EAGER) perform({dst, src, bytes});
-  else pending->open.push_back({dst, src, bytes});
+  if (block->schedule == EAGER) perform(copy);
+  pending->open.push_back(copy);
 }
 void Warp::commit_copies() { pending->groups.push_back(std::move(pending->open)); pending->open.clear(); }
 void Warp::wait_for_copies(int most) {
   for (auto& groups = pending->groups; int(groups.size()) > most; groups.erase(groups.begin()))
-    for (const Copy& copy : groups.front()) perform(copy);
+    for (const Copy& copy : groups.front())
+      if (block->schedule == DEFERRED) perform(copy);
 }
 void Warp::store_shared(void* dst, const void* value, int bytes) {
   hide(static_cast<const char*>(dst), bytes);
+  if (pending->arrives_in(static_cast<const char*>(dst), bytes))
+    block->fail(warp, "stores to byte " + std::to_string(static_cast<char*>(dst) - block->shared) +
+                          " of shared memory, where a copy that it has not waited for may still arrive");
   if (block->schedule == EAGER) { std::memcpy(dst, value, bytes); return; }
   Store store{dst, bytes, {}};
   std::memcpy(store.value, value, bytes);

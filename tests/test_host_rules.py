@@ -118,6 +118,10 @@ COPIES = {
         "{W} moves a box at an address that is no multiple of 1024",
     ),
 }
+COPIES["a store where a copy arrives"] = (
+    "cp_async<16>(tile.base + 64, p.lse.data, false); commit_copies(); for_lane(l) if (l < 4) store_shared(tile.base + 80 - 4 * l, 1);",
+    "{W} stores to byte 1100 of shared memory, where a copy that it has not waited for may still arrive",
+)
 PRODUCTS = {
     "another one waited for": (
         "start_product_transposed(acc, tile, 0, tile); wait_for_products<1>(acc);",

@@ -73,6 +73,24 @@ def test_a_row_that_sees_nothing_is_zero():
     assert not out[:, :5].any() and np.isneginf(lse[:, :5]).all() and (out[:, 5:] == 1).all()
 
 
+@pytest.mark.parametrize("dtype, dim, dim_v", [("float32", 64, 64), ("float32", 64, 16), ("float16", 256, 32)])
+def test_queries_of_a_sequence_without_keys_arrive_before_its_result_takes_their_place(dtype, dim, dim_v, schedule):
+    """They are on their way before it is known that no key asks for them, and not in registers."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 4, 2, dim)).astype(dtype)
+    k, v = (rng.standard_normal((2, 2, 40, n)).astype(dtype) for n in (dim, dim_v))
+    lengths, sinks = {"seqlens_kv": np.array([0, 40])}, rng.standard_normal(4).astype("f4")
+    for more in ({}, {"sinks": sinks}):
+        plan = planned(q, k, v, **lengths, **more)
+        assert not plan.kernel.config.Q_IN_REGISTERS
+        out, lse = plan(q, k, v, **lengths, **more)
+        assert not out[0].any()
+        expected = more.get("sinks", np.full(4, -np.inf))
+        np.testing.assert_allclose(lse[0], np.stack([expected, expected], -1), rtol=1e-6)
+        comparison = compare(out[1], lse[1], q[1], k[1], v[1], scale=dim**-0.5, **more)
+        assert comparison.ok, comparison.message
+
+
 # Caches
 
 LENGTHS = np.array([1, 16, 250, 2100])
