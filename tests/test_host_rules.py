@@ -119,7 +119,8 @@ COPIES = {
     ),
 }
 COPIES["a store where a copy arrives"] = (
-    "cp_async<16>(tile.base + 64, p.lse.data, false); commit_copies(); for_lane(l) if (l < 4) store_shared(tile.base + 80 - 4 * l, 1);",
+    "cp_async<16>(tile.base + 64, p.lse.data, false); commit_copies();"
+    "for_lane(l) if (l < 4) store_shared(tile.base + 80 - 4 * l, 1);",
     "{W} stores to byte 1100 of shared memory, where a copy that it has not waited for may still arrive",
 )
 PRODUCTS = {

@@ -100,6 +100,22 @@ def test_random_problems(start):
     assert [found for i in drawn(2, start, 20) if (found := wrong(DEVICE, 2, i))] == []
 
 
+@pytest.mark.parametrize("dtype, dim, dim_v", [("float32", 64, 64), ("float32", 128, 16), ("float16", 256, 32)])
+def test_queries_without_keys_do_not_arrive_over_their_result(dtype, dim, dim_v):
+    """They are asked for before it is known that no key asks for them; where they are in the way of a result, it waits."""
+    rng = numpy.random.default_rng(0)
+    q = cupy.asarray(rng.standard_normal((600, 8, 1, dim)).astype(dtype))
+    k, v = (cupy.asarray(rng.standard_normal((600, 2, 40, n)).astype(dtype)) for n in (dim, dim_v))
+    sinks, other = rng.standard_normal(8).astype("f4"), cupy.empty(2**26, "f4")
+    for _ in range(20):
+        other.fill(0)  # queries are no longer in the cache of the device, and take their time
+        for given, expected in ((None, numpy.full(8, -numpy.inf)), (cupy.asarray(sinks), sinks)):
+            lengths = {"seqlens_kv": cupy.zeros(600, numpy.int32), "sinks": given}
+            out, lse = attention(q, k, v, **lengths, return_lse=True)
+            assert not out.any()
+            numpy.testing.assert_allclose(lse.get()[..., 0], numpy.broadcast_to(expected, (600, 8)), rtol=1e-6)
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("start", range(0, 400, 40))
 def test_many_random_problems(start):
