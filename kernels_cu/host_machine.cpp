@@ -139,9 +139,9 @@ void Warp::fail(const char* what, CallSite at) { block->fail(warp, what, at); }
 void Warp::fail_by_alignment(int bytes, const char* what) {
   block->fail(warp, std::string("hands ") + what + " an address that is no multiple of " + std::to_string(bytes));
 }
-void Warp::fail_by_box(int rows, int box_rows, int box_cols, CallSite at) {
-  block->fail(warp, "moves " + std::to_string(rows) + " x 64 elements with a map of boxes of " + std::to_string(box_rows) + " x " +
-              std::to_string(box_cols), at);
+void Warp::fail_by_box(int rows, int cols, int box_rows, int box_cols, CallSite at) {
+  const auto size = [](int rows, int cols) { return std::to_string(rows) + " x " + std::to_string(cols); };
+  block->fail(warp, "moves " + size(rows, cols) + " elements with a map of boxes of " + size(box_rows, box_cols), at);
 }
 void Warp::fail_by_lanes() {
   if (!std::uncaught_exceptions())

@@ -49,37 +49,35 @@ def rows_apart(shape, dtype, multiple):
     return bias
 
 
-@pytest.mark.parametrize("case", thinned(list(product(SHAPES, MASKS, BIASES)), keep=48, first=42), ids=", ".join)
+CASES = list(product(SHAPES, MASKS, BIASES))
+FLOAT32 = [(*case, "float32") for case in CASES]
+TESTED = thinned([(*case, "") for case in CASES], keep=48, first=42) + thinned(FLOAT32, keep=20, first=9)
+
+
+@pytest.mark.parametrize("case", TESTED, ids=", ".join)
 def test_a_bias_that_comes_with_a_tile(case, schedule):
-    (dtype, dim), (of_mask, hand_mask), shape = SHAPES[case[0]], MASKS[case[1]], BIASES[case[2]]
-    bias = rows_apart(shape, dtype, 8)
+    """Of the dtype of queries by ldmatrix; of float32 two pairs at a time."""
+    (dtype, dim), (of_mask, hand_mask), shape, of_bias = SHAPES[case[0]], MASKS[case[1]], BIASES[case[2]], case[3]
+    bias = rows_apart(shape, of_bias or dtype, 4 if of_bias else 8)
     hand = {"bias": bias.astype(numpy.float64), **hand_mask}
     kernel, backward = judged(dtype, {"bias": bias, **of_mask}, hand, WHERE, inputs_given=inputs(dtype, dim))
-    if of_mask.keys() == {"mask"}:  # several things of a pair take registers, and lanes read the bias
-        assert not (kernel.config.STAGED_BIAS or backward.config.STAGED_BIAS)
-    else:
-        assert backward.file == ("bwd_hopper" if dim <= 128 else "bwd_hopper_wide")
-        assert backward.config.STAGED_BIAS is (dim <= 192)  # of wider heads, tiles fill the shared memory
-        assert kernel.file == "fwd_hopper" and kernel.config.STAGED_BIAS and not kernel.config.EXPLICIT_SCORES
+    assert ("BiasElement", "float") in kernel.expressions.constants or not of_bias
+    assert backward.file == ("bwd_hopper" if dim <= 128 else "bwd_hopper_wide")
+    assert backward.config.STAGED_BIAS is (dim <= 192)  # of wider heads, tiles fill the shared memory
+    assert kernel.file == "fwd_hopper" and kernel.config.STAGED_BIAS and not kernel.config.EXPLICIT_SCORES
 
 
-@pytest.mark.parametrize("multiple, staged", [(1, False), (2, False), (8, True)])
-def test_lanes_read_a_bias_whose_rows_tma_cannot_find(multiple, staged):
-    bias = rows_apart((1, HEADS), "float16", multiple)
+NOT_FOUND = [("float16", 1, False), ("float16", 2, False), ("float16", 8, True), ("float32", 1, False), ("float32", 4, True)]
+
+
+@pytest.mark.parametrize("dtype, multiple, staged", NOT_FOUND)
+def test_lanes_read_a_bias_whose_rows_tma_cannot_find(dtype, multiple, staged):
+    bias = rows_apart((1, HEADS), dtype, multiple)
     q, k, v, _ = inputs("float16", 64)
     plan = plan_attention(q, k, v, bias=bias, **WHERE)
     assert (plan.kernel.file, plan.kernel.config.STAGED_BIAS) == ("fwd_hopper", staged)
-    staged_one = attend(q, k, v, bias=rows_apart((1, HEADS), "float16", 8))
+    staged_one = attend(q, k, v, bias=rows_apart((1, HEADS), dtype, 8))
     assert abs(plan(q, k, v, bias=bias).astype("f4") - staged_one.astype("f4")).max() <= 2**-10 * abs(staged_one).max()
-
-
-@pytest.mark.parametrize("dim", thinned([64, 160]))
-def test_lanes_read_a_bias_in_float32(dim, schedule):
-    """Rows of it begin where TMA finds them, but ldmatrix moves 16 bits."""
-    bias = numpy.random.default_rng(5).standard_normal((HEADS, LEN_Q, 208), numpy.float32)[..., :LEN_KV]
-    hand = {"bias": bias.astype(numpy.float64)}
-    for kernel in judged("float16", {"bias": bias}, hand, WHERE, wrt="bias", inputs_given=inputs("float16", dim)):
-        assert kernel.file in ("fwd_hopper", "bwd_hopper", "bwd_hopper_wide") and not kernel.config.STAGED_BIAS
 
 
 LARGE = {"in a row": -1e9, "in all rows": -1e9, "above": 3e7, "beyond all": -3e38}

@@ -9,11 +9,11 @@ import ctypes
 import functools
 from collections.abc import Callable
 
-from ..plan.tensor_map import BOX_COLUMNS, MAP_BYTES, TensorMap
+from ..plan.tensor_map import MAP_BYTES, TensorMap
 
 RANK = 5
 # Of CUtensorMapDataType and its like in cuda.h.
-DATA_TYPE = {"float16": 6, "bfloat16": 9}
+DATA_TYPE = {"float16": 6, "float32": 7, "bfloat16": 9}
 INTERLEAVE_NONE = 0
 SWIZZLE_128B = 3
 L2_PROMOTION_256B = 3
@@ -71,7 +71,7 @@ class DriverMap:
             address,
             (ctypes.c_uint64 * RANK)(*m.sizes),
             (ctypes.c_uint64 * (RANK - 1))(*m.strides),
-            (ctypes.c_uint32 * RANK)(BOX_COLUMNS, m.box_rows, 1, 1, 1),
+            (ctypes.c_uint32 * RANK)(m.box_columns, m.box_rows, 1, 1, 1),
             (ctypes.c_uint32 * RANK)(1, 1, 1, 1, 1),
             INTERLEAVE_NONE,
             SWIZZLE_128B,

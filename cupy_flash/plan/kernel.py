@@ -125,7 +125,7 @@ class KernelPlan:
             return {"bwd_v2_preprocess": 0, "bwd_v2": main, "bwd_v2_postprocess": post} | self._of_sinks
         if self.file in ("bwd_hopper", "bwd_hopper_wide"):
             keys, queries = 2 * c.TILE_KV * c.WIDTH, c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
-            queries += c.STAGED_BIAS * c.STAGES * c.TILE_Q * c.TILE_KV
+            queries += c.STAGED_BIAS * c.STAGES * c.TILE_Q * c.TILE_KV * self._bias_bytes // itemsize
             stats, sums = c.STAGES * 2 * c.TILE_Q * 4, c.TMA_REDUCE_DQ * c.TILE_Q * c.WIDTH * 4
             barriers = 8 * (12 + 4 * c.STAGES + c.TMA_REDUCE_DQ) + c.VARLEN * (8 + 8 + 8 * c.TMA_REDUCE_DQ + 64)
             barriers = -(-barriers // 16) * 16 + 16 * c.STAGES if c.TILE_LIST else barriers
@@ -159,7 +159,7 @@ class KernelPlan:
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
             told = 4 * (4 if c.OWN_LISTS else int(c.TILE_LIST))  # of each key tile
             work = (48 + 32 * c.VARLEN) * c.STAGES_Q + told * c.STAGES + 8 * (c.VARLEN + c.PAGED)
-            biases = c.STAGED_BIAS * c.STAGES * c.TILE_Q * -(-c.TILE_KV // 64)
+            biases = c.STAGED_BIAS * c.STAGES * c.TILE_Q * -(-c.TILE_KV * self._bias_bytes // 128)
             tiles, barriers = 128 * (queries + keys + biases + values), 8 * 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q)
             stage, last = 16 * (c.TILE_KV + 1), 32 * max(c.TILE_KV, 64)  # of terms; as an operand the last takes so many bytes
             columns, steps = 128 + stage * c.STAGES, 128 * c.STAGES_Q  # ones, and terms of keys
@@ -176,6 +176,11 @@ class KernelPlan:
         """The entry of a forward that finds query tiles of sequences, with its bins; few queries whose keys are split have none."""
         c = self.config
         return {f"{self.file}_schedule": 4 * 2 * 128} if c.IN_TURN or (c.VARLEN and not c.SPLIT_KV) else {}
+
+    @property
+    def _bias_bytes(self) -> int:
+        """Of an element of a bias, if there is one."""
+        return 4 if ("BiasElement", "float") in self.expressions.constants else 2
 
     @property
     def _of_sinks(self) -> dict[str, int]:
@@ -294,7 +299,7 @@ def rows_of(
     """The rows of a kernel for a problem: where something is asked for each pair, not those of its table; none if it has none."""
     if not problem.scores:
         return table_for(kernel, architecture, problem.dtype)
-    from .pair_tuning import APART_ROWS, STAGED_ROWS, pair_rows  # late, as the text
+    from .pair_tuning import APART_ROWS, STAGED_FLOAT32_ROWS, STAGED_ROWS, pair_rows  # late, as the text
 
     pressure, dropout = expressions.pressure, problem.scores.dropout
     if pressure in (Pressure.MASK, Pressure.READING_MASK, Pressure.LONG_MASK) and problem.lengths is not None:
@@ -303,13 +308,13 @@ def rows_of(
         of_ranges = Pressure.MANY if ranges > 1 and wide else Pressure.SEVERAL
         pressure = of_ranges if ranges > 0 else Pressure.LOOKUPS if dropout is None else pressure
     wide_bias = pressure is Pressure.BIAS and problem.scores.bias.dtype == "float32"
-    if wide_bias and kernel == "fwd_hopper":
-        pressure = Pressure.SEVERAL  # it takes twice the registers of a bias of 16 bits
     paged = problem.lengths is not None and problem.lengths.paged
-    staged = (expressions.kind, pressure, paged) == ("PLUS_TERM", Pressure.BIAS, False)
-    tables = STAGED_ROWS if staged and not wide_bias and architecture.name == "90a" else {}  # ldmatrix moves 16 bits
+    staged = (expressions.kind, pressure, paged, architecture.name) == ("PLUS_TERM", Pressure.BIAS, False, "90a")
+    tables = {} if not staged else STAGED_FLOAT32_ROWS if wide_bias else STAGED_ROWS
     if kernel in tables and not obstacle(problem.batch, layouts_of(problem), ("bias",)):
         return tables[kernel]
+    if wide_bias and kernel == "fwd_hopper":
+        pressure = Pressure.SEVERAL  # it takes twice the registers of a bias of 16 bits
     bits = expressions.pair_bits
     if expressions.kind in APART and pressure is Pressure.TERM and dropout is None and not (bits and kernel == "bwd_hopper"):
         # Registers of plain rows hold what a row or a head has in common, but of a few.

@@ -69,6 +69,15 @@ HOPPER_STAGED = (
     TileConfig(192, 128, 64, STAGED + PINGPONG, **WIDE, stages=3, pingpong=True, staged_bias=True),
     TileConfig(256, 128, 64, STAGED + PINGPONG, **WIDE, pingpong=True, staged_bias=True),
 )
+# One of float32 takes twice as much of it.
+HOPPER_STAGED_FLOAT32 = (
+    HOPPER_STAGED[0],
+    TileConfig(64, 128, 64, STAGED_SHORT + PINGPONG, **TWO_PINGPONG, stages=3, max_len_q=256, staged_bias=True),
+    TileConfig(64, 192, 64, STAGED + PINGPONG, **{**ROOM_FOR_BIAS, "stages_v": 4}, pingpong=True, staged_bias=True),
+    TileConfig(128, 192, 64, STAGED + PINGPONG, **{**ROOM_FOR_BIAS, "stages": 2}, pingpong=True, staged_bias=True),
+    TileConfig(192, 128, 64, STAGED + PINGPONG, **WIDE, pingpong=True, staged_bias=True),
+    TileConfig(256, 128, 64, STAGED + PINGPONG, **WIDE, stages_v=1, pingpong=True, staged_bias=True),
+)
 FLOAT16_INFINITY = 0x7C00  # its bits
 DRAWS = "bits are drawn beneath the products and exponentials of the other group"
 DRAWS_FOUR = "four groups of 64 rows draw beneath each other's products; they have registers for the masks of 64 keys"
@@ -221,6 +230,7 @@ BACKWARD_WIDE_STAGED = tuple(  # at 256 the shared memory is full
     row if row.width > 192 else replace(row, why=f"{row.why}; {STAGED_QUERIES}", staged_bias=True) for row in PLAIN_BACKWARD_WIDE
 )
 STAGED_ROWS = {"fwd_hopper": HOPPER_STAGED, "bwd_hopper": BACKWARD_STAGED, "bwd_hopper_wide": BACKWARD_WIDE_STAGED}
+STAGED_FLOAT32_ROWS = STAGED_ROWS | {"fwd_hopper": HOPPER_STAGED_FLOAT32, "bwd_hopper": BACKWARD_STAGED[1:]}
 
 # Of the Hopper kernels, for 16-bit dtypes: beside bits of a mask or not, and dropout or not. See `pair_rows` for what is missing.
 ALONE, BITS, DROPOUT, BITS_AND_DROPOUT = (False, False), (True, False), (False, True), (True, True)

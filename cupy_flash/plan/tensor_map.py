@@ -1,7 +1,7 @@
 """Tensor maps: how the TMA of sm_90 finds boxes of an array in device memory.
 
 A map has five axes, here those of an attention operand: columns, rows, heads and two batch axes. Boxes are so many rows of
-`BOX_COLUMNS` columns; what of a box lies outside the array reads as zeros and is not written. On the host a kernel reads the map in
+`PANEL_BYTES`; what of a box lies outside the array reads as zeros and is not written. On the host a kernel reads the map in
 the clear. For a GPU `machine.driver_map` has it encoded.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from ..problem.layout import Layout, merge_batch_axes
+from ..problem.layout import ITEMSIZE, Layout, merge_batch_axes
 
 MAP_BYTES = 128  # of a tensor map, which is aligned to half of that
 # A tensor map in the clear, as the host executes it. In its place a GPU gets what the driver makes of it.
@@ -28,7 +28,8 @@ TENSOR_MAP = numpy.dtype(
     align=True,
 )
 BATCH_AXES_OF_A_MAP = 2
-BOX_COLUMNS = 64  # of 16-bit elements: the 128 bytes that one row of a swizzled panel has
+PANEL_BYTES = 128  # that one row of a swizzled panel has, and so of a box
+BOX_COLUMNS = PANEL_BYTES // 2  # of 16-bit elements
 ALIGNMENT = 16  # bytes that divide the address and every stride (CUDA driver API, cuTensorMapEncodeTiled)
 MOST_BYTES = 1 << 40  # strides stay below
 MOST_ELEMENTS = 1 << 32  # sizes stay below
@@ -40,7 +41,7 @@ class TensorMap:
 
     Parameters
     ----------
-    dtype : {'float16', 'bfloat16'}
+    dtype : {'float16', 'bfloat16', 'float32'}
     sizes : tuple of int
         Of the five axes, the fastest first: columns, rows, heads, and the two innermost batch axes.
     strides : tuple of int
@@ -54,11 +55,16 @@ class TensorMap:
     strides: tuple[int, ...]
     box_rows: int
 
+    @property
+    def box_columns(self) -> int:
+        """Columns of a box: as many as a row of a panel has room for."""
+        return PANEL_BYTES // ITEMSIZE[self.dtype]
+
     def in_the_clear(self) -> numpy.ndarray:
         """The map as the host reads it: a 0-dimensional array of dtype `TENSOR_MAP` without an address."""
         clear = numpy.zeros((), TENSOR_MAP)
         clear["stride"], clear["size"] = self.strides, self.sizes
-        clear["box_rows"], clear["box_cols"] = self.box_rows, BOX_COLUMNS
+        clear["box_rows"], clear["box_cols"] = self.box_rows, self.box_columns
         return clear
 
 

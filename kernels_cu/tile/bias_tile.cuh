@@ -1,12 +1,12 @@
 // bias_tile.cuh -- a bias that comes by TMA (STAGED_BIAS), in the kernels for sm_90a: what a query tile and a key tile have of it is in the stage of
-// the tile that passes, behind it: in fwd_hopper.cu of the keys, in bwd_hopper.cu of the queries. A lane gets eight pairs of it by one ldmatrix, and
-// needs no address of a row.
+// the tile that passes, behind it: in fwd_hopper.cu of the keys, in bwd_hopper.cu of the queries. A lane gets eight pairs of it by one ldmatrix, or of
+// float32, which that does not move, two by a load, and needs no address of a row.
 #pragma once
 #include "tile/pipeline.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/score.cuh"
 
-using BiasTile = PanelTile<TILE_Q, TILE_KV>;
+using BiasTile = PanelTile<TILE_Q, TILE_KV, BiasElement>;
 constexpr int BIAS_BYTES = STAGED_BIAS ? BiasTile::bytes : 0; // of a stage
 
 template <typename Tile> struct WithBias : Tile {
@@ -42,11 +42,30 @@ OP void load_query_tile(Pipeline<T, DEPTH, LANES>& queries, const Params& p, con
   queries.advance();
 }
 
+// Of float32, the two elements of a lane in 8 x 8 pairs: of query row0 + l / 4 and keys col0 + 2 (l % 4) and the next one,
+OP Two<BiasElement> two_keys(const BiasTile& tile, int l, int row0, int col0) {
+  return load_shared<Two<BiasElement>>(tile.panel(col0 / 32).chunk_at(row0, l / 4, col0 % 32 / 4, l % 4 / 2) + l % 2 * 8);
+}
+// or of key row0 + l / 4 and such queries, which lie in two rows of the tile.
+OP Two<BiasElement> two_queries(const BiasTile& tile, int l, int row0, int col0) {
+  const SharedTile<TILE_Q, 64> panel = tile.panel(row0 / 32);
+  const auto of = [&](int i) { return load_shared<BiasElement>(panel.chunk_at(col0, l % 4 * 2 + i, row0 % 32 / 4, l / 16) + l / 4 % 4 * 4); };
+  return {of(0), of(1)};
+}
+
 // What arrays have for the pairs of a warp. Of the tile it has the rows from row0 on; TRANSPOSED the columns, which are keys.
 template <bool TRANSPOSED, typename Tile, int N>
 OP void load(PairArrays<16, N>& arrays, const ScoreContext& x, const Tile& tile, int row0, int first_row, int col0, bool ask_pairs = true) {
   load<TRANSPOSED>(arrays, x, first_row, col0, ask_pairs);
-  if constexpr (STAGED_BIAS) {
+  if constexpr (STAGED_BIAS && sizeof(BiasElement) == 4) {
+    for_lane(l) {
+      #pragma unroll
+      for (int r = 0; r < Acc<16, N>::regs; r += 2) {
+        const int row = row0 + 8 * Acc<16, N>::slot(r), col = Acc<16, N>::reg_col(r);
+        arrays.bias.at(l, r / 2) = TRANSPOSED ? two_queries(tile.bias(), l, row, col) : two_keys(tile.bias(), l, row, col);
+      }
+    }
+  } else if constexpr (STAGED_BIAS) {
     #pragma unroll
     for (int i = 0; i < N; i += 16) {
       const SharedTile<TILE_Q, 64> panel = tile.bias().panel(TRANSPOSED ? row0 / 64 : i / 64);

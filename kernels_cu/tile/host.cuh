@@ -103,7 +103,7 @@ struct Warp {
 
   [[noreturn]] void fail(const char* what, CallSite at);
   [[noreturn]] void fail_by_alignment(int bytes, const char* what);
-  [[noreturn]] void fail_by_box(int rows, int box_rows, int box_cols, CallSite at);
+  [[noreturn]] void fail_by_box(int rows, int cols, int box_rows, int box_cols, CallSite at);
   // Unless the warp ends because something else has failed.
   void fail_by_lanes();
   void check_shown(const char* from, int bytes, const char* who, CallSite at);

@@ -2,11 +2,12 @@
 #pragma once
 #include "tile/copy.cuh"
 
-// ROWS x WIDTH 16-bit elements in panels of 64 columns, one behind the other. A row of a panel is 128 bytes, its eight chunks xor-ed with
-// the row: the hardware's 128-byte swizzle, for which a panel starts at a multiple of 1024 bytes.
-template <int ROWS, int WIDTH> struct PanelTile {
+// ROWS x WIDTH elements of 16 bits in panels of 64 columns, or of 32 bits in panels of 32, one behind the other. A row of a panel is 128 bytes, its
+// eight chunks xor-ed with the row: the hardware's 128-byte swizzle, for which a panel starts at a multiple of 1024 bytes.
+template <int ROWS, int WIDTH, typename T = u16> struct PanelTile {
   static constexpr int rows = ROWS;
-  static constexpr int panels = ceil_div(WIDTH, 64);
+  static constexpr int panel_cols = 128 / int(sizeof(T));
+  static constexpr int panels = ceil_div(WIDTH, panel_cols);
   static constexpr int panel_bytes = ROWS * 128;
   static constexpr int bytes = panels * panel_bytes;
   SharedAddress base;

@@ -91,17 +91,17 @@ struct ClearMap {
 };
 static_assert(sizeof(ClearMap) <= sizeof(TensorMap));
 
-// Rows x 64 elements of an array, from [b0, b1, head, row, col] on, and their place in a panel in shared memory.
+// Rows of 128 bytes of an array, from [b0, b1, head, row, col] on, and their place in a panel in shared memory.
 struct Box {
   ClearMap map;
   SharedAddress in_panel;
   int start[5];
   CallSite at;
 
-  Box(const TensorMap& given, SharedAddress in_panel, int rows, int col, int row, int head, const int (&batch)[BATCH_AXES], CallSite at)
+  Box(const TensorMap& given, SharedAddress in_panel, int rows, int col, int row, int head, const int (&batch)[BATCH_AXES], CallSite at, int cols = 64)
       : in_panel(in_panel), start{col, row, head, batch[BATCH_AXES - 1], batch[BATCH_AXES - 2]}, at(at) {
     std::memcpy(&map, &given, sizeof map);
-    if (map.box_rows != rows || map.box_cols != 64) host::self->fail_by_box(rows, map.box_rows, map.box_cols, at);
+    if (map.box_rows != rows || map.box_cols != cols) host::self->fail_by_box(rows, cols, map.box_rows, map.box_cols, at);
     if ((in_panel - shared_memory()) % 1024) host::self->fail("moves a box at an address that is no multiple of 1024", at);
   }
   // Calls move(chunk, in_array, bytes) for every 16 bytes of the box: so many of them lie in the array. A row of the panel has 128 bytes,
@@ -113,11 +113,12 @@ struct Box {
       first += start[axis] * map.stride[axis - 1];
       exists &= u32(start[axis]) < u32(map.size[axis]);       // nor before the array
     }
+    const int of_chunk = map.box_cols / 8, bytes = 16 / of_chunk; // columns of a chunk, and bytes of each
     for (int r = 0; r < map.box_rows; ++r)
       for (int c = 0; c < 8; ++c) {
-        const int row = start[1] + r, col = start[0] + 8 * c;
-        const int cols = exists && u32(row) < u32(map.size[1]) ? min_of(max_of(map.size[0] - col, 0), 8) : 0;
-        move(in_panel + r * 128 + (c ^ r % 8) * 16, cols ? first + row * map.stride[0] + col * 2 : nullptr, cols * 2);
+        const int row = start[1] + r, col = start[0] + of_chunk * c;
+        const int cols = exists && u32(row) < u32(map.size[1]) ? min_of(max_of(map.size[0] - col, 0), of_chunk) : 0;
+        move(in_panel + r * 128 + (c ^ r % 8) * 16, cols ? first + row * map.stride[0] + col * bytes : nullptr, cols * bytes);
       }
   }
   void load() const {
@@ -246,18 +247,19 @@ OP void start_load(const Pipeline<T, DEPTH, LANES>& pipeline, const TensorMap& m
 #endif
 }
 // The same of columns from col0 on, into a tile that has its place in that stage.
-template <typename T, int DEPTH, Lanes LANES, int ROWS, int WIDTH>
-OP void start_load(const Pipeline<T, DEPTH, LANES>& pipeline, const PanelTile<ROWS, WIDTH>& to, const TensorMap& map, const int (&batch)[BATCH_AXES], int head,
-                   int row, int col0, CallSite at) {
+template <typename T, int DEPTH, Lanes LANES, int ROWS, int WIDTH, typename OfTile>
+OP void start_load(const Pipeline<T, DEPTH, LANES>& pipeline, const PanelTile<ROWS, WIDTH, OfTile>& to, const TensorMap& map, const int (&batch)[BATCH_AXES],
+                   int head, int row, int col0, CallSite at) {
 #if ON_GPU
   if (LANES == ELECT_ONE ? elect_sync() : lane_id() == 0) {
     #pragma unroll
     for (int i = 0; i < to.panels; ++i)
-      cp_async_bulk_tensor_5d(to.base + i * to.panel_bytes, map, pipeline.full().address, col0 + 64 * i, row, head, batch[BATCH_AXES - 1], batch[BATCH_AXES - 2]);
+      cp_async_bulk_tensor_5d(to.base + i * to.panel_bytes, map, pipeline.full().address, col0 + to.panel_cols * i, row, head, batch[BATCH_AXES - 1],
+                              batch[BATCH_AXES - 2]);
   }
 #else
   for (int i = 0; i < to.panels; ++i) {
-    const Box box(map, to.base + i * to.panel_bytes, ROWS, col0 + 64 * i, row, head, batch, at);
+    const Box box(map, to.base + i * to.panel_bytes, ROWS, col0 + to.panel_cols * i, row, head, batch, at, to.panel_cols);
     host::load_async(warp_id(), pipeline.full().address, to.panel_bytes, [=] { box.load(); }, at);
   }
 #endif
