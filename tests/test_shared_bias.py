@@ -7,8 +7,9 @@ from thinned import quick
 
 from cupy_flash import plan_attention
 from cupy_flash.plan import params, shared_bias
-from cupy_flash.plan.schedule import MANY_KEYS, make_schedule
-from cupy_flash.plan.shared_bias import elements_in_turn
+from cupy_flash.plan.heads_together import listed_heads_together
+from cupy_flash.plan.schedule import L2_BYTES, MANY_KEYS, make_schedule
+from cupy_flash.plan.shared_bias import elements_in_turn, listed_sharers_in_turn
 
 WHERE = {"backend": "host", "arch": "90a"}
 SHAPES = [((4,), 4, 64, False, 4), ((4,), 4, 64, True, 2), ((6,), 4, 128, True, 3), ((2, 3), 4, 64, False, 6)]
@@ -43,23 +44,38 @@ def test_who_takes_turns(batch, heads, length, dim, bias, expected):
     assert plan.kernel.config.STAGED_BIAS and elements_in_turn(plan.problem, tiles) == expected
 
 
+@pytest.mark.parametrize("dtype, dim, in_turn", [("f2", 64, 4), ("f2", 72, 1), ("f4", 128, 4), ("f4", 136, 1)])
+def test_elements_alternate_in_lists_where_the_bias_is_large_beside_a_head(dtype, dim, in_turn):
+    """And then fewer heads do, so that keys and values of all of them stay in the cache."""
+    q = numpy.empty((4, 16, 4096, dim), numpy.float16)
+    problem = plan_attention(q, q, q, bias=numpy.empty((16, 4096, 4096), dtype), **WHERE).problem
+    assert listed_sharers_in_turn(problem, 4) == in_turn and listed_sharers_in_turn(problem, 1) == 1
+    heads = listed_heads_together(problem, in_turn)
+    assert heads == max(n for n in (1, 2, 4, 8, 16) if n * in_turn * 4096 * 4 * dim <= L2_BYTES)
+
+
 def test_two_tiles_in_a_row_are_of_one_element():
     """So no turns are taken where tiles of an element are an odd number."""
     problem = planned((3,), 1, 8192 - 64, 128, ()).problem
     assert [elements_in_turn(problem, tiles) for tiles in (3 * 63, 3 * 64)] == [1, 3]
 
 
+@pytest.mark.parametrize("mask", [None, "kv_idx < n[b]"])
 @pytest.mark.parametrize(
     "batch, heads, dim, causal, in_turn",
     quick(SHAPES, SHAPES[1], SHAPES[3], spread=True),
     ids=str,
 )
-def test_results_are_those_of_elements_one_by_one(batch, heads, dim, causal, in_turn, monkeypatch):
+def test_results_are_those_of_elements_one_by_one(batch, heads, dim, causal, in_turn, mask, monkeypatch):
+    """Also where a mask leaves query tiles of different lengths, which blocks take in turn."""
     rng, length = numpy.random.default_rng(len(batch) + dim), 401
     q, k, v = (rng.standard_normal((*batch, heads, length, dim)).astype(ml_dtypes.bfloat16) for _ in range(3))
     bias = rng.standard_normal((heads, length, 408)).astype(ml_dtypes.bfloat16)[..., :length]
-    options = {"causal": causal, "return_lse": True, "bias": bias, **WHERE}
-    expected = plan_attention(q, k, v, **options)(q, k, v, bias=bias)
+    options, given = {"causal": causal, "return_lse": True, "bias": bias, **WHERE}, {"bias": bias}
+    if mask:
+        given["arrays"] = {"n": rng.integers(100, length, batch).reshape(-1)}
+        options |= {"mask": mask, **given}
+    expected = plan_attention(q, k, v, **options)(q, k, v, **given)
 
     taken = []
     bytes_of_head = 2 * length * dim * 2
@@ -67,8 +83,8 @@ def test_results_are_those_of_elements_one_by_one(batch, heads, dim, causal, in_
     monkeypatch.setattr(params, "elements_in_turn", lambda *args: taken.append(elements_in_turn(*args)) or taken[-1])
     out, lse = (numpy.full_like(x, numpy.nan) for x in expected)
     plan = plan_attention(q, k, v, out=out, lse=lse, **options)
-    plan(q, k, v, bias=bias, out=out, lse=lse)
-    assert plan.kernel.config.STAGED_BIAS and taken == [in_turn]
+    plan(q, k, v, **given, out=out, lse=lse)
+    assert plan.kernel.config.STAGED_BIAS and plan.kernel.config.IN_TURN is (mask is not None) and taken == [in_turn]
     assert all(a.tobytes() == b.tobytes() for a, b in zip((out, lse), expected))
 
 

@@ -36,12 +36,14 @@ def query_heads_together(problem: Problem, tile_q: int) -> int:
     return max([n for n in divisors if n * bytes_of_head <= L2_BYTES or n <= least], default=1)
 
 
-def listed_heads_together(problem: Problem) -> int:
+def listed_heads_together(problem: Problem, elements: int = 1) -> int:
     """The same of each batch element where query tiles have lists of key tiles: as many as stay in the L2 cache, or share keys.
+
+    So many batch elements take turns as well.
 
     More would be better dealt out, since a block takes a tile when it begins the one before; but keys would come from memory.
     """
     heads, shared = problem.heads_q, max(problem.heads_per_kv, 1)
     bytes_of_head = problem.len_kv * sum(x.shape[-1] for x in (problem.k, problem.v)) * ITEMSIZE[problem.dtype] / shared
     divisors = [n for n in range(shared, heads + 1, shared) if heads % n == 0]
-    return max([n for n in divisors if n * bytes_of_head <= L2_BYTES], default=shared)
+    return max([n for n in divisors if n * elements * bytes_of_head <= L2_BYTES], default=shared)

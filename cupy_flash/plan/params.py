@@ -15,7 +15,7 @@ from ..problem.lengths import FIELDS, Lengths
 from ..problem.mask import UNBOUNDED
 from ..problem.scores import Scores, told_apart
 from .heads_together import listed_heads_together, query_heads_together
-from .shared_bias import elements_in_turn
+from .shared_bias import elements_in_turn, listed_sharers_in_turn
 from .split import KeySplits
 from .structs import struct
 from .tensor_map import TensorMap
@@ -84,8 +84,9 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
         tiles_of_head = -(-problem.len_q // tile_q)
         params["tiles"] = tiles_of_head * problem.heads_q * math.prod(problem.batch)
         params["tiles_of_head_divmod"] = fast_divmod(tiles_of_head)
-        params["heads_together_divmod"] = fast_divmod(listed_heads_together(problem))
-        params["in_turn_divmod"] = fast_divmod(elements_in_turn(problem, int(params["tiles"][0])) if "bias_map" in maps else 1)
+        in_turn = elements_in_turn(problem, int(params["tiles"][0])) if "bias_map" in maps else 1
+        params["in_turn_divmod"] = fast_divmod(in_turn)
+        params["heads_together_divmod"] = fast_divmod(listed_heads_together(problem, listed_sharers_in_turn(problem, in_turn)))
     else:
         params["heads_together_divmod"] = fast_divmod(query_heads_together(problem, tile_q))
     return params

@@ -4,9 +4,14 @@
 //   fwd_hopper_schedule    one block for each batch element: its query tiles by how many key tiles they have, see schedule.cuh. Where heads have
 //                          lists of their own, by those of the first head, which is as good as any: what is in order decides no result
 //   fwd_hopper             a few heads of a batch element take turns with its tiles, and then the next ones, so that keys and values are in the L2 cache
+//                          STAGED_BIAS: so do batch elements that share a bias, see SHARERS_ALTERNATE
 #pragma once
 #include "tile/consumer_lists.cuh"
 #include "tile/schedule.cuh"
+
+// Batch elements that share a bias take turns, so that it comes from device memory once for all of them. Where a tile takes longer than its bias,
+// which is so of wide heads, that would only have keys and values of more elements in the L2 cache. As `listed_sharers_in_turn` (shared_bias.py) has it.
+constexpr bool SHARERS_ALTERNATE = STAGED_BIAS && max_of(WIDTH, WIDTH_V) <= 32 * int(sizeof(BiasElement));
 
 // By one warp: how many key tiles the query tile at `row` has, of consumers with so many rows each. Lanes have words of 32 tiles of each consumer.
 OP int count_key_tiles(const HopperForwardParams& p, u32 batch_number, int row, int rows, int consumers) {
@@ -53,11 +58,17 @@ OP void schedule_queries(const HopperForwardParams& p) {
 
 // Where the query tile is that has this number in the order in which blocks take them.
 OP BlockCoord listed_tile_coord(const HopperForwardParams& p, u32 number) {
+  u32 element = 0;                                            // of those in turn
+  if constexpr (SHARERS_ALTERNATE) {
+    const u32 of_element = divide(number, p.in_turn_divmod);
+    element = number - of_element * p.in_turn_divmod.divisor, number = of_element;
+  }
   const u32 tiles = p.tiles_of_head_divmod.divisor, together = p.heads_together_divmod.divisor, group = number / (together * tiles);
   const u32 of_group = number - group * together * tiles, place = divide(of_group, p.heads_together_divmod), head = group * together + of_group - place * together;
   BlockCoord here;
   here.batch_number = divide(head, p.heads_divmod);
   here.head = int(head - here.batch_number * p.heads);
+  if constexpr (SHARERS_ALTERNATE) here.batch_number = here.batch_number * p.in_turn_divmod.divisor + element;
   count_read(sizeof(ListedItem));
   here.row = p.work[here.batch_number * (1 + tiles) + 1 + place].row;
   batch_element(here.batch, p.batch[BATCH_AXES - 1], here.batch_number);
