@@ -236,9 +236,13 @@ def test_the_driver_is_told_of_the_whole_map(driver, memory):
     assert memory[0] == 0x7000_0000_1230 and (memory[1:16] == 0xABABABABABABABAB).all() and not memory[16:].any()
 
 
-def test_float16_is_another_type(driver, memory):
-    DriverMap("k", replace(DESCRIBED, dtype="float16"), memory.ctypes.data).point_to(1 << 20)
-    assert (ctypes.c_uint64 * 64).in_dll(driver, "told")[0] == 6
+@pytest.mark.parametrize("dtype, number, columns", [("float16", 6, 64), ("float32", 7, 32)])
+def test_other_types_have_boxes_of_as_many_bytes(dtype, number, columns, driver, memory):
+    described = replace(DESCRIBED, dtype=dtype)
+    DriverMap("k", described, memory.ctypes.data).point_to(1 << 20)
+    told = (ctypes.c_uint64 * 64).in_dll(driver, "told")
+    assert (told[0], told[11]) == (number, columns)  # behind the rank, five sizes and four strides
+    assert described.in_the_clear()["box_cols"] == columns
 
 
 def test_only_an_address_that_has_changed_is_replaced(driver, memory):

@@ -2,9 +2,10 @@
 //
 // What a GPU leaves undefined is made visible here. Shared memory starts as NaN. Asynchronous copies run in one of two schedules:
 // EAGER, at the moment they are issued, and DEFERRED, at the last moment the waits allow; a kernel that lacks a wait passes one and
-// fails the other. Products of warpgroups read their operands in the same two ways. Values a lane stores to shared memory reach the other
-// lanes, when deferred, at the next barrier. Under ThreadSanitizer a missing barrier between warps is a reported race. A grid in which
-// nobody can move any more, and barriers used against the rules, end in a report.
+// fails the other. A store where a copy of the same warp may still arrive is a reported fault. Products of warpgroups read their
+// operands in the same two ways. Values a lane stores to shared memory reach the other lanes, when deferred, at the next barrier.
+// Under ThreadSanitizer a missing barrier between warps is a reported race. A grid in which nobody can move any more, and barriers
+// used against the rules, end in a report.
 #pragma once
 
 // A kernel is compiled with this header, and what is declared here is compiled once for all kernels. So nothing of the standard library is
