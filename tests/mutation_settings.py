@@ -108,6 +108,8 @@ def settings_of(kernel):
         splits = replace(setting.but(SPLIT_KV=True, LAST_COMBINES=True), case=Case("float16", 60, 1030, dim=32))
         own_keys = replace(setting.but(TILE_Q=16, TILE_KV=32, WARPS_KV=2), case=replace(CASE, len_q=12))
         of_warps = {"keys of warps": own_keys, "keys of warps, stores": own_keys.but(COPY_BYTES=0)}
+        no_tile = replace(own_keys.but(Q_IN_REGISTERS=False), seen=numpy.zeros((12, 75), bool))
+        of_warps |= {"keys of warps, none seen": no_tile}
         return {"sequences": SEQUENCES, "splits": splits} | _stages(setting) | of_warps
     sinks = {"sinks": replace(TWO_PAIRS.but(SINKS="SINKS_FLOAT32"), case=replace(CASE, sinks=1))}
     return (sinks if kernel.startswith("bwd") else {}) | _stages(setting)
