@@ -7,8 +7,8 @@ import pytest
 from score_kernels import DTYPES, judged
 from thinned import thinned
 
-from cupy_flash import plan_attention
-from cupy_flash.machine import host
+from cupy_flash import plan_attention, plan_attention_backward
+from cupy_flash.machine import host, machine_code, nvrtc
 
 BATCH, HEADS, HEADS_KV, LEN_Q, LEN_KV = 2, 4, 2, 141, 203  # off every tile edge, and an odd number of keys
 WHERE = {"backend": "host", "arch": "90a"}
@@ -78,6 +78,26 @@ def test_lanes_read_a_bias_whose_rows_tma_cannot_find(dtype, multiple, staged):
     assert (plan.kernel.file, plan.kernel.config.STAGED_BIAS) == ("fwd_hopper", staged)
     staged_one = attend(q, k, v, bias=rows_apart((1, HEADS), dtype, 8))
     assert abs(plan(q, k, v, bias=bias).astype("f4") - staged_one.astype("f4")).max() <= 2**-10 * abs(staged_one).max()
+
+
+BESIDE = {"nothing": {}, "causal": {"causal": True}, "dropout": {"dropout": 0.1, "seed": 1}, "mask": {"mask": "kv_idx < n[b]"}}
+BESIDE["mask and dropout"] = BESIDE["mask"] | BESIDE["dropout"]
+BESIDE["lengths"] = {f"seqlens_{side}": numpy.full(BATCH, 500) for side in ("q", "kv")}
+# Bytes of the forward and of the backward, as found.
+SPILLED = {(128, beside): (0, 8) for beside in BESIDE} | {(128, "mask and dropout"): (32, 8), (128, "lengths"): (0, 16)}
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("dim, beside", list(product((64, 128, 192), BESIDE)))
+def test_few_registers_are_spilled_for_a_bias_of_float32(dim, beside):
+    pytest.importorskip("cupy")
+    q, lse = numpy.empty((BATCH, HEADS, 1000, dim), numpy.float16), numpy.zeros((BATCH, HEADS, 1000), numpy.float32)
+    options = {"bias": numpy.empty((HEADS, 1000, 1000), numpy.float32), **BESIDE[beside], **WHERE}
+    options |= {"arrays": {"n": numpy.array([700, 900])}} if "mask" in options else {}
+    kernels = plan_attention(q, q, q, **options).kernel, plan_attention_backward(q, q, q, q, q, lse, **options).kernel
+    assert all(kernel.config.STAGED_BIAS for kernel in kernels)
+    found = [machine_code.read(nvrtc.compile_plan(kernel)[0])[kernel.file].stack_bytes for kernel in kernels]
+    assert all(bytes <= most for bytes, most in zip(found, SPILLED.get((dim, beside), (0, 0)), strict=True)), found
 
 
 LARGE = {"in a row": -1e9, "in all rows": -1e9, "above": 3e7, "beyond all": -3e38}
