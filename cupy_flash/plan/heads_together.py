@@ -39,7 +39,7 @@ def query_heads_together(problem: Problem, tile_q: int) -> int:
 def listed_heads_together(problem: Problem, elements: int = 1) -> int:
     """The same of each batch element where query tiles have lists of key tiles: as many as stay in the L2 cache, or share keys.
 
-    So many batch elements take turns as well.
+    `elements` batch elements take turns as well, and their keys and values stay there too.
 
     More would be better dealt out, since a block takes a tile when it begins the one before; but keys would come from memory.
     """

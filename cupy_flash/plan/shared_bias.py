@@ -39,10 +39,11 @@ def elements_in_turn(problem: Problem, tiles: int) -> int:
 
 
 def listed_sharers_in_turn(problem: Problem, in_turn: int) -> int:
-    """How many of these alternate where query tiles have lists of key tiles, and blocks take those with most of them first.
+    """How many of `in_turn` batch elements alternate where query tiles have lists of key tiles, and blocks take the longest first.
 
-    Lists of batch elements differ, so they meet less often. Measured on an H200: 0.77 to 1.00 of the
-    time in float32 at head dims of 64, 0.88 to 1.10 at 128; of 16 bits 0.87 to 1.11, and 0.93 to 1.07, which is why they do not.
+    Lists of batch elements differ, so these meet less often. Measured on an H200, the share of the time that it takes: with a bias of
+    float32 0.77 to 1.00 at head dims of 64 and 0.88 to 1.10 at 128; of 16 bits 0.87 to 1.11 at 64, and 0.93 to 1.07 at 128, where
+    they therefore do not.
     """
     narrow = in_turn > 1 and max(problem.dim, problem.dim_v) <= WIDEST_LISTED * problem.scores.bias.itemsize
     return in_turn if narrow else 1
