@@ -41,7 +41,7 @@ def elements_in_turn(problem: Problem, tiles: int) -> int:
 def listed_sharers_in_turn(problem: Problem, in_turn: int) -> int:
     """How many of `in_turn` batch elements alternate where query tiles have lists of key tiles, and blocks take the longest first.
 
-    Lists of batch elements differ, so these meet less often. Measured on an H200, the share of the time that it takes: with a bias of
+    Lists of batch elements differ, so these meet less often. Measured on an H200, the share of the time it takes: with a bias of
     float32 0.77 to 1.00 at head dims of 64 and 0.88 to 1.10 at 128; of 16 bits 0.87 to 1.11 at 64, and 0.93 to 1.07 at 128, where
     they therefore do not.
     """
