@@ -216,7 +216,8 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
       if (SCORES == PLUS_COLUMN) add_to_rows(s_reg, terms);
       if constexpr (!ASKED_AHEAD) load<true>(arrays, x, block.queries.tile(), own_row, row0, col0, ask_pairs);
       modify_scores<true>(s_reg, arrays, x, row0, col0, ask_pairs);
-      if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(block.row0) + own_row, col0);
+      if (BENDS && bend_of_tile(p, block) == ACROSS) bend_scores<true>(s_reg, x, not_ahead(row0), not_ahead(col0));
+      if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(block.row0) + own_row, col0, BENDS ? bend_of_tile(p, block) : BEFORE);
     }
     if (masked) apply_mask(s_reg, mask_again(block), row0, col0, masked_score(of_head));
     probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : scale_of_head(p.scale * LOG2E, of_head), p.softcap, terms, 1.f, kept);

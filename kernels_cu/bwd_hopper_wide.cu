@@ -130,7 +130,9 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
       if (SCORES == PLUS_COLUMN) terms_of_keys(terms, x, not_ahead(row0)), add_to_rows(s_reg, terms);
       if constexpr (!ASKED_AHEAD) load<true>(arrays, x, block.queries.tile(), own_row, row0, col0, ask_pairs);
       modify_scores<true>(s_reg, arrays, x, row0, col0, ask_pairs);
-      if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(row0), col0);
+      const Bend bend = BENDS ? bend_of_tile(p, block) : BEFORE;
+      if (BENDS && bend == ACROSS) bend_scores<true>(s_reg, x, row0, col0);
+      if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(row0), col0, bend);
       if (SCORES == SCALED) scale_log2 = scale_of_head(scale_log2, x), masked = masked_score(x), slope = x.factor;
     }
     if (SCORES != EXPRESSION && cut(col0)) apply_mask(s_reg, block.mask, row0, col0, masked);

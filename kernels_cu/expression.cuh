@@ -9,6 +9,7 @@ constexpr bool MASK_BY_TWO = false;
 constexpr bool MASK_IN_LOOP = false;      // whether takes_part is so long a text that pairs are asked in a loop
 constexpr bool MASK_READS = false;        // whether it reads arrays
 constexpr bool HAS_ALIBI = false;
+constexpr bool BENDS = false;             // PLUS_LINEAR: the term changes by another step behind the key that a query meets, see tile/bend.cuh
 constexpr int UNIFORMS = 0;               // parts of the expressions that all pairs of a head have in common
 // Of the array whose gradient bwd_scores computes: whether which element a pair reads depends on its query, on its key, or on how far these are
 // apart alone.
@@ -50,12 +51,19 @@ template <typename Context> OP float uniform_of(int number, const Context& x) {
 template <typename Context> OP float term_of(const PairPlace& at, const Context& x) {
   return 0.f;
 }
-// how much that changes from a key to the next, and from a query (PLUS_LINEAR)
+// how much that changes from a key to the next, and from a query (PLUS_LINEAR; BENDS: up to the key that a query meets, and the same behind it)
 template <typename Context> OP float per_key_of(const Context& x) {
   return 0.f;
 }
 template <typename Context> OP float per_query_of(const Context& x) {
   return 0.f;
+}
+// BENDS: by how much more it changes from a key to the next behind that; and the key that the first query meets
+template <typename Context> OP float bend_of(const Context& x) {
+  return 0.f;
+}
+template <typename Context> OP int diagonal_of(const Context& x) {
+  return 0;
 }
 // what a score becomes (SCORES == EXPRESSION)
 template <typename Context> OP float score_of(float score, const PairPlace& at, const Context& x) {

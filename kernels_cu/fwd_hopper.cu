@@ -17,7 +17,7 @@
 //               O = O + P V_last
 //               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed. DROPOUT: scaled
 //
-//   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are. FROM_LAST: where a linear term rises, the last first.
+//   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are. FROM_LAST: where a linear term rises, the last first; where it bends, that at the diagonal.
 //   STAGED_BIAS: with K_j comes the bias of both. STARTS_FROM_TERM: in most steps S starts from it, S = B_ij, S = S + Q_i K_j^T.
 //   VARLEN, IN_TURN: Q_i of sequences, or those with most K_j first, as fwd_hopper_schedule lists them before.
 //   Tiles Q_i that would leave blocks idle are split along the keys: a split is some of the K_j, and fwd_hopper_combine makes one result of all.
@@ -67,20 +67,17 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     NBlockRange tiles{};                                      // its key tiles
     QueryLists lists{}; KeptQueryLists lists_of_keys{};       // TILE_LIST: those of them that are loaded, and those of the tile whose keys are
     int head_kv = 0;                                          // once a query tile: a division takes as long as some loads
-    float step = 0.f;                                         // LINEAR: of the term, from a key to the next
-    bool from_last = false;                                   // FROM_LAST: whether that rises, and the last key tiles come first
+    Steps steps{}; KeyOrder order{};                          // LINEAR: what the term changes by from a key to the next; FROM_LAST: in which order key tiles come
     const auto begin_tile = [&] {
       here = work_tile_coord(p, index, TILE_Q);
       if constexpr (TAKES_TILES) taken = take_work_tile(p, warp, smem + CLIPPED_BARRIER + Mbarrier::bytes, TAKEN);
       head_kv = here.head / p.heads_per_kv;
-      if constexpr (LINEAR) step = step_of_head(p, here), from_last = FROM_LAST && uniform(u32(step > 0.f));
+      if constexpr (LINEAR && !BENDS) steps = step_of_head(p, here);
       move_mask(mask, p, here);
       tiles = n_block_range(mask, here.row, min_of(TILE_Q, rows_at<QUERIES>(p, here).len() - here.row), TILE_KV, {0, 1});
       if (is_split(p, index)) tiles = clip_range(here.split.keys, tiles);
-      if constexpr (TILE_LIST) {
-        lists = lists_of_queries(p, here.batch_number, here.head, here.row, ROWS, GROUPS);
-        tiles = listed_range(lists, tiles);
-      }
+      if constexpr (TILE_LIST) lists = lists_of_queries(p, here.batch_number, here.head, here.row, ROWS, GROUPS), tiles = listed_range(lists, tiles);
+      if constexpr (FROM_LAST) order = key_order(p, here, tiles, steps.before > 0.f, is_split(p, index));
     };
     u32 left = 0;                                             // key tiles that a consumer leaves unread, where it goes on directly: four bits for each
     // Queries and work of the consumers first ... end - 1.
@@ -88,12 +85,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       const bool follows = has_work_tile(p, TAKES_TILES ? taken : index + 1);
       #pragma unroll 1
       for (int of = first; of < end; ++of) {
-        const WorkDescriptor work = describe_work(p, mask, index, here, tiles, from_last, lists, of, int(left >> 4 * of & 15), follows);
+        const WorkDescriptor work = describe_work(p, mask, index, here, tiles, order, lists, of, int(left >> 4 * of & 15), follows);
         left = (left & ~(15u << 4 * of)) | u32(work.next == DIRECTLY ? work.beyond : 0) << 4 * of;
         producer_acquire(queries);                            // without it queries are overwritten that are still read
         store_once(smem + WORK_OFFSET + queries.stage() * int(sizeof(WorkDescriptor)), work);
         store_sequence(smem + SEQUENCES_OFFSET + queries.stage() * int(sizeof(SequenceDescriptor)), mask, here);
-        if constexpr (LINEAR) store_step(StoredSteps(smem + TERMS_OFFSET, queries.stage()), step);
+        if constexpr (LINEAR) store_step(StoredSteps(smem + TERMS_OFFSET, queries.stage()), BENDS ? step_of_head(p, here) : steps);
         sync_warp();                                          // without it work is read that has not been written
         load_async(queries, p.q_map, here.batch, here.head, rows_at<QUERIES>(p, here).first() + here.row + of * ROWS);
       }
@@ -117,7 +114,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         of_keys = here, of_keys.head = head_kv, head = here.head;
         lists_of_keys = {lists};
       }
-      const int next = pass.across ? tiles.begin : following, place = from_last ? mirrored(tiles, next) : next;
+      const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? place_of(order, tiles, next) : next;
       ColumnTerms columns;                                    // found before a stage is waited for, as the number of the key tile
       const Told told = pass.has_keys() ? lists_of_keys.tell(place, pass.across ? tiles.end : end) : Told{};
       if (PAGED && pass.has_keys()) {
@@ -183,7 +180,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (MODIFIED || DROPOUT) now.batch_number = now.batch[BATCH_AXES - 2] * p.batch[BATCH_AXES - 1] + now.batch[BATCH_AXES - 1];
     if (SPLIT_KV) split = uniform(work.split);
     tile = uniform(work.first);                               // and what follows is kept once for a warp
-    if constexpr (FROM_LAST) turned = tile >> 31;
+    if constexpr (FROM_LAST) turned = BENDS ? work.split != WHOLE ? 0 : first_of_diagonal(p, now, queries_of_sequence(p, now), uniform(work.last)) : tile >> 31;
     last = uniform(work.last);
     before = TILE_LIST ? 0 : uniform(work.before), beyond = TILE_LIST ? 0 : uniform(work.beyond), next = uniform(work.next);
     if constexpr (TELLS_WHOLE) whole_first = uniform(work.whole_first), wholes = max_of(uniform(work.whole_end) - whole_first, 0);
@@ -216,7 +213,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (TMA_STORE_OUT) store_out_async(p.out_map, here, row_of(here), smem, o_reg);
     else store(out_rows(p, here, row_of(here)), o_reg);
   };
-  const auto key_tile = [&] { return TILE_LIST ? told_number(number) : FROM_LAST ? (tile ^ turned) - turned : tile; }; // turned: -1 where the last come first
+  const auto key_tile = [&] { return TILE_LIST ? told_number(number) : FROM_LAST ? place_of(turned, tile) : tile; };
   const auto first_key = [&] { return key_tile() * TILE_KV; };
   using Arrays = PairArrays<16, TILE_KV>;
   const auto load_arrays = [&](Arrays& arrays, const KeyTile& k_smem) {
@@ -270,7 +267,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (follows && !PACKS_LATE) to_operands(p_reg, s_reg, drawing.kept);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
     if constexpr (TILE_LIST) number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group)));
-    const StoredTerms in_product(smem + TERMS_OFFSET, LINEAR ? int(q_smem.base - smem) / QueryTile::bytes : keys.stage());
+    const auto bend = [&] { return BENDS ? bend_at(context(), warp_row & -ROWS, ROWS, not_ahead(first_key()), TILE_KV) : BEFORE; }; // kept, it would spill
+    const StoredTerms in_product(smem + TERMS_OFFSET, LINEAR ? int(q_smem.base - smem) / QueryTile::bytes : keys.stage(), bend() == BEYOND);
     if constexpr (COLUMNS) common = load_common(in_product);
     Arrays arrays;
     const bool first = !follows || starts, from_term = STARTS_FROM_TERM && !first && !looks_again && !(TILE_LIST && told_to_ask(number)), finds_term = STAGED_BIAS ? STARTS_FROM_TERM && (ONE_TEXT || !first) : from_term;
@@ -287,13 +285,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (ARRAYS_AHEAD && !STARTS_FROM_TERM) load_arrays(arrays, k_smem);
     if (follows && ends) end_softmax(ended, ended_line, WHOLE, weight);
     if (COLUMNS) leave_out_largest(softmax, terms_reg, common, largest);
-    if (LINEAR) terms_of_tile(terms_reg, s_reg, line, first_key());
+    if (LINEAR) terms_of_tile(terms_reg, s_reg, line, context(), warp_row, first_key(), bend());
     if (WITH_TERMS) offsets = exponent_offsets(softmax, terms_reg, p.heads);
     if (follows) wait_for_products<1>(s_reg);                 // without it scores are read that do not exist yet
     else wait_for_products<0>(s_reg);                         // the same
     if (!ARRAYS_AHEAD && !STARTS_FROM_TERM) load_arrays(arrays, k_smem);
     RowVec<16> correction, sum;
-    const bool asks = !TILE_LIST || told_to_ask(number), usual = !first && !looks_again && !(TILE_LIST && asks);
+    const bool asks = !TILE_LIST || told_to_ask(number), usual = !first && !looks_again && !(TILE_LIST && asks) && bend() != ACROSS;
     if (usual) {
       if (!from_term) modify(arrays, !TILE_LIST);
       mask_scores();
@@ -313,9 +311,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
     if (STARTS_FROM_TERM) warp_row = not_ahead(warp_row), load_arrays(arrays, k_smem); // what rows have, found again: kept, it would spill
     modify(arrays, asks);
+    if (BENDS && bend() == ACROSS) bend_scores<false>(s_reg, context(), warp_row, first_key());
     if (TILE_LIST && first && told_none(number)) fill(s_reg, masked_score(terms)), stay_apart();
     mask_scores();
-    if (LINEAR && VARLEN) terms_of_tile(terms_reg, s_reg, line, not_ahead(first_key())); // again: kept, they would spill
+    if (LINEAR && (VARLEN || BENDS)) terms_of_tile(terms_reg, s_reg, line, context(), warp_row, not_ahead(first_key()), bend()); // again: kept, they would spill
     find_maximum(correction);
     if constexpr (DROPOUT) if (!usual) drawing.draw(first_key(), !DROPS_LATE);
     to_weights(sum);

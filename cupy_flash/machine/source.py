@@ -47,6 +47,8 @@ def expressions_text(expressions: ExpressionText) -> str:
         "term_of": expressions.term,
         "per_key_of": expressions.per_key,
         "per_query_of": expressions.per_query,
+        "bend_of": expressions.bend,
+        "diagonal_of": expressions.diagonal,
         "score_of": expressions.score,
         "slope_of": expressions.slope,
         "takes_part": expressions.takes_part,

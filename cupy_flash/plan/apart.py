@@ -11,10 +11,10 @@ from ..problem.scores import Scores
 from .expression_text import ExpressionText, Pressure
 from .expressions import mask_tree, of_places, value_tree, without_score, written
 from .hoisting import hoisted, is_uniform
-from .linear import Steps, steps_of, without_abs
+from .linear import Bent, Steps, bent_at, steps_of, without_abs
 
 
-def apart_text(scores: Scores, mask: Mask, text: ExpressionText) -> ExpressionText:
+def apart_text(scores: Scores, mask: Mask, text: ExpressionText, bends: bool) -> ExpressionText:
     """The text with a factor of all scores of a head, a term of the key alone or one that is linear in places taken apart.
 
     Any other is left as it is.
@@ -26,6 +26,8 @@ def apart_text(scores: Scores, mask: Mask, text: ExpressionText) -> ExpressionTe
         Pairs that it hides may have any term.
     text : ExpressionText
         That of `expression_text`.
+    bends : bool
+        Whether a term is taken apart that is linear on either side of a diagonal alone.
     """
     value = simplify(value_tree(scores))
     if text.kind == "EXPRESSION":
@@ -34,28 +36,35 @@ def apart_text(scores: Scores, mask: Mask, text: ExpressionText) -> ExpressionTe
     steps = steps_of(term) if scores.bias is None else None
     if steps is not None:
         return _with_term(scores, mask, text, "PLUS_LINEAR", term, steps)
+    bent = bent_at(term) if bends and scores.bias is None else None
+    if bent is not None:
+        return _with_term(scores, mask, text, "PLUS_LINEAR", bent.before, bent.steps, bent)
     return _with_term(scores, mask, text, "PLUS_COLUMN", term) if _is_of_key(term, scores) else text
 
 
 def _with_term(
-    scores: Scores, mask: Mask, text: ExpressionText, kind: str, term: Node, steps: Steps | None = None
+    scores: Scores, mask: Mask, text: ExpressionText, kind: str, term: Node, steps: Steps | None = None, bent: Bent | None = None
 ) -> ExpressionText:
     # Of the term, a row or a key of a tile is asked for one pair, whose places as ints take fewer operations.
     of_steps = (None, None) if steps is None else (steps.per_key, steps.per_query)
+    of_bend = (None, None) if bent is None else (bent.bend, bent.diagonal)
     of_pairs = of_places((mask_tree(scores),), max(mask.len_q, mask.len_kv))
-    trees, uniforms = hoisted((term, *of_steps, *of_pairs))
+    trees, uniforms = hoisted((term, *of_steps, *of_bend, *of_pairs))
     arrays = dict(scores.arrays)
-    term, per_key, per_query, takes_part = (written(tree, arrays, scores.free_axes) for tree in trees)
+    term, per_key, per_query, bend, diagonal, takes_part = (written(tree, arrays, scores.free_axes) for tree in trees)
     of_head = tuple(written(tree, arrays, scores.free_axes) for tree in uniforms)
     changed = ("UNIFORMS", "BIAS_BY_TWO") if kind == "PLUS_COLUMN" else ("UNIFORMS",)
     constants = {name: value for name, value in text.constants if name not in changed}
     constants |= {"UNIFORMS": str(len(uniforms))} if uniforms else {}
+    constants |= {"BENDS": "true"} if bent is not None else {}
     return replace(
         text,
         kind=kind,
         term=term,
         per_key=per_key,
         per_query=per_query,
+        bend=bend,
+        diagonal=diagonal,
         takes_part=takes_part,
         uniforms=of_head,
         constants=tuple(constants.items()),

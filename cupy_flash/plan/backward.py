@@ -41,6 +41,7 @@ BY_THREADS = MOVED[3:]  # and those of the other two, before and after the loop
 GRADIENTS = MOVED[5:]
 IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where TMA moves these
 WIDEST_TAKEN = 64  # columns of key tiles that blocks of bwd_hopper take in turn; with wider ones a call takes as long either way
+WIDEST_BENT = 128  # columns: wider heads have as many instructions either way
 FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the first one of a block is not beneath any other
 MOST_AHEAD = 2  # times as many queries as keys a head may have, or keys as queries, rounded up to tiles, see _makes_stats_ahead
 MOST_ROWS_AHEAD = 4096  # of dq, whose sums earlier heads make zero; with more of them a call takes as long either way
@@ -68,7 +69,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     check_kind(architecture, "q", p.dtype, p.precision)
     expressions = text_of(p)
     # Gradients of sinks tell no sequences apart.
-    apart = expressions if p.lengths and p.sinks else with_bits(p, taken_apart(p, expressions), _width(p) > WIDEST_TAKEN)
+    apart = expressions if p.lengths and p.sinks else with_bits(p, taken_apart(p, expressions, _bends(p)), _width(p) > WIDEST_TAKEN)
     kernel, why_kernel = _backward_kernel(problem, architecture, apart)
     expressions = apart if kernel in HOPPER_KERNELS else expressions
     explicit, why_scores = _explicit(p, expressions)
@@ -158,6 +159,12 @@ def _makes_zeros_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
 
 def _explicit(problem: Problem, expressions: ExpressionText) -> tuple[bool, str]:
     return explicit_scores(problem, expressions, unless_large=problem.dtype != "float32")
+
+
+def _bends(problem: Problem) -> bool:
+    """Whether a term that bends at a diagonal is taken apart; elsewhere that costs registers, or gains nothing."""
+    alone = problem.scores.dropout is None and problem.lengths is None and not problem.scores.masks_pairs
+    return alone and problem.mask.shape == "full" and _width(problem) <= WIDEST_BENT
 
 
 def _width(problem: Problem) -> int:
@@ -255,7 +262,7 @@ def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
     tiles_q = query_tiles(plan, problem) * p.heads_q * elements_of(p, "q")
     tiles_kv = key_tiles(plan, problem) * p.heads_kv * splits(plan, problem) * elements_of(p, "kv")
     sum_tiles = tiles_q if p.lengths is not None else query_tiles(plan, problem) * make_grouping(plan, problem).accum_heads
-    parts = [("stats", 4 * tiles_q * 2 * c.TILE_Q), ("dq_accum", 4 * sum_tiles * c.TILE_Q * c.WIDTH)]
+    parts = [("stats", 4 * tiles_q * (2 + plan.expressions.bends) * c.TILE_Q), ("dq_accum", 4 * sum_tiles * c.TILE_Q * c.WIDTH)]
     if _stores_parts(plan, problem):
         parts += [(name, 4 * tiles_kv * c.TILE_KV * c.WIDTH) for name in ("dk_accum", "dv_accum")]
     if problem.deterministic:

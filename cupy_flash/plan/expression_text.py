@@ -31,7 +31,7 @@ class ExpressionText:
     ----------
     kind : str
         One of `ScoreKind` in ``kernels_cu/config.cuh``.
-    term, score, slope, takes_part, takes_part_in, factor, element, per_key, per_query : str
+    term, score, slope, takes_part, takes_part_in, factor, element, per_key, per_query, bend, diagonal : str
         What the functions return, or '' for what the file says.
     uniforms : tuple of str
         What all pairs of a head have in common.
@@ -54,8 +54,15 @@ class ExpressionText:
     element: str = ""
     per_key: str = ""
     per_query: str = ""
+    bend: str = ""
+    diagonal: str = ""
     takes_part_in: str = ""
     pair_bits: bool = False
+
+    @property
+    def bends(self) -> bool:
+        """Whether a linear term changes by another step behind the key that a query meets."""
+        return bool(self.bend)
 
 
 NOTHING = ExpressionText()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..errors import UnsupportedError
 from ..problem.expression.cplusplus import cplusplus
 from ..problem.expression.derivative import ONE, ZERO, derivative
 from ..problem.expression.operations import SIGNATURES, apply
 from ..problem.expression.reads import AXES
 from ..problem.expression.simplify import simplify
-from ..problem.expression.tree import SCORE, Apply, Name, Node, Read, fold, walk
+from ..problem.expression.tree import SCORE, Apply, Name, Node, Read, fold, walk, with_args
 from ..problem.layout import Layout
 from ..problem.scores import Scores, kind_of, label
 from .expression_text import ExpressionText, Pressure
@@ -204,11 +202,7 @@ def _is_sum_with_score(value: Node) -> bool:
 
 def without_score(value: Node) -> Node:
     """What a score of 0 becomes."""
-    return fold(value, lambda node, args: ZERO if node == SCORE else _with(node, args))
-
-
-def _with(node: Node, args: list[Node]) -> Node:
-    return replace(node, args=tuple(args)) if isinstance(node, (Apply, Read)) else node
+    return fold(value, lambda node, args: ZERO if node == SCORE else with_args(node, args))
 
 
 def written(tree: Node | None, arrays: dict[str, Layout], free_axes: tuple[str, ...] = ()) -> str:

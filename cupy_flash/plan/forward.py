@@ -40,6 +40,8 @@ MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in 
 LISTED = ("fwd_v2", "fwd_hopper")  # kernels that visit the tiles of a list where pairs are masked
 NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
 EVEN = 0.75  # of the longest query tile that the shortest has to have
+LAST_FIRST = "the last keys first where a linear term makes scores larger towards them"
+DIAGONAL_FIRST = "the keys at the diagonal first, where a term of the distance makes scores largest"
 LISTED_ITEM_BYTES = 8  # the first row of a query tile, and a count
 WORK_ITEM_BYTES = {"fwd_v2": 8, "fwd_hopper": 32}  # sequence and row of a query tile, and for a persistent block, where that lies
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
@@ -70,7 +72,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     kernel, why_kernel = _forward_kernel(problem if problem.lengths is None else asked, architecture, expressions)
     width, width_v = padded(problem.dim), padded(problem.dim_v)
     if kernel == "fwd_hopper":
-        expressions = with_bits(problem, taken_apart(problem, expressions))
+        expressions = with_bits(problem, taken_apart(problem, expressions, _bends(problem)), bends=_bends(problem))
         width, width_v = max(width, NARROWEST_PANEL), max(width_v, NARROWEST_PANEL)
     copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by TMA
     in_memory = {} if problem.lengths is None else problem.lengths.caches  # pages are as far apart as these say
@@ -112,12 +114,23 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         row = in_pages(row, problem.lengths.page_size)
     listed = bool(expressions.takes_part or expressions.pair_bits) and kernel in LISTED and problem.lengths is None
     rises = kernel == "fwd_hopper" and expressions.kind == "PLUS_LINEAR" and not listed
-    rises &= not (of_lengths and problem.lengths.paged)
-    why_last = "the last keys first where a linear term makes scores larger towards them" * rises
+    rises &= not (of_lengths and problem.lengths.paged) and not (expressions.bends and problem.mask.shape != "full")
+    why_keys = (DIAGONAL_FIRST if expressions.bends else LAST_FIRST) * rises
     shares = problem.shares_device and kernel == "fwd_hopper" and problem.lengths is None
     why_blocks = "a block for each query tile: something else has to run meanwhile" * shares
     why_pairs = why_bits(expressions) if kernel == "fwd_hopper" and problem.lengths is None else ""
-    reasons = why_kernel, packing.reason, row.reason, why_split, why_combines, why_copy, why_scores, why_last, why_blocks, why_pairs
+    reasons = (
+        why_kernel,
+        packing.reason,
+        row.reason,
+        why_split,
+        why_combines,
+        why_copy,
+        why_scores,
+        why_keys,
+        why_blocks,
+        why_pairs,
+    )
     return KernelPlan(
         file=kernel,
         architecture=architecture,
@@ -146,6 +159,11 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         expressions=expressions,
         reasons=tuple(filter(None, reasons)),
     )
+
+
+def _bends(problem: Problem) -> bool:
+    """Whether a term that bends at a diagonal is taken apart: in windows, tiles of narrow heads that lie across it cost more."""
+    return problem.mask.shape == "full" or max(problem.dim, problem.dim_v) > NARROWEST_PANEL
 
 
 def _has_own_lists(row: TileConfig) -> bool:
@@ -180,7 +198,7 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
         return f"fwd_{problem.algorithm}", ""
     if not exists:
         raise UnsupportedError(f"kernel: expected fwd_v1 or fwd_v2 for {problem.dtype} on {architecture}, got {asked!r}")
-    crowded = _crowded(problem, architecture, with_bits(problem, expressions))
+    crowded = _crowded(problem, architecture, with_bits(problem, expressions, bends=_bends(problem)))
     why_not = crowded or obstacle(problem.batch, layouts_of(problem), MOVED)
     if not why_not:
         return "fwd_hopper", ""
@@ -218,7 +236,7 @@ def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: E
         return f"no TMA: pages have {lengths.page_size} keys, which {LEAST_PIECE} do not divide, nor {BOX_COLUMNS} head dims"
     if (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem, problem.len_kv)[0]:
         return "few queries: heads of a group share a tile, or blocks its keys, in fwd_v2"
-    crowded = _crowded(problem, architecture, taken_apart(problem, expressions))
+    crowded = _crowded(problem, architecture, taken_apart(problem, expressions, _bends(problem)))
     if lengths.paged and _crowded_by_pages(problem, expressions):
         crowded = "fwd_hopper has no registers for pages and what is asked besides"
     layouts, cached = layouts_of(problem), lengths.caches

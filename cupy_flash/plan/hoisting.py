@@ -5,13 +5,13 @@ All that is done here leaves the value as it is, but for the rounding of a produ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, reduce
 
 from ..problem.expression.derivative import ONE, ZERO
 from ..problem.expression.operations import apply, convert
 from ..problem.expression.simplify import simplified
-from ..problem.expression.tree import Apply, Literal, Name, Node, Read, fold, walk
+from ..problem.expression.tree import Apply, Literal, Name, Node, Read, fold, walk, with_args
 
 # Names that no user can give: places as floats, what a score of 1 is in a fragment, and one of what is computed once for a head.
 Q_FLOAT, KV_FLOAT, UNIT = (Read(f"@{name}", (), "float") for name in ("q_float", "kv_float", "unit"))
@@ -58,7 +58,7 @@ def places_as_floats(tree: Node) -> Node:
     """
 
     def visit(node: Node, args: list[tuple[Node, Places | None]]) -> tuple[Node, Places | None]:
-        same = _with_args(node, [arg for arg, _ in args])
+        same = with_args(node, [arg for arg, _ in args])
         match node:
             case Literal(value=int(value)) if not isinstance(value, bool) and abs(value) < EXACT:
                 return same, Places(0, 0, Literal(float(value)), 1)
@@ -90,7 +90,7 @@ def factors_gathered(tree: Node) -> Node:
     """The tree with one factor in a product for all that a head's pairs have in common; dividing by that is multiplying."""
 
     def visit(node: Node, args: list[Node]) -> Node:
-        node = _with_args(node, args)
+        node = with_args(node, args)
         if not isinstance(node, Apply) or node.kind != "float" or node.op not in ("*", "/") or is_uniform(node):
             return node
         (x, of_x), (y, of_y) = map(_split, node.args)
@@ -135,8 +135,8 @@ def hoisted(trees: tuple[Node | None, ...]) -> tuple[tuple[Node | None, ...], tu
     def visit(node: Node, args: list[tuple[Node, bool]]) -> tuple[Node, bool]:
         if _is_of_pair(node) or not all(common for _, common in args):
             # An index is left as it is: only what a float is made of is worth a register.
-            return _with_args(node, [put(arg) if common else arg for arg, common in args]), False
-        return _with_args(node, [arg for arg, _ in args]), True
+            return with_args(node, [put(arg) if common else arg for arg, common in args]), False
+        return with_args(node, [arg for arg, _ in args]), True
 
     def one(tree: Node | None) -> Node | None:
         if tree is None:
@@ -177,12 +177,8 @@ def _into(tree: Node) -> Node:
             return apply(op, _into(x), _into(y))
         case Apply(op="where", args=(condition, x, y)):
             return apply("where", condition, _into(x), _into(y))
-    return _with_args(tree, [_into(first), *tree.args[1:]])
+    return with_args(tree, [_into(first), *tree.args[1:]])
 
 
 def _is_of_pair(node: Node) -> bool:
     return isinstance(node, (Name, Read)) and node.name in OF_PAIRS
-
-
-def _with_args(node: Node, args: list[Node]) -> Node:
-    return replace(node, args=tuple(args)) if isinstance(node, (Read, Apply)) else node

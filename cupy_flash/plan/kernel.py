@@ -162,7 +162,7 @@ class KernelPlan:
             biases = c.STAGED_BIAS * c.STAGES * c.TILE_Q * -(-c.TILE_KV * self._bias_bytes // 128)
             tiles, barriers = 128 * (queries + keys + biases + values), 8 * 2 * (c.STAGES + c.STAGES_V + c.STAGES_Q)
             stage, last = 16 * (c.TILE_KV + 1), 32 * max(c.TILE_KV, 64)  # of terms; as an operand the last takes so many bytes
-            columns, steps = 128 + stage * c.STAGES, 128 * c.STAGES_Q  # ones, and terms of keys
+            columns, steps = 128 + stage * c.STAGES, 128 * (1 + self.expressions.bends) * c.STAGES_Q  # ones, and terms of keys
             terms = {"PLUS_COLUMN": (columns, columns - stage + last), "PLUS_LINEAR": (steps + 16 * c.TILE_KV, steps + last)}
             own, end = terms.get(c.SCORES, (0, 0))
             main = max(tiles + own + barriers + work, min(tiles + end, self.architecture.shared_bytes) if end else 0)
@@ -280,17 +280,17 @@ def text_of(problem: Problem) -> ExpressionText:
     return expression_text(problem.scores, problem.softcap is not None, max(problem.len_q, problem.len_kv))
 
 
-def taken_apart(problem: Problem, expressions: ExpressionText) -> ExpressionText:
+def taken_apart(problem: Problem, expressions: ExpressionText, bends: bool = False) -> ExpressionText:
     """The text of what becomes of scores for a kernel that takes it apart, where not every pair has a part of its own.
 
-    Of scores that are scaled one by one it takes none: there a term is added to each.
+    Of scores that are scaled one by one it takes none: there a term is added to each. `bends`: also one that bends at a diagonal.
     """
     asked = expressions.kind in ("PLUS_TERM", "EXPRESSION")
     if not asked or problem.softcap is not None or not LEAST_SCALE <= problem.scale <= LARGEST_SCALE:
         return expressions
     from .apart import apart_text  # late, as the text
 
-    return apart_text(problem.scores, problem.mask, expressions)
+    return apart_text(problem.scores, problem.mask, expressions, bends)
 
 
 def rows_of(

@@ -1,16 +1,17 @@
 """Terms of scores that are linear in the places of a pair: how much they change from a key to the next, and from a query.
 
-All that a kernel adds to each score of such a term is a multiple of the first; the rest is a number for each row of a tile.
+All that a kernel adds to each score of such a term is a multiple of the first; the rest is a number for each row of a tile. A term
+of the distance between query and key is linear on either side of a diagonal.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..problem.expression.derivative import ONE, ZERO
 from ..problem.expression.operations import apply, convert
-from ..problem.expression.simplify import simplified
-from ..problem.expression.tree import Apply, Literal, Name, Node, Read, fold
+from ..problem.expression.simplify import simplified, simplify
+from ..problem.expression.tree import Apply, Literal, Name, Node, fold, walk, with_args
 from ..problem.mask import Mask
 from .hoisting import is_uniform
 
@@ -63,6 +64,64 @@ def steps_of(tree: Node) -> Steps | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Bent:
+    """A term that is linear on either side of a diagonal.
+
+    Parameters
+    ----------
+    before : Node
+        The term of pairs whose key is at the diagonal or before it.
+    steps : Steps
+        Of that.
+    bend : Node
+        By how much more a key changes the term behind the diagonal.
+    diagonal : Node
+        The key that the first query meets, an int; the next query meets the next key.
+    """
+
+    before: Node
+    steps: Steps
+    bend: Node
+    diagonal: Node
+
+
+def bent_at(tree: Node) -> Bent | None:
+    """The parts of a term with the absolute value of one distance of a query and a key; None of any other."""
+    found = {node.args[0] for node in walk(tree) if isinstance(node, Apply) and node.op == "abs" and node.kind == "int"}
+    distance = found.pop() if len(found) == 1 else None
+    diagonal = None if distance is None else _diagonal(distance)
+    if diagonal is None:
+        return None
+    before, behind = (simplify(_with_distance(tree, distance, sign)) for sign in (1, -1))
+    steps, steps_behind = steps_of(before), steps_of(behind)
+    if steps is None or steps_behind is None:
+        return None
+    return Bent(before, steps, simplified("-", steps_behind.per_key, steps.per_key), diagonal)
+
+
+def _diagonal(distance: Node) -> Node | None:
+    """The key whose distance to the first query is 0, if that is made of lengths and literals and changes by one a place."""
+    if any(not isinstance(node, (Name, Literal, Apply)) for node in walk(distance)):
+        return None
+    if any(isinstance(node, Name) and node.name not in (*PLACES, "q_len", "kv_len") for node in walk(distance)):
+        return None
+    steps = steps_of(convert(distance, "float"))
+    if steps is None or {steps.per_key, steps.per_query} != {ONE, Literal(-1.0)}:
+        return None
+    at_first = fold(
+        distance, lambda node, args: Literal(0) if isinstance(node, Name) and node.name in PLACES else with_args(node, args)
+    )
+    return simplify(at_first if steps.per_query == ONE else apply("neg", at_first))
+
+
+def _with_distance(tree: Node, distance: Node, sign: int) -> Node:
+    """The tree with this times a sign in place of its absolute value, for keys before the query, or with -1 behind it."""
+    positive = steps_of(convert(distance, "float")).per_query == ONE
+    of_sign = distance if positive == (sign > 0) else apply("neg", distance)
+    return fold(tree, lambda node, args: of_sign if node == apply("abs", distance) else with_args(node, args))
+
+
+@dataclass(frozen=True, slots=True)
 class Sum:
     """An integer made of places: ``q * q_idx + kv * kv_idx + rest``."""
 
@@ -78,7 +137,7 @@ def without_abs(tree: Node, mask: Mask) -> Node:
     least, most = _distances(mask)
 
     def visit(node: Node, args: list[tuple[Node, Sum | None]]) -> tuple[Node, Sum | None]:
-        same = replace(node, args=tuple(arg for arg, _ in args)) if isinstance(node, (Read, Apply)) else node
+        same = with_args(node, [arg for arg, _ in args])
         match node:
             case Literal(value=int(value)) if not isinstance(value, bool):
                 return same, Sum(0, 0, value)

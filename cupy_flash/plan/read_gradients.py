@@ -141,7 +141,7 @@ def _text(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) ->
     stated = {name.upper(): "true" for name, is_so in (flags | {"has_factor": factor != ONE}).items() if is_so}
     text = text_of(problem.forward)
     if backward.config.SCORES == "PLUS_LINEAR":  # whose statistics are taken apart as well
-        text = taken_apart(problem.forward, text)
+        text = taken_apart(problem.forward, text, backward.expressions.bends)
     element = ""
 
     def text_in_place(tree: Node) -> str:

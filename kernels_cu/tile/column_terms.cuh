@@ -24,7 +24,7 @@ constexpr bool TERMS_BY_PRODUCER = COLUMNS && !TERM_WARPS;
 struct StoredColumns : TermTile<TILE_KV> {
   static constexpr int stage_bytes = bytes + 16;
   static constexpr int all_bytes = bytes_of_factors + STAGES * stage_bytes, end_as_operand = all_bytes - stage_bytes + bytes_as_operand;
-  OP StoredColumns(SharedAddress all, int stage) : TermTile{all + bytes_of_factors + stage * stage_bytes, all} {}
+  OP StoredColumns(SharedAddress all, int stage, bool = false) : TermTile{all + bytes_of_factors + stage * stage_bytes, all} {}
   OP SharedAddress common() const { return base + bytes; }
 };
 

@@ -2,6 +2,15 @@
 #pragma once
 #include "tile/stats_ahead.cuh"
 
+// BENDS: where the tile at hand lies; and which of the statistics of its queries are lse.
+OP Bend bend_of_tile(const HopperBackwardParams& p, const KeyBlock& block) {
+  const auto seq = block.seq(p);
+  return bend_at(score_context(p, block.here, block.now.head, HeadTerms{}, seq.q.len(), seq.kv.len()), block.now.tile * TILE_Q, TILE_Q, block.row0, TILE_KV);
+}
+OP const float* lse_stats(const HopperBackwardParams& p, const KeyBlock& block, const float* stats) {
+  return BENDS && bend_of_tile(p, block) == BEYOND ? stats + 2 * TILE_Q : stats;
+}
+
 // The stages at hand of two pipelines = what `load` starts to bring, so many bytes in all, of whose rows the first `rows` count and the others
 // become zeros, by one warp; goes on to the next ones. One after the other, whoever waits for the second would wait twice as long.
 template <typename T, typename U, int DEPTH, int DEPTH_U, Lanes LANES, typename Load>
@@ -38,17 +47,17 @@ OP void load_tiles_of_sequence(const HopperBackwardParams& p, KeyBlock& block) {
   }
   #pragma unroll 1
   for (int step = 0; step < block.steps; ++step, block.advance(p)) {
-    const float* const stats = p.stats + i64(block.tile_number(p)) * 2 * TILE_Q;
+    const float* const stats = p.stats + i64(block.tile_number(p)) * STATS * TILE_Q;
     const int head = block.now.head, row = block.now.tile * TILE_Q, query = seq.q.first() + row, queries = seq.q.len() - row;
     const SharedAddress lse = block.lse_smem(), delta = block.delta_smem();
     producer_acquire(block.queries);                          // without it tiles are overwritten that a slower warp still reads
     if (queries >= TILE_Q) {
-      load_query_tile(block.queries, p, here.batch, head, seq.q.first(), row, block.row0, stats, lse);
+      load_query_tile(block.queries, p, here.batch, head, seq.q.first(), row, block.row0, lse_stats(p, block, stats), lse);
       load_async(block.douts, p.dout_map, here.batch, head, query, stats + TILE_Q, delta);
     } else {                                                  // as in the first step of most blocks under a causal mask
       constexpr int bytes = QueryStage::bytes + QueryTile::bytes + 2 * TILE_Q * int(sizeof(float));
       clip_both(block.queries, block.douts, clipping, queries, bytes, [&](const Pipeline<QueryStage, 1, LANES>& q, const Pipeline<QueryTile, 1, LANES>& dout) {
-        start_query_tile(q, p, here.batch, head, seq.q.first(), row, block.row0, stats, lse, call_site());
+        start_query_tile(q, p, here.batch, head, seq.q.first(), row, block.row0, lse_stats(p, block, stats), lse, call_site());
         start_load(dout, p.dout_map, here.batch, head, query, call_site());
         start_numbers(dout, stats + TILE_Q, delta, call_site());
       });
@@ -66,7 +75,7 @@ OP void load_first(const HopperBackwardParams& p, KeyBlock& block, const float* 
   arrive_expect_tx(block.douts.full(), QueryTile::bytes + STAT_BYTES);
   start_load(block.douts, p.dout_map, here.batch, block.now.head, row, at);
   wait_for_stats(p, block);                                   // without it statistics are read that have not been made
-  start_numbers(block.queries, stats, block.lse_smem(), at);
+  start_numbers(block.queries, lse_stats(p, block, stats), block.lse_smem(), at);
   start_numbers(block.douts, stats + TILE_Q, block.delta_smem(), at);
   block.queries.advance();
   block.douts.advance();
@@ -80,7 +89,7 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
   if (!PERSISTENT) load_async(block.keys, p.k_map, here.batch, here.head_kv, block.row0);
   #pragma unroll 1
   for (int step = 0; step < block.steps; ++step, block.advance(p)) {
-    const float* const stats = p.stats + i64(block.tile_number(p)) * 2 * TILE_Q;
+    const float* const stats = p.stats + i64(block.tile_number(p)) * STATS * TILE_Q;
     const int row = block.now.tile * TILE_Q;
     producer_acquire(block.queries);                          // without it tiles are overwritten that a slower warp still reads
     if constexpr (TILE_LIST) block.tell_tile(p);
@@ -88,7 +97,7 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
       load_first(p, block, stats, row);
       continue;
     }
-    load_query_tile(block.queries, p, here.batch, block.now.head, 0, row, block.row0, stats, block.lse_smem());
+    load_query_tile(block.queries, p, here.batch, block.now.head, 0, row, block.row0, lse_stats(p, block, stats), block.lse_smem());
     if (!PERSISTENT && step == 0) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
     load_async(block.douts, p.dout_map, here.batch, block.now.head, row, stats + TILE_Q, block.delta_smem());
     if (PERSISTENT && step == 0) {                            // last, because they wait for the end of the key tile before

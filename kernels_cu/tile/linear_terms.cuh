@@ -6,20 +6,30 @@
 //   How far the middle of the tile is from a key where the term of the warp's first row is about 0, times the same, is a number of the warp. It goes
 //   into the exponent. Near the diagonal of ALiBi it is small, and so exact.
 //   What is left is the same for all keys. A softmax does not change by it, so it is added to the maximum when that has ended.
+//
+//   BENDS: for tiles beyond the diagonal the step is another one, which comes with the queries too, and rows differ by what the bend makes of their
+//   distance to the first one.
 #pragma once
+#include "tile/bend.cuh"
 #include "tile/column_terms.cuh"
 
 constexpr bool LINEAR = SCORES == PLUS_LINEAR;
 
-// In shared memory: for each stage of queries the step, and distances.
+// In shared memory: for each stage of queries the step, BENDS and that beyond the diagonal, and distances.
 struct StoredSteps : TermTile<TILE_KV> {
-  static constexpr int steps_bytes = STAGES_Q * bytes_of_factors, all_bytes = steps_bytes + bytes, end_as_operand = steps_bytes + bytes_as_operand;
-  OP StoredSteps(SharedAddress all, int stage) : TermTile{all + steps_bytes, all + stage * bytes_of_factors} {}
+  static constexpr int stage_bytes = (1 + BENDS) * bytes_of_factors, steps_bytes = STAGES_Q * stage_bytes, all_bytes = steps_bytes + bytes, end_as_operand = steps_bytes + bytes_as_operand;
+  OP StoredSteps(SharedAddress all, int stage, bool beyond = false) : TermTile{all + steps_bytes, all + stage * stage_bytes + (BENDS && beyond ? bytes_of_factors : 0)} {}
 };
 static_assert(TILE_KV <= 512, "bfloat16 has distances exactly");
 
-template <typename Params, typename Coord> OP float step_of_head(const Params& p, const Coord& here) {
-  return head_terms(p, here, here.head, rows_at<QUERIES>(p, here).len(), keys_of_sequence(p, here)).step;
+// Of a head, from a key to the next: what the term changes by, and BENDS beyond the diagonal.
+struct Steps {
+  float before, beyond;
+};
+template <typename Params, typename Coord> OP Steps step_of_head(const Params& p, const Coord& here) {
+  const int len_q = rows_at<QUERIES>(p, here).len(), len_kv = keys_of_sequence(p, here);
+  const HeadTerms terms = head_terms(p, here, here.head, len_q, len_kv);
+  return {terms.step, BENDS ? terms.step + bend_of(score_context(p, here, here.head, terms, len_q, len_kv)) * terms.unit : 0.f};
 }
 // By a warp each.
 OP void store_distances(const StoredSteps& to) {
@@ -31,8 +41,11 @@ OP void store_distances(const StoredSteps& to) {
     }
   }
 }
-OP void store_step(const StoredSteps& to, float step) {
-  for_lane(l) if (l < 8) store_shared(to.factors + 16 * l, parts_of(step));
+OP void store_step(const StoredSteps& to, const Steps& steps) {
+  for_lane(l) {
+    if (l < 8) store_shared(to.factors + 16 * l, parts_of(steps.before));
+    if (BENDS && l < 8) store_shared(to.factors + to.bytes_of_factors + 16 * l, parts_of(steps.beyond));
+  }
   fence_proxy_async();                                        // without it products read what was there before
 }
 OP float load_common(const StoredSteps&) { return 0.f; }
@@ -50,8 +63,15 @@ OP LinearTerms linear_terms(const ScoreContext& x, int row0) {
   return {per_key * LOG2E, per_query_of(x) * LOG2E, of_row0(from) * LOG2E, from};
 }
 // What scores of a key tile have in common, and what the rows have in the end.
-template <int M, int N> OP void terms_of_tile(RowVec<M>& terms, const Acc<M, N>&, const LinearTerms& of, int col0) {
+template <int M, int N> OP void terms_of_tile(RowVec<M>& terms, const Acc<M, N>&, const LinearTerms& of, const ScoreContext& x, int row0, int col0, Bend at) {
   fill(terms, of.per_key * float(col0 + N / 2 - of.from));
+  if (!BENDS || at != BEYOND) return;
+  const float bend = bend_of(x) * LOG2E;
+  const int behind = beyond_diagonal(x, row0, col0 + N / 2);  // of the tile's middle
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < terms.slots; ++i) terms.at(l, i) = fmaf(bend, float(behind - RowVec<M>::row(l, i)), terms.at(l, i));
+  }
 }
 template <int M> OP void count_rows(OnlineSoftmax<M>& state, const LinearTerms& of) {
   for_lane(l) {

@@ -20,7 +20,7 @@ OP u32 query_tile_number(const BackwardParams& p, u32 batch_number, int head, in
 // Of a tile that no sequence has: what gradients of sinks are 0 from.
 OP void clear_stats(const BackwardParams& p, float sign, u32 block) {
   const u32 tiles = tiles_of<QUERIES>(p), head = block / tiles, tile = tiles - 1 - (block - head * tiles);
-  float* const stats = p.stats + (i64(head) * tiles + tile) * 2 * TILE_Q;
+  float* const stats = p.stats + (i64(head) * tiles + tile) * STATS * TILE_Q;
   for_lane(l) {
     for (int i = Block::thread(l); i < 2 * TILE_Q; i += Block::threads) write(stats + i, i < TILE_Q ? infinity() : sign * 0.f);
   }
@@ -50,11 +50,13 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
   const GlobalTile dout = slice(p.dout, here.batch, here.head, queries.first() + here.row, queries.end(), p.dim_v);
   const float* lse = row_slice(p.lse, here.batch, here.head, queries.first() + here.row);
   const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, queries.first() + here.row) : nullptr;
-  float* const stats = p.stats + i64(number) * 2 * TILE_Q;
+  float* const stats = p.stats + i64(number) * STATS * TILE_Q;
   const float per_query = VARLEN ? per_query_log2(p, here, here.head, queries.len(), keys_of(p, here.batch_number)) : per_query_log2(p, here, here.head);
+  const float bend = VARLEN ? bend_log2(p, here, here.head, queries.len(), keys_of(p, here.batch_number)) : bend_log2(p, here, here.head);
   if (!STATS_AHEAD || here.batch_number * p.heads + here.head < stats_heads) for_row_dots<TILE_Q, WIDTH>(out, dout, [&](int row, bool exists, float dot) {
     const float row_lse = exists ? read(lse + row * p.lse.row_stride) : -infinity();
     write(stats + row, stat_of_lse(row_lse, per_query, row));
+    if (BENDS) write(stats + 2 * TILE_Q + row, stat_of_lse(row_lse, per_query - bend, row));
     write(stats + TILE_Q + row, sign * (exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot));
   });
   if constexpr (VARLEN) {                                     // where no block owns keys, none makes sums dq
@@ -149,7 +151,7 @@ OP void gradient_of_sink(const BackwardParams& p, float sign) {
   for_lane(l) sum.at(l, 0) = 0.f;
   #pragma unroll 1
   for (int element = 0; element < batch; ++element) {
-    const float* const stats = p.stats + i64((element * p.heads + head) * tiles) * 2 * TILE_Q;
+    const float* const stats = p.stats + i64((element * p.heads + head) * tiles) * STATS * TILE_Q;
     struct { int batch[BATCH_AXES]; u32 batch_number; } here{{}, u32(element)};
     if constexpr (SCORES == PLUS_LINEAR) batch_element(here.batch, p.batch, u32(element));
     const float per_query = per_query_log2(p, here, head);
@@ -157,7 +159,7 @@ OP void gradient_of_sink(const BackwardParams& p, float sign) {
     for (int row0 = own * 32; row0 < tiles * TILE_Q; row0 += 32 * WARPS) {
       for_lane(l) {
         const int row = row0 + l;
-        const float* const of_row = stats + i64(row / TILE_Q) * 2 * TILE_Q + row % TILE_Q;   // of one that does not exist, lse is infinite
+        const float* const of_row = stats + i64(row / TILE_Q) * STATS * TILE_Q + row % TILE_Q;   // of one that does not exist, lse is infinite
         const float above = SCORES == PLUS_LINEAR ? sink - part_of_query(per_query, row, TILE_Q) : sink;
         if (row < tiles * TILE_Q) sum.at(l, 0) = fmaf(exp2_approx(above - read(of_row)), read(of_row + TILE_Q), sum.at(l, 0));
       }

@@ -1,6 +1,7 @@
 // score.cuh -- what becomes of scores besides scale and softcap, pair by pair, see tile/score_context.cuh, and pairs that an expression or an array
 // masks (MASKED_PAIRS).
 #pragma once
+#include "tile/bend.cuh"
 #include "tile/gradient.cuh"
 #include "tile/pair_bits.cuh"
 #include "tile/score_context.cuh"
@@ -15,16 +16,19 @@ template <bool TRANSPOSED, int M, int N> OP PairPlace place_of(const Acc<M, N>& 
   return {TRANSPOSED, TRANSPOSED ? col : row, TRANSPOSED ? row : col, float(row), float(first_col), float(further), 0.f, true};
 }
 // PLUS_LINEAR: what the pairs of a row have in common of the term, in units of log 2. It is that of the key in the middle of the lane's; TRANSPOSED that
-// of the query in the middle of the tile.
+// of the query in the middle of the tile. BENDS: beyond the diagonal with what comes there; where columns are keys `modify_scores` adds all of it.
 template <bool TRANSPOSED, int M, int N>
-OP void terms_of_rows(RowVec<M>& terms, const Acc<M, N>& s, const ScoreContext& x, int row0, int col0) {
+OP void terms_of_rows(RowVec<M>& terms, const Acc<M, N>& s, const ScoreContext& x, int row0, int col0, Bend bend = BEFORE) {
+  if constexpr (BENDS && !TRANSPOSED) return fill(terms, 0.f);
   for_lane(l) {
     const int lane = TMA_REDUCE_DQ || (TRANSPOSED && VARLEN) ? not_ahead(l) : l;
     const int row = row0 + RowVec<M>::row(lane, 0), col = col0 + (TRANSPOSED ? N / 2 : s.col(l, 0) + middle_column(s));
     terms.at(l, 0) = term_of({TRANSPOSED, TRANSPOSED ? col : row, TRANSPOSED ? row : col, float(row), float(col), 0.f, 0.f, true}, x) * LOG2E;
+    const float beyond = bend == BEYOND ? bend_of(x) : 0.f, before = TRANSPOSED ? per_key_of(x) : per_query_of(x), step = BENDS ? before + beyond : before;
+    if (BENDS) terms.at(l, 0) = fmaf(beyond * LOG2E, float(beyond_diagonal(x, col, row)), terms.at(l, 0));
     #pragma unroll
     for (int i = 1; i < M / 8; ++i)
-      terms.at(l, i) = fmaf(TRANSPOSED ? per_key_of(x) : per_query_of(x), (RowVec<M>::row(l, i) - RowVec<M>::row(l, 0)) * LOG2E, terms.at(l, 0));
+      terms.at(l, i) = fmaf(step, (RowVec<M>::row(l, i) - RowVec<M>::row(l, 0)) * LOG2E, terms.at(l, 0));
   }
 }
 
@@ -197,6 +201,7 @@ OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreC
   if constexpr (PAIRS_IN_LOOP && !PAIR_BITS && !(TRANSPOSED && ASKED_AHEAD)) {
     if (ask_pairs) ask_pairs_of_tile<TRANSPOSED, M, N>(taking_part, x, row0, col0);
   }
+  if constexpr (BENDS && !OF_TILE) bend_scores<TRANSPOSED>(s, x, row0, col0);
   for_lane(l) {
     #pragma unroll
     for (int r = 0; OF_PAIRS && r < s.regs; ++r) {
@@ -204,7 +209,8 @@ OP void modify_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const ScoreC
       if (HAS_BIAS) at.bias = BIAS_AHEAD ? of_two<BiasElement>(arrays.bias.at(l, r / 2), r % 2) : of_pair<float, BiasElement>(x.bias, at, x);
       float& score = s.at(l, r);
       if (SCORES == PLUS_TERM) score += term_of(at, x);
-      if (SCORES == PLUS_LINEAR && !OF_TILE) score = fmaf(float(s.reg_col(r) - middle_column(s)), x.step, score);
+      if (SCORES == PLUS_LINEAR && !OF_TILE && !BENDS) score = fmaf(float(s.reg_col(r) - middle_column(s)), x.step, score);
+      if (SCORES == PLUS_LINEAR && !OF_TILE && BENDS) score = fmaf(term_of(at, x), x.unit, score);
       if (SCORES == EXPRESSION) score = score_of(score, at, x) * LOG2E;
     }
     if (MASKED_PAIRS && ask_pairs) {

@@ -222,4 +222,8 @@ template <typename Params, typename Coord> OP ScoreContext score_context(const P
 template <typename Params, typename Coord, typename... Lengths> OP float per_query_log2(const Params& p, const Coord& here, int head, Lengths... lengths) {
   return SCORES == PLUS_LINEAR ? per_query_of(score_context(p, here, head, lengths...)) * LOG2E : 0.f;
 }
+// BENDS: so much less beyond the diagonal, where statistics are without that.
+template <typename Params, typename Coord, typename... Lengths> OP float bend_log2(const Params& p, const Coord& here, int head, Lengths... lengths) {
+  return BENDS ? bend_of(score_context(p, here, head, lengths...)) * LOG2E : 0.f;
+}
 OP float part_of_query(float per_query, int row, int rows) { return per_query * float(row % rows - rows / 2); }

@@ -141,7 +141,7 @@ OP void load_stats_async(SharedAddress to, const ScoreGradientParams& p, i64 fir
   for_lane(l) {
     const int i = Block::thread(l) * 4, row = q_tile * TILE_Q + i % TILE_Q, tile = int(divide(row, p.stats_rows_divmod));
     if (i < 2 * TILE_Q) {
-      const float* const from = p.stats + ((first_tile + tile) * 2 + i / TILE_Q) * rows + (row - tile * rows);
+      const float* const from = p.stats + ((first_tile + tile) * STATS + i / TILE_Q) * rows + (row - tile * rows);
       const bool exists = tile < tiles;
       if constexpr (ARCH >= 80) {
         cp_async<16>(to + i * 4, from, !exists);

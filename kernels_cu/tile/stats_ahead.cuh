@@ -23,7 +23,7 @@ OP void make_stats_ahead(const HopperBackwardParams& p, KeyBlock& block, int par
   #pragma unroll 1
   for (int i = 0; i < p.heads_per_block; ++i) {
     there.head = first_head + i;
-    float per_query = per_query_log2(p, there, there.head);
+    float per_query = per_query_log2(p, there, there.head), bend = bend_log2(p, there, there.head);
     #pragma unroll 1
     for (there.row = block.here.tile * TILE_Q; there.row < p.len_q; there.row += apart) {
       if (WIDTH > 64) loading = block.of_stats;               // as it is, in a register less; with it the loop of dim 64 has 0.996 of its rate
@@ -34,14 +34,17 @@ OP void make_stats_ahead(const HopperBackwardParams& p, KeyBlock& block, int par
         start_load(loading, loading.tile().dout(), p.dout_map, there.batch, there.head, there.row, 0, call_site());
         loading.advance();
       }
-      float* const stats = p.stats + i64(query_tile_number(p, there.batch_number, there.head, there.row / TILE_Q)) * 2 * TILE_Q;
+      float* const stats = p.stats + i64(query_tile_number(p, there.batch_number, there.head, there.row / TILE_Q)) * STATS * TILE_Q;
       const int rows = p.len_q - there.row;
-      if (WIDTH > 64 && SCORES == PLUS_LINEAR) per_query = per_query_log2(p, there, there.head); // anew, in a register less
+      if (WIDTH > 64 && SCORES == PLUS_LINEAR) per_query = per_query_log2(p, there, there.head), bend = bend_log2(p, there, there.head); // anew, in a register less
       const float* const lse = row_slice(p.lse, there.batch, there.head, there.row);
       for_lane(l) {
         #pragma unroll 1
-        for (int row = part * 32 + (WIDTH > 64 ? not_ahead(l) : l); row < TILE_Q; row += 32 * STATS_WARPS)
-          write(stats + row, stat_of_lse(row < rows ? read(lse + row * p.lse.row_stride) : -infinity(), per_query, row));
+        for (int row = part * 32 + (WIDTH > 64 ? not_ahead(l) : l); row < TILE_Q; row += 32 * STATS_WARPS) {
+          const float row_lse = row < rows ? read(lse + row * p.lse.row_stride) : -infinity();
+          write(stats + row, stat_of_lse(row_lse, per_query, row));
+          if (BENDS) write(stats + 2 * TILE_Q + row, stat_of_lse(row_lse, per_query - bend, row));
+        }
       }
       consumer_wait(block.of_stats);                          // without it rows are read that have not arrived
       for_row_dots<STATS_WARPS>(block.of_stats.tile().out(), block.of_stats.tile().dout(), part, [&](int row, float dot) {

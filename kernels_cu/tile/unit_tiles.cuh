@@ -43,11 +43,11 @@ struct StepCoord {
   OP StepCoord(const HopperScoreGradientParams& p, const PairCursor& at) : at(at), head_kv(at.head / p.heads_per_kv) {
     const int rows = int(p.stats_rows_divmod.divisor), tiles = int(divide(p.len_q - 1, p.stats_rows_divmod)) + 1;
     pieces = min_of((tiles * rows - at.q_tile * TILE_Q) / PIECE_ROWS, PIECES);
-    stats = p.stats + i64(at.batch_number(p) * p.heads + at.head) * tiles * 2 * rows;
+    stats = p.stats + i64(at.batch_number(p) * p.heads + at.head) * tiles * STATS * rows;
   }
   OP const float* piece(const HopperScoreGradientParams& p, bool deltas, int number) const {
     const int rows = int(p.stats_rows_divmod.divisor), row = at.q_tile * TILE_Q + number * PIECE_ROWS, tile = int(divide(row, p.stats_rows_divmod));
-    return stats + i64(tile + deltas) * rows + row;
+    return stats + i64(tile * (STATS - 1) + deltas) * rows + row;
   }
 };
 // Statistics are on their way to `to`, and arrive with the stage at hand.

@@ -197,13 +197,38 @@ template <typename Params, typename Coord> OP int keys_of_sequence(const Params&
 }
 
 // FROM_LAST: the range of those tiles if they are counted from the last of all on, and where a tile then is. Consumers, which only count upwards, are
-// told -tile.
+// told -tile. Of a term that BENDS scores are largest at the diagonal: there its tile comes first, and then the others as they lie. That is planned only
+// where all queries see all keys, so that every consumer needs each tile, and finds by itself which comes first.
 static_assert(!FROM_LAST || !TILE_LIST, "lists begin with the first");
 OP int mirrored(const NBlockRange& all, int tile) { return all.begin + all.end - 1 - tile; }
 OP NBlockRange mirrored(const NBlockRange& all, const NBlockRange& some) { return {mirrored(all, some.end - 1), mirrored(all, some.begin) + 1}; }
+// The tile that the diagonal goes through in the middle of a query tile, of those up to `last`.
+template <typename Params, typename Coord> OP int first_of_diagonal(const Params& p, const Coord& here, int len_q, int last) {
+  const ScoreContext x = score_context(p, here, here.head, HeadTerms{}, len_q, keys_of_sequence(p, here));
+  return min_of(max_of(here.row + TILE_Q / 2 + diagonal_of(x), 0) / TILE_KV, last);
+}
+// In which order the producer brings them: from the last one on, or BENDS beginning with another than the first.
+struct KeyOrder {
+  bool from_last;
+  int first;
+};
+template <typename Params, typename Coord>
+OP KeyOrder key_order(const Params& p, const Coord& here, const NBlockRange& tiles, bool rises, bool split) {
+  if constexpr (BENDS) return {false, split ? 0 : first_of_diagonal(p, here, rows_at<QUERIES>(p, here).len(), tiles.end - 1)};
+  else return {bool(uniform(u32(rises))), 0};
+}
+// Where a tile is; of a consumer, which counts from 0 or from -last on, `turned` is -1 if it is the latter, or BENDS the first one.
+OP int place_of(int turned, int tile) {
+  if constexpr (BENDS) return tile > turned ? tile : tile == 0 ? turned : tile - 1;
+  else return (tile ^ turned) - turned;
+}
+OP int place_of(const KeyOrder& order, const NBlockRange& tiles, int tile) {
+  if constexpr (BENDS) return place_of(order.first, tile);
+  else return order.from_last ? mirrored(tiles, tile) : tile;
+}
 
 // The work of a consumer in a query tile that it begins beneath the end of one of whose key tiles it leaves so many unread (`left`).
-OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, bool from_last, const QueryLists& lists, int group, int left, bool follows) {
+OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index, const WorkTile& here, const NBlockRange& tiles, const KeyOrder& order, const QueryLists& lists, int group, int left, bool follows) {
   WorkDescriptor work;
   #pragma unroll
   for (int i = 0; i < 2; ++i) work.batch[i] = here.batch[BATCH_AXES - 2 + i];
@@ -212,14 +237,14 @@ OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index
   const int row = here.row + group * ROWS;
   const NBlockRange seen = n_block_range(mask, row, min_of(ROWS, rows_at<QUERIES>(p, here).len() - row), TILE_KV, tiles);
   NBlockRange own = SPLIT_KV ? clip_range(tiles, seen) : seen;
-  if constexpr (FROM_LAST) if (from_last) own = mirrored(tiles, own);
+  if constexpr (FROM_LAST && !BENDS) if (order.from_last) own = mirrored(tiles, own);
   // Tiles are split only where all rows see the first keys. With more tiles before, the producer would wait for stages of V that a consumer
   // has not come to, and the consumer for keys; or, with ping-pong, for other consumers, which wait for the producer.
   work.before = SPLIT_KV ? 0 : min_of(own.begin - tiles.begin, max_of(STAGES_V - 1 - left, 0));
   work.first = tiles.begin + work.before;
   work.last = own.end - 1;
   work.beyond = tiles.end - own.end;
-  if constexpr (FROM_LAST) if (from_last) work.first = -mirrored(tiles, work.first), work.last = -mirrored(tiles, work.last);
+  if constexpr (FROM_LAST && !BENDS) if (order.from_last) work.first = -mirrored(tiles, work.first), work.last = -mirrored(tiles, work.last);
   if constexpr (TILE_LIST) {                                  // all consumers are given the tiles that one of them sees, and count them
     work.first = work.before = work.beyond = 0;
     work.last = max_of(lists.count(tiles.begin, tiles.end), 1) - 1;

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 KINDS = ("bool", "int", "float")  # each holds those before it
@@ -127,6 +127,11 @@ def walk(tree: Node) -> Iterator[Node]:
         node = pending.pop()
         yield node
         pending.extend(reversed(node.args))
+
+
+def with_args(node: Node, args: Iterable[Node]) -> Node:
+    """The node with these below it, or itself if it has none."""
+    return replace(node, args=tuple(args)) if isinstance(node, (Read, Apply)) else node
 
 
 def fold(tree: Node, visit: Callable[[Node, list[T]], T]) -> T:
