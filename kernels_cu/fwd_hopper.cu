@@ -162,9 +162,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   RowVec<16> terms_reg;                                       // WITH_TERMS: the rows' part of the term, in this key tile
   float common = 0.f, largest = LOWEST;                       // COLUMNS: what these have in common, and of all key tiles of the query tile so far
   u32 split = WHOLE, number = 0;                              // TILE_LIST: of the key tile, which `tile` only counts
-  int tile, turned = 0, last, before, beyond, whole_first, wholes, next = has_work_tile(p, TAKES_TILES ? block_id() : 0) ? LATER : NOTHING, warp_row;
+  int tile, turned = 0, place = 0, last, before, beyond, whole_first, wholes, next = has_work_tile(p, TAKES_TILES ? block_id() : 0) ? LATER : NOTHING, warp_row;
   TileCoord now, ended;                                       // this query tile's, and that of the one before, which ends later than this begins
-  HeadTerms terms{}; LinearTerms line{}, ended_line{};        // of the scores of this query tile; LINEAR: and of the one before
+  HeadTerms terms{}; LinearTerms line{}, ended_line{}; BendTerms<16> behind{}; // of the scores of this query tile; LINEAR: and of the one before
   const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), keys_of_sequence(p, now)); };
   int others = group;                                         // stages filled for other consumers since this one's last
   const auto begin_tile = [&] {
@@ -180,7 +180,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (MODIFIED || DROPOUT) now.batch_number = now.batch[BATCH_AXES - 2] * p.batch[BATCH_AXES - 1] + now.batch[BATCH_AXES - 1];
     if (SPLIT_KV) split = uniform(work.split);
     tile = uniform(work.first);                               // and what follows is kept once for a warp
-    if constexpr (FROM_LAST) turned = BENDS ? work.split != WHOLE ? 0 : first_of_diagonal(p, now, queries_of_sequence(p, now), uniform(work.last)) : tile >> 31;
+    if constexpr (FROM_LAST) turned = BENDS ? work.split != WHOLE ? tile : first_of_diagonal(p, now, queries_of_sequence(p, now), uniform(work.last)) : tile >> 31;
     last = uniform(work.last);
     before = TILE_LIST ? 0 : uniform(work.before), beyond = TILE_LIST ? 0 : uniform(work.beyond), next = uniform(work.next);
     if constexpr (TELLS_WHOLE) whole_first = uniform(work.whole_first), wholes = max_of(uniform(work.whole_end) - whole_first, 0);
@@ -188,6 +188,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (DROPOUT) drawing.begin_rows(now.batch_number * p.heads + now.head, warp_row);
     if constexpr (MODIFIED) terms = head_terms(p, now, now.head, queries_of_sequence(p, now), keys_of_sequence(p, now));
     if constexpr (LINEAR) ended_line = line, line = linear_terms(context(), warp_row);
+    if constexpr (BENDS) bend_terms(behind, context(), line, warp_row);
     if (SCORES == SCALED || SCALES_LARGE) scale_log2 = scale_of_head(p.scale_log2, terms);
   };
   // The softmax of a query tile, or of this split of it, has ended, and then its last product. VARLEN: rows count from the tile on, see `load_sequence`.
@@ -213,7 +214,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (TMA_STORE_OUT) store_out_async(p.out_map, here, row_of(here), smem, o_reg);
     else store(out_rows(p, here, row_of(here)), o_reg);
   };
-  const auto key_tile = [&] { return TILE_LIST ? told_number(number) : FROM_LAST ? place_of(turned, tile) : tile; };
+  const auto key_tile = [&] { return TILE_LIST ? told_number(number) : FROM_LAST && BENDS ? place : FROM_LAST ? place_of(turned, tile, false) : tile; };
   const auto first_key = [&] { return key_tile() * TILE_KV; };
   using Arrays = PairArrays<16, TILE_KV>;
   const auto load_arrays = [&](Arrays& arrays, const KeyTile& k_smem) {
@@ -267,8 +268,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (follows && !PACKS_LATE) to_operands(p_reg, s_reg, drawing.kept);
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
     if constexpr (TILE_LIST) number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group)));
-    const auto bend = [&] { return BENDS ? bend_at(context(), warp_row & -ROWS, ROWS, not_ahead(first_key()), TILE_KV) : BEFORE; }; // kept, it would spill
-    const StoredTerms in_product(smem + TERMS_OFFSET, LINEAR ? int(q_smem.base - smem) / QueryTile::bytes : keys.stage(), bend() == BEYOND);
+    if constexpr (FROM_LAST && BENDS) place = place_of(turned, tile, !follows || starts); // once
+    const StoredTerms in_product(smem + TERMS_OFFSET, LINEAR ? int(q_smem.base - smem) / QueryTile::bytes : keys.stage(), behind.is_beyond(key_tile()));
     if constexpr (COLUMNS) common = load_common(in_product);
     Arrays arrays;
     const bool first = !follows || starts, from_term = STARTS_FROM_TERM && !first && !looks_again && !(TILE_LIST && told_to_ask(number)), finds_term = STAGED_BIAS ? STARTS_FROM_TERM && (ONE_TEXT || !first) : from_term;
@@ -285,13 +286,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (ARRAYS_AHEAD && !STARTS_FROM_TERM) load_arrays(arrays, k_smem);
     if (follows && ends) end_softmax(ended, ended_line, WHOLE, weight);
     if (COLUMNS) leave_out_largest(softmax, terms_reg, common, largest);
-    if (LINEAR) terms_of_tile(terms_reg, s_reg, line, context(), warp_row, first_key(), bend());
+    if (LINEAR) terms_of_tile(terms_reg, s_reg, line, behind, key_tile());
     if (WITH_TERMS) offsets = exponent_offsets(softmax, terms_reg, p.heads);
     if (follows) wait_for_products<1>(s_reg);                 // without it scores are read that do not exist yet
     else wait_for_products<0>(s_reg);                         // the same
     if (!ARRAYS_AHEAD && !STARTS_FROM_TERM) load_arrays(arrays, k_smem);
     RowVec<16> correction, sum;
-    const bool asks = !TILE_LIST || told_to_ask(number), usual = !first && !looks_again && !(TILE_LIST && asks) && bend() != ACROSS;
+    const bool asks = !TILE_LIST || told_to_ask(number), usual = !first && !looks_again && !(TILE_LIST && asks) && !behind.is_across(key_tile());
     if (usual) {
       if (!from_term) modify(arrays, !TILE_LIST);
       mask_scores();
@@ -311,10 +312,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
     if (STARTS_FROM_TERM) warp_row = not_ahead(warp_row), load_arrays(arrays, k_smem); // what rows have, found again: kept, it would spill
     modify(arrays, asks);
-    if (BENDS && bend() == ACROSS) bend_scores<false>(s_reg, context(), warp_row, first_key());
+    if (behind.is_across(key_tile())) bend_scores<false>(s_reg, context(), warp_row, first_key());
     if (TILE_LIST && first && told_none(number)) fill(s_reg, masked_score(terms)), stay_apart();
     mask_scores();
-    if (LINEAR && (VARLEN || BENDS)) terms_of_tile(terms_reg, s_reg, line, context(), warp_row, not_ahead(first_key()), bend()); // again: kept, they would spill
+    if (LINEAR && VARLEN) terms_of_tile(terms_reg, s_reg, line, behind, not_ahead(key_tile())); // again: kept, they would spill
     find_maximum(correction);
     if constexpr (DROPOUT) if (!usual) drawing.draw(first_key(), !DROPS_LATE);
     to_weights(sum);

@@ -6,9 +6,9 @@
 #include "tile/score_context.cuh"
 
 enum Bend { BEFORE, ACROSS, BEYOND };                         // where pairs of a tile lie
-template <typename Context> OP Bend bend_at(const Context& x, int query, int queries, int key, int keys) {
+// Of so many keys from `key` on, and queries of which the first meets the key `met`.
+OP Bend bend_at(int met, int queries, int key, int keys) {
   if constexpr (!BENDS) return BEFORE;
-  const int met = query + diagonal_of(x);                     // by the first query
   return key + keys - 1 <= met ? BEFORE : key >= met + queries - 1 ? BEYOND : ACROSS;
 }
 // What a backward has of a query: lse and delta, and BENDS lse as tiles beyond the diagonal need it.

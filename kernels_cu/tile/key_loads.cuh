@@ -5,7 +5,8 @@
 // BENDS: where the tile at hand lies; and which of the statistics of its queries are lse.
 OP Bend bend_of_tile(const HopperBackwardParams& p, const KeyBlock& block) {
   const auto seq = block.seq(p);
-  return bend_at(score_context(p, block.here, block.now.head, HeadTerms{}, seq.q.len(), seq.kv.len()), block.now.tile * TILE_Q, TILE_Q, block.row0, TILE_KV);
+  const int diagonal = diagonal_of(score_context(p, block.here, block.now.head, HeadTerms{}, seq.q.len(), seq.kv.len()));
+  return bend_at(block.now.tile * TILE_Q + diagonal, TILE_Q, block.row0, TILE_KV);
 }
 OP const float* lse_stats(const HopperBackwardParams& p, const KeyBlock& block, const float* stats) {
   return BENDS && bend_of_tile(p, block) == BEYOND ? stats + 2 * TILE_Q : stats;

@@ -62,15 +62,32 @@ OP LinearTerms linear_terms(const ScoreContext& x, int row0) {
   const int from = int(fminf(fmaxf(-of_row0(0) / per_key, -FARTHEST), FARTHEST));
   return {per_key * LOG2E, per_query_of(x) * LOG2E, of_row0(from) * LOG2E, from};
 }
-// What scores of a key tile have in common, and what the rows have in the end.
-template <int M, int N> OP void terms_of_tile(RowVec<M>& terms, const Acc<M, N>&, const LinearTerms& of, const ScoreContext& x, int row0, int col0, Bend at) {
-  fill(terms, of.per_key * float(col0 + N / 2 - of.from));
-  if (!BENDS || at != BEYOND) return;
+// BENDS: what it changes by beyond the diagonal, and what rows have there besides; and the tiles that the diagonal of the warpgroup's rows goes through.
+template <int M> struct BendTerms {
+  float per_key;
+  RowVec<M> of_rows;
+  int across, end;                                            // the first of them, and the one behind the last
+  OP bool is_across(int tile) const { return BENDS && tile >= across && tile < end; }
+  OP bool is_beyond(int tile) const { return BENDS && tile >= end; }
+};
+template <int M> OP void bend_terms(BendTerms<M>& terms, const ScoreContext& x, const LinearTerms& of, int row0) {
   const float bend = bend_of(x) * LOG2E;
-  const int behind = beyond_diagonal(x, row0, col0 + N / 2);  // of the tile's middle
+  terms.per_key = of.per_key + bend;
   for_lane(l) {
     #pragma unroll
-    for (int i = 0; i < terms.slots; ++i) terms.at(l, i) = fmaf(bend, float(behind - RowVec<M>::row(l, i)), terms.at(l, i));
+    for (int i = 0; i < M / 8; ++i) terms.of_rows.at(l, i) = bend * float(beyond_diagonal(x, row0 + RowVec<M>::row(l, i), of.from));
+  }
+  const int met = (row0 & -ROWS) + diagonal_of(x);
+  terms.across = uniform(max_of(met + 1, 0) / TILE_KV), terms.end = uniform(ceil_div(max_of(met + ROWS - 1, 0), TILE_KV));
+}
+// What scores of a key tile have in common, and what the rows have in the end.
+template <int M, int N> OP void terms_of_tile(RowVec<M>& terms, const Acc<M, N>&, const LinearTerms& of, const BendTerms<M>& beyond, int tile) {
+  const float far = float(tile * N + N / 2 - of.from);
+  fill(terms, of.per_key * far);
+  if (!beyond.is_beyond(tile)) return;
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < terms.slots; ++i) terms.at(l, i) = fmaf(beyond.per_key, far, beyond.of_rows.at(l, i));
   }
 }
 template <int M> OP void count_rows(OnlineSoftmax<M>& state, const LinearTerms& of) {

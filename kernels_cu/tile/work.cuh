@@ -214,16 +214,16 @@ struct KeyOrder {
 };
 template <typename Params, typename Coord>
 OP KeyOrder key_order(const Params& p, const Coord& here, const NBlockRange& tiles, bool rises, bool split) {
-  if constexpr (BENDS) return {false, split ? 0 : first_of_diagonal(p, here, rows_at<QUERIES>(p, here).len(), tiles.end - 1)};
+  if constexpr (BENDS) return {false, split ? tiles.begin : first_of_diagonal(p, here, rows_at<QUERIES>(p, here).len(), tiles.end - 1)};
   else return {bool(uniform(u32(rises))), 0};
 }
-// Where a tile is; of a consumer, which counts from 0 or from -last on, `turned` is -1 if it is the latter, or BENDS the first one.
-OP int place_of(int turned, int tile) {
-  if constexpr (BENDS) return tile > turned ? tile : tile == 0 ? turned : tile - 1;
+// Where a tile is. A consumer counts from the first on, or from -last, and `turned` is -1 if it does that, or BENDS the tile that comes first.
+OP int place_of(int turned, int tile, [[maybe_unused]] bool first) {
+  if constexpr (BENDS) return first ? turned : tile - (tile <= turned);
   else return (tile ^ turned) - turned;
 }
 OP int place_of(const KeyOrder& order, const NBlockRange& tiles, int tile) {
-  if constexpr (BENDS) return place_of(order.first, tile);
+  if constexpr (BENDS) return place_of(order.first, tile, tile == tiles.begin);
   else return order.from_last ? mirrored(tiles, tile) : tile;
 }
 
