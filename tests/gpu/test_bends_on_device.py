@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import ml_dtypes
 import numpy
 import pytest
 from score_kernels import DTYPES, judged
@@ -48,7 +49,7 @@ def test_alibi_where_queries_see_what_follows(case):
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("slope", [3.0, 0.01])
 def test_dropout_and_repeats(dim, slope):
-    """The same bits each time, and alone those of a head among others; a term of 0 drops the same pairs."""
+    """The same bits each time; with slopes of 0 what there is without them."""
     q, k, v = map(cupy.asarray, inputs(dim, DIMS[dim])[:3])
     slopes = cupy.full(4, slope, numpy.float32)
     options = {"dropout": 0.25, "seed": 5}
@@ -57,4 +58,7 @@ def test_dropout_and_repeats(dim, slope):
     assert all((plan(q, k, v, alibi_slopes=slopes, seed=5).view(numpy.uint16) == first.view(numpy.uint16)).all() for _ in range(20))
     none = plan(q, k, v, alibi_slopes=0 * slopes, seed=5)
     without = plan_attention(q, k, v, **options)(q, k, v, seed=5)
-    assert abs(none.astype(numpy.float32) - without.astype(numpy.float32)).max() <= 0.02
+    unit, largest = float(ml_dtypes.finfo(DTYPES[DIMS[dim]]).eps), abs(v.astype(numpy.float32)).max() / 0.75
+    assert (
+        abs(none.astype(numpy.float32) - without.astype(numpy.float32)).max() <= 2 * unit * largest
+    )  # P and out are rounded, of each
