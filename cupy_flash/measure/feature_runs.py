@@ -104,7 +104,7 @@ def contenders(cell: FeatureCell, flex: Collection[str] = FLEXIBLE) -> tuple[Con
         there += [Contender(name, partial(_sdpa_with_bias, SDPA[name])) for name in ("torch-cudnn", "torch-efficient")]
     if feature.name == "dropout":
         there.append(Contender("torch-flash2", _sdpa_with_dropout, solves=lambda cell: None))
-    if feature.name == "alibi":
+    if feature.name in ("alibi", "alibi unmasked"):
         there.append(Contender("flash2-alibi", _flash2_alibi, directions=("forward",)))
     return tuple(there)
 
@@ -215,6 +215,7 @@ def _flex_ranges(options: Options) -> Callable[..., Any]:
 
 FLEX = {
     "alibi": _flex_alibi,
+    "alibi unmasked": _flex_alibi,
     "column term": _flex_column,
     "temperature": _flex_temperature,
     "documents": _flex_documents,

@@ -22,7 +22,8 @@ from .cells import HIDDEN, TOKENS, Cell
 
 Options = dict[str, Any]
 P_DROPPED, SEED = 0.1, 7
-FLEXIBLE = ("alibi", "column term", "temperature", "documents", "drawn documents", "prefix", "ranges")  # asked of FlexAttention too
+# Asked of FlexAttention too.
+FLEXIBLE = ("alibi", "alibi unmasked", "column term", "temperature", "documents", "drawn documents", "prefix", "ranges")
 DOCUMENTS, PREFIX, FIRST_KEYS, NEAR = 8, 1024, 64, 1024
 
 
@@ -173,15 +174,17 @@ def _of_mask(cell: FeatureCell, given: Options, batch: slice, heads: slice, xp: 
     return {"seen": xp.asarray(cell.feature.seen(cell))}
 
 
+def _slopes(cell: FeatureCell, rng: Any) -> Options:
+    return {"alibi_slopes": 2.0 ** -numpy.linspace(1, 8, cell.heads, dtype=numpy.float32)}
+
+
+def _of_slopes(cell: FeatureCell, given: Options, batch: slice, heads: slice, xp: Any) -> Options:
+    return {"alibi_slopes": given["alibi_slopes"][heads]}
+
+
 FEATURES = (
-    Feature(
-        "alibi",
-        lambda cell, rng: {"alibi_slopes": 2.0 ** -numpy.linspace(1, 8, cell.heads, dtype=numpy.float32)},
-        lambda cell, given, batch, heads, xp: {"alibi_slopes": given["alibi_slopes"][heads]},
-        0.97,
-        0.97,
-        causal=True,
-    ),
+    Feature("alibi", _slopes, _of_slopes, 0.97, 0.97, causal=True),
+    Feature("alibi unmasked", _slopes, _of_slopes, 0.97, 0.97, seqs=(1024, 4096)),
     Feature(
         "sinks",
         lambda cell, rng: {"sinks": _normal(rng, cell.heads)},
