@@ -10,9 +10,10 @@ from ragged import Ragged
 from score_kernels import DTYPES, close, judged
 from thinned import quick, thinned
 
-from cupy_flash import plan_attention
+from cupy_flash import plan_attention, plan_attention_backward
 from cupy_flash.judge.oracle import naive, oracle
 from cupy_flash.machine import host
+from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan.linear import bent_at
 from cupy_flash.problem.expression.entry import score_expression
 
@@ -69,6 +70,13 @@ def test_what_does_not_bend_at_a_diagonal_alone(text):
     assert bent_at(term(text)) is None
 
 
+@pytest.fixture
+def bent(planned_anew, monkeypatch):
+    """Gradients are computed so however few queries there are, and whatever it costs."""
+    monkeypatch.setattr(backward_plan, "LEAST_BENT", 0)
+    monkeypatch.setattr(backward_plan, "WIDEST_BENT", 256)
+
+
 TEXTS = {  # and what is added, by the places of a pair
     "score - slope[b, h] * abs(q_idx + kv_len - q_len - kv_idx)": lambda q, k, more: -abs(q + more - k),
     "score + slope[b, h] * (abs(kv_idx - q_idx - 70) + 2 * q_idx)": lambda q, k, more: abs(k - q - 70) + 2 * q,
@@ -86,7 +94,7 @@ def normal(dtype, len_q, len_kv, dim):
 
 
 @pytest.mark.parametrize("case", quick(CASES, *(CASES[i] for i in (0, 9, 14, 19))), ids=str)
-def test_expressions(case, schedule):
+def test_expressions(case, schedule, bent):
     (dtype, dim, len_q, len_kv), text, mask = case
     options, hand = MASKS[mask]
     hand = {name: key + len_kv - len_q for name, key in hand.items()}
@@ -94,7 +102,7 @@ def test_expressions(case, schedule):
     hand |= {"bias": SLOPES.astype(float)[:, :, None, None] * far, "sinks": SINKS}
     options = options | {"score": text, "arrays": {"slope": SLOPES}, "sinks": SINKS}
     kernels = judged(dtype, options, hand, WHERE, inputs_given=normal(dtype, len_q, len_kv, dim))
-    taken = [mask == "full" or dim > 64, mask == "full" and dim <= 128]
+    taken = [mask == "full" or dim > 64, mask == "full"]
     assert [kernel.config.SCORES for kernel in kernels] == ["PLUS_LINEAR" if so else "PLUS_TERM" for so in taken]
     assert [kernel.expressions.bends for kernel in kernels] == taken
     assert (mask == "full") == kernels[0].config.FROM_LAST
@@ -108,8 +116,8 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("dim", [128, pytest.param(64, marks=pytest.mark.release)])
-def test_alibi(beside, dim, schedule):
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.release)])
+def test_alibi(beside, dim, schedule, bent):
     options, hand = BESIDE[beside]
     slopes = abs(SLOPES)
     forward, backward = judged(
@@ -117,6 +125,13 @@ def test_alibi(beside, dim, schedule):
         inputs_given=normal("bfloat16", 300, 331, dim), deterministic=True,
     )  # fmt: skip
     assert forward.expressions.bends == (dim > 64 or beside != "prefix") and backward.expressions.bends == (beside == "nothing")
+
+
+def test_queries_whose_gradients_go_through_shared_memory(staged, schedule, bent):
+    slopes = numpy.array([1.5, 0.25, 2.0**-8, 0.0], numpy.float32)
+    given = normal("bfloat16", 300, 331, 128)
+    _, backward = judged("bfloat16", {"alibi_slopes": slopes}, {"alibi_slopes": slopes}, WHERE, inputs_given=given)
+    assert backward.expressions.bends and backward.config.TMA_REDUCE_DQ
 
 
 LENS = [(300, 300), (1, 200), (150, 40), (0, 7), (64, 64), (90, 0), (257, 700)]
@@ -177,3 +192,17 @@ def test_where_each_score_takes_its_term(options):
     q, k, *_ = normal("float16", 200, 200, 64)
     plan = plan_attention(q, k, k, alibi_slopes=SLOPES, kernel="fwd_hopper", **WHERE, **options)
     assert plan.kernel.config.SCORES in ("PLUS_TERM", "EXPRESSION")
+
+
+def test_where_gradients_gain(planned_anew):
+    """Elsewhere, in the backward, each score takes its term."""
+
+    def bends(dim, len_q, **options):
+        q, lse = numpy.zeros((4, len_q, dim), numpy.float16), numpy.zeros((4, len_q), numpy.float32)
+        plan = plan_attention_backward(q, q, q, q, q, lse, alibi_slopes=SINKS, **WHERE, **options)
+        return plan.kernel.expressions.bends
+
+    assert bends(64, 200) and bends(128, 2048)
+    assert not bends(128, 1024) and not bends(160, 4096)
+    assert not bends(64, 200, window=(9, 9)) and not bends(64, 200, dropout=0.1, seed=0)
+    assert not bends(64, 200, mask="kv_idx % 3 == 0")

@@ -25,9 +25,10 @@ CASES = [
     ((3, 6, 130, 24), (3, 3, 150, 24), {"softcap": 3.0, "sinks": True}),
     ((2, 9, 257, 64), (2, 9, 129, 64), {"dtype": ml_dtypes.bfloat16, "causal": True}),
     ((18, 140, 64), (18, 300, 64), {"score": "score - 0.25 * (q_idx - kv_idx)"}),
+    ((18, 300, 64), (18, 390, 64), {"score": "score - 0.25 * abs(q_idx - kv_idx)"}),  # lse for either side of the diagonal
 ]
 WAYS = [("eager", True), ("deferred", False)]
-OFTEN = [(*case, *way) for case, way in zip(CASES, (*WAYS, *WAYS))][::3]
+OFTEN = [*[(*case, *way) for case, way in zip(CASES, (*WAYS, *WAYS))][::3], (*CASES[-1], *WAYS[0])]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ BY_THREADS = MOVED[3:]  # and those of the other two, before and after the loop
 GRADIENTS = MOVED[5:]
 IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where TMA moves these
 WIDEST_TAKEN = 64  # columns of key tiles that blocks of bwd_hopper take in turn; with wider ones a call takes as long either way
-WIDEST_BENT = 128  # columns: wider heads have as many instructions either way
+WIDEST_BENT = 128  # columns: wider heads take as long either way, and so do those of more than 64 with fewer queries than
+LEAST_BENT = 2048
 FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the first one of a block is not beneath any other
 MOST_AHEAD = 2  # times as many queries as keys a head may have, or keys as queries, rounded up to tiles, see _makes_stats_ahead
 MOST_ROWS_AHEAD = 4096  # of dq, whose sums earlier heads make zero; with more of them a call takes as long either way
@@ -164,7 +165,8 @@ def _explicit(problem: Problem, expressions: ExpressionText) -> tuple[bool, str]
 def _bends(problem: Problem) -> bool:
     """Whether a term that bends at a diagonal is taken apart; elsewhere that costs registers, or gains nothing."""
     alone = problem.scores.dropout is None and problem.lengths is None and not problem.scores.masks_pairs
-    return alone and problem.mask.shape == "full" and _width(problem) <= WIDEST_BENT
+    gains = _width(problem) <= WIDEST_TAKEN or (_width(problem) <= WIDEST_BENT and problem.len_q >= LEAST_BENT)
+    return alone and problem.mask.shape == "full" and gains
 
 
 def _width(problem: Problem) -> int:
