@@ -54,7 +54,7 @@ def test_bias_alibi_and_a_causal_mask(asked, schedule):
     on_host(kind, (len_q, len_kv), options, hand)
 
 
-@pytest.mark.parametrize("asked", thinned(list(product(MASKS, WITH, LENGTHS, KINDS)), keep=41, first=1), ids=named)
+@pytest.mark.parametrize("asked", thinned(list(product(MASKS, WITH, LENGTHS, KINDS)), keep=82, first=1), ids=named)
 def test_masks(asked, schedule):
     name, besides, lengths, kind = asked
     on_host(kind, lengths, *masked(name, besides, *lengths))

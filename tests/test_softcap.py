@@ -109,7 +109,7 @@ def test_scores_are_scaled_one_by_one_where_the_scale_is_large():
 
 
 @kinds
-@pytest.mark.parametrize("softcap", thinned([1e-3, 0.1, 50.0, 1e3, 1e5, 1e8, 1e20, 1e30], keep=4))
+@pytest.mark.parametrize("softcap", thinned([1e-3, 0.1, 50.0, 1e3, 1e5, 1e8, 1e20, 1e30], keep=8))
 def test_softcap_is_right_relatively(arch, dtype, softcap):
     q, k, v, dout = inputs(dtype)
     for options in ({"softcap": softcap}, {"softcap": softcap, "scale": 1e-3}):
