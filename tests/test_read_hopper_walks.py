@@ -118,7 +118,10 @@ def test_what_is_moved_is_counted(causal, monkeypatch):
     assert both.flops - without.flops == pairs * tile * tile * 64 * 2 * 2
 
 
-@pytest.mark.parametrize("score", thinned(["score * t[h]", "score + t[h] * (q_idx - kv_idx)", "score * sigmoid(score - t[h])"], keep=3))
+READING = ["score * t[h]", "score + t[h] * (q_idx - kv_idx)", "score * sigmoid(score - t[h])"]
+
+
+@pytest.mark.parametrize("score", thinned(READING, keep=3))
 def test_what_keys_hold_that_are_masked_reaches_nothing(score):
     """Nor what queries hold whose pairs are all masked; of both a pair may be in the middle of a tile."""
     q, k, v, dout = inputs("float16", 64)
