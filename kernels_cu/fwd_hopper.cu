@@ -232,7 +232,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (!whole(warp_row, 16)) apply_mask(s_reg, mask, warp_row, first_key(), masked_score(terms));
     if constexpr (SCALES_LARGE) scale_as_before(s_reg, scale_log2, p.scale_log2);
   };
-  bool sums = false;                                          // O holds products of its query tile; if not, the next one replaces what it holds
+  Choose<FOUR_CAPPED, u32, bool> sums = false;                // O holds products of its query tile; if not, the next one replaces what it holds
   Choose<STARTS_FROM_TERM, u32, bool> looks_again = false;    // for the maximum: see `unsettled`; a redo costs a product. STARTS_FROM_TERM: kept once for a warp
   RegisterPair offsets{};                                     // of the rows' exponents, for the maximum so far; WITH_TERMS: in this key tile
   // VARLEN: rows that are no queries have no say in that, or what they hold would decide the bits of others.
@@ -374,7 +374,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         if (ONE_TEXT && tile == last) break;
         starts = ends = false;
       }
-      if (OWN_LISTS || (MODIFIED && !WITH_TERMS && GROUPS == 4)) queries.count = u32(not_ahead(int(queries.count))); // its address is found again: kept, it would spill
+      if (OWN_LISTS || (MODIFIED && !WITH_TERMS && GROUPS == 4) || FOUR_CAPPED) queries.count = u32(not_ahead(int(queries.count))); // its address is found again: kept, it would spill
       consumer_release(queries);                              // without it the producer waits for ever
       if (next != DIRECTLY) break;
       ends = true, skipped = beyond;

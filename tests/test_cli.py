@@ -242,7 +242,7 @@ def test_the_matrix_has_every_row():
     plans = list(every_plan())
     # A row may serve for two reasons, few queries and small copies say: that is one kernel.
     any_use = {"why": "", "max_len_q": None, "min_copy": 0, "in_order_from": None, "masks": MASKS}
-    any_use |= {"plain_scores": False, "without_lengths": False}
+    any_use |= {"plain_scores": False, "without_lengths": False, "without_sinks": False}
     rows = {
         (kernel, a.name, kind, replace(row, **any_use))
         for kernel, tables in KERNEL_TABLES.items()

@@ -14,9 +14,11 @@ from ..problem.forward import Problem
 from .expression_text import Pressure
 from .pair_tuning_v2 import NARROWER, PAIR_TABLES, REGISTERS
 from .tuning import (
+    CAPPED_64,
     CAUSAL,
     FOUR,
     FOUR_GROUPS,
+    HOPPER,
     NARROW,
     ONE_GRADIENT,
     ONE_GROUP,
@@ -33,10 +35,10 @@ from .tuning import (
     WINDOW,
     TileConfig,
 )
-from .tuning import HOPPER as PLAIN_HOPPER
 from .tuning import HOPPER_BACKWARD as PLAIN_BACKWARD
 from .tuning import HOPPER_BACKWARD_WIDE as PLAIN_BACKWARD_WIDE
 
+PLAIN_HOPPER = tuple(row for row in HOPPER if row != CAPPED_64)  # whose registers a softcap has
 SPILLING = ((64, 192, 128), (128, 128, 128), (192, 128, 112))  # and where another of as wide heads serves
 
 # Those of the plain table whose registers hold a term besides.

@@ -199,22 +199,22 @@ NARROW = {"warps": 16, "stages": 4, "stages_v": 3, "stages_q": 4, "tma_store_out
 TWO = {"warps": 12, "stages_q": 4, "min_blocks": 1}
 TWO_PINGPONG = {**TWO, "tma_store_out": True, "pingpong": True}
 ONE = {"warps": 8, "stages_q": 2, "min_blocks": 1, "max_len_q": SHORT}
-SHARED = {"warps": 12, "stages_q": 3, "min_blocks": 1}
-WIDE = {"warps": 12, "stages_q": 2, "min_blocks": 1}
+SHARED, WIDE = {"warps": 12, "stages_q": 3, "min_blocks": 1}, {"warps": 12, "stages_q": 2, "min_blocks": 1}
+CAPPED = {**FOUR, "plain_scores": False, "pingpong": True, "masks": ("full", "causal"), "without_lengths": True}
+CAPPED_64 = TileConfig(64, 256, 64, FOUR_GROUPS + PINGPONG + "; measured 251 with a softcap", **CAPPED, without_sinks=True)
 HOPPER = (
     TileConfig(64, 64, 128, ONE_GROUP + "; measured 53 us for one query on 65,536 keys of 8 heads", **ONE, stages=4, stages_v=4),
     TileConfig(64, 256, 64, FOUR_GROUPS + "; measured 457 with a window of 1,024 keys at 8,192", **FOUR, masks=WINDOW),
     TileConfig(64, 256, 64, FOUR_CAUSAL, **FOUR, pingpong=True, masks=CAUSAL, without_lengths=True),
     TileConfig(64, 256, 64, FOUR_GROUPS + PINGPONG + "; measured 590 at 16,384", **FOUR, pingpong=True, max_len_q=16384),
     TileConfig(64, 192, 128, THREE_GROUPS + PINGPONG + "; measured 590", **THREE, pingpong=True),
+    CAPPED_64,
     TileConfig(64, 128, 128, TWO_GROUPS + "; three would spill", **TWO, tma_store_out=True),
     TileConfig(128, 64, 128, ONE_GROUP + "; measured 84 us for one query on 65,536 keys of 8 heads", **ONE, stages=3),
     TileConfig(128, 128, 128, TWO_GROUPS + PINGPONG + "; measured 578 at 512", **TWO_PINGPONG, max_len_q=1024),
     TileConfig(128, 128, 128, TWO_GROUPS + PINGPONG + "; measured 691 at 4,096", **TWO_PINGPONG, max_len_q=4096, masks=CAUSAL),
     TileConfig(128, 192, 64, THREE_NARROW + "; measured 777, 762 causal", **NARROW),
-    TileConfig(
-        192, 128, 112, THREE_STAGES + PINGPONG + "; measured 731 at 4,096, 760, 754 causal", **SHARED, pingpong=True, width_v=128
-    ),
+    TileConfig(192, 128, 112, THREE_STAGES + PINGPONG + "; measured 731 at 4,096, 760", **SHARED, pingpong=True, width_v=128),
     TileConfig(192, 128, 96, THREE_STAGES + PINGPONG + "; measured 744 at 4,096, 747, 741 causal", **SHARED, pingpong=True),
     TileConfig(256, 64, 64, ONE_GROUP + "; measured 150 us for one query on 65,536 keys of 8 heads", **ONE, stages=3),
     TileConfig(256, 128, 64, THREE_STAGES + "; measured 588 at 512, 776, 781 causal", **SHARED),

@@ -224,6 +224,9 @@ def make_problem(
         lengths=lengths,
         place=place,
     )
+    if options.softcap is None:
+        softcap, scores = scores.with_softcap_apart()
+        options = replace(options, softcap=softcap)
     full_sinks = None if sinks is None else _of_heads(sinks, heads_q, q)
     return Problem(
         dtype=q.dtype,

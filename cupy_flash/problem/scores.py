@@ -65,6 +65,15 @@ class Scores:
     def __bool__(self) -> bool:
         return any(x is not None for x in (self.score, self.mask, self.bias, self.mask_array, self.alibi_slopes, self.dropout))
 
+    def with_softcap_apart(self) -> tuple[float | None, Scores]:
+        """The softcap that the expression is, and the scores without it; None beside other terms, with which it is no faster."""
+        if self.score is None or self.bias is not None or self.alibi_slopes is not None:
+            return None, self
+        from .expression.capped import softcap_of  # late, as in `entry`
+
+        softcap = softcap_of(self.score.tree)
+        return softcap, self if softcap is None else replace(self, score=None)
+
     def __str__(self) -> str:
         from .expression.derivative import derivative  # late, as in `entry`
         from .expression.tree import SCORE

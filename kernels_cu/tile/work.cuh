@@ -15,6 +15,7 @@ constexpr int LEAD = TILE_LIST || FROM_LAST ? 0 : (GROUPS - 1) * ROWS / TILE_KV;
 constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
 static_assert(min_of(STAGES, STAGES_V) <= 16 && GROUPS <= 8, "four bits for each consumer hold how many key tiles it may leave");
 static_assert(GROUPS > 1 || !PINGPONG, "ping-pong takes two warpgroups");
+constexpr bool FOUR_CAPPED = EXPLICIT_SCORES && SCORES == UNCHANGED && GROUPS == 4; // a softcap, whose registers leave none for a predicate
 
 // Of the registers that a launch deals out evenly, the producer gives back most.
 constexpr int THREADS = 32 * WARPS;
