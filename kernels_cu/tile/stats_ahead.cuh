@@ -38,14 +38,15 @@ OP void make_stats_ahead(const HopperBackwardParams& p, KeyBlock& block, int par
       const int rows = p.len_q - there.row;
       if (WIDTH > 64 && SCORES == PLUS_LINEAR) per_query = per_query_log2(p, there, there.head), bend = bend_log2(p, there, there.head); // anew, in a register less
       const float* const lse = row_slice(p.lse, there.batch, there.head, there.row);
-      for_lane(l) {
-        #pragma unroll 1
-        for (int row = part * 32 + (WIDTH > 64 ? not_ahead(l) : l); row < TILE_Q; row += 32 * STATS_WARPS) {
-          const float row_lse = row < rows ? read(lse + row * p.lse.row_stride) : -infinity();
-          write(stats + row, stat_of_lse(row_lse, per_query, row));
-          if (BENDS) write(stats + 2 * TILE_Q + row, stat_of_lse(row_lse, per_query - bend, row));
+      const auto write_lse = [&](float* to, float per_query) {
+        for_lane(l) {
+          #pragma unroll 1
+          for (int row = part * 32 + (WIDTH > 64 ? not_ahead(l) : l); row < TILE_Q; row += 32 * STATS_WARPS)
+            write(to + row, stat_of_lse(row < rows ? read(lse + row * p.lse.row_stride) : -infinity(), per_query, row));
         }
-      }
+      };
+      write_lse(stats, per_query);
+      if constexpr (BENDS) write_lse(stats + 2 * TILE_Q, per_query - bend);
       consumer_wait(block.of_stats);                          // without it rows are read that have not arrived
       for_row_dots<STATS_WARPS>(block.of_stats.tile().out(), block.of_stats.tile().dout(), part, [&](int row, float dot) {
         const float dlse = p.dlse.data && row < rows ? read(row_slice(p.dlse, there.batch, there.head, there.row + row)) : 0.f;
