@@ -209,7 +209,7 @@ struct BackwardParams {
   Tensor dq;                              // (*batch, heads,    len_q,  dim)    a stride of 0 along a batch axis means: summed over it
   Tensor dk;                              // (*batch, heads_kv, len_kv, dim)    the same
   Tensor dv;                              // (*batch, heads_kv, len_kv, dim_v)  the same
-  float* stats;                           // (batch, heads, query tiles, 2, TILE_Q)  log2-sum-exp2 of the scores; rowsum(dout * out) - dlse
+  float* stats;                           // (batch, heads, query tiles, STATS, TILE_Q)  log2-sum-exp2 of the scores; rowsum(dout * out) - dlse; BENDS: the first beyond a diagonal
   float* dq_accum;                        // (heads that have sums at a time, query tiles, TILE_Q * WIDTH)  in the order of fragments
   float* dk_accum;                        // (batch, heads_kv, splits, key tiles, TILE_KV * WIDTH)  the same, or null: dk is stored at once
   float* dv_accum;                        // the same for dv
