@@ -56,7 +56,7 @@ def test_kernels_are_those_of_the_option():
     asked, same = {"score": "30 * tanh(score / 30)"}, {"softcap": 30.0}
     plans = [plan_attention(q, q, q, **options, **HOST) for options in (asked, same)]
     backwards = [plan_attention_backward(q, q, q, q, q, lse, **options, **HOST) for options in (asked, same)]
-    assert plans[0].kernel == plans[1].kernel and str(plans[0]) == str(plans[1])
+    assert plans[0].kernel == plans[1].kernel and str(plans[0]) == str(plans[1]) and "; softcap 30;" in str(plans[0])
     assert backwards[0].kernels == backwards[1].kernels
 
 

@@ -343,11 +343,12 @@ def classified(kernel: KernelPlan, problem: Problem, **of_backward: bool) -> Cla
 
 def seen_and_flops(problem: Problem, flops: int) -> str:
     """What a plan prints of the keys that queries see, and of the work, both of which know nothing of pairs masked one by one."""
+    scaled = f"scale {problem.scale:.6g}" + ("" if problem.softcap is None else f"; softcap {problem.softcap:.6g}")
     if problem.lengths is not None:
         moves = ", and by how many keys more than queries a sequence has" if problem.lengths.moves else ""
-        return f"{problem.mask}{moves if problem.mask.shape != 'full' else ''}, of its sequence; scale {problem.scale:.6g}"
+        return f"{problem.mask}{moves if problem.mask.shape != 'full' else ''}, of its sequence; {scaled}"
     hidden, without = (", unless mask hides them", " without mask") if problem.scores.masks_pairs else ("", "")
-    return f"{problem.mask}{hidden}; scale {problem.scale:.6g}; {flops:.4g} FLOPs{without}"
+    return f"{problem.mask}{hidden}; {scaled}; {flops:.4g} FLOPs{without}"
 
 
 def bound_scores(problem: Problem, views: list[Any]) -> BoundScores | None:
