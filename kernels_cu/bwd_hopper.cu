@@ -80,7 +80,7 @@ constexpr bool TERMS_CROWD = SCORES != UNCHANGED && (WIDTH > 64 || !(STAGED_BIAS
 constexpr bool EARLY = !EXPLICIT_SCORES && !(DROPOUT && (VARLEN || TERMS_CROWD)) && !TMA_REDUCE_DQ && !(MASKED_PAIRS && WIDTH > 64 && DTYPE == FLOAT16);
 
 // Whether there are registers for what the pairs of a head have in common, which otherwise is asked again for each query tile.
-constexpr bool KEEPS_TERMS = (WIDTH > 64 || SCORES == SCALED || SCORES == PLUS_COLUMN) && !TMA_REDUCE_DQ;
+constexpr bool KEEPS_TERMS = SCALE_SUMS || ((WIDTH > 64 || SCORES == SCALED || SCORES == PLUS_COLUMN) && !TMA_REDUCE_DQ);
 
 // What the scores of the query head at hand have in common, unless it is that of the head before; whether it is another one.
 OP bool find_terms(HeadTerms& of_head, int& head_of, const HopperBackwardParams& p, const KeyBlock& block) {
@@ -262,7 +262,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
         for (int i = 1; i < block.steps; ++i) step(true);
         block.hear_place(p);
         if constexpr (DROPOUT) scale(dv_reg, dropout.scale);
-        scale(dk_reg, p.scale);
+        scale(dk_reg, scale_of_sums(p, of_head));
         Part dq_reg;
         start_dq(dq_reg);                                     // all warps have dP of the last step, and read values no more
         store_gradient(p, block, p.dv_map, true, p.dv_accum, v_smem, dv_reg, own_row);
@@ -302,7 +302,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   if (!TMA_REDUCE_DQ) arrive_at<LANES>(block.ended);          // without it the block is never counted
   sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
   load_place(block);
-  scale(dk_reg, p.scale);
+  scale(dk_reg, scale_of_sums(p, of_head));
   if constexpr (DROPOUT) scale(dv_reg, dropout.scale);
   store_gradient(p, block, p.dk_map, false, p.dk_accum, k_smem, dk_reg, own_row);
   store_gradient(p, block, p.dv_map, true, p.dv_accum, v_smem, dv_reg, own_row);

@@ -133,7 +133,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
       const Bend bend = BENDS ? bend_of_tile(p, block) : BEFORE;
       if (BENDS && bend == ACROSS) bend_scores<true>(s_reg, x, row0, col0);
       if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(row0), col0, bend);
-      if (SCORES == SCALED) scale_log2 = scale_of_head(scale_log2, x), masked = masked_score(x), slope = x.factor;
+      if (SCORES == SCALED) scale_log2 = scale_of_head(scale_log2, x), masked = masked_score(x), slope = SCALE_SUMS ? 1.f : x.factor;
     }
     if (SCORES != EXPRESSION && cut(col0)) apply_mask(s_reg, block.mask, row0, col0, masked);
     if constexpr (SCORES == EXPRESSION) {
@@ -194,7 +194,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   arrive_at(block.ended);                                     // without it the block is never counted
   sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
   load_place(block);
-  if (!for_values) scale(sum_reg, p.scale);
+  if (!for_values) scale(sum_reg, scale_of_sums(p, block.here, block.here.first_head, block.seq(p).q.len(), block.seq(p).kv.len()));
   if constexpr (DROPOUT) if (for_values) scale(sum_reg, dropout.scale);
   store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values, for_values ? p.dv_accum : p.dk_accum,
                  KeyTile{for_values ? v_smem.base : k_smem.base}, sum_reg, own_row);

@@ -47,6 +47,7 @@ constexpr bool  STAGED_BIAS = false;      // fwd_hopper, bwd_hopper: a bias come
 constexpr bool  STORE_DBIAS = false;      // of STAGED_BIAS, bwd_hopper: its gradient is dS, each element of which is a pair's own, and TMA stores it; if not, bwd_scores computes it
 constexpr bool  PINGPONG = false;         // fwd_hopper: warpgroups start the products of a step one after the other (ping-pong)
 constexpr bool  TMA_REDUCE_DQ = false;    // bwd_hopper: dQ goes through shared memory, and TMA adds it; if not, lanes add what they hold
+constexpr bool  SCALE_SUMS = false;       // of SCALED, bwd_hopper, _wide: what scores of a head are multiplied by multiplies dQ and dK when they are summed up; if not, each dS, since several heads share dK
 constexpr bool  PERSISTENT = false;       // of TILE_LIST, bwd_hopper: as many blocks as multiprocessors take one key tile after the other; if not, each has one
 constexpr bool  ZEROS_AHEAD = false;      // bwd_hopper, _wide: an idle warp makes the sums of later heads zero, see tile/dq_protocol.cuh; if not, the preprocess kernel makes all
 constexpr bool  STATS_AHEAD = false;      // bwd_hopper: idle warps make the statistics of queries of later heads, see tile/stats_ahead.cuh; if not, the preprocess kernel makes all

@@ -107,6 +107,8 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
         expressions=expressions,
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores, why_stored, why_pairs, why_taken))),
     )
+    if apart.kind == "SCALED" and kernel in HOPPER_KERNELS and splits(plan, problem) == p.heads_per_kv:  # one head a block
+        plan = _with(plan, "what scores of a head are multiplied by multiplies its sums of dq and dk", SCALE_SUMS=True)
     if _makes_stats_ahead(plan, problem):
         plan = _with(plan, "idle warps make statistics of queries of later heads", STATS_AHEAD=True)
     if _makes_zeros_ahead(plan, problem):

@@ -73,6 +73,7 @@ class Config:
     STORE_DBIAS: bool
     PINGPONG: bool
     TMA_REDUCE_DQ: bool
+    SCALE_SUMS: bool
     PERSISTENT: bool
     ZEROS_AHEAD: bool
     STATS_AHEAD: bool
@@ -208,7 +209,7 @@ class KernelPlan:
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN + ["pairbits"] * c.PAIR_BITS + ["persistent"] * c.PERSISTENT
-        words += ["statsahead"] * c.STATS_AHEAD + ["zerosahead"] * c.ZEROS_AHEAD
+        words += ["scalesums"] * c.SCALE_SUMS + ["statsahead"] * c.STATS_AHEAD + ["zerosahead"] * c.ZEROS_AHEAD
         words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
         words += [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
@@ -318,6 +319,8 @@ def rows_of(
     bits = expressions.pair_bits
     if expressions.kind in APART and pressure is Pressure.TERM and dropout is None and not (bits and kernel == "bwd_hopper"):
         # Registers of plain rows hold what a row or a head has in common, but of a few.
+        if expressions.kind == "SCALED" and problem.heads_per_kv == 1:
+            return table_for(kernel, architecture, problem.dtype)  # a block multiplies sums by it, not each dS
         return APART_ROWS.get((kernel, expressions.kind)) or table_for(kernel, architecture, problem.dtype)
     return pair_rows(kernel, architecture.name, problem.dtype, pressure, bits, dropout is not None)
 
@@ -379,7 +382,7 @@ def configure(
         "ADD_RESULTS": adds,
         "SOFTCAP": problem is None or expressions.kind == "UNCHANGED" or problem.softcap is not None,
         "ROTATE_Q": False,
-        **dict.fromkeys(("ZEROS_AHEAD", "STATS_AHEAD"), False),  # decided of the plan, see plan/backward.py
+        **dict.fromkeys(("SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD"), False),  # decided of the plan, see plan/backward.py
         "STORE_DBIAS": store_dbias,
         "PERSISTENT": persistent,
     }

@@ -194,7 +194,7 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
     for (int row = own_row; row < rows; row += OutTile::rows) {
       Acc<16, WIDTH> sum_reg;
       load(sum_reg, Accum{p.dq_accum + (first + row / TILE_Q) * Accum::size}, row % TILE_Q, 0);
-      scale(sum_reg, p.scale);
+      scale(sum_reg, scale_of_sums(p, block.here, block.here.first_head + i, queries.len(), block.seq(p).kv.len()));
       const int first_row = queries.first() + row;
       if (FLOAT32_RESULTS || (VARLEN && row + 16 > rows)) {   // as in `store_gradient`
         store(rows_of<Result>(p.dq, block.here.batch, block.here.first_head + i, first_row, queries.end_of_room(), p.dim), sum_reg);
@@ -209,14 +209,14 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
   }
 }
 
-// dq = scale * 16 rows of sums, by a warp that has nothing else to do.
-template <typename Accum> OP void finish_rows(const HopperBackwardParams& p, const ResultTile& dq, const Accum& sums, int row) {
+// dq = 16 rows of sums times `by`, by a warp that has nothing else to do.
+template <typename Accum> OP void finish_rows(const HopperBackwardParams& p, const ResultTile& dq, const Accum& sums, int row, float by) {
   constexpr int COLS = WIDTH % 128 ? 64 : 128;                // at a time
   #pragma unroll 1
   for (int col = 0; col < p.dim; col += COLS) {
     Acc<16, COLS> sum_reg;
     load(sum_reg, sums, row % TILE_Q, col);
-    scale(sum_reg, p.scale);
+    scale(sum_reg, by);
     store<16>(dq, sum_reg, col);                              // rows of dq are multiples of that, or TMA could not store them
   }
 }
@@ -238,7 +238,7 @@ template <typename Accum> OP void postprocess_last_sequences(const HopperBackwar
   semaphore_wait(p.dq_progress + here.batch_number * p.heads + here.head, ceil_div(seq.kv.len(), TILE_KV));
   const ResultTile dq = rows_of<Result>(p.dq, here.batch, here.head, seq.q.first() + row, seq.q.end_of_room(), p.dim);
   const Accum sums{p.dq_accum + i64(query_tile_number(p, seq.q, here.head, here.row / TILE_Q)) * Accum::size};
-  finish_rows(p, dq, sums, row);
+  finish_rows(p, dq, sums, row, scale_of_sums(p, here, here.head, seq.q.len(), seq.kv.len()));
 }
 
 // PERSISTENT: how many blocks take key tiles, a device decides.
@@ -253,11 +253,12 @@ template <typename Accum = DqAccum> OP void postprocess_last_heads(const HopperB
   if (warp_id() == 0) semaphore_wait(p.dq_progress + number, ceil_div(p.len_kv, TILE_KV));
   sync_block();                                               // without it rows are finished to which blocks still add
   if (row >= p.len_q) return;
-  int batch[BATCH_AXES];
-  batch_element(batch, p.batch[BATCH_AXES - 1], number / p.heads);
-  const ResultTile dq = rows_of<Result>(p.dq, batch, int(number % p.heads), row, p.len_q, p.dim);
+  struct { int batch[BATCH_AXES]; u32 batch_number; } here{{}, number / p.heads};
+  batch_element(here.batch, p.batch[BATCH_AXES - 1], here.batch_number);
+  const int head = int(number % p.heads);
+  const ResultTile dq = rows_of<Result>(p.dq, here.batch, head, row, p.len_q, p.dim);
   const Accum sums{p.dq_accum + (i64(number % p.accum_heads_divmod.divisor) * ceil_div(p.len_q, TILE_Q) + row / TILE_Q) * Accum::size};
-  finish_rows(p, dq, sums, row);
+  finish_rows(p, dq, sums, row, scale_of_sums(p, here, head, p.len_q, p.len_kv));
 }
 
 // PERSISTENT: by the scheduler warp. Takes key tiles in the order of their numbers, so that whoever waits for one waits for a block that has begun,

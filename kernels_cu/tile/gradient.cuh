@@ -59,7 +59,7 @@ OP float exponent(float score, float scale_log2, float lse, float term) {
 }
 
 // Whether what multiplies dP - delta is not what multiplies dO: P times a derivative, or P without dropout.
-constexpr bool FACTOR_APART = EXPLICIT_SCORES || SCORES == SCALED || DROPOUT;
+constexpr bool FACTOR_APART = EXPLICIT_SCORES || (SCORES == SCALED && !SCALE_SUMS) || DROPOUT;
 
 // The same where one warp has both S and dP, which leaves no registers for P in float32: p_reg becomes P as an A operand, of `kept` pairs if
 // there is dropout, and FACTOR_APART factor_reg all of P, with a softcap times its derivative, SCALED times `slope`. The log-sum-exp of the
@@ -138,7 +138,7 @@ OP void score_gradients(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&fac
         #pragma unroll
         for (int i = 0; i < 2; ++i) {
           ds[i] = unpack<Element>(factor, i) * (SUBTRACT ? dp.at(l, r + 2 * row + i) - stat.x[i] : dp.at(l, r + 2 * row + i));
-          if (SCORES == SCALED) ds[i] *= slope;               // 1 where factor_reg is
+          if (SCORES == SCALED && !SCALE_SUMS) ds[i] *= slope; // 1 where factor_reg is
         }
         ds_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(ds[0], ds[1]);
       }

@@ -164,6 +164,7 @@ using HeadTerms = HeadTermsOf<UNIFORMS>;
 using ScoreContext = ScoreContextOf<UNIFORMS>;
 constexpr bool MODIFIED = SCORES != UNCHANGED || MASKED_PAIRS; // pairs are asked one by one
 static_assert(SCORES != EXPRESSION || EXPLICIT_SCORES, "expressions are of scores, not of products");
+static_assert(!SCALE_SUMS || SCORES == SCALED, "there is a factor");
 static_assert(!(SCORES == PLUS_LINEAR || SCORES == PLUS_COLUMN || SCORES == SCALED) || !EXPLICIT_SCORES, "they are in the exponent in part");
 
 // What a score in a fragment is multiplied by for log 2.
@@ -217,6 +218,12 @@ template <typename Params, typename Coord> OP ScoreContext score_context(const P
   return score_context(p, here, head, p.len_q, p.len_kv);
 }
 
+// What sums of dQ and dK of a head are multiplied by. SCALE_SUMS: also by what its scores are, which dS is without then.
+template <typename Params> OP float scale_of_sums(const Params& p, const HeadTerms& terms) { return SCALE_SUMS ? p.scale * terms.factor : p.scale; }
+template <typename Params, typename Coord> OP float scale_of_sums(const Params& p, const Coord& here, int head, int len_q, int len_kv) {
+  if constexpr (SCALE_SUMS) return scale_of_sums(p, head_terms(p, here, head, len_q, len_kv));
+  return p.scale;
+}
 // PLUS_LINEAR: what the statistics of a query are without, in units of log 2: its part of the term, counted from the middle of a tile of so many
 // rows. It belongs to a pair, but is the same for all keys.
 template <typename Params, typename Coord, typename... Lengths> OP float per_query_log2(const Params& p, const Coord& here, int head, Lengths... lengths) {
