@@ -28,6 +28,9 @@ static_assert(!TMA_REDUCE_DQ, "shared memory has no room for dQ");
 // dQ = dS K is dealt out by its columns, in whole panels.
 constexpr int VALUES_COLS = WIDTH / 128 * 64, KEYS_COLS = WIDTH - VALUES_COLS;
 
+// Whether there are registers for what the pairs of a head have in common, which otherwise is asked again for each query tile.
+constexpr bool KEEPS_TERMS = SCORES == SCALED || (SCORES == PLUS_LINEAR && !DROPOUT);
+
 // P of two steps, on its way from a warp to the one that has the same keys.
 using Passed = PassedTile<16, TILE_Q>;
 constexpr int P_OFFSET = ceil_div(BLOCK_BYTES, 16) * 16, P_BYTES = 16 * TILE_Q * int(sizeof(Element));
@@ -103,6 +106,10 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
 
   Dropping dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
+  const auto terms_of = [&](int head) { return head_terms(p, block.here, head, block.seq(p).q.len(), block.seq(p).kv.len()); };
+  int head_of = block.here.first_head;                        // KEEPS_TERMS: whose scores have these
+  HeadTerms of_head{};
+  if constexpr (KEEPS_TERMS) of_head = terms_of(head_of);
   Acc<16, WIDTH> sum_reg;                                     // dV or dK
   fill(sum_reg, 0.f);
 
@@ -126,7 +133,8 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     const bool ask_pairs = !TILE_LIST || !block.is_whole;
     RowVec<16> terms;
     if constexpr (MODIFIED && SCORES != EXPRESSION) {
-      const ScoreContext x = context(head);
+      if (KEEPS_TERMS && !SCALE_SUMS && head != head_of) of_head = terms_of(head_of = head);
+      const ScoreContext x = KEEPS_TERMS ? score_context(p, block.here, head, of_head, block.seq(p).q.len(), block.seq(p).kv.len()) : context(head);
       if (SCORES == PLUS_COLUMN) terms_of_keys(terms, x, not_ahead(row0)), add_to_rows(s_reg, terms);
       if constexpr (!ASKED_AHEAD) load<true>(arrays, x, block.queries.tile(), own_row, row0, col0, ask_pairs);
       modify_scores<true>(s_reg, arrays, x, row0, col0, ask_pairs);
@@ -194,7 +202,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   arrive_at(block.ended);                                     // without it the block is never counted
   sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
   load_place(block);
-  if (!for_values) scale(sum_reg, scale_of_sums(p, block.here, block.here.first_head, block.seq(p).q.len(), block.seq(p).kv.len()));
+  if (!for_values) scale(sum_reg, scale_of_sums(p, of_head));
   if constexpr (DROPOUT) if (for_values) scale(sum_reg, dropout.scale);
   store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values, for_values ? p.dv_accum : p.dk_accum,
                  KeyTile{for_values ? v_smem.base : k_smem.base}, sum_reg, own_row);

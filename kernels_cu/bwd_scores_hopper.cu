@@ -18,11 +18,11 @@
 //                 G goes to the gradient, if the block is the only one of the unit, or to partial sums, or to whichever sums an index names
 //
 //     ONE_BIAS: of a bias of queries and keys, which batch elements or heads may share, a unit is a pair of tiles B_ij, which another warp of the
-//     producer loads once. Scores become nothing more, and consumers take turns with S and with dP, which need not both be in registers:
+//     producer loads once. Scores become nothing more:
 //
 //                 for each batch element and head that share the unit:
-//                   S = Q_i K_j^T,   P = 2^(S + B_ij - lse_i)
-//                   dP = dO_i V_j^T                                            DROPOUT: scaled, of what is not dropped
+//                   S = Q_i K_j^T,  dP = dO_i V_j^T                            DROPOUT: dP scaled, of what is not dropped
+//                   P = 2^(S + B_ij - lse_i)
 //                   G += P o (dP - delta_i)                                    MASKED_PAIRS: of pairs that take part. VARLEN: and exist
 //
 //   bwd_scores_hopper_add, _gather, _store    as those of bwd_scores.cu
@@ -46,12 +46,12 @@ constexpr int REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = ONE_BIAS ? 40 : TILE_KV == 64 ? 72 : OF_DISTANCE ? 24 : 40;
 constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
-// Shared memory: operands of the products; the bias of a unit; statistics of queries; barriers.
+// Shared memory: operands of the products; the bias of a unit, or of two; statistics of queries; barriers.
 constexpr int BIAS_OFFSET = STAGES * Operands::bytes;
-constexpr int STATS_OFFSET = BIAS_OFFSET + BIAS_BYTES;
+constexpr int STATS_OFFSET = BIAS_OFFSET + BIAS_STAGES * BIAS_BYTES;
 constexpr int RING_BARRIERS = STATS_OFFSET + STATS_BYTES;
 constexpr int BIAS_BARRIERS = RING_BARRIERS + STAGES * STAGE_BARRIERS;
-constexpr int SHARED_BYTES = BIAS_BARRIERS + STAGED_BIAS * STAGE_BARRIERS;
+constexpr int SHARED_BYTES = BIAS_BARRIERS + STAGED_BIAS * BIAS_STAGES * STAGE_BARRIERS;
 
 KERNEL(THREADS, 1) bwd_scores_hopper_clear(GRID_CONSTANT HopperScoreGradientParams p) {
   for_elements(p, [&](i64 i) { write(p.sums + i, 0.f); });
@@ -168,15 +168,20 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       consumer_wait(ring);                                    // without it the product reads queries and keys that have not arrived
       wait_pingpong<ORDER>(group);                            // without it products of both run at a time, and then none beneath which to compute
       start_product_transposed(s_reg, ring.tile().queries(), group_row, ring.tile().keys());
+      Ring second = ring;
+      second.advance();
+      consumer_wait(second);                                  // without it the product reads gradients and values that have not arrived
+      start_product_transposed(dp_reg, second.tile().queries(), group_row, second.tile().keys());
       arrive_pingpong<ORDER>(group, GROUPS);                  // without it the other warpgroup waits for ever
       load_rows(lse_reg, stats_of(stats_smem, ring), own_row);
+      load_rows(delta_reg, stats_of(stats_smem, second), own_row, p.delta_sign);
       Regs<u64, 1> taking_part;                               // a bit for each register
       if constexpr (VARLEN) of_sequence = existing_pairs(p, now), whole = see_all(of_sequence);
       if constexpr (MASKED_PAIRS) ask_pairs_of_tile<false, 16, TILE_KV>(taking_part, context(now, existing().len_q, existing().mask.len_kv), row0, col0);
       KeptPairs<false, 16, TILE_KV> kept;
       if constexpr (DROPOUT) draw(kept, dropout, now.batch_number(p) * p.heads + now.head, row0, col0);
       if constexpr (MASKED_PAIRS || DROPOUT || VARLEN) advance_step(p, now);
-      wait_for_products<0>(s_reg);                            // without it scores are read that do not exist yet
+      wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
       consumer_release(ring);                                 // without it the producer waits for ever
       if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
       if constexpr (STAGED_BIAS) {
@@ -188,12 +193,10 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       exponentiate(s_reg, lse_reg, scale_log2);
       if constexpr (MASKED_PAIRS) mask_pairs(s_reg, taking_part, 0.f);
       if (!whole) apply_mask(s_reg, existing(), row0, col0, 0.f);
-      consumer_wait(ring);                                    // without it the product reads gradients and values that have not arrived
-      wait_pingpong<ORDER>(group);                            // without it the order is lost
-      start_product_transposed(dp_reg, ring.tile().queries(), group_row, ring.tile().keys());
-      arrive_pingpong<ORDER>(group, GROUPS);                  // without it the other warpgroup waits for ever
-      if (STAGED_BIAS && (VARLEN ? now.left <= 0 : left == 1)) consumer_release(biases); // without it the producer waits for ever. All lanes have read it before the product
-      load_rows(delta_reg, stats_of(stats_smem, ring), own_row, p.delta_sign);
+      if (STAGED_BIAS && (VARLEN ? now.left <= 0 : left == 1)) {
+        sync_warp();                                          // without it a lane lets a bias be overwritten that a slower one still reads
+        consumer_release(biases);                             // without it the producer waits for ever
+      }
       wait_for_products<0>(dp_reg);                           // without it dP is read that does not exist yet
       consumer_release(ring);                                 // without it the producer waits for ever
       if (!whole) apply_mask(dp_reg, existing(), row0, col0, 0.f); // 0 times whatever dP was may be NaN

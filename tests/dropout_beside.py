@@ -20,7 +20,7 @@ BIASES = {"of pairs": (BATCH, HEADS), "of heads": (HEADS,)}
 MASKS = ("padding", "array")
 OF_BIAS, OF_MASK = list(product(DIMS, ENDS, BIASES)), list(product(DIMS, ENDS, MASKS))
 QUICK_BIAS = [(DIMS[0], "causal", "of heads")]
-QUICK_MASK = [(DIMS[0], "causal", "padding"), (DIMS[1], "window", "array")]
+QUICK_MASK = [(DIMS[1], "window", "array")]
 # Of the forward and of the backward: kernel, queries and keys of a tile.
 WIDER = {160: ("fwd_hopper", 128, 64, "bwd_hopper_wide", 64, 64), 256: ("fwd_hopper", 128, 64, "bwd_hopper_wide", 64, 64)}
 WITH_MASK = WIDER | {40: ("fwd_hopper", 256, 64, "bwd_hopper", 64, 128), 128: ("fwd_hopper", 128, 128, "bwd_hopper", 64, 128)}

@@ -115,7 +115,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("beside", quick(BESIDE, "nothing", "documents"))
+@pytest.mark.parametrize("beside", quick(BESIDE, "nothing"))
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.release)])
 def test_alibi(beside, dim, schedule, bent):
     options, hand = BESIDE[beside]

@@ -114,7 +114,7 @@ def test_gradients_in_float32_are_what_is_rounded_otherwise(dtype, arch, kernel,
         check_rounded(x, y)
 
 
-@pytest.mark.parametrize("dtype, arch, kernel, shape", [("bfloat16", None, None, "groups"), *rarely_each(6, GRADIENTS)])
+@pytest.mark.parametrize("dtype, arch, kernel, shape", [("bfloat16", None, None, "groups"), *rarely_each(7, GRADIENTS)])
 def test_gradients_are_added_to_what_is_there(dtype, arch, kernel, shape, schedule):
     """Each element once, in float32."""
     inputs = drawn(dtype, **SHAPES[shape])
@@ -225,7 +225,7 @@ def test_forward_kernels_do_not_spill(arch, kernel, dim, len_q):
 
 
 @pytest.mark.parametrize("dim, adds", [(128, True), *rarely((64, True), (64, False), (128, False), (256, False), (256, True))])
-@pytest.mark.parametrize("arch, kernel", rarely_each(6, BACKWARD))
+@pytest.mark.parametrize("arch, kernel", rarely_each(7, BACKWARD))
 def test_backward_kernels_do_not_spill(arch, kernel, dim, adds):
     if kernel == "bwd_hopper" and dim > 128:
         return  # there is no tile of it

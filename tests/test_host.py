@@ -197,6 +197,7 @@ def test_a_vector_added_to_every_key_moves_only_lse(case):
     judge(case, (q, k, v), (out, lse - moved))
 
 
+@pytest.mark.release  # test_bits.py asks it of some problems, and of fwd_hopper
 @properties
 @given(problems(), st.integers(2, 4))
 def test_batch_of_one_is_the_element_of_a_batch(case, batch):

@@ -73,7 +73,10 @@ def test_a_row_that_sees_nothing_is_zero():
     assert not out[:, :5].any() and np.isneginf(lse[:, :5]).all() and (out[:, 5:] == 1).all()
 
 
-@pytest.mark.parametrize("dtype, dim, dim_v", [("float32", 64, 64), ("float32", 64, 16), ("float16", 256, 32)])
+NOT_IN_REGISTERS = [("float32", 64, 64), ("float32", 64, 16), ("float16", 256, 32)]
+
+
+@pytest.mark.parametrize("dtype, dim, dim_v", quick(NOT_IN_REGISTERS, ("float32", 64, 16), spread=True))
 def test_queries_of_a_sequence_without_keys_arrive_before_its_result_takes_their_place(dtype, dim, dim_v, schedule):
     """They are on their way before it is known that no key asks for them, and not in registers."""
     rng = np.random.default_rng(0)

@@ -58,7 +58,8 @@ def check(dtype, options, hand, len_q, len_kv, dim=DIM, linear=True, **more):
     return kernels
 
 
-@pytest.mark.parametrize("asked", thinned(product(TEXTS, MASKS), keep=16, first=13), ids=", ".join)
+@pytest.mark.release  # ALiBi, which is one of them, and splits ask it as well
+@pytest.mark.parametrize("asked", list(product(TEXTS, MASKS)), ids=", ".join)
 def test_expressions(asked, schedule):
     text, mask = asked
     options, hand = masked(mask, 141, 203)

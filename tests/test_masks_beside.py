@@ -5,7 +5,7 @@ import math
 import numpy
 import pytest
 from dropout_beside import inputs
-from masks_beside import BIASES, CASES, QUICK, QUICK_TWO, TWO, is_hopper, problem, two_things
+from masks_beside import BIASES, CASES, QUICK, TWO, is_hopper, problem, two_things
 from score_kernels import judged
 from thinned import quick, thinned
 
@@ -34,7 +34,8 @@ def test_bits_of_a_mask_beside_scores(case, schedule, share_of_bits):
         assert not kernel.expressions.takes_part
 
 
-@pytest.mark.parametrize("case", quick(TWO, *QUICK_TWO), ids=str)
+@pytest.mark.release  # test_read_hopper_walks.py has a bias beside slopes as well
+@pytest.mark.parametrize("case", TWO, ids=str)
 def test_two_things_that_scores_go_through(case, schedule):
     (dim, dtype), _ = case
     options, hand = two_things(case)

@@ -84,7 +84,7 @@ def test_bits_of_few_queries_take_little_as_well():
             assert dict(plan.workspace.parts)["tile_lists"] <= 0.52 * 2 * (q.nbytes + k.nbytes)
 
 
-@pytest.mark.parametrize("dim", [40, 160])
+@pytest.mark.parametrize("dim", thinned([40, 160]))
 def test_keys_that_do_not_exist_give_nothing_however_low_scores_are(dim, share_of_bits):
     """Their scores are 0, and 2 to the power of that less the log-sum-exp would be infinite. Warps have no key that exists."""
     share_of_bits(math.inf)

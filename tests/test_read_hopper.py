@@ -70,7 +70,7 @@ STAGED = [
 
 
 @pytest.mark.parametrize("schedule", thinned(host.SCHEDULES))
-@pytest.mark.parametrize("case", thinned(STAGED, keep=10, first=1), ids=str)
+@pytest.mark.parametrize("case", thinned(STAGED, keep=14, first=11), ids=str)
 def test_a_bias_that_stays_in_shared_memory(case, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     plan = judged(case)
@@ -90,7 +90,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("schedule", thinned(host.SCHEDULES, first=1))
-@pytest.mark.parametrize("case", thinned(OTHERS, keep=4), ids=str)
+@pytest.mark.parametrize("case", thinned(OTHERS, keep=5), ids=str)
 def test_a_bias_that_lanes_read(case, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     monkeypatch.setattr(read_hopper, "MULTIPROCESSORS", 3)  # so that blocks take several units, and none shares one

@@ -1,8 +1,7 @@
-"""Factors of heads that have keys of their own: gradients of whole heads are multiplied by them, not those of pairs, on the host."""
+"""Factors of heads with keys of their own: gradients of whole heads are multiplied by them, not those of pairs, on the host."""
 
 from itertools import product
 
-import ml_dtypes
 import numpy
 import pytest
 import ragged
@@ -51,7 +50,7 @@ def check(dtype, dim, mask, wrt=(), heads_kv=HEADS, deterministic=False):
     return kernels[1]
 
 
-@pytest.mark.parametrize("case", quick(CASES, *(CASES[i] for i in (0, 6, 13, 17, 20))), ids=str)
+@pytest.mark.parametrize("case", quick(CASES, *(CASES[i] for i in (6, 17))), ids=str)
 def test_gradients(case, schedule):
     (dtype, dim), mask = case
     assert check(dtype, dim, mask, deterministic=dim == 64).config.SCALE_SUMS
@@ -88,7 +87,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("shared", thinned(SHARED, keep=3, first=2))
 def test_what_batch_elements_share(shared, schedule):
     """Gradients are summed over batch elements, each of which has its own factor."""
     shape, shape_kv = SHARED[shared]

@@ -63,7 +63,7 @@ def test_two_tiles_in_a_row_are_of_one_element():
 @pytest.mark.parametrize("mask", [None, "kv_idx < n[b]"])
 @pytest.mark.parametrize(
     "batch, heads, dim, causal, in_turn",
-    quick(SHAPES, SHAPES[1], SHAPES[3], spread=True),
+    quick(SHAPES, SHAPES[3], spread=True),
     ids=str,
 )
 def test_results_are_those_of_elements_one_by_one(batch, heads, dim, causal, in_turn, mask, monkeypatch):

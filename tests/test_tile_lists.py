@@ -183,7 +183,7 @@ def test_blocks_that_sum_over_several_heads(name, kernel, schedule, monkeypatch)
         assert (got == right).all()
 
 
-@pytest.mark.parametrize("kernel", ["bwd_v2", "bwd_hopper", "bwd_hopper_wide"])
+@pytest.mark.parametrize("kernel", ["bwd_v2", "bwd_hopper", pytest.param("bwd_hopper_wide", marks=pytest.mark.release)])
 def test_what_pairs_hold_that_are_masked_alone_reaches_no_gradient_of_a_score(kernel):
     """dP of such a pair may be anything, and its P is 0: dq and dk of those who do not see each other keep their bits."""
     options, hand = TILE_MASKS["blocks"]()

@@ -147,8 +147,9 @@ class KernelPlan:
             return {"bwd_scores_clear": 0} | of_blocks | {"bwd_scores_store": 0}
         if self.file == "bwd_scores_hopper":
             operands = 128 * -(-c.WIDTH // 64) * (c.TILE_Q + c.TILE_KV)  # in panels of 64 columns
-            bias, stats = c.STAGED_BIAS * 128 * c.TILE_Q * -(-c.TILE_KV // 64), (c.STAGES // 2 + 1) * 2 * c.TILE_Q * 4
-            main = c.STAGES * operands + bias + stats + 8 * 2 * (c.STAGES + c.STAGED_BIAS)
+            bias, stats = 128 * c.TILE_Q * -(-c.TILE_KV // 64), (c.STAGES // 2 + 1) * 2 * c.TILE_Q * 4
+            biases = c.STAGED_BIAS * (2 if c.WIDTH <= 64 else 1)
+            main = c.STAGES * operands + biases * bias + stats + 8 * 2 * (c.STAGES + biases)
             add = {f"{self.file}_add": 4 * 32 * c.WARPS}
             if ("ONE_BIAS", "true") in self.expressions.constants:
                 return {self.file: main} | add
@@ -319,9 +320,8 @@ def rows_of(
     bits = expressions.pair_bits
     if expressions.kind in APART and pressure is Pressure.TERM and dropout is None and not (bits and kernel == "bwd_hopper"):
         # Registers of plain rows hold what a row or a head has in common, but of a few.
-        if expressions.kind == "SCALED" and problem.heads_per_kv == 1:
-            return table_for(kernel, architecture, problem.dtype)  # a block multiplies sums by it, not each dS
-        return APART_ROWS.get((kernel, expressions.kind)) or table_for(kernel, architecture, problem.dtype)
+        of_sums = expressions.kind == "SCALED" and problem.heads_per_kv == 1  # a block multiplies these, not each dS
+        return (not of_sums and APART_ROWS.get((kernel, expressions.kind))) or table_for(kernel, architecture, problem.dtype)
     return pair_rows(kernel, architecture.name, problem.dtype, pressure, bits, dropout is not None)
 
 

@@ -18,7 +18,9 @@ struct Operands {
   OP KeyTile keys() const { return {base + QueryTile::bytes}; }
 };
 using Ring = Pipeline<Operands, STAGES, ELECT_ONE>;
-using Biases = Pipeline<BiasTile, 1, ELECT_ONE>;
+// The bias of the next unit comes beneath the last steps of the one before, if there is room.
+constexpr int BIAS_STAGES = WIDTH <= 64 ? 2 : 1;
+using Biases = Pipeline<BiasTile, BIAS_STAGES, ELECT_ONE>;
 
 // With Q and K come the log-sum-exps of the queries, with dO and V their deltas: a number for each row, each kind in places of its own. Of these
 // there is one more than stages of the kind are at work, so that a place is filled again only when all warps have started a product since they
@@ -30,23 +32,25 @@ OP SharedAddress stats_of(SharedAddress stats, const Ring& ring) {
   return stats + int(ring.count % 2 * STAT_PLACES + ring.count / 2 % STAT_PLACES) * STAT_BYTES;
 }
 
-// Those of a tile lie in as many tiles of the backward as these have other rows. All have a multiple of so many, which lie side by side.
-constexpr int PIECE_ROWS = 16, PIECES = TILE_Q / PIECE_ROWS, PIECE_BYTES = PIECE_ROWS * int(sizeof(float));
+// Those of a tile lie in as many tiles of the backward as these have other rows: in pieces, of rows that lie side by side.
+constexpr int LEAST_PIECE = 16;                               // rows, of which all tiles have a multiple
 
 // What the loads of a step need besides the cursor, found before a stage is waited for.
 struct StepCoord {
   const PairCursor& at;
   int head_kv;
-  int pieces;                                                 // of the tile's statistics: rows behind the last tile of the backward have none
+  int piece_rows, pieces;                                     // of the tile's statistics: rows behind the last tile of the backward have none
   const float* stats;                                         // of the first queries of the head
 
   OP StepCoord(const HopperScoreGradientParams& p, const PairCursor& at) : at(at), head_kv(at.head / p.heads_per_kv) {
     const int rows = int(p.stats_rows_divmod.divisor), tiles = int(divide(p.len_q - 1, p.stats_rows_divmod)) + 1;
-    pieces = min_of((tiles * rows - at.q_tile * TILE_Q) / PIECE_ROWS, PIECES);
+    piece_rows = rows % TILE_Q == 0 ? TILE_Q : rows % (TILE_Q / 2) == 0 ? TILE_Q / 2 : LEAST_PIECE;
+    pieces = min_of(tiles * rows - at.q_tile * TILE_Q, TILE_Q) / piece_rows;
     stats = p.stats + i64(at.batch_number(p) * p.heads + at.head) * tiles * STATS * rows;
   }
+  OP int piece_bytes() const { return piece_rows * int(sizeof(float)); }
   OP const float* piece(const HopperScoreGradientParams& p, bool deltas, int number) const {
-    const int rows = int(p.stats_rows_divmod.divisor), row = at.q_tile * TILE_Q + number * PIECE_ROWS, tile = int(divide(row, p.stats_rows_divmod));
+    const int rows = int(p.stats_rows_divmod.divisor), row = at.q_tile * TILE_Q + number * piece_rows, tile = int(divide(row, p.stats_rows_divmod));
     return stats + i64(tile * (STATS - 1) + deltas) * rows + row;
   }
 };
@@ -55,14 +59,15 @@ OP void start_stats(const Ring& ring, const HopperScoreGradientParams& p, const 
                     [[maybe_unused]] CallSite at) {
 #if ON_GPU
   const int l = lane_id();
-  if (l < step.pieces) cp_async_bulk(to + l * PIECE_BYTES, step.piece(p, deltas, l), PIECE_BYTES, ring.full().address);
+  if (l < step.pieces) cp_async_bulk(to + l * step.piece_bytes(), step.piece(p, deltas, l), step.piece_bytes(), ring.full().address);
   __syncwarp();                                               // for the assembler, which would have the lanes meet later, and more often
 #else
   for (int l = 0; l < step.pieces; ++l) {
     const float* const from = step.piece(p, deltas, l);
-    host::load_async(warp_id(), ring.full().address, PIECE_BYTES, [=] {
-      count_read(PIECE_BYTES);
-      std::memcpy(to + l * PIECE_BYTES, from, PIECE_BYTES);
+    const int bytes = step.piece_bytes();
+    host::load_async(warp_id(), ring.full().address, bytes, [=] {
+      count_read(bytes);
+      std::memcpy(to + l * bytes, from, bytes);
     }, at);
   }
 #endif
@@ -71,7 +76,7 @@ OP void start_stats(const Ring& ring, const HopperScoreGradientParams& p, const 
 // The stage at hand = queries and keys of a pair of tiles, or with `deltas` gradients and values; goes on to the next one.
 OP void load_operands(Ring& ring, const TensorMap& of_queries, const TensorMap& of_keys, const HopperScoreGradientParams& p, const StepCoord& step,
                       bool deltas, SharedAddress stats, CallSite at = call_site()) {
-  arrive_expect_tx(ring.full(), Operands::bytes + step.pieces * PIECE_BYTES, at);
+  arrive_expect_tx(ring.full(), Operands::bytes + step.pieces * step.piece_bytes(), at);
   start_load(ring, ring.tile().queries(), of_queries, step.at.batch, step.at.head, step.at.q_tile * TILE_Q, 0, at);
   start_load(ring, ring.tile().keys(), of_keys, step.at.batch, step.head_kv, step.at.kv_tile * TILE_KV, 0, at);
   start_stats(ring, p, step, deltas, stats_of(stats, ring), at);
@@ -148,9 +153,11 @@ struct UnitPart {
 };
 // Calls use(part) for each part that the block takes.
 template <typename Use> OP void for_parts(const HopperScoreGradientParams& p, Use use) {
+  u32 own = block_id();                                       // of a round, in each another one: or under a mask blocks would have very unequal parts
   #pragma unroll 1
-  for (u32 part = block_id(); part < p.parts; part += blocks()) {
-    UnitPart at(p, part);
+  for (u32 first = 0; first < p.parts; first += blocks(), own = own + 1 < blocks() ? own + 1 : 0) {
+    if (first + own >= p.parts) continue;
+    UnitPart at(p, first + own);
     use(at);
   }
 }
