@@ -193,11 +193,8 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       exponentiate(s_reg, lse_reg, scale_log2);
       if constexpr (MASKED_PAIRS) mask_pairs(s_reg, taking_part, 0.f);
       if (!whole) apply_mask(s_reg, existing(), row0, col0, 0.f);
-      if (STAGED_BIAS && (VARLEN ? now.left <= 0 : left == 1)) {
-        sync_warp();                                          // without it a lane lets a bias be overwritten that a slower one still reads
-        consumer_release(biases);                             // without it the producer waits for ever
-      }
       wait_for_products<0>(dp_reg);                           // without it dP is read that does not exist yet
+      if (STAGED_BIAS && (VARLEN ? now.left <= 0 : left == 1)) consumer_release(biases); // without it the producer waits for ever. All lanes have read it before they waited
       consumer_release(ring);                                 // without it the producer waits for ever
       if (!whole) apply_mask(dp_reg, existing(), row0, col0, 0.f); // 0 times whatever dP was may be NaN
       if constexpr (MASKED_PAIRS) mask_pairs(dp_reg, taking_part, 0.f);       // the same
