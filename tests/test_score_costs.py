@@ -16,11 +16,11 @@ from cupy_flash.problem.arrays import DTYPES
 
 LENGTH = 256
 SLOPES = numpy.ones(2, numpy.float32)
-PLAIN = {"SCORES": "UNCHANGED", "EXPLICIT_SCORES": False, "SOFTCAP": True, "STAGED_BIAS": False}
+PLAIN = {"SCORES": "UNCHANGED", "EXPLICIT_SCORES": False, "SOFTCAP": True, "STAGED_BIAS": False, "SCALE_SUMS": False}
 ASKED = {  # at most so many instructions a score: in the forward what a row of a tile takes, and none for a score
     "linear": ({"score": "score + slope[h] * kv_idx", "arrays": {"slope": SLOPES}}, 0.35, 1.9),
     "key": ({"score": "score + t[kv_idx]", "arrays": {"t": numpy.ones(LENGTH, numpy.float32)}}, 0.52, 1.7),
-    "factor": ({"score": "score * t[h]", "arrays": {"t": SLOPES}}, 0.1, 1.3),
+    "factor": ({"score": "score * t[h]", "arrays": {"t": SLOPES}}, 0.1, 0.3),
     "alibi": ({"alibi_slopes": SLOPES, "causal": True}, 0.65, 2.0),
     "alibi unmasked": ({"alibi_slopes": SLOPES}, 0.65, 2.8),
     "bias": ({}, 3, 3),
