@@ -209,14 +209,14 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
   }
 }
 
-// dq = 16 rows of sums times `by`, by a warp that has nothing else to do.
+// dq = scale * 16 rows of sums, or with SCALE_SUMS times `by`, by a warp that has nothing else to do.
 template <typename Accum> OP void finish_rows(const HopperBackwardParams& p, const ResultTile& dq, const Accum& sums, int row, float by) {
   constexpr int COLS = WIDTH % 128 ? 64 : 128;                // at a time
   #pragma unroll 1
   for (int col = 0; col < p.dim; col += COLS) {
     Acc<16, COLS> sum_reg;
     load(sum_reg, sums, row % TILE_Q, col);
-    scale(sum_reg, by);
+    scale(sum_reg, SCALE_SUMS ? by : p.scale);
     store<16>(dq, sum_reg, col);                              // rows of dq are multiples of that, or TMA could not store them
   }
 }
