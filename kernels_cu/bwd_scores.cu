@@ -50,12 +50,11 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
   const auto v_smem = [=](int stage) { return KeyTile{k_smem(stage).base + KeyTile::bytes}; };
   const auto stats_smem = [=](int stage) { return v_smem(stage).base + KeyTile::bytes; };
 
-  // Parts of units: this block's are as far apart as there are blocks.
   const auto first_of = [&](u32 part) { return first_pair(p, part / p.splits, part % p.splits); };
   u32 part = block_id(), coming_part = part;
   Cursor now = first_of(part), coming = now;
   const auto load_step = [&](int step) {                      // the pair of tiles that comes next, to the stage of this step
-    while (coming.left <= 0 && coming_part + blocks() < p.parts) coming = first_of(coming_part += blocks());
+    while (coming.left <= 0 && part_after(coming_part) < p.parts) coming = first_of(coming_part = part_after(coming_part));
     if (coming.left > 0) {
       const int stage = step % STAGES, head_kv = coming.head / p.heads_per_kv;
       const auto& seq = coming.sequence(p);
@@ -80,7 +79,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
   for (int step = 0;; ++step, now.advance(p)) {
     while (now.left <= 0) {
       if constexpr (!BY_SCORE) end_unit(p, sum_reg, part / p.splits, part % p.splits, warp_row);
-      if ((part += blocks()) >= p.parts) return;
+      if ((part = part_after(part)) >= p.parts) return;
       now = first_of(part);
       fill(sum_reg, 0.f);
     }

@@ -28,6 +28,13 @@ template <Side SIDE> OP int elements_of(const ScoreGradientParams& p) {
 }
 template <Side SIDE> OP int unit_tiles(const ScoreGradientParams& p) { return ceil_div(elements_of<SIDE>(p), TILE_ROWS<SIDE>); }
 
+// The part of units that a block takes after this one: of as many as there are blocks, the next place in each round, and not the same. That one
+// would often be about as far from the diagonal, so that under a mask some blocks had much more to do than others.
+OP u32 part_after(u32 part) {
+  const u32 own = part % blocks();
+  return part - own + blocks() + (own + 1 < blocks() ? own + 1 : 0);
+}
+
 template <typename Seq> OP Mask mask_of(const Seq& seq) { return {seq.mask(), seq.kv.len()}; }
 
 // The pairs of tiles that a block sums over, one after the other: those of its first head, then those of the next, and so on.

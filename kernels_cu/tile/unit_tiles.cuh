@@ -153,11 +153,9 @@ struct UnitPart {
 };
 // Calls use(part) for each part that the block takes.
 template <typename Use> OP void for_parts(const HopperScoreGradientParams& p, Use use) {
-  u32 own = block_id();                                       // of a round, in each another one: or under a mask blocks would have very unequal parts
   #pragma unroll 1
-  for (u32 first = 0; first < p.parts; first += blocks(), own = own + 1 < blocks() ? own + 1 : 0) {
-    if (first + own >= p.parts) continue;
-    UnitPart at(p, first + own);
+  for (u32 part = block_id(); part < p.parts; part = part_after(part)) {
+    UnitPart at(p, part);
     use(at);
   }
 }
