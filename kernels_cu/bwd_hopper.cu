@@ -23,8 +23,8 @@
 //                 start dK = dK + dS^T Q_i
 //                 wait for dQ;  dQ_{i-1} = dQ_{i-1} + dQ               in device memory, where all blocks of the head meet; by the lanes
 //                                                                      that hold it, or by TMA from shared memory
-//               dv_j = dV,  dk_j = scale dK
-//               the last block of a head:  dq = scale dQ
+//               dv_j = dV,  dk_j = scale dK                          SCALE_SUMS: scale times what scores of the head are multiplied by, which
+//               the last block of a head:  dq = scale dQ             dS is without
 //
 //     How blocks share dQ, and when its memory is used again, is in tile/dq_protocol.cuh. The last heads have blocks of their own for
 //     dq = scale dQ, which start behind all others.

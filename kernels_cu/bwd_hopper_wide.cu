@@ -12,7 +12,7 @@
 //       start dV = dV + P^T dO_i                             start dK = dK + dS^T Q_i
 //       dQ = dS_{i-1} K_j, the left columns                  dQ = dS_{i-1} K_j, the right ones
 //       dQ_{i-1} = dQ_{i-1} + dQ                             the same, in device memory
-//     dv_j = dV                                            dk_j = scale dK
+//     dv_j = dV                                            dk_j = scale dK              SCALE_SUMS: as in bwd_hopper
 //     the last block of a head:  dq = scale dQ             see tile/dq_protocol.cuh
 //
 //   bwd_hopper_wide_postprocess   as bwd_hopper_postprocess

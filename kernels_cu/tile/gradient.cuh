@@ -122,7 +122,7 @@ template <int N> OP void clear_where_zero(OperandA<16> (&a)[N], const OperandA<1
   }
 }
 // ds_reg = factor_reg o (dp - delta), as an A operand; delta of the columns is in shared memory, or has been subtracted. SCALED: times `slope`,
-// where factor_reg is not. `ask_pairs`: whether pairs may be masked alone in this tile, of which dP may be anything.
+// where factor_reg is not, unless SCALE_SUMS. `ask_pairs`: whether pairs may be masked alone in this tile, of which dP may be anything.
 template <bool SUBTRACT, int N>
 OP void score_gradients(OperandA<16> (&ds_reg)[N / 16], const OperandA<16> (&factor_reg)[N / 16], const Acc<16, N>& dp, SharedAddress delta,
                         float slope = 1.f, bool ask_pairs = true) {
