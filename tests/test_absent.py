@@ -36,6 +36,14 @@ def test_other_names_of_what_a_cache_is_given_are_translated(name, here):
         append_kv(X, X, X, X, 0, **{name: True})
 
 
+@pytest.mark.parametrize("name", absent.PLANNED)
+def test_options_of_plans_are_said_to_be_theirs(name):
+    answer = f"^{name}: expected an option of attention; plan_attention and plan_attention_backward have it$"
+    with pytest.raises(TypeError, match=answer):
+        attention(X, X, X, **{name: "90a"})
+    assert name in inspect.signature(cupy_flash.plan_attention).parameters
+
+
 @pytest.mark.parametrize("name, close", [("casual", "causal"), ("soft_cap", "softcap"), ("retrun_lse", "return_lse")])
 def test_misspelt_options(name, close):
     with pytest.raises(TypeError, match=f"^{name}: expected an option of attention; {close} is one$"):

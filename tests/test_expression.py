@@ -158,7 +158,7 @@ REFUSALS = [
     ("clip(1)", 0, "3 arguments of 'clip', got 1"),
     ("1 + slope", 4, "1 index of 'slope', got none"),
     ("1 + bias[h, 1]", 4, "3 indices of 'bias', got 2"),
-    ("1 + gain[h]", 4, "the name of an array before '[', got 'gain'"),
+    ("1 + gain[h]", 4, "the name of an array before '[', got 'gain' at column 5 (it is a number: write 'gain')"),
     ("score[h]", 0, "the name of an array before '[', got 'score'"),
     ("(1 + 2)[h]", 0, "the name of an array before '[', got another expression"),
     ("bias[h, score, 1]", 8, "an int as an index of 'bias', got a float at column 9 (int() makes one)"),

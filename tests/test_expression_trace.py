@@ -1,11 +1,14 @@
 """Functions as expressions."""
 
+import math
+
 import numpy
 import pytest
 from test_expression import mask, score
 
 from cupy_flash.problem.expression.trace import clip, exp, float_, int_, maximum, minimum, rsqrt, sigmoid, where
 
+OUTSIDE = numpy.arange(4.0)
 TRACED = [
     ("score + slope[h] * (kv_idx - q_idx)", lambda score, q_idx, kv_idx, slope, h: score + slope[h] * (kv_idx - q_idx)),
     ("bias[h, q_idx - 1, 2] / gain - 1", lambda bias, h, q_idx, gain: bias[h, q_idx - 1, 2] / gain - 1),
@@ -62,6 +65,11 @@ def squares(score):
         (lambda score: numpy.arctan(score), TypeError, "expected one of the functions of the language, got numpy.arctan"),
         (lambda score: numpy.add.reduce(score), TypeError, "got numpy.add"),
         (lambda score: numpy.mean(score), TypeError, "got numpy.mean"),
+        (lambda score, h: score * OUTSIDE[h], TypeError, "arrays={'t': t}, got an array or a list from outside"),
+        (lambda score, h: score * [1, 2][h], TypeError, "arrays={'t': t}, got an array or a list from outside"),
+        (lambda score, h, t=OUTSIDE: score * t[h], TypeError, "arrays={'t': t}, got an array or a list from outside"),
+        (lambda score: math.exp(score), TypeError, "expected numpy.exp for math.exp, .* got float.. of an expression"),
+        (lambda score: int(score) * 1.0, TypeError, "expected int_.. for int.., got int.. of an expression"),
         (min, TypeError, "expected a function whose parameters have names, got <built-in function min>"),
         (lambda *names: 1, ValueError, r"expected a function whose parameters have names, got '\*names'"),
         (lambda slop: 1, ValueError, r"got 'slop' \(did you mean 'slope'\?\)"),

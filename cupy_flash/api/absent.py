@@ -54,6 +54,7 @@ ELSEWHERE = {
     "k_cache": "k, with seqlens_kv",
     "v_cache": "v, with seqlens_kv",
 }
+PLANNED = ("arch", "kernel")  # options of plans alone
 MISSING = {"block_mask", "num_splits", "cache_leftpad", "descale_q", "descale_k", "descale_v"}
 # What they call options that some functions here have.
 RENAMED = {
@@ -94,6 +95,8 @@ def _answer(function: str, name: str, known: tuple[str, ...]) -> Exception:
     close = difflib.get_close_matches(name, known, n=1)
     if name in ELSEWHERE:
         hint = f"what it means elsewhere is {ELSEWHERE[name]} here"
+    elif name in PLANNED:
+        hint = "plan_attention and plan_attention_backward have it"
     elif close:
         hint = f"{close[0]} is one"
     else:

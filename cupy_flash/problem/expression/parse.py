@@ -213,7 +213,9 @@ class _Reader:
         try:
             meaning = self.vocabulary.meaning(name, is_indexed=True)
             if not isinstance(meaning, Declaration):
-                raise Mistake("the name of an array before '['", f"'{name}'")
+                is_number = name in self.vocabulary.declared
+                hint = f"it is a number: write '{name}'" if is_number else ""
+                raise Mistake("the name of an array before '['", f"'{name}'", hint)
         except Mistake as mistake:
             raise self._refusal(mistake, node) from None
         args = [self.node(index, depth + 1) for index in indices]

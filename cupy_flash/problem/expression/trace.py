@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
+from typing import NoReturn
 
 import numpy
 
@@ -159,6 +160,20 @@ class Traced:
             "expected numpy.where(c, a, b) for 'if', & | ~ for 'and', 'or', 'not', numpy.minimum and numpy.maximum for min() and "
             "max(), and (a <= b) & (b < c) for a <= b < c, got bool() of an expression"
         )
+
+    def __array__(self, *_: object, **options: object) -> NoReturn:
+        raise WrongType(
+            "expected parameters for the arrays that a function reads, whose values are given as arrays={'t': t}, got an array or "
+            "a list from outside"
+        )
+
+    __index__ = __array__  # lists ask for one, and NumPy for an array
+
+    def __float__(self) -> NoReturn:
+        raise WrongType("expected numpy.exp for math.exp, and so on, and float_() for float(), got float() of an expression")
+
+    def __int__(self) -> NoReturn:
+        raise WrongType("expected int_() for int(), got int() of an expression")
 
     def __repr__(self) -> str:
         return f"<{self.tree}>"
