@@ -164,7 +164,8 @@ def resolved(
         in_cache = name != "q" and bool({"pages", "cache_batch_idx"} & given.keys())
         _check_axes(name, layout, packed, in_cache)
         if not in_cache and len(layout.shape) == 4 and layout.shape[0] not in (1, sequences):
-            raise ValueError(f"{name}: expected {sequences} batch elements, or one for all sequences, got shape {layout.shape}")
+            expected = f"{sequences} batch elements, the sequences that {' and '.join(given)} have, or one for all of them"
+            raise ValueError(f"{name}: expected {expected}, got shape {layout.shape}")
         if in_cache and layout.shape[0] != k.shape[0]:
             raise ValueError(f"{name}: expected {k.shape[0]} elements along axis 0 (those of k), got shape {layout.shape}")
     if "pages" in given and k.shape[-2] == 0:

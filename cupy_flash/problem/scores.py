@@ -349,7 +349,7 @@ def check_wrt(wrt: Any, scores: Scores) -> tuple[str, ...]:
         raise TypeError(f"wrt: expected a name or a tuple of names, got {shown(wrt)}")
     for name in names:
         if name not in scores.gradients:
-            expected = f"names of {', '.join(scores.gradients)}" if scores.gradients else "() where no score reads a float"
+            expected = f"names of {', '.join(scores.gradients)}" if scores.gradients else "no name, since no score reads a float"
             reason = _without_gradient(name, scores)
             raise ValueError(f"wrt: expected {expected}, got {shown(name)}{reason and f' ({reason})'}")
     return tuple(dict.fromkeys(names))
