@@ -14,6 +14,7 @@ from thinned import quick, thinned
 from cupy_flash import attention, dropout_mask, plan_attention_backward
 from cupy_flash.judge.oracle import HandScore
 from cupy_flash.machine import host
+from cupy_flash.plan import grouping
 
 HEADS, LEN_Q, LEN_KV = 3, 141, 203
 FACTORS = numpy.array([[1.5, -0.5, 0.0], [2.0**-8, 1.0, 3.0]], numpy.float32)  # of each head of two batch elements
@@ -33,11 +34,10 @@ def schedule(request, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
 
 
-def check(dtype, dim, mask, wrt=(), heads_kv=HEADS, deterministic=False):
+def check(dtype, dim, mask, wrt=(), deterministic=False):
     """Both directions against the oracle; the plan of the backward."""
     rng, factor = numpy.random.default_rng(dim), FACTORS.astype(float)[..., None, None]
-    shapes = (HEADS, LEN_Q), (heads_kv, LEN_KV), (heads_kv, LEN_KV), (HEADS, LEN_Q)
-    given = [rng.standard_normal((2, *shape, dim)).astype(DTYPES[dtype]) for shape in shapes]
+    given = [rng.standard_normal((2, HEADS, rows, dim)).astype(DTYPES[dtype]) for rows in (LEN_Q, LEN_KV, LEN_KV, LEN_Q)]
     of_t = {"t": (lambda s: s, lambda x: x.sum(axis=(-1, -2)))}
     sinks = {"sinks": numpy.array([0.5, -1.0, 3.0], numpy.float32)}
     options, hand = MASKS[mask]
@@ -50,7 +50,7 @@ def check(dtype, dim, mask, wrt=(), heads_kv=HEADS, deterministic=False):
     return kernels[1]
 
 
-@pytest.mark.parametrize("case", quick(CASES, *(CASES[i] for i in (6, 17))), ids=str)
+@pytest.mark.parametrize("case", quick(CASES, *(CASES[i] for i in (6, 19))), ids=str)
 def test_gradients(case, schedule):
     (dtype, dim), mask = case
     assert check(dtype, dim, mask, deterministic=dim == 64).config.SCALE_SUMS
@@ -102,16 +102,21 @@ def test_what_batch_elements_share(shared, schedule):
     same_as_formula(plan, formula, given, named)
 
 
-def test_heads_whose_sums_are_used_again(schedule, monkeypatch):
-    """More heads than have sums of dq of their own, and last ones, which blocks without keys finish."""
-    rng, shape = numpy.random.default_rng(6), (2, 40, 70, 64)
+@pytest.mark.parametrize("last_blocks", [0, 1])
+@pytest.mark.parametrize("dim", thinned([64, 256]))
+def test_who_makes_sums_dq(dim, last_blocks, planned_anew, monkeypatch, schedule):
+    """The last block of a head, or of the last heads blocks that own no keys; and later heads have the sums of earlier ones."""
+    monkeypatch.setattr(grouping, "CLEARING_BLOCKS", 1)
+    monkeypatch.setattr(grouping, "LAST_BLOCKS", last_blocks)
+    rng, shape = numpy.random.default_rng(6), (2, 9, 70, dim)
     q, k, v, dout = (normal(rng, shape, "f2") for _ in range(4))
-    named = {"arrays": {"t": rng.uniform(-2, 2, (2, 40)).astype(numpy.float32)}}
+    named = {"arrays": {"t": rng.uniform(-2, 2, (2, 9)).astype(numpy.float32)}}
     options = {"score": "score * t[b, h]", **named}
     out, lse = attention(q, k, v, return_lse=True, **options)
     given = (dout, q, k, v, out, lse)
     plan, formula = (plan_attention_backward(*given, **where, **options) for where in (HOST, {"backend": "numpy"}))
-    assert plan.kernel.config.SCALE_SUMS
+    heads = grouping.make_grouping(plan.kernel, plan.problem)
+    assert plan.kernel.config.SCALE_SUMS and heads.last_heads == (16 if last_blocks else 18) and (heads.reused > 0) is (dim == 64)
     same_as_formula(plan, formula, given, named)
 
 

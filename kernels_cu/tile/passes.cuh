@@ -69,10 +69,8 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
     clear(DqAccum{p.dq_accum + i64(number) * DqAccum::size});         // last: ahead of what is read, it would delay that
 }
 
-// SCALE_SUMS: what sums of dQ of a head are multiplied by, in the batch element with this number, which is so far behind `here` along each axis.
-OP float scale_of_element(const BackwardParams& p, BlockCoord here, const int (&behind)[BATCH_AXES], u32 number) {
-  #pragma unroll
-  for (int i = 0; i < BATCH_AXES; ++i) here.batch[i] += behind[i];
+// SCALE_SUMS: what sums of dQ of a head are multiplied by, in the batch element with this number, by which alone a factor knows it.
+OP float scale_of_element(const BackwardParams& p, BlockCoord here, u32 number) {
   here.batch_number = number;
   const auto seq = sequence_of(p, number);
   return scale_of_sums(p, here, here.head, seq.q.len(), seq.kv.len());
@@ -114,7 +112,7 @@ OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float*
         const i64 number = ((i64(batch_number) * heads + here.head) * parts + part) * tiles + rows.first_tile() + here.row / ROWS;
         Acc<16, 16> part_reg;
         load(part_reg, Accum{sums + number * Accum::size}, row, col);
-        if constexpr (SCALE_SUMS && SIDE == QUERIES) scale(part_reg, scale_of_element(p, here, batch, is_packed ? here.batch_number : batch_number));
+        if constexpr (SCALE_SUMS && SIDE == QUERIES) scale(part_reg, scale_of_element(p, here, is_packed ? here.batch_number : batch_number));
         add(sum_reg, part_reg);
       }
     }
