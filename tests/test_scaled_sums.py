@@ -12,8 +12,10 @@ from score_kernels import DTYPES, judged
 from thinned import quick, thinned
 
 from cupy_flash import attention, dropout_mask, plan_attention_backward
+from cupy_flash.call import backward
 from cupy_flash.judge.oracle import HandScore
 from cupy_flash.machine import host
+from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan import grouping
 
 HEADS, LEN_Q, LEN_KV = 3, 141, 203
@@ -70,10 +72,16 @@ LENS = [(300, 300), (1, 200), (150, 40), (0, 7), (64, 64), (90, 0), (257, 130)]
 
 @pytest.mark.parametrize("kind", ["packed", pytest.param("padded", marks=pytest.mark.release)])
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.release), pytest.param(256, marks=pytest.mark.release)])
-def test_sequences(kind, dim, schedule):
-    """The factor is that of each sequence, by its own length, and by its own number."""
+def test_sequences(kind, dim, planned_anew, monkeypatch, schedule):
+    """The factor is that of each sequence, by its own length and number, whether its blocks make sums dq or others that own no keys."""
     sequences, score = Ragged(LENS, (HEADS, HEADS), dim), "score * (log(kv_len + 2.0) * (b - 2) / (h + 1) / 4)"
     found = ragged.backward(sequences, kind, kind, "90a", score=score)
+    made, make = [], grouping.make_grouping
+    monkeypatch.setattr(backward_plan, "make_grouping", lambda *given: made.append(make(*given)) or made[-1])
+    monkeypatch.setattr(grouping, "ROWS_WORTH_SHARING", 0)
+    backward._prepared.cache_clear()
+    ragged.assert_same_bits(ragged.backward(sequences, kind, kind, "90a", score=score), found)
+    assert made[-1].finishing > 0
     for (len_q, len_kv), gradients, right in zip(LENS, found, ragged.backward(sequences, kind, kind, score=score)):
         for got, exact in zip(gradients, right):
             assert abs(got.astype(float) - exact.astype(float)).max(initial=0) <= 2**-8 * max(1, abs(exact).max(initial=0))
