@@ -73,7 +73,7 @@ LENS = [(300, 300), (1, 200), (150, 40), (0, 7), (64, 64), (90, 0), (257, 130)]
 @pytest.mark.parametrize("kind", ["packed", pytest.param("padded", marks=pytest.mark.release)])
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.release), pytest.param(256, marks=pytest.mark.release)])
 def test_sequences(kind, dim, planned_anew, monkeypatch, schedule):
-    """The factor is that of each sequence, by its own length and number, whether its blocks make sums dq or others that own no keys."""
+    """The factor is that of each sequence, by its length and number, whether its blocks make sums dq or others without keys."""
     sequences, score = Ragged(LENS, (HEADS, HEADS), dim), "score * (log(kv_len + 2.0) * (b - 2) / (h + 1) / 4)"
     found = ragged.backward(sequences, kind, kind, "90a", score=score)
     made, make = [], grouping.make_grouping
