@@ -285,7 +285,7 @@ def test_names_of_gradients_are_words(wrt):
 
 def test_gradients_of_nothing():
     for options in ({}, {"mask": "h > 0"}, {"dropout": 0.5, "seed": 1}, {"score": "score + h"}):
-        with pytest.raises(ValueError, match=r"^wrt: expected \(\) where no score .* got 'bias' \(which was not given\)$"):
+        with pytest.raises(ValueError, match=r"^wrt: expected no name, since no score .* got 'bias' \(which was not given\)$"):
             attention_vjp(X, K, K, wrt="bias", **options)
         assert attention_vjp(X, K, K, wrt=[], **options)
     with pytest.raises(TypeError, match=r"^wrt: expected an option of attention; there are q, "):
