@@ -45,8 +45,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   Pipeline<KeyTile, STAGES, ELECT_ONE> keys{smem + K_OFFSET, smem + K_BARRIERS};
   Pipeline<ValueTile, STAGES_V, ELECT_ONE> values{smem + V_OFFSET, smem + V_BARRIERS};
   Queries queries{smem, smem + Q_BARRIERS};                   // those of the consumers, one after the other
-  Clipping clipping{smem + CLIPPED_BARRIER};
-  Mask mask{p.mask, p.len_kv};                                // VARLEN: of the sequence at hand
+  Clipping clipping{smem + CLIPPED_BARRIER}; Mask mask{p.mask, p.len_kv}; // VARLEN: of the sequence at hand
 
   if (warp == 0) {
     init_pipeline(keys, 4 * GROUPS, PRODUCER_ARRIVALS + (TERM_WARPS > 0)); // warps that hand a tile back
@@ -152,8 +151,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   }
 
   warpgroup_reg_alloc<CONSUMER_REGISTERS>();
-  QueryTile q_smem;
-  Acc<16, TILE_KV> s_reg;
+  QueryTile q_smem; Acc<16, TILE_KV> s_reg;
   OperandA<16> p_reg[TILE_KV / 16]; PairDrawing<TILE_KV / 16> drawing{}; // P; DROPOUT: which pairs of it are kept
   Acc<16, WIDTH_V> o_reg;
   OnlineSoftmax<16> softmax(LOWEST);
@@ -164,7 +162,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   u32 split = WHOLE, number = 0;                              // TILE_LIST: of the key tile, which `tile` only counts
   int tile, turned = 0, place = 0, last, before, beyond, whole_first, wholes, next = has_work_tile(p, TAKES_TILES ? block_id() : 0) ? LATER : NOTHING, warp_row;
   TileCoord now, ended;                                       // this query tile's, and that of the one before, which ends later than this begins
-  HeadTerms terms{}; LinearTerms line{}, ended_line{}; BendTerms<16> behind{}; // of the scores of this query tile; LINEAR: and of the one before
+  HeadTerms terms{}; PackedRows<16> rows; LinearTerms line{}, ended_line{}; BendTerms<16> behind{}; // of the scores of this query tile, PACK_GQA of its rows; LINEAR: and of the one before
   const auto context = [&] { return score_context(p, now, now.head, terms, queries_of_sequence(p, now), keys_of_sequence(p, now)); };
   int others = group;                                         // stages filled for other consumers since this one's last
   const auto begin_tile = [&] {
@@ -186,7 +184,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (TELLS_WHOLE) whole_first = uniform(work.whole_first), wholes = max_of(uniform(work.whole_end) - whole_first, 0);
     warp_row = now.row + group * ROWS + warp % 4 * 16;
     if constexpr (DROPOUT) drawing.begin_rows(now.batch_number * p.heads + now.head, warp_row);
-    if constexpr (MODIFIED) terms = head_terms(p, now, now.head, queries_of_sequence(p, now), keys_of_sequence(p, now));
+    if constexpr (MODIFIED && PACK_GQA) find_rows(rows, p, now, mask, keys_of_sequence(p, now), warp_row);
+    else if constexpr (MODIFIED) terms = head_terms(p, now, now.head, queries_of_sequence(p, now), keys_of_sequence(p, now));
     if constexpr (LINEAR) ended_line = line, line = linear_terms(context(), warp_row);
     if constexpr (BENDS) bend_terms(behind, context(), line, warp_row);
     if (SCORES == SCALED || SCALES_LARGE) scale_log2 = scale_of_head(p.scale_log2, terms);
@@ -218,11 +217,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   const auto first_key = [&] { return key_tile() * TILE_KV; };
   using Arrays = PairArrays<16, TILE_KV>;
   const auto load_arrays = [&](Arrays& arrays, const KeyTile& k_smem) {
-    if constexpr (MODIFIED) load<false>(arrays, context(), k_smem, STARTS_FROM_TERM ? (warp - 4) * 16 : row_of_tile(), warp_row, first_key(), !PAIR_BITS || told_to_ask(number));
+    if constexpr (MODIFIED && PACK_GQA) load_packed(arrays, rows, keys_of_sequence(p, now), first_key());
+    else if constexpr (MODIFIED) load<false>(arrays, context(), k_smem, STARTS_FROM_TERM ? (warp - 4) * 16 : row_of_tile(), warp_row, first_key(), !PAIR_BITS || told_to_ask(number));
   };
   const auto modify = [&](const Arrays& arrays, const bool asks) {
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, first_key(), asks);
+    if constexpr (MODIFIED && PACK_GQA) modify_packed_scores(s_reg, arrays, rows, p, now, mask, keys_of_sequence(p, now), first_key(), asks);
+    else if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, first_key(), asks);
   };
   // Whether all of these rows see all keys of the tile.
   const auto whole = [&](int row, int rows) {
@@ -356,8 +357,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   fill(o_reg, 0.f), fill(s_reg, 0.f);
   #pragma unroll 1
   while (next != NOTHING) {
-    bool ends = false;                                        // a query tile is left that has to end
-    int skipped = 0;
+    bool ends = false; int skipped = 0;                       // a query tile is left that has to end
     #pragma unroll 1
     for (;;) {
       skip_keys(skipped);

@@ -190,8 +190,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
     Acc<WARP_ROWS, WARP_KEYS> s_reg;
     multiply_transposed(s_reg, q, k_smem);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
-    if constexpr (MODIFIED && PACK_GQA) modify_packed_scores(s_reg, p, here, mask, seq.kv.len(), warp_row, col0, !TILE_LIST || !list.is_whole(place));
-    else if constexpr (MODIFIED)
+    if constexpr (MODIFIED && PACK_GQA) {
+      PackedRows<WARP_ROWS> rows;
+      find_rows(rows, p, here, mask, seq.kv.len(), not_ahead(warp_row));      // anew: kept, they would take registers of other loops
+      PairArrays<WARP_ROWS, WARP_KEYS> arrays;
+      load_packed(arrays, rows, seq.kv.len(), col0);
+      modify_packed_scores(s_reg, arrays, rows, p, here, mask, seq.kv.len(), col0, !TILE_LIST || !list.is_whole(place));
+    } else if constexpr (MODIFIED)
       modify_scores<false>(s_reg, score_context(p, here, here.head, terms, seq.q.len(), seq.kv.len()), warp_row, col0, !TILE_LIST || !list.is_whole(place));
     if (!common_keys.contains(col0, WARP_KEYS)) apply_mask(s_reg, mask, warp_row, col0);
     update(softmax, s_reg, o_reg, exponent_scale(p.scale));

@@ -94,7 +94,7 @@ def largest_score(q, k, hand):
     s = q.astype(float) @ s.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
     made = hand["score"].value(s) if "score" in hand else s
     added = sum(abs(hand[name]).max(initial=0, where=numpy.isfinite(hand[name])) for name in ("bias",) if name in hand)
-    added += abs(hand["alibi_slopes"]).max() * max(LEN_Q, LEN_KV) if "alibi_slopes" in hand else 0
+    added += abs(hand["alibi_slopes"]).max() * max(q.shape[-2], k.shape[-2]) if "alibi_slopes" in hand else 0
     return 2 + 1.45 * (abs(s).max() + abs(made).max() + added)
 
 

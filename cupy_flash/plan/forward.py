@@ -27,7 +27,7 @@ from .key_warps import ROWS as FEWEST
 from .key_warps import with_key_warps
 from .launch import Launch, checked
 from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages
-from .packing import FEW, packing_of
+from .packing import FEW, has_packed_scores, packing_of, why_key_warps
 from .pair_bits import why_bits, with_bits
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, costs_of_tiles, least_split, splits_pay
 from .sequences import elements_of, row_length, tiles_of
@@ -71,8 +71,9 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     expressions = text_of(problem)
     kernel, why_kernel = _forward_kernel(problem if problem.lengths is None else asked, architecture, expressions)
     width, width_v = padded(problem.dim), padded(problem.dim_v)
-    if kernel == "fwd_hopper":
+    if kernel == "fwd_hopper" and not has_packed_scores(problem):
         expressions = with_bits(problem, taken_apart(problem, expressions, _bends(problem)), bends=_bends(problem))
+    if kernel == "fwd_hopper":
         width, width_v = max(width, NARROWEST_PANEL), max(width_v, NARROWEST_PANEL)
     copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by TMA
     in_memory = {} if problem.lengths is None else problem.lengths.caches  # pages are as far apart as these say
@@ -96,7 +97,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         width_v=width_v,
         sinks=problem.sinks is not None,
         lengths=problem.lengths is not None or split,
-        rows=LENGTHS_HOPPER if of_lengths and not problem.scores else rows_of(kernel, architecture, problem, expressions),
+        rows=LENGTHS_HOPPER if of_lengths and not problem.scores else _rows(kernel, architecture, problem, expressions),
     )
     itemsize = 4 if problem.dtype == "float32" else 2
     if kernel == "fwd_hopper":
@@ -188,9 +189,10 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
         return _varlen_kernel(problem, architecture, expressions)
     if asked in ("fwd_v1", "fwd_v2"):
         return asked, f"{asked} was asked for"
-    if problem.scores and problem.mask.queries is not None:
-        return "fwd_v2", "heads that share a tile have scores of their own, which fwd_v2 tells apart"
-    exists = bool(table_for("fwd_hopper", architecture, problem.dtype))
+    exists, packed = bool(table_for("fwd_hopper", architecture, problem.dtype)), has_packed_scores(problem)
+    why_v2 = why_key_warps(problem, expressions.pressure) if packed and exists else ""
+    if asked is None and why_v2:
+        return "fwd_v2", why_v2
     few = problem.len_q <= FEWEST and splits_keys("fwd_v2", problem, problem.len_kv)[0]
     if asked is None and few and problem.scores.masks_pairs:
         return "fwd_v2", "few queries of which pairs are masked: in fwd_hopper a tile with a list has more rows" * exists
@@ -198,7 +200,8 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
         return f"fwd_{problem.algorithm}", ""
     if not exists:
         raise UnsupportedError(f"kernel: expected fwd_v1 or fwd_v2 for {problem.dtype} on {architecture}, got {asked!r}")
-    crowded = _crowded(problem, architecture, with_bits(problem, expressions, bends=_bends(problem)))
+    text = expressions if packed else with_bits(problem, expressions, bends=_bends(problem))
+    crowded = _crowded(problem, architecture, text)
     why_not = crowded or obstacle(problem.batch, layouts_of(problem), MOVED)
     if not why_not:
         return "fwd_hopper", ""
@@ -247,6 +250,14 @@ def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: E
     return crowded or (no_map and f"no TMA: {no_map}")
 
 
+def _rows(kernel: str, architecture: Architecture, problem: Problem, expressions: ExpressionText) -> tuple[TileConfig, ...]:
+    if kernel == "fwd_hopper" and has_packed_scores(problem):
+        from .pair_tuning import packed_rows  # late, as in `rows_of`
+
+        return packed_rows(problem, expressions.pressure)
+    return rows_of(kernel, architecture, problem, expressions)
+
+
 def _crowded(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
     """Why fwd_hopper cannot do what is asked for each pair, or '': mostly since its registers do not hold it."""
     from .pair_tuning import drops_most  # late, as in `rows_of`
@@ -254,7 +265,7 @@ def _crowded(problem: Problem, architecture: Architecture, expressions: Expressi
     if drops_most(problem):
         return "fwd_hopper drops at most 31 of 32 pairs"
     widest = padded(max(problem.dim, problem.dim_v))
-    rows = rows_of("fwd_hopper", architecture, problem, expressions)
+    rows = _rows("fwd_hopper", architecture, problem, expressions)
     if any(row.width >= widest and not (problem.lengths and row.without_lengths) for row in rows):
         return ""
     return "fwd_hopper has no registers for what is asked for each pair"

@@ -13,8 +13,14 @@ from dataclasses import dataclass, replace
 from ..problem.forward import Problem
 from ..problem.layout import Layout
 from ..problem.scores import told_apart
+from .expression_text import Pressure
+from .key_warps import ROWS
+from .tuning import SHORT
 
 FEW = 64  # queries of a head: more fill a tile of their own
+NARROW, WIDE = 64, 128  # head dims, see why_key_warps
+FEW_KEYS = 1 << 17  # of all heads, about a thousand for each multiprocessor; of a head count
+SHORTEST = 2048  # at least, since shorter ones have more tiles for as many keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +99,40 @@ def packing_of(problem: Problem) -> Packing:
     return Packing(packed, first, f"{group} query heads of a group share a tile: {each} each")
 
 
+def has_packed_scores(problem: Problem) -> bool:
+    """Whether heads that share a tile have scores of their own, which a kernel finds for each row."""
+    return bool(problem.scores) and problem.mask.queries is not None
+
+
+def why_key_warps(problem: Problem, pressure: Pressure) -> str:
+    """Why such rows are faster in fwd_v2, whose warps share keys, than in a warpgroup of fwd_hopper, which waits for itself; or ''.
+
+    Measured on an H200 with 32 and 64 rows; of more, fwd_hopper has groups that hide each other's waits.
+    """
+    if problem.scores.masks_pairs:
+        return "heads that share a tile have one list of key tiles, which fwd_v2 visits"
+    if problem.len_q <= ROWS:
+        return "few rows of heads that share a tile, each with scores of its own"
+    widest, bias = max(problem.dim, problem.dim_v), problem.scores.bias
+    if problem.len_q > SHORT or widest > WIDE:
+        return ""
+    if bias is not None:
+        return "few rows, each with a bias of its own" * (widest > NARROW or bias.dtype == "float32")
+    heads = problem.heads_kv * math.prod(problem.batch)
+    is_little = heads * max(problem.len_kv, SHORTEST) <= FEW_KEYS
+    return "few rows of few keys, of which each score takes long" * (is_little and pressure is Pressure.LONG_EXPRESSION)
+
+
 def _tells_heads_apart(problem: Problem) -> bool:
-    """Whether a kernel finds the scores of each row's own head: fwd_v2 does, but not which tiles each sees, nor its dropout."""
-    _, heads = told_apart(problem.scores, math.prod(problem.batch), problem.heads_q)
-    if (problem.scores.masks_pairs and heads > 1) or problem.scores.dropout is not None:
+    """Whether a kernel finds the scores of each row's own head: not its dropout, nor tiles that others do not see."""
+    if problem.scores.masks_pairs:
+        _, heads = told_apart(problem.scores, math.prod(problem.batch), problem.heads_q)
+        if heads > 1 or problem.kernel == "fwd_hopper":
+            return False
+    if problem.scores.dropout is not None:
         return False
     fits = problem.dtype != "float32" or max(problem.dim, problem.dim_v) <= 128  # wider ones would spill
-    return fits and problem.algorithm != "v1" and problem.kernel in (None, "fwd_v2")
+    return fits and problem.algorithm != "v1" and problem.kernel != "fwd_v1"
 
 
 def _heads_as_rows(layout: Layout, heads: int, group: int) -> Layout:

@@ -20,6 +20,7 @@ from .tuning import (
     FOUR_GROUPS,
     HOPPER,
     NARROW,
+    ONE,
     ONE_GRADIENT,
     ONE_GROUP,
     PINGPONG,
@@ -122,6 +123,25 @@ HOPPER_LOOKUPS = (
     TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG),
     *HOPPER_READS[3:],
 )
+# Rows of a tile belong to several heads, and a lane has what two of them have: slopes, numbers, where elements of a bias begin.
+PACKED_ROWS = (
+    TileConfig(64, 64, 128, ONE_GROUP, **ONE, stages=4, stages_v=4),
+    TileConfig(64, 128, 128, TWO_GROUPS + PINGPONG, **TWO_PINGPONG, stages=4, stages_v=4, max_len_q=128),
+    TileConfig(64, 256, 64, FOUR_NARROW, **{**FOUR, "plain_scores": False}, pingpong=True),
+    TileConfig(128, 64, 128, ONE_GROUP, **ONE, stages=3),
+    TileConfig(128, 128, 128, TWO_GROUPS + PINGPONG, **TWO_PINGPONG),
+    TileConfig(256, 64, 64, ONE_GROUP, **ONE, stages=3),
+    TileConfig(256, 128, 64, REGISTERS, **SHARED, pingpong=True),
+)
+PACKED_64_KEYS = TileConfig(128, 128, 64, REGISTERS, **TWO_PINGPONG)
+PACKED_LONG_ROWS = (*PACKED_ROWS[:4], PACKED_64_KEYS, *PACKED_ROWS[5:])
+PACKED_BIAS_ROWS = (
+    PACKED_ROWS[0],
+    replace(PACKED_ROWS[1], max_len_q=None),
+    TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG),
+    PACKED_ROWS[-1],
+)
+PACKED_FLOAT32_ROWS = (PACKED_64_KEYS, PACKED_ROWS[-1])
 # Behind all of these: where sequences have lengths of their own as well.
 HOPPER_LENGTHS = (
     TileConfig(128, 128, 96, REGISTERS, **TWO_PINGPONG),
@@ -312,6 +332,14 @@ def drops_most(problem: Problem) -> bool:
     """Whether dropout leaves fewer than 1 of 32 pairs: Hopper kernels compare its numbers as float16, in ``tile/dropout.cuh``."""
     dropout = problem.scores.dropout
     return dropout is not None and dropout.threshold > FLOAT16_INFINITY
+
+
+def packed_rows(problem: Problem, pressure: Pressure) -> Rows:
+    """The rows of fwd_hopper where heads that share a tile have scores of their own."""
+    bias = problem.scores.bias
+    if bias is None:
+        return PACKED_LONG_ROWS if pressure is Pressure.LONG_EXPRESSION else PACKED_ROWS
+    return PACKED_FLOAT32_ROWS if bias.dtype == "float32" else PACKED_BIAS_ROWS
 
 
 def pair_rows(kernel: str, architecture: str, dtype: str, pressure: Pressure, bits: bool, dropout: bool) -> Rows:

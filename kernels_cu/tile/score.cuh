@@ -234,22 +234,68 @@ template <bool TRANSPOSED, int M, int N> OP void modify_scores(Acc<M, N>& s, con
   modify_scores<TRANSPOSED>(s, arrays, x, row0, col0, ask_pairs);
 }
 
-// PACK_GQA: the same of rows that belong to several heads, each a query of its own.
-template <int M, int N, typename Params, typename Coord>
-OP void modify_packed_scores(Acc<M, N>& s, const Params& p, const Coord& here, const Mask& mask, int len_kv, int row0, int col0, bool ask_pairs) {
+// PACK_GQA: what the rows of a fragment have, each a query of its own of some head.
+template <int M> struct PackedRows {
+  Regs<HeadTerms, M / 8> terms;
+  Regs<int, M / 8> head, query;                               // of a row that does not exist, a head below 0
+};
+template <int M, typename Params, typename Coord>
+OP void find_rows(PackedRows<M>& rows, const Params& p, const Coord& here, const Mask& mask, int len_kv, int row0) {
   static_assert(!PACK_GQA || !DROPOUT, "which asks a head for a number");
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < M / 8; ++i) {
-      const int row = row0 + RowVec<M>::row(l, i), query = queries_of(mask, row, 1).first;
+      const int row = row0 + RowVec<M>::row(l, i), head = query_head(mask, here.head, row, p.len_q);
+      rows.head.at(l, i) = row < p.len_q ? head : -1;
+      rows.query.at(l, i) = queries_of(mask, row, 1).first;
       if (row >= p.len_q) continue;
-      const ScoreContext x = score_context(p, here, query_head(mask, here.head, row, p.len_q), int(mask.of.queries_divmod.divisor), len_kv);
+      HeadTerms& terms = rows.terms.at(l, i) = head_terms(p, here, head, int(mask.of.queries_divmod.divisor), len_kv);
+      if (HAS_BIAS) terms.bias.data += rows.query.at(l, i) * terms.bias.row_stride * i64(sizeof(BiasElement)), terms.bias.row_stride = 0;
+    }
+  }
+}
+// Their elements of a bias, where these are read by two.
+template <bool WHOLE, int M, int N> OP void load_packed_lane(PairArrays<M, N>& arrays, int l, const PackedRows<M>& rows, int len_kv, int col0) {
+  using Fragment = Acc<M, N>;
+  using Pair = typename PairOf<BiasElement>::type;
+  const int last = VARLEN ? (len_kv - 1) & ~1 : len_kv - 2, first = col0 + Fragment::col(l, 0);   // as in load_lane
+  #pragma unroll
+  for (int i = 0; i < M / 8; ++i) {
+    if (rows.head.at(l, i) < 0) continue;
+    const char* const from = rows.terms.at(l, i).bias.data;
+    #pragma unroll
+    for (int r = 0; r < Fragment::regs; r += 2) {
+      if (Fragment::slot(r) != i) continue;
+      if (WHOLE) arrays.bias.at(l, r / 2) = read_at<Pair>(from + first * i64(sizeof(BiasElement)), Fragment::reg_col(r) / 2);
+      else arrays.bias.at(l, r / 2) = read_at<Pair>(from + min_of(first + Fragment::reg_col(r), last) * i64(sizeof(BiasElement)), 0);
+    }
+  }
+}
+template <int M, int N> OP void load_packed(PairArrays<M, N>& arrays, const PackedRows<M>& rows, int len_kv, int col0) {
+  if constexpr (HAS_BIAS && BIAS_BY_TWO) {
+    if (col0 + N <= len_kv) {
+      for_lane(l) load_packed_lane<true>(arrays, l, rows, len_kv, col0);
+    } else {
+      for_lane(l) load_packed_lane<false>(arrays, l, rows, len_kv, col0);
+      stay_apart();
+    }
+  }
+}
+template <int M, int N, typename Params, typename Coord>
+OP void modify_packed_scores(Acc<M, N>& s, const PairArrays<M, N>& arrays, const PackedRows<M>& rows, const Params& p, const Coord& here, const Mask& mask, int len_kv, int col0,
+                             bool ask_pairs) {
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < M / 8; ++i) {
+      if (rows.head.at(l, i) < 0) continue;
+      const ScoreContext x = score_context(p, here, rows.head.at(l, i), rows.terms.at(l, i), int(mask.of.queries_divmod.divisor), len_kv);
       #pragma unroll
       for (int r = 0; r < s.regs; ++r) {
         if (s.slot(r) != i) continue;
-        PairPlace at = place_of<false>(s, l, r, row0, col0);
-        at.q_idx = query, at.row = float(query);
-        read_arrays(at, x, ask_pairs);
+        PairPlace at = place_of<false>(s, l, r, 0, col0);
+        at.q_idx = rows.query.at(l, i), at.row = float(at.q_idx);
+        if (HAS_BIAS) at.bias = BIAS_BY_TWO ? of_two<BiasElement>(arrays.bias.at(l, r / 2), r % 2) : of_pair<float, BiasElement>(x.bias, at, x);
+        if (HAS_PAIR_MASK && ask_pairs) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
         if (SCORES == PLUS_TERM) s.at(l, r) += term_of(at, x);
         if (SCORES == EXPRESSION) s.at(l, r) = score_of(s.at(l, r), at, x) * LOG2E;
         if (MASKED_PAIRS && ask_pairs && !takes_part(at, x)) s.at(l, r) = -infinity();

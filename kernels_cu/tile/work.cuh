@@ -153,7 +153,7 @@ enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the n
 constexpr u32 WHOLE = ~u32(0);
 // Where what is added to a score does not depend on it, S starts from that, before the turn to multiply comes: S += Q K^T. Not in a query tile's first
 // step, nor where the maximum is far from 0 (`unsettled`). Between two steps P is an operand then: as scores it would have the registers of the next S.
-constexpr bool STARTS_FROM_TERM = SCORES == PLUS_TERM && !EXPLICIT_SCORES && (!MASKED_PAIRS || (PAIR_BITS && (STAGED_BIAS || WIDTH_V > 64)));
+constexpr bool STARTS_FROM_TERM = SCORES == PLUS_TERM && !EXPLICIT_SCORES && !PACK_GQA && (!MASKED_PAIRS || (PAIR_BITS && (STAGED_BIAS || WIDTH_V > 64)));
 // Integers cost most beneath products, so at dims up to 64 the producer tells of which key tiles a consumer's rows see all keys. As measured: wider rows,
 // sequences of their own lengths and other scores are no faster, or have no registers.
 constexpr bool TELLS_WHOLE = max_of(WIDTH, WIDTH_V) <= 64 && !VARLEN && !PAIR_BITS && (SCORES == UNCHANGED || WITH_TERMS || ((STAGED_BIAS || STARTS_FROM_TERM) && GROUPS == 4));
@@ -275,7 +275,7 @@ struct Step {
   static OP Step alone() { return {false, false, false}; }
 };
 // What pairs have in arrays comes beneath the product of the scores: wider heads leave registers for no addresses.
-constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS || PAIR_BITS;
+constexpr bool ARRAYS_AHEAD = WIDTH_V < 128 || STAGED_BIAS || PAIR_BITS || PACK_GQA;
 constexpr bool DROPS_LATE = DROPOUT && GROUPS == 4;           // at the end of a step, from P as an operand: four groups have no registers for masks beside S
 constexpr bool PACKS_LATE = DROPS_LATE || STARTS_FROM_TERM;   // P becomes an operand at the end of a step
 

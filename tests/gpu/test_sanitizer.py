@@ -137,6 +137,7 @@ for bias in (normal(4, 150, 200), normal(150, 200), normal(4, 150, 200, dtype="f
     plan = plan_attention_backward(dout, q, k, v, out, lse, bias=bias, causal=True, wrt="bias")
     plan(dout, q, k, v, out, lse, bias=bias)
     cupy.cuda.Device().synchronize()
+attention(normal(2, 8, 9, 64), *normal(2, 2, 2, 300, 64), bias=normal(8, 9, 300), causal=True)  # on sm_90a four heads in a tile
 
 # On sm_90a lanes copy pages of these sizes for many queries, and each warp of fwd_v2 has keys of its own for few.
 for size in (48, 1):
