@@ -73,11 +73,11 @@ def capped(case):
 
 
 def bias(case, dtype=None, shape=None, large=False, **options):
-    """Of each pair, in the dtype of the queries or another. `large`: -1e9 in whole rows and columns, a mask as people write one."""
+    """Of each pair, in the dtype of the queries or another. `large`: a very low one in whole rows and columns, a mask as people write one."""
     values = 2 * numpy.random.default_rng(3).standard_normal(case.pairs if shape is None else (*shape, *case.pairs[2:]))
     values[..., 5:7] = -numpy.inf
     if large:
-        values[..., ::3, :] = values[..., 20:60] = -3e4 if DTYPES[dtype or case.dtype].name == "float16" else -1e9
+        values[..., ::3, :] = values[..., 20:60] = -3e4 if DTYPES[dtype or case.dtype].name == "float16" else -1e30
     return ({"bias": values.astype(DTYPES[dtype or case.dtype])} | options,) * 2
 
 
