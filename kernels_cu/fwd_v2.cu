@@ -192,7 +192,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if constexpr (MODIFIED && PACK_GQA) {
       PackedRows<WARP_ROWS> rows;
-      find_rows(rows, p, here, mask, seq.kv.len(), not_ahead(warp_row));      // anew: kept, they would take registers of other loops
+      find_rows(rows, p, here, mask, seq.kv.len(), warp_row);
       PairArrays<WARP_ROWS, WARP_KEYS> arrays;
       load_packed(arrays, rows, seq.kv.len(), col0);
       modify_packed_scores(s_reg, arrays, rows, p, here, mask, seq.kv.len(), col0, !TILE_LIST || !list.is_whole(place));

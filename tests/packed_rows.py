@@ -73,7 +73,7 @@ def capped(case):
 
 
 def bias(case, dtype=None, shape=None, large=False, **options):
-    """Of each pair, in the dtype of the queries or another. `large`: a very low one in whole rows and columns, a mask as people write one."""
+    """Of each pair, in the dtype of the queries or another. `large`: very low in whole rows and columns, as masks are written."""
     values = 2 * numpy.random.default_rng(3).standard_normal(case.pairs if shape is None else (*shape, *case.pairs[2:]))
     values[..., 5:7] = -numpy.inf
     if large:
