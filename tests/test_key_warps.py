@@ -148,6 +148,7 @@ def test_pages_of_more_tiles_than_lanes(schedule):
     assert comparison.ok, comparison.message
 
 
+@pytest.mark.release  # whose build takes eight seconds
 def test_no_entry_beyond_a_table_is_read(monkeypatch):
     """A lane asks for the page of a tile ahead, but not of one that the sequence has not."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")

@@ -60,7 +60,7 @@ def test_bias_alibi_and_a_causal_mask(asked, schedule):
 MASKED = list(product(MASKS, WITH, LENGTHS, KINDS))
 
 
-@pytest.mark.parametrize("asked", quick(MASKED, MASKED[1], MASKED[83]), ids=named)  # whole keys, and split ones
+@pytest.mark.parametrize("asked", quick(MASKED, MASKED[82]), ids=named)  # split keys
 def test_masks(asked, schedule):
     name, besides, lengths, kind = asked
     on_host(kind, lengths, *masked(name, besides, *lengths))
