@@ -165,7 +165,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   if constexpr (SINKS != NO_SINKS)
     if (is_whole && warp_kv == 0) start_with_sinks(softmax, p, mask, here.head, warp_row);   // of splits, when they are combined
   HeadTerms terms{};
-  if constexpr (MODIFIED && !PACK_GQA) terms = head_terms(p, here, here.head, seq.q.len(), seq.kv.len());
+  PackedRows<WARP_ROWS> rows;                                 // PACK_GQA: what each row has, of a head of its own
+  if constexpr (MODIFIED && PACK_GQA) find_rows(rows, p, here, mask, seq.kv.len(), warp_row);
+  else if constexpr (MODIFIED) terms = head_terms(p, here, here.head, seq.q.len(), seq.kv.len());
   Dropping dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
 
@@ -191,8 +193,6 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
     multiply_transposed(s_reg, q, k_smem);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if constexpr (MODIFIED && PACK_GQA) {
-      PackedRows<WARP_ROWS> rows;
-      find_rows(rows, p, here, mask, seq.kv.len(), warp_row);
       PairArrays<WARP_ROWS, WARP_KEYS> arrays;
       load_packed(arrays, rows, seq.kv.len(), col0);
       modify_packed_scores(s_reg, arrays, rows, p, here, mask, seq.kv.len(), col0, !TILE_LIST || !list.is_whole(place));
