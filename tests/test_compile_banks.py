@@ -10,6 +10,7 @@ from cupy_flash import plan_attention
 from cupy_flash.machine import nvrtc
 from cupy_flash.machine.machine_code import read
 
+ZERO = 255  # the register that is always 0: what becomes of a bias adds it
 BESIDES = {
     "": lambda length: {},
     "causal": lambda length: {"causal": True},
@@ -34,6 +35,6 @@ def test_what_both_rows_of_a_lane_add_lies_in_neighbouring_registers(dim, length
     assert kernel.file == "fwd_hopper"
     code = read(nvrtc.compile_plan(kernel)[0])["fwd_hopper"]
     a_row = kernel.config.TILE_KV // 4  # scores of it that a lane has
-    often = {register for register, times in code.addends.items() if times >= a_row}
+    often = {register for register, times in code.addends.items() if times >= a_row} - {ZERO}
     assert often
     assert often == {register ^ 1 for register in often}
