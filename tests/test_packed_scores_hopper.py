@@ -96,6 +96,12 @@ def test_where_not():
         assert not plan_of(slopes=True, **options).config.PACK_GQA
 
 
+def test_rows_that_leave_half_a_tile_empty_have_smaller_ones():
+    for len_q, tile_q in ((32, 128), (33, 256), (64, 256)):
+        assert plan_of(len_q=len_q, slopes=True, dim=64).config.TILE_Q == tile_q
+    assert [plan_of(group=8, len_q=n, slopes=True, dim=64).config.TILE_Q for n in (48, 49)] == [128, 256]
+
+
 def test_a_plan_says_why():
     assert "few rows of few keys, of which each score takes long" in plan_of(score=LONG).reasons
     assert "few rows, each with a bias of its own" in plan_of(bias="bfloat16").reasons

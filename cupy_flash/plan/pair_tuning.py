@@ -126,7 +126,7 @@ HOPPER_LOOKUPS = (
 # Rows of a tile belong to several heads, and a lane has what two of them have: slopes, numbers, where elements of a bias begin.
 PACKED_ROWS = (
     TileConfig(64, 64, 128, ONE_GROUP, **ONE, stages=4, stages_v=4),
-    TileConfig(64, 128, 128, TWO_GROUPS + PINGPONG, **TWO_PINGPONG, stages=4, stages_v=4, max_len_q=128),
+    TileConfig(64, 128, 128, TWO_GROUPS + PINGPONG, **TWO_PINGPONG, stages=4, stages_v=4, max_len_q=128),  # or see packed_rows
     TileConfig(64, 256, 64, FOUR_NARROW, **{**FOUR, "plain_scores": False}, pingpong=True),
     TileConfig(128, 64, 128, ONE_GROUP, **ONE, stages=3),
     TileConfig(128, 128, 128, TWO_GROUPS + PINGPONG, **TWO_PINGPONG),
@@ -338,7 +338,9 @@ def packed_rows(problem: Problem, pressure: Pressure) -> Rows:
     """The rows of fwd_hopper where heads that share a tile have scores of their own."""
     bias = problem.scores.bias
     if bias is None:
-        return PACKED_LONG_ROWS if pressure is Pressure.LONG_EXPRESSION else PACKED_ROWS
+        few, half, *others = PACKED_LONG_ROWS if pressure is Pressure.LONG_EXPRESSION else PACKED_ROWS
+        is_half = 0 < problem.len_q % others[0].tile_q <= half.tile_q  # the last tile of twice as many
+        return few, replace(half, max_len_q=None) if is_half else half, *others
     return PACKED_FLOAT32_ROWS if bias.dtype == "float32" else PACKED_BIAS_ROWS
 
 
