@@ -95,6 +95,26 @@ def test_what_a_mask_hides_of_a_cache_is_not_read(heads):
     assert keys <= moved.read_bytes <= 1.1 * keys
 
 
+@pytest.mark.parametrize(
+    "arch, len_q, dtype", quick([*product(("80", "90a"), (1, 7), ("float16", "float32"))], ("90a", 7, "float16"), spread=True)
+)
+def test_a_bias_of_caches_that_end_between_two_elements(arch, len_q, dtype):
+    """Two are read at once: of the last one of an odd number what is beside it counts for nothing."""
+    lengths, room = numpy.array([33, 1]), 94
+    q, k, v, _ = inputs("float16", len_q, room)
+    bias = numpy.random.default_rng(3).standard_normal((BATCH, HEADS, len_q, room)).astype(DTYPES[dtype])
+    for b, length in enumerate(lengths):
+        k[b, :, length:] = v[b, :, length:] = bias[b, ..., length:] = numpy.nan
+    plan = plan_attention(q, k, v, bias=bias, seqlens_kv=lengths, backend="host", arch=arch)
+    c, constants = plan.kernel.config, dict(plan.kernel.expressions.constants)
+    assert plan.kernel.file == "fwd_v2" and c.PACK_GQA and c.VARLEN and constants["BIAS_BY_TWO"] == "true"
+    out = plan(q, k, v, bias=bias, seqlens_kv=lengths)
+    for got, *of_one, of_bias, length in zip(out, q, k, v, bias, lengths):
+        of_q, of_k, of_v = (x.astype(float) for x in of_one)
+        right = attention(of_q, of_k[:, :length], of_v[:, :length], bias=of_bias[..., :length].astype(float))
+        assert abs(got - right).max() <= 2**-9 * abs(of_v[:, :length]).max()  # P and the result are rounded
+
+
 def test_more_queries_have_the_kernel_of_many():
     """From a tile's rows on, fwd_hopper is faster where heads share nothing."""
     for len_q, file in ((16, "fwd_v2"), (17, "fwd_hopper")):

@@ -18,7 +18,7 @@ from .key_warps import ROWS
 from .tuning import SHORT
 
 FEW = 64  # queries of a head: more fill a tile of their own
-NARROW, WIDE = 64, 128  # head dims, see why_key_warps
+NARROW, WIDE = 64, 128  # head dims, see why_fwd_v2
 FEW_KEYS = 1 << 17  # of all heads, about a thousand for each multiprocessor; of a head count
 SHORTEST = 2048  # at least, since shorter ones have more tiles for as many keys
 
@@ -104,10 +104,11 @@ def has_packed_scores(problem: Problem) -> bool:
     return bool(problem.scores) and problem.mask.queries is not None
 
 
-def why_key_warps(problem: Problem, pressure: Pressure) -> str:
-    """Why such rows are faster in fwd_v2, whose warps share keys, than in a warpgroup of fwd_hopper, which waits for itself; or ''.
+def why_fwd_v2(problem: Problem, pressure: Pressure) -> str:
+    """Why such rows are for fwd_v2 where there is fwd_hopper, or ''.
 
-    Measured on an H200 with 32 and 64 rows; of more, fwd_hopper has groups that hide each other's waits.
+    One warpgroup of fwd_hopper has up to 64 of them, and waits for what it reads and computes; of fwd_v2 a multiprocessor has
+    several blocks. Measured on an H200 with 32 and 64 rows; of more, fwd_hopper has groups that hide each other's waits.
     """
     if problem.scores.masks_pairs:
         return "heads that share a tile have one list of key tiles, which fwd_v2 visits"
