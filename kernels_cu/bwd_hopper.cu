@@ -107,18 +107,20 @@ constexpr int SHARED_BYTES = BLOCK_BYTES;
 
 KERNEL(THREADS, VARLEN ? 4 : 1) bwd_hopper_preprocess(GRID_CONSTANT HopperBackwardParams p) {
   const u32 before = place_blocks(p);
+  if constexpr (STATS_AHEAD || ZEROS_AHEAD) clear_progress(p);
   if (block_id() < before) return find_places(p);
   if (PERSISTENT && block_id() == 0 && warp_id() == 0) semaphore_clear(p.next_tile);
-  if constexpr (STATS_AHEAD || ZEROS_AHEAD) clear_progress(p);
-  const u32 accum_heads = ZEROS_AHEAD ? p.heads_ahead : p.accum_heads_divmod.divisor;
-  preprocess(p, DELTA_SIGN, TMA_REDUCE_DQ ? GROUPS : 1, accum_heads, STATS_AHEAD ? p.heads_ahead : ~0u, block_id() - before);
+  const bool some_heads = !VARLEN;                            // of packed sequences, blocks are of heads that nobody else makes anything for
+  const u32 accum_heads = ZEROS_AHEAD && some_heads ? p.heads_ahead : p.accum_heads_divmod.divisor;
+  preprocess(p, DELTA_SIGN, TMA_REDUCE_DQ ? GROUPS : 1, accum_heads, STATS_AHEAD && some_heads ? p.heads_ahead : ~0u, block_id() - before);
 }
 
 KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const int warp = int(uniform(u32(warp_id())));
   if (block_id() >= first_finishing_block(p)) return postprocess_last_heads<Accum>(p);
   KeyBlock block(p);
-  if (VARLEN && block.here.tile < 0) return;
+  const bool has_keys = !VARLEN || block.here.tile >= 0;
+  if (!STATS_AHEAD && !has_keys) return;                      // with it, its warps have something to make all the same
   if (warp == 0) start_barriers(block);
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
   if (warp < 4) {
@@ -143,9 +145,10 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if constexpr (ZEROS_AHEAD) {
       if (warp == 3) make_zeros_ahead(p, block);
     } else if (warp == 3) clear_sums(p, block);
-    if (warp == 3) count_heads(p, block);
+    if (warp == 3 && has_keys) count_heads(p, block);
     return;
   }
+  if (!has_keys) return;
 
   warpgroup_reg_alloc<CONSUMER_REGISTERS>();
   const KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();

@@ -276,6 +276,7 @@ struct HopperBackwardParams : BackwardMaps, BackwardParams {
   u32* stats_progress;                    // STATS_AHEAD: (batch, heads)  of the first head of a block: warps that have made their part of the stats
   TensorMap out_map;                      // STATS_AHEAD: out in boxes of TILE_Q x 64
   u32* zeros_progress;                    // ZEROS_AHEAD: (batch, heads)  of the first head of a block: blocks that have made their part of the sums zero
+  u32 makers;                             // VARLEN, STATS_AHEAD: how many key tiles of a head, counted over all sequences, make something for a later one
 };
 
 // For the gradient of an array that scores read. Its elements may belong to batch elements, heads, queries and keys; over what they do not, it is

@@ -88,6 +88,8 @@ def settings_of(kernel):
         ahead = replace(OWN_KEYS.but(STATS_AHEAD=True), case=replace(MORE_HEADS, len_q=330), ahead=True)
         zeros = replace(STAGED.but(ZEROS_AHEAD=True), case=MORE_HEADS, ahead=True)
         settings |= {"sequences": sequences, "lists": lists, "persistent": persistent}
+        both = replace(sequences.but(STATS_AHEAD=True, ZEROS_AHEAD=True), case=replace(case, heads_q=6, heads_kv=3), ahead=True)
+        settings |= {"sequences ahead": both}
         return settings | {"statistics ahead": ahead, "zeros ahead": zeros}
     if kernel == "bwd_hopper_wide":
         lists = replace(ONE_GRADIENT, seen=SOME_OF_MORE_KEYS)

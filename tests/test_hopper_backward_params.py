@@ -36,7 +36,7 @@ def test_a_problem_becomes_numbers(kernel):
     plan = make_backward_plan(problem, SM_90A)
     grouping = Grouping(
         1, 8, blocks=16, owners=30, accum_heads=11, finishing=5, last_heads=7, reused=9, cleared_after=13, backwards=3,
-        first_tiles=4, heads_ahead=6,
+        first_tiles=4, heads_ahead=6, makers=12,
     )  # fmt: skip
     params = backward_params(problem, grouping, backward_maps(plan, problem))[0]
     assert params.dtype == HOPPER_BACKWARD
@@ -92,7 +92,7 @@ def test_a_problem_becomes_numbers(kernel):
     }
     assert {name: params[name].tolist() for name in divisors} == {name: fast_divmod(n) for name, n in divisors.items()}
     heads = {"owners": 30, "last_heads": 7, "reused": 9, "cleared_after": 13, "backwards": 3, "first_tiles": 4, "finishing": 5}
-    heads |= {"heads_ahead": 6}
+    heads |= {"heads_ahead": 6, "makers": 12}
     assert {name: params[name].tolist() for name in heads} == heads
     mapped = {f"{name}_map" for name in (*MAPPED, "out", "bias", "dbias")}
     memory = {"key_places", "next_tile", "stats_progress", "zeros_progress"}

@@ -116,12 +116,16 @@ def test_an_out_that_tma_does_not_move(made_ahead):
     judged(other, formula, given, named)
 
 
-@pytest.mark.parametrize("left_out", [None, pytest.param("wait_for_stats(p, block);", marks=pytest.mark.release)])
+WAIT = "wait_for_count(p.stats_progress + head_ahead(block), STATS_WARPS * makers(p));"
+
+
+@pytest.mark.parametrize("left_out", [None, pytest.param(WAIT, marks=pytest.mark.release)])
 def test_a_head_waits_for_its_statistics(left_out, made_ahead, monkeypatch):
     """All blocks at once, those that make them slow."""
     monkeypatch.setattr(grouping, "RUNNING", 0)  # of the next group of heads
     made = backward_of((8, 200, 64), (8, 130, 64))
     assert made[0].kernel.config.STATS_AHEAD
-    slow_down(monkeypatch, made[0], "tile/stats_ahead.cuh", "  semaphore_release(p.stats_progress", "tile/key_loads.cuh", left_out)
+    file = "tile/stats_ahead.cuh"
+    slow_down(monkeypatch, made[0], file, "  semaphore_release(p.stats_progress + block.head", file, left_out)
     with pytest.raises(AssertionError) if left_out else nullcontext():
         judged(*made)

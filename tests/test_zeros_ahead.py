@@ -81,7 +81,8 @@ def test_not_beside_a_staged_bias(zeros_ahead):
         assert c.STAGED_BIAS and c.STORE_DBIAS is bool(wrt) and not c.ZEROS_AHEAD
 
 
-WAIT = "if (ZEROS_AHEAD && block.head >= p.heads_ahead) wait_for_count(p.zeros_progress + block.head, blocks);"
+WAIT = "if (ZEROS_AHEAD && head_ahead(block) >= p.heads_ahead) "
+WAIT += "wait_for_count(p.zeros_progress + head_ahead(block), VARLEN ? makers(p) : blocks);"
 
 
 @pytest.mark.release

@@ -22,6 +22,7 @@ from .grouping import (
     heads_ahead,
     key_tiles,
     make_grouping,
+    makers,
     query_tiles,
     splits,
 )
@@ -130,7 +131,9 @@ def _takes_key_tiles(problem: BackwardProblem, row: TileConfig, expressions: Exp
 def _has_later_heads(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether there are heads for which blocks of a Hopper kernel could make something, which add in any order."""
     p = problem.forward
-    if plan.file not in HOPPER_KERNELS or problem.deterministic or p.lengths is not None or not finishes_queries(plan, problem):
+    if plan.file not in HOPPER_KERNELS or problem.deterministic or not finishes_queries(plan, problem):
+        return False
+    if p.lengths is not None and not makers(plan, problem):
         return False
     return heads_ahead(plan, problem) < p.heads_q * elements_of(p, "q")
 
@@ -139,10 +142,13 @@ def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether blocks of bwd_hopper make the statistics of queries of later heads.
 
     There are such heads, and two warps without work. TMA can move out. A block's share takes less time than its own steps, and
-    saves more than it costs later blocks to ask whether it has been made.
+    saves more than it costs later blocks to ask whether it has been made. For packed sequences terms of queries are
+    not made, and of wider heads the producer has no registers.
     """
     p, c = problem.forward, plan.config
     if plan.file != "bwd_hopper" or not has_idle_warps(c) or not _has_later_heads(plan, problem):
+        return False
+    if p.lengths is not None and (c.SCORES == "PLUS_LINEAR" or c.WIDTH > WIDEST_TAKEN):
         return False
     queries, keys = query_tiles(plan, problem) * c.TILE_Q, key_tiles(plan, problem) * c.TILE_KV
     return queries / MOST_AHEAD <= keys <= queries * MOST_AHEAD and not obstacle(p.batch, _layouts(problem), ("out",))
@@ -152,9 +158,12 @@ def _makes_zeros_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether a block makes its share of the sums of later heads zero.
 
     All heads have sums of their own, there is room for zeros beside the tiles, and a warp has no work until the block has ended. Of
-    longer sequences the first launch makes sums zero in a hundredth of the time of all.
+    longer sequences the first launch makes sums zero in a hundredth of the time of all. Of packed ones it has no blocks for heads
+    whose statistics others make.
     """
     c = plan.config
+    if problem.forward.lengths is not None:
+        return c.STATS_AHEAD
     if c.TILE_LIST or c.STAGED_BIAS or problem.forward.len_q > MOST_ROWS_AHEAD or not _has_later_heads(plan, problem):
         return False
     return not make_grouping(plan, problem).reused
@@ -274,9 +283,9 @@ def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
     if finishes_queries(plan, problem):
         parts.append(("dq_progress", 4 * p.heads_q * (math.prod(p.batch) + (p.lengths is not None))))  # and of rows behind all
     if c.STATS_AHEAD:
-        parts.append(("stats_progress", 4 * p.heads_q * math.prod(p.batch)))
+        parts.append(("stats_progress", 4 * p.heads_q * elements_of(p, "q")))
     if c.ZEROS_AHEAD:
-        parts.append(("zeros_progress", 4 * p.heads_q * math.prod(p.batch)))
+        parts.append(("zeros_progress", 4 * p.heads_q * elements_of(p, "q")))
     if c.PERSISTENT:
         parts.append(("next_tile", 4))
     if places := _key_places(plan, problem):

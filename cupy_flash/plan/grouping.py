@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..problem.backward import BackwardProblem
 from .kernel import Config, KernelPlan
 from .schedule import L2_BYTES
-from .sequences import elements_of, mean_room, tiles_of
+from .sequences import elements_of, is_packed, mean_room, tiles_of
 
 HOPPER_KERNELS = ("bwd_hopper", "bwd_hopper_wide")
 WARP_ROWS = 16  # of dq, that a warp stores at once
@@ -44,6 +44,7 @@ class Grouping:
     backwards: int = 0  # query heads before this one are added to from the last keys to the first
     first_tiles: int = 0  # blocks that come before all others, and have the first keys of each head
     heads_ahead: int = 0  # STATS_AHEAD, ZEROS_AHEAD: blocks of a head make statistics, or zeros, of the head so many later
+    makers: int = 0  # of packed sequences, the key tiles of a head whose blocks do
 
 
 def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
@@ -76,7 +77,8 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
         warps = max(heads - last_heads, 0) * query_tiles(plan, problem) * (plan.config.TILE_Q // WARP_ROWS)
         return Grouping(
             per_block, together, blocks, owners, max(counted, 1), -(-warps // plan.config.WARPS), last_heads,
-            backwards=_backwards(problem, counted, 0),
+            backwards=_backwards(problem, counted, 0), heads_ahead=heads_ahead(plan, problem) * plan.config.STATS_AHEAD,
+            makers=makers(plan, problem) * plan.config.STATS_AHEAD,
         )  # fmt: skip
     backwards = _backwards(problem, heads, group)
     if not finishes_queries(plan, problem) or not owners:
@@ -96,18 +98,31 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
 
 def has_idle_warps(config: Config) -> bool:
     """Whether two warps of a block of bwd_hopper have no work, if dQ is added in any order, and room for rows of a later head."""
-    return not (config.TMA_REDUCE_DQ or config.TILE_LIST or config.STAGED_BIAS or config.VARLEN)
+    return not (config.TMA_REDUCE_DQ or config.TILE_LIST or config.STAGED_BIAS)
 
 
 def heads_ahead(plan: KernelPlan, problem: BackwardProblem) -> int:
     """How many query heads later those are whose statistics of queries, or zeros, a block makes.
 
     Whole groups of heads, and one more than have as many blocks as run at once: when the first block of a head begins, all that
-    make what it needs have ended, or are about to.
+    make what it needs have ended, or are about to. Of packed sequences it is one group, of which the last blocks make nothing.
     """
     together = heads_together(plan, problem)
     blocks = max(together * key_tiles(plan, problem), 1)
-    return (1 + -(-RUNNING // blocks)) * together * heads_per_block(plan, problem)
+    groups = 1 if problem.forward.lengths is not None else 1 + -(-RUNNING // blocks)
+    return groups * together * heads_per_block(plan, problem)
+
+
+def makers(plan: KernelPlan, problem: BackwardProblem) -> int:
+    """How many key tiles of a head of packed sequences have blocks that make something for a later head.
+
+    All but the last: behind them as many blocks begin as run at once, so that they have ended, or are about to, when that head
+    begins. 0 if the sequences are not packed, or that leaves less than half of them.
+    """
+    tiles = key_tiles(plan, problem)
+    most = tiles - -(-RUNNING // heads_together(plan, problem))
+    packed = all(is_packed(problem.forward, side) for side in ("q", "kv"))
+    return most if packed and 2 * most >= tiles else 0
 
 
 def _backwards(problem: BackwardProblem, heads: int, group: int) -> int:

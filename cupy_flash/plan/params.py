@@ -33,6 +33,7 @@ FLOAT32 = numpy.finfo(numpy.float32)
 _BACKWARD_DIVMODS = ("heads_together_divmod", "group_divmod", "units_divmod", "heads_per_kv_divmod", "accum_heads_divmod")
 _UNIT_DIVMODS = ("splits_divmod", "key_tiles_divmod", "query_tiles_divmod", "owner_heads_divmod")
 _GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards", "first_tiles", "finishing", "heads_ahead")
+_GROUPING_NUMBERS += ("makers",)
 
 
 def forward_params(problem: Problem, splits: KeySplits | None = None) -> numpy.ndarray:

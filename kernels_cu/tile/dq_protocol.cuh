@@ -16,7 +16,7 @@
 //   Nobody uses the sums of heads from `reused` on again, and nothing is counted for them behind ADDING. Of heads from `last_heads` on no
 //   block is the last one: blocks that own no keys wait until ADDING has ended, and make the sums dq (postprocess_last_heads).
 //   Of sequences of their own lengths (VARLEN) each has counters of its own, and no sums are used again: there is ADDING alone. If they are
-//   packed, blocks of a head go through all of them, and `last_heads` counts heads, not sequences.
+//   packed, blocks of a head go through all of them, and `last_heads` and `heads_ahead` count heads, not sequences.
 //   Of blocks that take key tiles in turn (PERSISTENT) there is ADDING alone as well: all heads are among the last ones.
 //
 //   dq_semaphore, one for each query tile, where blocks add in order: block number b of a tile adds when it is b, and makes it b + 1.
@@ -52,6 +52,7 @@ OP void clear_progress(const HopperBackwardParams& p) {
     for (u32 i = block_id() * Block::threads + Block::thread(l); i < heads; i += blocks() * Block::threads) {
       count_written((1 + STATS_AHEAD + ZEROS_AHEAD) * sizeof(u32));
       p.dq_progress[i] = 0;
+      if (VARLEN && i >= u32(p.heads)) continue;              // others are of heads alone
       if (STATS_AHEAD) p.stats_progress[i] = 0;
       if (ZEROS_AHEAD) p.zeros_progress[i] = 0;
     }
@@ -62,7 +63,7 @@ OP void clear_progress(const HopperBackwardParams& p) {
 // this one zero. These blocks started so much earlier that this seldom waits.
 OP void wait_for_zeros(const HopperBackwardParams& p, const KeyBlock& block) {
   const u32 blocks = DqProgress(p).added;
-  if (ZEROS_AHEAD && block.head >= p.heads_ahead) wait_for_count(p.zeros_progress + block.head, blocks);
+  if (ZEROS_AHEAD && head_ahead(block) >= p.heads_ahead) wait_for_count(p.zeros_progress + head_ahead(block), VARLEN ? makers(p) : blocks);
   if (ZEROS_AHEAD || block.head < p.accum_heads_divmod.divisor) return;
   for (int i = 0; i < p.heads_per_block; ++i) wait_for_count(p.dq_progress + block.head - p.accum_heads_divmod.divisor + i, DqProgress(p).cleared);
 }
@@ -73,16 +74,17 @@ OP void let_add(const HopperBackwardParams& p, const KeyBlock& block) {
 }
 // ZEROS_AHEAD. By an idle warp: the block's share of the sums of the heads `heads_ahead` later.
 OP void make_zeros_ahead(const HopperBackwardParams& p, const KeyBlock& block) {
-  const u32 later = block.head + p.heads_ahead;               // the first one of them
-  if (later >= heads_of_all(p)) return;
+  const u32 later = head_ahead(block) + p.heads_ahead;        // the first one of them
+  if (later >= (VARLEN ? u32(p.heads) : heads_of_all(p))) return;
+  if (VARLEN && block.packed_tile >= p.makers) return;
   const SharedAddress zeros = block.smem + ZEROS_OFFSET;
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < ZEROS; i += 128) store_shared(zeros + (i + l * 4) * int(sizeof(float)), Four{});
   }
   fence_proxy_async();                                        // without it TMA reads what was there before the zeros
-  const u32 tiles = ceil_div(p.len_q, TILE_Q), count = p.heads_per_block * tiles * (DqAccum::size / ZEROS);
-  const u32 share = ceil_div(count, u32(ceil_div(p.len_kv, TILE_KV))), begin = block.here.tile * share, end = min_of(begin + share, count);
+  const u32 tiles = tiles_of<QUERIES>(p), count = p.heads_per_block * tiles * (DqAccum::size / ZEROS);
+  const u32 share = ceil_div(count, u32(makers(p))), begin = (VARLEN ? block.packed_tile : block.here.tile) * share, end = min_of(begin + share, count);
   store_repeated<ZEROS>(p.dq_accum + i64(later) * tiles * DqAccum::size, begin * ZEROS, end * ZEROS, zeros);
   semaphore_release(p.zeros_progress + later);
 }

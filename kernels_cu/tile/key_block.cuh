@@ -78,10 +78,12 @@ struct OutAndDout {
   OP QueryTile out() const { return {base}; }
   OP QueryTile dout() const { return {base + QueryTile::bytes}; }
 };
-static_assert(!STATS_AHEAD || (!VARLEN && !TILE_LIST && !STAGED_BIAS && !TMA_REDUCE_DQ), "no warps are idle, or nobody makes statistics");
+static_assert(!STATS_AHEAD || (!TILE_LIST && !STAGED_BIAS && !TMA_REDUCE_DQ), "no warps are idle, or nobody makes statistics");
+static_assert(!VARLEN || STATS_AHEAD == ZEROS_AHEAD, "the first launch has no blocks for later heads");
+static_assert(!VARLEN || !STATS_AHEAD || SCORES != PLUS_LINEAR, "statistics have no term of the queries of a sequence");
 constexpr int STATS_WARPS = 2, STATS_OFFSET = ceil_div(LISTED_END, 1024) * 1024, STATS_BARRIERS = STATS_OFFSET + OutAndDout::bytes;
 constexpr int BARRIERS_END = PERSISTENT ? LOADED_BARRIER + 2 * Mbarrier::bytes : STATS_AHEAD ? STATS_BARRIERS + STAGE_BARRIERS : LISTED_END;
-static_assert(!ZEROS_AHEAD || (!VARLEN && !TILE_LIST && !STAGED_BIAS), "heads have another order, or there is no room");
+static_assert(!ZEROS_AHEAD || (!TILE_LIST && !STAGED_BIAS), "heads have another order, or there is no room");
 // ZEROS_AHEAD: zeros, which TMA stores to sums of later heads.
 constexpr int ZEROS_OFFSET = ceil_div(BARRIERS_END, 16) * 16, ZEROS = 256;
 constexpr int BLOCK_BYTES = ZEROS_AHEAD ? ZEROS_OFFSET + ZEROS * int(sizeof(float)) : BARRIERS_END;
@@ -111,6 +113,7 @@ struct KeyBlock {
   KeptPlace place;                                            // VARLEN: where the tile lies
   TransposedMask mask;
   u32 head;                                                   // the first query head, counted over all batch elements, or sequences
+  u32 packed_tile;                                            // VARLEN, STATS_AHEAD: number of the key tile, counted over all sequences
   int row0;                                                   // the first key, counted from that of the sequence
   int from, to;                                               // the first tile of queries and the last one to come
   int steps;
@@ -129,6 +132,7 @@ struct KeyBlock {
   template <typename Number> OP void find(const HopperBackwardParams& p, Number key_tile) {
     here = key_block_coord(p, offsets_of<KEYS>(p), key_tile);
     if (VARLEN && warp_id() == 0) init_barriers();            // the other warps read meanwhile, and this one finds in a cache what they have read
+    if constexpr (VARLEN && STATS_AHEAD) packed_tile = here.tile;
     read_place(place, p, here);
     head = here.batch_number * p.heads + here.first_head;
     mask = mask_of_place(place, p);
@@ -279,6 +283,10 @@ OP decltype(auto) mask_again(const KeyBlock& block) {
   if constexpr (VARLEN) return load_shared<TransposedMask>(block.smem + PLACE_OFFSET);           // what it begins with
   else return (block.mask);
 }
+
+// STATS_AHEAD, ZEROS_AHEAD: the head by whose number blocks tell that they have made something for it, and how many do.
+OP u32 head_ahead(const KeyBlock& block) { return VARLEN ? u32(block.here.first_head) : block.head; }
+OP int makers(const HopperBackwardParams& p) { return VARLEN ? int(p.makers) : ceil_div(p.len_kv, TILE_KV); }
 
 // By one warp, before a sync_block.
 OP void start_barriers(const KeyBlock& block) {

@@ -31,6 +31,22 @@ OP void clip_both(Pipeline<T, DEPTH, LANES>& first, Pipeline<U, DEPTH_U, LANES>&
   arrive_at<LANES>(second.full(), at);                        // the same
   first.advance(), second.advance();
 }
+// STATS_AHEAD: what the first step needs. Its statistics come last, since they may not have been made.
+OP void load_first(const HopperBackwardParams& p, KeyBlock& block, const float* stats, int row) {
+  const KeyBlockCoord& here = block.here;
+  const CallSite at = call_site();
+  arrive_expect_tx(block.queries.full(), QueryStage::bytes + STAT_BYTES);
+  start_load(block.queries, p.q_map, here.batch, block.now.head, row, at);
+  if (!VARLEN) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
+  arrive_expect_tx(block.douts.full(), QueryTile::bytes + STAT_BYTES);
+  start_load(block.douts, p.dout_map, here.batch, block.now.head, row, at);
+  wait_for_stats(p, block);                                   // without it statistics are read that have not been made
+  start_numbers(block.queries, lse_stats(p, block, stats), block.lse_smem(), at);
+  start_numbers(block.douts, stats + TILE_Q, block.delta_smem(), at);
+  block.queries.advance();
+  block.douts.advance();
+}
+
 // What load_tiles does for a sequence, whose last tiles end within it.
 OP void load_tiles_of_sequence(const HopperBackwardParams& p, KeyBlock& block) {
   const KeyBlockCoord& here = block.here;
@@ -52,34 +68,28 @@ OP void load_tiles_of_sequence(const HopperBackwardParams& p, KeyBlock& block) {
     const int head = block.now.head, row = block.now.tile * TILE_Q, query = seq.q.first() + row, queries = seq.q.len() - row;
     const SharedAddress lse = block.lse_smem(), delta = block.delta_smem();
     producer_acquire(block.queries);                          // without it tiles are overwritten that a slower warp still reads
-    if (queries >= TILE_Q) {
+    if (STATS_AHEAD && step == 0 && queries >= TILE_Q) {
+      load_first(p, block, stats, query);
+    } else if (queries >= TILE_Q) {
       load_query_tile(block.queries, p, here.batch, head, seq.q.first(), row, block.row0, lse_stats(p, block, stats), lse);
       load_async(block.douts, p.dout_map, here.batch, head, query, stats + TILE_Q, delta);
     } else {                                                  // as in the first step of most blocks under a causal mask
       constexpr int bytes = QueryStage::bytes + QueryTile::bytes + 2 * TILE_Q * int(sizeof(float));
       clip_both(block.queries, block.douts, clipping, queries, bytes, [&](const Pipeline<QueryStage, 1, LANES>& q, const Pipeline<QueryTile, 1, LANES>& dout) {
+        if constexpr (STATS_AHEAD) {
+          start_load(q, p.q_map, here.batch, head, query, call_site());
+          start_load(dout, p.dout_map, here.batch, head, query, call_site());
+          if (step == 0) wait_for_stats(p, block);            // without it statistics are read that have not been made
+          start_numbers(q, lse_stats(p, block, stats), lse, call_site());
+          start_numbers(dout, stats + TILE_Q, delta, call_site());
+          return;
+        }
         start_query_tile(q, p, here.batch, head, seq.q.first(), row, block.row0, lse_stats(p, block, stats), lse, call_site());
         start_load(dout, p.dout_map, here.batch, head, query, call_site());
         start_numbers(dout, stats + TILE_Q, delta, call_site());
       });
     }
   }
-}
-
-// STATS_AHEAD: what the first step needs. Its statistics come last, since they may not have been made.
-OP void load_first(const HopperBackwardParams& p, KeyBlock& block, const float* stats, int row) {
-  const KeyBlockCoord& here = block.here;
-  const CallSite at = call_site();
-  arrive_expect_tx(block.queries.full(), QueryStage::bytes + STAT_BYTES);
-  start_load(block.queries, p.q_map, here.batch, block.now.head, row, at);
-  load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
-  arrive_expect_tx(block.douts.full(), QueryTile::bytes + STAT_BYTES);
-  start_load(block.douts, p.dout_map, here.batch, block.now.head, row, at);
-  wait_for_stats(p, block);                                   // without it statistics are read that have not been made
-  start_numbers(block.queries, lse_stats(p, block, stats), block.lse_smem(), at);
-  start_numbers(block.douts, stats + TILE_Q, block.delta_smem(), at);
-  block.queries.advance();
-  block.douts.advance();
 }
 
 // One warp loads, as far ahead as there is room. Stages of Q and dO are released together, when the step is over.
