@@ -40,7 +40,7 @@ def test_where_a_kernel_is_made_for_an_architecture_the_one_for_all_is_computed_
 
 @pytest.mark.parametrize("own, generic", list(zip((FORWARD, BACKWARD, DETERMINISTIC), GENERIC)), ids=str)
 def test_the_kernel_for_all_is_another_one_for_16_bits_only(own, generic):
-    sm_90a, half, single = ARCHITECTURES["90a"], Case("bfloat16", 40, 50), Case("float32", 40, 50)
+    sm_90a, half, single = ARCHITECTURES["90a"], Case("bfloat16", 70, 80), Case("float32", 70, 80)
     kernels = check.kernels_of({half: (own, generic)}, "host", "90a")
     others = [kernel.file for kernel in kernels if own == FORWARD or not kernel.file.startswith("fwd")]
     assert others == [check.BETTER[generic.kernel], generic.kernel]

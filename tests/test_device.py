@@ -153,7 +153,7 @@ def test_keys_that_no_query_sees_are_left_out_by_the_address(launched, monkeypat
 
 
 def test_blocks_that_take_turns_are_as_many_as_the_device_holds(launched):
-    of_many, of_one = execution(), execution(queries=1)
+    of_many, of_one = execution(), execution(queries=1, kernel="fwd_hopper")
     of_many.on_device.launch([1 << 20] * 6)
     of_one.on_device.launch([1 << 20] * 6)
     one_for_each_head = 2 * 3

@@ -43,7 +43,7 @@ def problem_of(q, k=None, v=None, **options):
 @pytest.mark.parametrize("dtype", [numpy.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"algorithm": "v2"}, {"softcap": 5.0}], ids=str)
 def test_sm_90a_has_a_kernel_for_16_bits(dtype, options):
-    made = planned(array(2, 3, 70, 64, dtype=dtype), **options)
+    made = planned(array(2, 3, 140, 64, dtype=dtype), **options)
     assert made.kernel.file == "fwd_hopper" and "no TMA" not in str(made)
 
 
@@ -142,7 +142,7 @@ def test_attention_takes_no_kernel():
     [(8, 8, 64, 64), (64, 64, 64, 64), (72, 64, 96, 64), (128, 128, 128, 128), (136, 40, 192, 64), (64, 200, 64, 256)],
 )
 def test_widths(dim, dim_v, width, width_v):
-    made = planned(array(2, 70, dim), array(2, 90, dim), array(2, 90, dim_v)).kernel
+    made = planned(array(2, 70, dim), array(2, 90, dim), array(2, 90, dim_v), kernel="fwd_hopper").kernel
     c = made.config
     row = next(row for row in HOPPER if row.width >= max(width, width_v) and row.reason in made.reasons)
     assert [width, width_v] == [c.WIDTH, c.WIDTH_V]
@@ -165,7 +165,7 @@ def test_what_lanes_copy_decides_how_many_bytes_at_a_time():
 
 @pytest.mark.parametrize("options, explicit", [({}, False), ({"softcap": 5.0}, True), ({"scale": 0}, True), ({"scale": -1}, True)])
 def test_scores_are_scaled_one_by_one_only_where_they_must(options, explicit):
-    assert planned(array(1, 70, 64), **options).kernel.config.EXPLICIT_SCORES is explicit
+    assert planned(array(1, 140, 64), **options).kernel.config.EXPLICIT_SCORES is explicit
 
 
 def test_rows_own_64_queries_a_group():
@@ -201,7 +201,7 @@ ROWS = (
 )
 def test_the_first_row_for_width_mask_and_length_is_taken(q, options, why, monkeypatch):
     monkeypatch.setitem(tuning.KERNEL_TABLES, "fwd_hopper", {"90a": {"half": ROWS}})
-    made = make_forward_plan(problem_of(q, **options), SM_90A)
+    made = make_forward_plan(problem_of(q, **options, kernel="fwd_hopper"), SM_90A)
     assert any(reason.endswith(f": {why}") for reason in made.reasons)
 
 
@@ -236,7 +236,8 @@ def test_warpgroups_stand_in_line_where_that_pays(dim, len_q, options, pingpong)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0}], ids=str)
 def test_up_to_64_rows_have_one_warpgroup(dim, heads, len_q, groups, options):
     """Rows of all heads that share a tile: 4 heads on 4, one on one, 32 on one."""
-    made = make_forward_plan(problem_of((heads, len_q, dim), (4 if heads == 4 else 1, 500, dim), **options), SM_90A)
+    problem = problem_of((heads, len_q, dim), (4 if heads == 4 else 1, 500, dim), kernel="fwd_hopper", **options)
+    made = make_forward_plan(problem, SM_90A)
     assert made.file == "fwd_hopper"
     assert (made.config.TILE_Q == 64) is (made.config.WARPS == 8) is (groups == 1)
 
@@ -275,17 +276,17 @@ def test_the_host_has_few_multiprocessors(monkeypatch):
     monkeypatch.setattr(host, "_load", lambda path: Library())
     for queries in (1, 1000):
         q = array(2, 3, queries, 64)
-        planned(q)(q, q, q)
+        planned(q, kernel="fwd_hopper")(q, q, q)
     assert found == [host.MULTIPROCESSORS] * 2
     one = array(1, 1, 1, 64)
-    planned(one)(one, one, one)
+    planned(one, kernel="fwd_hopper")(one, one, one)
     assert found[-1] == 1
 
 
 def test_tiles_beyond_a_grid_are_refused():
     one = array(1, 1, 1, 64)
     with pytest.raises(UnsupportedError, match="q: expected fewer than 2147483648 blocks of fwd_hopper, got 2147483648"):
-        planned(numpy.broadcast_to(one, (2**20, 2**11, 1, 64)))
+        planned(numpy.broadcast_to(one, (2**20, 2**11, 1, 64)), kernel="fwd_hopper")
 
 
 @given(strategies.integers(1, 2**31 - 1), strategies.integers(0, 2**31 - 1))

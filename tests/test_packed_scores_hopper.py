@@ -12,7 +12,7 @@ from thinned import quick, thinned
 from cupy_flash import plan_attention
 from cupy_flash.machine import host
 from cupy_flash.machine.machine_code import read
-from cupy_flash.plan.packing import FEW_KEYS
+from cupy_flash.plan.few_rows import FEW_KEYS
 
 WHERE = {"backend": "host", "arch": "90a"}
 

@@ -30,6 +30,7 @@ from .kernel import KernelPlan, check_kind, configure, explicit_scores, kind_of_
 from .launch import Launch, checked
 from .pair_bits import why_bits, with_bits
 from .sequences import elements_of
+from .short_gradients import why_bwd_v2, why_wide
 from .stored_dbias import dbias_of_pairs
 from .structs import struct
 from .tensor_map import TensorMap, obstacle, tensor_maps
@@ -235,9 +236,12 @@ def _backward_kernel(problem: BackwardProblem, architecture: Architecture, expre
 
         if drops_most(p):
             why_not = "Hopper kernels drop at most 31 of 32 pairs"
-    for kernel in kernels:
+    if exists and asked is None and (why_v2 := why_bwd_v2(problem, expressions.pressure)):
+        return "bwd_v2", why_v2
+    why_short = why_wide(problem) if asked is None else ""
+    for kernel in kernels[::-1] if why_short else kernels:
         if not why_not and any(row.width >= _width(p) and not (explicit and row.plain_scores) for row in tables[kernel]):
-            return kernel, ""
+            return kernel, why_short
     if asked is not None:
         why_not = why_not or "it has no tile for such head dims and scores"
         raise UnsupportedError(f"kernel: expected None or 'bwd_v2', got {asked!r}: {why_not}")

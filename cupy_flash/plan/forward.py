@@ -11,6 +11,7 @@ from ..problem.scores import Scores
 from .architecture import Architecture
 from .copies import copy_size
 from .expression_text import ExpressionText
+from .few_rows import why_fwd_v2
 from .kernel import (
     KernelPlan,
     check_kind,
@@ -27,7 +28,7 @@ from .key_warps import ROWS as FEWEST
 from .key_warps import with_key_warps
 from .launch import Launch, checked
 from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages
-from .packing import FEW, has_packed_scores, packing_of, why_fwd_v2
+from .packing import FEW, has_packed_scores, packing_of
 from .pair_bits import why_bits, with_bits
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, costs_of_tiles, least_split, splits_pay
 from .sequences import elements_of, row_length, tiles_of
@@ -190,7 +191,7 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
     if asked in ("fwd_v1", "fwd_v2"):
         return asked, f"{asked} was asked for"
     exists, packed = bool(table_for("fwd_hopper", architecture, problem.dtype)), has_packed_scores(problem)
-    why_v2 = why_fwd_v2(problem, expressions.pressure) if packed and exists else ""
+    why_v2 = why_fwd_v2(problem, expressions.pressure) if exists else ""
     if asked is None and why_v2:
         return "fwd_v2", why_v2
     few = problem.len_q <= FEWEST and splits_keys("fwd_v2", problem, problem.len_kv)[0]

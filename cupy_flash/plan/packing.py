@@ -13,14 +13,8 @@ from dataclasses import dataclass, replace
 from ..problem.forward import Problem
 from ..problem.layout import Layout
 from ..problem.scores import told_apart
-from .expression_text import Pressure
-from .key_warps import ROWS
-from .tuning import SHORT
 
 FEW = 64  # queries of a head: more fill a tile of their own
-NARROW, WIDE = 64, 128  # head dims, see why_fwd_v2
-FEW_KEYS = 1 << 17  # of all heads, about a thousand for each multiprocessor; of a head count
-SHORTEST = 2048  # at least, since shorter ones have more tiles for as many keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,26 +96,6 @@ def packing_of(problem: Problem) -> Packing:
 def has_packed_scores(problem: Problem) -> bool:
     """Whether heads that share a tile have scores of their own, which a kernel finds for each row."""
     return bool(problem.scores) and problem.mask.queries is not None
-
-
-def why_fwd_v2(problem: Problem, pressure: Pressure) -> str:
-    """Why such rows are for fwd_v2 where there is fwd_hopper, or ''.
-
-    One warpgroup of fwd_hopper has up to 64 of them, and waits for what it reads and computes; of fwd_v2 a multiprocessor has
-    several blocks. Measured on an H200 with 32 and 64 rows; of more, fwd_hopper has groups that hide each other's waits.
-    """
-    if problem.scores.masks_pairs:
-        return "heads that share a tile have one list of key tiles, which fwd_v2 visits"
-    if problem.len_q <= ROWS:
-        return "few rows of heads that share a tile, each with scores of its own"
-    widest, bias = max(problem.dim, problem.dim_v), problem.scores.bias
-    if problem.len_q > SHORT or widest > WIDE:
-        return ""
-    if bias is not None:
-        return "few rows, each with a bias of its own" * (widest > NARROW or bias.dtype == "float32")
-    heads = problem.heads_kv * math.prod(problem.batch)
-    is_little = heads * max(problem.len_kv, SHORTEST) <= FEW_KEYS
-    return "few rows of few keys, of which each score takes long" * (is_little and pressure is Pressure.LONG_EXPRESSION)
 
 
 def _tells_heads_apart(problem: Problem) -> bool:
