@@ -167,7 +167,7 @@ def test_terms_of_keys_of_splits(causal, schedule):
 
 SYNCHRONISE = {  # warps that bring terms with others: what is left out, and where it is the first of its kind
     "stage": "producer_acquire(keys);",
-    "arrival": "if (own) arrive_at(keys.full());",
+    "arrival": "arrive_at(keys.full());",
     "fence": "fence_proxy_async();",
     "ones": "if constexpr (TERMS_IN_PRODUCT) fence_proxy_async();",
 }

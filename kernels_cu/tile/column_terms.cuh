@@ -16,8 +16,9 @@ constexpr bool CUTS_ADDRESSES = false;                        // as measured: 1 
 
 constexpr bool COLUMNS = SCORES == PLUS_COLUMN;
 // Warps of the producer's group that find them, each those of every third key tile: so keys do not wait for what a lane reads, and no scheduler has more
-// to do than another. Where blocks take query tiles in turn, or key tiles of a list, the warp that brings keys finds them, since it alone is told which.
-constexpr int TERM_WARPS = COLUMNS && !TAKES_TILES && !TILE_LIST ? 3 : 0;
+// to do than another. No more than there are stages (`bring_terms`). Where blocks take query tiles in turn, or key tiles of a list, the warp that brings
+// keys finds them, since it alone is told which.
+constexpr int TERM_WARPS = COLUMNS && !TAKES_TILES && !TILE_LIST ? min_of(3, STAGES) : 0;
 constexpr bool TERMS_BY_PRODUCER = COLUMNS && !TERM_WARPS;
 
 // In shared memory: ones, and for each stage of keys their terms, and what these have in common.
@@ -71,11 +72,12 @@ OP void store(const StoredColumns& to, const ColumnTerms& columns) {
 }
 OP float load_common(const StoredColumns& columns) { return load_shared<float>(columns.common()); }
 
-// By one of TERM_WARPS: the terms of the key tiles that the block brings, to the stages of these. It waits for each stage, or it would not know one phase
-// from the next but one. A stage that is its own is not full before it has arrived there, so it is never two phases late.
+// By one of TERM_WARPS: the terms of its key tiles, to the stages of these. It waits for those stages alone, and never takes one phase of a stage for the
+// next but one. Two too late: the stage is not full, and so not released, before it has arrived. Two too early: it has acquired its tile before, TERM_WARPS
+// back, so the one STAGES before that has been released, and, as consumers release in order, all before, among them the last but one of this stage.
 template <typename Keys> OP void bring_terms(Keys keys, const WorkParams& p, const Mask& mask, SharedAddress all_columns, u32 warp) {
   #pragma unroll 1
-  for (u32 index = 0; TERM_WARPS && has_work_tile(p, index); ++index) {
+  for (u32 index = 0; warp < TERM_WARPS && has_work_tile(p, index); ++index) {
     const WorkTile here = work_tile_coord(p, index, TILE_Q);
     TileCoord of_keys = here;
     of_keys.head = here.head / p.heads_per_kv;
@@ -83,12 +85,12 @@ template <typename Keys> OP void bring_terms(Keys keys, const WorkParams& p, con
     if (is_split(p, index)) tiles = clip_range(here.split.keys, tiles);
     #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile, keys.advance()) {
+      if (keys.count % max_of(TERM_WARPS, 1) != warp) continue;
       ColumnTerms columns;
-      const bool own = keys.count % max_of(TERM_WARPS, 1) == warp;
-      if (own) find_columns(columns, p, of_keys, here.head, tile * TILE_KV);
+      find_columns(columns, p, of_keys, here.head, tile * TILE_KV);
       producer_acquire(keys);                                 // without it terms are overwritten that a product still reads
-      if (own) store(StoredColumns(all_columns, keys.stage()), columns);
-      if (own) arrive_at(keys.full());                        // without it consumers wait for ever
+      store(StoredColumns(all_columns, keys.stage()), columns);
+      arrive_at(keys.full());                                 // without it consumers wait for ever
     }
   }
 }
