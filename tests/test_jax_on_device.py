@@ -59,7 +59,8 @@ def as_on_device(monkeypatch, handler_on_cpu):
     monkeypatch.setattr(device, "DeviceKernel", KernelOnHost)
     monkeypatch.setattr(frame.Frame, "stream", 5)
     monkeypatch.setattr(on_device, "current_device", lambda: 0)
-    monkeypatch.setattr(on_device, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=contextlib.nullcontext)))
+    on_host = SimpleNamespace(Device=contextlib.nullcontext, runtime=cupy.cuda.runtime)
+    monkeypatch.setattr(on_device, "cupy", SimpleNamespace(cuda=on_host))
     monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", lambda at, value, size, stream: ctypes.memset(at, value, size))
     monkeypatch.setattr(primitive, "_ordinal", lambda: 0)
     monkeypatch.setattr(primitive, "TARGET", TARGET)
@@ -114,6 +115,21 @@ def test_the_way_to_a_kernel(case, as_on_device):
         assert x.shape == y.shape and jnp.allclose(x, y, rtol=1e-4, atol=1e-3)  # float32 sums of tens, by TF32 products in three
 
 
+def test_a_window_of_few_queries(as_on_device):
+    """Of which no key before the window is read: keys and values begin there."""
+    options = {"is_causal": "bottom_right", "local_window_size": (7, 0)}
+    found, again = (jax.jit(lambda *x: attention(*x, **options))(Q[:, :2], K[:, n:], V[:, n:]) for n in (0, 30))
+    assert len(as_on_device) == 2 and jnp.allclose(found, again, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.release
+def test_gradients_of_keys_that_no_batch_element_sees(as_on_device, monkeypatch):
+    cleared = []
+    monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", lambda at, value, size, stream: cleared.append(size))
+    _, (dq, dk, dv, _) = computed({}, {}, (Q[:0], K[:1], V[:1]))
+    assert dq.shape == Q[:0].shape and cleared == [K[:1].nbytes] * 2
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("causal", thinned([True, False]))
 def test_a_gradient_that_the_backward_stores(causal, as_on_device, monkeypatch):
@@ -143,6 +159,6 @@ def test_memory_that_is_too_small_is_an_error(as_on_device):
     floats = tuple((11, np.array(shape, np.int64).tobytes()) for shape in shapes)  # as frames have them
     enough, less = ((6, np.array([plan.workspace_bytes - by], np.int64).tobytes()) for by in (0, 1))
     site = on_device._site(text_of(call).encode(), (*floats, enough), 0, ())
-    assert site.plan is plan and site.order == (0, 3, 4, 5, 1, 2, -1, -1, 6, 7, 8, -1) and site.workspace == 9
+    assert site.plan is plan and site.arguments(list(range(11))) == (0, 3, 4, 5, 1, 2, 10, 10, 6, 7, 8, 10) and site.workspace == 9
     with pytest.raises(RuntimeError, match=f"expected {plan.workspace_bytes} bytes of workspace for device 0, got"):
         on_device._site(text_of(call).encode(), (*floats, less), 0, ())

@@ -6,7 +6,7 @@ nothing is looked at here but numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
@@ -89,49 +89,57 @@ def backward_plan(given: Mapping[str, Description], read: Mapping[str, Descripti
     return cached(backward._prepared, *_named(BACKWARD_ARRAYS, given, read, options))
 
 
-def launch_forward(plan: AttentionPlan, addresses: Sequence[int], workspace: int, stream: int) -> None:
-    """Queue the kernels of a plan on a stream of the current device.
+def forward_launcher(plan: AttentionPlan) -> Callable[[list[int], Memory, int], None]:
+    """What queues the kernels of a plan on a stream of the current device: found once, since each step to it takes time.
 
     Parameters
     ----------
     plan : AttentionPlan
-        For a device.
-    addresses : sequence of int
-        In the order of `FORWARD_ARRAYS` and of what the problem is `given` besides; 0 for what there is none of.
-    workspace : int
-        Address of `workspace_bytes` bytes.
-    stream : int
+        For the current device, where its kernels are loaded now.
+
+    Returns
+    -------
+    callable
+        Takes addresses in the order of `FORWARD_ARRAYS` and of what the problem is `given` besides, 0 for what there is none of;
+        memory of `workspace_bytes` bytes; and the stream.
     """
-    at_q, at_k, at_v, *others = addresses
-    more_k, more_v = plan._skipped_bytes
-    plan._execution.launch([at_q, at_k + more_k, at_v + more_v, *others], Memory(workspace), None, stream)
+    execution, (more_k, more_v) = plan._execution, plan._skipped_bytes
+
+    def launch(addresses: list[int], workspace: Memory, stream: int) -> None:
+        addresses[1] += more_k
+        addresses[2] += more_v
+        execution.launch(addresses, workspace, None, stream)
+
+    return launch if execution.classification or more_k or more_v else execution.on_device.launch
 
 
-def launch_backward(
-    plan: BackwardPlan, addresses: Sequence[int], of_scores: Mapping[str, int], workspace: int, stream: int
-) -> None:
-    """The same of a plan of gradients.
+def launch_backward(plan: BackwardPlan, addresses: list[int], of_scores: Mapping[str, int], workspace: Memory, stream: int) -> None:
+    """Queue the kernels of a plan of gradients on a stream of the current device.
 
     Parameters
     ----------
     plan : BackwardPlan
-    addresses : sequence of int
+    addresses : list of int
         In the order of `BACKWARD_ARRAYS` and of what the problem is `given` besides.
     of_scores : mapping of str to int
         Where the gradients go that `wrt` names.
-    workspace, stream : int
-    """
-    import cupy  # late: planning does not need it
+    workspace : Memory
+        Of `workspace_bytes` bytes.
+    stream : int
 
-    arguments, unset = argument_of(plan.problem), overwritten(plan.problem, plan.kernel)
-    zeros = [(at, plan.problem.layout_of(arguments[name]).nbytes) for name, at in of_scores.items() if name not in unset]
-    if plan.problem.zero:
-        of_inputs = zip(BACKWARD_ARRAYS[backward.FIRST_RESULT :], addresses[backward.FIRST_RESULT :])
-        zeros += [(at, plan.problem.layout_of(name).nbytes) for name, at in of_inputs if at]
-    for at, nbytes in zeros:
-        if nbytes:
-            cupy.cuda.runtime.memsetAsync(at, 0, nbytes, stream)
-    plan._launch(list(addresses), of_scores, Memory(workspace), None, stream)
+    Notes
+    -----
+    What `zeroed` names has to be zeros by then.
+    """
+    plan._launch(addresses, of_scores, workspace, None, stream)
+
+
+def zeroed(plan: BackwardPlan) -> tuple[dict[str, int], dict[str, int]]:
+    """What has to be zeros before a launch, and how many bytes that are: of the gradients among `BACKWARD_ARRAYS`, and in `wrt`."""
+    problem, unset = plan.problem, overwritten(plan.problem, plan.kernel)
+    of_inputs = BACKWARD_ARRAYS[backward.FIRST_RESULT : backward.END_OF_RESULTS] if problem.zero else ()
+    of_scores = {name: problem.layout_of(x).nbytes for name, x in argument_of(problem).items() if name not in unset}
+    return {name: layout.nbytes for name in of_inputs if (layout := problem.layout_of(name))}, of_scores
 
 
 def load(plan: AttentionPlan | BackwardPlan) -> None:

@@ -20,15 +20,16 @@ import numpy
 
 # Each struct begins with struct_size and extension_start. "4x" is what a C compiler leaves free behind an enum.
 CALL_FRAME = struct.Struct(
-    "=QQ"
+    "=8xQ"  # extension_start
     "QQ i4x"  # api, ctx, stage
-    "QQqQQ"  # args: how many, types, pointers to buffers
-    "QQqQQ"  # rets: likewise
-    "QQqQQQ"  # attrs: how many, types, names, values
+    "16xq8xQ"  # args: how many, pointers to buffers
+    "16xq8xQ"  # rets: likewise
+    "16xqQ8xQ"  # attrs: how many, types, values
 )
-BUFFER = struct.Struct("=QQ i4x QqQ")  # dtype, data, rank, dims
+BUFFER = struct.Struct("=16x i4x QqQ")  # dtype, data, rank, dims
 EXTENSION = struct.Struct("=Q i4x Q Q")  # struct_size, type, next, and of a query for metadata where to write them
 SPAN = struct.Struct("=QQ")  # ptr, len
+INT, WORD = struct.Struct("=i"), struct.Struct("=Q")
 VERSION_IN_API, VERSION_IN_METADATA = 32, 24  # where major_version and minor_version lie: in XLA_FFI_Api, in XLA_FFI_Metadata
 TRAITS_IN_METADATA = 32
 ERROR_CREATE_IN_API, STREAM_GET_IN_API = 48, 80
@@ -44,7 +45,8 @@ NAMES |= {10: "float16", 11: "float32", 12: "float64", 16: "bfloat16"}  # of XLA
 DTYPES = {code: numpy.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for code, name in NAMES.items()}
 
 MEMORY = (ctypes.c_char * sys.maxsize).from_address(0)  # what is at an address, to be read only where something is
-Function = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)  # of XLA's own; none of those called here waits for anything
+Told = ctypes.c_uint64 * 4  # what they take: two words about itself, and two more
+Function = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64))  # of XLA's own, none of which waits for anything
 Shape = tuple[int, bytes]  # code of the dtype, and the sizes of the axes as they lie in memory
 
 
@@ -72,8 +74,8 @@ class Frame(NamedTuple):
     @property
     def stream(self) -> int:
         """The stream that XLA computes on, as an address."""
-        told = (ctypes.c_uint64 * 4)(32, 0, self.context, 0)  # XLA_FFI_Stream_Get_Args, which ends with what is asked for
-        error = _function_at(*_words_at(self.api + STREAM_GET_IN_API, 1))(ctypes.addressof(told))
+        told = Told(32, 0, self.context)  # XLA_FFI_Stream_Get_Args, which ends with what is asked for
+        error = _function_at(*WORD.unpack_from(MEMORY, self.api + STREAM_GET_IN_API))(told)
         if error:
             raise RuntimeError("XLA has no stream for this call")
         return told[3]
@@ -88,20 +90,17 @@ def read(address: int) -> Frame | None:
         If the frame is not one of a call with one text.
     """
     fields = CALL_FRAME.unpack_from(MEMORY, address)
-    _, extension, api, context, stage, _, _, arguments, _, at_arguments, _, _, results, _, at_results, _, _, *attributes = fields
+    extension, api, context, stage, arguments, at_arguments, results, at_results, number, types, values = fields
     if extension and _answered(extension, api):
         return None
-    number, types, _, values = attributes
-    if stage != EXECUTE or number != 1 or _int_at(types) != STRING:
+    if stage != EXECUTE or number != 1 or INT.unpack_from(MEMORY, types)[0] != STRING:
         raise RuntimeError(f"expected stage {EXECUTE} and one text as attribute, got stage {stage} and {number} attributes")
     memory, unpack = MEMORY, BUFFER.unpack_from
-    shapes, addresses = [], []
-    for buffer in (*_words_at(at_arguments, arguments), *_words_at(at_results, results)):
-        _, _, dtype, data, rank, dims = unpack(memory, buffer)
-        shapes.append((dtype, memory[dims : dims + 8 * rank]))
-        addresses.append(data)
-    text, length = SPAN.unpack_from(memory, _words_at(values, 1)[0])
-    return Frame(api, context, tuple(shapes), addresses, memory[text : text + length])
+    pointers = _words(arguments).unpack_from(memory, at_arguments) + _words(results).unpack_from(memory, at_results)
+    buffers = [unpack(memory, at) for at in pointers]
+    shapes = tuple([(dtype, memory[dims : dims + 8 * rank]) for dtype, _, rank, dims in buffers])
+    text, length = SPAN.unpack_from(memory, *WORD.unpack_from(memory, values))
+    return Frame(api, context, shapes, [buffer[1] for buffer in buffers], memory[text : text + length])
 
 
 def shape_of(shape: Shape) -> tuple[tuple[int, ...], numpy.dtype]:
@@ -124,10 +123,10 @@ def array_at(address: int, shape: tuple[int, ...], dtype: numpy.dtype) -> numpy.
 
 def error(address: int, message: str, code: int) -> int:
     """An error of XLA's with this message, to be returned in answer to the frame at an address."""
-    api = CALL_FRAME.unpack_from(MEMORY, address)[2]
+    api = CALL_FRAME.unpack_from(MEMORY, address)[1]
     text = ctypes.create_string_buffer(message.encode("utf-8", "replace"))
-    told = (ctypes.c_uint64 * 4)(28, 0, ctypes.addressof(text), code)  # XLA_FFI_Error_Create_Args
-    return _function_at(*_words_at(api + ERROR_CREATE_IN_API, 1))(ctypes.addressof(told))
+    told = Told(28, 0, ctypes.addressof(text), code)  # XLA_FFI_Error_Create_Args
+    return _function_at(*WORD.unpack_from(MEMORY, api + ERROR_CREATE_IN_API))(told)
 
 
 def _answered(extension: int, api: int) -> bool:
@@ -148,9 +147,6 @@ def _function_at(address: int) -> Callable[[int], int]:
     return Function(address)
 
 
-def _words_at(address: int, number: int) -> tuple[int, ...]:
-    return struct.unpack_from(f"={number}Q", MEMORY, address)
-
-
-def _int_at(address: int) -> int:
-    return struct.unpack_from("=i", MEMORY, address)[0]
+@functools.cache  # one for each number of arrays
+def _words(number: int) -> struct.Struct:
+    return struct.Struct(f"={number}Q")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -49,12 +50,14 @@ def answer(run: Callable[[Frame], None], address: int) -> int | None:
 
 
 def _on_host(found: Frame) -> None:
-    from . import on_host
-
-    on_host.run(found)
+    _runner("on_host")(found)
 
 
 def _on_device(found: Frame) -> None:
-    from . import on_device  # late, because it needs CuPy
+    _runner("on_device")(found)
 
-    on_device.run(found)
+
+@functools.cache
+def _runner(module: str) -> Callable[[Frame], None]:
+    """What computes, by a module that is imported late, because on a GPU it needs CuPy."""
+    return importlib.import_module(f"..{module}", __name__).run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,12 +12,14 @@ import numpy
 
 from ..call.addresses import (
     Description,
+    Memory,
     backward_plan,
     described,
+    forward_launcher,
     forward_plan,
     launch_backward,
-    launch_forward,
     load,
+    zeroed,
 )
 from ..call.backward import BackwardPlan
 from ..call.forward import AttentionPlan
@@ -35,38 +38,40 @@ class DeviceSite:
     Parameters
     ----------
     plan : AttentionPlan or BackwardPlan
-    order : tuple of int
-        For each argument of the plan, which address of the frame it is; the last one of all, which is 0, if there is none.
-    of_scores : tuple of (str, int)
-        Of each gradient that `wrt` names, which one.
+    arguments : callable
+        Takes from the addresses of a frame, behind which there is a 0, those of the arguments of the plan in its order.
     workspace : int
-        Which one is the memory for the plan.
+        Which of the addresses is the memory for the plan.
+    forward : callable or None
+        What launches a forward.
+    of_scores : tuple of (str, int)
+        Of each gradient that `wrt` names, which address it has.
+    zeros : tuple of (int, int)
+        Of each result that has to be zeros before, the same, and how many bytes it has.
     """
 
     plan: AttentionPlan | BackwardPlan
-    order: tuple[int, ...]
-    of_scores: tuple[tuple[str, int], ...]
+    arguments: Callable[[list[int]], tuple[int, ...]]
     workspace: int
+    forward: Callable[[list[int], Memory, int], None] | None = None
+    of_scores: tuple[tuple[str, int], ...] = ()
+    zeros: tuple[tuple[int, int], ...] = ()
 
     def launch(self, addresses: list[int], stream: int) -> None:
         """Queue the kernels on a stream of the current device."""
-        found = [*addresses, 0]
-        arguments = [found[i] for i in self.order]
-        if isinstance(self.plan, BackwardPlan):
-            of_scores = {name: found[i] for name, i in self.of_scores}
-            launch_backward(self.plan, arguments, of_scores, found[self.workspace], stream)
-        else:
-            launch_forward(self.plan, arguments, found[self.workspace], stream)
+        arguments, workspace = list(self.arguments([*addresses, 0])), Memory(addresses[self.workspace])
+        if self.forward is not None:
+            return self.forward(arguments, workspace, stream)
+        for i, nbytes in self.zeros:
+            cupy.cuda.runtime.memsetAsync(addresses[i], 0, nbytes, stream)
+        return launch_backward(self.plan, arguments, {name: addresses[i] for name, i in self.of_scores}, workspace, stream)
 
 
 def run(frame: Frame) -> None:
     """Queue what a frame asks for, on the device that is the current one, as XLA leaves it to its functions."""
-    device, low = current_device(), 0
-    for address in frame.addresses:
-        low |= address
+    low = functools.reduce(operator.or_, frame.addresses)
     phases = tuple([address & ALIGNED for address in frame.addresses]) if low & ALIGNED else ()
-    site = _site(frame.text, frame.shapes, device, phases)
-    site.launch(frame.addresses, frame.stream)
+    _site(frame.text, frame.shapes, current_device(), phases).launch(frame.addresses, frame.stream)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -125,6 +130,12 @@ def _site(text: bytes, shapes: tuple[Shape, ...], device: int, phases: tuple[int
             f"expected {plan.workspace_bytes} bytes of workspace for device {device}, got {given}; "
             "the program was compiled for a GPU of another architecture"
         )
-    order = tuple(places.get(name, -1) for name in call.arguments)
+    arguments, workspace = operator.itemgetter(*(places.get(name, -1) for name in call.arguments)), len(types) - 1
+    if not isinstance(plan, BackwardPlan):
+        return DeviceSite(plan, arguments, workspace, forward_launcher(plan))
     of_scores = tuple((name, first + len(results) + i) for i, name in enumerate(call.wrt))
-    return DeviceSite(plan, order, of_scores, len(types) - 1)
+    of_inputs, of_reads = zeroed(plan)
+    zeros = [(places[name], nbytes) for name, nbytes in of_inputs.items() if name in places]
+    zeros += [(place, of_reads[name]) for name, place in of_scores if name in of_reads]
+    written = tuple((place, nbytes) for place, nbytes in zeros if nbytes)
+    return DeviceSite(plan, arguments, workspace, None, of_scores, written)
