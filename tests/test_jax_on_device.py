@@ -115,10 +115,10 @@ def test_the_way_to_a_kernel(case, as_on_device):
         assert x.shape == y.shape and jnp.allclose(x, y, rtol=1e-4, atol=1e-3)  # float32 sums of tens, by TF32 products in three
 
 
-def test_a_window_of_few_queries(as_on_device):
+def test_a_window_of_one_query(as_on_device):
     """Of which no key before the window is read: keys and values begin there."""
     options = {"is_causal": "bottom_right", "local_window_size": (7, 0)}
-    found, again = (jax.jit(lambda *x: attention(*x, **options))(Q[:, :2], K[:, n:], V[:, n:]) for n in (0, 30))
+    found, again = (jax.jit(lambda *x: attention(*x, **options))(Q[:, :1], K[:, n:], V[:, n:]) for n in (0, 30))
     assert len(as_on_device) == 2 and jnp.allclose(found, again, rtol=1e-4, atol=1e-5)
 
 
@@ -126,7 +126,7 @@ def test_a_window_of_few_queries(as_on_device):
 def test_gradients_of_keys_that_no_batch_element_sees(as_on_device, monkeypatch):
     cleared = []
     monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", lambda at, value, size, stream: cleared.append(size))
-    _, (dq, dk, dv, _) = computed({}, {}, (Q[:0], K[:1], V[:1]))
+    _, (dq, *_) = computed({}, {}, (Q[:0], K[:1], V[:1]))
     assert dq.shape == Q[:0].shape and cleared == [K[:1].nbytes] * 2
 
 
