@@ -15,9 +15,9 @@ constexpr bool CUTS_ADDRESSES = false;                        // as measured: 1 
 #include "tile/work.cuh"
 
 constexpr bool COLUMNS = SCORES == PLUS_COLUMN;
-// Warps of the producer's group that find them, each those of every third key tile: so keys do not wait for what a lane reads, and no scheduler has more
-// to do than another. No more than there are stages (`bring_terms`). Where blocks take query tiles in turn, or key tiles of a list, the warp that brings
-// keys finds them, since it alone is told which.
+// Warps of the producer's group that find them, each those of every third key tile, or of every second one where there are two stages (`bring_terms`):
+// so keys do not wait for what a lane reads, and no scheduler has more to do than another. Where blocks take query tiles in turn, or key tiles of a
+// list, the warp that brings keys finds them, since it alone is told which.
 constexpr int TERM_WARPS = COLUMNS && !TAKES_TILES && !TILE_LIST ? min_of(3, STAGES) : 0;
 constexpr bool TERMS_BY_PRODUCER = COLUMNS && !TERM_WARPS;
 
