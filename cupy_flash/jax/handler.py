@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -50,14 +49,22 @@ def answer(run: Callable[[Frame], None], address: int) -> int | None:
 
 
 def _on_host(found: Frame) -> None:
-    _runner("on_host")(found)
+    _run_on_host()(found)
 
 
 def _on_device(found: Frame) -> None:
-    _runner("on_device")(found)
+    _run_on_device()(found)
+
+
+@functools.cache  # an import takes a microsecond, also of what is there
+def _run_on_host() -> Callable[[Frame], None]:
+    from . import on_host
+
+    return on_host.run
 
 
 @functools.cache
-def _runner(module: str) -> Callable[[Frame], None]:
-    """What computes, by a module that is imported late, because on a GPU it needs CuPy."""
-    return importlib.import_module(f"..{module}", __name__).run
+def _run_on_device() -> Callable[[Frame], None]:
+    from . import on_device  # late, because it needs CuPy
+
+    return on_device.run
