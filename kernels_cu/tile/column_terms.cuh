@@ -96,7 +96,7 @@ template <typename Keys> OP void bring_terms(Keys keys, const WorkParams& p, con
     #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile, keys.advance()) {
       if (keys.count % max_of(TERM_WARPS, 1) != warp) {
-        sleep_until_empty(keys);
+        if constexpr (GROUPS > 1) sleep_until_empty(keys);    // with one group a register would spill
         continue;
       }
       ColumnTerms columns;
