@@ -12,7 +12,7 @@
 //                 start S = Q_i K_j^T                                         PINGPONG: one warpgroup after the other starts both
 //                 start O = O + P V_{j-1}
 //                 wait for S;  P' = 2^(S - m),  l = l + rows of P'            beneath the second product
-//                 if P' is too large: S = Q_i K_j^T again, and P', m', l anew with the maximum of S
+//                 if P' is too large: S = Q_i K_j^T again, and P', m', l anew with the maximum of S    CAPPED: or a score is beyond the softcap
 //                 wait for O;  O = 2^(m - m') O,  P = P'                      in most steps m stays. DROPOUT: of P' what is not dropped
 //               O = O + P V_last
 //               out_i = O / l,  lse_i = m + log l                             leaves while the next tile is computed. DROPOUT: scaled
@@ -30,6 +30,7 @@
 #include "tile/paged.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/sinks.cuh"
+#include "tile/softcap.cuh"
 #include "tile/wgmma.cuh"
 #include "tile/work.cuh"
 enum NamedBarrier { VOTE = 1, TAKEN = 7, ORDER = 8 };         // of a warpgroup, on whether it redoes a step, and looks for a maximum in the next; of the warps that load; of ping-pong, for each warpgroup
@@ -214,8 +215,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     else store(out_rows(p, here, row_of(here)), o_reg);
   };
   const auto key_tile = [&] { return TILE_LIST ? told_number(number) : FROM_LAST && BENDS ? place : FROM_LAST ? place_of(turned, tile, false) : tile; };
-  const auto first_key = [&] { return key_tile() * TILE_KV; };
-  using Arrays = PairArrays<16, TILE_KV>;
+  const auto first_key = [&] { return key_tile() * TILE_KV; }; using Arrays = PairArrays<16, TILE_KV>;
   const auto load_arrays = [&](Arrays& arrays, const KeyTile& k_smem) {
     if constexpr (MODIFIED && PACK_GQA) load_packed(arrays, rows, keys_of_sequence(p, now), first_key());
     else if constexpr (MODIFIED) load<false>(arrays, context(), k_smem, STARTS_FROM_TERM ? (warp - 4) * 16 : row_of_tile(), warp_row, first_key(), !PAIR_BITS || told_to_ask(number));
@@ -229,12 +229,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   const auto whole = [&](int row, int rows) {
     return PAIR_BITS || (TELLS_WHOLE ? u32(key_tile() - whole_first) < u32(wholes) : unmasked_keys(mask, row, rows).contains(first_key(), TILE_KV));
   };
+  const auto all_seen = [&] { return whole(now.row + group * ROWS, ROWS); }; // by all rows of the warpgroup
   const auto mask_scores = [&] {
     if (!whole(warp_row, 16)) apply_mask(s_reg, mask, warp_row, first_key(), masked_score(terms));
     if constexpr (SCALES_LARGE) scale_as_before(s_reg, scale_log2, p.scale_log2);
   };
-  Choose<FOUR_CAPPED, u32, bool> sums = false;                // O holds products of its query tile; if not, the next one replaces what it holds
-  Choose<STARTS_FROM_TERM, u32, bool> looks_again = false;    // for the maximum: see `unsettled`; a redo costs a product. STARTS_FROM_TERM: kept once for a warp
+  bool sums = false;                                          // O holds products of its query tile; if not, the next one replaces what it holds
+  Choose<KEPT_ONCE, u32, bool> looks_again = false;           // for the maximum: see `unsettled`, `beyond_polynomial`; a redo costs a product
   RegisterPair offsets{};                                     // of the rows' exponents, for the maximum so far; WITH_TERMS: in this key tile
   // VARLEN: rows that are no queries have no say in that, or what they hold would decide the bits of others.
   const auto queries_left = [&] { return rows_at<QUERIES>(p, now).len() - row_of_tile(); };
@@ -244,8 +245,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (VARLEN) if (queries_left() < 16) fill_from(softmax.max, queries_left(), 0.f), fill_from(correction, queries_left(), 1.f);
     offsets = exponent_offsets(softmax, terms_reg, p.heads);
   };
-  const auto to_weights = [&](RowVec<16>& sum) {
-    exponentiate(offsets, s_reg, sum, scale_log2);
+  const auto to_weights = [&](RowVec<16>& sum, const bool near = false) { // near: CAPPED, of products as they are
+    if (near) exponentiate_capped(offsets, s_reg, sum, p.cap); else exponentiate(offsets, s_reg, sum, scale_log2);
     if constexpr (VARLEN) fill_from(sum, queries_left(), 0.f);
   };
   // With ping-pong, a warpgroup lets the next one go for a tile that it does not need as well: all of them count the same tiles.
@@ -293,12 +294,11 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     else wait_for_products<0>(s_reg);                         // the same
     if (!ARRAYS_AHEAD && !STARTS_FROM_TERM) load_arrays(arrays, k_smem);
     RowVec<16> correction, sum;
-    const bool asks = !TILE_LIST || told_to_ask(number), usual = !first && !looks_again && !(TILE_LIST && asks) && !behind.is_across(key_tile());
+    const bool asks = !TILE_LIST || told_to_ask(number), usual = !first && !looks_again && !(TILE_LIST && asks) && !behind.is_across(key_tile()) && (!CAPPED || all_seen());
     if (usual) {
-      if (!from_term) modify(arrays, !TILE_LIST);
-      mask_scores();
+      if constexpr (!CAPPED) { if (!from_term) modify(arrays, !TILE_LIST); mask_scores(); }
       if constexpr (DROPOUT) drawing.draw(first_key(), !DROPS_LATE);
-      to_weights(sum);
+      to_weights(sum, CAPPED);
       if (!warpgroup_any(VOTE + group, too_large(sum))) {
         consumer_release(keys);                               // without it the producer waits for ever
         add(softmax, sum);
@@ -312,6 +312,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       if (!STARTS_FROM_TERM) load_arrays(arrays, k_smem);
     }
     if (STARTS_FROM_TERM) warp_row = not_ahead(warp_row), load_arrays(arrays, k_smem); // what rows have, found again: kept, it would spill
+    // CAPPED: whether the next step is a usual one. What masks hide has no say in that.
+    const Regs<bool, 1> beyond = CAPPED && !first && !(TILE_LIST && asks) && all_seen() ? beyond_polynomial(s_reg, VARLEN ? queries_left() : 16, p.cap) : Regs<bool, 1>{};
     modify(arrays, asks);
     if (behind.is_across(key_tile())) bend_scores<false>(s_reg, context(), warp_row, first_key());
     if (TILE_LIST && first && told_none(number)) fill(s_reg, masked_score(terms)), stay_apart();
@@ -320,9 +322,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     find_maximum(correction);
     if constexpr (DROPOUT) if (!usual) drawing.draw(first_key(), !DROPS_LATE);
     to_weights(sum);
-    const bool rises = MODIFIED && looks_again && !first, settled = !MODIFIED && !VARLEN && whole(now.row + group * ROWS, ROWS);
-    const bool again = (MODIFIED && usual) || (!settled && warpgroup_any(VOTE + group, unsettled<STARTS_FROM_TERM>(softmax, correction, rises)));
-    looks_again = STARTS_FROM_TERM ? uniform(u32(again)) : u32(again);
+    const bool rises = MODIFIED && looks_again && !first, settled = !MODIFIED && !VARLEN && !CAPPED && all_seen();
+    const bool again = (MODIFIED && usual) || (!settled && warpgroup_any(VOTE + group, either(unsettled<STARTS_FROM_TERM>(softmax, correction, rises), beyond)));
+    looks_again = KEPT_ONCE ? uniform(u32(again)) : u32(again);
     consumer_release(keys);                                   // without it the producer waits for ever
     add(softmax, sum);
     if (follows) {
@@ -339,8 +341,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (!PACKS_LATE) to_operands(p_reg, s_reg, drawing.kept);
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it the order is lost: the next one goes before its time
     consumer_wait(values);                                    // without it the product reads values that have not arrived
-    start_product(o_reg, p_reg, values.tile(), sums);
-    sums = true;
+    start_product(o_reg, p_reg, values.tile(), sums), sums = true;
     if (PINGPONG) arrive_pingpong<ORDER>(group, GROUPS);      // without it the next warpgroup waits for ever
     consumer_wait(keys);                                      // without it the number is that of keys before
     number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group)));
@@ -381,8 +382,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
     consumer_wait(values);                                    // without it the product reads values that have not arrived
     if (!PACKS_LATE) to_operands(p_reg, s_reg, drawing.kept);
-    start_product(o_reg, p_reg, values.tile(), sums);
-    sums = false;
+    start_product(o_reg, p_reg, values.tile(), sums), sums = false;
     RowVec<16> weight;
     end_softmax(now, line, split, weight);
     wait_for_products<0>(o_reg);                              // without it O is stored before the product has ended

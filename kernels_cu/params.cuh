@@ -177,6 +177,11 @@ struct HopperForwardCommon {
   FastDivmod in_turn_divmod;              // STAGED_BIAS: batch elements that share a bias and alternate; 1 if there are none
 };
 
+// Of softcap * tanh(scale * s / softcap) a polynomial in s * s + minus_square, times s, in units of log 2, where that is below 0. See tile/softcap.cuh.
+struct CapPolynomial {
+  float minus_square;
+  float factors[6];
+};
 constexpr int TABLE_BLOCKS = 136;
 constexpr int TABLE_TILES = 9;
 constexpr u16 NO_TILE = 0xffff;
@@ -185,6 +190,7 @@ struct HopperForwardParams : HopperForwardCommon {
   u16 table[TABLE_BLOCKS][TABLE_TILES];   // for each block its last work tiles, by their distance from the first of all of them, then NO_TILE
   ListedItem* work;                       // IN_TURN: (batch, 1 + query tiles of a head)  those with most key tiles first, see tile/listed_work.cuh
   FastDivmod heads_together_divmod;       // heads that take turns with them, before the next ones do; they divide `heads`
+  CapPolynomial cap;                      // CAPPED
 };
 static_assert(sizeof(HopperForwardParams) <= 4096, "what a kernel can be passed by every driver");
 
@@ -195,6 +201,7 @@ struct HopperVarlenParams : HopperForwardCommon {
   FastDivmod heads_together_divmod;       // heads that take turns with the tiles of this list, before the next ones do; they divide `heads`
   Tensor k, v;                            // COPIED_PAGES
   TensorMap bias_map;                     // STAGED_BIAS: the bias in boxes of TILE_Q x 64
+  CapPolynomial cap;                      // CAPPED
 };
 static_assert(sizeof(HopperVarlenParams) <= 4096, "what a kernel can be passed by every driver");
 

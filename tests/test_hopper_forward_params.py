@@ -9,6 +9,7 @@ from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.forward import forward_maps, make_forward_plan
 from cupy_flash.plan.params import fast_divmod, hopper_forward_params
 from cupy_flash.plan.schedule import TABLE_BLOCKS, TABLE_TILES
+from cupy_flash.plan.softcap import cap_polynomial
 from cupy_flash.problem.forward import make_problem
 from cupy_flash.problem.layout import dense_layout
 from cupy_flash.problem.options import Options
@@ -49,7 +50,9 @@ def test_a_problem_becomes_numbers():
     out, lse = params["out"], params["lse"]
     assert [out["batch_stride"].tolist(), out["head_stride"], out["row_stride"], out["col_stride"]] == [[0, 0, 0, 2880], 48, 288, 1]
     assert [lse["batch_stride"].tolist(), lse["head_stride"], lse["row_stride"], lse["col_stride"]] == [[0, 0, 0, 60], 10, 1, 0]
-    arrays = (*in_maps, "bias_map", "lse", "out", "sinks", "scores")  # of a bias there is none
+    minus_square, factors = params["cap"].item()
+    assert [minus_square, *factors] == pytest.approx([cap_polynomial(0.3, 5.0)[0], *cap_polynomial(0.3, 5.0)[1]])
+    arrays = (*in_maps, "bias_map", "lse", "out", "sinks", "scores", "cap")  # of a bias there is none
     assert {name: params[name].tolist() for name in params.dtype.names if name not in arrays} == {
         "mask": (6, 12, fast_divmod(1), 0),
         "batch": [1, 1, 1, 2],

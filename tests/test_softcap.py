@@ -12,7 +12,7 @@ from cupy_flash.judge.compare_gradients import compare_gradients
 from cupy_flash.judge.oracle import naive, oracle
 from cupy_flash.judge.oracle_gradients import naive_gradients, oracle_gradients
 from cupy_flash.plan.kernel import LARGEST_SCALE
-from cupy_flash.plan.params import _softcap
+from cupy_flash.plan.softcap import NONE, cap_polynomial, softcap_of_kernel
 
 MAX, SMALLEST = (float(x) for x in (numpy.finfo("f4").max, numpy.finfo("f4").smallest_normal))
 LEN_Q, LEN_KV, DIM = 70, 90, 64
@@ -89,7 +89,7 @@ def test_what_float32_does_not_hold_is_refused(options, message):
 @pytest.mark.parametrize("softcap", [1e-45, 1e-38, 50.0, 1e30, 3e38, MAX])
 def test_what_kernels_compute_from_them_is_finite(scale, softcap):
     scale, log2e = numpy.float32(scale), numpy.float32(math.log2(math.e))
-    told = numpy.float32(_softcap(float(scale), float(numpy.float32(softcap))))
+    told = numpy.float32(softcap_of_kernel(float(scale), float(numpy.float32(softcap))))
     with numpy.errstate(over="ignore", under="ignore"):
         quotient = scale / told
     assert told >= SMALLEST and numpy.isfinite(told * log2e) and numpy.isfinite(numpy.float32(math.log(2)) / told)
@@ -97,6 +97,38 @@ def test_what_kernels_compute_from_them_is_finite(scale, softcap):
         assert float(quotient) * float(told) == pytest.approx(float(scale), rel=2.0**-22, abs=0)
     if softcap == 50 and scale > 1e-30:
         assert told == 50
+
+
+def fma(a, b, c):
+    """Rounded once, to float32: a product of two of these is exact in float64, and the sum errs by 2^-53."""
+    return (a.astype("f8") * b.astype("f8") + numpy.float64(numpy.float32(c))).astype("f4")
+
+
+@pytest.mark.parametrize(
+    ("scale", "softcap"),
+    [(0.125, 50.0), (-0.0884, 30.0), (0.0625, 2000.0), (1.0, 1e6), (0.125, 1e11), (1e-30, 5.0), (0.25, 1e-6), (2.0, 0.5)],
+)
+def test_the_polynomial_near_0_is_right_relatively(scale, softcap):
+    minus_square, factors = (numpy.array(x, "f4") for x in cap_polynomial(scale, softcap))
+    product = (numpy.linspace(-1, 1, 100_001) * math.sqrt(-minus_square)).astype("f4")
+    square = fma(product, product, minus_square)
+    product, square = product[square < 0], square[square < 0]
+    assert len(product) >= 99_998  # all but the ends, and 0 if its square is that
+    factor = numpy.full_like(product, factors[0])
+    for x in factors[1:]:
+        factor = fma(factor, square, x)
+    found = product.astype("f8") * factor
+    truth = softcap * numpy.tanh(scale * product.astype("f8") / softcap) / math.log(2)
+    assert abs(found - truth).max() > 0 and (abs(found - truth) <= 2.0**-20.3 * abs(truth)).all()
+
+
+def test_what_float32_does_not_hold_is_near_nowhere():
+    assert cap_polynomial(0.0, 5.0) == cap_polynomial(1e-30, 1e38) == cap_polynomial(1.0, 1e-30) == NONE
+
+
+def test_a_usual_softcap_is_near_within_itself():
+    minus_square, factors = cap_polynomial(0.125, 50.0)
+    assert minus_square == -((50 / 0.125) ** 2) and all(factors)
 
 
 def test_scores_are_scaled_one_by_one_where_the_scale_is_large():
@@ -177,3 +209,56 @@ def test_numpy_scales_scores_and_not_queries():
     assert compare(out, lse, q, k, v, **scores).ok
     truth, plain = (gradients(dout, q, k, v, **scores).dq for gradients in (oracle_gradients, naive_gradients))
     assert largest(backward("numpy", dout, q, k, v, out, lse, scale=scale).dq, truth) <= 3 * largest(plain, truth)
+
+
+# Scores within the softcap, and beyond
+
+
+def counted(q, k, v, **options):
+    plan = plan_attention(q, k, v, arch="90a", backend="host", kernel="fwd_hopper", return_lse=True, **options)
+    assert plan.kernel.config.SOFTCAP and plan.kernel.config.EXPLICIT_SCORES
+    (out, lse), traffic = plan.counted(q, k, v)
+    return out, lse, traffic.flops
+
+
+@pytest.mark.parametrize("schedule", thinned(["eager", "deferred"]))
+@pytest.mark.parametrize("kind", quick([(64, "float16"), (128, "bfloat16"), (256, "float16")], (64, "float16")))
+def test_a_tile_with_scores_beyond_the_softcap_is_computed_again(kind, schedule, monkeypatch):
+    """Once: behind it all are computed as those are, until a tile has none."""
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+    rng, (dim, dtype) = numpy.random.default_rng(1), kind
+    q, k, v = (rng.standard_normal((1, 1, n, dim)).astype("f4") for n in (150, 1100, 1100))
+    dtype = numpy.dtype(dtype) if dtype == "float16" else pytest.importorskip("ml_dtypes").bfloat16
+    q[..., 0] = 4
+    q, v = q.astype(dtype), v.astype(dtype)
+    scores = {"scale": 1 / math.sqrt(dim), "softcap": 8.0, "first_key": None, "last_key": None}
+    flops = {}
+    for beyond in ((), (700,), (700, 701), (500, 900)):
+        larger = k.copy()
+        larger[..., 0] = 0
+        larger[..., list(beyond), 0] = 60 * math.sqrt(dim) / 4  # the same score of 60 in all rows: too small a P tells nothing
+        keys = larger.astype(dtype)
+        out, lse, flops[beyond] = counted(q, keys, v, softcap=8.0)
+        verdict = compare(out, lse, q, keys, v, **scores)
+        assert verdict.ok, verdict.message
+    again = flops[700,] - flops[()]
+    assert again > 0 and flops[700, 701] == flops[700,] and flops[500, 900] == flops[()] + 2 * again
+
+
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.release)])
+def test_scores_of_another_sequence_do_not_decide_which_way_a_softcap_is_computed(dim):
+    rng = numpy.random.default_rng(2)
+    ends = numpy.array([0, 130, 730, 800])
+    q, k, v = (rng.standard_normal((2, 800, dim)).astype("f2") for _ in range(3))
+    found = []
+    for size in (1, 60):
+        others = [x.copy() for x in (q, k)]
+        for x in others:
+            x[:, :130] *= size
+            x[:, 730:] *= size
+        offsets = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+        plan = plan_attention(*others, v, softcap=20.0, arch="90a", backend="host", kernel="fwd_hopper", return_lse=True, **offsets)
+        assert plan.kernel.config.VARLEN
+        found.append([x[:, 130:730] for x in plan(*others, v, **offsets)])
+    for x, y in zip(*found):
+        numpy.testing.assert_array_equal(x, y)

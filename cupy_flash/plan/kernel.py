@@ -380,7 +380,7 @@ def configure(
         "PLACED": problem is not None and problem.scores.place is not None,
         "FLOAT32_RESULTS": problem is not None and problem.has_wider_results,
         "ADD_RESULTS": adds,
-        "SOFTCAP": problem is None or expressions.kind == "UNCHANGED" or problem.softcap is not None,
+        "SOFTCAP": problem is None or problem.softcap is not None or (expressions.kind == "UNCHANGED" and not explicit),
         "ROTATE_Q": False,
         **dict.fromkeys(("SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD"), False),  # decided of the plan, see plan/backward.py
         "STORE_DBIAS": store_dbias,

@@ -16,6 +16,7 @@ from ..problem.mask import UNBOUNDED
 from ..problem.scores import Scores, told_apart
 from .heads_together import listed_heads_together, query_heads_together
 from .shared_bias import elements_in_turn, listed_sharers_in_turn
+from .softcap import cap_polynomial, softcap_of_kernel
 from .split import KeySplits
 from .structs import struct
 from .tensor_map import TensorMap
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 SCORES = "scores."  # what the names of words in `ScoreParams` begin with
 TILES = "tile_"  # and those of parts of workspace in `TileLists`
 SEQUENCES = "sequences."  # and those of words in `SequenceParams`
-FLOAT32 = numpy.finfo(numpy.float32)
 _BACKWARD_DIVMODS = ("heads_together_divmod", "group_divmod", "units_divmod", "heads_per_kv_divmod", "accum_heads_divmod")
 _UNIT_DIVMODS = ("splits_divmod", "key_tiles_divmod", "query_tiles_divmod", "owner_heads_divmod")
 _GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards", "first_tiles", "finishing", "heads_ahead")
@@ -79,6 +79,8 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
     _add_pairs(params, problem)
     with numpy.errstate(over="ignore"):  # where scores are scaled one by one, nobody reads it
         params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
+    if problem.softcap is not None:
+        params["cap"] = cap_polynomial(problem.scale, problem.softcap)
     _add_lengths(params, problem.lengths)
     params["heads_divmod"] = fast_divmod(problem.heads_q)
     if problem.lengths is None:
@@ -356,7 +358,7 @@ def _add_scores(params: numpy.ndarray, problem: Problem) -> None:
     params["heads_per_kv"] = problem.heads_per_kv
     for field in ("dim", "dim_v", "scale"):
         params[field] = getattr(problem, field)
-    params["softcap"] = 0 if problem.softcap is None else _softcap(problem.scale, problem.softcap)
+    params["softcap"] = 0 if problem.softcap is None else softcap_of_kernel(problem.scale, problem.softcap)
 
 
 def _add_mask(params: numpy.ndarray, problem: Problem) -> None:
@@ -367,23 +369,6 @@ def _add_mask(params: numpy.ndarray, problem: Problem) -> None:
     for field, number in problem.mask.told.items():
         params["mask"][field] = number
     params["mask"]["queries_divmod"] = fast_divmod(problem.mask.queries or 1)
-
-
-def _softcap(scale: float, softcap: float) -> float:
-    """The softcap that a kernel is told.
-
-    It multiplies scores by scale / softcap, and what they become by softcap in units of log 2; the backward divides by that. All
-    have to be numbers of float32. The smallest normal one stands for a softcap below it, to which smaller scores are 0, and the
-    largest one for a softcap that is infinite in units of log 2. scale / softcap may be below the normal numbers as well, where
-    rounding moves it by far more than 2**-24 of itself: then the softcap is moved to where the quotient is exact, or to where it
-    is 2**-140, if it is less. No score is bent by so little.
-    """
-    smallest, largest = float(FLOAT32.smallest_normal), float(FLOAT32.max)
-    softcap = min(max(softcap, smallest), largest / math.log2(math.e))
-    quotient = abs(scale) / softcap
-    if not 0 < quotient < smallest:
-        return softcap
-    return abs(scale) / max(math.ceil(quotient * 2**149) / 2**149, 2**-140)
 
 
 def _check_count(name: str, things: str, count: int) -> None:

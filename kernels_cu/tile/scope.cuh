@@ -255,6 +255,12 @@ OP u32 warp_ballot(const Regs<bool, 1>& flag) {
 #endif
 }
 
+OP Regs<bool, 1> either(const Regs<bool, 1>& a, const Regs<bool, 1>& b) {
+  Regs<bool, 1> any;
+  for_lane(l) any.at(l, 0) = a.at(l, 0) || b.at(l, 0);
+  return any;
+}
+
 // true in every lane of a warpgroup if any lane's flag is set; its warps meet at the barrier of this name
 OP bool warpgroup_any(int name, const Regs<bool, 1>& flag, [[maybe_unused]] CallSite at = call_site()) {
 #if ON_GPU

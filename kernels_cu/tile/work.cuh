@@ -15,7 +15,7 @@ constexpr int LEAD = TILE_LIST || FROM_LAST ? 0 : (GROUPS - 1) * ROWS / TILE_KV;
 constexpr bool SHARED_STAGES = STAGES_Q % GROUPS != 0;        // by several consumers, so that each has to wait for every filling of a stage
 static_assert(min_of(STAGES, STAGES_V) <= 16 && GROUPS <= 8, "four bits for each consumer hold how many key tiles it may leave");
 static_assert(GROUPS > 1 || !PINGPONG, "ping-pong takes two warpgroups");
-constexpr bool FOUR_CAPPED = EXPLICIT_SCORES && SCORES == UNCHANGED && GROUPS == 4; // a softcap, whose registers leave none for a predicate
+constexpr bool FOUR_CAPPED = EXPLICIT_SCORES && SCORES == UNCHANGED && GROUPS == 4; // a softcap
 
 // Of the registers that a launch deals out evenly, the producer gives back most.
 constexpr int THREADS = 32 * WARPS;
@@ -154,6 +154,7 @@ constexpr u32 WHOLE = ~u32(0);
 // Where what is added to a score does not depend on it, S starts from that, before the turn to multiply comes: S += Q K^T. Not in a query tile's first
 // step, nor where the maximum is far from 0 (`unsettled`). Between two steps P is an operand then: as scores it would have the registers of the next S.
 constexpr bool STARTS_FROM_TERM = SCORES == PLUS_TERM && !EXPLICIT_SCORES && !PACK_GQA && (!MASKED_PAIRS || (PAIR_BITS && (STAGED_BIAS || WIDTH_V > 64)));
+constexpr bool KEPT_ONCE = STARTS_FROM_TERM || FOUR_CAPPED;   // whether a step looks for its maximum: in a register of the warp, where predicates are short
 // Integers cost most beneath products, so at dims up to 64 the producer tells of which key tiles a consumer's rows see all keys. As measured: wider rows,
 // sequences of their own lengths and other scores are no faster, or have no registers.
 constexpr bool TELLS_WHOLE = max_of(WIDTH, WIDTH_V) <= 64 && !VARLEN && !PAIR_BITS && (SCORES == UNCHANGED || WITH_TERMS || ((STAGED_BIAS || STARTS_FROM_TERM) && GROUPS == 4));
