@@ -5,11 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from ..machine.execution import NO_OPTIONS, Execution, Prepared, architecture_for, cached
-from ..plan.forward import forward_launches, forward_maps, forward_splits, forward_workspace, make_forward_plan
-from ..plan.kernel import KernelPlan
-from ..plan.packing import packing_of
-from ..plan.params import forward_params, hopper_forward_params, names_of_given
+from ..machine.execution import NO_OPTIONS, Prepared, architecture_for, cached
 from ..problem import arrays
 from ..problem.forward import FORWARD_ARRAYS, Problem, make_problem
 from ..problem.key_ranges import START, STOP
@@ -22,6 +18,7 @@ if TYPE_CHECKING:
     from ..machine.host import Traffic
     from ..machine.numpy_path.scores import BoundScores
     from ..plan.classify import Classification
+    from ..plan.kernel import KernelPlan
 
 
 class AttentionPlan(Prepared):
@@ -42,19 +39,12 @@ class AttentionPlan(Prepared):
         self._returns_lse = returns_lse
         execution = None
         if kernel is not None:
+            from .planned import forward_execution, packing_of  # late: planning is half of an import, and NumPy needs none
+
             packing = packing_of(problem)
-            packed = packing.problem
             self._keys, self._skipped_bytes = packing.keys, packing.skipped_bytes
             self._skips = any(packing.skipped_bytes)
-            launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)
-            maps = forward_maps(kernel, packed)
-            if maps:
-                params = hopper_forward_params(packed, maps, kernel.config.TILE_Q, kernel.config.TILE_KV)
-            else:
-                params = forward_params(packed, forward_splits(kernel, packed))
-            names = (*FORWARD_ARRAYS, *names_of_given(problem))
-            found = classified(kernel, problem)
-            execution = Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, found, keeps_tiles)
+            execution = forward_execution(problem, packing.problem, kernel, classified(kernel, problem), keeps_tiles)
         given = problem.given
         layouts = dict(zip((*FORWARD_ARRAYS, *given), problem.seen))
         super().__init__(layouts, ("out", "lse"), problem.backend, problem.device, execution, keeps_tiles, given)
@@ -386,5 +376,10 @@ def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...],
     others = layouts_of(descriptions[len(FORWARD_ARRAYS) :], asked.operands, asked.arrays)
     problem = make_problem(*layouts[:3], asked, *layouts[3:], *others)
     architecture = architecture_for(problem.backend, problem.device, arch)
-    kernel = None if architecture is None else make_forward_plan(problem, architecture)
+    if architecture is None:
+        kernel = None
+    else:
+        from ..plan.forward import make_forward_plan  # late, as above
+
+        kernel = make_forward_plan(problem, architecture)
     return AttentionPlan(problem, kernel, bool(asked.return_lse), keeps_tiles)

@@ -12,8 +12,6 @@ import numpy
 
 from ..errors import shown
 from ..plan.architecture import HOST, Architecture, architecture_named, architecture_of
-from ..plan.kernel import KernelPlan
-from ..plan.launch import Launch
 from ..plan.workspace import Workspace
 from ..problem import arrays
 from ..problem.forward import Problem
@@ -24,6 +22,8 @@ from ..problem.overlap import are_apart, check_overlap
 
 if TYPE_CHECKING:
     from ..plan.classify import Classification
+    from ..plan.kernel import KernelPlan
+    from ..plan.launch import Launch
     from ..plan.tensor_map import TensorMap
     from .device import DeviceKernel
     from .host import Traffic

@@ -1,0 +1,43 @@
+"""A problem and its kernel -> what a forward executes. Loaded with the first plan that has a kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..machine.execution import Execution
+from ..plan.forward import forward_launches, forward_maps, forward_splits, forward_workspace
+from ..plan.packing import packing_of
+from ..plan.params import forward_params, hopper_forward_params, names_of_given
+from ..problem.forward import FORWARD_ARRAYS, Problem
+
+if TYPE_CHECKING:
+    from ..plan.classify import Classification
+    from ..plan.kernel import KernelPlan
+
+__all__ = ["forward_execution", "packing_of"]
+
+
+def forward_execution(
+    problem: Problem, packed: Problem, kernel: KernelPlan, classification: Classification | None, keeps_tiles: bool
+) -> Execution:
+    """The kernel with its launches, parameters and memory.
+
+    Parameters
+    ----------
+    problem : Problem
+    packed : Problem
+        The same as the kernel sees it, where heads of a group share tiles.
+    kernel : KernelPlan
+    classification : Classification or None
+        What finds the tiles that it visits, if it does not visit all.
+    keeps_tiles : bool
+        Whether a call is given what that found.
+    """
+    maps = forward_maps(kernel, packed)
+    if maps:
+        params = hopper_forward_params(packed, maps, kernel.config.TILE_Q, kernel.config.TILE_KV)
+    else:
+        params = forward_params(packed, forward_splits(kernel, packed))
+    launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)
+    names = (*FORWARD_ARRAYS, *names_of_given(problem))
+    return Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, classification, keeps_tiles)
