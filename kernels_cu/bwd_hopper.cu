@@ -42,6 +42,7 @@
 #include "tile/dq_protocol.cuh"
 #include "tile/key_loads.cuh"
 #include "tile/score.cuh"
+#include "tile/softcap.cuh"
 
 static_assert(TILE_KV == 64 * GROUPS, "a warpgroup owns 64 keys");
 static_assert(SCORES != EXPRESSION, "its registers hold both gradients, and P once");
@@ -211,7 +212,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     }
     wait_for_products<1>(s_reg);                              // without it scores are read that do not exist yet
     const bool masked = !PAIR_BITS && !common.contains(col0, TILE_Q), ask_pairs = !TILE_LIST || !block.is_whole;
-    if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    if (EXPLICIT_SCORES) scale_scores(s_reg, p);
     if constexpr (MODIFIED) {
       if constexpr (!ASKED_AHEAD) anew = find_terms(of_head, head_of, p, block);
       const ScoreContext x = context_of_head(p, block, of_head);
@@ -223,7 +224,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
       if (SCORES == PLUS_LINEAR) terms_of_rows<true>(terms, s_reg, x, not_ahead(block.row0) + own_row, col0, BENDS ? bend_of_tile(p, block) : BEFORE);
     }
     if (masked) apply_mask(s_reg, mask_again(block), row0, col0, masked_score(of_head));
-    probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : scale_of_head(p.scale * LOG2E, of_head), p.softcap, terms, 1.f, kept);
+    probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : scale_of_head(p.scale * LOG2E, of_head), p.per_softcap, terms, 1.f, kept);
     if (!follows && !LATE) let_begin();
     start_product(dv_reg, p_reg, do_smem);
     const bool early = follows && EARLY;

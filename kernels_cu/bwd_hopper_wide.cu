@@ -21,6 +21,7 @@
 #include "tile/dq_protocol.cuh"
 #include "tile/key_loads.cuh"
 #include "tile/score.cuh"
+#include "tile/softcap.cuh"
 
 static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
 static_assert(!TMA_REDUCE_DQ, "shared memory has no room for dQ");
@@ -127,7 +128,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     PairArrays<16, TILE_Q> arrays;
     if constexpr (ASKED_AHEAD && (SCORES != EXPRESSION || PAIR_BITS)) load<true>(arrays, context(block.now.head), block.queries.tile(), own_row, row0, col0, !block.is_whole);
     wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
-    if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    if (EXPLICIT_SCORES) scale_scores(s_reg, p);
     float scale_log2 = exponent_scale(p.scale), masked = -infinity(), slope = 1.f;
     const int head = block.now.head;
     const bool ask_pairs = !TILE_LIST || !block.is_whole;
@@ -152,7 +153,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
       to_operands(p_reg, s_reg);
       pass(p_smem(block.queries.count), factor_reg);
     } else {
-      probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), scale_log2, p.softcap, terms, slope, kept);
+      probabilities(s_reg, p_reg, factor_reg, block.lse_smem(), scale_log2, p.per_softcap, terms, slope, kept);
       pass(p_smem(block.queries.count), FACTOR_APART ? factor_reg : p_reg);
     }
     arrive_pair(passed(block.queries.count));                 // without it the other warp waits for P for ever

@@ -18,6 +18,7 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/mask.cuh"
+#include "tile/softcap.cuh"
 #include "tile/mma.cuh"
 #include "tile/passes.cuh"
 #include "tile/score.cuh"
@@ -141,7 +142,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
     ColVec<TILE_Q> stat_reg;
     multiply_transposed(product_reg, RowsInShared<PAIR_KEYS, WIDTH>(own_smem), for_values ? q_smem(stage) : do_smem(stage));
     load(stat_reg, stats_smem(stage) + (for_values ? 0 : TILE_Q * 4));
-    if (EXPLICIT_SCORES && for_values) scale_scores(product_reg, p.scale, p.softcap);
+    if (EXPLICIT_SCORES && for_values) scale_scores(product_reg, p);
     const bool ask_pairs = !TILE_LIST || !list_of(now.head).is_whole(now.tile);
     if constexpr (MODIFIED && SCORES != EXPRESSION) {
       if (for_values) modify_scores<true>(product_reg, score_context(p, here, now.head, seq.q.len(), seq.kv.len()), row0 + pair_row, col0, ask_pairs);
@@ -155,7 +156,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
       const auto& lse_reg = stat_reg;
       if constexpr (SCORES == EXPRESSION)
         probabilities(s_reg, lse_reg, score_context(p, here, now.head, seq.q.len(), seq.kv.len()), mask, masked, row0 + pair_row, col0, p.softcap, p_smem, ask_pairs);
-      else probabilities(s_reg, lse_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.softcap, p_smem);
+      else probabilities(s_reg, lse_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E, p.per_softcap, p_smem);
       if constexpr (DROPOUT) draw(kept, dropout, head_of_all, row0 + pair_row, col0), drop(p_reg, kept);
       to_operands(operand_reg, p_reg);
       arrive_pair(PASSED + pair);                             // without it the other warp waits for P forever

@@ -21,6 +21,7 @@
 #include "params.cuh"
 #include "tile/copy.cuh"
 #include "tile/mask.cuh"
+#include "tile/softcap.cuh"
 #include "tile/mma.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/sinks.cuh"
@@ -117,7 +118,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v1(GRID_CONSTANT ForwardParams p) {
 
       Acc<WARP_ROWS, TILE_KV> s_reg;
       multiply_transposed(s_reg, Queries(q_smem), k_smem);
-      if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+      if (EXPLICIT_SCORES) scale_scores(s_reg, p);
       if (!unmasked_keys(mask, warp_row, WARP_ROWS).contains(col0, TILE_KV)) apply_mask(s_reg, mask, warp_row, col0);
       update(softmax, s_reg, o_reg, EXPLICIT_SCORES ? 1.f : p.scale * LOG2E);
       multiply_add(o_reg, s_reg, v_smem);

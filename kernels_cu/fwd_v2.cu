@@ -21,6 +21,7 @@
 #include "tile/copy.cuh"
 #include "tile/key_warps.cuh"
 #include "tile/mask.cuh"
+#include "tile/softcap.cuh"
 #include "tile/mma.cuh"
 #include "tile/schedule.cuh"
 #include "tile/scheduler.cuh"
@@ -191,7 +192,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
 
     Acc<WARP_ROWS, WARP_KEYS> s_reg;
     multiply_transposed(s_reg, q, k_smem);
-    if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    if (EXPLICIT_SCORES) scale_scores(s_reg, p);
     if constexpr (MODIFIED && PACK_GQA) {
       PairArrays<WARP_ROWS, WARP_KEYS> arrays;
       load_packed(arrays, rows, seq.kv.len(), col0);

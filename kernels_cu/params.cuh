@@ -102,6 +102,12 @@ struct ListedItem {
   u32 taken;                              // of the first one: how many tiles blocks have taken; of the others: how many key tiles each has, until they are in order
 };
 
+// Of softcap * tanh(scale * s / softcap), in units of log 2: a polynomial in s * s + minus_square, times s, where that is below 0. See tile/softcap.cuh.
+struct CapPolynomial {
+  float minus_square;
+  float factors[6];
+};
+
 struct ForwardParams {
   Tensor q;                               // (*batch, heads,    len_q,  dim)
   Tensor k;                               // (*batch, heads_kv, len_kv, dim)
@@ -113,10 +119,8 @@ struct ForwardParams {
   int batch[BATCH_AXES];
   int heads;
   int heads_per_kv;                       // query heads that share one key-value head
-  int len_q;
-  int len_kv;
-  int dim;
-  int dim_v;
+  int len_q, len_kv;
+  int dim, dim_v;
   float scale;
   float softcap;                          // scores become softcap * tanh(score / softcap); 0 = no cap
   Tensor sinks;                           // (heads, sinks_of_head)  SINKS: of query heads, also where heads share tiles
@@ -132,6 +136,7 @@ struct ForwardParams {
   int partial_rows;                       // of a query tile that there is room for
   WorkItem* work;                         // VARLEN: how many query tiles there are, as a first sequence, and those of a head, see tile/schedule.cuh
   u64* arrivals;                          // LAST_COMBINES: (query tiles)  how many splits have been left, see tile/arrivals.cuh
+  CapPolynomial cap;
 };
 
 // How TMA finds boxes of an array: on the GPU what the driver encodes (cuTensorMapEncodeTiled). Sizes from the fastest
@@ -156,10 +161,8 @@ struct HopperForwardCommon {
   int by_formula;                         // work tiles of a block before those in the table, or before its splits
   FastDivmod tiles_of_head_divmod;
   FastDivmod heads_divmod;
-  int len_q;
-  int len_kv;
-  int dim;
-  int dim_v;
+  int len_q, len_kv;
+  int dim, dim_v;
   float scale;
   float softcap;
   int first_split_tile;                   // SPLIT_KV: number of the first query tile that is split
@@ -177,11 +180,6 @@ struct HopperForwardCommon {
   FastDivmod in_turn_divmod;              // STAGED_BIAS: batch elements that share a bias and alternate; 1 if there are none
 };
 
-// Of softcap * tanh(scale * s / softcap) a polynomial in s * s + minus_square, times s, in units of log 2, where that is below 0. See tile/softcap.cuh.
-struct CapPolynomial {
-  float minus_square;
-  float factors[6];
-};
 constexpr int TABLE_BLOCKS = 136;
 constexpr int TABLE_TILES = 9;
 constexpr u16 NO_TILE = 0xffff;
@@ -228,10 +226,8 @@ struct BackwardParams {
   int heads_per_kv;                       // query heads that share one key-value head
   int heads_per_block;                    // of those, how many one block sums over: heads_per_kv / splits
   int heads_together;                     // heads whose key tiles neighbouring blocks take one after the other
-  int len_q;
-  int len_kv;
-  int dim;
-  int dim_v;
+  int len_q, len_kv;
+  int dim, dim_v;
   float scale;
   float softcap;
   Tensor sinks;                           // (heads, sinks_of_head)  SINKS
@@ -239,6 +235,8 @@ struct BackwardParams {
   i64 sinks_of_head;
   ScoreParams scores;
   SequenceParams sequences;
+  CapPolynomial cap;
+  float per_softcap;                      // ln 2 / softcap; 0 = no cap
 };
 
 // VARLEN: where the keys of a block lie, see tile/key_places.cuh.

@@ -1,11 +1,14 @@
 """The numbers and tensor maps that a backward for sm_90a is told."""
 
+import math
+
 import pytest
 
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.backward import backward_maps, make_backward_plan
 from cupy_flash.plan.grouping import Grouping, make_grouping
 from cupy_flash.plan.params import backward_params, fast_divmod
+from cupy_flash.plan.softcap import cap_polynomial
 from cupy_flash.plan.structs import struct
 from cupy_flash.problem.backward import make_backward_problem
 from cupy_flash.problem.layout import dense_layout
@@ -98,7 +101,9 @@ def test_a_problem_becomes_numbers(kernel):
     memory = {"key_places", "next_tile", "stats_progress", "zeros_progress"}
     assert set(HOPPER_BACKWARD.names) - {"", *BACKWARD.names, *divisors, *heads, *mapped} == memory
     assert {int(params[name]) for name in memory} == {0}
-    assert {name: params[name].tolist() for name in BACKWARD.names if name not in (*tensors, "scores", "sequences")} == {
+    minus_square, factors = cap_polynomial(0.3, 5.0)
+    assert [params["cap"]["minus_square"], *params["cap"]["factors"]] == pytest.approx([minus_square, *factors])
+    assert {name: params[name].tolist() for name in BACKWARD.names if name not in (*tensors, "scores", "sequences", "cap")} == {
         **dict.fromkeys(("stats", "dq_accum", "dk_accum", "dv_accum", "dq_semaphore", "dq_progress", "dsinks", "sinks_of_head"), 0),
         "mask": (6, 12, fast_divmod(1), 0),
         "batch": [1, 1, 1, 2],
@@ -112,6 +117,7 @@ def test_a_problem_becomes_numbers(kernel):
         "dim_v": 48,
         "scale": pytest.approx(0.3),
         "softcap": 5.0,
+        "per_softcap": pytest.approx(math.log(2) / 5),
     }
 
 

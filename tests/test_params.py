@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cupy_flash import UnsupportedError
 from cupy_flash.machine import source, toolchain
 from cupy_flash.plan.params import fast_divmod, forward_params, names_of_scores, places_of
+from cupy_flash.plan.softcap import cap_polynomial
 from cupy_flash.plan.sources import shelf
 from cupy_flash.plan.split import KeySplits
 from cupy_flash.plan.structs import struct
@@ -45,7 +46,7 @@ template <typename T> char kind() {
 def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
     """Name, offset, size and kind of each field; of a tensor map, whose content is the driver's, the size alone."""
     calls, expected = ["WHOLE(TensorMap)"], [f"TensorMap {TENSOR_MAP.itemsize} 64"]
-    alignments = {"FastDivmod": 4, "WorkItem": 4, "ListedItem": 4}
+    alignments = {"FastDivmod": 4, "WorkItem": 4, "ListedItem": 4, "CapPolynomial": 4}
     scores = "DropoutParams", "CapturedArray", "TileLists", "ScoreParams", "SequenceParams", "ClassifyParams"
     alignments |= dict.fromkeys((*scores, "Tensor", "MaskParams", "ForwardParams", "BackwardParams", "MergeParams"), 8)
     alignments |= dict.fromkeys(("Indices", "RotationParams", "RotateParams", "AppendParams"), 8)
@@ -106,7 +107,9 @@ def test_a_problem_becomes_numbers():
     of_inputs = {"q": (64, 384, 1), "k": (1280, 64, 1), "v": (960, 48, 1), "sinks": (1, 6, 0)}
     assert strides == of_inputs | {"out": (48, 288, 1), "lse": (10, 1, 0)}
     assert [params[name]["batch_stride"][-1] for name in strides] == [3840, 3840, 2880, 2880, 60, 0]
-    assert {name: params[name].tolist() for name in FORWARD.names if name not in (*strides, "scores", "sequences")} == {
+    minus_square, factors = cap_polynomial(0.3, 5.0)
+    assert [params["cap"]["minus_square"], *params["cap"]["factors"]] == pytest.approx([minus_square, *factors])
+    assert {name: params[name].tolist() for name in FORWARD.names if name not in (*strides, "scores", "sequences", "cap")} == {
         "state": 0,
         "mask": (6, 12, fast_divmod(1), 0),
         "batch": [1, 1, 1, 2],

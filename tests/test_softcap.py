@@ -262,3 +262,28 @@ def test_scores_of_another_sequence_do_not_decide_which_way_a_softcap_is_compute
         found.append([x[:, 130:730] for x in plan(*others, v, **offsets)])
     for x, y in zip(*found):
         numpy.testing.assert_array_equal(x, y)
+
+
+HIDDEN = [("80", 64), ("90a", 64), ("90a", 128), ("90a", 256)]
+
+
+@pytest.mark.parametrize(("arch", "dim"), quick(HIDDEN, *HIDDEN[:2], spread=True))
+def test_what_is_hidden_does_not_decide_how_a_softcap_is_computed(arch, dim):
+    """Rows whose window does not reach a key, in tiles with it: its scores are beyond the softcap, or within."""
+    rng = numpy.random.default_rng(3)
+    q, k, v, dout = (rng.standard_normal((1, 1, 150, dim)).astype("f2") for _ in range(4))
+    q *= 10  # so that a softcap computed in the other way has another log-sum-exp
+    options = {"arch": arch, "backend": "host", "softcap": 60.0, "window": (10, 10)}
+    found = []
+    for size in (1, 60):
+        keys = k.copy()
+        keys[:, :, 100] *= size
+        plan = plan_attention(q, keys, v, return_lse=True, kernel="fwd_hopper" if arch == "90a" else None, **options)
+        out, lse = plan(q, keys, v)
+        plan = plan_attention_backward(dout, q, keys, v, out, lse, deterministic=True, **options)
+        dq, dk, dv = plan(dout, q, keys, v, out, lse)
+        assert plan.kernel.file == {"80": "bwd_v2"}.get(arch, "bwd_hopper_wide" if dim > 128 else "bwd_hopper")
+        rows, seen = abs(numpy.arange(150) - 100) > 10, abs(numpy.arange(150) - 100) > 20
+        found.append([*(x[:, :, rows] for x in (out, lse, dq)), *(x[:, :, seen] for x in (dk, dv))])
+    for x, y in zip(*found):
+        numpy.testing.assert_array_equal(x, y)

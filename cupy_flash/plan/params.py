@@ -79,8 +79,6 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
     _add_pairs(params, problem)
     with numpy.errstate(over="ignore"):  # where scores are scaled one by one, nobody reads it
         params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
-    if problem.softcap is not None:
-        params["cap"] = cap_polynomial(problem.scale, problem.softcap)
     _add_lengths(params, problem.lengths)
     params["heads_divmod"] = fast_divmod(problem.heads_q)
     if problem.lengths is None:
@@ -131,6 +129,8 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
     _add_pairs(params, problem.forward)
     _add_lengths(params, problem.forward.lengths)
     params["heads_per_block"], params["heads_together"] = grouping.heads_per_block, grouping.heads_together
+    if problem.forward.softcap is not None:
+        params["per_softcap"] = math.log(2) / params["softcap"]
     return params
 
 
@@ -358,7 +358,9 @@ def _add_scores(params: numpy.ndarray, problem: Problem) -> None:
     params["heads_per_kv"] = problem.heads_per_kv
     for field in ("dim", "dim_v", "scale"):
         params[field] = getattr(problem, field)
-    params["softcap"] = 0 if problem.softcap is None else softcap_of_kernel(problem.scale, problem.softcap)
+    if problem.softcap is not None:
+        params["softcap"] = softcap_of_kernel(problem.scale, problem.softcap)
+        params["cap"] = cap_polynomial(problem.scale, problem.softcap)
 
 
 def _add_mask(params: numpy.ndarray, problem: Problem) -> None:

@@ -196,9 +196,8 @@ CAUSAL, WINDOW = ("causal",), ("window",)
 FOUR = {"warps": 20, "stages": 6, "stages_v": 6, "stages_q": 8, "tma_store_out": True, "min_blocks": 1, "plain_scores": True}
 THREE = {"warps": 16, "stages": 4, "stages_v": 4, "stages_q": 6, "tma_store_out": True, "min_blocks": 1, "plain_scores": True}
 NARROW = {"warps": 16, "stages": 4, "stages_v": 3, "stages_q": 4, "tma_store_out": True, "min_blocks": 1}
-TWO = {"warps": 12, "stages_q": 4, "min_blocks": 1}
+TWO, ONE = {"warps": 12, "stages_q": 4, "min_blocks": 1}, {"warps": 8, "stages_q": 2, "min_blocks": 1, "max_len_q": SHORT}
 TWO_PINGPONG = {**TWO, "tma_store_out": True, "pingpong": True}
-ONE = {"warps": 8, "stages_q": 2, "min_blocks": 1, "max_len_q": SHORT}
 SHARED, WIDE = {"warps": 12, "stages_q": 3, "min_blocks": 1}, {"warps": 12, "stages_q": 2, "min_blocks": 1}
 CAPPED = {**FOUR, "plain_scores": False, "pingpong": True, "masks": ("full", "causal"), "without_lengths": True}
 CAPPED_64 = TileConfig(64, 256, 64, FOUR_GROUPS + PINGPONG + "; measured 251 with a softcap", **CAPPED, without_sinks=True)
@@ -325,6 +324,7 @@ HOPPER_BACKWARD = (
     TileConfig(128, 64, 128, NARROW_STEPS + "; measured 497 at 1,024", **OF_KEYS, max_len_q=1536),
     TileConfig(128, 64, 128, NARROW_STEPS + "; measured 468 at 2,048", **OF_KEYS, max_len_q=4096, masks=("causal",)),
     TileConfig(128, 80, 128, MORE_QUERIES + "; measured 567 at 2,048, 651, 637 causal", **OF_KEYS, tma_reduce_dq=True),
+    TileConfig(128, 64, 128, NARROW_STEPS + "; measured 470 at 4,096 with a softcap", warps=12, min_blocks=1),
 )
 HOPPER_BACKWARD_WIDE = (
     TileConfig(128, 64, 64, "one gradient a warpgroup: both would spill", warps=12, min_blocks=1),

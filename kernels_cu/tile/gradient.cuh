@@ -17,8 +17,7 @@ template <int N> OP void load(ColVec<N>& cols, SharedAddress src) {
 
 // s becomes p = 2^(scale_log2 * s - lse), and the other warp is passed p, times the derivative of the softcap if there is one.
 template <int M, int N>
-OP void probabilities(Acc<M, N>& s, const ColVec<N>& lse, float scale_log2, float softcap, PassedTile<M, N> passed) {
-  const float inverse = softcap > 0.f ? LN2 / softcap : 0.f;     // of a score in units of log 2
+OP void probabilities(Acc<M, N>& s, const ColVec<N>& lse, float scale_log2, float per_softcap, PassedTile<M, N> passed) {
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < s.regs; r += passed.per_move) {
@@ -29,8 +28,8 @@ OP void probabilities(Acc<M, N>& s, const ColVec<N>& lse, float scale_log2, floa
         const float p = exp2_approx(fmaf(score, scale_log2, -lse.at(l, s.col_slot(r + i))));
         s.at(l, r + i) = factor[i] = p;
         if (EXPLICIT_SCORES) {
-          const float bent = score * inverse;
-          factor[i] = p == 0.f ? 0.f : p * (1.f - bent * bent);     // of a masked pair, bent is infinite or NaN
+          const float bent = fmaxf(score * per_softcap, -2.f);          // of a masked pair it was infinite or NaN, and p is 0
+          factor[i] = p * (1.f - bent * bent);
         }
       }
       store_shared(passed.at(l, r), pack_moved(factor));
@@ -66,8 +65,7 @@ constexpr bool FACTOR_APART = EXPLICIT_SCORES || (SCORES == SCALED && !SCALE_SUM
 // columns is read from shared memory when it is needed.
 template <int N>
 OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16> (&factor_reg)[N / 16], SharedAddress lse, float scale_log2,
-                      float softcap, const RowVec<16>& terms, float slope, const KeptHalves<N / 16>& kept) {
-  const float inverse = softcap > 0.f ? LN2 / softcap : 0.f;     // of a score in units of log 2
+                      float per_softcap, const RowVec<16>& terms, float slope, const KeptHalves<N / 16>& kept) {
   for_lane(l) {
     const int lane = TMA_REDUCE_DQ ? not_ahead(l) : l;
     #pragma unroll
@@ -78,10 +76,9 @@ OP void probabilities(Acc<16, N>& s, OperandA<16> (&p_reg)[N / 16], OperandA<16>
         float p[2], factor[2];
         #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float score = s.at(l, r + 2 * row + i), bent = score * inverse;
+          const float score = s.at(l, r + 2 * row + i), bent = fmaxf(score * per_softcap, -2.f);          // of a masked pair it was infinite or NaN, and p is 0
           p[i] = exp2_approx(exponent(score, scale_log2, stat.x[i], terms.at(l, row)));
-          factor[i] = p[i] == 0.f ? 0.f : p[i] * (SCORES == SCALED ? slope : 1.f - bent * bent);      // of a masked pair, bent is infinite or NaN
-          if (!EXPLICIT_SCORES && SCORES != SCALED) factor[i] = p[i];
+          factor[i] = SCORES == SCALED ? (p[i] == 0.f ? 0.f : p[i] * slope) : EXPLICIT_SCORES ? p[i] * (1.f - bent * bent) : p[i];
         }
         p_reg[r / 8].at(l, r / 4 % 2 * 2 + row) = pack<Element>(p[0], p[1]);
         if constexpr (DROPOUT) p_reg[r / 8].at(l, r / 4 % 2 * 2 + row) &= kept.whole(l, r / 8, r / 4 % 2 * 2 + row);

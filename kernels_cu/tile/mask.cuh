@@ -136,9 +136,10 @@ template <int M, int N, typename AnyMask> OP void apply_mask(Acc<M, N>& s, const
 // maximum is exact where they are close, however large; with the change of base after the difference, it would err by 2^-24 of either.
 // What expressions are of is in natural units.
 constexpr float SCORE_UNIT = SCORES == EXPRESSION ? 1.f : LOG2E;
+OP float cap_inverse(float scale, float softcap) { return fminf(fmaxf(scale / softcap, -HIGHEST), HIGHEST); } // 0 times infinity is NaN
 template <int M, int N> OP void scale_scores(Acc<M, N>& s, float scale, float softcap) {
   if (SOFTCAP && softcap > 0.f) {                             // asked once, not for each score
-    const float inverse = fminf(fmaxf(scale / softcap, -HIGHEST), HIGHEST), height = softcap * SCORE_UNIT;       // 0 times infinity is NaN
+    const float inverse = cap_inverse(scale, softcap), height = softcap * SCORE_UNIT;
     for_lane(l) {
       #pragma unroll
       for (int r = 0; r < s.regs; ++r) s.at(l, r) = tanh_by_sinh(s.at(l, r) * inverse) * height;
