@@ -59,11 +59,25 @@ def kernel_cache(tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
+    folder = os.environ.get("CUPY_FLASH_CACHE_DIR", str(folder / "kernels"))
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("CUPY_FLASH_CACHE_DIR", os.environ.get("CUPY_FLASH_CACHE_DIR", str(folder / "kernels")))
+        environment.setenv("CUPY_FLASH_CACHE_DIR", folder)
         for name in ("CUPY_FLASH_HOST_SANITIZE", "CUPY_FLASH_HOST_SCHEDULE", "COLUMNS"):
             environment.delenv(name, raising=False)
-        yield
+        yield folder
+
+
+@pytest.fixture
+def known_machine(kernel_cache, monkeypatch):
+    """What executes any kernel comes from the cache of all tests, in a test that has a cache of its own."""
+    build = host._machine
+
+    def known(*given):
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("CUPY_FLASH_CACHE_DIR", kernel_cache)
+            return build(*given)
+
+    monkeypatch.setattr(host, "_machine", known)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ DIMS = ((40, "float16"), (128, "bfloat16"), (160, "float16"), (256, "bfloat16"))
 BIASES = {"of pairs": (BATCH, HEADS), "of heads": (HEADS,)}
 MASKS = ("padding", "array")
 OF_BIAS, OF_MASK = list(product(DIMS, ENDS, BIASES)), list(product(DIMS, ENDS, MASKS))
-QUICK_BIAS = [(DIMS[0], "causal", "of heads")]
+QUICK_BIAS = [(DIMS[0], "causal", "of pairs")]
 QUICK_MASK = [(DIMS[1], "window", "array")]
 # Of the forward and of the backward: kernel, queries and keys of a tile.
 WIDER = {160: ("fwd_hopper", 128, 64, "bwd_hopper_wide", 64, 64), 256: ("fwd_hopper", 128, 64, "bwd_hopper_wide", 64, 64)}

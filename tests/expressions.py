@@ -23,7 +23,7 @@ ARRAYS = {
 }
 VALUES = {"score": 0.875, "b": 1, "h": 2, "h_kv": 0, "q_idx": 5, "kv_idx": 3, "q_len": 7, "kv_len": 6}
 SMOOTH = ("tanh", "sigmoid", "sin", "cos")
-many = settings(max_examples=150, deadline=None)
+many = settings(max_examples=60, deadline=None)
 
 
 @st.composite

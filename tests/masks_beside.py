@@ -22,7 +22,7 @@ CASES = [
     if dropout or mask != "none"
 ]
 CASES.append((DIMS[1], "full", "bias of pairs", "documents", False))  # tiles of its gradient that no block visits
-QUICK = [case for case in CASES if case[2:] == ("alibi", "documents", True)]  # for a bias see test_staged_bias.py
+QUICK = [case for case in CASES if case[2:] == ("relative", "array", True)]  # for a bias see test_staged_bias.py
 
 
 TWO = [(DIMS[i], pair) for i in (1, 3) for pair in ("alibi and a bias", "a bias and a softcap", "a table and a softcap")]

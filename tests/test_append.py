@@ -67,7 +67,7 @@ def draw_tables(data, rng, batch, new):
 
 
 @pytest.mark.parametrize("backend, dtypes", BACKENDS_AND_DTYPES)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_new_rows_are_where_they_belong_and_nothing_else_is_touched(backend, dtypes, data):
     dtype = data.draw(st.sampled_from(dtypes))

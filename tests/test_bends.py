@@ -93,7 +93,8 @@ def normal(dtype, len_q, len_kv, dim):
     return [rng.standard_normal((2, *rows, dim)).astype(DTYPES[dtype]) for rows in shapes]
 
 
-@pytest.mark.parametrize("case", quick(CASES, *(CASES[i] for i in (0, 9))), ids=str)
+@pytest.mark.release  # ALiBi, which is one of them, and sequences ask it as well
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_expressions(case, schedule, bent):
     (dtype, dim, len_q, len_kv), text, mask = case
     options, hand = MASKS[mask]
@@ -128,8 +129,7 @@ def test_alibi(beside, dim, schedule, bent):
 
 
 def test_queries_whose_gradients_go_through_shared_memory(staged, schedule, bent):
-    slopes = numpy.array([1.5, 0.25, 2.0**-8, 0.0], numpy.float32)
-    given = normal("bfloat16", 300, 331, 128)
+    slopes, given = abs(SLOPES), normal("bfloat16", 300, 331, 64)  # whose forward is that of `test_alibi`
     _, backward = judged("bfloat16", {"alibi_slopes": slopes}, {"alibi_slopes": slopes}, WHERE, inputs_given=given)
     assert backward.expressions.bends and backward.config.TMA_REDUCE_DQ
 
@@ -156,6 +156,7 @@ def test_sequences(kind, dim, schedule):
     ragged.assert_same_bits(alone, [found[i] for i in order])
 
 
+@pytest.mark.release  # test_linear_terms.py asks it of a term with one slope
 def test_tiles_are_computed_once(schedule):
     """The tile at the diagonal comes first: of others no score is larger by as much as P may be before its maximum is found."""
     q, k, v, _ = normal("float16", 700, 700, 64)
@@ -168,6 +169,7 @@ def test_tiles_are_computed_once(schedule):
     assert flops[0] == flops[1]
 
 
+@pytest.mark.release  # test_linear_terms.py asks it of a term with one slope
 @pytest.mark.parametrize("slope", thinned([1.0, 0.01]))
 def test_blocks_that_share_a_query_tile(slope, schedule):
     """Of three query tiles two blocks share the last; a split begins with its first keys."""

@@ -275,7 +275,7 @@ def test_folder_of_another_user_is_refused(own_folder):
         assert cache.read(NAME) is None
 
 
-def test_refused_folder_costs_one_build_and_no_result(own_folder, monkeypatch):
+def test_refused_folder_costs_one_build_and_no_result(own_folder, monkeypatch, known_machine):
     builds = []
     compile_as_ever = host._compile
     monkeypatch.setattr(host, "_compile", lambda *rest: builds.append(rest) or compile_as_ever(*rest))

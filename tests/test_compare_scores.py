@@ -56,7 +56,7 @@ def judge(case, results, wrt=None):
 # Accepted
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", thinned(["float16", "float64", "bfloat16", "float32"]))
 @pytest.mark.parametrize("alone", ALONE, ids=str)
 def test_naive_is_accepted(alone, dtype):
     case = Case(dtype, **SHAPE, **alone)
@@ -66,7 +66,7 @@ def test_naive_is_accepted(alone, dtype):
     assert len(backward.judged) == 3 + len(wrt_of(case))
 
 
-@pytest.mark.parametrize("case", thinned(OF_PAIRS[::7]), ids=str)
+@pytest.mark.parametrize("case", thinned(OF_PAIRS[::7], keep=4), ids=str)
 def test_numpy_is_accepted_with_room(case):
     for result in check.run_case(case, check.select_computations("numpy"), "numpy"):
         assert result.ok, result.message

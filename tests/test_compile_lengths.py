@@ -14,8 +14,7 @@ from cupy_flash.problem.arrays import DTYPES
 
 LENS, OFFSETS = numpy.array([100, 7]), numpy.array([0, 100, 128])
 WAYS = ("packed", "paged", "heads together", "heads together, paged", "heads together, split", "split, paged", "backward")
-QUICK = {("80", "float16", 128, "backward"), ("75", "float32", 64, "heads together, paged")}
-QUICK |= {("90a", "float16", 128, "split, paged")}
+QUICK = {("80", "float16", 128, "backward"), ("90a", "float16", 128, "split, paged")}
 # Bytes where no tile that was tried has fewer.
 SPILLS = dict.fromkeys([(architecture, "float32", 256, "heads together, split") for architecture in ("100", "120")], 8)
 
@@ -47,7 +46,6 @@ READ = {  # what gradients are asked for, of what
     "by score": {"score": "score + t[int(score)]", "arrays": {"t": numpy.ones(9, numpy.float32)}, "wrt": "t"},
 }
 READ["level of many"] = READ["level"] | {"alibi_slopes": numpy.ones(4, numpy.float32), "dropout": 0.1, "seed": 1}
-QUICK_READ = {("80", "float16", 128, "pairs")}  # of other architectures in test_compile_scores.py
 
 
 def settings_of_reads():
@@ -55,10 +53,10 @@ def settings_of_reads():
         for dtype in ("float16", "float32"):
             for dim in WIDTHS:
                 for asked in READ:
-                    quick = (architecture, dtype, dim, asked) in QUICK_READ
-                    yield pytest.param(architecture, dtype, dim, asked, marks=() if quick else pytest.mark.release)
+                    yield architecture, dtype, dim, asked
 
 
+@pytest.mark.release  # test_compile_scores.py asks it of a batch without lengths
 @pytest.mark.parametrize("architecture, dtype, dim, asked", list(settings_of_reads()))
 def test_no_spill_of_sums(architecture, dtype, dim, asked):
     """Of gradients of what scores read."""
@@ -93,7 +91,7 @@ ASKED = MASKS | {
     "bias, mask": {"bias": numpy.zeros((4, 128, 128), numpy.float32), "mask": numpy.ones((128, 128), bool), **LENGTHS_OF_PAIRS},
 }
 # fwd_hopper is compiled with pages below, and bwd_hopper without lengths in test_compile.py; the rest is for a release.
-QUICK_HOPPER = {(256, "causal", "backward")}
+QUICK_HOPPER = {(64, "causal", "backward")}
 
 
 def settings_of_hopper():

@@ -36,7 +36,7 @@ def taken(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", thinned([2, 4]))
 @pytest.mark.parametrize("backend, dtype", quick(PLACES, *ON_NUMPY, ("host", "float16"), spread=True))
 @pytest.mark.parametrize("scheme", thinned(["ring", "all_gather"]))
 def test_parts_are_float32(scheme, backend, dtype, ranks, taken):
@@ -79,7 +79,7 @@ def test_a_result_is_rounded_once(backend, dtype):
 
 
 @pytest.mark.parametrize("backend, dtype", quick(PLACES, *ON_NUMPY, ("host", "float16"), spread=True))
-@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+@pytest.mark.parametrize("scheme", thinned(["ring", "all_gather"]))
 def test_gradients_are_rounded_once(scheme, backend, dtype):
     """They are sums of what each rank's queries and keys leave, in float64."""
     case, ranks = replace(FULL, dtype=dtype), 4

@@ -13,11 +13,12 @@ from thinned import thinned
 
 from cupy_flash import dropout_mask, plan_attention
 from cupy_flash.call import dropout as call
-from cupy_flash.machine import machine_code, nvrtc, source, toolchain
+from cupy_flash.machine import host, machine_code, nvrtc, source, toolchain
+from cupy_flash.machine.host import HostOptions
 from cupy_flash.machine.numpy_path.dropout import keeps, pcg4d, philox4x32_7
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.matrix import every_plan
-from cupy_flash.plan.sources import shelf
+from cupy_flash.plan.sources import files, shelf
 from cupy_flash.problem.dropout import Dropout, make_dropout, make_seed
 
 SEED, OFFSET = 0x0123456789ABCDEF, 0xFEDCBA98
@@ -325,6 +326,7 @@ THRESHOLD = reference_bits(SEED, OFFSET, 0, 0, 0)
 PROGRAM = """
 #include "tile/dropout.cuh"
 #include <cstdio>
+const host::KernelFile host::kernel_file{1, 0, nullptr};  // there is none
 template <bool TRANSPOSED, int M, int N> void show(const Dropping& dropout, u32 batch_head, int row0, int col0) {
   Acc<M, N> x;
   for_lane(l) for (int r = 0; r < x.regs; ++r) {
@@ -362,8 +364,9 @@ def test_host_kernels_drop_the_same_pairs(tmp_path):
                 x = numpy.where((row + col) % 5, 1 + row * cols + col, numpy.inf).astype("f4")
                 expected.append(numpy.where(kept.T if transposed else kept, x, numpy.float32(0)).tobytes())
     (tmp_path / "dropout.cpp").write_text(PROGRAM + f"int main() {{ {' '.join(calls)} }}\n")
+    (tmp_path / "machine.o").write_bytes(host._machine(files(), HostOptions()))
     command = [*toolchain.compiler(), "-std=c++17", "-pthread", "-Wall", "-Werror", "-Wno-unknown-pragmas", f"-I{shelf()}"]
-    subprocess.run([*command, "dropout.cpp", str(shelf() / "host_machine.cpp"), "-o", "dropout"], check=True, cwd=tmp_path)
+    subprocess.run([*command, "dropout.cpp", "machine.o", "-o", "dropout"], check=True, cwd=tmp_path)
     assert subprocess.run([tmp_path / "dropout"], check=True, capture_output=True).stdout == b"".join(expected)
 
 

@@ -41,6 +41,7 @@ def test_a_bias(case, schedule):
     assert backward.config.STAGED_BIAS is staged and backward.config.STORE_DBIAS is (staged and shape == "of pairs")
 
 
+@pytest.mark.release  # test_masks_beside.py has it beside a score as well
 @pytest.mark.parametrize("case", quick(OF_MASK, *QUICK_MASK), ids=str)
 def test_what_a_mask_leaves(case, schedule, share_of_bits):
     (dim, dtype), *_ = case

@@ -22,7 +22,7 @@ def losses_of(ranks, *arguments):
 
 
 def test_losses_are_those_of_one_process():
-    one, several = (losses_of(n, "--seq", 600, "--steps", 2, "--memory", 0) for n in (1, 3))
+    one, several = (losses_of(n, "--seq", 300, "--steps", 2, "--memory", 0) for n in (1, 3))
     assert several == pytest.approx(one, abs=2e-5)
     assert one[1] < one[0]
 

@@ -151,7 +151,7 @@ def test_every_argument_of_every_function_is_broken_and_some_calls_are_right():
 OPTIONS = ("scale", "causal", "window", "softcap", "precision", "algorithm", "backend", "arch", "kernel", "deterministic")
 
 
-@pytest.mark.parametrize("option", thinned(OPTIONS))
+@pytest.mark.parametrize("option", thinned(OPTIONS, keep=4))
 def test_every_value_of_an_option_is_drawn(option):
     draw = Draw("values", 1, 0)
     found = {draw_value(draw, option, backward=False).label for _ in range(2000)}
@@ -206,7 +206,7 @@ def found_by(seed, count, **wanted):
 
 
 def test_numpy_problems_without_a_planted_fault_pass():
-    assert list(found_by(SEED, 200)) == []
+    assert list(found_by(SEED, 120)) == []
 
 
 def test_a_scale_off_by_one_percent_is_found(monkeypatch):
@@ -362,13 +362,13 @@ WORKER = """if True:
 
 
 def test_crashes_and_hangs_are_reported_and_the_range_goes_on():
-    happened = list(supervise("calls", 1, 0, 10, seconds=3, worker=(sys.executable, "-c", WORKER)))
+    happened = list(supervise("calls", 1, 0, 10, seconds=2, worker=(sys.executable, "-c", WORKER)))
     assert [x for x in happened if not isinstance(x, Failure)] == list(range(10))
     failures = {x.index: x.what for x in happened if isinstance(x, Failure)}
     assert list(failures) == [2, 4, 6, 8]
     assert failures[2] == "wrong"
     assert failures[4].startswith("the process ended with signal 6")
-    assert failures[6].startswith("still running after 3 seconds")
+    assert failures[6].startswith("still running after 2 seconds")
     assert failures[8] == "the process ended with status 1\n  said"
 
 

@@ -153,6 +153,7 @@ def test_heads_in_groups(dim, last_blocks, deterministic, planning, request):
     judge(case, given, computed(plan, given))
 
 
+@pytest.mark.release  # the last test has sums that are used again, and test_stored_dbias.py those of two heads of a group
 @pytest.mark.parametrize("schedule, deterministic", quick(MODES, MODES[1], spread=True), ids=IN_MODES)
 def test_groups_of_query_heads_that_use_sums_again(schedule, deterministic, schedule_as, unsplit, planning):
     schedule_as(schedule)

@@ -28,7 +28,7 @@ def in_pages(x, lens, size, rng):
 
 # Pages that a tile has one and several of, that have several tiles, and that no tile is a multiple of.
 SIZES = (1, 3, 8, 16, 24, 48, 64, 256)
-QUICK = {(128, 16, "window")}  # test_hopper_gradients_of_lengths.py has pages of one key as well
+QUICK = {(64, 16, "window")}  # test_hopper_gradients_of_lengths.py has pages of one key as well
 MASKS = {"causal": {"causal": True}, "window": {"window": (300, 0)}, "full": {}}
 SETTINGS = [
     pytest.param(dim, size, mask, marks=() if (dim, size, mask) in QUICK else release)

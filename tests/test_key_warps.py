@@ -44,7 +44,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("keys", thinned(KEYS))
-@pytest.mark.parametrize("name", quick(CASES, "one query", "a window"))
+@pytest.mark.parametrize("name", quick(CASES, "one query"))
 def test_it_is_attention(name, keys, schedule):
     case = replace(CASES[name], len_kv=keys)
     inputs = make_inputs(case)
@@ -212,7 +212,7 @@ def compiled():
             yield plan
 
 
-@pytest.mark.parametrize("plan", thinned(list(compiled()), keep=26), ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", thinned(list(compiled()), keep=52), ids=lambda plan: plan.name)
 def test_nothing_is_spilled(plan):
     assert plan.config.SPLIT_KV and plan.config.PACK_GQA
     report = nvrtc.report(plan)

@@ -30,7 +30,7 @@ def drawn(count, backend):
 
 
 def test_random_lengths_are_computed_right_on_numpy():
-    numbers = drawn(50, "numpy")
+    numbers = drawn(32, "numpy")
     assert len(numbers) > 15
     assert [wrong for i in numbers if (wrong := running_lengths.run(SEED, i))] == []
 
@@ -93,8 +93,7 @@ def test_a_sum_that_lacks_a_percent_is_found(monkeypatch, name):
     monkeypatch.setattr(running_lengths, "compute", wrong)
     numbers = [i for i in drawn(900, "numpy") if has(lengths.draw_problem_of_lengths(SEED, i), name)]
     assert numbers
-    messages = [running_lengths.run(SEED, i) or "" for i in numbers[:8]]
-    assert any("FAILS" in message for message in messages)
+    assert any("FAILS" in (running_lengths.run(SEED, i) or "") for i in numbers[:8])
 
 
 def has(problem, name):

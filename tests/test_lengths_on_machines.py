@@ -24,7 +24,7 @@ LENS = (0, 1, 64, 65, 127, 37)
 
 
 def test_random_problems():
-    numbers = drawn(2, 0, 40)
+    numbers = drawn(2, 0, 22)
     assert len(numbers) > 15 and [found for i in numbers if (found := wrong(NUMPY, 2, i))] == []
 
 

@@ -94,7 +94,8 @@ PREFIX_QUERIES = "TransposedMask{first, UNBOUNDED, end, rows, max_of(min_of(last
 PREFIX = {"causal": True, "prefix": 33}
 MASKS = {"keys": ({}, *KEYS), "queries": ({}, *QUERIES)}
 MASKS |= {"prefix, keys": (PREFIX, *PREFIX_KEYS), "prefix, queries": (PREFIX, *PREFIX_QUERIES)}
-SHAPES = [(16, 64), (16, 80), (16, 112), (16, 176), (32, 128), (64, 48), (16, 256)]
+SHAPES = [(16, 64), (16, 112), (64, 48), (16, 256)]
+OTHERS = [(16, 80), (16, 176), (32, 128)]
 LARGEST = [(32, 256)]
 
 
@@ -131,11 +132,12 @@ def faults(results_of):
 
 
 @pytest.mark.parametrize("kind", thinned(MASKS, keep=6))
-@pytest.mark.parametrize("shapes", thinned([SHAPES, LARGEST]), ids=str)
+@pytest.mark.parametrize("shapes", thinned([SHAPES, OTHERS, LARGEST], keep=3), ids=str)
 def test_scores_in_the_mask_stay_and_others_go(kind, shapes, faults):
     assert faults(kind, *shapes) == dict.fromkeys(shapes, 0)
 
 
+@pytest.mark.release  # the last test has sums of the longest lengths as well, and sees what is wrong with them
 @pytest.mark.parametrize("kind", thinned(MASKS, keep=5))
 def test_no_sum_overflows(kind, faults, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")  # and undefined behaviour

@@ -6,7 +6,7 @@ import itertools
 import ml_dtypes
 import numpy
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinned import quick
 
@@ -56,6 +56,7 @@ def test_weights_are_those_of_the_sums(backend, dtype, unit, shape):
 
 
 @pytest.mark.parametrize("backend", quick(["host", "numpy"], "host"))
+@settings(max_examples=50)
 @given(st.integers(1, 100), st.integers(0, 150), st.integers(0, 150))
 def test_keys_split_anywhere_merge_to_the_whole(backend, len_q, len_a, len_b):
     case = Case("float16", len_q, len_a + len_b, dim=32, heads_q=4, heads_kv=2)

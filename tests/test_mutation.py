@@ -13,7 +13,7 @@ from unittest import mock
 import numpy
 import pytest
 from mutation_settings import STAGED, diagonal, settings_of
-from thinned import thinned
+from thinned import quick, thinned
 
 from cupy_flash import FaultError, SanitizerError, attention, attention_backward, plan_attention, plan_attention_backward
 from cupy_flash.call.backward import BackwardPlan
@@ -34,6 +34,7 @@ PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper", "tile/
 PARTS |= {"tile/key_loads.cuh": "bwd_hopper", "tile/stats_ahead.cuh": "bwd_hopper"}
 PARTS |= {"tile/score_sums.cuh": "bwd_scores", "tile/element_sums.cuh": "bwd_scores", "tile/unit_tiles.cuh": "bwd_scores_hopper"}
 PARTS |= {"tile/schedule.cuh": "fwd_v2", "tile/split.cuh": "fwd_v2", "tile/clipped.cuh": "fwd_hopper"}
+OFTEN = ("bwd_hopper", "fwd_hopper", "fwd_v2")  # kernels that are built for ThreadSanitizer in every check
 # Or a comment, which may speak of one.
 CALL = re.compile(r"//.*|\b(?:(?:sync|arrive|wait|commit|producer|consumer)_\w+|fence_proxy_async)(?:<[^;]*>)?\([^;]*\);")
 
@@ -237,7 +238,7 @@ def faults_without(monkeypatch):
 
 
 @pytest.mark.parametrize("keep", [31, pytest.param(1, marks=pytest.mark.release)])  # of settings
-@pytest.mark.parametrize("kernel", thinned(KERNELS))
+@pytest.mark.parametrize("kernel", quick(KERNELS, *OFTEN))
 def test_kernel_as_it_is(kernel, keep, faults_without):
     assert list(faults_without(kernel, None, keep)) == []
 
@@ -267,7 +268,7 @@ def every_call():
             waits = *BETWEEN_BLOCKS.values(), *BEFORE_USE.values(), FOR_TIME
             if not any(wait.match(call.string, call.start()) for wait in waits):
                 line = call.string.count("\n", 0, call.start()) + 1
-                marks = pytest.mark.release if number % 100 else ()
+                marks = pytest.mark.release if number % 100 or kernel not in OFTEN else ()
                 yield pytest.param(kernel, number, id=f"{file}:{line}:{call[0]}", marks=marks)
 
 
@@ -280,12 +281,11 @@ def test_left_out_call_is_noticed(kernel, number, faults_without):
 BY_LANES, LATER = ("  add(DqAccum{",), ("    add_async(", f"  wait_for_reductions();{'':38}// without it the block")
 
 
-SLOW = [(True, "reductions")]  # without a fault, test_hopper_backward.py has blocks together as well
-RARER = [(True, None), (False, None), (False, "acquired"), *product([False, True], ("ended", "last"))]
-SLOW += [pytest.param(*asked, marks=pytest.mark.release) for asked in RARER]
+# Without a fault, test_hopper_backward.py has blocks together as well.
+SLOW = [(True, "reductions"), (True, None), (False, None), (False, "acquired"), *product([False, True], ("ended", "last"))]
 
 
-@pytest.mark.parametrize("staged, left_out", SLOW)
+@pytest.mark.parametrize("staged, left_out", quick(SLOW, SLOW[0], spread=True))
 def test_blocks_wait_for_one_that_is_slow(staged, left_out, monkeypatch, change_kernel):
     """Three blocks at a time, the first the slowest to add: dq is right, and in order, sums have the bits of blocks in turn."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", "deferred" if staged else "eager")

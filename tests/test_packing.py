@@ -190,7 +190,7 @@ def test_heads_without_a_map_are_packed_all_the_same():
 
 
 @every_kernel
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     group=st.sampled_from([2, 3, 8]),
     heads_kv=st.integers(1, 3),
@@ -215,7 +215,7 @@ def test_it_is_attention(kernel, group, heads_kv, len_kv, mask, layout):
 def test_few_queries_are_attention(kernel, order):
     """Several of a head in a tile, each with its own keys, and heads that begin in the middle of a warp's rows."""
 
-    @settings(max_examples=30)
+    @settings(max_examples=15)
     @given(st.sampled_from([2, 3, 8]), st.integers(2, 64), st.integers(1, 200), st.sampled_from(MASKS))
     @example(8, 17, 200, {"window": (40, 9)})
     @example(3, 50, 20, {"causal": True})  # some of which see nothing

@@ -170,7 +170,7 @@ def test_lse_of_an_empty_dim_v_is_still_computed(return_lse):
 WINDOW_ENDS = st.none() | st.integers(-1, 12)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     st.integers(0, 9),
     st.integers(0, 9),

@@ -17,7 +17,7 @@ from cupy_flash.problem.options import Options
 
 X = numpy.ones((2, 5, 4), "float32")
 lengths = st.integers(1, 30)
-many = settings(max_examples=300, deadline=None)
+many = settings(max_examples=150, deadline=None)
 
 
 @st.composite

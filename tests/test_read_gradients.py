@@ -313,7 +313,7 @@ def test_masked_scores_reach_no_sum():
     assert numpy.isfinite(got).all() and abs(got - expected).max() <= 2**-15 * abs(expected).max()
 
 
-@pytest.mark.parametrize("axis", thinned(["batch", "heads", "queries", "keys", "elements"]))
+@pytest.mark.parametrize("axis", thinned(["batch", "heads", "queries", "keys", "elements"], keep=3))
 def test_empty_axes(axis):
     batch, heads, len_q, len_kv, size = (
         0 if axis == name else n for name, n in zip(("batch", "heads", "queries", "keys", "elements"), (2, 2, 5, 6, 3))

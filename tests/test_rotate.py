@@ -46,7 +46,7 @@ def positions_of(kind, rng, batch, seq, rows):
 
 
 @pytest.mark.parametrize("backend, dtypes", BACKENDS_AND_DTYPES)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_rows_are_rotated_by_the_angles_of_their_positions(backend, dtypes, data):
     dtype = data.draw(st.sampled_from(dtypes))

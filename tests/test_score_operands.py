@@ -6,7 +6,7 @@ import numpy
 import pytest
 from hand_scores import Grid
 from score_calls import DTYPES, GRID, SMALL, TALL, Call, blocks, normal, same_bits, strided, truths
-from thinned import quick
+from thinned import quick, thinned
 
 from cupy_flash import attention, attention_vjp
 
@@ -145,7 +145,7 @@ def test_rows_that_see_nothing():
     assert not any(x.any() for x in (*nobody.run()[2], nobody.run()[2].dbias))
 
 
-@pytest.mark.parametrize("spoilt", [numpy.nan, numpy.inf, -numpy.inf], ids=str)
+@pytest.mark.parametrize("spoilt", thinned([numpy.nan, numpy.inf, -numpy.inf]), ids=str)
 @pytest.mark.parametrize("name", [None, "gate", "decay", "bounded", "square"])
 def test_what_is_masked_reaches_nobody(name, spoilt):
     """Whatever keys, values, rows and biases of hidden pairs hold: all bits are those of a call without it."""
@@ -186,7 +186,7 @@ def test_a_spoilt_array_reaches_those_who_read_it(spoilt):
 # Dropout
 
 
-@pytest.mark.parametrize("p", quick([1e-6, 0.1, 0.5, 0.999, 1 - 2**-33], 1e-6, 0.1, 1 - 2**-33))
+@pytest.mark.parametrize("p", quick([1e-6, 0.1, 0.5, 0.999, 1 - 2**-33], 1e-6, 1 - 2**-33))
 def test_dropout(p):
     with blocks(8, 4):
         Call(GRID).dropout(p, 123).check()

@@ -5,17 +5,17 @@ import re
 import numpy as np
 import pytest
 from combining import MARK, combined, counters
-from thinned import thinned
+from thinned import quick, thinned
 
 from cupy_flash import append_kv, attention, plan_attention
 from cupy_flash.judge.compare import compare
 from cupy_flash.machine import host, source
 from cupy_flash.machine.host import SCHEDULES
 
+FEW = [("float32", 2, 1), ("float32", 1, 17), ("float16", 1, 3), ("float16", 5, 16)]
 
-@pytest.mark.parametrize(
-    "dtype, group, queries", [("float32", 2, 1), ("float32", 1, 17), ("float16", 1, 3), ("float16", 5, 16)], ids=str
-)
+
+@pytest.mark.parametrize("dtype, group, queries", quick(FEW, *FEW[1:3], spread=True), ids=str)
 def test_splits_stay_in_their_workspace(dtype, group, queries):
     """Warps store all of their rows, 16 or 32, whichever of these exist."""
     rng = np.random.default_rng(0)

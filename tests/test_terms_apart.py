@@ -152,6 +152,7 @@ def test_what_each_pair_computes(score, options):
     assert {plan.kernel.config.SCORES for plan in plans} <= {"PLUS_TERM", "EXPRESSION"}
 
 
+@pytest.mark.release  # terms of keys above and splits of linear terms ask it as well
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.release)])
 def test_terms_of_keys_of_splits(causal, schedule):
     """Of which a block has some key tiles, and brings the terms of these. Of three query tiles two blocks share the last."""
@@ -173,6 +174,7 @@ SYNCHRONISE = {  # warps that bring terms with others: what is left out, and whe
 }
 
 
+@pytest.mark.release  # calls of kernels without terms are left out in test_mutation.py as well
 @pytest.mark.parametrize("left_out", thinned([None, *SYNCHRONISE], keep=5, first=1))
 def test_warps_that_bring_terms_wait_and_arrive(left_out, change_kernel, monkeypatch):
     """More key tiles than there are stages, of several query tiles a block."""

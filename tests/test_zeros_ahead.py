@@ -28,7 +28,7 @@ CASES = [
     ((14, 257, 256), (14, 129, 256), {"dtype": ml_dtypes.bfloat16}),
     ((18, 140, 96), (18, 300, 96), {"score": "score - 0.25 * (q_idx - kv_idx)"}),
 ]
-OFTEN = [(*case, schedule) for case, schedule in zip(CASES, ("eager", "deferred", "eager", "deferred"))][::3]
+OFTEN = [(*CASES[0], "eager")]  # for wide heads see `test_zeros`
 
 
 @pytest.mark.parametrize(
