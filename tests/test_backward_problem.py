@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import pickle
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from cupy_flash import attention, attention_backward
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan.grouping import Grouping
 from cupy_flash.plan.params import backward_params, fast_divmod
+from cupy_flash.plan.softcap import cap_polynomial
 from cupy_flash.problem.backward import BACKWARD_ARRAYS, Gradients, make_backward_problem
 from cupy_flash.problem.layout import dense_layout
 from cupy_flash.problem.options import Options
@@ -135,7 +137,9 @@ def test_a_problem_becomes_numbers():
         "dv": (960, 48, 1),
     }
     assert [params[name]["batch_stride"][-1] for name in tensors] == [2880, 3840, 0, 0, 2880, 60, 1, 0, 3840, 0, 0]
-    assert {name: params[name].tolist() for name in params.dtype.names if name not in (*strides, "scores", "sequences")} == {
+    minus_square, factors = cap_polynomial(0.3, 5.0)
+    assert [params["cap"]["minus_square"], *params["cap"]["factors"]] == pytest.approx([minus_square, *factors])
+    assert {name: params[name].tolist() for name in params.dtype.names if name not in (*strides, "scores", "sequences", "cap")} == {
         **dict.fromkeys(("stats", "dq_accum", "dk_accum", "dv_accum", "dq_semaphore", "dq_progress", "dsinks", "sinks_of_head"), 0),
         "mask": (6, 12, fast_divmod(1), 0),
         "batch": [1, 1, 1, 2],
@@ -149,6 +153,7 @@ def test_a_problem_becomes_numbers():
         "dim_v": 48,
         "scale": pytest.approx(0.3),
         "softcap": 5.0,
+        "per_softcap": pytest.approx(math.log(2) / 5),
     }
 
 

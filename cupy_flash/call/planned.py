@@ -33,11 +33,11 @@ def forward_execution(
     keeps_tiles : bool
         Whether a call is given what that found.
     """
+    launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)  # they refuse what is too large
     maps = forward_maps(kernel, packed)
     if maps:
         params = hopper_forward_params(packed, maps, kernel.config.TILE_Q, kernel.config.TILE_KV)
     else:
         params = forward_params(packed, forward_splits(kernel, packed))
-    launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)
     names = (*FORWARD_ARRAYS, *names_of_given(problem))
     return Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, classification, keeps_tiles)
