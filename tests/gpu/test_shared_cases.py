@@ -104,7 +104,7 @@ def best_backward(case, moved):
     """What the planner should choose for a backward that moves these arrays tile by tile."""
     if own_architecture().name != "90a" or case.dtype == "float32" or not all(map(tma_can_move, moved)):
         return "bwd_v2"
-    return "bwd_hopper" if max(case.dim, case.dim_v) <= (64 if explicit_scores(case) else 128) else "bwd_hopper_wide"
+    return "bwd_hopper" if max(case.dim, case.dim_v) <= 128 else "bwd_hopper_wide"
 
 
 def backward_plan_of_best(case, inputs, state, dout, dlse, **options):

@@ -20,7 +20,7 @@ CASES = (
     Case("bfloat16", 700, 1700, dim=96, heads_q=4, softcap=6.0, sinks=1),
     Case("float16", 700, 1700, dim=256, heads_q=4, softcap=6.0, window=(300, 0)),
     Case("bfloat16", 30, 1700, dim=128, heads_q=8, heads_kv=2, batch=(2,), softcap=6.0),
-    Case("float16", 60, 100, heads_q=8, batch=(40,), softcap=6.0),
+    Case("float16", 60, 100, heads_q=8, batch=(6,), softcap=6.0),
     Case("float32", 150, 300, heads_q=2, softcap=6.0),
 )
 
