@@ -30,7 +30,7 @@ NAMES = tuple(feature.name for feature in FEATURES)
 @click.command("bench-scores")
 @click.argument("direction", type=click.Choice((*DIRECTIONS, "both")), default="both")
 @click.option("--feature", "chosen", multiple=True, type=click.Choice(NAMES), help="Only this; may be given several times.")
-@click.option("--dim", "dims", type=names("32", "64", "128"), help="Only these head dims.")
+@click.option("--dim", "dims", type=names("32", "64", "128", "256"), help="Only these head dims.")
 @click.option("--flex", type=names(*FLEXIBLE, "none"), default=",".join(FLEXIBLE), help="Where FlexAttention takes part.")
 @click.option("--rounds", type=click.IntRange(1), default=4, show_default=True, help="Turns in a cell.")
 @click.option("--seconds", type=SECONDS, default=0.1, show_default=True, help="GPU time of a contender in a cell.")
@@ -46,7 +46,7 @@ def bench_scores(
     seconds: float,
     json_path: Path | None,
 ) -> None:
-    """Measure ALiBi, sinks, expressions, biases, masks and dropout.
+    """Measure ALiBi, sinks, softcaps, expressions, biases, masks and dropout.
 
     In each cell dense attention of the same shape takes turns with the feature. The share of its rate is for each pair in a tile
     that has to be computed. Results are judged before they are timed. Exits with 1 if a kernel of this project fails.

@@ -19,9 +19,9 @@ from ..problem.backward import Gradients
 from ..problem.key_ranges import KeyRanges
 from .bench import Array, Contender, Run, Verdict
 from .cells import Cell
-from .features import FLEXIBLE, P_DROPPED, PREFIX, FeatureCell, Options
+from .features import FLEXIBLE, P_DROPPED, PREFIX, SOFTCAP, FeatureCell, Options
+from .peers import NEEDS, is_installed, torch_run, unwritten, workspace_of
 from .peers import contenders as of_plain
-from .peers import torch_run, unwritten, workspace_of
 from .stopwatch import GpuBench
 
 MANY = 256  # batch elements, of more of which the gradient of what they share is not judged
@@ -104,6 +104,8 @@ def contenders(cell: FeatureCell, flex: Collection[str] = FLEXIBLE) -> tuple[Con
         there += [Contender(name, partial(_sdpa_with_bias, SDPA[name])) for name in ("torch-cudnn", "torch-efficient")]
     if feature.name == "dropout":
         there.append(Contender("torch-flash2", _sdpa_with_dropout, solves=lambda cell: None))
+    if feature.name in ("softcap", "softcap causal") and is_installed(NEEDS["fa4"]):
+        there.append(Contender("fa4", _fa4_softcap))
     if feature.name in ("alibi", "alibi unmasked"):
         there.append(Contender("flash2-alibi", _flash2_alibi, directions=("forward",)))
     return tuple(there)
@@ -180,9 +182,25 @@ def _flash2_alibi(cell: FeatureCell, inputs: Inputs) -> Run:
     return torch_run(forward, inputs.arrays, lambda x: x.transpose(1, 2))
 
 
+def _fa4_softcap(cell: FeatureCell, inputs: Inputs) -> Run:
+    from flash_attn.cute.interface import flash_attn_func
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        result = flash_attn_func(q, k, v, causal=cell.causal, softcap=SOFTCAP)
+        return result[0] if isinstance(result, tuple) else result  # some versions return the log-sum-exp as well
+
+    return torch_run(forward, inputs.arrays, lambda x: x.transpose(1, 2))
+
+
 def _flex_alibi(options: Options) -> Callable[..., Any]:
     slopes = _tensor(options["alibi_slopes"])
     return lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()
+
+
+def _flex_softcap(options: Options) -> Callable[..., Any]:
+    import torch
+
+    return lambda score, b, h, i, j: SOFTCAP * torch.tanh(score / SOFTCAP)
 
 
 def _flex_column(options: Options) -> Callable[..., Any]:
@@ -216,6 +234,8 @@ def _flex_ranges(options: Options) -> Callable[..., Any]:
 FLEX = {
     "alibi": _flex_alibi,
     "alibi unmasked": _flex_alibi,
+    "softcap": _flex_softcap,
+    "softcap causal": _flex_softcap,
     "column term": _flex_column,
     "temperature": _flex_temperature,
     "documents": _flex_documents,

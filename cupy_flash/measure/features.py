@@ -21,9 +21,10 @@ from ..problem.key_ranges import KeyRanges
 from .cells import HIDDEN, TOKENS, Cell
 
 Options = dict[str, Any]
-P_DROPPED, SEED = 0.1, 7
+P_DROPPED, SEED, SOFTCAP = 0.1, 7, 50.0
 # Asked of FlexAttention too.
-FLEXIBLE = ("alibi", "alibi unmasked", "column term", "temperature", "documents", "drawn documents", "prefix", "ranges")
+FLEXIBLE = ("alibi", "alibi unmasked", "softcap", "softcap causal", "column term", "temperature", "documents", "drawn documents")
+FLEXIBLE += ("prefix", "ranges")
 DOCUMENTS, PREFIX, FIRST_KEYS, NEAR = 8, 1024, 64, 1024
 
 
@@ -192,6 +193,18 @@ FEATURES = (
         0.97,
         0.97,
         causal=True,
+    ),
+    *(
+        Feature(
+            name,
+            lambda cell, rng: {"softcap": SOFTCAP},
+            lambda cell, given, batch, heads, xp: {"softcap": given["softcap"]},
+            0.0,
+            0.0,
+            causal=causal,
+            dims=(64, 128, 256),
+        )
+        for name, causal in (("softcap", False), ("softcap causal", True))
     ),
     Feature(
         "column term",
