@@ -1,9 +1,9 @@
 // softcap.cuh -- a softcap in few instructions where scores lie near 0, as nearly all do.
 //
-// A tanh that is right relatively takes 14 instructions, one of them of the unit that exponentials need (`scale_scores`). For scores within the softcap
-// tanh x / x is a polynomial of degree 5 in x^2, and seven instructions are left of it, together with the exponent that it ends in. So a step takes that for
-// all its pairs, and whether a score was beyond is found without an instruction of its own for each: the polynomial is in x^2 - 1, whose sign tells, and
-// one operation joins the signs of two. Then the step is done again, as where P is too large.
+// A tanh that is right relatively takes 14 instructions, one of them of the unit that exponentials need (tile/mask.cuh). For scores within the softcap
+// tanh x / x is a polynomial of degree 5 in x^2, and seven instructions are left of it, together with the exponent that it ends in. So a step of
+// fwd_hopper.cu takes that for all its pairs, and whether a score was beyond is found without an instruction of its own for each: the polynomial is in
+// x^2 - 1, whose sign tells, and one operation joins the signs of two. Then the step is done again, as where P is too large. Other kernels ask before.
 #pragma once
 #include "tile/mask.cuh"
 #include "tile/softmax.cuh"
