@@ -18,11 +18,11 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/mask.cuh"
-#include "tile/softcap.cuh"
 #include "tile/mma.cuh"
 #include "tile/passes.cuh"
 #include "tile/score.cuh"
 #include "tile/sequence.cuh"
+#include "tile/softcap.cuh"
 #include "tile/tile_list.cuh"
 
 constexpr int THREADS = 32 * WARPS;

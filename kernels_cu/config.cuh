@@ -60,7 +60,7 @@ constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the 
 constexpr int   COPY_BYTES = 16;          // bytes moved at once between device memory and shared memory or registers: 16, 8, 4, or 0 for one element; divides every row
 constexpr bool  Q_IN_REGISTERS = false;   // keep the query operand in registers instead of reading it again for each KV tile
 constexpr bool  LAZY_RESCALE = true;      // leave O alone in a step where no row of the warp has a new maximum
-constexpr bool  SOFTCAP = true;           // there may be a softcap, which is asked when the kernel runs; false where an expression leaves no registers to ask
+constexpr bool  SOFTCAP = true;           // there may be a softcap, which is asked when the kernel runs; false beside an expression, or where scores are scaled one by one, if there is none
 constexpr bool  EXPLICIT_SCORES = false;  // scale (and softcap) each score before the maximum: for softcap, and for scale <= 0 or large
 
 constexpr bool  ROTATE_Q = false;         // append: queries of the new rows are rotated as well

@@ -21,10 +21,10 @@
 #include "params.cuh"
 #include "tile/copy.cuh"
 #include "tile/mask.cuh"
-#include "tile/softcap.cuh"
 #include "tile/mma.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/sinks.cuh"
+#include "tile/softcap.cuh"
 #include "tile/softmax.cuh"
 #include "tile/accum.cuh"
 

@@ -20,7 +20,7 @@ from ..problem.key_ranges import KeyRanges
 from .bench import Array, Contender, Run, Verdict
 from .cells import Cell
 from .features import FLEXIBLE, P_DROPPED, PREFIX, SOFTCAP, FeatureCell, Options
-from .peers import NEEDS, is_installed, torch_run, unwritten, workspace_of
+from .peers import NEEDS, fa4_run, is_installed, torch_run, unwritten, workspace_of
 from .peers import contenders as of_plain
 from .stopwatch import GpuBench
 
@@ -183,13 +183,7 @@ def _flash2_alibi(cell: FeatureCell, inputs: Inputs) -> Run:
 
 
 def _fa4_softcap(cell: FeatureCell, inputs: Inputs) -> Run:
-    from flash_attn.cute.interface import flash_attn_func
-
-    def forward(q: Any, k: Any, v: Any) -> Any:
-        result = flash_attn_func(q, k, v, causal=cell.causal, softcap=SOFTCAP)
-        return result[0] if isinstance(result, tuple) else result  # some versions return the log-sum-exp as well
-
-    return torch_run(forward, inputs.arrays, lambda x: x.transpose(1, 2))
+    return fa4_run(cell, inputs.arrays, softcap=SOFTCAP)
 
 
 def _flex_alibi(options: Options) -> Callable[..., Any]:

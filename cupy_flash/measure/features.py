@@ -23,8 +23,10 @@ from .cells import HIDDEN, TOKENS, Cell
 Options = dict[str, Any]
 P_DROPPED, SEED, SOFTCAP = 0.1, 7, 50.0
 # Asked of FlexAttention too.
-FLEXIBLE = ("alibi", "alibi unmasked", "softcap", "softcap causal", "column term", "temperature", "documents", "drawn documents")
-FLEXIBLE += ("prefix", "ranges")
+FLEXIBLE = (
+    *("alibi", "alibi unmasked", "softcap", "softcap causal", "column term", "temperature"),
+    *("documents", "drawn documents", "prefix", "ranges"),
+)
 DOCUMENTS, PREFIX, FIRST_KEYS, NEAR = 8, 1024, 64, 1024
 
 

@@ -68,7 +68,7 @@ def contenders(
         if module and not is_installed(module):
             missing.append(Failure(name, f"there is no module {module}"))
         else:
-            prepare = {"naive": _naive, "fa4": _fa4}.get(name) or partial(_sdpa, SDPA[name])
+            prepare = {"naive": _naive, "fa4": fa4_run}.get(name) or partial(_sdpa, SDPA[name])
             there.append(Contender(name, prepare))
     return tuple(there), tuple(missing)
 
@@ -207,11 +207,12 @@ def _sdpa(backend: str, cell: Cell, inputs: tuple[Array, ...]) -> Run:
     return torch_run(forward, inputs)
 
 
-def _fa4(cell: Cell, inputs: tuple[Array, ...]) -> Run:
+def fa4_run(cell: Cell, inputs: tuple[Array, ...], **options: Any) -> Run:
+    """FlashAttention-4, with options of its own."""
     from flash_attn.cute.interface import flash_attn_func
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        result = flash_attn_func(q, k, v, causal=cell.causal)
+        result = flash_attn_func(q, k, v, causal=cell.causal, **options)
         return result[0] if isinstance(result, tuple) else result  # some versions return the log-sum-exp as well
 
     return torch_run(forward, inputs, lambda x: x.transpose(1, 2))
