@@ -126,7 +126,7 @@ def test_no_spill_in_hopper_kernels(dtype, dim, asked, way):
         return
     code, log = nvrtc.compile_plan(kernel)
     assert kernel.config.VARLEN and "C75" not in log
-    both_gradients = kernel.file == "bwd_hopper" and kernel.config.WIDTH == 128
+    both_gradients = kernel.file == "bwd_hopper" and kernel.config.WIDTH == 128 and dtype == "float16"
     of_both_gradients = 8 * (asked == "softcap" and both_gradients)  # as in test_compile_scores.py
     assert all(read(code)[entry].stack_bytes <= of_both_gradients for entry in kernel.entries)
 

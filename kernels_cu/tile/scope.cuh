@@ -255,6 +255,7 @@ OP u32 warp_ballot(const Regs<bool, 1>& flag) {
 #endif
 }
 
+// the flag of each lane, if either is set
 OP Regs<bool, 1> either(const Regs<bool, 1>& a, const Regs<bool, 1>& b) {
   Regs<bool, 1> any;
   for_lane(l) any.at(l, 0) = a.at(l, 0) || b.at(l, 0);
