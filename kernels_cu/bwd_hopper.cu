@@ -60,7 +60,7 @@ template <> struct OfQueries<true> { typedef TransposedAccumTile<TILE_Q, WIDTH> 
 using Accum = OfQueries<TMA_REDUCE_DQ>::Accum;
 using Part = OfQueries<TMA_REDUCE_DQ>::Part;                  // of dQ or its transpose, for a warp
 
-template <bool STAGED = TMA_REDUCE_DQ, int N> OP void start_part(Acc<16, N>& dq, const GradientTile& ds, int row, const KeyTile& k, int col) {
+template <bool STAGED = TMA_REDUCE_DQ, int N> OP void start_part(Acc<16, N>& dq, const GradientTile& ds, int row, const PanelTile<TILE_KV, WIDTH>& k, int col) {
   if constexpr (STAGED) start_transposed_product(dq, k, col, ds);
   else start_product(dq, ds, row, k, col);
 }
@@ -157,7 +157,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const int dq_row = dq_row_of(group), dq_col = dq_col_of(group);
   const ColumnRange common = PERSISTENT ? ColumnRange{0, -1} : unmasked_queries(block.mask, block.row0 + own_row, 16);
 
-  Acc<16, WIDTH> dk_reg, dv_reg;
+  Acc<16, DIM> dk_reg, dv_reg;
   fill(dk_reg, 0.f);
   fill(dv_reg, 0.f);
   u32 number = 0;                                             // of the query tile before
@@ -172,7 +172,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const auto start_dq = [&](Part& dq_reg) {
     const u32 before = block.queries.count - 1;
     wait_for<LANES>(block.written, before % 2);               // without it dS is read that other warpgroups have not written
-    start_part(dq_reg, block.ds_smem(before), dq_row, k_smem, dq_col);
+    start_part(dq_reg, block.ds_smem(before), dq_row, PanelTile<TILE_KV, WIDTH>{k_smem.base}, dq_col);
   };
   const auto add_dq = [&](const Part& dq_reg) {
     add_part(p, block, number, block.queries.count - 1, dq_reg, group, dq_row + warp % 4 * 16, dq_col);

@@ -27,7 +27,7 @@ static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for eac
 static_assert(!TMA_REDUCE_DQ, "shared memory has no room for dQ");
 
 // dQ = dS K is dealt out by its columns, in whole panels.
-constexpr int VALUES_COLS = WIDTH / 128 * 64, KEYS_COLS = WIDTH - VALUES_COLS;
+constexpr int VALUES_COLS = WIDTH / 128 * 64, KEYS_COLS = DIM - VALUES_COLS;
 
 // Whether there are registers for what the pairs of a head have in common, which otherwise is asked again for each query tile.
 constexpr bool KEEPS_TERMS = SCORES == SCALED || (SCORES == PLUS_LINEAR && !DROPOUT);
@@ -58,7 +58,7 @@ template <int N> OP void multiply_queries(const KeyBlock& block, Acc<16, N>& dq_
 }
 // What is left of the tile before, if there was one, and the tile at hand handed back. sum_reg is still being summed up.
 template <int N>
-OP void end_step(const HopperBackwardParams& p, KeyBlock& block, Acc<16, WIDTH>& sum_reg, const bool follows, int own_row, int col) {
+OP void end_step(const HopperBackwardParams& p, KeyBlock& block, Acc<16, DIM>& sum_reg, const bool follows, int own_row, int col) {
   Acc<16, N> dq_reg;
   if (follows) multiply_queries(block, dq_reg, col);
   wait_for_products<0>(sum_reg);                              // without it the producer overwrites what the product reads
@@ -111,7 +111,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   int head_of = block.here.first_head;                        // KEEPS_TERMS: whose scores have these
   HeadTerms of_head{};
   if constexpr (KEEPS_TERMS) of_head = terms_of(head_of);
-  Acc<16, WIDTH> sum_reg;                                     // dV or dK
+  Acc<16, DIM> sum_reg;                                   // dV or dK
   fill(sum_reg, 0.f);
 
   const auto step_for_values = [&](const bool follows) {

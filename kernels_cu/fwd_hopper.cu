@@ -154,7 +154,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   warpgroup_reg_alloc<CONSUMER_REGISTERS>();
   QueryTile q_smem; Acc<16, TILE_KV> s_reg;
   OperandA<16> p_reg[TILE_KV / 16]; PairDrawing<TILE_KV / 16> drawing{}; // P; DROPOUT: which pairs of it are kept
-  Acc<16, WIDTH_V> o_reg;
+  Acc<16, DIM_V> o_reg;
   OnlineSoftmax<16> softmax(LOWEST);
   float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
   if constexpr (DROPOUT) drawing.dropout = seeded(p.scores);

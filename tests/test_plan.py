@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cupy_flash import UnsupportedError, attention, plan_attention
 from cupy_flash.plan.architecture import ARCHITECTURES, architecture_named, architecture_of
-from cupy_flash.plan.kernel import padded
+from cupy_flash.plan.columns import padded
 from cupy_flash.plan.tuning import KERNEL_TABLES, SHORT, WIDTHS, row_for
 
 

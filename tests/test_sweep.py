@@ -20,7 +20,7 @@ from cupy_flash.measure.cells import Cell
 from cupy_flash.measure.sweep import Swept, candidates, fault_of
 from cupy_flash.plan import tuning
 from cupy_flash.plan.architecture import ARCHITECTURES
-from cupy_flash.plan.kernel import padded
+from cupy_flash.plan.columns import padded
 from cupy_flash.plan.tuning import HOPPER_CANDIDATES, TileConfig, candidates_for, table_for
 
 SM_90A = ARCHITECTURES["90a"]

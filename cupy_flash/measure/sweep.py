@@ -16,6 +16,7 @@ from ..machine import nvrtc
 from ..plan.architecture import Architecture
 from ..plan.forward import make_forward_plan
 from ..plan.kernel import Config, KernelPlan, configure
+from ..plan.rows_between import rows_between
 from ..plan.tuning import TileConfig, candidates_for
 from ..problem.forward import make_problem
 from ..problem.layout import dense_layout
@@ -103,8 +104,9 @@ def candidates(cell: Cell, architecture: Architecture, kernel: str | None = None
     q = dense_layout(cell.shape, reversed(range(len(cell.shape))), cell.dtype, None)
     problem = make_problem(q, q, q, Options(causal=cell.causal, backend="host", kernel=kernel))
     chosen = make_forward_plan(problem, architecture)
-    widths = max(chosen.config.WIDTH, chosen.config.WIDTH_V), chosen.config.WIDTH_V
-    rows = [row for row in candidates_for(chosen.file, architecture, cell.dtype) if row.serves(*widths)]
+    dims = max(chosen.config.DIM, chosen.config.DIM_V), chosen.config.DIM_V
+    between = rows_between(problem) if chosen.file == "fwd_hopper" else ()
+    rows = [row for row in (*between, *candidates_for(chosen.file, architecture, cell.dtype)) if row.serves(*dims)]
     plans = dict.fromkeys(_with_tile(chosen, row, cell.dtype, problem.precision) for row in rows)
     plans = [plan for plan in plans if plan.shared_bytes <= architecture.shared_bytes]
     return tuple(Candidate(name, plan, plan == chosen) for name, plan in zip(_names(plans), plans))
@@ -113,7 +115,7 @@ def candidates(cell: Cell, architecture: Architecture, kernel: str | None = None
 def _with_tile(plan: KernelPlan, row: TileConfig, dtype: str, precision: str) -> KernelPlan:
     c = plan.config
     given = c.WIDTH, c.WIDTH_V, c.COPY_BYTES, c.EXPLICIT_SCORES, c.SPLIT_KV, c.LAST_COMBINES, c.PACK_GQA
-    config = configure(row, plan.architecture, dtype, precision, *given)
+    config = configure(row, plan.architecture, dtype, precision, *given, columns=(c.DIM, c.DIM_V))
     return replace(plan, config=config, reasons=(row.reason,))
 
 

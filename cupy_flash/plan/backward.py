@@ -11,6 +11,7 @@ from ..problem.forward import Problem
 from ..problem.layout import Layout
 from ..problem.read_gradients import check_sums
 from .architecture import Architecture
+from .columns import columns, padded
 from .copies import copy_size
 from .expression_text import ExpressionText
 from .grouping import (
@@ -26,7 +27,7 @@ from .grouping import (
     query_tiles,
     splits,
 )
-from .kernel import KernelPlan, check_kind, configure, explicit_scores, kind_of_sinks, padded, rows_of, taken_apart, text_of
+from .kernel import KernelPlan, check_kind, configure, explicit_scores, kind_of_sinks, rows_of, taken_apart, text_of
 from .launch import Launch, checked
 from .pair_bits import why_bits, with_bits
 from .sequences import elements_of
@@ -105,6 +106,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
             adds=problem.adds,
             store_dbias=store_dbias,
             persistent=persistent,
+            columns=(columns(kernel, max(p.dim, p.dim_v), width),) * 2,
         ),
         expressions=expressions,
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores, why_stored, why_pairs, why_taken))),

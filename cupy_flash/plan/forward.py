@@ -9,6 +9,7 @@ from ..errors import UnsupportedError
 from ..problem.forward import Problem
 from ..problem.scores import Scores
 from .architecture import Architecture
+from .columns import NARROWEST_PANEL, widths
 from .copies import copy_size
 from .expression_text import ExpressionText
 from .few_rows import why_fwd_v2
@@ -19,7 +20,6 @@ from .kernel import (
     explicit_scores,
     kind_of_sinks,
     layouts_of,
-    padded,
     rows_of,
     taken_apart,
     text_of,
@@ -30,6 +30,7 @@ from .launch import Launch, checked
 from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages
 from .packing import FEW, has_packed_scores, packing_of
 from .pair_bits import why_bits, with_bits
+from .rows_between import rows_between
 from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, costs_of_tiles, least_split, splits_pay
 from .sequences import elements_of, row_length, tiles_of
 from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
@@ -39,7 +40,6 @@ from .workspace import Workspace
 
 MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in tiles
 LISTED = ("fwd_v2", "fwd_hopper")  # kernels that visit the tiles of a list where pairs are masked
-NARROWEST_PANEL = 64  # columns: fwd_hopper has no narrower width
 EVEN = 0.75  # of the longest query tile that the shortest has to have
 LAST_FIRST = "the last keys first where a linear term makes scores larger towards them"
 DIAGONAL_FIRST = "the keys at the diagonal first, where a term of the distance makes scores largest"
@@ -71,16 +71,13 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     problem = packing.problem
     expressions = text_of(problem)
     kernel, why_kernel = _forward_kernel(problem if problem.lengths is None else asked, architecture, expressions)
-    width, width_v = padded(problem.dim), padded(problem.dim_v)
+    (width, dim), (width_v, dim_v) = widths(kernel, problem.dim), widths(kernel, problem.dim_v)
     if kernel == "fwd_hopper" and not has_packed_scores(problem):
         expressions = with_bits(problem, taken_apart(problem, expressions, _bends(problem)), bends=_bends(problem))
-    if kernel == "fwd_hopper":
-        width, width_v = max(width, NARROWEST_PANEL), max(width_v, NARROWEST_PANEL)
     copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by TMA
     in_memory = {} if problem.lengths is None else problem.lengths.caches  # pages are as far apart as these say
     copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in copied} | in_memory)
     explicit, why_scores = explicit_scores(problem, expressions, unless_large=kernel == "fwd_hopper")
-    widest = max(width, width_v)
     pack_gqa = problem.mask.queries is not None
     split, why_split = (False, "") if kernel == "fwd_hopper" else splits_keys(kernel, asked, problem.len_kv)
     of_lengths = kernel == "fwd_hopper" and problem.lengths is not None
@@ -90,12 +87,12 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         kernel,
         architecture,
         problem.dtype,
-        widest,
+        max(dim, dim_v),
         min(problem.len_q, SHORT) if crowded else row_length(problem),
         copy_bytes,
         explicit,
         mask=problem.mask.shape,
-        width_v=width_v,
+        width_v=dim_v,
         sinks=problem.sinks is not None,
         lengths=problem.lengths is not None or split,
         rows=LENGTHS_HOPPER if of_lengths and not problem.scores else _rows(kernel, architecture, problem, expressions),
@@ -157,6 +154,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             own_lists=listed and kernel == "fwd_hopper" and problem.scores.dropout is None and _has_own_lists(row),
             in_turn=listed and kernel == "fwd_hopper" and not split and _may_be_uneven(problem.scores),
             from_last=rises,
+            columns=(dim, dim_v),
         ),
         expressions=expressions,
         reasons=tuple(filter(None, reasons)),
@@ -256,7 +254,8 @@ def _rows(kernel: str, architecture: Architecture, problem: Problem, expressions
         from .pair_tuning import packed_rows  # late, as in `rows_of`
 
         return packed_rows(problem, expressions.pressure)
-    return rows_of(kernel, architecture, problem, expressions)
+    between = rows_between(problem) if kernel == "fwd_hopper" else ()
+    return between + rows_of(kernel, architecture, problem, expressions)
 
 
 def _crowded(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
@@ -265,7 +264,7 @@ def _crowded(problem: Problem, architecture: Architecture, expressions: Expressi
 
     if drops_most(problem):
         return "fwd_hopper drops at most 31 of 32 pairs"
-    widest = padded(max(problem.dim, problem.dim_v))
+    _, widest = widths("fwd_hopper", max(problem.dim, problem.dim_v))
     rows = _rows("fwd_hopper", architecture, problem, expressions)
     if any(row.width >= widest and not (problem.lengths and row.without_lengths) for row in rows):
         return ""

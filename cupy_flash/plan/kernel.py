@@ -14,7 +14,7 @@ from ..problem.layout import Layout
 from .architecture import Architecture
 from .expression_text import NOTHING, ExpressionText, Pressure
 from .tensor_map import obstacle
-from .tuning import WIDTHS, TileConfig, table_for
+from .tuning import TileConfig, table_for
 
 # The kernel files, and the struct of `kernels_cu/params.cuh` that every entry of a file is launched with.
 PARAMS = {
@@ -63,6 +63,8 @@ class Config:
     Q_TILES: int
     WIDTH: int
     WIDTH_V: int
+    DIM: int
+    DIM_V: int
     WARPS: int
     WARPS_KV: int
     STAGES: int
@@ -198,7 +200,7 @@ class KernelPlan:
     def name(self) -> str:
         """Kernel, architecture and whatever tells this plan from others, on one line."""
         c = self.config
-        words = [self.file, str(self.architecture), c.DTYPE.lower(), f"d{c.WIDTH}"] + [f"v{c.WIDTH_V}"] * (c.WIDTH_V != c.WIDTH)
+        words = [self.file, str(self.architecture), c.DTYPE.lower(), f"d{c.DIM}"] + [f"v{c.DIM_V}"] * (c.DIM_V != c.DIM)
         words += ["tf32"] * (c.TF32_PASSES == 1) + [f"{c.TILE_Q}x{c.TILE_KV}", f"w{c.WARPS}"]
         words += [f"kv{c.WARPS_KV}"] * (c.WARPS_KV > 1) + [f"q{c.Q_TILES}"] * (c.Q_TILES > 1)
         if self.file == "fwd_hopper":
@@ -350,6 +352,7 @@ def configure(
     adds: bool = False,
     store_dbias: bool = False,
     persistent: bool = False,
+    columns: tuple[int, int] | None = None,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     lengths = None if problem is None else problem.lengths
@@ -359,6 +362,7 @@ def configure(
         "TF32_PASSES": 1 if precision == "tf32" else 3,
         "WIDTH": width,
         "WIDTH_V": width_v,
+        **dict(zip(("DIM", "DIM_V"), columns or (width, width_v))),
         "COPY_BYTES": copy_bytes,
         "EXPLICIT_SCORES": explicit,
         "FROM_LAST": from_last,
@@ -393,8 +397,3 @@ def layouts_of(problem: Problem) -> dict[str, Layout]:
     """All arrays whose batch axes are merged, where each of them steps through them as through one."""
     layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS if name != "sinks"}  # which no kernel moves in tiles
     return {name: layout for name, layout in layouts.items() if layout is not None} | problem.scores.layouts
-
-
-def padded(dim: int) -> int:
-    """The compiled width that serves a head dim."""
-    return next(width for width in WIDTHS if width >= dim)

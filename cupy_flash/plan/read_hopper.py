@@ -9,8 +9,9 @@ from ..problem.forward import Problem
 from ..problem.layout import Layout
 from ..problem.read_gradients import ReadGradient
 from .architecture import Architecture
+from .columns import padded
 from .expression_text import ExpressionText, Pressure
-from .kernel import KernelPlan, padded, text_of
+from .kernel import KernelPlan, text_of
 from .stored_dbias import is_of_bias
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig

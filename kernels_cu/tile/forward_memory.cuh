@@ -5,10 +5,10 @@
 #include "tile/pipeline.cuh"
 #include "tile/work.cuh"
 
-using KeyTile = MaybeWithBias<PanelTile<TILE_KV, WIDTH>>;
-using ValueTile = PanelTile<TILE_KV, WIDTH_V>;
-using QueryTile = PanelTile<ROWS, WIDTH>;
-using OutTile = PanelTile<ROWS, WIDTH_V>;
+using KeyTile = MaybeWithBias<PanelTile<TILE_KV, DIM>>;
+using ValueTile = PanelTile<TILE_KV, DIM_V>;
+using QueryTile = PanelTile<ROWS, DIM>;
+using OutTile = PanelTile<ROWS, DIM_V>;
 using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
 
 // Queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; terms; barriers; work descriptors;
@@ -34,7 +34,7 @@ OP SharedAddress number_of(SharedAddress memory, int stage, int consumer = 0) {
 }
 
 // The 16 rows of a warp go to `row` on of out, through the room of its warpgroup, as soon as TMA has time.
-template <typename Coord> OP void store_out_async(const TensorMap& map, const Coord& here, int row, SharedAddress memory, const Acc<16, WIDTH_V>& o) {
+template <typename Coord> OP void store_out_async(const TensorMap& map, const Coord& here, int row, SharedAddress memory, const Acc<16, DIM_V>& o) {
   const int warp = not_ahead(warp_id());
   const OutTile out_smem{memory + OUT_OFFSET + (warp / 4 - 1) * OutTile::bytes};
   wait_for_stores();                                          // without it rows are overwritten that have not left

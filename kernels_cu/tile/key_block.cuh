@@ -18,8 +18,8 @@ constexpr int REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
-using KeyTile = PanelTile<TILE_KV, WIDTH>;                    // of k or v
-using QueryTile = PanelTile<TILE_Q, WIDTH>;                   // of q or dout
+using KeyTile = PanelTile<TILE_KV, DIM>;                  // of k or v
+using QueryTile = PanelTile<TILE_Q, DIM>;                 // of q or dout
 using QueryStage = MaybeWithBias<QueryTile>;
 using GradientTile = PanelTile<TILE_Q, TILE_KV>;              // dS
 using OutTile = PanelTile<64 * GROUPS, WIDTH>;                // 16 rows of dq for each consumer warp, where Q was
@@ -297,7 +297,7 @@ OP void start_barriers(const KeyBlock& block) {
 // 16 rows of dk or dv leave: to the result through the warp's rows of a tile that nobody reads any more, or to the sums of several blocks. BY_LANES:
 // without such a tile.
 template <bool BY_LANES = false> OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, const TensorMap& map, bool of_values, float* accum,
-                       const KeyTile& tile, const Acc<16, WIDTH>& acc, int row) {
+                       const KeyTile& tile, const Acc<16, DIM>& acc, int row) {
   const KeyBlockCoord& here = block.here;
   if (accum) {
     const auto keys = block.seq(p).kv;

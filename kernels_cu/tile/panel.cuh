@@ -63,7 +63,7 @@ template <int PARTS, int ROWS, int WIDTH, typename Use> OP void for_row_dots(con
       const int lane = WIDTH > 64 ? not_ahead(l) : l;         // or addresses of all chunks take registers of the caller's loops
       float dot = 0.f;
       #pragma unroll 1
-      for (int panel = 0; panel < WIDTH / 64; ++panel) {
+      for (int panel = 0; panel < a.panels; ++panel) {
         #pragma unroll
         for (int chunk = 0; chunk < 8; ++chunk) {
           const auto x = load_shared<Vector<16>>(a.panel(panel).chunk_at(row0, lane, chunk, 0));

@@ -1,0 +1,63 @@
+"""Tiles of fwd_hopper for head dims and lengths between those that its table is for; as measured on an H200.
+
+Rows of the table are the best for head dims of 64, 128, 192 and 256 and for many queries, or for powers of two of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..problem.forward import Problem
+from ..problem.layout import Layout
+from .sequences import UNBOUNDED, row_length
+from .tuning import NARROW, THREE, THREE_GROUPS, THREE_NARROW, TileConfig
+
+FULL_OR_CAUSAL = ("full", "causal")
+FITS = "192 queries leave fewer rows of the last tile empty"
+STRADDLING = "rows of keys straddle what memory delivers at once, so that more queries have to share them"
+WIDER_KEYS = "narrower sums leave registers to wider key tiles"
+SECTOR = 16  # elements that memory delivers at once, of 16 bits
+SHORTEST = 257  # queries: up to 256 fill tiles of 128
+PLAIN = {"without_lengths": True, "masks": FULL_OR_CAUSAL}
+OF_64 = {**NARROW, **PLAIN, "plain_scores": True}
+OF_96 = {"warps": 16, "stages_q": 4, "tma_store_out": True, "min_blocks": 1, "plain_scores": True, **PLAIN}
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """A row, and which problems it is tried for before those of the table."""
+
+    above: int  # head dims, up to the row's `width`
+    row: TileConfig
+    first: int = SHORTEST  # queries, up to the row's `max_len_q`
+    straddling: bool = False  # only where rows of keys do not begin at multiples of a sector
+
+    def serves(self, problem: Problem) -> bool:
+        """Whether a problem is as wide and as long as this is for."""
+        wide = self.above < max(problem.dim, problem.dim_v) <= self.row.width
+        long = self.first <= row_length(problem) <= (self.row.max_len_q or UNBOUNDED)
+        return wide and long and (not self.straddling or _straddles(problem.k) or _straddles(problem.v))
+
+
+BETWEEN = (
+    Between(0, TileConfig(64, 192, 128, f"{THREE_GROUPS}; {FITS}", **THREE, **PLAIN, pingpong=True, max_len_q=384)),
+    Between(0, TileConfig(64, 192, 128, f"{THREE_GROUPS}; {FITS}", **THREE, **PLAIN, pingpong=True, max_len_q=576), first=513),
+    Between(64, TileConfig(96, 192, 64, f"{THREE_NARROW}; {FITS}", **OF_64, pingpong=True, max_len_q=384)),
+    Between(64, TileConfig(96, 192, 64, f"{THREE_NARROW}; {STRADDLING}", **OF_64, pingpong=True), straddling=True),
+    Between(64, TileConfig(80, 192, 64, f"{THREE_NARROW}; {STRADDLING}", **OF_64, pingpong=True, max_len_q=2048)),
+    Between(64, TileConfig(96, 192, 96, f"{THREE_GROUPS}; {WIDER_KEYS}", **OF_96, pingpong=True), first=1025),
+    Between(96, TileConfig(128, 192, 64, f"{THREE_NARROW}; {FITS}", **OF_64, max_len_q=384)),
+    Between(96, TileConfig(128, 192, 64, f"{THREE_NARROW}; {STRADDLING}", **OF_64), straddling=True),
+    Between(96, TileConfig(112, 192, 64, f"{THREE_NARROW}; {STRADDLING}", **OF_64), first=1025),
+)
+
+
+def _straddles(keys: Layout) -> bool:
+    return any(stride % SECTOR for stride, size in zip(keys.strides[:-1], keys.shape) if size > 1)
+
+
+def rows_between(problem: Problem) -> tuple[TileConfig, ...]:
+    """The rows that come before those of the table, where nothing is asked of pairs and heads have tiles of their own."""
+    if problem.scores or problem.mask.queries is not None:
+        return ()
+    return tuple(between.row for between in BETWEEN if between.serves(problem))
