@@ -19,6 +19,7 @@ constexpr ScoreKind SCORES = UNCHANGED;   // what becomes of scores: nothing; a 
 constexpr bool  MASKED_PAIRS = false;     // pairs are masked by an expression or an array as well
 constexpr bool  VARLEN = false;           // batch elements have lengths of their own, packed or padded, see tile/sequence.cuh
 constexpr bool  PAGED = false;            // of VARLEN: keys and values lie in pages
+constexpr bool  CACHED = false;           // of VARLEN, fwd_hopper: keys and values of a sequence are an element of a cache, whose number the call says
 constexpr int   PIECE = 0;                // of PAGED, fwd_hopper: keys that TMA brings at a time, which divide a page and a tile; 0 where no 8 of them do: lanes copy keys and values
 constexpr int   PRODUCER_WARPS = 1;       // fwd_hopper: warps that bring keys and values; of PAGED half of them keys and half values: one alone takes longer to start many small copies than consumers take to read what they bring
 constexpr bool  TILE_LIST = false;        // of MASKED_PAIRS: blocks visit the tiles of a list, see tile/tile_list.cuh

@@ -66,12 +66,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     WorkTile here{};                                          // the one begun last
     NBlockRange tiles{};                                      // its key tiles
     QueryLists lists{}; KeptQueryLists lists_of_keys{};       // TILE_LIST: those of them that are loaded, and those of the tile whose keys are
-    int head_kv = 0;                                          // once a query tile: a division takes as long as some loads
+    int head_kv = 0, element = 0;                             // once a query tile: a division takes as long as some loads. CACHED: of keys, asked early
     Steps steps{}; KeyOrder order{};                          // LINEAR: what the term changes by from a key to the next; FROM_LAST: in which order key tiles come
     const auto begin_tile = [&] {
       here = work_tile_coord(p, index, TILE_Q);
       if constexpr (TAKES_TILES) taken = take_work_tile(p, warp, smem + CLIPPED_BARRIER + Mbarrier::bytes, TAKEN);
-      head_kv = here.head / p.heads_per_kv;
+      head_kv = here.head / p.heads_per_kv; if constexpr (CACHED) element = element_of_cache(p, here.batch_number);
       if constexpr (LINEAR && !BENDS) steps = step_of_head(p, here);
       move_mask(mask, p, here);
       tiles = n_block_range(mask, here.row, min_of(TILE_Q, rows_at<QUERIES>(p, here).len() - here.row), TILE_KV, {0, 1});
@@ -111,7 +111,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       }
       const Pass pass{last, last && announced};
       if (pass.across) {
-        of_keys = here, of_keys.head = head_kv, head = here.head;
+        of_keys = here, of_keys.head = head_kv, head = here.head; if constexpr (CACHED) of_keys.batch[BATCH_AXES - 1] = element;
         lists_of_keys = {lists};
       }
       const int next = pass.across ? tiles.begin : following, place = FROM_LAST ? place_of(order, tiles, next) : next;

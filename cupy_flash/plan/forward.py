@@ -232,8 +232,8 @@ def _varlen_kernel(problem: Problem, architecture: Architecture, expressions: Ex
 def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
     """Why sequences of their own lengths are not for fwd_hopper, or ''."""
     lengths = problem.lengths
-    if lengths.cache is not None and not lengths.paged:
-        return "fwd_hopper knows no elements of a cache"
+    if lengths.cache is not None and not lengths.paged and problem.scores.bias is not None:
+        return "fwd_hopper brings keys and their bias of one batch element, not keys of an element of a cache"
     if _copies_pages(problem) and (problem.dim % BOX_COLUMNS or problem.dim_v % BOX_COLUMNS):
         return f"no TMA: pages have {lengths.page_size} keys, which {LEAST_PIECE} do not divide, nor {BOX_COLUMNS} head dims"
     if (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem, problem.len_kv)[0]:

@@ -13,6 +13,7 @@ from ..problem.forward import FORWARD_ARRAYS, Problem
 from ..problem.layout import Layout
 from .architecture import Architecture
 from .expression_text import NOTHING, ExpressionText, Pressure
+from .sequences import knobs_of
 from .tensor_map import obstacle
 from .tuning import TileConfig, table_for
 
@@ -48,6 +49,7 @@ class Config:
     MASKED_PAIRS: bool
     VARLEN: bool
     PAGED: bool
+    CACHED: bool
     PIECE: int
     PRODUCER_WARPS: int
     TILE_LIST: bool
@@ -213,7 +215,7 @@ class KernelPlan:
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN + ["pairbits"] * c.PAIR_BITS + ["persistent"] * c.PERSISTENT
         words += ["scalesums"] * c.SCALE_SUMS + ["statsahead"] * c.STATS_AHEAD + ["zerosahead"] * c.ZEROS_AHEAD
-        words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["rotateq"] * c.ROTATE_Q
+        words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["cached"] * c.CACHED + ["rotateq"] * c.ROTATE_Q
         words += [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
         words += ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS
@@ -355,7 +357,6 @@ def configure(
     columns: tuple[int, int] | None = None,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
-    lengths = None if problem is None else problem.lengths
     given = {
         "ARCH": architecture.number,
         "DTYPE": dtype.upper(),
@@ -374,8 +375,7 @@ def configure(
         "SEVERAL_SINKS": several_sinks,
         "SCORES": expressions.kind,
         "MASKED_PAIRS": bool(expressions.takes_part) or expressions.pair_bits,
-        "VARLEN": lengths is not None,
-        "PAGED": lengths is not None and lengths.paged,
+        **knobs_of(None if problem is None else problem.lengths),
         "TILE_LIST": tile_list,
         "IN_TURN": in_turn,
         "OWN_LISTS": own_lists,

@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 
 from ..problem.forward import Problem
+from ..problem.lengths import Lengths
 from ..problem.mask import UNBOUNDED
 from .tuning import SHORT
 
 MANY = 1024  # of no more queries, rows that a wide tile would leave empty count for more than how long it is
 LONG = 8192  # queries with as many keys, from which on wide tiles were measured to be faster; with 4,096 narrow ones are
+
+
+def knobs_of(lengths: Lengths | None) -> dict[str, bool]:
+    """The constants of a kernel that say in which ways sequences may lie in memory."""
+    cached = lengths is not None and lengths.cache is not None
+    paged = cached and lengths.paged
+    return {"VARLEN": lengths is not None, "PAGED": paged, "CACHED": cached and not paged}
 
 
 def is_packed(problem: Problem, side: str) -> bool:

@@ -196,6 +196,14 @@ template <typename Params> OP u32 query_tile_number(const Params& p, const Rows<
   return (queries.batch_number() * p.heads + head) * tiles_of<QUERIES>(p) + queries.first_tile() + tile;
 }
 
+// CACHED: which element of a cache is that of a sequence; 0 for rows that belong to none.
+template <typename Params> OP int element_of_cache(const Params& p, u32 number) {
+  if constexpr (VARLEN) {
+    const SequenceParams& s = p.sequences;
+    if (number < u32(s.sequences)) return read_length(s, s.cache_batch, CACHE_BATCH, number, s.rows_of_cache - 1);
+  }
+  return 0;
+}
 // The batch element of keys and values of a sequence.
 template <typename Params> OP void batch_of_keys(int (&batch)[BATCH_AXES], const Params& p, const BlockCoord& here) {
   #pragma unroll
