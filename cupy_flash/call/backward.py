@@ -13,6 +13,7 @@ from ..plan.grouping import make_grouping
 from ..plan.kernel import KernelPlan
 from ..plan.launch import Launch
 from ..plan.params import backward_params, names_of_given
+from ..plan.query_parts import in_parts
 from ..plan.workspace import joined
 from ..problem import arrays
 from ..problem.backward import BACKWARD_ARRAYS, BackwardProblem, Gradients, make_backward_problem
@@ -53,9 +54,9 @@ class BackwardPlan(Prepared):
         p = problem.forward
         execution = None
         if kernel is not None:
-            launches, workspace = backward_launches(kernel, problem), backward_workspace(kernel, problem)
-            maps = backward_maps(kernel, problem)
-            params = backward_params(problem, make_grouping(kernel, problem), maps)
+            told = in_parts(problem)
+            launches, maps = backward_launches(kernel, told), backward_maps(kernel, told)
+            params = backward_params(told, make_grouping(kernel, told), maps)
             names = (*BACKWARD_ARRAYS, *names_of_given(p))
             stored = tuple(f"d{name}" for name in names_stored(kernel))
             plans: tuple[ReadGradientPlan, ...] = ()
@@ -63,7 +64,7 @@ class BackwardPlan(Prepared):
                 from ..plan.read_gradients import read_gradient_plans  # late: it takes the language of expressions
 
                 plans = read_gradient_plans(problem, kernel)
-            workspace = joined((workspace, *(plan.workspace for plan in plans)))
+            workspace = joined((backward_workspace(kernel, told), *(plan.workspace for plan in plans)))
             found = classified(kernel, p, by_keys=True, in_order=problem.deterministic)
             execution = Execution(
                 kernel, launches, params, (*names, *stored), workspace, p.device, maps, None, found, keeps_tiles
@@ -372,7 +373,7 @@ def _prepared(descriptions: tuple[Any, ...], named: tuple[tuple[str, Any], ...],
         **layouts, options=asked, deterministic=deterministic, operands=others[0], arrays=others[1], wrt=wrt
     )
     architecture = architecture_for(problem.forward.backend, problem.forward.device, arch)
-    return BackwardPlan(problem, None if architecture is None else make_backward_plan(problem, architecture), keeps_tiles)
+    return BackwardPlan(problem, None if architecture is None else make_backward_plan(in_parts(problem), architecture), keeps_tiles)
 
 
 def attention_and_vjp(

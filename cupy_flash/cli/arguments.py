@@ -15,6 +15,7 @@ from ..errors import UnsupportedError
 from ..plan.architecture import ARCHITECTURES, HOST, Architecture, architecture_named
 from ..plan.backward import make_backward_plan
 from ..plan.forward import make_forward_plan
+from ..plan.query_parts import in_parts
 from ..problem.backward import make_backward_problem
 from ..problem.forward import make_problem
 from ..problem.layout import FLOATS, Layout, dense_layout
@@ -160,7 +161,7 @@ def _planned_backward(
     forward = make_problem(*layouts, replace(options, return_lse=True), **of_scores)
     out, lse = (_dense(x.shape, x.dtype) for x in (forward.seen_out, forward.seen_lse))
     problem = make_backward_problem(out, *layouts, out, lse, options, deterministic=deterministic, **of_scores)
-    return BackwardPlan(problem, make_backward_plan(problem, architecture))
+    return BackwardPlan(problem, make_backward_plan(in_parts(problem), architecture))
 
 
 def _of_scores(layouts: tuple[Layout, ...], scores: GivenScores) -> dict[str, Any]:

@@ -117,6 +117,8 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
         plan = _with(plan, "idle warps make statistics of queries of later heads", STATS_AHEAD=True)
     if _makes_zeros_ahead(plan, problem):
         plan = _with(plan, "an idle warp makes sums of later heads zero", ZEROS_AHEAD=True)
+    if problem.parts > 1:
+        plan = _with(plan, f"queries in {problem.parts} parts: their few keys have fewer blocks than run at once")
     return plan
 
 

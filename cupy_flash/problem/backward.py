@@ -27,7 +27,8 @@ class BackwardProblem:
     `forward` is the attention that is differentiated; its `out` and `lse` are the arrays that it left. `dout` and `dlse` have their
     full axes as well. `dq`, `dk` and `dv` have the axes of their inputs, in the order of kernels: a gradient is summed over the
     batch axes along which its input was broadcast. `seen` has the arrays of a call, in order, as the user sees them. `wrt` are the
-    names of what else gradients are asked for. With `adds`, gradients are added to what there is.
+    names of what else gradients are asked for. With `adds`, gradients are added to what there is. The last batch axis may be one of
+    `parts` of the queries, which share their keys.
     """
 
     forward: Problem
@@ -42,6 +43,7 @@ class BackwardProblem:
     kernel: str | None
     wrt: tuple[str, ...] = ()
     adds: bool = False
+    parts: int = 1
 
     @property
     def layouts(self) -> dict[str, Layout | None]:
