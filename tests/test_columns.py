@@ -10,7 +10,7 @@ from cupy_flash.judge.compare_gradients import compare_gradients
 from cupy_flash.machine import host, nvrtc
 from cupy_flash.machine.machine_code import read
 from cupy_flash.plan.architecture import ARCHITECTURES
-from cupy_flash.plan.columns import COLUMNS
+from cupy_flash.plan.columns import COLUMNS, columns
 from cupy_flash.plan.forward import make_forward_plan
 from cupy_flash.problem.arrays import DTYPES
 from cupy_flash.problem.forward import make_problem
@@ -33,14 +33,14 @@ def plan_of(length, dim, dim_v=None, pitch=None, len_kv=None, **options):
 # How many columns
 
 
-@pytest.mark.parametrize("kernel, columns", COLUMNS.items())
-def test_products_take_multiples_of_16_columns_and_no_panel_less(kernel, columns):
+@pytest.mark.parametrize("kernel, all_columns", COLUMNS.items())
+def test_products_take_multiples_of_16_columns_and_no_panel_less(kernel, all_columns):
     """Tiles in memory are of whole panels of 64 columns, whose number must be that of the width they are counted with."""
     widest = 128 if kernel == "bwd_hopper" else 256
-    assert all(n % 16 == 0 for n in columns) and columns[-1] == widest
+    assert all(n % 16 == 0 for n in all_columns) and all_columns[-1] == widest
     narrowest = 129 if kernel == "bwd_hopper_wide" else 1  # below, tiles of its 128 columns serve
     for dim in range(narrowest, widest + 1):
-        assert -(-next(n for n in columns if n >= dim) // 64) == -(-dim // 64)
+        assert -(-next(n for n in all_columns if n >= dim) // 64) == -(-dim // 64)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,18 @@ def test_columns_of_a_forward(dim, dim_v, expected):
 BACKWARDS = {24: 32, 40: 64, 72: 80, 88: 96, 104: 128, 136: 160, 168: 192, 200: 224, 232: 256}
 
 
-@pytest.mark.parametrize("dim, columns", BACKWARDS.items())
-def test_columns_of_a_backward(dim, columns):
+@pytest.mark.parametrize("dim, taken", BACKWARDS.items())
+def test_columns_of_a_backward(dim, taken):
     q, lse = numpy.zeros((2, 300, dim), numpy.float16), numpy.zeros((2, 300), numpy.float32)
     c = plan_attention_backward(q, q, q, q, q, lse, backend="host", arch="90a").kernel.config
-    assert c.DIM == c.DIM_V == columns and (64 if dim <= 64 else 128 if dim <= 128 else -(-dim // 64) * 64) == c.WIDTH
+    assert c.DIM == c.DIM_V == taken and (64 if dim <= 64 else 128 if dim <= 128 else -(-dim // 64) * 64) == c.WIDTH
+
+
+def test_a_wide_tile_of_narrow_heads_is_multiplied_in_all_its_panels():
+    """Where only rows of wider heads hold what is asked; otherwise tiles would lie elsewhere than the kernel counts on."""
+    assert [columns("bwd_hopper", dim, 128) for dim in (8, 64, 72, 128)] == [80, 80, 80, 128]
+    assert [columns("fwd_hopper", 40, width) for width in (64, 128, 192, 256)] == [48, 80, 160, 224]
+    assert [columns("fwd_v2", 40, width) for width in (64, 96)] == [64, 96]
 
 
 # Which tile

@@ -167,10 +167,11 @@ def test_rows_fit_shared_memory():
 
 FORWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"WIDTH": 96, "WIDTH_V": 32}, {"WIDTH": 32, "WIDTH_V": 96})
 BACKWARD_CHANGES = ({}, {"DTYPE": "FLOAT32"}, {"STAGES": 1}, {"WIDTH": 128, "WIDTH_V": 128}, {"TILE_Q": 128, "TILE_KV": 64})
-STAGED = {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 80, "TMA_REDUCE_DQ": True}
-HOPPER_BACKWARD_CHANGES = ({}, STAGED, {"TILE_Q": 64}, {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 64}, {"TILE_Q": 128, "STAGES": 1})
+OF_128 = {"WIDTH": 128, "WIDTH_V": 128, "DIM": 96, "DIM_V": 96}
+STAGED = OF_128 | {"TILE_Q": 80, "TMA_REDUCE_DQ": True}
+HOPPER_BACKWARD_CHANGES = ({}, STAGED, {"TILE_Q": 64}, OF_128 | {"TILE_Q": 64}, {"TILE_Q": 128, "STAGES": 1})
 OUT_STAYS = {"TMA_STORE_OUT": False}
-HOPPER_WIDTHS = ({"WIDTH_V": 64}, {"WIDTH": 64, "WIDTH_V": 128} | OUT_STAYS)
+HOPPER_WIDTHS = ({"DIM_V": 32}, {"WIDTH_V": 128, "DIM_V": 112} | OUT_STAYS)
 HOPPER_CHANGES = ({}, {"STAGES_Q": 5} | OUT_STAYS, {"STAGES": 4, "STAGES_V": 1}, *HOPPER_WIDTHS)
 
 
@@ -182,7 +183,7 @@ HOPPER_CHANGES = ({}, {"STAGES_Q": 5} | OUT_STAYS, {"STAGES": 4, "STAGES_V": 1},
         *product(["fwd_hopper"], (*HOPPER_CHANGES, {"SPLIT_KV": True})),
         *product(["bwd_v2"], BACKWARD_CHANGES),
         *product(["bwd_hopper"], HOPPER_BACKWARD_CHANGES),
-        *product(["bwd_hopper_wide"], ({}, {"WIDTH": 256, "WIDTH_V": 256})),
+        *product(["bwd_hopper_wide"], ({}, {"WIDTH": 256, "WIDTH_V": 256, "DIM": 224, "DIM_V": 224})),
     ],
     ids=str,
 )
@@ -228,7 +229,7 @@ def test_every_field_of_config_is_a_constant_of_the_kernels():
 @pytest.mark.parametrize(
     "kernel, change, why",
     [
-        ("bwd_hopper", {"WIDTH": 128, "WIDTH_V": 128, "TILE_Q": 80}, "no row of dQ is left over"),
+        ("bwd_hopper", OF_128 | {"TILE_Q": 80}, "no row of dQ is left over"),
         ("bwd_hopper_wide", {"TMA_REDUCE_DQ": True}, "no room for dQ"),
     ],
 )

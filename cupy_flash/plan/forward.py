@@ -9,7 +9,7 @@ from ..errors import UnsupportedError
 from ..problem.forward import Problem
 from ..problem.scores import Scores
 from .architecture import Architecture
-from .columns import NARROWEST_PANEL, widths
+from .columns import PANEL, widths
 from .copies import copy_size
 from .expression_text import ExpressionText
 from .few_rows import why_fwd_v2
@@ -163,7 +163,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
 
 def _bends(problem: Problem) -> bool:
     """Whether a term that bends at a diagonal is taken apart: in windows, tiles of narrow heads that lie across it cost more."""
-    return problem.mask.shape == "full" or max(problem.dim, problem.dim_v) > NARROWEST_PANEL
+    return problem.mask.shape == "full" or max(problem.dim, problem.dim_v) > PANEL
 
 
 def _has_own_lists(row: TileConfig) -> bool:

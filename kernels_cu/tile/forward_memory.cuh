@@ -9,6 +9,7 @@ using KeyTile = MaybeWithBias<PanelTile<TILE_KV, DIM>>;
 using ValueTile = PanelTile<TILE_KV, DIM_V>;
 using QueryTile = PanelTile<ROWS, DIM>;
 using OutTile = PanelTile<ROWS, DIM_V>;
+static_assert(ceil_div(DIM, 64) == ceil_div(WIDTH, 64) && ceil_div(DIM_V, 64) == ceil_div(WIDTH_V, 64), "products take some columns of every panel");
 using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;
 
 // Queries, 64 rows of them in each stage; rows of out that leave, for each warpgroup; K; V; terms; barriers; work descriptors;

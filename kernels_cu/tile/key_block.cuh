@@ -23,6 +23,7 @@ using QueryTile = PanelTile<TILE_Q, DIM>;                 // of q or dout
 using QueryStage = MaybeWithBias<QueryTile>;
 using GradientTile = PanelTile<TILE_Q, TILE_KV>;              // dS
 using OutTile = PanelTile<64 * GROUPS, WIDTH>;                // 16 rows of dq for each consumer warp, where Q was
+static_assert(ceil_div(DIM, 64) == ceil_div(WIDTH, 64), "products take some columns of every panel");
 static_assert(OutTile::bytes <= STAGES * QueryTile::bytes, "finished rows of dq fit where Q was");
 
 // Shared memory: K and V, in whose place their gradients leave; Q and dO; dS of two steps; lse and delta; dQ if it is staged; barriers.
