@@ -38,7 +38,8 @@ V2 = [  # heads, heads of keys, batch, queries, keys, dim
     ((8, 8, 1, 64, 64, 64), {"softcap": 5.0}, SHORT),
     ((8, 8, 1, 64, 64, 64), {"sinks": numpy.zeros(8, numpy.float32)}, SHORT),
     ((8, 8, 1, 17, 64, 96), {}, SHORT),
-    ((8, 8, 1, 64, 512, 64), {"softcap": 5.0}, SHORT),
+    ((8, 8, 17, 64, 512, 64), {"softcap": 5.0}, SHORT),
+    ((8, 8, 1, 100, 256, 32), {"softcap": 5.0}, SHORT),
     ((8, 8, 1, 65, 128, 64), {"softcap": 5.0}, SHORT),
     ((8, 8, 1, 64, 256, 96), {"softcap": 5.0}, SHORT),
     ((8, 8, 1, 5, 64, 128), {"softcap": 5.0}, SHORT),
@@ -65,6 +66,25 @@ V2 = [  # heads, heads of keys, batch, queries, keys, dim
     ((8, 8, 64, 16, 3000, 64), LONG, FEW),
     ((8, 8, 1, 1, 4096, 64), FACTOR, FEW),
     ((8, 8, 1, 1, 4096, 128), {"bias": numpy.zeros((1, 8, 1, 4096), numpy.float16)}, FEW),
+    ((8, 8, 16, 16, 1500, 64), {"softcap": 5.0}, FEW),
+    ((8, 8, 64, 16, 2000, 64), {"softcap": 5.0}, FEW),
+    ((8, 8, 16, 16, 2000, 32), {"softcap": 5.0}, FEW),
+    ((32, 8, 4, 1, 2047, 128), {}, FEW),  # 65,504 keys of all heads
+    ((8, 8, 1, 8, 1000, 96), {"causal": True}, FEW),
+    ((8, 8, 64, 4, 512, 128), {}, FEW),
+    ((8, 8, 64, 4, 512, 64), {}, FEW),
+    ((8, 8, 64, 8, 64, 104), {}, FEW),
+    ((8, 8, 64, 4, 64, 96), {}, FEW),
+    ((8, 8, 64, 16, 64, 104), {}, FEW),
+    ((8, 8, 64, 16, 512, 104), {"softcap": 5.0}, FEW),
+    ((8, 8, 64, 8, 512, 96), {"softcap": 5.0}, FEW),
+    ((8, 8, 1, 16, 1024, 96), {"softcap": 5.0}, FEW),
+    ((8, 8, 16, 4, 512, 192), {}, FEW),
+    ((8, 8, 17, 4, 128, 192), {}, FEW),
+    ((8, 8, 16, 16, 512, 192), {"softcap": 5.0}, FEW),
+    ((8, 8, 64, 4, 512, 192), {"softcap": 5.0}, FEW),
+    ((8, 8, 1, 4, 4000, 256), {"causal": True}, FEW),
+    ((32, 8, 1, 1, 4095, 256), {}, FEW),
     ((32, 8, 1, 1, 70000, 64), {"window": (5000, 0)}, FEW),  # of one query, the window is all that a kernel is told of
 ]
 
@@ -111,8 +131,25 @@ HOPPER = [
     ((8, 8, 1, 32, 32, 64), {"mask": "kv_idx != 3"}),
     ((8, 8, 1, 32, 32, 64), {"dropout": 0.1, "seed": 1}),
     ((8, 2, 1, 17, 64, 64), LONG),
-    ((32, 8, 1, 1, 2047, 128), {}),
-    ((32, 8, 1, 1, 4095, 256), {}),
+    ((8, 8, 16, 64, 512, 64), {"softcap": 5.0}),
+    ((8, 8, 1, 100, 257, 32), {"softcap": 5.0}),
+    ((8, 8, 16, 16, 2000, 64), {"softcap": 5.0}),
+    ((32, 8, 5, 1, 1700, 128), {}),
+    ((8, 8, 1, 9, 1000, 96), {"causal": True}),
+    ((8, 8, 64, 4, 513, 128), {}),
+    ((8, 8, 64, 5, 512, 128), {}),
+    ((8, 8, 64, 4, 512, 96), {}),
+    ((8, 8, 64, 16, 65, 104), {}),
+    ((8, 8, 64, 16, 513, 104), {"softcap": 5.0}),
+    ((8, 8, 1, 16, 1023, 96), {"softcap": 5.0}),
+    ((8, 8, 1, 5, 512, 192), {}),
+    ((8, 8, 17, 4, 129, 192), {}),
+    ((8, 8, 64, 5, 512, 192), {"softcap": 5.0}),
+    ((8, 8, 1, 5, 512, 256), {}),
+    ((8, 8, 17, 1, 64, 256), {}),
+    ((40, 8, 3, 1, 4095, 256), {}),
+    ((8, 8, 1, 1, 512, 128), FACTOR),
+    ((8, 8, 1, 2, 600, 128), {"window": (100, 0)}),
     ((32, 8, 7, 1, 4096, 64), {}),
     ((32, 8, 64, 1, 4095, 128), {}),
     ((40, 8, 64, 1, 4096, 128), {}),
@@ -144,12 +181,12 @@ GRADIENTS_V2 = [
     ((8, 8, 8, 1, 8192, 64), {}),
     ((8, 8, 1, 64, 70000, 32), {}),
     ((8, 8, 32, 8192, 64, 32), {}),
-    ((8, 8, 1, 64, 256, 32), {"softcap": 5.0}),
+    ((8, 8, 32, 64, 256, 32), {"softcap": 5.0}),
     ((8, 8, 33, 64, 64, 64), {"softcap": 5.0}),
     ((8, 8, 33, 64, 64, 64), {"deterministic": True}),
     ((8, 2, 33, 7, 200, 48), {"sinks": numpy.zeros(8, numpy.float32)}),
     ((8, 8, 1, 64, 256, 32), {}),
-    ((8, 8, 64, 128, 128, 32), {"window": (8, 0)}),
+    ((8, 8, 64, 128, 128, 32), {"window": (64, 0)}),
     ((8, 8, 33, 64, 64, 32), SLOPES),
     ((8, 8, 33, 64, 64, 32), FACTOR),
     ((8, 8, 33, 64, 64, 32), {"bias": numpy.zeros((1, 8, 64, 64), numpy.float16), "wrt": "bias"}),
@@ -163,7 +200,34 @@ def test_what_is_for_bwd_v2(shape, options):
     assert is_of(backward(*shape, **options, arch="80"), "bwd_v2")
 
 
+WINDOWS = [
+    ((8, 8, 1, 300, 300, 64), {"window": (63, 0)}, "bwd_v2"),
+    ((8, 2, 1, 300, 700, 40), {"window": (20, 43), "sinks": numpy.zeros(8, numpy.float32)}, "bwd_v2"),
+    ((8, 8, 1, 300, 300, 64), {"window": (64, 0)}, "bwd_hopper"),
+    ((8, 8, 1, 4096, 4096, 64), {"window": (127, 0)}, "bwd_v2"),
+    ((8, 8, 1, 4095, 4095, 64), {"window": (127, 0)}, "bwd_hopper"),
+    ((8, 8, 1, 4096, 4096, 64), {"window": (128, 0)}, "bwd_hopper"),
+    ((8, 8, 1, 300, 300, 72), {"window": (127, 0)}, "bwd_hopper_wide"),
+    ((8, 2, 1, 300, 300, 128), {"window": (60, 67)}, "bwd_hopper_wide"),
+    ((8, 8, 1, 300, 300, 128), {"window": (128, 0)}, "bwd_hopper"),
+    ((8, 8, 1, 300, 300, 64), {"window": (9, None)}, "bwd_hopper"),
+    ((8, 8, 1, 300, 300, 64), {"window": (9, 0), "softcap": 5.0}, "bwd_hopper"),
+    ((8, 8, 1, 300, 300, 64), {"window": (9, 0), "deterministic": True}, "bwd_hopper"),
+    ((8, 8, 1, 300, 300, 64), {"window": (9, 0)} | FACTOR, "bwd_hopper"),
+    ((8, 8, 1, 300, 300, 128), {"window": (9, 0), "dropout": 0.1, "seed": 1}, "bwd_hopper"),
+    ((8, 8, 1, 300, 300, 128), {"window": (9, 0), "seqlens_kv": numpy.array([290])}, "bwd_hopper"),
+]
+
+
+@pytest.mark.parametrize("shape, options, file", WINDOWS, ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else "")
+def test_narrow_windows_have_smaller_blocks(shape, options, file):
+    kernel = backward(*shape, **options)
+    assert kernel.file == file and any("narrow window" in reason for reason in kernel.reasons) is (file != "bwd_hopper")
+
+
 GRADIENTS_HOPPER = [
+    ((8, 8, 1, 64, 256, 32), {"softcap": 5.0}),
+    ((8, 8, 64, 128, 128, 32), {"softcap": 5.0}),
     ((8, 8, 63, 64, 65, 64), {}),  # 504 heads, of which a multiprocessor has fewer than four
     ((8, 8, 33, 65, 64, 64), {}),
     ((8, 8, 31, 64, 256, 64), {}),

@@ -10,10 +10,12 @@ from .key_warps import ROWS
 from .packing import has_packed_scores
 from .tuning import SHORT
 
-NARROWEST, NARROW, MIDDLE, WIDE = 32, 64, 96, 128  # head dims
+NARROWEST, NARROW, MIDDLE, WIDE, WIDEST = 32, 64, 96, 128, 192  # head dims
 FEW_KEYS = 1 << 17  # of all heads, about a thousand for each multiprocessor; of a head count
 SHORTEST = 2048  # at least, since shorter ones have more tiles for as many keys
 LITTLE = 3 << 16  # keys of all heads, which multiprocessors do not read at the rate of memory
+SCARCE = 1 << 16  # keys of all heads, which are read before a block of fwd_hopper has begun
+AT_ONCE, MANY = 128, 512  # heads: whose blocks run at once, and of which some wait long for their turn
 LONG = 1 << 16  # keys of a head, that many blocks share
 ENOUGH = 4096  # keys of a head, from which those of very few rows are read faster however many heads there are
 HALF = ROWS // 2  # of a tile, up to which rows take a warp little time beside what it reads
@@ -57,12 +59,14 @@ def _is_short(problem: Problem, pressure: Pressure) -> bool:
         return _is_short_with_scores(problem, pressure)
     widest, capped = max(problem.dim, problem.dim_v), problem.softcap is not None
     if rows > SHORT:  # one tile more
-        return rows <= keys <= 2 * SHORT and widest <= (NARROW if capped else NARROWEST) and not problem.scores
+        most = (4 if capped and widest <= NARROWEST else 2) * SHORT
+        return rows <= keys <= most and widest <= (NARROW if capped else NARROWEST) and not problem.scores
     if keys <= SHORT:  # up to 16 rows of wider heads have a tile with few keys
         return widest <= (WIDE if capped else MIDDLE if rows > ROWS else NARROW)
     if widest <= NARROWEST:
         return keys <= (8 if capped else 4) * SHORT and not problem.scores
-    return capped and not problem.scores and keys <= (8 if widest <= NARROW else 4) * SHORT and widest <= MIDDLE
+    many = problem.heads_kv * math.prod(problem.batch) > AT_ONCE
+    return capped and not problem.scores and keys <= (8 if widest <= NARROW and many else 4) * SHORT and widest <= MIDDLE
 
 
 def _is_short_with_scores(problem: Problem, pressure: Pressure) -> bool:
@@ -78,19 +82,39 @@ def _is_short_with_scores(problem: Problem, pressure: Pressure) -> bool:
 def _has_few_rows(problem: Problem, pressure: Pressure) -> bool:
     """Whether rows are few enough, and keys many enough, or too few for all multiprocessors to read at the rate of memory."""
     rows, keys, widest = problem.len_q, problem.len_kv, max(problem.dim, problem.dim_v)
-    if not 1 <= rows <= ROWS or problem.mask.hides_first:
+    heads = problem.heads_kv * math.prod(problem.batch)
+    of_all = heads * keys
+    if not 1 <= rows <= ROWS or not of_all or problem.mask.hides_first:
         return False
     if problem.scores.bias is not None and widest <= NARROW:
         return False
-    long = pressure is Pressure.LONG_EXPRESSION or (problem.softcap is not None and widest <= NARROW)
+    capped = problem.softcap is not None and (widest <= NARROWEST or rows <= HALF or of_all < LITTLE or heads >= MANY)
+    long = pressure is Pressure.LONG_EXPRESSION or (capped and widest <= NARROW)
     narrow = widest <= NARROWEST and (rows <= HALF or keys >= ENOUGH)
     very_few = rows == 1 or (rows <= HALF // 2 and MIDDLE < widest <= WIDE)
     if long or narrow or keys >= LONG or (very_few and keys >= ENOUGH):
         return True
-    of_all = problem.heads_kv * math.prod(problem.batch) * keys
+    if not problem.scores and _has_few_keys(problem, heads):
+        return True
     if rows <= (HALF if widest <= WIDE else HALF // 2):
         return keys >= (SHORTEST if widest <= WIDE else ENOUGH) and of_all <= LITTLE
     return keys >= 4 * SHORTEST and of_all <= LITTLE // 2
+
+
+def _has_few_keys(problem: Problem, heads: int) -> bool:
+    """The same of few keys, as in the first steps of decoding, by 0.97 to 2.6 times: of all heads, or of each however many."""
+    rows, keys, widest = problem.len_q, problem.len_kv, max(problem.dim, problem.dim_v)
+    scarce, capped, very_few = heads * keys <= SCARCE, problem.softcap is not None, rows <= HALF // 2
+    if widest > WIDEST:
+        return scarce and very_few and heads <= AT_ONCE
+    if widest > WIDE:
+        few = scarce and heads <= AT_ONCE and (very_few or capped)
+        return few or (very_few and keys <= (8 if capped else 2) * SHORT)
+    if rows > HALF:
+        beyond = widest > MIDDLE and keys <= (8 if capped else 1) * SHORT
+        return beyond or (scarce and capped and (widest > MIDDLE or keys >= SHORTEST // 2))
+    most = 8 if capped or (very_few and not NARROW < widest <= MIDDLE) else 1
+    return scarce or keys <= most * SHORT
 
 
 def _why_scores(problem: Problem, pressure: Pressure) -> str:
