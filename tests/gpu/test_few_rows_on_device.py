@@ -27,6 +27,11 @@ FORWARDS = (
     Case("float16", 7, 701, dim=24, heads_q=4, batch=(3,), causal=True),
     Case("bfloat16", 1, 4099, dim=128, heads_q=3, batch=(2,), alibi="heads"),
     Case("float16", 9, 1500, heads_q=3, batch=(2,), softcap=5.0, causal=True),
+    Case("float16", 1, 700, dim=128, heads_q=32, heads_kv=8),
+    Case("bfloat16", 3, 300, heads_q=8, batch=(70,), causal=True),
+    Case("float16", 4, 900, dim=192, heads_q=8, causal=True),
+    Case("bfloat16", 1, 2000, dim=256, heads_q=4, batch=(3,)),
+    Case("float16", 14, 500, dim=104, heads_q=8, batch=(4,), softcap=5.0),
 )
 BACKWARDS = (
     Case("float16", 49, 49, dim=32, heads_q=6, batch=(50,)),
