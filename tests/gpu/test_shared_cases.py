@@ -56,8 +56,8 @@ def best_kernel(case, inputs, others):
 
 
 def left_to_v2(plan):
-    """Whether so few rows, or so short sequences, are for the kernel of other architectures, though there is another one."""
-    return any(reason.startswith(("short sequences", "few rows: a warpgroup")) for reason in plan.kernel.reasons)
+    """Whether few rows, short sequences or narrow windows are for a kernel of smaller blocks, though there is another one."""
+    return any(reason.startswith(("short sequences", "few rows: a warpgroup", "a narrow window")) for reason in plan.kernel.reasons)
 
 
 def plan_of_best(case, inputs, others):
