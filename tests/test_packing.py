@@ -181,9 +181,9 @@ def test_one_key_left_decides_how_it_is_copied():
 
 
 def test_heads_without_a_map_are_packed_all_the_same():
-    q = zeros(1, 6, 1, 68)[..., :64]
-    plan = plan_attention(q, zeros(1, 3, 100, 64), zeros(1, 3, 100, 64), backend="host", arch="90a")
-    assert plan.kernel.file == "fwd_v2" and "no TMA: rows of q start 136 bytes apart" in str(plan) and blocks_of(plan) == 3
+    q, kv = zeros(64, 6, 1, 68)[..., :64], zeros(64, 3, 600, 64)
+    plan = plan_attention(q, kv, kv, backend="host", arch="90a")
+    assert plan.kernel.file == "fwd_v2" and "no TMA: rows of q start 136 bytes apart" in str(plan) and blocks_of(plan) == 64 * 3
 
 
 # What it computes
