@@ -155,10 +155,10 @@ def test_memory_that_is_too_small_is_an_error(as_on_device):
     call = Call(("q", "k", "v"), (("layout", "bshd"),)).of_backward((), False)
     shapes = {"q": Q.shape, "k": K.shape, "v": V.shape, "lse": Q.shape[:-1]}
     shapes = [shapes.get(name, Q.shape) for name in call.operands] + [Q.shape, K.shape, V.shape]
-    plan = on_device.plan_of(call, tuple((shape, np.dtype(np.float32)) for shape in shapes), 0)
-    floats = tuple((11, np.array(shape, np.int64).tobytes()) for shape in shapes)  # as frames have them
-    enough, less = ((6, np.array([plan.workspace_bytes - by], np.int64).tobytes()) for by in (0, 1))
-    site = on_device._site(text_of(call).encode(), (*floats, enough), 0, ())
+    floats = tuple((shape, "float32") for shape in shapes)
+    plan = on_device.plan_of(call, floats, 0)
+    enough, less = (text_of(call, (*floats, ((plan.workspace_bytes - by,), "uint8"))).encode() for by in (0, 1))
+    site = on_device._site(enough, 0, ())
     assert site.plan is plan and site.arguments(list(range(11))) == (0, 3, 4, 5, 1, 2, 10, 10, 6, 7, 8, 10) and site.workspace == 9
     with pytest.raises(RuntimeError, match=f"expected {plan.workspace_bytes} bytes of workspace for device 0, got"):
-        on_device._site(text_of(call).encode(), (*floats, less), 0, ())
+        on_device._site(less, 0, ())

@@ -85,16 +85,21 @@ class Call:
 
 
 @functools.lru_cache(maxsize=1024)
-def text_of(call: Call) -> str:
-    """What `read_call` reads."""
-    return json.dumps([call.operands, dict(call.options), call.backward, call.wrt, call.mapped])
+def text_of(call: Call, types: tuple[Typed, ...] = ()) -> str:
+    """What `read_call` and `read_types` read; types are those of operands and results, for who does not look at them in a call."""
+    return json.dumps([call.operands, dict(call.options), call.backward, call.wrt, call.mapped, types])
 
 
 def read_call(text: str) -> Call:
     """The call of a text."""
-    operands, options, backward, wrt, mapped = json.loads(text)
+    operands, options, backward, wrt, mapped, _ = json.loads(text)
     of_lists = ((name, tuple(x) if isinstance(x, list) else x) for name, x in options.items())
     return Call(tuple(operands), tuple(of_lists), backward, tuple(wrt), mapped)
+
+
+def read_types(text: str) -> tuple[Typed, ...]:
+    """The types of a text."""
+    return tuple((tuple(shape), dtype) for shape, dtype in json.loads(text)[-1])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,7 +26,8 @@ CALL_FRAME = struct.Struct(
     "16xq8xQ"  # rets: likewise
     "16xqQ8xQ"  # attrs: how many, types, values
 )
-BUFFER = struct.Struct("=16x i4x QqQ")  # dtype, data, rank, dims
+BUFFER = struct.Struct("=16x i4x 8xqQ")  # dtype, rank, dims
+DATA = struct.Struct("=24xQ")  # of the same
 EXTENSION = struct.Struct("=Q i4x Q Q")  # struct_size, type, next, and of a query for metadata where to write them
 SPAN = struct.Struct("=QQ")  # ptr, len
 INT, WORD = struct.Struct("=i"), struct.Struct("=Q")
@@ -57,19 +58,26 @@ class Frame(NamedTuple):
     ----------
     api, context : int
         Addresses of what XLA's own functions are found by, and told.
-    shapes : tuple of (int, bytes)
-        Of arguments, and behind them of results; `shape_of` reads one.
+    buffers : tuple of int
+        Addresses of what describes arguments, and behind them results.
     addresses : list of int
-        Of the same.
+        Those of the same themselves.
     text : bytes
         The one attribute, a text.
     """
 
     api: int
     context: int
-    shapes: tuple[Shape, ...]
+    buffers: tuple[int, ...]
     addresses: list[int]
     text: bytes
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Those of arguments and results, for as long as the call lasts; `shape_of` reads one."""
+        memory, unpack = MEMORY, BUFFER.unpack_from
+        found = [unpack(memory, at) for at in self.buffers]
+        return tuple([(dtype, memory[dims : dims + 8 * rank]) for dtype, rank, dims in found])
 
     @property
     def stream(self) -> int:
@@ -95,12 +103,10 @@ def read(address: int) -> Frame | None:
         return None
     if stage != EXECUTE or number != 1 or INT.unpack_from(MEMORY, types)[0] != STRING:
         raise RuntimeError(f"expected stage {EXECUTE} and one text as attribute, got stage {stage} and {number} attributes")
-    memory, unpack = MEMORY, BUFFER.unpack_from
-    pointers = _words(arguments).unpack_from(memory, at_arguments) + _words(results).unpack_from(memory, at_results)
-    buffers = [unpack(memory, at) for at in pointers]
-    shapes = tuple([(dtype, memory[dims : dims + 8 * rank]) for dtype, _, rank, dims in buffers])
+    memory, unpack = MEMORY, DATA.unpack_from
+    buffers = _words(arguments).unpack_from(memory, at_arguments) + _words(results).unpack_from(memory, at_results)
     text, length = SPAN.unpack_from(memory, *WORD.unpack_from(memory, values))
-    return Frame(api, context, shapes, [buffer[1] for buffer in buffers], memory[text : text + length])
+    return Frame(api, context, buffers, [unpack(memory, at)[0] for at in buffers], memory[text : text + length])
 
 
 def shape_of(shape: Shape) -> tuple[tuple[int, ...], numpy.dtype]:

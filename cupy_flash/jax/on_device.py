@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import cupy
-import numpy
 
 from ..call.addresses import (
     Description,
@@ -23,12 +22,12 @@ from ..call.addresses import (
 )
 from ..call.backward import BackwardPlan
 from ..call.forward import AttentionPlan
-from .call import READ, Call, read_call
-from .frame import Frame, Shape, shape_of
+from .call import READ, Call, Typed, read_call, read_types
+from .frame import DTYPES, Frame
 
 ALIGNED = 15  # bits of an address that are 0 of what XLA allocates; plans are made for that
 current_device: Callable[[], int] = cupy.cuda.runtime.getDevice
-Typed = tuple[tuple[int, ...], numpy.dtype]
+OF_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +67,13 @@ class DeviceSite:
 
 
 def run(frame: Frame) -> None:
-    """Queue what a frame asks for, on the device that is the current one, as XLA leaves it to its functions."""
+    """Queue what a frame asks for, on the device that is the current one, as XLA leaves it to its functions.
+
+    Types are those that the program was compiled with, in its text: of the arrays of a frame nothing is read but where they are.
+    """
     low = functools.reduce(operator.or_, frame.addresses)
     phases = tuple([address & ALIGNED for address in frame.addresses]) if low & ALIGNED else ()
-    _site(frame.text, frame.shapes, current_device(), phases).launch(frame.addresses, frame.stream)
+    _site(frame.text, current_device(), phases).launch(frame.addresses, frame.stream)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,7 +83,7 @@ def plan_of(call: Call, types: tuple[Typed, ...], device: int, phases: tuple[int
     Parameters
     ----------
     call : Call
-    types : tuple of ((int, ...), numpy.dtype)
+    types : tuple of ((int, ...), str)
         Of its operands, and behind them of its results.
     device : int
         CUDA ordinal.
@@ -99,8 +101,8 @@ def plan_of(call: Call, types: tuple[Typed, ...], device: int, phases: tuple[int
     reads: dict[str, Description] = {}
     for name, (shape, dtype), phase in zip((*call.operands, *results), types, phases or (0,) * len(types)):
         if name == "seed":
-            shape, dtype = (2,), numpy.dtype(numpy.uint64)
-        description = described(shape, dtype, device, seen.get(name), phase)
+            shape, dtype = (2,), "uint64"
+        description = described(shape, OF_NAME[dtype], device, seen.get(name), phase)
         if name.startswith(READ):
             reads[name.removeprefix(READ)] = description
         else:
@@ -117,8 +119,8 @@ def prepare(call: Call, types: tuple[Typed, ...], device: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _site(text: bytes, shapes: tuple[Shape, ...], device: int, phases: tuple[int, ...]) -> DeviceSite:
-    call, types = read_call(text.decode()), tuple(map(shape_of, shapes))
+def _site(text: bytes, device: int, phases: tuple[int, ...]) -> DeviceSite:
+    call, types = read_call(text.decode()), read_types(text.decode())
     places = {name: i for i, name in enumerate(call.operands)}
     first = len(call.operands)
     results = ("dq", "dk", "dv") if call.backward else ("out", "lse")

@@ -66,10 +66,11 @@ def _lowered_for_device(context: mlir.LoweringRuleContext, *operands: Any, call:
         from . import on_device  # late, because it needs CuPy
     except ImportError as error:
         raise ImportError('attention on a GPU needs CuPy: pip install "cupy_flash[cuda12]", or cuda13') from error
-    types = tuple((tuple(x.shape), numpy.dtype(x.dtype)) for x in (*context.avals_in, *context.avals_out))
+    types = types_of((*context.avals_in, *context.avals_out))
     workspace = ShapedArray((max(on_device.prepare(call, types, _ordinal()), 1),), numpy.dtype(numpy.uint8))
     context = context.replace(avals_out=[*context.avals_out, workspace])
-    *results, _ = jax.ffi.ffi_lowering(TARGET)(context, *operands, **{ATTRIBUTE: text_of(call)})
+    text = text_of(call, (*types, *types_of([workspace])))
+    *results, _ = jax.ffi.ffi_lowering(TARGET)(context, *operands, **{ATTRIBUTE: text})
     return results
 
 
