@@ -313,7 +313,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
     if (STARTS_FROM_TERM) warp_row = not_ahead(warp_row), load_arrays(arrays, k_smem); // what rows have, found again: kept, it would spill
     // CAPPED: whether the next step is a usual one. What masks hide has no say in that.
-    const Regs<bool, 1> beyond = CAPPED && !first && !(TILE_LIST && asks) && all_seen() ? beyond_polynomial(s_reg, VARLEN ? queries_left() : 16, p.cap) : Regs<bool, 1>{};
+    const Regs<bool, 1> beyond = CAPPED && !first && !(TILE_LIST && asks) && all_seen() ? beyond_polynomial(s_reg, VARLEN ? queries_left() : 16, p.cap) : none();
     modify(arrays, asks);
     if (behind.is_across(key_tile())) bend_scores<false>(s_reg, context(), warp_row, first_key());
     if (TILE_LIST && first && told_none(number)) fill(s_reg, masked_score(terms)), stay_apart();

@@ -255,6 +255,12 @@ OP u32 warp_ballot(const Regs<bool, 1>& flag) {
 #endif
 }
 
+// a flag that no lane has set
+OP Regs<bool, 1> none() {
+  Regs<bool, 1> flag;
+  for_lane(l) flag.at(l, 0) = false;
+  return flag;
+}
 // the flag of each lane, if either is set
 OP Regs<bool, 1> either(const Regs<bool, 1>& a, const Regs<bool, 1>& b) {
   Regs<bool, 1> any;
