@@ -62,9 +62,9 @@ def operands(case):
     return {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse} | results
 
 
-def planned(case, given, deterministic=False):
+def planned(case, given, deterministic=False, kernel=None):
     options = {name: value for name, value in case.options.items() if name != "return_lse"}
-    plan = plan_attention_backward(**given, **options, deterministic=deterministic, backend="host", arch="90a")
+    plan = plan_attention_backward(**given, **options, deterministic=deterministic, kernel=kernel, backend="host", arch="90a")
     assert plan.kernel.file.startswith("bwd_hopper")
     return plan
 
@@ -117,7 +117,7 @@ def test_case(case, schedule, deterministic, schedule_as):
 def test_case_by_the_tile_of_long_sequences(case, schedule, deterministic, schedule_as, staged):
     schedule_as(schedule)
     given = operands(case)
-    plan = planned(case, given, deterministic)
+    plan = planned(case, given, deterministic, "bwd_hopper")
     assert plan.kernel.config.TMA_REDUCE_DQ and plan.kernel.config.TILE_Q == 80
     judge(case, given, computed(plan, given))
 
