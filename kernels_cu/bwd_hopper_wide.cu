@@ -111,7 +111,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   int head_of = block.here.first_head;                        // KEEPS_TERMS: whose scores have these
   HeadTerms of_head{};
   if constexpr (KEEPS_TERMS) of_head = terms_of(head_of);
-  Acc<16, DIM> sum_reg;                                   // dV or dK
+  Acc<16, DIM> sum_reg;                                       // dV or dK
   fill(sum_reg, 0.f);
 
   const auto step_for_values = [&](const bool follows) {

@@ -37,8 +37,8 @@ constexpr int   TILE_KV = 64;             // key rows per step of the KV loop; i
 constexpr int   Q_TILES = 4;              // fwd_v1: query tiles a block owns
 constexpr int   WIDTH = 64;               // head dim, rounded up to a multiple of 32; columns beyond the true dim are zero
 constexpr int   WIDTH_V = 64;             // the same for the head dim of v and out
-constexpr int   DIM = 64;             // fwd_hopper, bwd_hopper, bwd_hopper_wide: of WIDTH, those that products take, the head dim rounded up to a multiple of 16; elsewhere WIDTH
-constexpr int   DIM_V = 64;           // the same of WIDTH_V
+constexpr int   DIM = 64;                 // fwd_hopper, bwd_hopper, bwd_hopper_wide: of WIDTH, those that products take, the head dim rounded up to a multiple of 16; elsewhere WIDTH
+constexpr int   DIM_V = 64;               // the same of WIDTH_V
 constexpr int   WARPS = 4;                // each owns TILE_Q / WARPS query rows: 16 or 32; in the backward a pair owns 2 TILE_KV / WARPS key rows: 16, 32 or 64;
                                           // in fwd_hopper a producer warpgroup loads, and each consumer warpgroup owns 64 query rows
 constexpr int   WARPS_KV = 1;             // fwd_v2: warps among which each key tile is dealt out: 1, so that warps see all keys and have rows of their own; or WARPS, so that all have the same few rows, and 16 keys or more of each tile

@@ -18,8 +18,8 @@ constexpr int REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
-using KeyTile = PanelTile<TILE_KV, DIM>;                  // of k or v
-using QueryTile = PanelTile<TILE_Q, DIM>;                 // of q or dout
+using KeyTile = PanelTile<TILE_KV, DIM>;                      // of k or v
+using QueryTile = PanelTile<TILE_Q, DIM>;                     // of q or dout
 using QueryStage = MaybeWithBias<QueryTile>;
 using GradientTile = PanelTile<TILE_Q, TILE_KV>;              // dS
 using OutTile = PanelTile<64 * GROUPS, WIDTH>;                // 16 rows of dq for each consumer warp, where Q was
