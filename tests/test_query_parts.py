@@ -1,5 +1,7 @@
 """Gradients of few keys: when queries are dealt out in parts, that all arrays are cut alike, and what comes out."""
 
+from dataclasses import replace
+
 import numpy
 import pytest
 from thinned import quick, thinned
@@ -34,6 +36,8 @@ PARTS = [  # q, k, options, parts
     ((1, 4, 4160, 64), (1, 4, 77, 64), {}, 5),  # of 832 queries
     ((1, 4, 448, 64), (1, 4, 77, 64), {}, 1),
     ((1, 2, 4096, 256), (1, 2, 77, 256), {}, 8),
+    ((1, 40, 4096, 256), (1, 40, 77, 256), {}, 1),  # 80 blocks of 64 keys
+    ((1, 40, 4096, 128), (1, 40, 77, 128), {}, 2),
     ((1, 8, 4096, 64), (1, 1, 77, 64), {}, 8),  # heads of a group are dealt out among blocks anyway
     ((1, 4, 4096, 64), (1, 4, 4, 64), {"causal": "top_left", "window": (None, None)}, 1),
     ((1, 4, 4096, 64), (1, 4, 77, 64), {"causal": True}, 1),
@@ -81,6 +85,11 @@ def test_arrays_are_cut_alike_in_both_layouts():
         seen = numpy.lib.stride_tricks.as_strided(numpy.arange(rows.size), lse.shape, [8 * s for s in lse.strides])
         assert (seen == rows.reshape(3, 4, 4, 256).swapaxes(1, 2)).all()
         assert {x.strides[1] for x in (told.forward.k, told.forward.v, told.layouts["dk"], told.layouts["dv"])} == {0}
+
+
+def test_gradients_that_are_added_to_what_is_there_are_of_whole_queries():
+    problem = planned((1, 4, 4096, 64), (1, 4, 77, 64)).problem
+    assert in_parts(problem).parts > 1 and in_parts(replace(problem, adds=True)).parts == 1
 
 
 def test_two_batch_axes_that_cannot_be_merged_leave_tma_no_axis():
