@@ -1,5 +1,7 @@
 """Head dims and lengths between those that tables of fwd_hopper are for: how many columns products take, and which tile serves."""
 
+from itertools import product
+
 import numpy
 import pytest
 from thinned import quick, thinned
@@ -188,18 +190,18 @@ ASKED = {
 }
 
 
+DIRECTIONS = [*product(["forward"], ASKED), *(("backward", asked) for asked in ASKED if asked != "cache")]  # which has none
+
+
 @release
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("direction, asked", DIRECTIONS)
 @pytest.mark.parametrize("dim", [24, 40, 72, 88, 104, 136, 200])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_registers_hold_them(direction, dtype, dim, asked):
+def test_registers_hold_them(dtype, dim, direction, asked):
     options = ASKED[asked] | ({"bias": numpy.zeros((2, LENGTH, LENGTH), DTYPES[dtype])} if asked == "bias" else {})
     q, lse = numpy.zeros((1, 2, LENGTH, dim), DTYPES[dtype]), numpy.zeros((1, 2, LENGTH), numpy.float32)
     if direction == "forward":
         kernel = plan_attention(q, q, q, backend="host", arch="90a", **options).kernel
-    elif asked == "cache":
-        pytest.skip("keys in a cache have no gradients")
     else:
         kernel = plan_attention_backward(q, q, q, q, q, lse, backend="host", arch="90a", **options).kernel
     code, log = nvrtc.compile_plan(kernel)
