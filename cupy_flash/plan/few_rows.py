@@ -102,7 +102,7 @@ def _has_few_rows(problem: Problem, pressure: Pressure) -> bool:
 
 
 def _has_few_keys(problem: Problem, heads: int) -> bool:
-    """The same of few keys, as in the first steps of decoding, by 0.97 to 2.6 times: of all heads, or of each however many."""
+    """The same of few keys, as in the first steps of decoding, by 0.97 to 2.4 times: of all heads, or of each however many."""
     rows, keys, widest = problem.len_q, problem.len_kv, max(problem.dim, problem.dim_v)
     scarce, capped, very_few = heads * keys <= SCARCE, problem.softcap is not None, rows <= HALF // 2
     if widest > WIDEST:
