@@ -7,6 +7,7 @@ import pytest
 from thinned import quick, thinned
 
 from cupy_flash import attention, plan_attention_backward
+from cupy_flash.machine import host, source
 from cupy_flash.plan.structs import struct
 
 FILES = {64: "bwd_hopper", 192: "bwd_hopper_wide"}
@@ -65,6 +66,7 @@ def test_each_tile_of_packed_keys_has_its_place(dim, causal, deterministic):
     kept_q, kept_kv = (*LENS_Q, 0), (*LENS_KV, 0)
     tiles = expected_tiles(of_kv.tolist(), rooms[1], kept_kv, tile_kv)
     assert len(places) == len(tiles) and any(tile < 0 for _, tile, _ in tiles)
+    tiles.sort(key=lambda of: (of[0] == len(LENS_Q), -kept_q[of[0]], of[0]))  # those with most queries first
     for place, (sequence, tile, count) in zip(places, tiles):
         if deterministic and causal and 0 <= tile < count:  # the last keys come first
             tile = count - 1 - tile
@@ -86,6 +88,37 @@ def test_each_tile_of_packed_keys_has_its_place(dim, causal, deterministic):
         assert place["count"] == number and (number == 0 or place["first"] == first)
         if causal:
             assert (place["left"], place["right"] >= 1 << 30) == (kept_q[sequence] - kept_kv[sequence], True)
+
+
+def order_of(offsets):
+    """In which order tiles of packed sequences come: of each place the sequence, which sees its own keys."""
+    x = numpy.zeros((1, max(offsets), 64), numpy.float16)
+    given = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), numpy.array(offsets, numpy.int32))
+    arrays = x, x, x, x, x, numpy.zeros(x.shape[:2], numpy.float32)
+    plan = plan_attention_backward(*arrays, backend="host", arch="90a", **given)
+    assert plan.kernel.config.TILE_KV == 128
+    return places_of(plan, *arrays, **given)[1]["batch_number"].tolist()
+
+
+def test_longest_sequences_come_first(monkeypatch):
+    """But of too many for one warp to ask. Tiles behind the last one stay where they are."""
+    lens = (5, 300, 5, 700, 0)
+    offsets = numpy.cumsum((0, *lens))
+    found = order_of(offsets)
+    assert found[:9] == 6 * [3] + 3 * [1] and found[9:] == [0, 2, 4, 5]
+    few = {"tile/key_places.cuh": source.files()["tile/key_places.cuh"].replace("MOST_IN_ORDER = 1024", "MOST_IN_ORDER = 4")}
+    assert few["tile/key_places.cuh"] != source.files()["tile/key_places.cuh"]
+    monkeypatch.setattr(host, "source_of", lambda plan: source.source_of(plan) | few)
+    in_order = order_of(offsets)
+    assert sorted(in_order) == sorted(found) and in_order == sorted(in_order)
+
+
+def test_each_tile_has_a_place_whatever_offsets_are(monkeypatch):
+    """Nobody sees on a device that they fall, or that the first is not 0: where they fall, tiles stay where they are."""
+    monkeypatch.setattr("cupy_flash.call.backward.check_values", lambda *_: None)
+    found = order_of((0, 300, 40, 700))
+    assert len(found) == 700 // 128 + 4 and found == sorted(found) and set(found) <= set(range(4))
+    assert order_of((256, 261, 561, 566)) == [0, 0, 1, 1, 1, 0, 2, 3]
 
 
 @pytest.mark.parametrize("causal", [True, False])

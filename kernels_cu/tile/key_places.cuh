@@ -4,6 +4,8 @@
 //
 //   bwd_hopper_preprocess    key_places[j] = where key tile j lies      a warp for each, in blocks before those of query tiles
 //   bwd_hopper               place = key_places[j]
+//
+// Of packed sequences those with most queries come first there, since their blocks take longest: at the end, short ones fill what others leave idle.
 #pragma once
 #include "tile/sequence.cuh"
 
@@ -31,6 +33,30 @@ OP QueryTiles query_tiles(const NoPlace&, const TransposedMask& mask, int row0, 
   return {first, last, seeing.last < seeing.first ? 0 : (last + 1 - first) * heads};
 }
 OP QueryTiles query_tiles(const KeyPlace& of, const TransposedMask&, int, int heads) { return {of.first, of.first + of.count - 1, of.count * heads}; }
+
+// Where a tile of packed keys comes among the places: sequences with more queries first, and the tiles of each in a line. By a warp for itself, which
+// asks all sequences, so that many would keep it busy for long. If offsets fall, which they may not, tiles stay where they are.
+constexpr u32 MOST_IN_ORDER = 1024;
+template <typename Params> OP u32 longest_first(const Params& p, u32 tile, u32 sequence) {
+  const u32 sequences = u32(p.sequences.sequences);
+  if (sequence >= sequences || sequences > MOST_IN_ORDER) return tile;
+  const int queries = rows_of_sequence<QUERIES>(p, sequence).len(), first_tile = rows_of_sequence<KEYS>(p, sequence).first_tile();
+  Regs<int, 1> before;
+  Regs<bool, 1> falls;
+  for_lane(l) {
+    before.at(l, 0) = 0, falls.at(l, 0) = int(tile) < first_tile; // of rows before all sequences
+    #pragma unroll 1
+    for (u32 other = l; other < sequences; other += 32) {
+      const int tiles = rows_of_sequence<KEYS>(p, other + 1).first_tile() - rows_of_sequence<KEYS>(p, other).first_tile();
+      const int of_other = rows_of_sequence<QUERIES>(p, other).len();
+      falls.at(l, 0) |= tiles < 1;
+      if (of_other > queries || (of_other == queries && other < sequence)) before.at(l, 0) += tiles;
+    }
+  }
+  if (warp_any(falls)) return tile;
+  reduce_lanes<32>(before, [](int a, int b) { return a + b; });
+  return u32(rows_of_sequence<KEYS>(p, 0).first_tile() + value_of_lane(before, 0) + int(tile) - first_tile);
+}
 
 // One of these blocks. A tile without keys is seen by no query, whatever the mask says.
 template <typename Params> OP void find_places(const Params& p) {
@@ -60,10 +86,11 @@ template <typename Params> OP void find_places(const Params& p) {
     place.tile = tile;
     place.first = seeing.first;
     place.count = tile >= 0 && tile < key_tiles ? seeing.count : 0;
+    const u32 at = packed ? longest_first(p, number, batch_number) : number;
     for_lane(l) {
       if (l == 0) {
         count_written(sizeof place);
-        p.key_places[number] = place;
+        p.key_places[at] = place;
       }
     }
   }
