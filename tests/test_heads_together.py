@@ -8,9 +8,10 @@ import pytest
 from ragged import Ragged, assert_same_bits, forward
 from thinned import quick
 
-from cupy_flash import plan_attention
+from cupy_flash import plan_attention, plan_attention_backward
 from cupy_flash.call import forward as calls
 from cupy_flash.plan import heads_together
+from cupy_flash.plan.grouping import make_grouping
 from cupy_flash.plan.heads_together import query_heads_together
 
 WHERE = {"backend": "host", "arch": "90a"}
@@ -43,6 +44,29 @@ def planned(tokens, heads, heads_kv, dim, sequences=3):
 )
 def test_how_many_take_turns(tokens, heads, heads_kv, dim, tile_q, expected):
     assert query_heads_together(planned(tokens, heads, heads_kv, dim).problem, tile_q) == expected
+
+
+@pytest.mark.parametrize(
+    "tokens, sequences, dim, causal, expected",
+    [
+        (32768, 17, 64, True, 8),
+        (32768, 17, 128, True, 4),
+        (32768, 17, 256, True, 2),
+        (32768, 8, 256, True, 2),  # of 4,096 rows two are better than one, though they are more bytes
+        (32768, 2, 256, True, 1),
+        (32768, 1, 128, True, 1),
+        (32768, 72, 64, True, 8),
+        (32768, 17, 64, False, 16),
+        (32768, 17, 128, False, 8),
+        (32768, 72, 256, False, 16),
+    ],
+)
+def test_how_many_take_turns_where_sums_have_an_order(tokens, sequences, dim, causal, expected):
+    heads = 2048 // dim
+    q, lse = numpy.empty((heads, tokens, dim), ml_dtypes.bfloat16), numpy.empty((heads, tokens), numpy.float32)
+    given = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), numpy.linspace(0, tokens, sequences + 1).astype(numpy.int32))
+    plan = plan_attention_backward(q, q, q, q, q, lse, causal=causal, deterministic=True, **given, **WHERE)
+    assert make_grouping(plan.kernel, plan.problem).heads_together == expected
 
 
 def test_rooms_of_sequences_count():

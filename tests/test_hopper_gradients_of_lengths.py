@@ -91,7 +91,7 @@ QUICK = [(64, True, True, "deferred"), (64, True, False, "eager")]
 def test_last_heads_are_finished_by_blocks_of_their_own(dim, q_packed, kv_packed, schedule, monkeypatch, poisoned_results):
     """Of no head, of those of the last group and of all: the same bits. If one side alone is packed, heads end in another order."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
-    monkeypatch.setattr("cupy_flash.plan.grouping.HOPPER_BLOCKS_TOGETHER", 1)  # so that there are several groups
+    monkeypatch.setattr("cupy_flash.plan.grouping.IN_ORDER_BYTES", 1)  # so that there are several groups
     monkeypatch.setattr("cupy_flash.plan.grouping.ROWS_WORTH_SHARING", 0)
     rng, heads, heads_kv = numpy.random.default_rng(8), 10, 5
     lens_q, lens_kv = LENS_Q[::-1], LENS_KV[::-1]  # the last sequence has keys

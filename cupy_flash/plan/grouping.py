@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..problem.backward import BackwardProblem
+from ..problem.forward import Problem
 from .kernel import Config, KernelPlan
 from .schedule import L2_BYTES
 from .sequences import elements_of, is_packed, mean_room, tiles_of
@@ -21,6 +22,8 @@ MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
 MOST_HEADS_COUNTED = 32  # by one warp, see count_block
 ROWS_WORTH_SHARING = 2048  # of dq, of a sequence, see make_grouping
 LENGTH_OF_MANY = 4096  # of sequences of their own lengths: they have the tiles, and heads together, of so many rows
+IN_ORDER_BYTES = L2_BYTES // 4  # see _heads_in_order
+MOST_TOGETHER = 16  # heads, of few tiles, and half as many of more
 RUNNING = 132  # blocks of a Hopper kernel at once, one for each multiprocessor of an H200
 BLOCKS_TOGETHER = 1024  # a few times as many as run at once, see heads_together
 
@@ -97,7 +100,7 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
 
 
 def has_idle_warps(config: Config) -> bool:
-    """Whether two warps of a block of bwd_hopper have no work, if dQ is added in any order, and room for rows of a later head."""
+    """Whether two warps of a block of bwd_hopper, or in order one, have no work, and there is room for rows of a later head."""
     return not (config.TMA_REDUCE_DQ or config.TILE_LIST or config.STAGED_BIAS)
 
 
@@ -175,14 +178,30 @@ def heads_together(plan: KernelPlan, problem: BackwardProblem) -> int:
         return max(1, BLOCKS_TOGETHER // tiles)
     least = 4
     causal = problem.forward.mask.shape == "causal"
+    bytes_of_row = (4 + 2 + 2) * plan.config.WIDTH  # sums, q and dout
+    if problem.deterministic and problem.forward.lengths is not None and problem.forward.mask.shape != "window":
+        return _heads_in_order(problem.forward, bytes_of_row)
     if problem.deterministic and causal:
         least = 2 if plan.file == "bwd_hopper" else 1
-    most = 16 if problem.deterministic and not causal and plan.file == "bwd_hopper" and tiles <= FEW_TILES else 8
+    many = problem.deterministic and not causal and plan.file == "bwd_hopper" and tiles <= FEW_TILES
+    most = MOST_TOGETHER if many else MOST_TOGETHER // 2
     together = min(max(HOPPER_BLOCKS_TOGETHER // tiles, least), most)
     if problem.deterministic:
         return together
-    bytes_of_head = (4 + 2 + 2) * rows * plan.config.WIDTH  # sums, q and dout
-    return max(1, min(together, L2_BYTES // bytes_of_head))
+    return max(1, min(together, L2_BYTES // (rows * bytes_of_row)))
+
+
+def _heads_in_order(problem: Problem, bytes_of_row: int) -> int:
+    """The same of sequences of their own lengths whose blocks add in order: as many as a part of the cache holds of mean length.
+
+    The longest of documents are about four times as long. Heads that share keys of the same place begin in turn, so that blocks
+    wait for each other less; under a causal mask the longest blocks come last, and many heads leave more of them for the end.
+    """
+    room = max(mean_room(problem, "q"), 1)
+    fit = IN_ORDER_BYTES // (room * bytes_of_row)
+    if problem.mask.shape == "full":
+        return MOST_TOGETHER if fit >= MOST_TOGETHER // 2 else MOST_TOGETHER // 2
+    return min(max(fit, 1 + (room <= LENGTH_OF_MANY)), MOST_TOGETHER // 2)
 
 
 def splits(plan: KernelPlan, problem: BackwardProblem) -> int:
