@@ -135,12 +135,13 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if (TMA_REDUCE_DQ) {
       if (warp == 1 || warp == 2) send_queries(p, block, warp - 1, Accum::offset(dq_row_of(warp - 1), dq_col_of(warp - 1)));
     } else {
-      if constexpr (STATS_AHEAD) {
+      if constexpr (STATS_AHEAD && !IN_ORDER) {
         if (warp == 1 || warp == 2) make_stats_ahead(p, block, warp - 1, DELTA_SIGN);
       }
-      if (!STATS_AHEAD && warp == 1) acquire_dq_order(p, block);
-      if (!STATS_AHEAD && warp == 2) release_dq_order(p, block);
+      if ((!STATS_AHEAD || IN_ORDER) && warp == 1) acquire_dq_order(p, block);
+      if ((!STATS_AHEAD || IN_ORDER) && warp == 2) release_dq_order(p, block);
       if (warp == 3) let_add(p, block);
+      if constexpr (IN_ORDER) if (warp == 3) make_stats_ahead(p, block, 0, DELTA_SIGN);
     }
     if (STORE_DBIAS && warp == 3) send_dbias(p, block);
     if constexpr (ZEROS_AHEAD) {

@@ -163,6 +163,7 @@ def key_tiles_in_turn(planned_anew, monkeypatch):
 def made_ahead(planned_anew, monkeypatch):
     """Blocks make statistics of queries of later heads, however few heads and blocks there are, and of whatever lengths."""
     monkeypatch.setattr(backward_plan, "MOST_AHEAD", 9)
+    monkeypatch.setattr(backward_plan, "SHORT_IN_ORDER", 0)
     for name in ("RUNNING", "HOPPER_BLOCKS_TOGETHER", "FEWEST_BLOCKS", "LAST_BLOCKS", "CLEARING_BLOCKS"):
         monkeypatch.setattr(grouping, name, 1)
 

@@ -13,7 +13,7 @@ def normal(rng, shape, dtype):
     return rng.standard_normal(shape, numpy.float32).astype(dtype)
 
 
-def backward_of(shape, shape_kv, dtype="f2", with_dlse=False, **options):
+def backward_of(shape, shape_kv, dtype="f2", with_dlse=False, deterministic=False, **options):
     """The plan, the formula, and what both are given."""
     rng = numpy.random.default_rng(0)
     q, k, v = (normal(rng, x, dtype) for x in (shape, shape_kv, shape_kv))
@@ -21,7 +21,8 @@ def backward_of(shape, shape_kv, dtype="f2", with_dlse=False, **options):
     out, lse = attention(q, k, v, return_lse=True, **options)
     dout, dlse = normal(rng, out.shape, dtype), normal(rng, lse.shape, numpy.float32) if with_dlse else None
     given = (dout, q, k, v, out, lse)
-    plans = (plan_attention_backward(*given, dlse=dlse, **where, **options) for where in (HOST, {"backend": "numpy"}))
+    options_of = {"dlse": dlse, "deterministic": deterministic, **options}
+    plans = (plan_attention_backward(*given, **where, **options_of) for where in (HOST, {"backend": "numpy"}))
     named = {"dlse": dlse} if with_dlse else {}
     return *plans, given, named | ({"sinks": options["sinks"]} if "sinks" in options else {})
 

@@ -144,7 +144,7 @@ def test_where():
     [
         {"heads": 8},  # there is no later one
         {"rows": 2048, "sequences": 4},  # too few key tiles
-        {"deterministic": True},  # these warps pass on the order
+        {"deterministic": True},  # many blocks have few steps, and one warp alone would take longer
         {"dim": 72, "causal": True},  # a producer of wider heads has no registers
         {"alibi_slopes": numpy.ones(32, numpy.float32), "causal": True},  # a term of queries
         {"packed_kv": False, "heads": 32, "rows": 1024},  # keys of their own for each batch element

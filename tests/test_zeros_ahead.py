@@ -27,8 +27,10 @@ CASES = [
     ((3, 6, 130, 24), (3, 3, 150, 24), {"softcap": 3.0, "sinks": True}),
     ((14, 257, 256), (14, 129, 256), {"dtype": ml_dtypes.bfloat16}),
     ((18, 140, 96), (18, 300, 96), {"score": "score - 0.25 * (q_idx - kv_idx)"}),
+    ((9, 1700, 128), (9, 300, 128), {"causal": True, "deterministic": True}),
+    ((5, 4, 200, 192), (5, 2, 300, 192), {"deterministic": True}),
 ]
-OFTEN = [(*CASES[0], "eager")]  # for wide heads see `test_zeros`
+OFTEN = [(*CASES[0], "eager"), (*CASES[-1], "deferred")]  # for wide heads see `test_zeros`
 
 
 @pytest.mark.parametrize(
@@ -67,9 +69,8 @@ def test_where():
         assert few.STATS_AHEAD == some.STATS_AHEAD == (dim == 64)
 
 
-@pytest.mark.parametrize("options", [{"deterministic": True}, {"mask": "kv_idx <= q_idx + 3"}])
-def test_where_not(options):
-    assert not plan_of(300, dim=256, **options).kernel.config.ZEROS_AHEAD
+def test_not_beside_lists_of_tiles():
+    assert not plan_of(300, dim=256, mask="kv_idx <= q_idx + 3").kernel.config.ZEROS_AHEAD
 
 
 def test_not_beside_a_staged_bias(zeros_ahead):

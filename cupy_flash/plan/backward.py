@@ -48,6 +48,7 @@ WIDEST_BENT = 128  # columns: wider heads take as long either way, and so do tho
 LEAST_BENT = 2048
 FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the first one of a block is not beneath any other
 MOST_AHEAD = 2  # times as many queries as keys a head may have, or keys as queries, rounded up to tiles, see _makes_stats_ahead
+SHORT_IN_ORDER = 512  # queries, up to which a causal mask leaves many blocks few steps, over before one warp's statistics
 MOST_ROWS_AHEAD = 4096  # of dq, whose sums earlier heads make zero; with more of them a call takes as long either way
 
 
@@ -114,7 +115,8 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     if apart.kind == "SCALED" and kernel in HOPPER_KERNELS and splits(plan, problem) == p.heads_per_kv:  # one head a block
         plan = _with(plan, "what scores of a head are multiplied by multiplies its sums of dq and dk", SCALE_SUMS=True)
     if _makes_stats_ahead(plan, problem):
-        plan = _with(plan, "idle warps make statistics of queries of later heads", STATS_AHEAD=True)
+        who = "an idle warp makes" if problem.deterministic else "idle warps make"
+        plan = _with(plan, f"{who} statistics of queries of later heads", STATS_AHEAD=True, IN_ORDER=problem.deterministic)
     if _makes_zeros_ahead(plan, problem):
         plan = _with(plan, "an idle warp makes sums of later heads zero", ZEROS_AHEAD=True)
     if problem.parts > 1:
@@ -134,9 +136,9 @@ def _takes_key_tiles(problem: BackwardProblem, row: TileConfig, expressions: Exp
 
 
 def _has_later_heads(plan: KernelPlan, problem: BackwardProblem) -> bool:
-    """Whether there are heads for which blocks of a Hopper kernel could make something, which add in any order."""
+    """Whether there are heads for which blocks of a Hopper kernel could make something."""
     p = problem.forward
-    if plan.file not in HOPPER_KERNELS or problem.deterministic or not finishes_queries(plan, problem):
+    if plan.file not in HOPPER_KERNELS or not finishes_queries(plan, problem):
         return False
     if p.lengths is not None and not makers(plan, problem):
         return False
@@ -146,14 +148,17 @@ def _has_later_heads(plan: KernelPlan, problem: BackwardProblem) -> bool:
 def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether blocks of bwd_hopper make the statistics of queries of later heads.
 
-    There are such heads, and two warps without work. TMA can move out. A block's share takes less time than its own steps, and
-    saves more than it costs later blocks to ask whether it has been made. For packed sequences terms of queries are
-    not made, and of wider heads the producer has no registers.
+    There are such heads, and two warps without work, or in order one. TMA can move out. A block's share takes less time than its
+    own steps, and saves more than it costs later blocks to ask whether it has been made: in order it does not where many blocks
+    have few steps, and beside a softcap there are no registers. For packed sequences terms of queries are not made, and of wider
+    heads the producer has no registers.
     """
     p, c = problem.forward, plan.config
     if plan.file != "bwd_hopper" or not has_idle_warps(c) or not _has_later_heads(plan, problem):
         return False
-    if p.lengths is not None and (c.SCORES == "PLUS_LINEAR" or c.WIDTH > WIDEST_TAKEN):
+    if p.lengths is not None and (c.SCORES == "PLUS_LINEAR" or c.WIDTH > WIDEST_TAKEN or problem.deterministic):
+        return False
+    if problem.deterministic and (c.EXPLICIT_SCORES or (p.mask.shape != "full" and p.len_q <= SHORT_IN_ORDER)):
         return False
     queries, keys = query_tiles(plan, problem) * c.TILE_Q, key_tiles(plan, problem) * c.TILE_KV
     return queries / MOST_AHEAD <= keys <= queries * MOST_AHEAD and not obstacle(p.batch, _layouts(problem), ("out",))
@@ -166,12 +171,12 @@ def _makes_zeros_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     longer sequences the first launch makes sums zero in a hundredth of the time of all. Of packed ones it has no blocks for heads
     whose statistics others make.
     """
-    c = plan.config
-    if problem.forward.lengths is not None:
-        return c.STATS_AHEAD
-    if c.TILE_LIST or c.STAGED_BIAS or problem.forward.len_q > MOST_ROWS_AHEAD or not _has_later_heads(plan, problem):
+    p, c = problem.forward, plan.config
+    if c.TILE_LIST or c.STAGED_BIAS or not _has_later_heads(plan, problem):
         return False
-    return not make_grouping(plan, problem).reused
+    if p.lengths is not None:
+        return c.STATS_AHEAD
+    return p.len_q <= MOST_ROWS_AHEAD and not make_grouping(plan, problem).reused
 
 
 def _explicit(problem: Problem, expressions: ExpressionText) -> tuple[bool, str]:

@@ -81,6 +81,7 @@ class Config:
     PERSISTENT: bool
     ZEROS_AHEAD: bool
     STATS_AHEAD: bool
+    IN_ORDER: bool
     FROM_LAST: bool
     SPLIT_KV: bool
     LAST_COMBINES: bool
@@ -210,7 +211,7 @@ class KernelPlan:
         else:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"s{c.STAGES}"] * (self.file == "fwd_v2" and c.STAGES != 2)
             words += [f"copy{c.COPY_BYTES or 'elements'}"] + ["staged"] * (c.STAGED_BIAS and self.file == "bwd_scores_hopper")
-        words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST
+        words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST + ["inorder"] * c.IN_ORDER
         words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN + ["pairbits"] * c.PAIR_BITS + ["persistent"] * c.PERSISTENT
@@ -386,7 +387,7 @@ def configure(
         "ADD_RESULTS": adds,
         "SOFTCAP": problem is None or problem.softcap is not None or (expressions.kind == "UNCHANGED" and not explicit),
         "ROTATE_Q": False,
-        **dict.fromkeys(("SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD"), False),  # decided of the plan, see plan/backward.py
+        **dict.fromkeys(("SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD", "IN_ORDER"), False),  # see plan/backward.py
         "STORE_DBIAS": store_dbias,
         "PERSISTENT": persistent,
     }

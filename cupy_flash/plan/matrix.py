@@ -71,10 +71,11 @@ def every_plan(
 
 
 def _ahead_plans(plans: Iterable[KernelPlan]) -> Iterator[KernelPlan]:
-    """By which blocks make zeros for later heads, and where two warps of bwd_hopper are idle, statistics with zeros and without."""
+    """By which blocks make zeros for later heads, and where warps of bwd_hopper are idle, statistics with zeros and without."""
     for plan in plans:
-        made = [{"STATS_AHEAD": True}] if plan.file == "bwd_hopper" and has_idle_warps(plan.config) else []
-        made.append({"ZEROS_AHEAD": True} | (made[0] if made else {}))
+        stats = plan.file == "bwd_hopper" and has_idle_warps(plan.config)
+        ways = [{"STATS_AHEAD": True}, {"STATS_AHEAD": True, "IN_ORDER": True}] if stats else [{}]
+        made = ways * stats + [{"ZEROS_AHEAD": True} | way for way in ways]
         yield from (replace(plan, config=replace(plan.config, **knobs)) for knobs in made)
 
 

@@ -57,6 +57,15 @@ OP void clear_progress(const HopperBackwardParams& p) {
       if (ZEROS_AHEAD) p.zeros_progress[i] = 0;
     }
   }
+  if constexpr (IN_ORDER) {                                   // the tiles of later heads have no block here
+    const u32 tiles = heads * ceil_div(p.len_q, TILE_Q);
+    for_lane(l) {
+      for (u32 i = block_id() * Block::threads + Block::thread(l); i < tiles; i += blocks() * Block::threads) {
+        count_written(sizeof(u32));
+        p.dq_semaphore[i] = 0;
+      }
+    }
+  }
 }
 
 // ZERO. By one warp: until the head that had the same sums before has reached it, or (ZEROS_AHEAD) blocks of an earlier head have made the sums of

@@ -80,9 +80,10 @@ struct OutAndDout {
   OP QueryTile dout() const { return {base + QueryTile::bytes}; }
 };
 static_assert(!STATS_AHEAD || (!TILE_LIST && !STAGED_BIAS && !TMA_REDUCE_DQ), "no warps are idle, or nobody makes statistics");
+static_assert(!IN_ORDER || (STATS_AHEAD && !VARLEN), "nobody asks without the one, and with the other one warp would be late");
 static_assert(!VARLEN || STATS_AHEAD == ZEROS_AHEAD, "the first launch has no blocks for later heads");
 static_assert(!VARLEN || !STATS_AHEAD || SCORES != PLUS_LINEAR, "statistics have no term of the queries of a sequence");
-constexpr int STATS_WARPS = 2, STATS_OFFSET = ceil_div(LISTED_END, 1024) * 1024, STATS_BARRIERS = STATS_OFFSET + OutAndDout::bytes;
+constexpr int STATS_WARPS = IN_ORDER ? 1 : 2, STATS_OFFSET = ceil_div(LISTED_END, 1024) * 1024, STATS_BARRIERS = STATS_OFFSET + OutAndDout::bytes;
 constexpr int BARRIERS_END = PERSISTENT ? LOADED_BARRIER + 2 * Mbarrier::bytes : STATS_AHEAD ? STATS_BARRIERS + STAGE_BARRIERS : LISTED_END;
 static_assert(!ZEROS_AHEAD || (!TILE_LIST && !STAGED_BIAS), "heads have another order, or there is no room");
 // ZEROS_AHEAD: zeros, which TMA stores to sums of later heads.

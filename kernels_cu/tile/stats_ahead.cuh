@@ -79,7 +79,7 @@ OP void make_stats_ahead(const HopperBackwardParams& p, KeyBlock& block, int par
     float per_query = per_query_log2(p, there, there.head), bend = bend_log2(p, there, there.head);
     #pragma unroll 1
     for (there.row = block.here.tile * TILE_Q; there.row < p.len_q; there.row += apart) {
-      if (WIDTH > 64) loading = block.of_stats;               // as it is, in a register less; with it the loop of dim 64 has 0.996 of its rate
+      if (WIDTH > 64 || IN_ORDER) loading = block.of_stats;   // as it is, in a register less; with it the loop of dim 64 has 0.996 of its rate
       if (part == 0) {
         producer_acquire(loading);                            // without it rows are overwritten that the other warp still reads
         arrive_expect_tx(loading.full(), OutAndDout::bytes);
@@ -94,7 +94,7 @@ OP void make_stats_ahead(const HopperBackwardParams& p, KeyBlock& block, int par
       const auto write_lse = [&](float* to, float per_query) {
         for_lane(l) {
           #pragma unroll 1
-          for (int row = part * 32 + (WIDTH > 64 ? not_ahead(l) : l); row < TILE_Q; row += 32 * STATS_WARPS)
+          for (int row = part * 32 + (WIDTH > 64 || IN_ORDER ? not_ahead(l) : l); row < TILE_Q; row += 32 * STATS_WARPS)
             write(to + row, stat_of_lse(row < rows ? read(lse + row * p.lse.row_stride) : -infinity(), per_query, row));
         }
       };
