@@ -73,7 +73,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       if constexpr (TAKES_TILES) taken = take_work_tile(p, warp, smem + CLIPPED_BARRIER + Mbarrier::bytes, TAKEN);
       head_kv = here.head / p.heads_per_kv; if constexpr (CACHED) element = element_of_cache(p, here.batch_number);
       if constexpr (LINEAR && !BENDS) steps = step_of_head(p, here);
-      move_mask(mask, p, here);
+      move_mask(mask, p, here), fill_last_tile(here);
       tiles = n_block_range(mask, here.row, min_of(TILE_Q, rows_at<QUERIES>(p, here).len() - here.row), TILE_KV, {0, 1});
       if (is_split(p, index)) tiles = clip_range(here.split.keys, tiles);
       if constexpr (TILE_LIST) lists = lists_of_queries(p, here.batch_number, here.head, here.row, ROWS, GROUPS), tiles = listed_range(lists, tiles);

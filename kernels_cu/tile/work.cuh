@@ -44,6 +44,18 @@ template <typename Params, typename Coord> OP void move_mask(Mask& mask, const P
   }
 }
 
+// VARLEN: under a causal mask the last queries of a sequence see most keys. So it is the first query tile that is not full, whose rows see few; others
+// begin at multiples of 64 queries all the same. Where a term or a mask asks how many queries there are, tiles lie as they are counted.
+constexpr bool LAST_IS_FULL = VARLEN && SCORES == UNCHANGED && !MASKED_PAIRS;
+// Moves a tile there, and counts its sequence's queries up to its end.
+template <typename Coord> OP void fill_last_tile(Coord& here) {
+  if constexpr (LAST_IS_FULL) {
+    const int queries = here.q.count, left = ceil_div(queries, TILE_Q) * TILE_Q - ceil_div(queries, ROWS) * ROWS;
+    here.q.count = min_of(here.row + TILE_Q - left, queries);
+    here.row = max_of(here.row - left, 0);
+  }
+}
+
 // What a block computes at a time: a query tile, or a split of one.
 struct WorkTile : TileCoord {
   SplitTile split;                                            // if there is one
