@@ -152,9 +152,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   }
 
   warpgroup_reg_alloc<CONSUMER_REGISTERS>();
-  QueryTile q_smem; Acc<16, TILE_KV> s_reg;
+  QueryTile q_smem; Acc<16, TILE_KV> s_reg; Acc<16, DIM_V> o_reg;
   OperandA<16> p_reg[TILE_KV / 16]; PairDrawing<TILE_KV / 16> drawing{}; // P; DROPOUT: which pairs of it are kept
-  Acc<16, DIM_V> o_reg;
   OnlineSoftmax<16> softmax(LOWEST);
   float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
   if constexpr (DROPOUT) drawing.dropout = seeded(p.scores);
@@ -176,6 +175,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     ended = now;
     static_cast<BlockCoord&>(now) = {{0, 0, uniform(work.batch[0]), uniform(work.batch[1])}, uniform(work.head), uniform(work.row), 0};
     load_sequence(smem + SEQUENCES_OFFSET + queries.stage() * int(sizeof(SequenceDescriptor)), mask, now);
+    if constexpr (CLEARS_QUERIES) clear_queries(q_smem, rows_at<QUERIES>(p, now).len() - group * ROWS, warp % 4, VOTE + group);
     if (MODIFIED || DROPOUT) now.batch_number = now.batch[BATCH_AXES - 2] * p.batch[BATCH_AXES - 1] + now.batch[BATCH_AXES - 1];
     if (SPLIT_KV) split = uniform(work.split);
     tile = uniform(work.first);                               // and what follows is kept once for a warp
@@ -247,7 +247,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   };
   const auto to_weights = [&](RowVec<16>& sum, const bool near = false) { // near: CAPPED, of products as they are
     if (near) exponentiate_capped(offsets, s_reg, sum, p.cap); else exponentiate(offsets, s_reg, sum, scale_log2);
-    if constexpr (VARLEN) fill_from(sum, queries_left(), 0.f);
+    if constexpr (VARLEN && !CLEARS_QUERIES) fill_from(sum, queries_left(), 0.f);
   };
   // With ping-pong, a warpgroup lets the next one go for a tile that it does not need as well: all of them count the same tiles.
   if (PINGPONG && group == GROUPS - 1) arrive_pingpong<ORDER>(group, GROUPS); // without it nobody begins

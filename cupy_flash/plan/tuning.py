@@ -191,7 +191,7 @@ ONE_GROUP = "few query rows: one group of 64, none that waits for rows that do n
 THREE_STAGES = "two groups of 64 rows, which share three stages of queries: the next tile begins beneath the end of the last"
 THREE_NARROW = "three groups of 64 rows hide each other's waits, and narrow key tiles fit their registers"
 PINGPONG = "; ping-pong: none waits behind the products of others"
-FOUR_CAUSAL = FOUR_GROUPS + PINGPONG + "; measured 435 at 1,024, 571"  # documents took 976 us, and with 192 x 128 937
+FOUR_CAUSAL = FOUR_GROUPS + PINGPONG + "; measured 435 at 1,024, 571"
 CAUSAL, WINDOW = ("causal",), ("window",)
 FOUR = {"warps": 20, "stages": 6, "stages_v": 6, "stages_q": 8, "tma_store_out": True, "min_blocks": 1, "plain_scores": True}
 THREE = {"warps": 16, "stages": 4, "stages_v": 4, "stages_q": 6, "tma_store_out": True, "min_blocks": 1, "plain_scores": True}
@@ -204,7 +204,7 @@ CAPPED_64 = TileConfig(64, 256, 64, FOUR_GROUPS + PINGPONG + "; measured 371 wit
 HOPPER = (
     TileConfig(64, 64, 128, ONE_GROUP + "; measured 53 us for one query on 65,536 keys of 8 heads", **ONE, stages=4, stages_v=4),
     TileConfig(64, 256, 64, FOUR_GROUPS + "; measured 457 with a window of 1,024 keys at 8,192", **FOUR, masks=WINDOW),
-    TileConfig(64, 256, 64, FOUR_CAUSAL, **FOUR, pingpong=True, masks=CAUSAL, without_lengths=True),
+    TileConfig(64, 256, 64, FOUR_CAUSAL, **FOUR, pingpong=True, masks=CAUSAL),
     TileConfig(64, 256, 64, FOUR_GROUPS + PINGPONG + "; measured 590 at 16,384", **FOUR, pingpong=True, max_len_q=16384),
     TileConfig(64, 192, 128, THREE_GROUPS + PINGPONG + "; measured 590", **THREE, pingpong=True),
     CAPPED_64,

@@ -44,3 +44,17 @@ OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, co
   if (rows >= T::rows) return load_async(pipeline, map, batch, head, row, at);
   clip(pipeline, clipping, rows, 0, [&](Pipeline<T, 1, LANES>& alone) { load_async(alone, map, batch, head, row, at); }, at);
 }
+
+// The same of the queries of a warpgroup, by its four warps, each with 16 rows: tile[rows :] = 0, if there are such rows.
+template <int ROWS, int WIDTH> OP void clear_queries(const PanelTile<ROWS, WIDTH>& tile, int rows, int warp, int barrier) {
+  if (rows >= ROWS) return;
+  for_lane(l) {
+    #pragma unroll 1
+    for (int chunk = max_of(rows, 16 * warp) * 8 + l; chunk < 16 * (warp + 1) * 8; chunk += 32) {
+      #pragma unroll
+      for (int i = 0; i < tile.panels; ++i) store_shared(tile.base + i * tile.panel_bytes + chunk * 16, Vector<16>{});
+    }
+  }
+  fence_proxy_async();                                        // without it products read what was there before the zeros
+  sync_warpgroup(barrier);                                    // without it products read rows that another warp has not cleared
+}

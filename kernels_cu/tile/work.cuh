@@ -56,6 +56,10 @@ template <typename Coord> OP void fill_last_tile(Coord& here) {
   }
 }
 
+// Rows that are no queries have no say in how a step is done. They are zeros, so that their scores are, or (and where something is added to a score) each
+// step leaves out what they sum up, which takes as many instructions of few keys as of many.
+constexpr bool CLEARS_QUERIES = LAST_IS_FULL && GROUPS == 4 && !DROPOUT;
+
 // What a block computes at a time: a query tile, or a split of one.
 struct WorkTile : TileCoord {
   SplitTile split;                                            // if there is one
@@ -169,7 +173,7 @@ constexpr bool STARTS_FROM_TERM = SCORES == PLUS_TERM && !EXPLICIT_SCORES && !PA
 constexpr bool KEPT_ONCE = STARTS_FROM_TERM || FOUR_CAPPED;   // whether a step looks for its maximum: in a register of the warp, where predicates are short
 // Integers cost most beneath products, so at dims up to 64 the producer tells of which key tiles a consumer's rows see all keys. As measured: wider rows,
 // sequences of their own lengths and other scores are no faster, or have no registers.
-constexpr bool TELLS_WHOLE = max_of(WIDTH, WIDTH_V) <= 64 && !VARLEN && !PAIR_BITS && (SCORES == UNCHANGED || WITH_TERMS || ((STAGED_BIAS || STARTS_FROM_TERM) && GROUPS == 4));
+constexpr bool TELLS_WHOLE = max_of(WIDTH, WIDTH_V) <= 64 && (!VARLEN || CLEARS_QUERIES) && !PAIR_BITS && (SCORES == UNCHANGED || WITH_TERMS || ((STAGED_BIAS || STARTS_FROM_TERM) && GROUPS == 4));
 static_assert(!OWN_LISTS || GROUPS <= MOST_CONSUMERS, "each is told of its pairs");
 struct alignas(16) WorkDescriptor {
   int batch[2], head, row;                                    // where the block's query tile begins; the last two batch axes, the others are 0
