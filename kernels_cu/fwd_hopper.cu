@@ -175,7 +175,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     ended = now;
     static_cast<BlockCoord&>(now) = {{0, 0, uniform(work.batch[0]), uniform(work.batch[1])}, uniform(work.head), uniform(work.row), 0};
     load_sequence(smem + SEQUENCES_OFFSET + queries.stage() * int(sizeof(SequenceDescriptor)), mask, now);
-    if constexpr (CLEARS_QUERIES) clear_queries(q_smem, rows_at<QUERIES>(p, now).len() - group * ROWS, warp % 4, VOTE + group);
+    if constexpr (CLEARS_QUERIES) clear_queries(q_smem, rows_at<QUERIES>(p, now).len() - group * ROWS, warp % 4);
     if (MODIFIED || DROPOUT) now.batch_number = now.batch[BATCH_AXES - 2] * p.batch[BATCH_AXES - 1] + now.batch[BATCH_AXES - 1];
     if (SPLIT_KV) split = uniform(work.split);
     tile = uniform(work.first);                               // and what follows is kept once for a warp

@@ -74,6 +74,8 @@ def settings_of(kernel):
         settings |= {"lists of consumers, one stage": own_lists.but(STAGES=1, STAGES_V=1, PINGPONG=False)}
         settings |= {"lists, in turn": replace(TWO_GROUPS.but(IN_TURN=True), seen=SOME_TILES)}
         settings |= {"three groups, four stages": TWO_GROUPS.but(TILE_Q=192, WARPS=16)}
+        four = lanes_store.but(TILE_Q=256, WARPS=20, STAGES_Q=5, PINGPONG=True)
+        settings |= {"sequences, four groups": replace(four, case=SEQUENCES.case, offsets=FEW_OFFSETS)}
         return settings | {"three stages": lanes_store, "one key tile": lanes_store.but(TILE_KV=80), "split": split}
     if kernel == "bwd_hopper":
         wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128)

@@ -27,7 +27,7 @@ from .kernel import (
 from .key_warps import ROWS as FEWEST
 from .key_warps import with_key_warps
 from .launch import Launch, checked
-from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages
+from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages, shape_of
 from .packing import FEW, has_packed_scores, packing_of
 from .pair_bits import why_bits, with_bits
 from .rows_between import rows_between
@@ -91,7 +91,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         min(problem.len_q, SHORT) if crowded else row_length(problem),
         copy_bytes,
         explicit,
-        mask=problem.mask.shape,
+        mask=shape_of(problem),
         width_v=dim_v,
         sinks=problem.sinks is not None,
         lengths=problem.lengths is not None or split,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from ..problem.forward import Problem
 from .tuning import CAUSAL, HOPPER, THREE_NARROW, TileConfig
 
 LEAST_PIECE = 8  # keys of a page that TMA brings at a time: rows of shared memory are swizzled in eights
@@ -20,6 +21,12 @@ WIDE_128 = TileConfig(
 LENGTHS_HOPPER = tuple(
     own for row in HOPPER for own in ((WIDE_128, row) if (row.width, row.tile_q, row.tile_kv) == (128, 192, 64) else (row,))
 )
+
+
+def shape_of(problem: Problem) -> str:
+    """The shape of mask that a row is chosen by: of sequences with a prefix never 'causal', for which four groups would spill."""
+    prefix = problem.lengths is not None and problem.mask.kind == "PREFIX" and not problem.scores
+    return "full" if prefix and problem.mask.shape == "causal" else problem.mask.shape
 
 
 def in_pages(row: TileConfig, page_size: int) -> TileConfig:

@@ -45,8 +45,9 @@ OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, co
   clip(pipeline, clipping, rows, 0, [&](Pipeline<T, 1, LANES>& alone) { load_async(alone, map, batch, head, row, at); }, at);
 }
 
-// The same of the queries of a warpgroup, by its four warps, each with 16 rows: tile[rows :] = 0, if there are such rows.
-template <int ROWS, int WIDTH> OP void clear_queries(const PanelTile<ROWS, WIDTH>& tile, int rows, int warp, int barrier) {
+// The same of the queries of a warpgroup, by its four warps, each with 16 rows: tile[rows :] = 0, if there are such rows. All four have done so when it is
+// the warpgroup's turn to multiply (ping-pong).
+template <int ROWS, int WIDTH> OP void clear_queries(const PanelTile<ROWS, WIDTH>& tile, int rows, int warp) {
   if (rows >= ROWS) return;
   for_lane(l) {
     #pragma unroll 1
@@ -56,5 +57,4 @@ template <int ROWS, int WIDTH> OP void clear_queries(const PanelTile<ROWS, WIDTH
     }
   }
   fence_proxy_async();                                        // without it products read what was there before the zeros
-  sync_warpgroup(barrier);                                    // without it products read rows that another warp has not cleared
 }

@@ -83,7 +83,6 @@ template <int FIRST> OP void arrive_pingpong(int group, int groups) { asm volati
 // The first, or the last, so many warps of a block wait for each other.
 template <int FIRST> OP void sync_first(int name) { asm volatile("bar.sync %0, %1;" :: "r"(name), "n"(32 * FIRST) : "memory"); }
 template <int LAST> OP void sync_last(int name) { asm volatile("bar.sync %0, %1;" :: "r"(name), "n"(32 * LAST) : "memory"); }
-OP void sync_warpgroup(int name) { asm volatile("bar.sync %0, 128;" :: "r"(name) : "memory"); }
 OP bool barrier_red_or(int name, int threads, bool flag) {
   u32 any;
   asm volatile("{ .reg .pred flag, any; setp.ne.u32 flag, %3, 0; barrier.cta.red.or.pred any, %1, %2, flag; selp.u32 %0, 1, 0, any; }"
@@ -104,7 +103,6 @@ template <int FIRST> OP void wait_pingpong(int group, CallSite at = call_site())
 template <int FIRST> OP void arrive_pingpong(int group, int groups) { host::arrive_named(FIRST + (group + 1) % groups, 8); }
 template <int FIRST> OP void sync_first(int name, CallSite at = call_site()) { host::sync_named(name, FIRST, "the other warps that load", at); }
 template <int LAST> OP void sync_last(int name, CallSite at = call_site()) { host::sync_named(name, LAST, "the other warps that compute", at); }
-OP void sync_warpgroup(int name, CallSite at = call_site()) { host::sync_named(name, 4, "the other warps of its warpgroup", at); }
 #endif
 
 // All of x is computed when this is reached, and read again after it: compilers otherwise move arithmetic past waits, and products of

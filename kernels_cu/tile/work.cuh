@@ -58,7 +58,7 @@ template <typename Coord> OP void fill_last_tile(Coord& here) {
 
 // Rows that are no queries have no say in how a step is done. They are zeros, so that their scores are, or (and where something is added to a score) each
 // step leaves out what they sum up, which takes as many instructions of few keys as of many.
-constexpr bool CLEARS_QUERIES = LAST_IS_FULL && GROUPS == 4 && !DROPOUT;
+constexpr bool CLEARS_QUERIES = LAST_IS_FULL && GROUPS == 4 && PINGPONG && MASK == BAND && !DROPOUT;
 
 // What a block computes at a time: a query tile, or a split of one.
 struct WorkTile : TileCoord {
