@@ -54,6 +54,7 @@ constexpr bool  SCALE_SUMS = false;       // of SCALED, bwd_hopper, _wide: what 
 constexpr bool  PERSISTENT = false;       // of TILE_LIST, bwd_hopper: as many blocks as multiprocessors take one key tile after the other; if not, each has one
 constexpr bool  ZEROS_AHEAD = false;      // bwd_hopper, _wide: an idle warp makes the sums of later heads zero, see tile/dq_protocol.cuh; if not, the preprocess kernel makes all
 constexpr bool  STATS_AHEAD = false;      // bwd_hopper: idle warps make the statistics of queries of later heads, see tile/stats_ahead.cuh; if not, the preprocess kernel makes all
+constexpr bool  FIRST_STORES = false;     // bwd_hopper, _wide, where dQ is summed in order: the first block to add stores, and no sums have to be zero before, but those that no block adds to
 constexpr bool  IN_ORDER = false;         // of STATS_AHEAD: dQ is summed in order, which takes two of the warps that are idle otherwise
 constexpr bool  FROM_LAST = false;        // fwd_hopper: where a linear term makes scores larger from a key to the next, the last key tiles first
 constexpr bool  SPLIT_KV = false;         // query tiles are split along the keys among blocks: in fwd_hopper those that whole rounds leave over, in fwd_v2 those of few queries

@@ -94,13 +94,14 @@ void Warp::wait_for_async_stores() {
     for (const auto& copy : pending->async_stores) copy();
   pending->async_stores.clear();
 }
-void Warp::add_async(float* to, const char* from, int count) {
+void Warp::add_async(float* to, const char* from, int count, bool first) {
   const auto values = std::make_shared<std::vector<float>>(count);
   store_async([values = values->data(), from, count] { std::memcpy(values, from, count * sizeof(float)); });
   pending->async_sums.push_back([=] {
-    counts.read_bytes += count * sizeof(float);
+    counts.read_bytes += count * sizeof(float) * !first;
     counts.written_bytes += count * sizeof(float);
-    for (int i = 0; i < count; ++i) add_atomically(to[i], (*values)[i]);
+    if (first) std::memcpy(to, values->data(), count * sizeof(float));
+    else for (int i = 0; i < count; ++i) add_atomically(to[i], (*values)[i]);
   });
   if (block->schedule == EAGER) pending->async_sums.back()();
 }

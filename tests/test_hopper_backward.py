@@ -12,6 +12,7 @@ from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.judge.compare_gradients import compare_gradients
 from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.machine import host
+from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan import grouping
 
 RESULTS = ("dq", "dk", "dv")
@@ -137,8 +138,12 @@ def test_groups_of_heads_in_one_block(group, schedule, deterministic, schedule_a
 @in_both_modes
 @pytest.mark.parametrize("last_blocks", [0, 1])
 @pytest.mark.parametrize("dim", thinned([64, 128, 256], keep=3))
-def test_heads_in_groups(dim, last_blocks, deterministic, planning, request):
-    """Three groups: the last one has the sums of the first, which the second clears, and its dq is finished by others, or not."""
+def test_heads_in_groups(dim, last_blocks, deterministic, planning, request, monkeypatch):
+    """Three groups: the last one has the sums of the first, which the second clears, and its dq is finished by others, or not.
+
+    Wide heads have sums of their own, and in order those where the first block to add stores.
+    """
+    monkeypatch.setattr(backward_plan, "MOST_ROWS_STORED", 0 if last_blocks else 1024)
     if dim == 128:
         request.getfixturevalue("staged")
     planning("LAST_BLOCKS", last_blocks)
@@ -148,14 +153,17 @@ def test_heads_in_groups(dim, last_blocks, deterministic, planning, request):
     plan = planned(case, given, deterministic)
     queries, keys = (-(-length // tile) for length, tile in ((210, plan.kernel.config.TILE_Q), (70, plan.kernel.config.TILE_KV)))
     assert plan.launches[1].blocks == 18 * keys + last_blocks * 2 * 2  # two heads, and 192 rows to a block
-    sums = 4 * (18 if dim == 256 else 16) * queries * plan.kernel.config.TILE_Q * plan.kernel.config.WIDTH
+    own = dim == 256 or plan.kernel.config.FIRST_STORES
+    sums = 4 * (18 if own else 16) * queries * plan.kernel.config.TILE_Q * plan.kernel.config.WIDTH
+    assert plan.kernel.config.FIRST_STORES is (deterministic and not last_blocks)
     assert dict(plan.workspace.parts)["dq_accum"] == sums
     judge(case, given, computed(plan, given))
 
 
 @pytest.mark.release  # the last test has sums that are used again, and test_stored_dbias.py those of two heads of a group
 @pytest.mark.parametrize("schedule, deterministic", quick(MODES, MODES[1], spread=True), ids=IN_MODES)
-def test_groups_of_query_heads_that_use_sums_again(schedule, deterministic, schedule_as, unsplit, planning):
+def test_groups_of_query_heads_that_use_sums_again(schedule, deterministic, schedule_as, unsplit, planning, monkeypatch):
+    monkeypatch.setattr(backward_plan, "MOST_ROWS_STORED", 0)  # or else in order all heads have sums of their own
     schedule_as(schedule)
     planning("CLEARING_BLOCKS", 1)
     planning("LAST_BLOCKS", 1)

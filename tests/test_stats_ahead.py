@@ -41,6 +41,7 @@ def test_gradients(shape, shape_kv, options, schedule, again, made_ahead, monkey
     """With sums that later heads use again, and with sums of each head, all of which the first launch makes zero."""
     monkeypatch.setattr(grouping, "MOST_ROWS_REUSED", 1000 if again else 0)
     monkeypatch.setattr(backward_plan, "MOST_ROWS_AHEAD", 0)
+    monkeypatch.setattr(backward_plan, "MOST_ROWS_STORED", 0 if again else 1000)
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     plan, *others = backward_of(shape, shape_kv, **options)
     made, heads = make_grouping(plan.kernel, plan.problem), numpy.prod(shape[:-2])
@@ -48,6 +49,7 @@ def test_gradients(shape, shape_kv, options, schedule, again, made_ahead, monkey
     tiles = -(-shape[-2] // plan.kernel.config.TILE_Q)
     assert plan.launches[0].blocks == tiles * max(made.heads_ahead, made.accum_heads) and (made.accum_heads < heads) == again
     assert plan.kernel.config.IN_ORDER is options.get("deterministic", False)
+    assert plan.kernel.config.FIRST_STORES is (plan.kernel.config.IN_ORDER and not again)
     who = "an idle warp makes" if plan.kernel.config.IN_ORDER else "idle warps make"
     assert f"{who} statistics of queries of later heads" in str(plan)
     judged(plan, *others)

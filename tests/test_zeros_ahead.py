@@ -9,6 +9,7 @@ from later_heads import HOST, backward_of, judged, plan_of, slow_down
 from thinned import quick
 
 from cupy_flash import plan_attention_backward
+from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan import grouping
 from cupy_flash.plan.grouping import make_grouping
 
@@ -17,6 +18,7 @@ from cupy_flash.plan.grouping import make_grouping
 def zeros_ahead(made_ahead, monkeypatch):
     """Blocks make zeros for later heads, however few heads and blocks there are, and of whatever lengths."""
     monkeypatch.setattr(grouping, "MOST_ROWS_REUSED", 0)
+    monkeypatch.setattr(backward_plan, "MOST_ROWS_STORED", 0)
 
 
 CASES = [

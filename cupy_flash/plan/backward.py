@@ -30,7 +30,7 @@ from .grouping import (
 from .kernel import KernelPlan, check_kind, configure, explicit_scores, kind_of_sinks, rows_of, taken_apart, text_of
 from .launch import Launch, checked
 from .pair_bits import why_bits, with_bits
-from .sequences import elements_of
+from .sequences import elements_of, mean_room
 from .short_gradients import why_bwd_v2, why_wide
 from .stored_dbias import dbias_of_pairs
 from .structs import struct
@@ -49,6 +49,7 @@ LEAST_BENT = 2048
 FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the first one of a block is not beneath any other
 MOST_AHEAD = 2  # times as many queries as keys a head may have, or keys as queries, rounded up to tiles, see _makes_stats_ahead
 SHORT_IN_ORDER = 512  # queries, up to which a causal mask leaves many blocks few steps, over before one warp's statistics
+MOST_ROWS_STORED = 1024  # of dq, see _first_stores; under a causal mask twice as many
 MOST_ROWS_AHEAD = 4096  # of dq, whose sums earlier heads make zero; with more of them a call takes as long either way
 
 
@@ -114,6 +115,8 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     )
     if apart.kind == "SCALED" and kernel in HOPPER_KERNELS and splits(plan, problem) == p.heads_per_kv:  # one head a block
         plan = _with(plan, "what scores of a head are multiplied by multiplies its sums of dq and dk", SCALE_SUMS=True)
+    if _first_stores(plan, problem):
+        plan = _with(plan, "in order the first block stores what others add to: no sums have to be zero before", FIRST_STORES=True)
     if _makes_stats_ahead(plan, problem):
         who = "an idle warp makes" if problem.deterministic else "idle warps make"
         plan = _with(plan, f"{who} statistics of queries of later heads", STATS_AHEAD=True, IN_ORDER=problem.deterministic)
@@ -145,6 +148,19 @@ def _has_later_heads(plan: KernelPlan, problem: BackwardProblem) -> bool:
     return heads_ahead(plan, problem) < p.heads_q * elements_of(p, "q")
 
 
+def _first_stores(plan: KernelPlan, problem: BackwardProblem) -> bool:
+    """Whether the first of the blocks of a Hopper kernel that add in order stores, which costs the others a question in each step.
+
+    Of short heads that is less than to make sums zero before, or to use those of other heads again.
+    """
+    p = problem.forward
+    if plan.file not in HOPPER_KERNELS or not problem.deterministic or plan.config.TILE_LIST:
+        return False
+    if p.lengths is not None:
+        return mean_room(p, "q") <= MOST_ROWS_STORED
+    return p.len_q <= MOST_ROWS_STORED * (2 if p.mask.shape == "causal" else 1)
+
+
 def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether blocks of bwd_hopper make the statistics of queries of later heads.
 
@@ -172,7 +188,7 @@ def _makes_zeros_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     whose statistics others make.
     """
     p, c = problem.forward, plan.config
-    if c.TILE_LIST or c.STAGED_BIAS or not _has_later_heads(plan, problem):
+    if c.TILE_LIST or c.STAGED_BIAS or c.FIRST_STORES or not _has_later_heads(plan, problem):
         return False
     if p.lengths is not None:
         return c.STATS_AHEAD

@@ -87,7 +87,8 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     if not finishes_queries(plan, problem) or not owners:
         return Grouping(per_block, together, blocks, owners, max(heads, 1), backwards=backwards)
     clearing, accum_heads = -(-CLEARING_BLOCKS // blocks), heads
-    if plan.file == "bwd_hopper" and not plan.config.PERSISTENT and p.len_q <= MOST_ROWS_REUSED // (2 if backwards else 1):
+    own = plan.file != "bwd_hopper" or plan.config.PERSISTENT or plan.config.FIRST_STORES
+    if not own and p.len_q <= MOST_ROWS_REUSED // (2 if backwards else 1):
         accum_heads = min((clearing + max(last_groups, 1)) * group, heads)
     finishing = (heads - last_heads) * -(-p.len_q // (WARP_ROWS * plan.config.WARPS))
     first_tiles = 0

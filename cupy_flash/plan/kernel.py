@@ -81,6 +81,7 @@ class Config:
     PERSISTENT: bool
     ZEROS_AHEAD: bool
     STATS_AHEAD: bool
+    FIRST_STORES: bool
     IN_ORDER: bool
     FROM_LAST: bool
     SPLIT_KV: bool
@@ -212,7 +213,7 @@ class KernelPlan:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"s{c.STAGES}"] * (self.file == "fwd_v2" and c.STAGES != 2)
             words += [f"copy{c.COPY_BYTES or 'elements'}"] + ["staged"] * (c.STAGED_BIAS and self.file == "bwd_scores_hopper")
         words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST + ["inorder"] * c.IN_ORDER
-        words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES
+        words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES + ["first"] * c.FIRST_STORES
         words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
         words += ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN + ["pairbits"] * c.PAIR_BITS + ["persistent"] * c.PERSISTENT
         words += ["scalesums"] * c.SCALE_SUMS + ["statsahead"] * c.STATS_AHEAD + ["zerosahead"] * c.ZEROS_AHEAD
@@ -387,9 +388,8 @@ def configure(
         "ADD_RESULTS": adds,
         "SOFTCAP": problem is None or problem.softcap is not None or (expressions.kind == "UNCHANGED" and not explicit),
         "ROTATE_Q": False,
-        **dict.fromkeys(("SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD", "IN_ORDER"), False),  # see plan/backward.py
-        "STORE_DBIAS": store_dbias,
-        "PERSISTENT": persistent,
+        **dict.fromkeys(("SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD", "FIRST_STORES", "IN_ORDER"), False),  # of a plan
+        **{"STORE_DBIAS": store_dbias, "PERSISTENT": persistent},
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 

@@ -74,8 +74,9 @@ def _ahead_plans(plans: Iterable[KernelPlan]) -> Iterator[KernelPlan]:
     """By which blocks make zeros for later heads, and where warps of bwd_hopper are idle, statistics with zeros and without."""
     for plan in plans:
         stats = plan.file == "bwd_hopper" and has_idle_warps(plan.config)
-        ways = [{"STATS_AHEAD": True}, {"STATS_AHEAD": True, "IN_ORDER": True}] if stats else [{}]
-        made = ways * stats + [{"ZEROS_AHEAD": True} | way for way in ways]
+        made = [{"STATS_AHEAD": True}] * stats
+        made += [{"ZEROS_AHEAD": True, "STATS_AHEAD": stats}, {"FIRST_STORES": True}]
+        made += [{"FIRST_STORES": first, "STATS_AHEAD": True, "IN_ORDER": True} for first in (False, True)] * stats
         yield from (replace(plan, config=replace(plan.config, **knobs)) for knobs in made)
 
 

@@ -132,6 +132,10 @@ OP void acquire_dq_order(const HopperBackwardParams& p, KeyBlock& block) {
     semaphore_wait(p.dq_semaphore + block.tile_number(p), semaphore_value(p, block));
     if (step > 0) wait_for<LANES>(block.noticed, (step - 1) % 2); // without it `added` may complete a second phase before warp 2 has noticed
                                                               // the first, which it then misses
+    if constexpr (FIRST_STORES) {
+      store_once(block.smem + FIRST_OFFSET, u32(semaphore_value(p, block) == 0));
+      sync_warp();                                            // without it consumers are told before one lane has written
+    }
     arrive_at<LANES>(block.acquired);                         // without it nobody adds
   }
 }
@@ -147,7 +151,9 @@ OP void release_dq_order(const HopperBackwardParams& p, KeyBlock& block) {
 // dQ_i += acc, of the query tile with this number: the part of the calling warp, in order where order matters.
 template <int N> OP void add_queries(const HopperBackwardParams& p, const KeyBlock& block, u32 number, u32 step, const Acc<16, N>& acc, int row, int col) {
   if (p.dq_semaphore) wait_for<LANES>(block.acquired, step % 2); // without it sums are added out of order
-  add(DqAccum{p.dq_accum + i64(number) * DqAccum::size}, acc, row, col);
+  const DqAccum sums{p.dq_accum + i64(number) * DqAccum::size};
+  if (FIRST_STORES && uniform(load_shared<u32>(block.smem + FIRST_OFFSET))) store(sums, acc, row, col);
+  else add(sums, acc, row, col);
   if (p.dq_semaphore) arrive_at<LANES>(block.added);          // without it the semaphore is never released
 }
 
@@ -167,7 +173,8 @@ OP void send_queries(const HopperBackwardParams& p, KeyBlock& block, int group, 
     u32* const semaphore = p.dq_semaphore + block.tile_number(p) * GROUPS + group;
     wait_for<LANES>(block.staged(group), step % 2);           // without it parts leave that have not been written
     if (p.dq_semaphore) semaphore_wait(semaphore, semaphore_value(p, block));
-    add_async(p.dq_accum + i64(block.accum_number(p)) * DqAccum::size + offset, block.dq_smem(group), DQ_BYTES / int(sizeof(float)));
+    const bool first = FIRST_STORES && semaphore_value(p, block) == 0;
+    add_async(p.dq_accum + i64(block.accum_number(p)) * DqAccum::size + offset, block.dq_smem(group), DQ_BYTES / int(sizeof(float)), first);
     wait_for_stores();                                        // without it parts are overwritten that have not left
     arrive_at<LANES>(block.sent(group));                      // without it the group waits for ever
     if (p.dq_semaphore) {

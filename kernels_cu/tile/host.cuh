@@ -78,8 +78,8 @@ struct Warp {
   // TMA reads shared memory: at once, or when the warp waits for that.
   void store_async(const Task<>& copy);
   void wait_for_async_stores();
-  // It adds what is in shared memory when it reads that; the sums change at once, or when the warp waits for that.
-  void add_async(float* to, const char* from, int count);
+  // It adds what is in shared memory when it reads that, or stores it; the sums change at once, or when the warp waits for that.
+  void add_async(float* to, const char* from, int count, bool first);
   void wait_for_async_sums();
 
   // A product computes at once or when it is waited for: `compute` changes a copy of the registers at `result`, which it takes over from

@@ -330,17 +330,18 @@ OP void store_async(const TensorMap& map, const int (&batch)[BATCH_AXES], int he
   }
 #endif
 }
-// to[0 : count] += from[0 : count] is on its way, by TMA, while others add there as well.
-OP void add_async(float* to, SharedAddress from, int count, CallSite at = call_site()) {
+// to[0 : count] += from[0 : count] is on its way, by TMA, while others add there as well; or `first` =, which is before the others.
+OP void add_async(float* to, SharedAddress from, int count, bool first = false, CallSite at = call_site()) {
 #if ON_GPU
   if (lane_id() == 0) {
-    cp_reduce_async_bulk_add(to, from, count * 4);
+    if (first) cp_async_bulk_store(to, from, count * 4);
+    else cp_reduce_async_bulk_add(to, from, count * 4);
     cp_async_bulk_commit_group();
   }
   __syncwarp();                                               // for the assembler, which would have the lanes meet later, and more often
 #else
   host::self->check_shown(from, count * 4, "has TMA add", at);
-  host::self->add_async(to, from, count);
+  host::self->add_async(to, from, count, first);
 #endif
 }
 // to[begin : end] = from[0 : COUNT] over and over, multiples of COUNT, by TMA; it is in device memory then.

@@ -1,0 +1,82 @@
+"""In order, the first block to add to a query tile stores: where that is so, and that nothing has to be zero before."""
+
+import numpy
+import pytest
+from later_heads import HOST, backward_of, judged, plan_of
+from thinned import quick
+
+from cupy_flash import plan_attention_backward
+from cupy_flash.call import backward
+from cupy_flash.plan import backward as backward_plan
+from cupy_flash.plan.grouping import make_grouping
+
+
+@pytest.mark.parametrize(
+    "seq, dim, options, stores",
+    [
+        (1024, 64, {}, True),
+        (1025, 64, {}, False),
+        (2048, 64, {"causal": True}, True),
+        (2049, 128, {"causal": True}, False),
+        (1500, 256, {"window": (400, 0)}, False),
+        (1024, 256, {}, True),
+        (1024, 64, {"mask": "kv_idx % 3 > 0"}, False),  # a list says who comes first, and of which tiles there is none
+    ],
+)
+def test_where(seq, dim, options, stores):
+    made = plan_of(300, seq, seq, dim, deterministic=True, **options)
+    assert made.kernel.config.FIRST_STORES is stores and not (stores and make_grouping(made.kernel, made.problem).reused)
+    assert ("the first block stores what others add to" in str(made)) is stores
+    assert not plan_of(300, seq, seq, dim, **options).kernel.config.FIRST_STORES
+
+
+@pytest.mark.parametrize("rows, stores", [(1024, True), (1025, False)])
+def test_where_of_sequences(rows, stores):
+    """By the rows that there are for one, on average."""
+    offsets = numpy.linspace(0, 5 * rows, 6).astype(numpy.int32)
+    given = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), offsets)
+    made = plan_of(300, 5 * rows, 5 * rows, deterministic=True, causal=True, **given)
+    assert made.kernel.config.FIRST_STORES is stores
+
+
+SHAPES = [
+    ((4, 300, 64), (2, 300, 64)),
+    ((2, 1700, 128), (2, 150, 128)),
+    ((4, 200, 248), (2, 330, 248)),
+    ((3, 330, 64), (3, 90, 64)),
+]
+MASKS = [{"causal": True}, {"window": (50, 10)}, {}, {"causal": True, "prefix": 40}]
+CASES = [(*shape, mask) for shape in SHAPES for mask in MASKS]
+OFTEN = [(*SHAPES[3], MASKS[0]), (*SHAPES[1], MASKS[0]), (*SHAPES[2], MASKS[1])]  # the first: queries that see nothing
+
+
+@pytest.mark.parametrize("schedule", ["eager", "deferred"])
+@pytest.mark.parametrize("shape, shape_kv, options", quick(CASES, *OFTEN, spread=True))
+def test_gradients(shape, shape_kv, options, schedule, monkeypatch):
+    """In memory that holds anything, and with the bits of sums that are zero before: nothing is added to the first."""
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+    found = []
+    for rows in (4096, 0):
+        monkeypatch.setattr(backward_plan, "MOST_ROWS_STORED", rows)
+        backward._prepared.cache_clear()
+        plan, formula, given, named = backward_of(shape, shape_kv, deterministic=True, **options)
+        assert plan.kernel.file.startswith("bwd_hopper") and plan.kernel.config.FIRST_STORES is (rows > 0)
+        judged(plan, formula, given, named)
+        found.append(plan(*given, **named))
+    for one, other in zip(*found):
+        numpy.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dim, rows", [(64, 300), (128, 1700), (256, 140)])
+def test_zeros_are_neither_written_nor_read(dim, rows, monkeypatch):
+    x, lse = numpy.zeros((2, rows, dim), "f2"), numpy.zeros((2, rows), "f4")
+    moved = []
+    for most in (4096, 0):
+        monkeypatch.setattr(backward_plan, "MOST_ROWS_STORED", most)
+        monkeypatch.setattr(backward_plan, "MOST_ROWS_AHEAD", 0)
+        backward._prepared.cache_clear()
+        plan = plan_attention_backward(x, x, x, x, x, lse, deterministic=True, **HOST)
+        assert plan.kernel.config.FIRST_STORES is (most > 0) and plan.kernel.config.TMA_REDUCE_DQ is (rows == 1700)
+        moved.append(plan.counted(x, x, x, x, x, lse)[1])
+    sums = dict(plan.workspace.parts)["dq_accum"]
+    assert moved[1].written_bytes - moved[0].written_bytes == sums == moved[1].read_bytes - moved[0].read_bytes
