@@ -29,7 +29,7 @@
 //     How blocks share dQ, and when its memory is used again, is in tile/dq_protocol.cuh. The last heads have blocks of their own for
 //     dq = scale dQ, which start behind all others.
 //
-//     STATS_AHEAD: two idle warps make delta of the queries of later heads, see tile/stats_ahead.cuh. ZEROS_AHEAD: another one sets dQ of later
+//     STATS_AHEAD: two idle warps, or IN_ORDER one, make delta of the queries of later heads, see tile/stats_ahead.cuh. ZEROS_AHEAD: another one sets dQ of later
 //     heads to 0, see tile/dq_protocol.cuh.
 //
 //     PERSISTENT: as many blocks as there are multiprocessors take one key tile after the other. The producer goes on to the query tiles of the next

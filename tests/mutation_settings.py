@@ -78,8 +78,9 @@ def settings_of(kernel):
         settings |= {"sequences, four groups": replace(four, case=SEQUENCES.case, offsets=FEW_OFFSETS)}
         return settings | {"three stages": lanes_store, "one key tile": lanes_store.but(TILE_KV=80), "split": split}
     if kernel == "bwd_hopper":
-        wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128)
-        staged = {"staged": replace(STAGED, last_blocks=1), "staged, in order": STAGED.but(True)}
+        wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128, DIM=80, DIM_V=80, FIRST_STORES=False)
+        staged = {"staged": replace(STAGED, last_blocks=1), "staged, in order": STAGED.but(True, FIRST_STORES=False)}
+        staged |= {"staged, first stores": STAGED.but(True, FIRST_STORES=True), "first stores": OWN_KEYS.but(True, FIRST_STORES=True)}
         stored = replace(OWN_KEYS, case=replace(HOPPER_BACKWARD_CASE, bias="full"))  # with its gradient
         case = Case("float16", 200, 310, dim=32, heads_q=2, heads_kv=1)  # one sequence has more tiles of queries than stages
         sequences = replace(OWN_KEYS, case=case, offsets=([0, 20, 20, 170, 190], [0, 75, 80, 230, 300]))
@@ -96,7 +97,7 @@ def settings_of(kernel):
     if kernel == "bwd_hopper_wide":
         lists = replace(ONE_GRADIENT, seen=SOME_OF_MORE_KEYS)
         zeros = replace(ONE_GRADIENT.but(ZEROS_AHEAD=True), case=MORE_HEADS, ahead=True)
-        in_order = ONE_GRADIENT.but(True)
+        in_order = ONE_GRADIENT.but(True, FIRST_STORES=False)
         return {"any order": replace(ONE_GRADIENT, last_blocks=1), "in order": in_order, "lists": lists, "zeros ahead": zeros}
     if kernel == "bwd_scores":
         setting = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 16, "WARPS": 2, "STAGES": 2})

@@ -19,7 +19,8 @@
 //   packed, blocks of a head go through all of them, and `last_heads` and `heads_ahead` count heads, not sequences.
 //   Of blocks that take key tiles in turn (PERSISTENT) there is ADDING alone as well: all heads are among the last ones.
 //
-//   dq_semaphore, one for each query tile, where blocks add in order: block number b of a tile adds when it is b, and makes it b + 1.
+//   dq_semaphore, one for each query tile, where blocks add in order: block number b of a tile adds when it is b, and makes it b + 1. FIRST_STORES: block
+//   number 0 stores, so that nobody has to make the sums zero before.
 //   Consumers do not wait for it themselves. Lanes that add are told by one warp, and another releases it:
 //
 //     warp 1: semaphore_wait -- acquired --> consumers: add -- added --> warp 2: semaphore_release

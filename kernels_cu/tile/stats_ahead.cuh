@@ -2,7 +2,8 @@
 // preprocess kernel reads all of out and dO for them before any product begins. Here it makes those of the first heads, and blocks make those
 // of the head `heads_ahead` later, each a share of its query tiles, by warps that have nothing to do where lanes add dQ in any order:
 //
-//   warps 1, 2:   out_i and dO_i of the later head, by TMA, behind what the first step of the block waits for
+//   warps 1, 2 (IN_ORDER: warp 3 alone, since these pass on the order):
+//                 out_i and dO_i of the later head, by TMA, behind what the first step of the block waits for
 //                 lse_i;  delta_i = rowsum(dout o out) - dlse, a row for each lane
 //                 count themselves at stats_progress of the later head
 //   producer:     the first statistics, when all such warps have been counted at stats_progress of its own head
