@@ -80,7 +80,8 @@ def settings_of(kernel):
     if kernel == "bwd_hopper":
         wide = OWN_KEYS.but(True, TILE_Q=128, STAGES=1, WIDTH=128, WIDTH_V=128, DIM=80, DIM_V=80, FIRST_STORES=False)
         staged = {"staged": replace(STAGED, last_blocks=1), "staged, in order": STAGED.but(True, FIRST_STORES=False)}
-        staged |= {"staged, first stores": STAGED.but(True, FIRST_STORES=True), "first stores": OWN_KEYS.but(True, FIRST_STORES=True)}
+        staged |= {"staged, first stores": STAGED.but(True, FIRST_STORES=True)}
+        staged |= {"first stores": OWN_KEYS.but(True, FIRST_STORES=True)}
         stored = replace(OWN_KEYS, case=replace(HOPPER_BACKWARD_CASE, bias="full"))  # with its gradient
         case = Case("float16", 200, 310, dim=32, heads_q=2, heads_kv=1)  # one sequence has more tiles of queries than stages
         sequences = replace(OWN_KEYS, case=case, offsets=([0, 20, 20, 170, 190], [0, 75, 80, 230, 300]))
