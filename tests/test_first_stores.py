@@ -5,7 +5,7 @@ import pytest
 from later_heads import HOST, backward_of, judged, plan_of
 from thinned import quick
 
-from cupy_flash import plan_attention_backward
+from cupy_flash import attention, plan_attention_backward
 from cupy_flash.call import backward
 from cupy_flash.plan import backward as backward_plan
 from cupy_flash.plan.grouping import make_grouping
@@ -65,6 +65,25 @@ def test_gradients(shape, shape_kv, options, schedule, monkeypatch):
         found.append(plan(*given, **named))
     for one, other in zip(*found):
         numpy.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_rows_that_are_no_queries(dim, packed):
+    """Of sequences with fewer queries than rows, and with queries that see no key: 0, whatever lies in memory."""
+    rng, heads, rooms, used, keys = numpy.random.default_rng(0), 3, (300, 290, 40), (100, 290, 0), (60, 130, 30)
+    shape = (heads, sum(rooms), dim) if packed else (len(rooms), heads, max(rooms), dim)
+    q, k, v, dout = (rng.standard_normal(shape, numpy.float32).astype("f2") for _ in range(4))
+    offsets = numpy.cumsum((0, *rooms)).astype(numpy.int32)
+    given = {"seqlens_q": numpy.array(used, numpy.int32), "seqlens_kv": numpy.array(keys, numpy.int32)}
+    given |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), offsets) if packed else {}
+    arrays = dout, q, k, v, *attention(q, k, v, causal=True, return_lse=True, backend="numpy", **given)
+    plan, formula = (
+        plan_attention_backward(*arrays, causal=True, deterministic=True, **where, **given)
+        for where in (HOST, {"backend": "numpy"})
+    )
+    assert plan.kernel.config.FIRST_STORES
+    judged(plan, formula, arrays, given)
 
 
 @pytest.mark.parametrize("dim, rows", [(64, 300), (128, 1700), (256, 140)])

@@ -153,7 +153,7 @@ OP void release_dq_order(const HopperBackwardParams& p, KeyBlock& block) {
 template <int N> OP void add_queries(const HopperBackwardParams& p, const KeyBlock& block, u32 number, u32 step, const Acc<16, N>& acc, int row, int col) {
   if (p.dq_semaphore) wait_for<LANES>(block.acquired, step % 2); // without it sums are added out of order
   const DqAccum sums{p.dq_accum + i64(number) * DqAccum::size};
-  if (FIRST_STORES && uniform(load_shared<u32>(block.smem + FIRST_OFFSET))) store(sums, acc, row, col);
+  if (FIRST_STORES && load_once<u32>(block.smem + FIRST_OFFSET)) store(sums, acc, row, col);
   else add(sums, acc, row, col);
   if (p.dq_semaphore) arrive_at<LANES>(block.added);          // without it the semaphore is never released
 }

@@ -67,8 +67,9 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
   }
   if constexpr (FIRST_STORES) {
     const auto seq = sequence_of(p, here.batch_number);
-    const ColumnRange seen = visible_keys(Mask{seq.mask(), seq.kv.len()}, here.row, min_of(TILE_Q, queries.len() - here.row));
-    if (seen.first <= seen.last) return;
+    const int rows = min_of(TILE_Q, queries.len() - here.row);  // or none, of rows that are no queries
+    const ColumnRange seen = visible_keys(Mask{seq.mask(), seq.kv.len()}, here.row, rows);
+    if (rows > 0 && seen.first <= seen.last) return;
   }
   if (here.batch_number * p.heads + here.head < accum_heads)
     clear(DqAccum{p.dq_accum + i64(number) * DqAccum::size});         // last: ahead of what is read, it would delay that

@@ -91,6 +91,17 @@ template <typename T> OP void store_once(SharedAddress address, const T& value) 
 #endif
 }
 
+// One value for all lanes, read by that lane.
+template <typename T> OP T load_once(SharedAddress address) {
+#if ON_GPU
+  T value{};
+  if (lane_id() == 0) value = load_shared<T>(address);
+  return __shfl_sync(0xffffffffu, value, 0);
+#else
+  return load_shared<T>(address);
+#endif
+}
+
 #if ON_GPU
 OP void ldmatrix_x4(u32* r, SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
