@@ -195,8 +195,8 @@ def heads_together(plan: KernelPlan, problem: BackwardProblem) -> int:
 def _heads_in_order(problem: Problem, bytes_of_row: int) -> int:
     """The same of sequences of their own lengths whose blocks add in order: as many as a part of the cache holds of mean length.
 
-    The longest of documents are about four times as long. Heads that share keys of the same place begin in turn, so that blocks
-    wait for each other less; under a causal mask the longest blocks come last, and many heads leave more of them for the end.
+    The longest of documents are about four times as long. Of few heads in turn, blocks of a head are close behind each other, and
+    wait; what many of them read and add to, the cache does not hold.
     """
     room = max(mean_room(problem, "q"), 1)
     fit = IN_ORDER_BYTES // (room * bytes_of_row)
