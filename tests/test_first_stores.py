@@ -47,7 +47,7 @@ SHAPES = [
 ]
 MASKS = [{"causal": True}, {"window": (50, 10)}, {}, {"causal": True, "prefix": 40}]
 CASES = [(*shape, mask) for shape in SHAPES for mask in MASKS]
-OFTEN = [(*SHAPES[3], MASKS[0]), (*SHAPES[1], MASKS[0]), (*SHAPES[2], MASKS[1])]  # the first: queries that see nothing
+OFTEN = [(*SHAPES[3], MASKS[0]), (*SHAPES[1], MASKS[2]), (*SHAPES[2], MASKS[1])]  # the first: queries that see nothing
 
 
 @pytest.mark.parametrize("schedule", ["eager", "deferred"])
@@ -86,7 +86,7 @@ def test_rows_that_are_no_queries(dim, packed):
     judged(plan, formula, arrays, given)
 
 
-@pytest.mark.parametrize("dim, rows", [(64, 300), (128, 1700), (256, 140)])
+@pytest.mark.parametrize("dim, rows", quick([(64, 300), (128, 1700), (256, 140)], (64, 300), (256, 140), spread=True))
 def test_zeros_are_neither_written_nor_read(dim, rows, monkeypatch):
     x, lse = numpy.zeros((2, rows, dim), "f2"), numpy.zeros((2, rows), "f4")
     moved = []
