@@ -76,7 +76,7 @@ def _ahead_plans(plans: Iterable[KernelPlan]) -> Iterator[KernelPlan]:
         stats = plan.file == "bwd_hopper" and has_idle_warps(plan.config)
         made = [{"STATS_AHEAD": True}] * stats
         made += [{"ZEROS_AHEAD": True, "STATS_AHEAD": stats}, {"FIRST_STORES": True}]
-        made += [{"FIRST_STORES": first, "STATS_AHEAD": True, "IN_ORDER": True} for first in (False, True)] * stats
+        made += [{"STATS_AHEAD": True, "IN_ORDER": True} | way for way in ({}, {"ZEROS_AHEAD": True}, {"FIRST_STORES": True})] * stats
         yield from (replace(plan, config=replace(plan.config, **knobs)) for knobs in made)
 
 
