@@ -76,7 +76,8 @@ def _ahead_plans(plans: Iterable[KernelPlan]) -> Iterator[KernelPlan]:
         stats = plan.file == "bwd_hopper" and has_idle_warps(plan.config)
         made = [{"STATS_AHEAD": True}] * stats
         made += [{"ZEROS_AHEAD": True, "STATS_AHEAD": stats}, {"FIRST_STORES": True}]
-        made += [{"STATS_AHEAD": True, "IN_ORDER": True} | way for way in ({}, {"ZEROS_AHEAD": True}, {"FIRST_STORES": True})] * stats
+        in_order = {"STATS_AHEAD": True, "IN_ORDER": True}
+        made += [in_order | way for way in ({}, {"ZEROS_AHEAD": True}, {"FIRST_STORES": True})] * stats
         yield from (replace(plan, config=replace(plan.config, **knobs)) for knobs in made)
 
 
