@@ -106,7 +106,7 @@ def test_longest_sequences_come_first(monkeypatch):
     offsets = numpy.cumsum((0, *lens))
     found = order_of(offsets)
     assert found[:9] == 6 * [3] + 3 * [1] and found[9:] == [0, 2, 4, 5]
-    few = {"tile/key_places.cuh": source.files()["tile/key_places.cuh"].replace("MOST_IN_ORDER = 1024", "MOST_IN_ORDER = 4")}
+    few = {"tile/key_places.cuh": source.files()["tile/key_places.cuh"].replace("MOST_SORTED = 1024", "MOST_SORTED = 4")}
     assert few["tile/key_places.cuh"] != source.files()["tile/key_places.cuh"]
     monkeypatch.setattr(host, "source_of", lambda plan: source.source_of(plan) | few)
     in_order = order_of(offsets)

@@ -166,8 +166,8 @@ def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
 
     There are such heads, and two warps without work, or in order one. TMA can move out. A block's share takes less time than its
     own steps, and saves more than it costs later blocks to ask whether it has been made: in order it does not where many blocks
-    have few steps, and beside a softcap there are no registers. For packed sequences terms of queries are not made, and of wider
-    heads the producer has no registers.
+    have few steps, and beside a softcap there are no registers for wide heads. For packed sequences terms of queries are not
+    made, and of wider heads the producer has no registers.
     """
     p, c = problem.forward, plan.config
     if plan.file != "bwd_hopper" or not has_idle_warps(c) or not _has_later_heads(plan, problem):

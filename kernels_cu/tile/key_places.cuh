@@ -36,10 +36,10 @@ OP QueryTiles query_tiles(const KeyPlace& of, const TransposedMask&, int, int he
 
 // Where a tile of packed keys comes among the places: sequences with more queries first, and the tiles of each in a line. By a warp for itself, which
 // asks all sequences, so that many would keep it busy for long. If offsets fall, which they may not, tiles stay where they are.
-constexpr u32 MOST_IN_ORDER = 1024;                           // sequences
+constexpr u32 MOST_SORTED = 1024;                             // sequences
 template <typename Params> OP u32 longest_first(const Params& p, u32 tile, u32 sequence) {
   const u32 sequences = u32(p.sequences.sequences);
-  if (sequence >= sequences || sequences > MOST_IN_ORDER) return tile;
+  if (sequence >= sequences || sequences > MOST_SORTED) return tile;
   const int queries = rows_of_sequence<QUERIES>(p, sequence).len(), first_tile = rows_of_sequence<KEYS>(p, sequence).first_tile();
   Regs<int, 1> before;
   Regs<bool, 1> falls;
