@@ -20,7 +20,7 @@
 //   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are. FROM_LAST: where a linear term rises, the last first; where it bends, that at the diagonal.
 //   STAGED_BIAS: with K_j comes the bias of both. STARTS_FROM_TERM: in most steps S starts from it, S = B_ij, S = S + Q_i K_j^T.
 //   VARLEN, IN_TURN: Q_i of sequences, or those with most K_j first, as fwd_hopper_schedule lists them before.
-//   Tiles Q_i that would leave blocks idle are split along the keys: a split is some of the K_j, and fwd_hopper_combine makes one result of all.
+//   SPLIT_KV: tiles Q_i that would leave blocks idle are split along the keys: a split is some of the K_j, and fwd_hopper_combine makes one result of all.
 #include "config.cuh"
 #include "params.cuh"
 #include "tile/combine.cuh"
@@ -75,9 +75,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       if constexpr (LINEAR && !BENDS) steps = step_of_head(p, here);
       move_mask(mask, p, here), fill_last_tile(here);
       tiles = n_block_range(mask, here.row, min_of(TILE_Q, rows_at<QUERIES>(p, here).len() - here.row), TILE_KV, {0, 1});
-      if (is_split(p, index)) tiles = clip_range(here.split.keys, tiles);
+      if (is_split(p, index, here)) tiles = clip_range(here.split.keys, tiles);
       if constexpr (TILE_LIST) lists = lists_of_queries(p, here.batch_number, here.head, here.row, ROWS, GROUPS), tiles = listed_range(lists, tiles);
-      if constexpr (FROM_LAST) order = key_order(p, here, tiles, steps.before > 0.f, is_split(p, index));
+      if constexpr (FROM_LAST) order = key_order(p, here, tiles, steps.before > 0.f, is_split(p, index, here));
     };
     u32 left = 0;                                             // key tiles that a consumer leaves unread, where it goes on directly: four bits for each
     // Queries and work of the consumers first ... end - 1.
@@ -159,7 +159,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   if constexpr (DROPOUT) drawing.dropout = seeded(p.scores);
   RowVec<16> terms_reg;                                       // WITH_TERMS: the rows' part of the term, in this key tile
   float common = 0.f, largest = LOWEST;                       // COLUMNS: what these have in common, and of all key tiles of the query tile so far
-  u32 split = WHOLE, number = 0;                              // TILE_LIST: of the key tile, which `tile` only counts
+  u32 split = WHOLE, ended_split = WHOLE, number = 0;                              // TILE_LIST: of the key tile, which `tile` only counts
   int tile, turned = 0, place = 0, last, before, beyond, whole_first, wholes, next = has_work_tile(p, TAKES_TILES ? block_id() : 0) ? LATER : NOTHING, warp_row;
   TileCoord now, ended;                                       // this query tile's, and that of the one before, which ends later than this begins
   HeadTerms terms{}; PackedRows<16> rows; LinearTerms line{}, ended_line{}; BendTerms<16> behind{}; // of the scores of this query tile, PACK_GQA of its rows; LINEAR: and of the one before
@@ -177,7 +177,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     load_sequence(smem + SEQUENCES_OFFSET + queries.stage() * int(sizeof(SequenceDescriptor)), mask, now);
     if constexpr (CLEARS_QUERIES) clear_queries(q_smem, rows_at<QUERIES>(p, now).len() - group * ROWS, warp % 4);
     if (MODIFIED || DROPOUT) now.batch_number = now.batch[BATCH_AXES - 2] * p.batch[BATCH_AXES - 1] + now.batch[BATCH_AXES - 1];
-    if (SPLIT_KV) split = uniform(work.split);
+    if (SPLIT_KV) ended_split = ENDS_SPLITS ? split : WHOLE, split = uniform(work.split);
     tile = uniform(work.first);                               // and what follows is kept once for a warp
     if constexpr (FROM_LAST) turned = BENDS ? work.split != WHOLE ? tile : first_of_diagonal(p, now, queries_of_sequence(p, now), uniform(work.last)) : tile >> 31;
     last = uniform(work.last);
@@ -198,7 +198,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     RowVec<16> lse, correction;
     if (COLUMNS) count_largest(softmax, largest);
     if (LINEAR) count_rows(softmax, line);
-    if (SINKS != NO_SINKS && split == WHOLE) join_sinks(softmax, correction, p, mask, here.head, row_of(here));  // of splits, when they are combined
+    if (SINKS != NO_SINKS && split == WHOLE) join_sinks(softmax, correction, p, mask, here.head, (VARLEN && PACK_GQA ? here.row : 0) + row_of(here));  // of splits, when they are combined
     finalize(softmax, lse);
     weight = softmax.sum;
     if (SINKS != NO_SINKS && split == WHOLE) multiply(weight, correction);
@@ -209,7 +209,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   };
   const auto end_tile = [&](const TileCoord& here, u32 split, const RowVec<16>& weight) {
     rescale(o_reg, weight);
-    if (split != WHOLE && row_of_tile() < p.partial_rows) store(out_partial(p, split), o_reg, row_of_tile(), 0);
+    if (split != WHOLE && row_of_tile() < (VARLEN ? rows_at<QUERIES>(p, here).len() : p.partial_rows)) store(out_partial(p, split), o_reg, row_of_tile(), 0);
     if (split != WHOLE) return;
     if constexpr (TMA_STORE_OUT) store_out_async(p.out_map, here, row_of(here), smem, o_reg);
     else store(out_rows(p, here, row_of(here)), o_reg);
@@ -286,7 +286,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
     if (PINGPONG) arrive_pingpong<ORDER>(group, GROUPS);      // without it the next warpgroup waits for ever
     if (ARRAYS_AHEAD && !STARTS_FROM_TERM) load_arrays(arrays, k_smem);
-    if (follows && ends) end_softmax(ended, ended_line, WHOLE, weight);
+    if (follows && ends) end_softmax(ended, ended_line, ended_split, weight);
     if (COLUMNS) leave_out_largest(softmax, terms_reg, common, largest);
     if (LINEAR) terms_of_tile(terms_reg, s_reg, line, behind, key_tile());
     if (WITH_TERMS) offsets = exponent_offsets(softmax, terms_reg, p.heads);
@@ -333,7 +333,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
     pack_late();
     if (first) skip(values, skipped);
-    if (follows && ends) end_tile(ended, WHOLE, weight);
+    if (follows && ends) end_tile(ended, ended_split, weight);
     if (follows && !starts) rescale(o_reg, correction);
   };
   // OWN_LISTS: key tiles that the warpgroup sees nothing of. What is left to do is the product of the one before, and P of the last one is zero.

@@ -94,7 +94,7 @@ struct WorkItem {
 struct alignas(16) PlacedWorkItem : WorkItem {
   int begin_q, len_q, room_q;             // rows as in SequenceRows, see tile/sequence.cuh
   int begin_kv, len_kv;
-  u32 taken;                              // of the first one: how many tiles blocks have taken
+  u32 taken;                              // of the first one: how many tiles blocks have taken; SPLIT_KV: of the others, which split of the query tile, or WHOLE
 };
 // Of lists of tiles: the first row of a query tile.
 struct ListedItem {
@@ -200,6 +200,8 @@ struct HopperVarlenParams : HopperForwardCommon {
   Tensor k, v;                            // COPIED_PAGES
   TensorMap bias_map;                     // STAGED_BIAS: the bias in boxes of TILE_Q x 64
   CapPolynomial cap;                      // CAPPED
+  FastDivmod split_keys_divmod;           // SPLIT_KV: keys of a split, at least, of a sequence that has several
+  u32 most_splits;                        // of a query tile
 };
 static_assert(sizeof(HopperVarlenParams) <= 4096, "what a kernel can be passed by every driver");
 

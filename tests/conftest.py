@@ -17,8 +17,7 @@ from cupy_flash.call import backward, forward
 from cupy_flash.machine import host, source
 from cupy_flash.machine.toolchain import compiler
 from cupy_flash.plan import backward as backward_plan
-from cupy_flash.plan import forward as forward_plan
-from cupy_flash.plan import grouping, pair_bits, schedule
+from cupy_flash.plan import grouping, hopper_splits, pair_bits, schedule
 from cupy_flash.plan.tuning import HOPPER_BACKWARD, KERNEL_TABLES, MASKS
 from cupy_flash.problem import arrays
 
@@ -200,10 +199,10 @@ def share_of_bits(monkeypatch):
 @pytest.fixture
 def shared(monkeypatch):
     """Blocks share the query tiles that whole rounds leave over, however short and different, in any forward that has no window."""
-    for module in (schedule, forward_plan):
+    for module in (schedule, hopper_splits):
         monkeypatch.setattr(module, "LEAST_SPLIT", 1)
         monkeypatch.setattr(module, "COMBINING", 0)
-    monkeypatch.setattr(forward_plan, "EVEN", -math.inf)
+    monkeypatch.setattr(hopper_splits, "EVEN", -math.inf)
     forward._prepared.cache_clear()
     yield
     forward._prepared.cache_clear()

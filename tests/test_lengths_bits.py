@@ -85,16 +85,21 @@ def test_a_sequence_has_the_bits_of_a_call_without_lengths():
 
 
 def test_the_same_tile_serves_padded_and_packed_queries():
-    """Of more queries than the rows of tuning tables for few of them; and where dq is summed in order, of few in a long array."""
-    part = numpy.zeros((2, 4, 100, 64), numpy.float16)
-    packed, lens, offsets = numpy.zeros((4, 200, 64), numpy.float16), numpy.array([9, 9]), numpy.array([0, 9, 18])
-    options = {"backend": "host", "arch": "90a"}
-    plans = [
-        plan_attention(part, part, part, seqlens_kv=lens, **options),
-        plan_attention(part, part, part, seqlens_q=lens, **options),
-        plan_attention(packed, part, part, cu_seqlens_q=offsets, **options),
-    ]
-    assert len({plan.kernel for plan in plans}) == 1
+    """Of more queries than the rows of tuning tables for few of them; and where dq is summed in order, of few in a long array.
+
+    Without lengths of queries blocks share the tiles of few heads, and not of many.
+    """
+    lens, offsets, options = numpy.array([9, 9]), numpy.array([0, 9, 18]), {"backend": "host", "arch": "90a"}
+    for heads in (4, 80):
+        part, packed = numpy.zeros((2, heads, 100, 64), numpy.float16), numpy.zeros((heads, 200, 64), numpy.float16)
+        plans = [
+            plan_attention(part, part, part, seqlens_q=lens, **options),
+            plan_attention(packed, part, part, cu_seqlens_q=offsets, **options),
+            plan_attention(part, part, part, seqlens_kv=lens, **options),
+        ]
+        assert plans[0].kernel == plans[1].kernel and not plans[0].kernel.config.SPLIT_KV
+        assert plans[2].kernel.config.SPLIT_KV is (heads == 4) and (plans[2].kernel == plans[0].kernel) is (heads == 80)
+    part, packed = part[:, :4], packed[:4]
     gradients = []
     for q, given in ((part, {"seqlens_kv": lens}), (part, {"seqlens_q": lens}), (packed, {"cu_seqlens_q": offsets})):
         lse = numpy.zeros(q.shape[:-1], numpy.float32)

@@ -35,9 +35,10 @@ def forward_execution(
     """
     launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)  # they refuse what is too large
     maps = forward_maps(kernel, packed)
+    splits = forward_splits(kernel, packed)
     if maps:
-        params = hopper_forward_params(packed, maps, kernel.config.TILE_Q, kernel.config.TILE_KV)
+        params = hopper_forward_params(packed, maps, kernel.config.TILE_Q, kernel.config.TILE_KV, splits)
     else:
-        params = forward_params(packed, forward_splits(kernel, packed))
+        params = forward_params(packed, splits)
     names = (*FORWARD_ARRAYS, *names_of_given(problem))
     return Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, classification, keeps_tiles)

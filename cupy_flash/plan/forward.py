@@ -13,6 +13,7 @@ from .columns import PANEL, widths
 from .copies import copy_size
 from .expression_text import ExpressionText
 from .few_rows import why_fwd_v2
+from .hopper_splits import GROUP_ROWS, fills_tiles, hopper_splits, shares_tiles_of_sequence
 from .kernel import (
     KernelPlan,
     check_kind,
@@ -31,7 +32,7 @@ from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages, shape_of
 from .packing import FEW, has_packed_scores, packing_of
 from .pair_bits import why_bits, with_bits
 from .rows_between import rows_between
-from .schedule import COMBINING, LEAST_SPLIT, TABLE_BLOCKS, costs_of_tiles, least_split, splits_pay
+from .schedule import TABLE_BLOCKS, least_split
 from .sequences import elements_of, row_length, tiles_of
 from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
 from .tensor_map import BOX_COLUMNS, TensorMap, obstacle, tensor_maps
@@ -40,12 +41,10 @@ from .workspace import Workspace
 
 MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in tiles
 LISTED = ("fwd_v2", "fwd_hopper")  # kernels that visit the tiles of a list where pairs are masked
-EVEN = 0.75  # of the longest query tile that the shortest has to have
 LAST_FIRST = "the last keys first where a linear term makes scores larger towards them"
 DIAGONAL_FIRST = "the keys at the diagonal first, where a term of the distance makes scores largest"
 LISTED_ITEM_BYTES = 8  # the first row of a query tile, and a count
 WORK_ITEM_BYTES = {"fwd_v2": 8, "fwd_hopper": 32}  # sequence and row of a query tile, and for a persistent block, where that lies
-GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
 
 
 def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPlan:
@@ -70,7 +69,10 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     asked, packing = problem, packing_of(problem)
     problem = packing.problem
     expressions = text_of(problem)
-    kernel, why_kernel = _forward_kernel(problem if problem.lengths is None else asked, architecture, expressions)
+    if problem.lengths is None:
+        kernel, why_kernel = _forward_kernel(problem, architecture, expressions)
+    else:
+        kernel, why_kernel = _varlen_kernel(asked, problem, architecture, expressions)
     (width, dim), (width_v, dim_v) = widths(kernel, problem.dim), widths(kernel, problem.dim_v)
     if kernel == "fwd_hopper" and not has_packed_scores(problem):
         expressions = with_bits(problem, taken_apart(problem, expressions, _bends(problem)), bends=_bends(problem))
@@ -99,7 +101,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     )
     itemsize = 4 if problem.dtype == "float32" else 2
     if kernel == "fwd_hopper":
-        split, why_split = _split_kv(problem, row)
+        split, why_split = hopper_splits(problem, row)
     if kernel == "fwd_v2":
         row = with_key_warps(row, architecture, itemsize, width, width_v, problem)
     combines, why_combines = False, "a kernel combines splits: most tiles that blocks of fwd_hopper share have many rows" * split
@@ -176,16 +178,18 @@ def _may_be_uneven(scores: Scores) -> bool:
     return scores.mask_array is not None or any(layout.shape for _, layout in scores.arrays)
 
 
-def _forward_kernel(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> tuple[str, str]:
-    """The kernel file, and why it is not the one that the architecture is best at, or ''."""
-    asked = problem.kernel
+def _refuse_v1(problem: Problem) -> None:
     if problem.scores and problem.algorithm == "v1":
         expected = "'auto' or 'v2' with score, mask, bias, alibi_slopes or dropout"
         raise UnsupportedError(f"algorithm: expected {expected}, got 'v1'")
     if problem.has_wider_results and problem.algorithm == "v1":
         raise UnsupportedError("algorithm: expected 'auto' or 'v2' for results in float32, got 'v1'")
-    if problem.lengths is not None:
-        return _varlen_kernel(problem, architecture, expressions)
+
+
+def _forward_kernel(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> tuple[str, str]:
+    """The kernel file, and why it is not the one that the architecture is best at, or ''."""
+    asked = problem.kernel
+    _refuse_v1(problem)
     if asked in ("fwd_v1", "fwd_v2"):
         return asked, f"{asked} was asked for"
     exists, packed = bool(table_for("fwd_hopper", architecture, problem.dtype)), has_packed_scores(problem)
@@ -210,9 +214,10 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
     raise UnsupportedError(f"kernel: expected {expected}, got {asked!r}: {why_not}")
 
 
-def _varlen_kernel(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> tuple[str, str]:
-    """The same of sequences of their own lengths."""
+def _varlen_kernel(problem: Problem, packed: Problem, architecture: Architecture, expressions: ExpressionText) -> tuple[str, str]:
+    """The same of sequences of their own lengths, of which a kernel is told `packed`."""
     asked = problem.kernel
+    _refuse_v1(problem)
     if asked not in (None, "fwd_v2", "fwd_hopper"):
         raise UnsupportedError(f"kernel: expected None, 'fwd_v2' or 'fwd_hopper' with lengths of sequences, got {asked!r}")
     if problem.algorithm == "v1":
@@ -223,27 +228,29 @@ def _varlen_kernel(problem: Problem, architecture: Architecture, expressions: Ex
         if asked is None:
             return "fwd_v2", ""
         raise UnsupportedError(f"kernel: expected None or 'fwd_v2' for {problem.dtype} on {architecture}, got {asked!r}")
-    why_not = _why_not_varlen(problem, architecture, expressions)
+    why_not = _why_not_varlen(problem, packed, architecture, expressions)
     if not why_not or asked is None:
         return ("fwd_v2" if why_not else "fwd_hopper"), why_not
     raise UnsupportedError(f"kernel: expected None or 'fwd_v2' for these sequences, got {asked!r}: {why_not}")
 
 
-def _why_not_varlen(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
+def _why_not_varlen(problem: Problem, packed: Problem, architecture: Architecture, expressions: ExpressionText) -> str:
     """Why sequences of their own lengths are not for fwd_hopper, or ''."""
     lengths = problem.lengths
     if lengths.cache is not None and not lengths.paged and problem.scores.bias is not None:
         return "fwd_hopper brings keys and their bias of one batch element, not keys of an element of a cache"
     if _copies_pages(problem) and (problem.dim % BOX_COLUMNS or problem.dim_v % BOX_COLUMNS):
         return f"no TMA: pages have {lengths.page_size} keys, which {LEAST_PIECE} do not divide, nor {BOX_COLUMNS} head dims"
-    if (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem, problem.len_kv)[0]:
+    few = (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem, problem.len_kv)[0]
+    can_share = packed.kernel == "fwd_hopper" and shares_tiles_of_sequence(packed)
+    if few and not (can_share or fills_tiles(packed)):
         return "few queries: heads of a group share a tile, or blocks its keys, in fwd_v2"
     crowded = _crowded(problem, architecture, taken_apart(problem, expressions, _bends(problem)))
     if lengths.paged and _crowded_by_pages(problem, expressions):
         crowded = "fwd_hopper has no registers for pages and what is asked besides"
-    layouts, cached = layouts_of(problem), lengths.caches
+    layouts, cached = layouts_of(packed), lengths.caches
     named = [name for name in MOVED if name not in cached]
-    no_map = obstacle(problem.batch, {name: x for name, x in layouts.items() if name not in cached}, named)
+    no_map = obstacle(packed.batch, {name: x for name, x in layouts.items() if name not in cached}, named)
     if cached:
         no_map = no_map or obstacle(lengths.cache.shape[:1], cached, cached)
     return crowded or (no_map and f"no TMA: {no_map}")
@@ -289,25 +296,6 @@ def _crowded_by_pages(problem: Problem, expressions: ExpressionText) -> bool:
     return bool(problem.scores) or (asked and widest > 192) or (many_rows and _copies_pages(problem))  # of 128 keys a tile
 
 
-def _split_kv(problem: Problem, row: TileConfig) -> tuple[bool, str]:
-    """Whether blocks of fwd_hopper may share query tiles, which have to be long and about equally so, and why."""
-    if problem.lengths is not None or problem.shares_device:
-        return False, ""
-    mask, shortest, longest = problem.mask, problem.len_kv, problem.len_kv
-    if mask.queries is None:  # or else every tile has rows of several heads, and all are alike
-        shortest, longest = (mask.some(row, 1)[1] for row in (0, problem.len_q - 1))
-    if problem.scores.masks_pairs and problem.len_q > GROUP_ROWS:  # of many queries, each tile may see other keys, and few
-        return False, ""
-    window = mask.queries is None and mask.hides_first
-    if window or problem.len_kv < LEAST_SPLIT + COMBINING or shortest < EVEN * longest:
-        return False, ""
-    if shortest < longest:
-        costs, heads = costs_of_tiles(mask, row.tile_q, row.tile_kv), problem.heads_q * math.prod(problem.batch)
-        if costs.min() < costs.max() and not splits_pay(costs, heads, problem.len_kv, row.tile_kv):
-            return False, ""
-    return True, "split keys: blocks share the query tiles that whole rounds leave over"
-
-
 def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     """The grid of a forward: so many query tiles a block, for each head and batch element.
 
@@ -325,10 +313,12 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     if plan.file != "fwd_hopper":
         blocks = -(-tiles_of(problem, c.TILE_Q, "q") // c.Q_TILES) * elements_of(problem, "q") * problem.heads_q
         return (checked(Launch(entry, blocks, shared_bytes)),)
-    if others and not c.SPLIT_KV:
-        [(main, main_bytes)] = others
-        lists = 1 if c.VARLEN else math.prod(problem.batch)
-        return Launch(entry, lists * (tiles > 0), shared_bytes), checked(Launch(main, tiles, main_bytes, c.MIN_BLOCKS))
+    if others and (c.VARLEN or c.IN_TURN):
+        (main, main_bytes), *combine = others
+        lists, most = (1 if c.VARLEN else math.prod(problem.batch)) * (tiles > 0), most_splits(plan, problem)
+        launches = Launch(entry, lists, shared_bytes), checked(Launch(main, tiles * most, main_bytes, c.MIN_BLOCKS))
+        blocks = combining_blocks(plan, tiles, problem.len_q) * (most > 1)
+        return launches + tuple(checked(Launch(name, blocks, of_block)) for name, of_block in combine)
     if not c.SPLIT_KV:
         return (checked(Launch(entry, tiles, shared_bytes, None if problem.shares_device else c.MIN_BLOCKS)),)
     splits = -(-problem.len_kv // (c.TILE_KV * least_split(c.TILE_KV)))
@@ -338,10 +328,9 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
 
 
 def _launches_v2(plan: KernelPlan, problem: Problem, tiles: int) -> tuple[Launch, ...]:
-    c = plan.config
     blocks = {
         "fwd_v2_schedule": int(tiles > 0),
-        "fwd_v2": tiles * (most_splits(problem) if c.SPLIT_KV else 1),
+        "fwd_v2": tiles * most_splits(plan, problem),
         "fwd_v2_combine": combining_blocks(plan, tiles, problem.len_q),
     }
     return tuple(checked(Launch(entry, blocks[entry], shared)) for entry, shared in plan.entries.items())
@@ -353,22 +342,25 @@ def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
     tiles = _tiles(plan, problem) * problem.heads_q
     if plan.file == "fwd_v1":
         return Workspace((("state", 4 * (c.TILE_Q * c.WIDTH_V + 2 * c.TILE_Q) * tiles),))
+    most, work, counters = most_splits(plan, problem), [], []
+    if c.VARLEN and (plan.file == "fwd_hopper" or not c.SPLIT_KV):
+        work = [("work", WORK_ITEM_BYTES[plan.file] * (1 + _tiles(plan, problem) * most))]
+    if c.IN_TURN:
+        work = [("work", LISTED_ITEM_BYTES * (math.prod(problem.batch) + _tiles(plan, problem)))]
     if not c.SPLIT_KV:
-        if c.VARLEN:
-            return Workspace((("work", WORK_ITEM_BYTES[plan.file] * (1 + _tiles(plan, problem))),))
-        items = math.prod(problem.batch) + _tiles(plan, problem)
-        return Workspace((("work", LISTED_ITEM_BYTES * items),) * c.IN_TURN)
+        return Workspace(tuple(work))
     # In fwd_hopper each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
     if plan.file == "fwd_v2":
-        rows = tiles * most_splits(problem) * min(c.TILE_Q, problem.len_q)
+        rows = tiles * most * min(c.TILE_Q, problem.len_q)
     else:
-        rows = (min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS) * partial_rows(plan, problem.len_q)
+        parts = tiles * most * (most > 1) if c.VARLEN else min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
+        rows = parts * partial_rows(plan, problem.len_q)
     counters = [("arrivals", 8 * tiles)] if c.LAST_COMBINES else []
-    return Workspace((("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows), *counters))
+    return Workspace((*work, ("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows), *counters))
 
 
 def forward_splits(plan: KernelPlan, problem: Problem) -> KeySplits | None:
-    """How blocks of fwd_v2 share query tiles, if they do."""
+    """How blocks share query tiles, if that follows from one sequence alone."""
     return key_splits(plan, problem, _tiles(plan, problem) * problem.heads_q)
 
 

@@ -182,8 +182,8 @@ class KernelPlan:
     @property
     def _schedule(self) -> dict[str, int]:
         """The entry of a forward that finds query tiles of sequences, with its bins; few queries whose keys are split have none."""
-        c = self.config
-        return {f"{self.file}_schedule": 4 * 2 * 128} if c.IN_TURN or (c.VARLEN and not c.SPLIT_KV) else {}
+        c, size = self.config, 4 * 2 * 128
+        return {f"{self.file}_schedule": size} if c.IN_TURN or (c.VARLEN and not (c.SPLIT_KV and self.file == "fwd_v2")) else {}
 
     @property
     def _bias_bytes(self) -> int:

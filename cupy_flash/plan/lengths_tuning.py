@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 
 from ..problem.forward import Problem
+from .hopper_splits import shares_tiles_of_sequence
 from .tuning import CAUSAL, HOPPER, THREE_NARROW, TileConfig
 
 LEAST_PIECE = 8  # keys of a page that TMA brings at a time: rows of shared memory are swizzled in eights
@@ -24,9 +25,14 @@ LENGTHS_HOPPER = tuple(
 
 
 def shape_of(problem: Problem) -> str:
-    """The shape of mask that a row is chosen by: of sequences with a prefix never 'causal', for which four groups would spill."""
-    prefix = problem.lengths is not None and problem.mask.kind == "PREFIX" and not problem.scores
-    return "full" if prefix and problem.mask.shape == "causal" else problem.mask.shape
+    """The shape of mask that a row is chosen by.
+
+    Of sequences with a prefix, or whose tiles heads or blocks share, it is never 'causal', for which four groups would spill.
+    """
+    if problem.lengths is None or problem.scores or problem.mask.shape != "causal":
+        return problem.mask.shape
+    is_shared = problem.mask.queries is not None or shares_tiles_of_sequence(problem)
+    return "full" if is_shared or problem.mask.kind == "PREFIX" else "causal"
 
 
 def in_pages(row: TileConfig, page_size: int) -> TileConfig:

@@ -58,7 +58,9 @@ def forward_params(problem: Problem, splits: KeySplits | None = None) -> numpy.n
     return params
 
 
-def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: int, tile_kv: int) -> numpy.ndarray:
+def hopper_forward_params(
+    problem: Problem, maps: dict[str, TensorMap], tile_q: int, tile_kv: int, splits: KeySplits | None = None
+) -> numpy.ndarray:
     """A size-1 array of `HopperForwardParams` with everything but the addresses, its maps in the clear.
 
     Which tiles a block takes is not in it yet, see `schedule_params`. Of sequences of their own lengths it is `HopperVarlenParams`:
@@ -90,6 +92,9 @@ def hopper_forward_params(problem: Problem, maps: dict[str, TensorMap], tile_q: 
         params["heads_together_divmod"] = fast_divmod(listed_heads_together(problem, listed_sharers_in_turn(problem, in_turn)))
     else:
         params["heads_together_divmod"] = fast_divmod(query_heads_together(problem, tile_q))
+    if splits is not None:
+        params["tiles_of_head_divmod"], params["split_keys_divmod"] = map(fast_divmod, (splits.tiles_of_head, splits.keys))
+        params["most_splits"], params["split_tiles"], params["partial_rows"] = splits.most, splits.tiles, splits.partial_rows
     return params
 
 

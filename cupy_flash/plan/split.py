@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..problem.forward import Problem
 from .architecture import Architecture
+from .hopper_splits import keys_of_split, splits_of_sequence
 from .kernel import KernelPlan
 from .packing import FEW
 from .tuning import TileConfig
@@ -68,11 +69,14 @@ class KeySplits:
 
 
 def key_splits(plan: KernelPlan, problem: Problem, tiles: int) -> KeySplits | None:
-    """The splits of a problem as the kernel is told it, of so many query tiles; None without."""
-    if plan.file != "fwd_v2" or not plan.config.SPLIT_KV:
+    """The splits of a problem as the kernel is told it, of so many query tiles; None without, or where a table deals them out."""
+    c = plan.config
+    if not c.SPLIT_KV or not (plan.file == "fwd_v2" or c.VARLEN):
         return None
-    tile_q = plan.config.TILE_Q
-    return KeySplits(SPLIT_KEYS, most_splits(problem), -(-problem.len_q // tile_q), tiles, min(tile_q, problem.len_q))
+    hopper = plan.file == "fwd_hopper"
+    rows = partial_rows(plan, problem.len_q) if hopper else min(c.TILE_Q, problem.len_q)
+    keys = keys_of_split(problem) if hopper else SPLIT_KEYS
+    return KeySplits(keys, most_splits(plan, problem), -(-problem.len_q // c.TILE_Q), tiles, rows)
 
 
 def last_combines(row: TileConfig, width: int, width_v: int, problem: Problem) -> tuple[bool, str]:
@@ -91,7 +95,7 @@ def last_combines(row: TileConfig, width: int, width_v: int, problem: Problem) -
         return False, f"a kernel combines splits: above dims of {widest} a block has no registers for it"
     rows = min(row.tile_q, problem.len_q)
     rounds = -(-rows * _across(width_v) // row.warps)  # of which a kernel of its own takes one
-    trips = -(-most_splits(problem) // COMBINED_AT_ONCE)
+    trips = -(-_most_splits(problem) // COMBINED_AT_ONCE)
     if (rounds - 1) * trips * TRIP > LAUNCH:
         return False, f"a kernel combines splits: a block would take {rounds} rounds over {rows} rows"
     return True, f"the last block of a query tile combines its splits: {rows} rows, which take it less than a launch"
@@ -124,6 +128,12 @@ def _across(width_v: int) -> int:
     return width_v // math.gcd(width_v, 128)
 
 
-def most_splits(problem: Problem) -> int:
-    """Blocks of a query tile: what the longest sequence needs."""
+def most_splits(plan: KernelPlan, problem: Problem) -> int:
+    """Blocks of a query tile: what the longest sequence needs. Those of a table are counted there."""
+    if not plan.config.SPLIT_KV:
+        return 1
+    return splits_of_sequence(problem) if plan.file == "fwd_hopper" else _most_splits(problem)
+
+
+def _most_splits(problem: Problem) -> int:
     return min(problem.len_kv // SPLIT_KEYS, MOST_SPLITS)

@@ -92,7 +92,7 @@ template <typename Keys> OP void bring_terms(Keys keys, const WorkParams& p, con
     TileCoord of_keys = here;
     of_keys.head = here.head / p.heads_per_kv;
     NBlockRange tiles = n_block_range(mask, here.row, min_of(TILE_Q, rows_at<QUERIES>(p, here).len() - here.row), TILE_KV, {0, 1});
-    if (is_split(p, index)) tiles = clip_range(here.split.keys, tiles);
+    if (is_split(p, index, here)) tiles = clip_range(here.split.keys, tiles);
     #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile, keys.advance()) {
       if (keys.count % max_of(TERM_WARPS, 1) != warp) {

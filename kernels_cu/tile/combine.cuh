@@ -4,17 +4,39 @@
 #include "tile/accum.cuh"
 #include "tile/results.cuh"
 #include "tile/scheduler.cuh"
+#include "tile/sequence.cuh"
+#include "tile/key_splits.cuh"
 #include "tile/sinks.cuh"
 #include "tile/softmax.cuh"
 
 using PartialTile = AccumTile<TILE_Q, WIDTH_V>;               // out of a split of a query tile, in device memory
 OP PartialTile out_partial(const HopperForwardCommon& p, u32 number) { return {p.out_partials + i64(number) * p.partial_rows * WIDTH_V}; }
 
+// A query tile that is combined, by its number among these.
+OP BlockCoord split_tile_coord(const HopperForwardParams& p, u32 tile) { return tile_coord(p, p.first_split_tile + tile, TILE_Q); }
+// VARLEN: all are counted, also those of one split, which are as they should be: these have none here.
+OP BlockCoord split_tile_coord(const HopperVarlenParams& p, u32 tile) {
+  const u32 head = divide(tile, p.tiles_of_head_divmod);
+  BlockCoord here;
+  here.row = int(tile - head * p.tiles_of_head_divmod.divisor) * TILE_Q;
+  here.batch_number = divide(head, p.heads_divmod);
+  here.head = int(head - here.batch_number * p.heads);
+  batch_element(here.batch, p.batch[BATCH_AXES - 1], here.batch_number);
+  return here;
+}
+OP SplitRange splits_of_tile(const HopperVarlenParams& p, u32 tile) {
+  const BlockCoord here = split_tile_coord(p, tile);
+  const auto seq = sequence_of(p, here.batch_number);
+  const ColumnRange visible = visible_keys(Mask{seq.mask(), seq.kv.len()}, here.row, min_of(TILE_Q, p.len_q - here.row));
+  const KeySplits splits = splits_of_keys(p, p.most_splits, seq.kv.len(), visible);
+  return {tile * p.most_splits + splits.first + splits.is_one(), tile * p.most_splits + splits.last};
+}
+
 // Each warp combines 16 rows and 32 columns of a split query tile, AT_ONCE splits on their way at a time.
 //
 //   for each split:  m' = max(m, lse_i);  O = e^(m - m') O + e^(lse_i - m') out_i;  l = e^(m - m') l + e^(lse_i - m');  m = m'
 //   out = O / l,  lse = m + log l
-template <int AT_ONCE> OP void combine_splits(const HopperForwardCommon& p) {
+template <int AT_ONCE, typename Params> OP void combine_splits(const Params& p) {
   constexpr int COLS = 32, ACROSS = WIDTH_V / COLS;
   const u32 own = block_id() * WARPS + warp_id(), fragment = own / ACROSS, fragments = p.partial_rows / 16, tile = fragment / fragments;
   if (tile >= u32(p.split_tiles)) return;
@@ -24,6 +46,7 @@ template <int AT_ONCE> OP void combine_splits(const HopperForwardCommon& p) {
   OnlineSoftmax<16> softmax;
   fill(o_reg, 0.f);
   const SplitRange splits = splits_of_tile(p, tile);
+  if constexpr (VARLEN) if (splits.first > splits.last || split_tile_coord(p, tile).row + row >= p.len_q) return;
   for (u32 split = splits.first; split <= splits.last; split += AT_ONCE) {
     Acc<16, COLS> partial_reg[AT_ONCE];
     RowVec<16> lse[AT_ONCE], correction, weight;
@@ -42,7 +65,7 @@ template <int AT_ONCE> OP void combine_splits(const HopperForwardCommon& p) {
   }
   RowVec<16> lse;
   if constexpr (SINKS != NO_SINKS) {                          // once for all splits
-    const BlockCoord of_tile = tile_coord(p, p.first_split_tile + tile, TILE_Q);
+    const BlockCoord of_tile = split_tile_coord(p, tile);
     RowVec<16> correction;
     join_sinks(softmax, correction, p, Mask{p.mask, p.len_kv}, of_tile.head, of_tile.row + row);
     rescale(o_reg, correction);
@@ -50,7 +73,7 @@ template <int AT_ONCE> OP void combine_splits(const HopperForwardCommon& p) {
   finalize(softmax, lse);
   rescale(o_reg, softmax.sum);
 
-  const BlockCoord here = tile_coord(p, p.first_split_tile + tile, TILE_Q);
+  const BlockCoord here = split_tile_coord(p, tile);
   store(rows_of<Result>(p.out, here.batch, here.head, here.row + row, p.len_q, p.dim_v), o_reg, col0);
   if (p.lse.data && col0 == 0) store(row_slice(p.lse, here.batch, here.head, here.row + row), p.lse.row_stride, p.len_q - here.row - row, lse);
 }

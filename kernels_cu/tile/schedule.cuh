@@ -4,9 +4,13 @@
 //   counts[bin] = query tiles with about so many key tiles        of 128 bins, four for each power of two
 //   starts[bin] = those of longer bins
 //   work[starts[bin]++] = tile                                    for each tile, in any order within its bin
+//
+// SPLIT_KV, fwd_hopper: the same of the splits of these tiles.
 #pragma once
+#include "tile/key_splits.cuh"
 #include "tile/sequence.cuh"
 
+constexpr u32 WHOLE = ~u32(0);                                // in place of the number of a split: all of a query tile
 constexpr int BINS = 128;
 constexpr int SCHEDULE_BYTES = 2 * BINS * int(sizeof(u32));
 
@@ -29,7 +33,7 @@ OP void begin_list(PlacedWorkItem& first, int tiles, int with_queries) { first.s
 
 // Query tile number `number` of those that there is room for, and how many key tiles it visits; its row is below 0 if no sequence has it. Of a
 // query that sees no key it is 1, of rows that are no queries 0: those come last.
-template <typename Item> struct ScheduledTile { Item item; int key_tiles; };
+template <typename Item> struct ScheduledTile { Item item; int key_tiles; ColumnRange keys; };
 template <typename Item, typename Params> OP ScheduledTile<Item> scheduled_tile(const Params& p, const Item*, u32 number) {
   const SequenceParams& s = p.sequences;
   const u32 tiles = tiles_of<QUERIES>(p);
@@ -54,13 +58,33 @@ template <typename Item, typename Params> OP ScheduledTile<Item> scheduled_tile(
   if (found.item.row < 0 || row >= seq.q.len()) return found;
   const ColumnRange keys = visible_keys(Mask{seq.mask(), seq.kv.len()}, row, min_of(TILE_Q, seq.q.len() - row));
   found.key_tiles = max_of(keys.last < keys.first ? 0 : keys.last / TILE_KV - keys.first / TILE_KV + 1, 1);
+  if constexpr (SPLIT_KV) found.keys = keys;
   return found;
+}
+// Calls each(item, key tiles) with the tile, or with its splits.
+template <typename Params, typename Item, typename Each> OP void for_splits(const Params&, const ScheduledTile<Item>& tile, const Each& each) { each(tile.item, tile.key_tiles); }
+template <typename Each> OP void for_splits(const HopperVarlenParams& p, const ScheduledTile<PlacedWorkItem>& tile, const Each& each) {
+  if constexpr (!SPLIT_KV) {
+    each(tile.item, tile.key_tiles);
+  } else {
+    const KeySplits splits = splits_of_keys(p, p.most_splits, tile.item.len_kv, tile.keys);
+    for (int split = splits.first; split <= splits.last; ++split) {
+      const int begin = max_of(tile.keys.first, split * splits.keys), end = min_of(tile.keys.last + 1, (split + 1) * splits.keys);
+      PlacedWorkItem item = tile.item;
+      item.taken = splits.is_one() ? WHOLE : u32(split);
+      each(item, max_of(ceil_div(end, TILE_KV) - begin / TILE_KV, 1));
+    }
+  }
 }
 
 template <typename Item> OP void write_item(Item& to, const Item& item) {
   count_written(sizeof item);
   to = item;
 }
+
+// How many items so many tiles have at most.
+template <typename Params> OP u32 items_of(const Params&, u32 tiles) { return tiles; }
+OP u32 items_of(const HopperVarlenParams& p, u32 tiles) { return SPLIT_KV ? tiles * p.most_splits : tiles; }
 
 // By one block: tiles first ... first + most - 1.
 template <typename Params, typename Item> OP void schedule_tiles(const Params& p, Item* work, u32 first, u32 most) {
@@ -72,7 +96,7 @@ template <typename Params, typename Item> OP void schedule_tiles(const Params& p
   for_lane(l) {
     for (u32 i = Block::thread(l); i < most; i += Block::threads) {
       const auto tile = scheduled_tile(p, work, first + i);
-      if (tile.item.row >= 0) add_shared(counts_smem + bin_of(tile.key_tiles) * int(sizeof(u32)), 1);
+      if (tile.item.row >= 0) for_splits(p, tile, [&](const Item&, int key_tiles) { add_shared(counts_smem + bin_of(key_tiles) * int(sizeof(u32)), 1); });
     }
   }
   sync_block();                                               // without it tiles are missing that have not been counted
@@ -89,9 +113,10 @@ template <typename Params, typename Item> OP void schedule_tiles(const Params& p
     for (u32 i = Block::thread(l); i < most; i += Block::threads) {
       const auto tile = scheduled_tile(p, work, first + i);
       if (tile.item.row < 0) continue;
-      const u32 place = add_shared(starts_smem + bin_of(tile.key_tiles) * int(sizeof(u32)), 1);
-      if (place >= most) continue;                            // lengths have changed meanwhile, and nothing else is written over
-      write_item(work[1 + place], tile.item);
+      for_splits(p, tile, [&](const Item& item, int key_tiles) {
+        const u32 place = add_shared(starts_smem + bin_of(key_tiles) * int(sizeof(u32)), 1);
+        if (place < items_of(p, most)) write_item(work[1 + place], item); // or lengths have changed meanwhile, and nothing else is written over
+      });
     }
   }
 }

@@ -1,10 +1,8 @@
 // split.cuh -- few queries with many keys (SPLIT_KV in fwd_v2.cu): blocks share a query tile, each has some of its keys, a split, and all
 // splits are combined to one result: with LAST_COMBINES by the block of the query tile that ends last, else by fwd_v2_combine.
-//
-// Splits are about equally long, and how long follows from the length of the sequence alone: combined in their order, they have the same bits
-// whatever else is in the batch, and whoever combines them. What no row of the tile sees is no split; a tile with one split needs no combining.
 #pragma once
 #include "tile/arrivals.cuh"
+#include "tile/key_splits.cuh"
 #include "tile/mask.cuh"
 #include "tile/results.cuh"
 #include "tile/schedule.cuh"
@@ -13,19 +11,7 @@
 #include "tile/softmax.cuh"
 
 constexpr int MOST_SPLITS = 64;                               // of a query tile
-
-// The splits first ... last of a query tile, of so many keys each.
-struct KeySplits {
-  int keys, first, last;
-  OP int count() const { return last - first + 1; }
-  OP bool is_one() const { return first == last; }
-};
-OP KeySplits splits_of_keys(const ForwardParams& p, int len_kv, const ColumnRange& visible) {
-  const u32 splits = min_of(max_of(divide(u32(len_kv), p.split_keys_divmod), 1u), u32(MOST_SPLITS));
-  const u32 keys = max_of((u32(len_kv) + splits - 1) / splits + TILE_KV - 1, u32(TILE_KV)) / TILE_KV * TILE_KV;
-  if (visible.last < visible.first) return {int(keys), 0, 0};
-  return {int(keys), int(visible.first / keys), int(visible.last / keys)};
-}
+OP KeySplits splits_of_keys(const ForwardParams& p, int len_kv, const ColumnRange& visible) { return splits_of_keys(p, u32(MOST_SPLITS), len_kv, visible); }
 
 // Number of the block among those of its query tile, and of the query tile among all.
 OP u32 tile_of_block(const ForwardParams& p) { return divide(block_id(), p.splits_divmod); }

@@ -20,7 +20,7 @@ constexpr bool FOUR_CAPPED = EXPLICIT_SCORES && SCORES == UNCHANGED && GROUPS ==
 // Of the registers that a launch deals out evenly, the producer gives back most.
 constexpr int THREADS = 32 * WARPS;
 constexpr int REGISTERS = 65536 / (THREADS * MIN_BLOCKS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = ((PAGED || CACHED || (STAGED_BIAS && (VARLEN || TILE_LIST))) && GROUPS == 2) || (TILE_LIST && GROUPS == 1) ? 40 : COPIED_PAGES || GROUPS == 3 || (VARLEN && (SCORES == PLUS_LINEAR || DROPOUT)) ? 32 : 24;
+constexpr int PRODUCER_REGISTERS = ((PAGED || CACHED || (VARLEN && SPLIT_KV) || (STAGED_BIAS && (VARLEN || TILE_LIST))) && GROUPS == 2) || ((TILE_LIST || VARLEN) && GROUPS == 1) ? 40 : COPIED_PAGES || GROUPS == 3 || (VARLEN && (SCORES == PLUS_LINEAR || DROPOUT)) ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
 using WorkParams = Choose<VARLEN, HopperVarlenParams, HopperForwardParams>;
@@ -39,14 +39,16 @@ template <Side SIDE, typename Params, typename Coord> OP Rows<SIDE, Params> rows
 // and its mask, from here on
 template <typename Params, typename Coord> OP void move_mask(Mask& mask, const Params& p, const Coord& here) {
   if constexpr (VARLEN) {
-    mask = {moved(p.mask, p.sequences.moves ? here.kv.count - here.q.count : 0), here.kv.count};
+    const int queries = PACK_GQA ? int(p.mask.queries_divmod.divisor) : here.q.count;
+    mask = {moved(p.mask, p.sequences.moves ? here.kv.count - queries : 0), here.kv.count};
     mask.of.prefix = min_of(p.mask.prefix, here.kv.count);
   }
 }
 
 // VARLEN: under a causal mask the last queries of a sequence see most keys. So it is the first query tile that is not full, whose rows see few; others
-// begin at multiples of 64 queries all the same. Where a term or a mask asks how many queries there are, tiles lie as they are counted.
-constexpr bool LAST_IS_FULL = VARLEN && SCORES == UNCHANGED && !MASKED_PAIRS;
+// begin at multiples of 64 queries all the same. Where a term or a mask asks how many queries there are, tiles lie as they are counted, and so where heads
+// share them, or blocks.
+constexpr bool LAST_IS_FULL = VARLEN && SCORES == UNCHANGED && !MASKED_PAIRS && !PACK_GQA && !SPLIT_KV;
 // Moves a tile there, and counts its sequence's queries up to its end.
 template <typename Coord> OP void fill_last_tile(Coord& here) {
   if constexpr (LAST_IS_FULL) {
@@ -64,7 +66,10 @@ constexpr bool CLEARS_QUERIES = LAST_IS_FULL && GROUPS == 4 && PINGPONG && MASK 
 struct WorkTile : TileCoord {
   SplitTile split;                                            // if there is one
 };
-OP bool is_split(const HopperForwardCommon& p, u32 index) { return SPLIT_KV && index >= u32(p.by_formula); }
+OP bool is_split(const HopperForwardParams& p, u32 index) { return SPLIT_KV && index >= u32(p.by_formula); }
+OP bool is_split(const HopperForwardParams& p, u32 index, const WorkTile&) { return is_split(p, index); }
+OP bool is_split(const HopperVarlenParams&, u32, const WorkTile& here) { return SPLIT_KV && here.split.number != WHOLE; }
+constexpr bool ENDS_SPLITS = VARLEN && SPLIT_KV;              // the next tile begins beneath the end of a split as well. Without VARLEN a block has two at most
 
 // Out and its log-sum-exp from a row of the sequence on.
 template <typename Params, typename Coord> OP ResultTile out_rows(const Params& p, const Coord& here, int row) {
@@ -129,12 +134,16 @@ template <typename Params> OP u32 take_work_tile(const Params& p, int warp, Shar
   sync_first<PRODUCER_WARPS>(barrier);                        // without it a number is read that has not been taken
   return uniform(load_shared<u32>(taken_smem));
 }
-OP SequenceCoord sequence_tile_coord(const HopperVarlenParams& p, u32 number, u32 tiles) { // of so many in the list
+struct ListedCoord : SequenceCoord {
+  u32 split;                                                  // SPLIT_KV: which one of the query tile, or WHOLE
+};
+OP ListedCoord sequence_tile_coord(const HopperVarlenParams& p, u32 number, u32 tiles) { // of so many in the list
   const u32 together = p.heads_together_divmod.divisor, group = number / (together * tiles), of_group = number - group * together * tiles;
   const u32 tile = divide(of_group, p.heads_together_divmod);
   count_read(sizeof(PlacedWorkItem));
   const PlacedWorkItem item = p.work[1 + tile];
-  SequenceCoord here;
+  ListedCoord here;
+  here.split = item.taken;
   here.head = int(group * together + of_group - tile * together);
   here.row = item.row;
   here.batch_number = u32(item.sequence);
@@ -143,14 +152,23 @@ OP SequenceCoord sequence_tile_coord(const HopperVarlenParams& p, u32 number, u3
   here.kv = {item.begin_kv, item.len_kv, item.len_kv, 0, 0};
   return here;
 }
+// Which keys a split has, and its number among those of all query tiles.
+OP SplitTile split_of_sequence(const HopperVarlenParams& p, const SequenceCoord& here, u32 split) {
+  const int tiles = int(keys_of_split(p, p.most_splits, here.kv.count)) / TILE_KV;
+  const u32 tile = (here.batch_number * p.heads + here.head) * p.tiles_of_head_divmod.divisor + here.row / TILE_Q;
+  return {tile, split == WHOLE ? WHOLE : tile * p.most_splits + split, {int(split) * tiles, (int(split) + 1) * tiles}};
+}
 OP WorkTile work_tile_coord(const HopperVarlenParams& p, u32 number, int) {
   WorkTile here{};
-  static_cast<TileCoord&>(here) = sequence_tile_coord(p, number, u32(p.work[0].row));
+  const ListedCoord listed = sequence_tile_coord(p, number, u32(p.work[0].row));
+  static_cast<TileCoord&>(here) = listed;
+  if constexpr (SPLIT_KV) here.split = split_of_sequence(p, listed, listed.split);
   return here;
 }
 
 // VARLEN: results of rows that are no queries, which consumers do not write, by warps that have nothing else to do: `warp` of so many in a block.
 template <typename Params> OP void clear_rooms(const Params& p, int warp, int warps) {
+  if (SPLIT_KV) return;                                       // planned where all rows are queries
   const u32 tiles = u32(p.work[0].sequence), end = tiles * p.heads;
   #pragma unroll 1
   for (u32 number = block_id() * warps + warp; number < end; number += blocks() * warps) {
@@ -166,7 +184,6 @@ template <typename Params> OP void clear_rooms(const Params& p, int warp, int wa
 
 // What the producer tells a consumer with its queries. It has the time to work that out; a consumer between two tiles keeps tensor cores waiting.
 enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the next tile begins beneath the last product of this one
-constexpr u32 WHOLE = ~u32(0);
 // Where what is added to a score does not depend on it, S starts from that, before the turn to multiply comes: S += Q K^T. Not in a query tile's first
 // step, nor where the maximum is far from 0 (`unsettled`). Between two steps P is an operand then: as scores it would have the registers of the next S.
 constexpr bool STARTS_FROM_TERM = SCORES == PLUS_TERM && !EXPLICIT_SCORES && !PACK_GQA && (!MASKED_PAIRS || (PAIR_BITS && (STAGED_BIAS || WIDTH_V > 64)));
@@ -269,8 +286,8 @@ OP WorkDescriptor describe_work(const WorkParams& p, const Mask& mask, u32 index
   }
   // With more tiles beyond, the producer would wait for their stages to be released before it brings the next queries.
   const bool few = work.beyond < min_of(STAGES, STAGES_V);
-  work.next = !follows ? NOTHING : AHEAD && few && !is_split(p, index + 1) ? DIRECTLY : LATER;
-  work.split = is_split(p, index) ? here.split.number : WHOLE;
+  work.next = !follows ? NOTHING : AHEAD && few && (ENDS_SPLITS || !is_split(p, index + 1, here)) ? DIRECTLY : LATER;
+  work.split = is_split(p, index, here) ? here.split.number : WHOLE;
   if constexpr (TELLS_WHOLE) {
     const ColumnRange unmasked = unmasked_keys(mask, row, ROWS);
     work.whole_first = ceil_div(max_of(unmasked.first, 0), TILE_KV);
