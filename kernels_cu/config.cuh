@@ -60,6 +60,7 @@ constexpr bool  FROM_LAST = false;        // fwd_hopper: where a linear term mak
 constexpr bool  SPLIT_KV = false;         // query tiles are split along the keys among blocks: in fwd_hopper those that whole rounds leave over, in fwd_v2 those of few queries
 constexpr bool  LAST_COMBINES = false;    // of SPLIT_KV, fwd_v2: the block of a query tile that ends last combines its splits; if not, a kernel behind does
 constexpr bool  PACK_GQA = false;         // forward: the heads of a group share query tiles, so that row i is query i % queries of some head
+constexpr int   INNER_HEADS = 1;          // of VARLEN, fwd_hopper: neighbouring rows of a query tile are so many heads of a group, with one query; 1: rows are queries of one head
 constexpr int   MIN_BLOCKS = 2;           // blocks an SM should hold: caps the registers of a thread
 
 constexpr int   COPY_BYTES = 16;          // bytes moved at once between device memory and shared memory or registers: 16, 8, 4, or 0 for one element; divides every row

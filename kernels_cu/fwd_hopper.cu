@@ -92,7 +92,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         store_sequence(smem + SEQUENCES_OFFSET + queries.stage() * int(sizeof(SequenceDescriptor)), mask, here);
         if constexpr (LINEAR) store_step(StoredSteps(smem + TERMS_OFFSET, queries.stage()), BENDS ? step_of_head(p, here) : steps);
         sync_warp();                                          // without it work is read that has not been written
-        load_async(queries, p.q_map, here.batch, here.head, rows_at<QUERIES>(p, here).first() + here.row + of * ROWS);
+        load_rows(queries, p.q_map, here, rows_at<QUERIES>(p, here).first() + here.row + of * ROWS);
       }
     };
     // Keys come just in time: whatever is done between a stage that becomes free and its load, the consumers wait for.
@@ -204,7 +204,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (SINKS != NO_SINKS && split == WHOLE) multiply(weight, correction);
     if constexpr (DROPOUT) scale(weight, drawing.dropout.scale);
     if (split != WHOLE) store(p.lse_partials + split * p.partial_rows + row_of_tile(), 1, p.partial_rows - row_of_tile(), lse);
-    else if (p.lse.data) store(lse_rows(p, here, row_of(here)), p.lse.row_stride, rows_at<QUERIES>(p, here).len() - row_of(here), lse);
+    else if (p.lse.data) store_lse(p, here, row_of(here), lse);
     softmax = OnlineSoftmax<16>(LOWEST);
   };
   const auto end_tile = [&](const TileCoord& here, u32 split, const RowVec<16>& weight) {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..machine.execution import Execution
 from ..plan.forward import forward_launches, forward_maps, forward_splits, forward_workspace
-from ..plan.packing import packing_of
+from ..plan.packing import packing_of, with_inner_heads
 from ..plan.params import forward_params, hopper_forward_params, names_of_given
 from ..problem.forward import FORWARD_ARRAYS, Problem
 
@@ -33,6 +33,7 @@ def forward_execution(
     keeps_tiles : bool
         Whether a call is given what that found.
     """
+    packed = with_inner_heads(packed, kernel.config.INNER_HEADS)
     launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)  # they refuse what is too large
     maps = forward_maps(kernel, packed)
     splits = forward_splits(kernel, packed)

@@ -71,7 +71,7 @@ class DriverMap:
             address,
             (ctypes.c_uint64 * RANK)(*m.sizes),
             (ctypes.c_uint64 * (RANK - 1))(*m.strides),
-            (ctypes.c_uint32 * RANK)(m.box_columns, m.box_rows, 1, 1, 1),
+            (ctypes.c_uint32 * RANK)(m.box_columns, m.box_rows // m.box_heads, m.box_heads, 1, 1),
             (ctypes.c_uint32 * RANK)(1, 1, 1, 1, 1),
             INTERLEAVE_NONE,
             SWIZZLE_128B,

@@ -29,13 +29,13 @@ from .key_warps import ROWS as FEWEST
 from .key_warps import with_key_warps
 from .launch import Launch, checked
 from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages, shape_of
-from .packing import FEW, has_packed_scores, packing_of
+from .packing import FEW, has_packed_scores, inner_heads, packing_of, with_inner_heads
 from .pair_bits import why_bits, with_bits
 from .rows_between import rows_between
 from .schedule import TABLE_BLOCKS, least_split
 from .sequences import elements_of, row_length, tiles_of
 from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
-from .tensor_map import BOX_COLUMNS, TensorMap, obstacle, tensor_maps
+from .tensor_map import BOX_COLUMNS, TensorMap, map_of_groups, obstacle, tensor_maps
 from .tuning import SHORT, TWO, TileConfig, row_for, table_for
 from .workspace import Workspace
 
@@ -73,6 +73,9 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         kernel, why_kernel = _forward_kernel(problem, architecture, expressions)
     else:
         kernel, why_kernel = _varlen_kernel(asked, problem, architecture, expressions)
+    inner = inner_heads(problem) if kernel == "fwd_hopper" else 1
+    problem = with_inner_heads(problem, inner)
+    why_inner = f"{inner} query heads of a group share a tile, query by query" * (inner > 1)
     (width, dim), (width_v, dim_v) = widths(kernel, problem.dim), widths(kernel, problem.dim_v)
     if kernel == "fwd_hopper" and not has_packed_scores(problem):
         expressions = with_bits(problem, taken_apart(problem, expressions, _bends(problem)), bends=_bends(problem))
@@ -123,6 +126,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     reasons = (
         why_kernel,
         packing.reason,
+        why_inner,
         row.reason,
         why_split,
         why_combines,
@@ -157,6 +161,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             in_turn=listed and kernel == "fwd_hopper" and not split and _may_be_uneven(problem.scores),
             from_last=rises,
             columns=(dim, dim_v),
+            inner_heads=inner,
         ),
         expressions=expressions,
         reasons=tuple(filter(None, reasons)),
@@ -374,6 +379,8 @@ def forward_maps(plan: KernelPlan, problem: Problem) -> dict[str, TensorMap]:
     rows |= {"bias": plan.config.TILE_Q} if plan.config.STAGED_BIAS else {}
     layouts = {name: x for name, x in layouts_of(problem).items() if name not in cached}
     maps = tensor_maps(problem.batch, layouts, {name: rows[name] for name in rows if name not in cached})
+    if plan.config.INNER_HEADS > 1:
+        maps["q"] = map_of_groups(problem.q, plan.config.INNER_HEADS, rows["q"])
     if cached:
         maps |= tensor_maps(problem.lengths.cache.shape[:1], cached, {name: rows[name] for name in cached})
     return {f"{name}_map": described for name, described in maps.items()}

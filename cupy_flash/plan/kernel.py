@@ -87,6 +87,7 @@ class Config:
     SPLIT_KV: bool
     LAST_COMBINES: bool
     PACK_GQA: bool
+    INNER_HEADS: int
     MIN_BLOCKS: int
     COPY_BYTES: int
     Q_IN_REGISTERS: bool
@@ -213,12 +214,12 @@ class KernelPlan:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"s{c.STAGES}"] * (self.file == "fwd_v2" and c.STAGES != 2)
             words += [f"copy{c.COPY_BYTES or 'elements'}"] + ["staged"] * (c.STAGED_BIAS and self.file == "bwd_scores_hopper")
         words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST + ["inorder"] * c.IN_ORDER
-        words += ["packgqa"] * c.PACK_GQA + ["explicit"] * c.EXPLICIT_SCORES + ["first"] * c.FIRST_STORES
-        words += [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS + ["tilelist"] * c.TILE_LIST
-        words += ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN + ["pairbits"] * c.PAIR_BITS + ["persistent"] * c.PERSISTENT
-        words += ["scalesums"] * c.SCALE_SUMS + ["statsahead"] * c.STATS_AHEAD + ["zerosahead"] * c.ZEROS_AHEAD
-        words += ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["cached"] * c.CACHED + ["rotateq"] * c.ROTATE_Q
-        words += [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
+        words += ["packgqa"] * c.PACK_GQA + [f"inner{c.INNER_HEADS}"] * (c.INNER_HEADS > 1) + ["explicit"] * c.EXPLICIT_SCORES
+        words += ["first"] * c.FIRST_STORES + [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS
+        words += ["tilelist"] * c.TILE_LIST + ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN + ["pairbits"] * c.PAIR_BITS
+        words += ["persistent"] * c.PERSISTENT + ["scalesums"] * c.SCALE_SUMS + ["statsahead"] * c.STATS_AHEAD
+        words += ["zerosahead"] * c.ZEROS_AHEAD + ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["cached"] * c.CACHED
+        words += ["rotateq"] * c.ROTATE_Q + [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
         words += ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS") + ["several"] * c.SEVERAL_SINKS
@@ -357,6 +358,7 @@ def configure(
     store_dbias: bool = False,
     persistent: bool = False,
     columns: tuple[int, int] | None = None,
+    inner_heads: int = 1,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     given = {
@@ -387,7 +389,7 @@ def configure(
         "FLOAT32_RESULTS": problem is not None and problem.has_wider_results,
         "ADD_RESULTS": adds,
         "SOFTCAP": problem is None or problem.softcap is not None or (expressions.kind == "UNCHANGED" and not explicit),
-        "ROTATE_Q": False,
+        **{"ROTATE_Q": False, "INNER_HEADS": inner_heads},
         **dict.fromkeys(("SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD", "FIRST_STORES", "IN_ORDER"), False),  # of a plan
         **{"STORE_DBIAS": store_dbias, "PERSISTENT": persistent},
     }

@@ -15,6 +15,7 @@ from ..problem.layout import Layout
 from ..problem.scores import told_apart
 
 FEW = 64  # queries of a head: more fill a tile of their own
+MOST_INNER = 8  # heads with one query that are neighbouring rows: of 16, narrow windows would spill registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,27 @@ def packing_of(problem: Problem) -> Packing:
     )
     each = "one query" if queries == 1 else f"{queries} queries"
     return Packing(packed, first, f"{group} query heads of a group share a tile: {each} each")
+
+
+def inner_heads(problem: Problem) -> int:
+    """How many query heads of a group may be neighbouring rows of a tile, with one query, in fwd_hopper; 1 if none.
+
+    Of sequences that tell how many queries each has, no head has as many rows as another sequence's, so they cannot follow each
+    other head by head. Query by query they can, where a power of two of heads divides a group: a tile begins with a query then.
+
+    Parameters
+    ----------
+    problem : Problem
+    """
+    lengths, group = problem.lengths, max(problem.heads_per_kv, 1)
+    if lengths is None or not lengths.of_queries or problem.scores or problem.has_wider_results:
+        return 1
+    return min(group & -group, MOST_INNER)
+
+
+def with_inner_heads(problem: Problem, heads: int) -> Problem:
+    """The problem as fwd_hopper is told it where so many heads are neighbouring rows: over the same arrays, as they lie."""
+    return replace(problem, heads_q=problem.heads_q // heads, len_q=problem.len_q * heads) if heads > 1 else problem
 
 
 def has_packed_scores(problem: Problem) -> bool:

@@ -23,7 +23,8 @@ TENSOR_MAP = numpy.dtype(
         ("size", "i4", (5,)),  # the fastest axis first
         ("box_rows", "i4"),
         ("box_cols", "i4"),
-        ("unused", "u1", (60,)),
+        ("box_heads", "i4"),
+        ("unused", "u1", (56,)),
     ],
     align=True,
 )
@@ -47,13 +48,16 @@ class TensorMap:
     strides : tuple of int
         In bytes, of all axes but the fastest.
     box_rows : int
-        Rows of a box, which has one head and one batch element.
+        Rows of a box, which has one batch element.
+    box_heads : int
+        Heads of a box, each with as many of these rows.
     """
 
     dtype: str
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     box_rows: int
+    box_heads: int = 1
 
     @property
     def box_columns(self) -> int:
@@ -64,7 +68,7 @@ class TensorMap:
         """The map as the host reads it: a 0-dimensional array of dtype `TENSOR_MAP` without an address."""
         clear = numpy.zeros((), TENSOR_MAP)
         clear["stride"], clear["size"] = self.strides, self.sizes
-        clear["box_rows"], clear["box_cols"] = self.box_rows, self.box_columns
+        clear["box_rows"], clear["box_cols"], clear["box_heads"] = self.box_rows, self.box_columns, self.box_heads
         return clear
 
 
@@ -92,6 +96,26 @@ def tensor_maps(batch: tuple[int, ...], layouts: dict[str, Layout], box_rows: di
         shape = tuple(size for size, _ in axes.values())
         maps[name] = TensorMap(layouts[name].dtype, shape, tuple(steps[1:]), rows)
     return maps
+
+
+def map_of_groups(layout: Layout, heads: int, box_rows: int) -> TensorMap:
+    """The map of an array with one batch axis whose boxes have so many neighbouring heads of each row.
+
+    Its rows are these heads, its heads the rows of the array, and of its batch axes one counts the groups of such heads.
+
+    Parameters
+    ----------
+    layout : Layout
+        With axes batch elements, heads, rows and columns.
+    heads : int
+        Of a group; it divides `box_rows`.
+    box_rows : int
+        Of a box.
+    """
+    (batch, of_array, rows, columns), (of_batch, of_head, of_row, _) = layout.shape, layout.strides
+    axes = (heads, of_head), (rows, of_row), (of_array // heads, heads * of_head), (batch, of_batch)
+    steps = tuple(step * layout.itemsize if size > 1 else ALIGNMENT for size, step in axes)
+    return TensorMap(layout.dtype, (columns, *(size for size, _ in axes)), steps, box_rows, box_rows // heads)
 
 
 def obstacle(batch: tuple[int, ...], layouts: dict[str, Layout], names: Iterable[str], written: Iterable[str] = ()) -> str:

@@ -3,8 +3,14 @@
 #include "params.cuh"
 #include "tile/shared.cuh"
 
-// rows x cols elements in device memory; what lies beyond is not touched
-template <typename T> struct TileOf {
+// rows x cols elements in device memory; what lies beyond is not touched. Neighbouring rows are so many heads of one query, if not of one head.
+template <typename T, int HEADS = 1> struct TileOf {
+  T* base;
+  i64 row_stride, head_stride, col_stride;
+  int rows, cols;
+  OP T* at(int row, int col) const { return base + u32(row) / HEADS * row_stride + u32(row) % HEADS * head_stride + col * col_stride; }
+};
+template <typename T> struct TileOf<T, 1> {
   T* base;
   i64 row_stride, col_stride;
   int rows, cols;
@@ -205,7 +211,7 @@ template <> OP void st_global_if<2>(void* to, const u32* words, bool stores) {
 
 // dst[:, col0 : col0 + N] = acc, rounded to 16 bits and clipped to dst. Each lane gets eight neighbouring columns from its quad, and writes
 // BYTES at once. Lanes stay together, see pipeline.cuh.
-template <int BYTES = sizeof(Granule), int N> OP void store(const GlobalTile& dst, const Acc<16, N>& acc, int col0 = 0) {
+template <int BYTES = sizeof(Granule), int N, int HEADS> OP void store(const TileOf<Element, HEADS>& dst, const Acc<16, N>& acc, int col0 = 0) {
   constexpr int elements = BYTES / int(sizeof(Element));
   #pragma unroll
   for (int n = 0; n < N; n += 32) {
@@ -249,6 +255,16 @@ template <int M> OP void store(float* dst, i64 stride, int len, const RowVec<M>&
       if (l % 4 != 0 || rows.row(l, i) >= len) continue;
       count_written(sizeof(float));
       dst[rows.row(l, i) * stride] = rows.at(l, i);
+    }
+  }
+}
+template <int M, int HEADS> OP void store(const TileOf<float, HEADS>& dst, const RowVec<M>& rows) {
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < rows.slots; ++i) {
+      if (l % 4 != 0 || rows.row(l, i) >= dst.rows) continue;
+      count_written(sizeof(float));
+      *dst.at(rows.row(l, i), 0) = rows.at(l, i);
     }
   }
 }

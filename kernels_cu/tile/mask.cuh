@@ -43,6 +43,10 @@ struct QueryRange {
   int first, last;
 };
 OP QueryRange queries_of(const Mask& mask, int row0, int rows) {
+  if (INNER_HEADS > 1) {                                      // several rows begin with the first head of a query
+    const int first = int(u32(row0) / INNER_HEADS);
+    return {first, rows % INNER_HEADS ? int(u32(row0 + rows - 1) / INNER_HEADS) : first + rows / INNER_HEADS - 1};
+  }
   if (!PACK_GQA) return {row0, row0 + rows - 1};
   const FastDivmod& by_queries = mask.of.queries_divmod;
   const int queries = int(by_queries.divisor), row = not_ahead(row0), query = row - int(divide(row, by_queries)) * queries;
@@ -51,6 +55,7 @@ OP QueryRange queries_of(const Mask& mask, int row0, int rows) {
 
 // the query head of a row, of rows of the heads from `head` on, or where heads share tiles, of its group
 OP int query_head(const Mask& mask, int head, int row, int len_q) {
+  if (INNER_HEADS > 1) return head * INNER_HEADS + row % INNER_HEADS;
   if (!PACK_GQA) return head;
   const int group = int(divide(len_q, mask.of.queries_divmod));
   return head * group + min_of(int(divide(row, mask.of.queries_divmod)), group - 1);

@@ -87,7 +87,7 @@ struct ClearMap {
   char* data;
   i64 stride[4];
   int size[5];
-  int box_rows, box_cols;
+  int box_rows, box_cols, box_heads;                          // of the rows, so many heads have as many each
 };
 static_assert(sizeof(ClearMap) <= sizeof(TensorMap));
 
@@ -109,16 +109,16 @@ struct Box {
   template <typename Move> void for_chunks(Move move) const {
     char* first = map.data;
     bool exists = true;
-    for (int axis = 2; axis < 5; ++axis) {
+    for (int axis = 3; axis < 5; ++axis) {
       first += start[axis] * map.stride[axis - 1];
       exists &= u32(start[axis]) < u32(map.size[axis]);       // nor before the array
     }
-    const int of_chunk = map.box_cols / 8, bytes = 16 / of_chunk; // columns of a chunk, and bytes of each
+    const int of_chunk = map.box_cols / 8, bytes = 16 / of_chunk, of_head = map.box_rows / map.box_heads; // columns of a chunk, and bytes of each
     for (int r = 0; r < map.box_rows; ++r)
       for (int c = 0; c < 8; ++c) {
-        const int row = start[1] + r, col = start[0] + of_chunk * c;
-        const int cols = exists && u32(row) < u32(map.size[1]) ? min_of(max_of(map.size[0] - col, 0), of_chunk) : 0;
-        move(in_panel + r * 128 + (c ^ r % 8) * 16, cols ? first + row * map.stride[0] + col * bytes : nullptr, cols * bytes);
+        const int row = start[1] + r % of_head, head = start[2] + r / of_head, col = start[0] + of_chunk * c;
+        const int cols = exists && u32(head) < u32(map.size[2]) && u32(row) < u32(map.size[1]) ? min_of(max_of(map.size[0] - col, 0), of_chunk) : 0;
+        move(in_panel + r * 128 + (c ^ r % 8) * 16, cols ? first + head * map.stride[1] + row * map.stride[0] + col * bytes : nullptr, cols * bytes);
       }
   }
   void load() const {

@@ -43,7 +43,7 @@ template <typename Item, typename Params> OP ScheduledTile<Item> scheduled_tile(
     u32 first = 0, count = u32(s.sequences) + 1;
     while (count > 1) {
       const u32 half = count / 2;
-      const bool is_before = read_length(s, s.offsets_q, OFFSETS_Q, first + half, p.len_q) / TILE_Q + int(first + half) <= tile;
+      const bool is_before = read_length(s, s.offsets_q, OFFSETS_Q, first + half, p.len_q / INNER_HEADS) / (TILE_Q / INNER_HEADS) + int(first + half) <= tile;
       first += is_before ? half : 0;
       count = is_before ? count - half : half;
     }

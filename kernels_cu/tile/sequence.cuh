@@ -88,8 +88,11 @@ template <Side SIDE, typename Params> OP Rows<SIDE, Params> rows_of_sequence(con
   } else {
     const SequenceParams& s = p.sequences;
     constexpr bool Q = SIDE == QUERIES;
-    return read_rows(s, Q ? s.offsets_q : s.offsets_kv, Q ? OFFSETS_Q : OFFSETS_KV, Q ? s.lengths_q : s.lengths_kv, Q ? LENGTHS_Q : LENGTHS_KV,
-                     number, rows_of_array<SIDE>(p), TILE_ROWS<SIDE>);
+    constexpr int of_query = Q ? INNER_HEADS : 1;             // rows
+    SequenceRows rows = read_rows(s, Q ? s.offsets_q : s.offsets_kv, Q ? OFFSETS_Q : OFFSETS_KV, Q ? s.lengths_q : s.lengths_kv,
+                                  Q ? LENGTHS_Q : LENGTHS_KV, number, rows_of_array<SIDE>(p) / of_query, TILE_ROWS<SIDE> / of_query);
+    rows.begin *= of_query, rows.count *= of_query, rows.room *= of_query;
+    return rows;
   }
 }
 template <typename Params> struct VarlenSequence {
@@ -109,7 +112,7 @@ template <typename Params> OP Sequence<Params> sequence_of(const Params& p, u32 
     return {{p, number}, {p, number}};
   } else {
     Sequence<Params> seq{rows_of_sequence<QUERIES>(p, number), rows_of_sequence<KEYS>(p, number), {}};
-    const int queries = PACK_GQA ? int(p.mask.queries_divmod.divisor) : seq.q.len();
+    const int queries = PACK_GQA ? int(p.mask.queries_divmod.divisor) : seq.q.len() / INNER_HEADS;
     seq.moved_mask = moved(p.mask, p.sequences.moves ? seq.kv.len() - queries : 0);
     seq.moved_mask.prefix = min_of(p.mask.prefix, seq.kv.len());
     return seq;

@@ -39,7 +39,7 @@ template <Side SIDE, typename Params, typename Coord> OP Rows<SIDE, Params> rows
 // and its mask, from here on
 template <typename Params, typename Coord> OP void move_mask(Mask& mask, const Params& p, const Coord& here) {
   if constexpr (VARLEN) {
-    const int queries = PACK_GQA ? int(p.mask.queries_divmod.divisor) : here.q.count;
+    const int queries = PACK_GQA ? int(p.mask.queries_divmod.divisor) : here.q.count / INNER_HEADS;
     mask = {moved(p.mask, p.sequences.moves ? here.kv.count - queries : 0), here.kv.count};
     mask.of.prefix = min_of(p.mask.prefix, here.kv.count);
   }
@@ -71,13 +71,31 @@ OP bool is_split(const HopperForwardParams& p, u32 index, const WorkTile&) { ret
 OP bool is_split(const HopperVarlenParams&, u32, const WorkTile& here) { return SPLIT_KV && here.split.number != WHOLE; }
 constexpr bool ENDS_SPLITS = VARLEN && SPLIT_KV;              // the next tile begins beneath the end of a split as well. Without VARLEN a block has two at most
 
-// Out and its log-sum-exp from a row of the sequence on.
-template <typename Params, typename Coord> OP ResultTile out_rows(const Params& p, const Coord& here, int row) {
+// Out from a row of the sequence on.
+template <typename T, typename Params, typename Coord> OP TileOf<T, INNER_HEADS> rows_of_heads(const Tensor& t, const Params& p, const Coord& here, int row, int cols) {
   const auto q = rows_at<QUERIES>(p, here);
-  return rows_of<Result>(p.out, here.batch, here.head, q.first() + row, q.end(), p.dim_v);
+  return {static_cast<T*>(t.data) + offset_of(t, here.batch, here.head * INNER_HEADS, (q.first() + row) / INNER_HEADS), t.row_stride, t.head_stride, 1, q.len() - row, cols};
 }
-template <typename Params, typename Coord> OP float* lse_rows(const Params& p, const Coord& here, int row) {
-  return row_slice(p.lse, here.batch, here.head, rows_at<QUERIES>(p, here).first() + row);
+template <typename Params, typename Coord> OP TileOf<Result, INNER_HEADS> out_rows(const Params& p, const Coord& here, int row) {
+  const auto q = rows_at<QUERIES>(p, here);
+  if constexpr (INNER_HEADS == 1) return rows_of<Result>(p.out, here.batch, here.head, q.first() + row, q.end(), p.dim_v);
+  else return rows_of_heads<Result>(p.out, p, here, row, p.dim_v);
+}
+// Its log-sum-exp of the rows of a warp.
+template <typename Params, typename Coord, int M> OP void store_lse(const Params& p, const Coord& here, int row, const RowVec<M>& lse) {
+  const auto q = rows_at<QUERIES>(p, here);
+  if constexpr (INNER_HEADS == 1) store(row_slice(p.lse, here.batch, here.head, q.first() + row), p.lse.row_stride, q.len() - row, lse);
+  else store(rows_of_heads<float>(p.lse, p, here, row, 1), lse);
+}
+// Queries from a row of the array on are on their way to the stage at hand. INNER_HEADS: rows of the map are heads, of one box so many, and its heads
+// are queries.
+template <typename Stages, typename Coord> OP void load_rows(Stages& queries, const TensorMap& map, const Coord& here, int row, CallSite at = call_site()) {
+  if constexpr (INNER_HEADS == 1) {
+    load_async(queries, map, here.batch, here.head, row, at);
+  } else {
+    const int of_group[BATCH_AXES] = {0, 0, here.batch[BATCH_AXES - 1], here.head};
+    load_async(queries, map, of_group, row / INNER_HEADS, 0, at);
+  }
 }
 
 // The number of the query tile that is a block's next one, after `index` others, and whether there is one. A formula keeps the blocks at work
@@ -169,15 +187,16 @@ OP WorkTile work_tile_coord(const HopperVarlenParams& p, u32 number, int) {
 // VARLEN: results of rows that are no queries, which consumers do not write, by warps that have nothing else to do: `warp` of so many in a block.
 template <typename Params> OP void clear_rooms(const Params& p, int warp, int warps) {
   if (SPLIT_KV) return;                                       // planned where all rows are queries
-  const u32 tiles = u32(p.work[0].sequence), end = tiles * p.heads;
+  const u32 tiles = u32(p.work[0].sequence), end = tiles * p.heads * INNER_HEADS;
   #pragma unroll 1
   for (u32 number = block_id() * warps + warp; number < end; number += blocks() * warps) {
-    const SequenceCoord here = sequence_tile_coord(p, number, tiles);
-    const int first = max_of(here.row, here.q.count), rows = min_of(here.row + TILE_Q, here.q.room) - first, row0 = here.q.begin + first;
-    clear<Warp>(rows_of<Result>(p.out, here.batch, here.head, row0, row0 + rows, p.dim_v));
+    const SequenceCoord here = sequence_tile_coord(p, number / INNER_HEADS, tiles);
+    const int head = here.head * INNER_HEADS + int(number % INNER_HEADS);
+    const int first = max_of(here.row, here.q.count) / INNER_HEADS, rows = min_of(here.row + TILE_Q, here.q.room) / INNER_HEADS - first, row0 = here.q.begin / INNER_HEADS + first;
+    clear<Warp>(rows_of<Result>(p.out, here.batch, head, row0, row0 + rows, p.dim_v));
     for_lane(l) {
       #pragma unroll 1
-      for (int row = l; row < rows && p.lse.data; row += 32) write(row_slice(p.lse, here.batch, here.head, row0 + row), -infinity());
+      for (int row = l; row < rows && p.lse.data; row += 32) write(row_slice(p.lse, here.batch, head, row0 + row), -infinity());
     }
   }
 }
