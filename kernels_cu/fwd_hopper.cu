@@ -199,12 +199,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (COLUMNS) count_largest(softmax, largest);
     if (LINEAR) count_rows(softmax, line);
     if (SINKS != NO_SINKS && split == WHOLE) join_sinks(softmax, correction, p, mask, here.head, (VARLEN && PACK_GQA ? here.row : 0) + row_of(here));  // of splits, when they are combined
-    finalize(softmax, lse);
-    weight = softmax.sum;
+    finalize(softmax, lse), weight = softmax.sum;
     if (SINKS != NO_SINKS && split == WHOLE) multiply(weight, correction);
     if constexpr (DROPOUT) scale(weight, drawing.dropout.scale);
     if (split != WHOLE) store(p.lse_partials + split * p.partial_rows + row_of_tile(), 1, p.partial_rows - row_of_tile(), lse);
-    else if (p.lse.data) store_lse(p, here, row_of(here), lse);
+    else if (INNER_HEADS > 1 && p.lse.data) store(lse_of_heads(p, here, row_of(here)), lse);
+    else if (p.lse.data) store(lse_rows(p, here, row_of(here)), p.lse.row_stride, rows_at<QUERIES>(p, here).len() - row_of(here), lse);
     softmax = OnlineSoftmax<16>(LOWEST);
   };
   const auto end_tile = [&](const TileCoord& here, u32 split, const RowVec<16>& weight) {

@@ -39,6 +39,16 @@ OP ScheduledTile<ListedItem> scheduled_tile(const HopperForwardParams& p, const 
   count_read(sizeof(u32));
   return {{int(tile) * TILE_Q, 0}, max_of(int(work[1 + tile].taken), 1)};
 }
+struct CountedTiles {
+  const HopperForwardParams& p;
+  const ListedItem* work;
+  u32 first, count;
+  template <typename Each> OP void operator()(const Each& each) const {
+    for_lane(l) {
+      for (u32 i = Block::thread(l); i < count; i += Block::threads) each(scheduled_tile(p, work, first + i));
+    }
+  }
+};
 OP void begin_list(ListedItem& first, int, int) { first.taken = 0; }
 OP void write_item(ListedItem& to, const ListedItem& item) {  // beside what has been counted of another tile, which may be read still
   count_written(sizeof(int));
@@ -53,7 +63,7 @@ OP void schedule_queries(const HopperForwardParams& p) {
     for_lane(l) if (l == 0) count_written(sizeof(u32)), work[1 + tile].taken = u32(count);
   }
   sync_block();                                               // without it tiles are in order by what has not been counted
-  schedule_tiles(p, work, block_id() * tiles, tiles);
+  schedule_tiles(p, work, tiles, CountedTiles{p, work, block_id() * tiles, tiles});
 }
 
 // Where the query tile is that has this number in the order in which blocks take them.

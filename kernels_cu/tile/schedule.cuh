@@ -27,39 +27,63 @@ template <typename Seq> OP void place(PlacedWorkItem& item, const Seq& seq) {
   item.begin_q = seq.q.begin, item.len_q = seq.q.count, item.room_q = seq.q.room;
   item.begin_kv = seq.kv.begin, item.len_kv = seq.kv.count;
 }
+template <typename Params> struct ItemOf { typedef WorkItem type; };
+template <> struct ItemOf<HopperVarlenParams> { typedef PlacedWorkItem type; };
 // and of all, in their first item: how many there are, and how many of these have queries
 OP void begin_list(WorkItem& first, int tiles, int with_queries) { first = {tiles, with_queries}; }
 OP void begin_list(PlacedWorkItem& first, int tiles, int with_queries) { first.sequence = tiles, first.row = with_queries, first.taken = 0; }
 
-// Query tile number `number` of those that there is room for, and how many key tiles it visits; its row is below 0 if no sequence has it. Of a
-// query that sees no key it is 1, of rows that are no queries 0: those come last.
+// A query tile, and how many key tiles it visits: of a query that sees no key it is 1, of rows that are no queries 0, which come last.
 template <typename Item> struct ScheduledTile { Item item; int key_tiles; ColumnRange keys; };
-template <typename Item, typename Params> OP ScheduledTile<Item> scheduled_tile(const Params& p, const Item*, u32 number) {
-  const SequenceParams& s = p.sequences;
-  const u32 tiles = tiles_of<QUERIES>(p);
-  u32 sequence = number / tiles;
-  int tile = int(number - sequence * tiles);
-  if (s.offsets_q) {                                          // each lane by itself, since all have tiles of their own
-    u32 first = 0, count = u32(s.sequences) + 1;
-    while (count > 1) {
-      const u32 half = count / 2;
-      const bool is_before = read_length(s, s.offsets_q, OFFSETS_Q, first + half, p.len_q / INNER_HEADS) / (TILE_Q / INNER_HEADS) + int(first + half) <= tile;
-      first += is_before ? half : 0;
-      count = is_before ? count - half : half;
-    }
-    sequence = first;
-  }
-  const auto seq = sequence_of(p, sequence);
-  const int row = (tile - seq.q.first_tile()) * TILE_Q;
+template <typename Item, typename Params> OP ScheduledTile<Item> scheduled_tile(const Params&, const VarlenSequence<Params>& seq, u32 sequence, int row) {
   ScheduledTile<Item> found{};
-  found.item.sequence = int(sequence);
-  found.item.row = row < seq.q.end_of_room() - seq.q.first() ? row : -1;
+  found.item.sequence = int(sequence), found.item.row = row;
   place(found.item, seq);
-  if (found.item.row < 0 || row >= seq.q.len()) return found;
+  if (row >= seq.q.len()) return found;
   const ColumnRange keys = visible_keys(Mask{seq.mask(), seq.kv.len()}, row, min_of(TILE_Q, seq.q.len() - row));
   found.key_tiles = max_of(keys.last < keys.first ? 0 : keys.last / TILE_KV - keys.first / TILE_KV + 1, 1);
   if constexpr (SPLIT_KV) found.keys = keys;
   return found;
+}
+// Calls each(tile) with all query tiles, by the warps of a block. A lane reads where a sequence lies, and takes its first tiles; of longer ones the lanes deal
+// out the others, one sequence after the other. A search for the sequence of a tile would take as long as several reads. Each warp has its own sequences,
+// or of so few that a warp would have little to do, all have some tiles of each.
+constexpr int OWN_TILES = 4;                                  // of a lane
+template <typename Item, typename Params, typename Each> OP void for_scheduled_tiles(const Params& p, const Each& each) {
+  const u32 sequences = u32(p.sequences.sequences) + (offsets_of<QUERIES>(p) ? 1 : 0);       // rows behind the last one are one more
+  const bool shared = sequences <= 32;
+  const u32 at_once = shared ? 32 : min_of(ceil_div(int(sequences), WARPS), 32);
+  const int threads = shared ? Block::threads : 32;
+  #pragma unroll 1
+  for (u32 first = shared ? 0 : warp_id() * at_once; first < sequences; first += at_once * WARPS) {
+    Regs<int, 1> begin_q, len_q, room_q, begin_kv, len_kv;
+    for_lane(l) {
+      const auto seq = sequence_of(p, min_of(first + l, sequences - 1));
+      begin_q.at(l, 0) = seq.q.begin, len_q.at(l, 0) = seq.q.count, room_q.at(l, 0) = seq.q.room;
+      begin_kv.at(l, 0) = seq.kv.begin, len_kv.at(l, 0) = seq.kv.count;
+    }
+    const int own_rows = shared ? 0 : OWN_TILES * TILE_Q;
+    Regs<bool, 1> has_more;
+    for_lane(l) {
+      const bool exists = l < at_once && first + l < sequences;
+      const SequenceRows q{begin_q.at(l, 0), len_q.at(l, 0), room_q.at(l, 0), 0, 0}, kv{begin_kv.at(l, 0), len_kv.at(l, 0), 0, 0, 0};
+      const VarlenSequence<Params> seq{q, kv, mask_of_sequence(p, q.count, kv.count)};
+      #pragma unroll 1
+      for (int row = 0; exists && row < min_of(q.room, own_rows); row += TILE_Q) each(scheduled_tile<Item>(p, seq, first + l, row));
+      has_more.at(l, 0) = exists && q.room > own_rows;
+    }
+    #pragma unroll 1
+    for (u32 left = warp_ballot(has_more); left; left &= left - 1) {
+      const int i = lowest_bit(left);
+      const SequenceRows q{value_of_lane(begin_q, i), value_of_lane(len_q, i), value_of_lane(room_q, i), 0, 0};
+      const SequenceRows kv{value_of_lane(begin_kv, i), value_of_lane(len_kv, i), 0, 0, 0};
+      const VarlenSequence<Params> seq{q, kv, mask_of_sequence(p, q.count, kv.count)};
+      for_lane(l) {
+        #pragma unroll 1
+        for (int row = own_rows + (shared ? Block::thread(l) : l) * TILE_Q; row < q.room; row += threads * TILE_Q) each(scheduled_tile<Item>(p, seq, first + i, row));
+      }
+    }
+  }
 }
 // Calls each(item, key tiles) with the tile, or with its splits.
 template <typename Params, typename Item, typename Each> OP void for_splits(const Params&, const ScheduledTile<Item>& tile, const Each& each) { each(tile.item, tile.key_tiles); }
@@ -86,19 +110,16 @@ template <typename Item> OP void write_item(Item& to, const Item& item) {
 template <typename Params> OP u32 items_of(const Params&, u32 tiles) { return tiles; }
 OP u32 items_of(const HopperVarlenParams& p, u32 tiles) { return SPLIT_KV ? tiles * p.most_splits : tiles; }
 
-// By one block: tiles first ... first + most - 1.
-template <typename Params, typename Item> OP void schedule_tiles(const Params& p, Item* work, u32 first, u32 most) {
+// By one block: the tiles with which for_tiles(each) calls `each` by any lane, `most` of them at most. It is called twice.
+template <typename Params, typename Item, typename ForTiles> OP void schedule_tiles(const Params& p, Item* work, u32 most, const ForTiles& for_tiles) {
   const SharedAddress counts_smem = shared_memory(), starts_smem = counts_smem + BINS * int(sizeof(u32));
   for_lane(l) {
     for (int i = Block::thread(l); i < BINS; i += Block::threads) store_shared(counts_smem + i * int(sizeof(u32)), u32(0));
   }
   sync_block();                                               // without it counts begin with what was there
-  for_lane(l) {
-    for (u32 i = Block::thread(l); i < most; i += Block::threads) {
-      const auto tile = scheduled_tile(p, work, first + i);
-      if (tile.item.row >= 0) for_splits(p, tile, [&](const Item&, int key_tiles) { add_shared(counts_smem + bin_of(key_tiles) * int(sizeof(u32)), 1); });
-    }
-  }
+  for_tiles([&](const ScheduledTile<Item>& tile) {
+    for_splits(p, tile, [&](const Item&, int key_tiles) { add_shared(counts_smem + bin_of(key_tiles) * int(sizeof(u32)), 1); });
+  });
   sync_block();                                               // without it tiles are missing that have not been counted
   for_lane(l) {
     for (int i = Block::thread(l); i < BINS; i += Block::threads) {
@@ -109,19 +130,19 @@ template <typename Params, typename Item> OP void schedule_tiles(const Params& p
     }
   }
   sync_block();                                               // without it tiles have places that are not known yet
-  for_lane(l) {
-    for (u32 i = Block::thread(l); i < most; i += Block::threads) {
-      const auto tile = scheduled_tile(p, work, first + i);
-      if (tile.item.row < 0) continue;
-      for_splits(p, tile, [&](const Item& item, int key_tiles) {
-        const u32 place = add_shared(starts_smem + bin_of(key_tiles) * int(sizeof(u32)), 1);
-        if (place < items_of(p, most)) write_item(work[1 + place], item); // or lengths have changed meanwhile, and nothing else is written over
-      });
-    }
-  }
+  for_tiles([&](const ScheduledTile<Item>& tile) {
+    for_splits(p, tile, [&](const Item& item, int key_tiles) {
+      const u32 place = add_shared(starts_smem + bin_of(key_tiles) * int(sizeof(u32)), 1);
+      if (place < items_of(p, most)) write_item(work[1 + place], item); // or lengths have changed meanwhile, and nothing else is written over
+    });
+  });
 }
+template <typename Params> struct TilesOfSequences {
+  const Params& p;
+  template <typename Each> OP void operator()(const Each& each) const { for_scheduled_tiles<typename ItemOf<Params>::type>(p, each); }
+};
 template <typename Params> OP void schedule_queries(const Params& p) {
-  schedule_tiles(p, p.work, 0, tiles_of<QUERIES>(p) * (offsets_of<QUERIES>(p) ? 1 : p.batch[BATCH_AXES - 1]));
+  schedule_tiles(p, p.work, tiles_of<QUERIES>(p) * (offsets_of<QUERIES>(p) ? 1 : p.batch[BATCH_AXES - 1]), TilesOfSequences<Params>{p});
 }
 
 // Where a block is, of so many for each query tile of a head; `row` is below 0 if there are fewer tiles.

@@ -107,14 +107,19 @@ template <typename Params> struct UniformSequence {
   OP const MaskParams& mask() const { return q.p.mask; }
 };
 template <typename Params> using Sequence = typename ChooseType<VARLEN, VarlenSequence<Params>, UniformSequence<Params>>::type;
+// The mask of a sequence with so many rows and keys.
+template <typename Params> OP MaskParams mask_of_sequence(const Params& p, int rows, int keys) {
+  const int queries = PACK_GQA ? int(p.mask.queries_divmod.divisor) : rows / INNER_HEADS;
+  MaskParams mask = moved(p.mask, p.sequences.moves ? keys - queries : 0);
+  mask.prefix = min_of(p.mask.prefix, keys);
+  return mask;
+}
 template <typename Params> OP Sequence<Params> sequence_of(const Params& p, u32 number) {
   if constexpr (!VARLEN) {
     return {{p, number}, {p, number}};
   } else {
     Sequence<Params> seq{rows_of_sequence<QUERIES>(p, number), rows_of_sequence<KEYS>(p, number), {}};
-    const int queries = PACK_GQA ? int(p.mask.queries_divmod.divisor) : seq.q.len() / INNER_HEADS;
-    seq.moved_mask = moved(p.mask, p.sequences.moves ? seq.kv.len() - queries : 0);
-    seq.moved_mask.prefix = min_of(p.mask.prefix, seq.kv.len());
+    seq.moved_mask = mask_of_sequence(p, seq.q.len(), seq.kv.len());
     return seq;
   }
 }

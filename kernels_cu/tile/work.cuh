@@ -39,9 +39,7 @@ template <Side SIDE, typename Params, typename Coord> OP Rows<SIDE, Params> rows
 // and its mask, from here on
 template <typename Params, typename Coord> OP void move_mask(Mask& mask, const Params& p, const Coord& here) {
   if constexpr (VARLEN) {
-    const int queries = PACK_GQA ? int(p.mask.queries_divmod.divisor) : here.q.count / INNER_HEADS;
-    mask = {moved(p.mask, p.sequences.moves ? here.kv.count - queries : 0), here.kv.count};
-    mask.of.prefix = min_of(p.mask.prefix, here.kv.count);
+    mask = {mask_of_sequence(p, here.q.count, here.kv.count), here.kv.count};
   }
 }
 
@@ -71,21 +69,21 @@ OP bool is_split(const HopperForwardParams& p, u32 index, const WorkTile&) { ret
 OP bool is_split(const HopperVarlenParams&, u32, const WorkTile& here) { return SPLIT_KV && here.split.number != WHOLE; }
 constexpr bool ENDS_SPLITS = VARLEN && SPLIT_KV;              // the next tile begins beneath the end of a split as well. Without VARLEN a block has two at most
 
-// Out from a row of the sequence on.
-template <typename T, typename Params, typename Coord> OP TileOf<T, INNER_HEADS> rows_of_heads(const Tensor& t, const Params& p, const Coord& here, int row, int cols) {
+// A result from a row of the sequence on.
+template <typename T, typename Params, typename Coord> OP TileOf<T, INNER_HEADS> results_from(const Tensor& t, const Params& p, const Coord& here, int row, int cols) {
   const auto q = rows_at<QUERIES>(p, here);
-  return {static_cast<T*>(t.data) + offset_of(t, here.batch, here.head * INNER_HEADS, (q.first() + row) / INNER_HEADS), t.row_stride, t.head_stride, 1, q.len() - row, cols};
+  if constexpr (INNER_HEADS == 1) return rows_of<T>(t, here.batch, here.head, q.first() + row, q.end(), cols);
+  else return {static_cast<T*>(t.data) + offset_of(t, here.batch, here.head * INNER_HEADS, (q.first() + row) / INNER_HEADS), t.row_stride, t.head_stride, 1, q.len() - row, cols};
 }
+// Out, and its log-sum-exp, of rows that are queries, or heads.
 template <typename Params, typename Coord> OP TileOf<Result, INNER_HEADS> out_rows(const Params& p, const Coord& here, int row) {
-  const auto q = rows_at<QUERIES>(p, here);
-  if constexpr (INNER_HEADS == 1) return rows_of<Result>(p.out, here.batch, here.head, q.first() + row, q.end(), p.dim_v);
-  else return rows_of_heads<Result>(p.out, p, here, row, p.dim_v);
+  return results_from<Result>(p.out, p, here, row, p.dim_v);
 }
-// Its log-sum-exp of the rows of a warp.
-template <typename Params, typename Coord, int M> OP void store_lse(const Params& p, const Coord& here, int row, const RowVec<M>& lse) {
-  const auto q = rows_at<QUERIES>(p, here);
-  if constexpr (INNER_HEADS == 1) store(row_slice(p.lse, here.batch, here.head, q.first() + row), p.lse.row_stride, q.len() - row, lse);
-  else store(rows_of_heads<float>(p.lse, p, here, row, 1), lse);
+template <typename Params, typename Coord> OP float* lse_rows(const Params& p, const Coord& here, int row) {
+  return row_slice(p.lse, here.batch, here.head, rows_at<QUERIES>(p, here).first() + row);
+}
+template <typename Params, typename Coord> OP TileOf<float, INNER_HEADS> lse_of_heads(const Params& p, const Coord& here, int row) {
+  return results_from<float>(p.lse, p, here, row, 1);
 }
 // Queries from a row of the array on are on their way to the stage at hand. INNER_HEADS: rows of the map are heads, of one box so many, and its heads
 // are queries.
