@@ -79,7 +79,7 @@ SLOW_WARPS = {
         "        const int row0 = (int(tile) * parts + part) * 16;": "warp_id() > 0",
     },
     "tile/schedule.cuh": {
-        "    for (u32 i = Block::thread(l); i < most; i += Block::threads) {": "i % Block::threads >= 32",
+        "  for_tiles([&](const ScheduledTile<Item>& tile) {": "tile.item.row / TILE_Q % WARPS > 0",
     },
 }
 

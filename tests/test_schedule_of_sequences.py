@@ -90,11 +90,12 @@ def test_tiles_of_fwd_hopper_know_where_their_sequence_lies(causal):
     tile_q = plan.kernel.config.TILE_Q
     assert [launch.entry for launch in plan.launches] == ["fwd_hopper_schedule", "fwd_hopper"]
     (count, with_queries, *_), *found = items(plan, seqlens_q=lens_q, seqlens_kv=lens_kv).tolist()
-    rows = range(0, 400, tile_q)
-    assert sorted(map(tuple, (item[:2] for item in found))) == [(i, row) for i in range(4) for row in rows] and count == len(found)
-    assert with_queries == sum(row < n for n in lens_q for row in rows)
-    assert [row < lens_q[i] for i, row, *_ in found] == [True] * with_queries + [False] * (count - with_queries)
-    assert all(item[2:7] == [0, lens_q[item[0]], 400, 0, lens_kv[item[0]]] for item in found)
+    heads = plan.kernel.config.INNER_HEADS  # rows of each query
+    rows, places = range(0, 400 * heads, tile_q), sorted(tuple(item[:2]) for item in found)
+    assert heads == 2 and places == [(i, row) for i in range(4) for row in rows] and count == len(found)
+    assert with_queries == sum(row < heads * n for n in lens_q for row in rows)
+    assert [row < heads * lens_q[i] for i, row, *_ in found] == [True] * with_queries + [False] * (count - with_queries)
+    assert all(item[2:7] == [0, heads * lens_q[item[0]], heads * 400, 0, lens_kv[item[0]]] for item in found)
 
 
 @pytest.mark.parametrize("causal", thinned([False, True], first=1))

@@ -148,11 +148,11 @@ def test_numbers_of_a_map():
     clear = found.in_the_clear()
     assert (clear.dtype, clear.nbytes) == (TENSOR_MAP, MAP_BYTES)
     numbers = [*clear["stride"].tolist(), *clear["size"].tolist(), int(clear["box_rows"]), int(clear["box_cols"])]
-    assert numbers == [row, 144, batch, 14 * batch, 40, 50, 3, 7, 5, 80, BOX_COLUMNS]
-    # Byte for byte what the kernels read: an address, 4 strides, 5 sizes, rows and columns of a box, nothing.
+    assert [*numbers, int(clear["box_heads"])] == [row, 144, batch, 14 * batch, 40, 50, 3, 7, 5, 80, BOX_COLUMNS, 1]
+    # Byte for byte what the kernels read: an address, 4 strides, 5 sizes, rows, columns and heads of a box, nothing.
     words = numpy.frombuffer(clear.tobytes(), "i8")
     assert words[:5].tolist() == [0, row, 144, batch, 14 * batch]
-    assert words[5:].view("i4").tolist() == [40, 50, 3, 7, 5, 80, BOX_COLUMNS] + [0] * 15
+    assert words[5:].view("i4").tolist() == [40, 50, 3, 7, 5, 80, BOX_COLUMNS, 1] + [0] * 14
 
 
 # The driver, in whose place a program stands that remembers what it was told

@@ -136,7 +136,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         why_blocks,
         why_pairs,
     )
-    return KernelPlan(
+    plan = KernelPlan(
         file=kernel,
         architecture=architecture,
         config=configure(
@@ -161,11 +161,11 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             in_turn=listed and kernel == "fwd_hopper" and not split and _may_be_uneven(problem.scores),
             from_last=rises,
             columns=(dim, dim_v),
-            inner_heads=inner,
         ),
         expressions=expressions,
         reasons=tuple(filter(None, reasons)),
     )
+    return replace(plan, config=replace(plan.config, INNER_HEADS=inner)) if inner > 1 else plan
 
 
 def _bends(problem: Problem) -> bool:

@@ -358,7 +358,6 @@ def configure(
     store_dbias: bool = False,
     persistent: bool = False,
     columns: tuple[int, int] | None = None,
-    inner_heads: int = 1,
 ) -> Config:
     """The constants of a kernel: what the problem adds, and of the same name in a row of a tuning table, all others."""
     given = {
@@ -389,9 +388,8 @@ def configure(
         "FLOAT32_RESULTS": problem is not None and problem.has_wider_results,
         "ADD_RESULTS": adds,
         "SOFTCAP": problem is None or problem.softcap is not None or (expressions.kind == "UNCHANGED" and not explicit),
-        **{"ROTATE_Q": False, "INNER_HEADS": inner_heads},
         **dict.fromkeys(("SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD", "FIRST_STORES", "IN_ORDER"), False),  # of a plan
-        **{"STORE_DBIAS": store_dbias, "PERSISTENT": persistent},
+        **{"STORE_DBIAS": store_dbias, "PERSISTENT": persistent, "ROTATE_Q": False, "INNER_HEADS": 1},
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 

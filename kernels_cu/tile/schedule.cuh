@@ -58,7 +58,8 @@ template <typename Item, typename Params, typename Each> OP void for_scheduled_t
   for (u32 first = shared ? 0 : warp_id() * at_once; first < sequences; first += at_once * WARPS) {
     Regs<int, 1> begin_q, len_q, room_q, begin_kv, len_kv;
     for_lane(l) {
-      const auto seq = sequence_of(p, min_of(first + l, sequences - 1));
+      if (l >= at_once || first + l >= sequences) continue;
+      const auto seq = sequence_of(p, first + l);
       begin_q.at(l, 0) = seq.q.begin, len_q.at(l, 0) = seq.q.count, room_q.at(l, 0) = seq.q.room;
       begin_kv.at(l, 0) = seq.kv.begin, len_kv.at(l, 0) = seq.kv.count;
     }
@@ -80,7 +81,7 @@ template <typename Item, typename Params, typename Each> OP void for_scheduled_t
       const VarlenSequence<Params> seq{q, kv, mask_of_sequence(p, q.count, kv.count)};
       for_lane(l) {
         #pragma unroll 1
-        for (int row = own_rows + (shared ? Block::thread(l) : l) * TILE_Q; row < q.room; row += threads * TILE_Q) each(scheduled_tile<Item>(p, seq, first + i, row));
+        for (int row = own_rows + (shared ? l * WARPS + warp_id() : l) * TILE_Q; row < q.room; row += threads * TILE_Q) each(scheduled_tile<Item>(p, seq, first + i, row));
       }
     }
   }

@@ -128,7 +128,9 @@ for part, (name, size) in zip(plan.workspace.offsets, plan.workspace.parts):
         memory[part : part + size].set(numpy.full(size, 7, numpy.uint8))
 for _ in range(2):
     plan(queries, *pool, **told, workspace=memory)
-attention(normal(2, 4, 130, 64), *pool, **told, causal=True)  # so many queries have pages by TMA
+attention(normal(2, 4, 130, 64), *pool, **told, causal=True)  # so many queries have pages by TMA, and on sm_90a shared tiles
+attention(normal(2, 8, 40, 64), *pool, **told, causal=True)  # which heads share here as well
+attention(normal(8, 70, 64), *pool, **told, cu_seqlens_q=cupy.array([0, 1, 60]), causal=True)  # or query by query
 
 # On sm_90a one block has a unit of the first bias; of the second, several share one, and the third is read by lanes.
 q, k, v, dout = (normal(3, heads, rows, 64) for heads, rows in ((4, 150), (2, 200), (2, 200), (4, 150)))
