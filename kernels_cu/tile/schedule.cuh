@@ -58,10 +58,11 @@ template <typename Item, typename Params, typename Each> OP void for_scheduled_t
   for (u32 first = shared ? 0 : warp_id() * at_once; first < sequences; first += at_once * WARPS) {
     Regs<int, 1> begin_q, len_q, room_q, begin_kv, len_kv;
     for_lane(l) {
-      if (l >= at_once || first + l >= sequences) continue;
-      const auto seq = sequence_of(p, first + l);
-      begin_q.at(l, 0) = seq.q.begin, len_q.at(l, 0) = seq.q.count, room_q.at(l, 0) = seq.q.room;
-      begin_kv.at(l, 0) = seq.kv.begin, len_kv.at(l, 0) = seq.kv.count;
+      if (l < at_once && first + l < sequences) {
+        const auto seq = sequence_of(p, first + l);
+        begin_q.at(l, 0) = seq.q.begin, len_q.at(l, 0) = seq.q.count, room_q.at(l, 0) = seq.q.room;
+        begin_kv.at(l, 0) = seq.kv.begin, len_kv.at(l, 0) = seq.kv.count;
+      }
     }
     const int own_rows = shared ? 0 : OWN_TILES * TILE_Q;
     Regs<bool, 1> has_more;
