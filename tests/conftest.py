@@ -206,3 +206,12 @@ def shared(monkeypatch):
     forward._prepared.cache_clear()
     yield
     forward._prepared.cache_clear()
+
+
+@pytest.fixture
+def shorter_splits(monkeypatch):
+    """Blocks of fwd_hopper share the tiles of many queries on as few keys as those of few."""
+    monkeypatch.setattr(hopper_splits, "MORE_KEYS", hopper_splits.SPLIT_KEYS)
+    forward._prepared.cache_clear()
+    yield
+    forward._prepared.cache_clear()

@@ -64,6 +64,7 @@ def meaning(asked, queries, keys, dim):
     return told | {name: asked[name] for name in ("softcap", "prefix", "sinks") if name in asked} | {"scale": dim**-0.5}
 
 
+@pytest.mark.usefixtures("shorter_splits")
 @pytest.mark.parametrize("schedule", thinned(SCHEDULES, first=1))
 @pytest.mark.parametrize("name", quick(ASKED, "heads together", "more queries", "sinks"))
 def test_right_and_the_same_bits_alone(name, schedule, monkeypatch):
@@ -78,6 +79,7 @@ def test_right_and_the_same_bits_alone(name, schedule, monkeypatch):
         assert_same(alone, (out[b : b + 1], lse[b : b + 1]))
 
 
+@pytest.mark.usefixtures("shorter_splits")
 @pytest.mark.parametrize("name", quick(ASKED, "heads together"))
 def test_bits_do_not_depend_on_where_keys_lie(name):
     """In pages of several sizes, in other capacities, and in a cache with more elements."""
@@ -97,6 +99,7 @@ def test_bits_do_not_depend_on_where_keys_lie(name):
         assert_same(computed(q, *pools, asked, pages=tables[0], **lengths_of(LENS)), expected)
 
 
+@pytest.mark.usefixtures("shorter_splits")
 def test_what_is_shared_stays_in_its_workspace():
     """Rows of splits that are no queries are neither stored nor read."""
     (q, k, v), asked = drawn("more queries", "bfloat16")
@@ -161,7 +164,8 @@ def test_a_kernel_depends_on_neither_batch_nor_room():
 
 def test_a_sequence_alone_keeps_the_device_busy():
     """By as many splits as there are multiprocessors for its tiles, each of enough keys; in a small cache nothing is combined."""
-    for queries, room, most in ((32, 8192, 8), (32, 65536, 16), (64, 65536, 8), (128, 8192, 2), (128, 65536, 4), (64, 1000, 1)):
+    few, more = ((32, 8192, 8), (32, 65536, 16), (64, 65536, 8), (64, 1000, 1)), ((128, 8192, 1), (128, 16384, 2), (128, 65536, 4))
+    for queries, room, most in (*few, *more):
         plan = planned(queries, room=room)
         schedule, computing, combining = plan.launches
         tiles = 8 * (1 if queries == 32 else 2) if queries <= 64 else 32

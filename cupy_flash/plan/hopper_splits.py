@@ -12,13 +12,15 @@ from __future__ import annotations
 import math
 
 from ..problem.forward import Problem
+from ..problem.layout import in_order
 from .schedule import BLOCKS, COMBINING, LEAST_SPLIT, costs_of_tiles, splits_pay
 from .tuning import TileConfig
 
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
 EVEN = 0.75  # of the longest query tile that the shortest has to have
-SPLIT_KEYS, MORE_KEYS = 1024, 4096  # of a split of a sequence, at least: of fewer, what it leaves to be combined counts
-FEW_TILES = 24  # of a sequence: more keep a device busy with a few others, and splits would only cost
+SPLIT_KEYS = 1024  # of a split of a sequence, at least: of fewer, what it leaves to be combined counts
+MORE_KEYS = 8192  # the same of more queries of a head, of which batches have tiles for all blocks: there it only costs, and little
+FEW = 64  # queries of a head, which fwd_v2 would have
 WIDE = 128  # head dim, above which a block computes as many scores in twice the time, and leaves twice as much
 MOST_OF_TILE = 32  # splits of a query tile
 TILE_ROWS = 192  # of queries, about: what a block has at most head dims
@@ -84,7 +86,7 @@ def fills_tiles(problem: Problem) -> bool:
 
 def keys_of_split(problem: Problem) -> int:
     """Keys of a split of a sequence, at least."""
-    if _tiles_of_sequence(problem) > FEW_TILES:
+    if in_order(problem.seen_out.shape, problem.layout)[-2] > FEW:
         return MORE_KEYS
     return SPLIT_KEYS * (2 if max(problem.dim, problem.dim_v) > WIDE else 1)
 
@@ -94,11 +96,7 @@ def splits_of_sequence(problem: Problem) -> int:
     return max(min(problem.len_kv // keys_of_split(problem), _blocks_of_tile(problem)), 1)
 
 
-def _tiles_of_sequence(problem: Problem) -> int:
-    return problem.heads_q * -(-problem.len_q // TILE_ROWS)
-
-
 def _blocks_of_tile(problem: Problem) -> int:
     """So many that a sequence alone keeps all multiprocessors busy."""
-    tiles = _tiles_of_sequence(problem)
+    tiles = problem.heads_q * -(-problem.len_q // TILE_ROWS)
     return min(BLOCKS // tiles, MOST_OF_TILE) if tiles else 1

@@ -22,6 +22,7 @@ def of_device(q, k, v, asked, **lengths):
     return [x.get() for x in found]
 
 
+@pytest.mark.usefixtures("shorter_splits")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", OF_SPLITS)
 def test_splits_are_right_and_the_same_bits_alone_and_in_pages(name, dtype):
