@@ -156,6 +156,44 @@ def test_no_spill_in_fwd_hopper_with_pages(dtype, dim, asked, size):
     assert {entry: read(code)[entry].stack_bytes for entry in kernel.entries} == dict.fromkeys(kernel.entries, 0)
 
 
+SHARING = {"blocks": (4, 2, 130), "blocks and heads": (16, 2, 60), "few rows": (16, 2, 3)}
+SHARING |= {"2": (4, 2, 0), "4": (8, 2, 0), "8": (16, 2, 0)}
+
+
+def settings_of_shared_tiles():
+    for dim in WIDTHS:
+        for asked in (*MASKS, "softcap", "sinks"):
+            for way in SHARING:
+                for size in (16, 3, None):
+                    quick = (dim, asked, way, size) in ((128, "window", "8", 16), (128, "causal", "blocks and heads", None))
+                    yield pytest.param(dim, asked, way, size, marks=() if quick else pytest.mark.release)
+
+
+@pytest.mark.parametrize("dim, asked, way, size", list(settings_of_shared_tiles()))
+def test_no_spill_where_blocks_or_heads_share_tiles(dim, asked, way, size):
+    """Of a sequence with few query tiles, and of heads with one query."""
+    (heads, heads_kv, queries), dtype = SHARING[way], DTYPES["bfloat16"]
+    k = numpy.zeros((2, heads_kv, 2200, dim) if size is None else (800, heads_kv, size, dim), dtype)
+    options = {"seqlens_kv": LENS, "backend": "host", "arch": "90a", **ASKED[asked]}
+    options |= {} if size is None else {"pages": numpy.zeros((2, -(-2200 // size)), numpy.int32)}
+    options |= {"sinks": numpy.zeros(heads, numpy.float32)} if asked == "sinks" else {}
+    options |= {"kernel": "fwd_hopper"} if way == "few rows" and (size != 3 or dim % 64 == 0) and asked != "window" else {}
+    q = numpy.zeros((2, heads, queries, dim), dtype) if queries else numpy.zeros((heads, 128, dim), dtype)
+    options |= {} if queries else {"cu_seqlens_q": OFFSETS}
+    try:
+        kernel = plan_attention(q, k, k, **options).kernel
+    except UnsupportedError as error:
+        assert way == "few rows" and "no registers for pages" in str(error)
+        return
+    c = kernel.config
+    if kernel.file == "fwd_v2":
+        assert (way in ("few rows", "blocks and heads") and asked == "window") or size is not None
+        return
+    assert (1 if queries else int(way)) == c.INNER_HEADS and c.SPLIT_KV is (queries > 0 and asked != "window")
+    code, log = nvrtc.compile_plan(kernel)
+    assert "C75" not in log and not any(read(code)[entry].stack_bytes for entry in kernel.entries)
+
+
 def settings():
     for architecture in ARCHITECTURES:
         for dtype in ("float16", "float32"):

@@ -28,7 +28,7 @@ from .kernel import (
 from .key_warps import ROWS as FEWEST
 from .key_warps import with_key_warps
 from .launch import Launch, checked
-from .lengths_tuning import LEAST_PIECE, LENGTHS_HOPPER, in_pages, shape_of
+from .lengths_tuning import LEAST_PIECE, in_pages, rows_of_sequences, shape_of
 from .packing import FEW, has_packed_scores, inner_heads, packing_of, with_inner_heads
 from .pair_bits import why_bits, with_bits
 from .rows_between import rows_between
@@ -100,7 +100,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         width_v=dim_v,
         sinks=problem.sinks is not None,
         lengths=problem.lengths is not None or split,
-        rows=LENGTHS_HOPPER if of_lengths and not problem.scores else _rows(kernel, architecture, problem, expressions),
+        rows=rows_of_sequences(problem) if of_lengths and not problem.scores else _rows(kernel, architecture, problem, expressions),
     )
     itemsize = 4 if problem.dtype == "float32" else 2
     if kernel == "fwd_hopper":

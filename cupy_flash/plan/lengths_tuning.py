@@ -24,6 +24,11 @@ LENGTHS_HOPPER = tuple(
 )
 
 
+def rows_of_sequences(problem: Problem) -> tuple[TileConfig, ...]:
+    """The rows to choose from: where blocks share tiles of rows with sinks, 80 keys would spill registers at dim 128."""
+    return HOPPER if problem.sinks is not None and shares_tiles_of_sequence(problem) else LENGTHS_HOPPER
+
+
 def shape_of(problem: Problem) -> str:
     """The shape of mask that a row is chosen by.
 
