@@ -159,7 +159,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   if constexpr (DROPOUT) drawing.dropout = seeded(p.scores);
   RowVec<16> terms_reg;                                       // WITH_TERMS: the rows' part of the term, in this key tile
   float common = 0.f, largest = LOWEST;                       // COLUMNS: what these have in common, and of all key tiles of the query tile so far
-  u32 split = WHOLE, ended_split = WHOLE, number = 0;                              // TILE_LIST: of the key tile, which `tile` only counts
+  u32 split = WHOLE, ended_split = WHOLE, number = 0;         // TILE_LIST: of the key tile, which `tile` only counts
   int tile, turned = 0, place = 0, last, before, beyond, whole_first, wholes, next = has_work_tile(p, TAKES_TILES ? block_id() : 0) ? LATER : NOTHING, warp_row;
   TileCoord now, ended;                                       // this query tile's, and that of the one before, which ends later than this begins
   HeadTerms terms{}; PackedRows<16> rows; LinearTerms line{}, ended_line{}; BendTerms<16> behind{}; // of the scores of this query tile, PACK_GQA of its rows; LINEAR: and of the one before

@@ -8,6 +8,7 @@ import pytest
 from thinned import thinned
 
 from cupy_flash import plan_attention
+from cupy_flash.call import forward
 from cupy_flash.machine import host
 from cupy_flash.plan.forward import WORK_ITEM_BYTES
 from cupy_flash.plan.split import MOST_SPLITS, SPLIT_KEYS
@@ -155,3 +156,17 @@ def splits(length, tile):
     even = -(-length // parts)
     keys = -(-even // tile) * tile
     return [-(-min(keys, length - first) // tile) for first in range(0, length, keys)]
+
+
+@pytest.mark.parametrize("arch", ["90a", "80"])
+def test_offsets_that_do_not_rise_lead_nowhere_else(arch, monkeypatch):
+    """Rooms that overlap have more tiles than the list has places for. A device takes lengths as they are."""
+    monkeypatch.setattr(forward, "check_values", lambda *_: None)
+    offsets = np.tile(np.array([0, 400], np.int32), 20)
+    q, k = np.zeros((4, 400, 64), np.float16), np.zeros((40, 2, 64, 64), np.float16)
+    given = {"cu_seqlens_q": offsets, "seqlens_kv": np.full(39, 64, np.int32), "cache_batch_idx": np.arange(39)}
+    plan = plan_attention(q, k, k, backend="host", arch=arch, **given)
+    size = plan.workspace_bytes
+    memory = np.full(size + 2**12, 77, np.uint8)
+    out = plan(q, k, k, **given, workspace=memory[:size])
+    assert (memory[size:] == 77).all() and np.isfinite(out).all()

@@ -2,10 +2,10 @@
 // become one.
 #pragma once
 #include "tile/accum.cuh"
+#include "tile/key_splits.cuh"
 #include "tile/results.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/sequence.cuh"
-#include "tile/key_splits.cuh"
 #include "tile/sinks.cuh"
 #include "tile/softmax.cuh"
 

@@ -128,7 +128,8 @@ template <typename Params, typename Item, typename ForTiles> OP void schedule_ti
       u32 longer = 0;
       for (int bin = i + 1; bin < BINS; ++bin) longer += load_shared<u32>(counts_smem + bin * int(sizeof(u32)));
       store_shared(starts_smem + i * int(sizeof(u32)), longer);
-      if (i == 0) begin_list(work[0], int(longer + load_shared<u32>(counts_smem)), int(longer));
+      // where offsets do not rise there may be more, which have no place
+      if (i == 0) begin_list(work[0], int(min_of(longer + load_shared<u32>(counts_smem), items_of(p, most))), int(min_of(longer, items_of(p, most))));
     }
   }
   sync_block();                                               // without it tiles have places that are not known yet
