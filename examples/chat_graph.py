@@ -31,7 +31,7 @@ class Decoder:
         How many pages a sequence can have.
     """
 
-    decodes, last = True, None  # each row is its sequence's last one
+    is_even, last = True, None  # each row is its sequence's last one
 
     def __init__(self, model: Model, cache: PagedCache, attention: Attention, rows: int, width: int) -> None:
         xp = model.xp

@@ -126,7 +126,7 @@ class Step:
         positions = np.arange(len(sequence)) - offsets[sequence] + np.array(self.cached)[sequence]
         rows = {"tokens": np.concatenate(self.tokens), "positions": positions.astype(np.int32), "pages": self.pages[sequence]}
         sequences = {"pages": self.pages, "seqlens_kv": (self.cached + counts).astype(np.int32)}
-        if not self.decodes:
+        if not self.is_even:
             sequences["cu_seqlens_q"] = offsets
         for name, arrays in (("of_rows", rows), ("of_sequences", sequences)):
             object.__setattr__(self, name, {key: self.xp.asarray(x) for key, x in arrays.items()})
@@ -134,9 +134,9 @@ class Step:
         object.__setattr__(self, "last", self.xp.asarray(offsets[1:] - 1))
 
     @property
-    def decodes(self) -> bool:
-        """Whether each sequence has one row, so that rows need not be packed."""
-        return all(len(own) == 1 for own in self.tokens)
+    def is_even(self) -> bool:
+        """Whether all sequences have as many rows, so that these need not be packed."""
+        return all(len(own) == len(self.tokens[0]) for own in self.tokens)
 
 
 Attention: TypeAlias = Callable[[Array, Array, Array, Step], Array]
@@ -145,8 +145,9 @@ Attention: TypeAlias = Callable[[Array, Array, Array, Step], Array]
 def flash_attention(q: Array, k_pages: Array, v_pages: Array, step: Step, backend: str = "auto") -> Array:
     """Let each row of `q` (rows, 1, heads, dim) see the keys of its sequence up to itself, where they lie in pages."""
     options = {"causal": True, "layout": "bshd", "backend": backend, **step.of_sequences}
-    if step.decodes:  # a batch of sequences of one query each: their keys are shared out over many blocks
-        return cupy_flash.attention(q, k_pages, v_pages, **options)
+    if step.is_even:  # a batch of sequences: where they have few queries, their keys are shared out over many blocks
+        rows = q.reshape(len(options["seqlens_kv"]), -1, *q.shape[2:])
+        return cupy_flash.attention(rows, k_pages, v_pages, **options).reshape(q.shape)
     return cupy_flash.attention(q[:, 0], k_pages, v_pages, **options)[:, None]
 
 
