@@ -375,7 +375,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         if (ONE_TEXT && tile == last) break;
         starts = ends = false;
       }
-      if (OWN_LISTS || (MODIFIED && !WITH_TERMS && GROUPS == 4) || FOUR_CAPPED) queries.count = u32(not_ahead(int(queries.count))); // its address is found again: kept, it would spill
+      if (OWN_LISTS || (MODIFIED && GROUPS == 4 && (!WITH_TERMS || (VARLEN && LINEAR && WIDTH > 32))) || FOUR_CAPPED) queries.count = u32(not_ahead(int(queries.count))); // its address is found again: kept, it would spill
       consumer_release(queries);                              // without it the producer waits for ever
       if (next != DIRECTLY) break;
       ends = true, skipped = beyond;
