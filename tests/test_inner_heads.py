@@ -162,6 +162,26 @@ def test_whose_heads_are_neighbours(heads, options, inner):
     assert inner == plan.kernel.config.INNER_HEADS and ("query by query" in str(plan)) is (inner > 1)
 
 
+def test_results_and_queries_anywhere_in_memory():
+    """Heads and rows that are far apart, also of the log-sum-exp; what lies between is left alone."""
+    batch = Batch("causal")
+    q, told = batch.rows(batch.q, "packed", 0)
+    (k, of_kv), (v, _) = batch.rows(batch.k, "padded", 1), batch.rows(batch.v, "padded", 1)
+    given = told | of_kv
+    expected = plan_attention(q, k, v, **given, **batch.asked, **HOST)(q, k, v, **given)
+    heads, rows, dim = q.shape
+    apart = numpy.full((rows, 3, heads, 2 * dim), numpy.nan, numpy.float16)[:, 1, :, :dim].swapaxes(0, 1)
+    apart[:] = q
+    memory, sums = numpy.full((3 * heads, 2 * rows, dim), 7, numpy.float16), numpy.full((2 * rows, heads + 1), 7, numpy.float32)
+    out, lse = memory[::3, ::2], sums[::2, 1:].T
+    plan = plan_attention(apart, k, v, out=out, lse=lse, **given, **batch.asked, **HOST)
+    assert plan.kernel.config.INNER_HEADS > 1
+    plan(apart, k, v, out=out, lse=lse, **given)
+    assert_same([(out, lse)], [expected])
+    memory[::3, ::2] = sums[::2, 1:] = 7
+    assert (memory == 7).all() and (sums == 7).all()
+
+
 def test_keys_are_read_once_for_a_group():
     """Of single tokens, as in decoding: bytes of a call, beside those of heads that have keys of their own."""
     read = []

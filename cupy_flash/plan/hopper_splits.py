@@ -13,6 +13,7 @@ import math
 
 from ..problem.forward import Problem
 from ..problem.layout import in_order
+from .packing import FEW
 from .schedule import BLOCKS, COMBINING, LEAST_SPLIT, costs_of_tiles, splits_pay
 from .tuning import TileConfig
 
@@ -20,11 +21,10 @@ GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
 EVEN = 0.75  # of the longest query tile that the shortest has to have
 SPLIT_KEYS = 1024  # of a split of a sequence, at least: of fewer, what it leaves to be combined counts
 MORE_KEYS = 8192  # the same of more queries of a head, of which batches have tiles for all blocks: there it only costs, and little
-FEW = 64  # queries of a head, which fwd_v2 would have
 WIDE = 128  # head dim, above which a block computes as many scores in twice the time, and leaves twice as much
 MOST_OF_TILE = 32  # splits of a query tile
 TILE_ROWS = 192  # of queries, about: what a block has at most head dims
-FEWEST_ROWS = 128  # of a key head
+FEWEST_ROWS = 128  # of a key head, for which three launches are worth while
 WHY = "split keys: blocks share the query tiles that whole rounds leave over"
 WHY_SEQUENCE = "split keys: a sequence has fewer query tiles than there are blocks; {keys} keys each or more, by its length alone"
 
