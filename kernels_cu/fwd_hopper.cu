@@ -20,6 +20,7 @@
 //   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are. FROM_LAST: where a linear term rises, the last first; where it bends, that at the diagonal.
 //   STAGED_BIAS: with K_j comes the bias of both. STARTS_FROM_TERM: in most steps S starts from it, S = B_ij, S = S + Q_i K_j^T.
 //   VARLEN, IN_TURN: Q_i of sequences, or those with most K_j first, as fwd_hopper_schedule lists them before.
+//   FP16_PARTS: Q, K, V and P are of float32, in two parts of float16 each, high and low, and a product is three, see tile/fp16_parts.cuh.
 //   SPLIT_KV: tiles Q_i that would leave blocks idle are split along the keys: a split is some of the K_j, and fwd_hopper_combine makes one result of all.
 #include "config.cuh"
 #include "params.cuh"
@@ -52,8 +53,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     init_pipeline(keys, 4 * GROUPS, PRODUCER_ARRIVALS + (TERM_WARPS > 0)); // warps that hand a tile back
     init_pipeline(values, 4 * GROUPS, PRODUCER_ARRIVALS);
     init_pipeline(queries, SHARED_STAGES ? 4 * GROUPS : 4);
-    if (VARLEN) init_clipping(clipping);
-    init_terms(smem + TERMS_OFFSET);
+    init_terms(smem + TERMS_OFFSET); if (VARLEN) init_clipping(clipping);
   }
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
 
@@ -138,12 +138,10 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         if (EARLY < GROUPS && pass.across && leads) load_queries(EARLY, GROUPS);
       }
       if (pass.is_end()) break;
-      of_values = of_keys;
-      values_due = true;
+      of_values = of_keys, values_due = true;
       tile = next, placed = place, further = !pass.across;
       if (pass.across) {
-        end = tiles.end;
-        announced = false;
+        end = tiles.end, announced = false;
         index = TAKES_TILES ? taken : index + 1;
       }
     }
@@ -152,8 +150,8 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   }
 
   warpgroup_reg_alloc<CONSUMER_REGISTERS>();
-  QueryTile q_smem; Acc<16, TILE_KV> s_reg; Acc<16, DIM_V> o_reg;
-  OperandA<16> p_reg[TILE_KV / 16]; PairDrawing<TILE_KV / 16> drawing{}; // P; DROPOUT: which pairs of it are kept
+  QueryTile q_smem; Acc<16, TILE_KV> s_reg; Acc<16, DIM_V> o_reg, own_reg; Acc<16, DIM_V>& pv_reg = OWN_SUMS ? own_reg : o_reg;
+  OperandA<16> p_reg[P_OPERANDS]; PairDrawing<TILE_KV / 16> drawing{}; // P; DROPOUT: which pairs of it are kept
   OnlineSoftmax<16> softmax(LOWEST);
   float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
   if constexpr (DROPOUT) drawing.dropout = seeded(p.scores);
@@ -176,7 +174,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     static_cast<BlockCoord&>(now) = {{0, 0, uniform(work.batch[0]), uniform(work.batch[1])}, uniform(work.head), uniform(work.row), 0};
     load_sequence(smem + SEQUENCES_OFFSET + queries.stage() * int(sizeof(SequenceDescriptor)), mask, now);
     if constexpr (CLEARS_QUERIES) clear_queries(q_smem, rows_at<QUERIES>(p, now).len() - group * ROWS, warp % 4);
-    if (MODIFIED || DROPOUT) now.batch_number = now.batch[BATCH_AXES - 2] * p.batch[BATCH_AXES - 1] + now.batch[BATCH_AXES - 1];
+    if (MODIFIED || DROPOUT || FP16_PARTS) now.batch_number = now.batch[BATCH_AXES - 2] * p.batch[BATCH_AXES - 1] + now.batch[BATCH_AXES - 1];
     if (SPLIT_KV) ended_split = ENDS_SPLITS ? split : WHOLE, split = uniform(work.split);
     tile = uniform(work.first);                               // and what follows is kept once for a warp
     if constexpr (FROM_LAST) turned = BENDS ? work.split != WHOLE ? tile : first_of_diagonal(p, now, queries_of_sequence(p, now), uniform(work.last)) : tile >> 31;
@@ -190,6 +188,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (LINEAR) ended_line = line, line = linear_terms(context(), warp_row);
     if constexpr (BENDS) bend_terms(behind, context(), line, warp_row);
     if (SCORES == SCALED || SCALES_LARGE) scale_log2 = scale_of_head(p.scale_log2, terms);
+    else if constexpr (FP16_PARTS > 0) scale_log2 = p.scale_log2 * factors_of_head(p, now).scores;
   };
   // The softmax of a query tile, or of this split of it, has ended, and then its last product. VARLEN: rows count from the tile on, see `load_sequence`.
   const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
@@ -202,6 +201,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     finalize(softmax, lse), weight = softmax.sum;
     if (SINKS != NO_SINKS && split == WHOLE) multiply(weight, correction);
     if constexpr (DROPOUT) scale(weight, drawing.dropout.scale);
+    else if constexpr (FP16_PARTS > 0) scale(weight, factors_of_head(p, here).values);
     if (split != WHOLE) store(p.lse_partials + split * p.partial_rows + row_of_tile(), 1, p.partial_rows - row_of_tile(), lse);
     else if (INNER_HEADS > 1 && p.lse.data) store(lse_of_heads(p, here, row_of(here)), lse);
     else if (p.lse.data) store(lse_rows(p, here, row_of(here)), p.lse.row_stride, rows_at<QUERIES>(p, here).len() - row_of(here), lse);
@@ -281,7 +281,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     RowVec<16> weight;
     if (follows) {
       if (real) consumer_wait(values);                        // without it the product reads values that have not arrived
-      start_product(o_reg, p_reg, real ? values.tile() : ValueTile{k_smem.base}, sums);
+      start_product(pv_reg, p_reg, real ? values.tile() : ValueTile{k_smem.base}, sums && !OWN_SUMS);
       sums = !starts;
     }
     if (PINGPONG) arrive_pingpong<ORDER>(group, GROUPS);      // without it the next warpgroup waits for ever
@@ -302,9 +302,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       if (!warpgroup_any(VOTE + group, too_large(sum))) {
         consumer_release(keys);                               // without it the producer waits for ever
         add(softmax, sum);
-        wait_for_products<0>(o_reg);                          // without it O and P change beneath the product
+        wait_for_products<0>(pv_reg);                         // without it O and P change beneath the product
         consumer_release(values);                             // without it the producer waits for ever
-        pack_late();
+        gather(o_reg, pv_reg), pack_late();
         return;
       }
       start_scores(s_reg, q_smem, k_smem, in_product);        // the maximum so far was too small: S once more, and P with the maximum of S
@@ -328,12 +328,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     consumer_release(keys);                                   // without it the producer waits for ever
     add(softmax, sum);
     if (follows) {
-      wait_for_products<0>(o_reg);                            // without it O and P change beneath the product
-      if (ends || !starts) consumer_release(values);          // without it the producer waits for ever
+      wait_for_products<0>(pv_reg);                           // without it O and P change beneath the product
+      if (ends || !starts) consumer_release(values), gather(o_reg, pv_reg); // without it the producer waits for ever
     }
     pack_late();
     if (first) skip(values, skipped);
-    if (follows && ends) end_tile(ended, ended_split, weight);
+    if (follows && ends) end_tile(ended, ended_split, weight), clear(o_reg);
     if (follows && !starts) rescale(o_reg, correction);
   };
   // OWN_LISTS: key tiles that the warpgroup sees nothing of. What is left to do is the product of the one before, and P of the last one is zero.
@@ -341,12 +341,12 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if (!PACKS_LATE) to_operands(p_reg, s_reg, drawing.kept);
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it the order is lost: the next one goes before its time
     consumer_wait(values);                                    // without it the product reads values that have not arrived
-    start_product(o_reg, p_reg, values.tile(), sums), sums = true;
+    start_product(pv_reg, p_reg, values.tile(), sums && !OWN_SUMS), sums = true;
     if (PINGPONG) arrive_pingpong<ORDER>(group, GROUPS);      // without it the next warpgroup waits for ever
     consumer_wait(keys);                                      // without it the number is that of keys before
     number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group)));
     consumer_release(keys);                                   // without it the producer waits for ever
-    wait_for_products<0>(o_reg);                              // without it O and P change beneath the product
+    wait_for_products<0>(pv_reg);                             // without it O and P change beneath the product
     consumer_release(values);                                 // without it the producer waits for ever
     fill(s_reg, 0.f), pack_late();
     #pragma unroll 1
@@ -355,7 +355,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
       number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group))), skip_keys(1), skip(values, 1);
     }
   };
-  fill(o_reg, 0.f), fill(s_reg, 0.f);
+  fill(o_reg, 0.f), fill(pv_reg, 0.f), fill(s_reg, 0.f);
   #pragma unroll 1
   while (next != NOTHING) {
     bool ends = false; int skipped = 0;                       // a query tile is left that has to end
@@ -382,13 +382,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     }
     consumer_wait(values);                                    // without it the product reads values that have not arrived
     if (!PACKS_LATE) to_operands(p_reg, s_reg, drawing.kept);
-    start_product(o_reg, p_reg, values.tile(), sums), sums = false;
+    start_product(pv_reg, p_reg, values.tile(), sums && !OWN_SUMS), sums = false;
     RowVec<16> weight;
     end_softmax(now, line, split, weight);
-    wait_for_products<0>(o_reg);                              // without it O is stored before the product has ended
+    wait_for_products<0>(pv_reg);                             // without it O is stored before the product has ended
     consumer_release(values);                                 // without it the producer waits for ever
     for (; beyond > 0; --beyond) skip_keys(1), skip(values, 1);
-    end_tile(now, split, weight);
+    gather(o_reg, pv_reg), end_tile(now, split, weight), clear(o_reg);
   }
   if (PINGPONG && group == 0) wait_pingpong<ORDER>(group);    // without it the last one's arrival is left over
   if (TMA_STORE_OUT) wait_for_stores();                       // without it the block, and its shared memory, may end before

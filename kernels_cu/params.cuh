@@ -398,3 +398,32 @@ struct AppendParams : RotationParams {
   int q_first;                            // rows, and what is left of a block: rows of q are counted from here on
   int q_rows;                             // heads of q * len
 };
+
+// The heads of q, k or v. Axes along which the array stays where it is have size 1.
+struct OperandHeads {
+  int batch[BATCH_AXES];
+  int heads, rows, dim;
+  int columns;                            // of a part, a multiple of 64
+  int rows_of_block;
+  int blocks_of_head;
+  int first_block;                        // of the array
+};
+
+// float32 operands, and what becomes of them, see fp16_parts.cu.
+constexpr int OPERANDS = 3;
+struct Fp16PartsParams {
+  Tensor q;                               // (*batch, heads,    len_q,  dim)
+  Tensor k;                               // (*batch, heads_kv, len_kv, dim)
+  Tensor v;                               // (*batch, heads_kv, len_kv, dim_v)
+  u16* q_parts;                           // (heads of q, len_q, FP16_PARTS, columns)  float16
+  u16* k_parts;                           // the same of k
+  u16* v_parts;                           // and of v
+  float* largest;                         // (blocks, WARPS)  the largest magnitude among the rows of each warp
+  float* factors;                         // (batch, heads, 2)  as HeadFactors
+  OperandHeads of[OPERANDS];
+  int batch[BATCH_AXES];
+  int heads;
+  int heads_per_kv;                       // query heads that share one key-value head
+  int all_heads;                          // of all batch elements
+  int first_of_factors;                   // block
+};

@@ -11,7 +11,8 @@ from cupy_flash import UnsupportedError, attention, plan_attention
 from cupy_flash.machine import host
 from cupy_flash.plan import tuning
 from cupy_flash.plan.architecture import ARCHITECTURES
-from cupy_flash.plan.forward import forward_maps, make_forward_plan
+from cupy_flash.plan.forward import make_forward_plan
+from cupy_flash.plan.forward_maps import forward_maps
 from cupy_flash.plan.launch import Launch
 from cupy_flash.plan.params import fast_divmod
 from cupy_flash.plan.schedule import COMBINING, LEAST_SPLIT

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from cupy_flash.plan.architecture import ARCHITECTURES
-from cupy_flash.plan.forward import forward_maps, make_forward_plan
+from cupy_flash.plan.forward import make_forward_plan
+from cupy_flash.plan.forward_maps import forward_maps
 from cupy_flash.plan.params import fast_divmod, hopper_forward_params
 from cupy_flash.plan.schedule import TABLE_BLOCKS, TABLE_TILES
 from cupy_flash.plan.softcap import cap_polynomial

@@ -8,7 +8,8 @@ import pytest
 from cupy_flash import plan_attention
 from cupy_flash.plan import schedule
 from cupy_flash.plan.architecture import architecture_named
-from cupy_flash.plan.forward import forward_launches, forward_maps, make_forward_plan
+from cupy_flash.plan.forward import forward_launches, make_forward_plan
+from cupy_flash.plan.forward_maps import forward_maps
 from cupy_flash.plan.launch import Launch
 from cupy_flash.plan.packing import packing_of
 from cupy_flash.plan.params import forward_params, hopper_forward_params

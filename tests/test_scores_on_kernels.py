@@ -126,7 +126,7 @@ def test_other_lengths_and_contents_compile_nothing(arch):
         lse, where = numpy.zeros(q.shape[:-1], numpy.float32), {"backend": "host", "arch": arch}
         plan = plan_attention(q, k, k, **where, **options)
         backward = plan_attention_backward(dout, q, k, k, q, lse, wrt=("t", "u", "bias"), **where, **options)
-        found = [x._execution.classification.kernel for x in (plan, backward)]
+        found = [x._execution.preparation.kernel for x in (plan, backward)]
         return [plan.kernel, *backward.kernels, *found]
 
     assert kernels(1000, 1200, 1) == kernels(900, 3000, 2) == kernels(4096, 700, 3)

@@ -11,7 +11,7 @@ from cupy_flash.judge.compare import compare
 from cupy_flash.judge.compare_gradients import compare_gradients
 from cupy_flash.judge.oracle import naive, oracle
 from cupy_flash.judge.oracle_gradients import naive_gradients, oracle_gradients
-from cupy_flash.plan.kernel import LARGEST_SCALE
+from cupy_flash.plan.explicit_scores import LARGEST_SCALE
 from cupy_flash.plan.softcap import NONE, cap_polynomial, softcap_of_kernel
 
 MAX, SMALLEST = (float(x) for x in (numpy.finfo("f4").max, numpy.finfo("f4").smallest_normal))

@@ -18,7 +18,7 @@ def plan_of(mask, arrays=None, len_q=LEN_Q, len_kv=LEN_KV, batch=BATCH, heads=HE
     batch = batch if isinstance(batch, tuple) else (batch,)
     q, k = (numpy.zeros((*batch, *shape, 8), numpy.float16) for shape in ((heads, len_q), (heads_kv, len_kv)))
     plan = plan_attention(q, k, k, mask=mask, arrays=arrays, backend="host", arch=arch, **options)
-    found = plan._execution.classification
+    found = plan._execution.preparation
     return found, dict(zip(found.names, captured(mask=mask, arrays=arrays).on_host)), dict(plan.problem.scores.arrays)
 
 

@@ -110,7 +110,7 @@ def forward_launcher(plan: AttentionPlan) -> Callable[[list[int], Memory, int], 
         addresses[2] += more_v
         execution.launch(addresses, workspace, None, stream)
 
-    return launch if execution.classification or more_k or more_v else execution.on_device.launch
+    return launch if execution.preparation or more_k or more_v else execution.on_device.launch
 
 
 def launch_backward(plan: BackwardPlan, addresses: list[int], of_scores: Mapping[str, int], workspace: Memory, stream: int) -> None:
@@ -147,8 +147,8 @@ def load(plan: AttentionPlan | BackwardPlan) -> None:
     executions = plan._executions if isinstance(plan, BackwardPlan) else (plan._execution,)
     for execution in executions:
         execution.on_device  # noqa: B018, a cached property
-        if execution.classification is not None:
-            execution._classify_on_device  # noqa: B018
+        if execution.preparation is not None:
+            execution._prepare_on_device  # noqa: B018
 
 
 def _named(

@@ -17,8 +17,8 @@ from .captured import NOTHING, Captured, all_lengths, captured, layouts_of, take
 if TYPE_CHECKING:
     from ..machine.host import Traffic
     from ..machine.numpy_path.scores import BoundScores
-    from ..plan.classify import Classification
     from ..plan.kernel import KernelPlan
+    from ..plan.preparation import Preparation
 
 
 class AttentionPlan(Prepared):
@@ -50,7 +50,7 @@ class AttentionPlan(Prepared):
         super().__init__(layouts, ("out", "lse"), problem.backend, problem.device, execution, keeps_tiles, given)
         q, k, v, out, _, *others = (x and arrays.description_of(x) for x in problem.seen)
         self._few_arrays = not given and problem.sinks is None
-        self._only_launches = execution is not None and execution.classification is None
+        self._only_launches = execution is not None and execution.preparation is None
         # Without `out`, and with it.
         self._usual = () if self._demanded else ((q, k, v, None, None, *others), (q, k, v, out, None, *others))
 
@@ -322,7 +322,7 @@ def prepared(given: ForwardOperands, options: dict[str, Any]) -> AttentionPlan:
     return cached(_prepared, given.descriptions, options, found)
 
 
-def classified(kernel: KernelPlan, problem: Problem, **of_backward: bool) -> Classification | None:
+def classified(kernel: KernelPlan, problem: Problem, **of_backward: bool) -> Preparation | None:
     """What finds the tiles that a kernel visits, if it does not visit all."""
     if not kernel.config.TILE_LIST:
         return None

@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..machine.execution import Execution
-from ..plan.forward import forward_launches, forward_maps, forward_splits, forward_workspace
+from ..plan.forward import forward_launches, forward_splits, forward_workspace
+from ..plan.forward_maps import forward_maps
+from ..plan.fp16_parts import given_name, in_parts, making_of_parts
 from ..plan.packing import packing_of, with_inner_heads
 from ..plan.params import forward_params, hopper_forward_params, names_of_given
 from ..problem.forward import FORWARD_ARRAYS, Problem
 
 if TYPE_CHECKING:
-    from ..plan.classify import Classification
     from ..plan.kernel import KernelPlan
+    from ..plan.preparation import Preparation
 
 __all__ = ["forward_execution", "packing_of"]
 
 
 def forward_execution(
-    problem: Problem, packed: Problem, kernel: KernelPlan, classification: Classification | None, keeps_tiles: bool
+    problem: Problem, packed: Problem, kernel: KernelPlan, tiles: Preparation | None, keeps_tiles: bool
 ) -> Execution:
     """The kernel with its launches, parameters and memory.
 
@@ -28,12 +30,13 @@ def forward_execution(
     packed : Problem
         The same as the kernel sees it, where heads of a group share tiles.
     kernel : KernelPlan
-    classification : Classification or None
+    tiles : Preparation or None
         What finds the tiles that it visits, if it does not visit all.
     keeps_tiles : bool
         Whether a call is given what that found.
     """
-    packed = with_inner_heads(packed, kernel.config.INNER_HEADS)
+    before = making_of_parts(kernel, packed) or tiles
+    packed = with_inner_heads(in_parts(packed, kernel.config.FP16_PARTS), kernel.config.INNER_HEADS)
     launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)  # they refuse what is too large
     maps = forward_maps(kernel, packed)
     splits = forward_splits(kernel, packed)
@@ -41,5 +44,5 @@ def forward_execution(
         params = hopper_forward_params(packed, maps, kernel.config.TILE_Q, kernel.config.TILE_KV, splits)
     else:
         params = forward_params(packed, splits)
-    names = (*FORWARD_ARRAYS, *names_of_given(problem))
-    return Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, classification, keeps_tiles)
+    names = (*(FORWARD_ARRAYS if not kernel.config.FP16_PARTS else map(given_name, FORWARD_ARRAYS)), *names_of_given(problem))
+    return Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, before, keeps_tiles)

@@ -21,9 +21,9 @@ from ..problem.mask import Mask
 from ..problem.overlap import are_apart, check_overlap
 
 if TYPE_CHECKING:
-    from ..plan.classify import Classification
     from ..plan.kernel import KernelPlan
     from ..plan.launch import Launch
+    from ..plan.preparation import Preparation
     from ..plan.tensor_map import TensorMap
     from .device import DeviceKernel
     from .host import Traffic
@@ -50,8 +50,8 @@ class Execution:
         The fields of the struct that are maps, which are in the clear there.
     mask : Mask, optional
         Of a forward.
-    classification : Classification, optional
-        What finds the tiles that it visits. It is launched before, and its results are a part of the workspace.
+    preparation : Preparation, optional
+        What is launched before, such as what finds the tiles that it visits. Its results are a part of the workspace.
     keeps_tiles : bool
         Whether its results are kept outside of a call instead, and it is launched only where they are not there yet.
     """
@@ -66,17 +66,17 @@ class Execution:
         device: int | None,
         maps: dict[str, TensorMap] | None = None,
         mask: Mask | None = None,
-        classification: Classification | None = None,
+        preparation: Preparation | None = None,
         keeps_tiles: bool = False,
     ) -> None:
         self.kernel = kernel
         self.launches = launches
-        self.classification = classification
+        self.preparation = preparation
         self._keeps_tiles = keeps_tiles
-        if classification is not None and keeps_tiles:
-            names = (*names, *classification.results.names)
-        elif classification is not None:
-            workspace = Workspace((*workspace.parts, *classification.results.parts))
+        if preparation is not None and keeps_tiles:
+            names = (*names, *preparation.results.names)
+        elif preparation is not None:
+            workspace = Workspace((*workspace.parts, *preparation.results.parts))
         self.workspace = workspace
         self._params = params
         self._names = names
@@ -88,7 +88,7 @@ class Execution:
         blocks = list(map(str, self.launches))
         if len(blocks) > 1:
             blocks = [f"{launch.entry} {number}" for launch, number in zip(self.launches, blocks)]
-        before = self.classification
+        before = self.preparation
         if before:
             once = f", once for a TileMask, which keeps {before.results.nbytes} bytes" if self._keeps_tiles else ""
             before = f"\n  before: {', '.join(f'{launch.entry} {launch}' for launch in before.launches)}{once}"
@@ -103,10 +103,10 @@ class Execution:
         return DeviceKernel(self.kernel, self._device, *of_problem)
 
     @functools.cached_property
-    def _classify_on_device(self) -> DeviceKernel:
+    def _prepare_on_device(self) -> DeviceKernel:
         from .device import DeviceKernel
 
-        c = self.classification
+        c = self.preparation
         return DeviceKernel(c.kernel, self._device, c.params, c.names, Workspace(), c.launches, {}, None)
 
     def launch(
@@ -124,7 +124,7 @@ class Execution:
         stream : int, optional
             By default the current one.
         """
-        c = self.classification
+        c = self.preparation
         if c is not None and found is not None:
             words = [*words, *self._kept_on_device(words, found, stream)]
         elif c is not None:
@@ -132,24 +132,24 @@ class Execution:
 
             workspace = allocated(self.workspace) if workspace is None else workspace
             at = [workspace.data.ptr + offset for offset in self.workspace.offsets]
-            self._classify(dict(zip((*self._names, *self.workspace.names), (*words, *at))), stream)
+            self._prepare(dict(zip((*self._names, *self.workspace.names), (*words, *at))), stream)
         self.on_device.launch(words, workspace, stream)
 
-    def _classify(self, told: dict[str, int], stream: int | None) -> None:
-        self._classify_on_device.launch([told[name] for name in self.classification.taken], None, stream)
+    def _prepare(self, told: dict[str, int], stream: int | None) -> None:
+        self._prepare_on_device.launch([told[name] for name in self.preparation.taken], None, stream)
 
     def _kept_on_device(self, words: list[int], found: dict[Any, Any], stream: int | None) -> list[int]:
         """Where what is kept of tiles lies, which is computed if it is not there."""
         from .device import allocated
 
-        c = self.classification
+        c = self.preparation
         key = (self._device, c.key)
         memory = found.get(key)
         if memory is None:
             memory = allocated(c.results)
         at = [memory.data.ptr + offset for offset in c.results.offsets]
         if key not in found:
-            self._classify(dict(zip(self._names, (*words, *at))), stream)
+            self._prepare(dict(zip(self._names, (*words, *at))), stream)
             found[key] = memory
         return at
 
@@ -161,7 +161,7 @@ class Execution:
 
         operands = {name: x for name, x in zip(self._names, views) if x is not None}
         operands |= self.workspace.on_host(workspace)
-        options, before, c = host.HostOptions.from_environment(), host.Traffic(), self.classification
+        options, before, c = host.HostOptions.from_environment(), host.Traffic(), self.preparation
         kept = None if found is None or c is None else found.get((None, c.key))
         if found is not None and c is not None:
             operands |= c.results.on_host() if kept is None else kept

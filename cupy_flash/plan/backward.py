@@ -13,6 +13,7 @@ from ..problem.read_gradients import check_sums
 from .architecture import Architecture
 from .columns import columns, padded
 from .copies import copy_size
+from .explicit_scores import explicit_scores
 from .expression_text import ExpressionText
 from .grouping import (
     HOPPER_KERNELS,
@@ -27,7 +28,7 @@ from .grouping import (
     query_tiles,
     splits,
 )
-from .kernel import KernelPlan, check_kind, configure, explicit_scores, kind_of_sinks, rows_of, taken_apart, text_of
+from .kernel import KernelPlan, check_kind, configure, kind_of_sinks, rows_of, taken_apart, text_of
 from .launch import Launch, checked
 from .pair_bits import why_bits, with_bits
 from .sequences import elements_of, mean_room

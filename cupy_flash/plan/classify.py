@@ -8,9 +8,7 @@ pair, one for each pair, see `pair_bits`. Nothing is copied to the host.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-
-import numpy
+from dataclasses import replace
 
 from ..problem.forward import Problem
 from ..problem.scores import Scores, told_apart
@@ -18,6 +16,7 @@ from .kernel import KernelPlan, configure, text_of
 from .launch import Launch, checked
 from .pair_bits import bytes_of_bits
 from .params import captured_name, classify_params, names_of_scores
+from .preparation import Preparation
 from .tuning import TileConfig
 from .workspace import Workspace
 
@@ -29,38 +28,7 @@ CONSUMER_ROWS = 64  # queries of a warpgroup of fwd_hopper
 PER_TILE = 2  # bits: whether any pair takes part, and whether all do
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Classification:
-    """A kernel that is launched before another one, which visits the tiles that it finds.
-
-    Parameters
-    ----------
-    kernel : KernelPlan
-    launches : tuple of Launch
-    params : numpy.ndarray
-        Its parameter struct without addresses.
-    names : tuple of str
-        The words that it is told, and where its results go, by the names that `params.places_of` knows.
-    taken : tuple of str
-        What the other kernel calls the same.
-    results : Workspace
-        What it writes.
-    """
-
-    kernel: KernelPlan
-    launches: tuple[Launch, ...]
-    params: numpy.ndarray
-    names: tuple[str, ...]
-    taken: tuple[str, ...]
-    results: Workspace
-
-    @property
-    def key(self) -> tuple[KernelPlan, bytes, Workspace]:
-        """What its results depend on besides what arrays hold."""
-        return self.kernel, self.params.tobytes(), self.results
-
-
-def classification_of(kernel: KernelPlan, problem: Problem, by_keys: bool = False, in_order: bool = False) -> Classification | None:
+def classification_of(kernel: KernelPlan, problem: Problem, by_keys: bool = False, in_order: bool = False) -> Preparation | None:
     """What finds the tiles for a kernel; None for one that visits all.
 
     Parameters
@@ -105,7 +73,7 @@ def classification_of(kernel: KernelPlan, problem: Problem, by_keys: bool = Fals
     # Another kernel counts all arrays that expressions read, and not only those of the mask.
     numbers = [problem.scores.captured.index(name) for name in asked.captured]
     taken = (*names[: len(asked.operands)], *(captured_name(number) for number in numbers))
-    return Classification(
+    return Preparation(
         classify,
         tuple(map(checked, launches)),
         classify_params(problem, asked, (batches, heads), (rows, c.TILE_KV), by_keys),

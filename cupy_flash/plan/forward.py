@@ -11,14 +11,15 @@ from ..problem.scores import Scores
 from .architecture import Architecture
 from .columns import PANEL, widths
 from .copies import copy_size
+from .explicit_scores import explicit_scores
 from .expression_text import ExpressionText
 from .few_rows import why_fwd_v2
-from .hopper_splits import GROUP_ROWS, fills_tiles, hopper_splits, shares_tiles_of_sequence
+from .fp16_parts import PARTS_ROWS, fp16_parts, in_parts, why_not_parts
+from .hopper_splits import fills_tiles, hopper_splits, shares_tiles_of_sequence
 from .kernel import (
     KernelPlan,
     check_kind,
     configure,
-    explicit_scores,
     kind_of_sinks,
     layouts_of,
     rows_of,
@@ -34,8 +35,8 @@ from .pair_bits import why_bits, with_bits
 from .rows_between import rows_between
 from .schedule import TABLE_BLOCKS, least_split
 from .sequences import elements_of, row_length, tiles_of
-from .split import WARP_ROWS, KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
-from .tensor_map import BOX_COLUMNS, TensorMap, map_of_groups, obstacle, tensor_maps
+from .split import KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
+from .tensor_map import BOX_COLUMNS, obstacle
 from .tuning import SHORT, TWO, TileConfig, row_for, table_for
 from .workspace import Workspace
 
@@ -67,9 +68,12 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     """
     check_kind(architecture, "q", problem.dtype, problem.precision)
     asked, packing = problem, packing_of(problem)
-    problem = packing.problem
+    parts, why_parts = fp16_parts(packing.problem, architecture)
+    problem = in_parts(packing.problem, parts)
     expressions = text_of(problem)
-    if problem.lengths is None:
+    if parts:
+        kernel, why_kernel = "fwd_hopper", why_parts
+    elif problem.lengths is None:
         kernel, why_kernel = _forward_kernel(problem, architecture, expressions)
     else:
         kernel, why_kernel = _varlen_kernel(asked, problem, architecture, expressions)
@@ -100,7 +104,11 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         width_v=dim_v,
         sinks=problem.sinks is not None,
         lengths=problem.lengths is not None or split,
-        rows=rows_of_sequences(problem) if of_lengths and not problem.scores else _rows(kernel, architecture, problem, expressions),
+        rows=PARTS_ROWS
+        if parts == 2
+        else rows_of_sequences(problem)
+        if of_lengths and not problem.scores
+        else _rows(kernel, architecture, problem, expressions),
     )
     itemsize = 4 if problem.dtype == "float32" else 2
     if kernel == "fwd_hopper":
@@ -165,7 +173,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         expressions=expressions,
         reasons=tuple(filter(None, reasons)),
     )
-    return replace(plan, config=replace(plan.config, INNER_HEADS=inner)) if inner > 1 else plan
+    return replace(plan, config=replace(plan.config, INNER_HEADS=inner, FP16_PARTS=parts)) if inner > 1 or parts else plan
 
 
 def _bends(problem: Problem) -> bool:
@@ -207,7 +215,8 @@ def _forward_kernel(problem: Problem, architecture: Architecture, expressions: E
     if asked is None and (problem.algorithm != "v2" or not exists):
         return f"fwd_{problem.algorithm}", ""
     if not exists:
-        raise UnsupportedError(f"kernel: expected fwd_v1 or fwd_v2 for {problem.dtype} on {architecture}, got {asked!r}")
+        why_not = f": {why_not_parts(problem)}" if architecture.name == "90a" else ""
+        raise UnsupportedError(f"kernel: expected fwd_v1 or fwd_v2 for {problem.dtype} on {architecture}, got {asked!r}{why_not}")
     text = expressions if packed else with_bits(problem, expressions, bends=_bends(problem))
     crowded = _crowded(problem, architecture, text)
     why_not = crowded or obstacle(problem.batch, layouts_of(problem), MOVED)
@@ -367,29 +376,6 @@ def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
 def forward_splits(plan: KernelPlan, problem: Problem) -> KeySplits | None:
     """How blocks share query tiles, if that follows from one sequence alone."""
     return key_splits(plan, problem, _tiles(plan, problem) * problem.heads_q)
-
-
-def forward_maps(plan: KernelPlan, problem: Problem) -> dict[str, TensorMap]:
-    """The tensor maps that a kernel is given in place of arrays."""
-    if plan.file != "fwd_hopper":
-        return {}
-    cached = {} if problem.lengths is None else problem.lengths.caches
-    rows = {"q": GROUP_ROWS} | dict.fromkeys("kv", keys_of_box(plan, problem))
-    rows |= {"out": WARP_ROWS} if plan.config.TMA_STORE_OUT else {}
-    rows |= {"bias": plan.config.TILE_Q} if plan.config.STAGED_BIAS else {}
-    layouts = {name: x for name, x in layouts_of(problem).items() if name not in cached}
-    maps = tensor_maps(problem.batch, layouts, {name: rows[name] for name in rows if name not in cached})
-    if plan.config.INNER_HEADS > 1:
-        maps["q"] = map_of_groups(problem.q, plan.config.INNER_HEADS, rows["q"])
-    if cached:
-        maps |= tensor_maps(problem.lengths.cache.shape[:1], cached, {name: rows[name] for name in cached})
-    return {f"{name}_map": described for name, described in maps.items()}
-
-
-def keys_of_box(plan: KernelPlan, problem: Problem) -> int:
-    """Keys that fwd_hopper has brought at a time: a tile, or of pages so many that they divide a tile and a page."""
-    tile = plan.config.TILE_KV
-    return math.gcd(tile, problem.lengths.page_size) if plan.config.PAGED else tile
 
 
 def _tiles(plan: KernelPlan, problem: Problem) -> int:

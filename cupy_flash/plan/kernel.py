@@ -12,6 +12,7 @@ from ..errors import UnsupportedError
 from ..problem.forward import FORWARD_ARRAYS, Problem
 from ..problem.layout import Layout
 from .architecture import Architecture
+from .explicit_scores import LARGEST_SCALE, LEAST_SCALE
 from .expression_text import NOTHING, ExpressionText, Pressure
 from .sequences import knobs_of
 from .tensor_map import obstacle
@@ -31,6 +32,7 @@ PARAMS = {
     "classify": "ClassifyParams",
     "rotate": "RotateParams",
     "append": "AppendParams",
+    "fp16_parts": "Fp16PartsParams",
 }
 VARLEN_PARAMS = {"fwd_hopper": "HopperVarlenParams"}  # in place of these, for sequences of their own lengths
 
@@ -42,6 +44,7 @@ class Config:
     ARCH: int
     DTYPE: str
     TF32_PASSES: int
+    FP16_PARTS: int
     MASK: str
     SINKS: str
     SEVERAL_SINKS: bool
@@ -124,6 +127,8 @@ class KernelPlan:
         itemsize = 4 if c.DTYPE == "FLOAT32" else 2
         if self.file in ("merge", "rotate", "append"):
             return {self.file: 0}
+        if self.file == "fp16_parts":
+            return {"fp16_parts_largest": 0, "fp16_parts": 0}
         if self.file == "classify":
             return {"classify": 4 * 8 * (1 + 16 * c.PAIR_BITS), "classify_columns": 0}  # of 8 tiles, and of their parts
         if self.file == "bwd_v2":
@@ -163,7 +168,7 @@ class KernelPlan:
             gather = {f"{self.file}_gather": 4 * 32 * c.WARPS, f"{self.file}_store": 0}
             return {f"{self.file}_clear": 0, self.file: main} | add | gather
         if self.file == "fwd_hopper":
-            panels, panels_v = -(-c.WIDTH // 64), -(-c.WIDTH_V // 64)  # of 64 columns, 128 bytes a row
+            panels, panels_v = (max(c.FP16_PARTS, 1) * -(-width // 64) for width in (c.WIDTH, c.WIDTH_V))  # 128 bytes a row
             queries = 64 * c.STAGES_Q * panels + c.TMA_STORE_OUT * c.TILE_Q * panels_v  # and out
             keys, values = c.STAGES * c.TILE_KV * panels, c.STAGES_V * c.TILE_KV * panels_v
             told = 4 * (4 if c.OWN_LISTS else int(c.TILE_LIST))  # of each key tile
@@ -221,7 +226,8 @@ class KernelPlan:
         words += ["zerosahead"] * c.ZEROS_AHEAD + ["varlen"] * c.VARLEN + ["paged"] * c.PAGED + ["cached"] * c.CACHED
         words += ["rotateq"] * c.ROTATE_Q + [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
-        words += ["float32results"] * c.FLOAT32_RESULTS + ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS
+        words += [f"parts{c.FP16_PARTS}"] * (c.FP16_PARTS > 0) + ["float32results"] * c.FLOAT32_RESULTS
+        words += ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS") + ["several"] * c.SEVERAL_SINKS
         return "-".join(words)
 
@@ -243,10 +249,6 @@ def check_kind(architecture: Architecture, name: str, dtype: str, precision: str
         raise UnsupportedError(f"precision: expected None or 'ieee' on {architecture}, which has no tf32, got 'tf32'")
 
 
-# 2^(scale * score - max) in one instruction rounds the maximum alone. Beyond 2^31 that is by more than an exponent can be, and
-# the largest score too may be lost. Up to this scale, scores are not so large unless their inputs are.
-LARGEST_SCALE = 1024
-LEAST_SCALE = 2.0**-20  # what is added to products is divided by the scale
 WIDE = 128  # head dims above which two ranges of keys leave a Hopper kernel without registers
 APART = ("PLUS_LINEAR", "PLUS_COLUMN", "SCALED")  # kinds of scores of which pairs have parts in common
 
@@ -256,28 +258,6 @@ def kind_of_sinks(problem: Problem) -> str:
     if problem.sinks is None:
         return "NO_SINKS"
     return "SINKS_OF_DTYPE" if problem.sinks.dtype == problem.dtype else "SINKS_FLOAT32"
-
-
-def explicit_scores(problem: Problem, expressions: ExpressionText, unless_large: bool = False) -> tuple[bool, str]:
-    """Whether each score is scaled by itself, and why.
-
-    A term may be so large, such as a bias of -1e9 in a whole row, that only the difference to a maximum in the same units is exact.
-    A kernel may scale one by one where a maximum is as large, or subtract a log-sum-exp, which is rounded already (`unless_large`);
-    but in float32 every rounding matters.
-    """
-    if problem.softcap is not None:
-        return True, "scores scaled one by one: softcap"
-    if expressions.kind == "EXPRESSION":
-        return True, "scores scaled one by one: what they become is an expression of them"
-    if expressions.kind == "PLUS_TERM" and not (unless_large or problem.scores.only_alibi):
-        return True, "scores scaled one by one: a term is added, which may be large"
-    if expressions.kind == "PLUS_TERM" and abs(problem.scale) < LEAST_SCALE:
-        return True, f"scores scaled one by one: a term is added, and the scale is below {LEAST_SCALE}"
-    if problem.scale <= 0:
-        return True, "scores scaled one by one: scale <= 0"
-    if problem.scale > LARGEST_SCALE:
-        return True, f"scores scaled one by one: scale > {LARGEST_SCALE}"
-    return False, ""
 
 
 def text_of(problem: Problem) -> ExpressionText:
@@ -389,7 +369,7 @@ def configure(
         "ADD_RESULTS": adds,
         "SOFTCAP": problem is None or problem.softcap is not None or (expressions.kind == "UNCHANGED" and not explicit),
         **dict.fromkeys(("SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD", "FIRST_STORES", "IN_ORDER"), False),  # of a plan
-        **{"STORE_DBIAS": store_dbias, "PERSISTENT": persistent, "ROTATE_Q": False, "INNER_HEADS": 1},
+        **{"STORE_DBIAS": store_dbias, "PERSISTENT": persistent, "ROTATE_Q": False, "INNER_HEADS": 1, "FP16_PARTS": 0},
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
 

@@ -9,13 +9,14 @@ from itertools import product
 
 from .append import append_plan
 from .architecture import ARCHITECTURES, Architecture
+from .fp16_parts import MOST_DIM, MOST_PARTS, PARTS_ROWS, parts_plan
 from .grouping import HOPPER_KERNELS, has_idle_warps
 from .kernel import PARAMS, KernelPlan, configure
 from .merge import merge_plan
 from .read_hopper import FILE as HOPPER
 from .read_hopper import rows_for, text_of_rows
 from .rotate import rotate_plan
-from .tuning import TileConfig, table_for
+from .tuning import SHORT, TileConfig, table_for
 
 # What kernels tell apart by name: the dtype of the arrays and the precision of products.
 KINDS = {
@@ -55,7 +56,9 @@ def every_plan(
         if not has(architecture, kind):
             continue
         dtype, precision = KINDS[kind]
-        if kernel not in PLANNED_ALONE:
+        if kernel == "fp16_parts" or (kernel == "fwd_hopper" and dtype == "float32"):
+            yield from _plans_in_parts(kernel, architecture, precision) if architecture.name == "90a" and dtype == "float32" else ()
+        elif kernel not in PLANNED_ALONE:
             # Rows for few queries and for small copies may be one tile.
             rows = (rows_for if kernel == HOPPER else partial(table_for, kernel))(architecture, dtype)
             plans = list(dict.fromkeys(_row_plan(kernel, architecture, dtype, precision, row) for row in rows))
@@ -68,6 +71,19 @@ def every_plan(
             yield PLANNED_ALONE[kernel](architecture, dtype)
             if kernel == "append":
                 yield append_plan(architecture, dtype, rotate_q=True)
+
+
+def _plans_in_parts(kernel: str, architecture: Architecture, precision: str) -> Iterator[KernelPlan]:
+    """Float32 by products of float16: what makes the parts, or the forward of these."""
+    parts = 1 if precision == "tf32" else MOST_PARTS
+    if kernel == "fp16_parts":
+        yield parts_plan(architecture, parts)
+        return
+    rows = PARTS_ROWS if parts == MOST_PARTS else table_for(kernel, architecture, "float16")
+    rows = [replace(row, tma_store_out=False) for row in rows if row.width <= MOST_DIM[precision] and row.max_len_q != SHORT]
+    for plan in dict.fromkeys(_row_plan(kernel, architecture, "float16", "ieee", row) for row in rows):
+        for split in (False, True):
+            yield replace(plan, config=replace(plan.config, SPLIT_KV=split, FP16_PARTS=parts, FLOAT32_RESULTS=True))
 
 
 def _ahead_plans(plans: Iterable[KernelPlan]) -> Iterator[KernelPlan]:

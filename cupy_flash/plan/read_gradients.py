@@ -15,10 +15,11 @@ from ..problem.read_gradients import ReadGradient, read_gradients
 from .backward import delta_sign
 from .columns import padded
 from .copies import copy_size
+from .explicit_scores import explicit_scores
 from .expression_text import ExpressionText, Pressure
 from .expressions import ELEMENTS, distance_tree, written
 from .hoisting import EXACT, places_as_floats
-from .kernel import KernelPlan, configure, explicit_scores, kind_of_sinks, taken_apart, text_of
+from .kernel import KernelPlan, configure, kind_of_sinks, taken_apart, text_of
 from .launch import Launch, checked
 from .params import read_gradient_params
 from .read_hopper import FILE as HOPPER

@@ -47,8 +47,8 @@ OP void load_clipped(Pipeline<T, DEPTH, LANES>& pipeline, Clipping& clipping, co
 
 // The same of the queries of a warpgroup, by its four warps, each with 16 rows: tile[rows :] = 0, if there are such rows. All four have done so when it is
 // the warpgroup's turn to multiply (ping-pong).
-template <int ROWS, int WIDTH> OP void clear_queries(const PanelTile<ROWS, WIDTH>& tile, int rows, int warp) {
-  if (rows >= ROWS) return;
+template <typename QueryTile> OP void clear_queries(const QueryTile& tile, int rows, int warp) {
+  if (rows >= tile.rows) return;
   for_lane(l) {
     #pragma unroll 1
     for (int chunk = max_of(rows, 16 * warp) * 8 + l; chunk < 16 * (warp + 1) * 8; chunk += 32) {

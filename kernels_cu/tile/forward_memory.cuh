@@ -2,12 +2,15 @@
 #pragma once
 #include "tile/bias_tile.cuh"
 #include "tile/linear_terms.cuh"
+#include "tile/fp16_parts.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/work.cuh"
 
-using KeyTile = MaybeWithBias<PanelTile<TILE_KV, DIM>>;
-using ValueTile = PanelTile<TILE_KV, DIM_V>;
-using QueryTile = PanelTile<ROWS, DIM>;
+template <int ROWS, int WIDTH> using OperandTile = Choose<FP16_PARTS == 2, PartsTile<ROWS, WIDTH>, PanelTile<ROWS, WIDTH>>;
+using KeyTile = MaybeWithBias<OperandTile<TILE_KV, DIM>>;
+using ValueTile = OperandTile<TILE_KV, DIM_V>;
+using QueryTile = OperandTile<ROWS, DIM>;
+constexpr int P_OPERANDS = max_of(FP16_PARTS, 1) * TILE_KV / 16;
 using OutTile = PanelTile<ROWS, DIM_V>;
 static_assert(ceil_div(DIM, 64) == ceil_div(WIDTH, 64) && ceil_div(DIM_V, 64) == ceil_div(WIDTH_V, 64), "products take some columns of every panel");
 using Queries = Pipeline<QueryTile, STAGES_Q, ELECT_ONE>;

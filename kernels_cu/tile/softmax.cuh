@@ -11,6 +11,7 @@ template <int M> struct OnlineSoftmax {
   OP OnlineSoftmax(float nothing = -infinity()) { fill(max, nothing); fill(sum, 0.f); }
 };
 constexpr float LOWEST = -3e38f;                              // in place of -inf, from which -inf cannot be subtracted
+constexpr float LIFT = FP16_PARTS ? 8.f : 0.f;                // so that p is 2^8 times as large: its low part in float16 has bits left where p is small
 
 // s becomes p = 2^(scale_log2 * s - max) for the new maximum; o is brought to the same maximum.
 template <int M, int N, int D>
@@ -76,7 +77,7 @@ OP void raise(OnlineSoftmax<M>& state, const Acc<M, N>& s, RowVec<M>& correction
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < top.slots; ++i) {
-      const float max = fmaxf(state.max.at(l, i), WITH_TERMS || SCORES == SCALED ? top.at(l, i) : top.at(l, i) * scale_log2);
+      const float max = fmaxf(state.max.at(l, i), WITH_TERMS || SCORES == SCALED ? top.at(l, i) : FP16_PARTS ? fmaf(top.at(l, i), scale_log2, -LIFT) : top.at(l, i) * scale_log2);
       const float factor = exp2_approx(state.max.at(l, i) - max);
       state.max.at(l, i) = max;
       state.sum.at(l, i) *= factor;

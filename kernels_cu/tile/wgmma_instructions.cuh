@@ -73,6 +73,18 @@ template <int N> OP void wgmma_rs(float* d, const u32* a, u32 b, int add);
 // d += a b^T: eight columns, twice, of eight rows of a, eight times, and of N rows of b, in rows of 16 bytes, one behind the other; both are
 // bfloat16, whatever elements are
 template <int N> OP void wgmma_ss_terms(float* d, u32 a, u32 b);
+template <> OP void wgmma_ss<32>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(32, "f16", D_32, DESCRIPTOR("a", "%16") DESCRIPTOR("b", "%17"), "a, b", "%18", "0, 0") : OF_D_32 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(32, "bf16", D_32, DESCRIPTOR("a", "%16") DESCRIPTOR("b", "%17"), "a, b", "%18", "0, 0") : OF_D_32 : "r"(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_ss<48>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(48, "f16", D_48, DESCRIPTOR("a", "%24") DESCRIPTOR("b", "%25"), "a, b", "%26", "0, 0") : OF_D_48 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(48, "bf16", D_48, DESCRIPTOR("a", "%24") DESCRIPTOR("b", "%25"), "a, b", "%26", "0, 0") : OF_D_48 : "r"(a), "r"(b), "r"(add));
+}
 template <> OP void wgmma_ss<64>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(64, "f16", D_64, DESCRIPTOR("a", "%32") DESCRIPTOR("b", "%33"), "a, b", "%34", "0, 0") : OF_D_64 : "r"(a), "r"(b), "r"(add));

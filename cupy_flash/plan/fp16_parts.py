@@ -1,0 +1,187 @@
+"""Float32 attention by products of float16 on sm_90a: each element of q, k and v in one or two parts, made on the device before.
+
+`fwd_hopper` multiplies what 16 bits hold. A float32 is two such numbers, high and low, and a product three (3xFP16), which is as
+accurate as three of TF32 and takes half their time; see ``kernels_cu/tile/fp16_parts.cuh``. With ``precision="tf32"`` it is one
+number, of as many bits as TF32 has. Where q, k and v lie matters to the kernel before alone, so that any strides and head dims do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy
+
+from ..problem.forward import Problem
+from ..problem.layout import Layout, dense_layout, merge_batch_axes
+from .architecture import Architecture
+from .columns import PANEL
+from .explicit_scores import LARGEST_SCALE
+from .kernel import KernelPlan, configure, layouts_of
+from .launch import Launch, checked
+from .params import captured_name
+from .preparation import Preparation
+from .structs import constants, struct
+from .tensor_map import obstacle
+from .tuning import SHORT, TWO, WIDE, TileConfig
+from .workspace import Workspace
+
+OPERANDS = ("q", "k", "v")
+MOST_PARTS = 2
+MOST_DIM = {"ieee": 128, "tf32": 192}  # beyond which registers do not hold sums of a key tile, or factors of heads
+THREE_PRODUCTS = "three products of float16 for each of float32; a key tile has sums of its own, which tensor cores cut off"
+PARTS_ROWS = (
+    TileConfig(64, 128, 128, THREE_PRODUCTS + "; measured 238, 231 causal", **TWO, pingpong=True),
+    TileConfig(128, 128, 48, THREE_PRODUCTS + "; measured 239, 233 causal", **{**WIDE, "stages": 3, "stages_v": 3}),
+)
+TILE = TileConfig(32, 32, 16, "a block takes some rows of a head", warps=8, stages=1, min_blocks=4)
+ROWS_AT_ONCE = 32  # of a block of fp16_parts.cu
+LEAST_ROWS, MOST_BLOCKS = 64, 16  # of a block, and of a head
+BYTES = 12  # moved for each element: read twice, and written as two parts
+BANDWIDTH, LAUNCHES = 3.6e12, 6e-6  # of that, in bytes/s, and what two launches more take, in s; measured on an H200, as the next
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a kernel is: FLOP/s of many blocks, and seconds for each key and column where each has few rows."""
+
+    rate: float
+    step: float
+
+
+PACES = {  # and of fwd_v2
+    "ieee": (Pace(220e12, 0.22e-9), Pace(55e12, 1.35e-9)),
+    "tf32": (Pace(500e12, 0.18e-9), Pace(95e12, 0.85e-9)),
+}
+
+
+def fp16_parts(problem: Problem, architecture: Architecture) -> tuple[int, str]:
+    """How many numbers of float16 stand for each element of q, k and v, 0 where they are multiplied as they are; and why.
+
+    Parameters
+    ----------
+    problem : Problem
+        As a kernel is told it.
+    architecture : Architecture
+    """
+    asked = problem.kernel == "fwd_hopper"
+    if problem.dtype != "float32" or architecture.name != "90a" or why_not_parts(problem) or not (asked or _pays(problem)):
+        return 0, ""
+    if problem.precision == "tf32":
+        return 1, "float32 in float16, with a scale for each head: as many bits as TF32 has"
+    return MOST_PARTS, "float32 as two numbers of float16, with a scale for each head: three products in place of each"
+
+
+def why_not_parts(problem: Problem) -> str:
+    """Why products of float16 cannot compute a float32 problem, or ''."""
+    if problem.kernel not in (None, "fwd_hopper") or problem.algorithm != "v2":
+        return "another kernel was asked for"
+    if problem.lengths is not None or problem.scores or problem.sinks is not None or problem.softcap is not None:
+        return "with scores, masks of pairs, sinks, a softcap or lengths it is fwd_v2"
+    if not 0 < problem.scale <= LARGEST_SCALE:
+        return "scores are scaled one by one"
+    if problem.mask.queries is not None or problem.len_q <= SHORT:
+        return f"at most {SHORT} queries"
+    if max(problem.dim, problem.dim_v) > MOST_DIM[problem.precision]:
+        return f"head dims above {MOST_DIM[problem.precision]}, for which it has no registers"
+    told = in_parts(problem, MOST_PARTS)
+    return obstacle(problem.batch, layouts_of(told), OPERANDS)
+
+
+def _pays(problem: Problem) -> bool:
+    """Whether making parts takes less time than products of parts save."""
+    elements = sum(_distinct(getattr(problem, name)) for name in OPERANDS)
+    of_parts, of_v2 = (_seconds(problem, pace) for pace in PACES[problem.precision])
+    return of_parts + BYTES * elements / BANDWIDTH + LAUNCHES < of_v2
+
+
+def _seconds(problem: Problem, pace: Pace) -> float:
+    keys = problem.mask.pairs / problem.len_q
+    return max(problem.flops / pace.rate, keys * max(problem.dim, problem.dim_v) * pace.step)
+
+
+def in_parts(problem: Problem, parts: int) -> Problem:
+    """The problem that fwd_hopper is told: of float16, with high parts, and behind them low parts, in each row of q, k and v."""
+    if not parts:
+        return problem
+    layouts = {name: _layout_in_parts(getattr(problem, name), parts) for name in OPERANDS}
+    return replace(problem, dtype="float16", precision="ieee", **layouts)
+
+
+def _layout_in_parts(layout: Layout, parts: int) -> Layout:
+    """Of an array ``(*batch, heads, rows, dim)``: dense but for axes along which it is the same."""
+    *outer, rows, dim = layout.shape
+    own = [1 if stride == 0 else size for size, stride in zip(outer, layout.strides)]
+    shape = (*own, rows, parts * _columns(dim))
+    dense = dense_layout(shape, reversed(range(len(shape))), "float16", layout.device)
+    return dense.broadcast_to((*outer, *shape[-2:]))
+
+
+def _columns(dim: int) -> int:
+    return -(-dim // PANEL) * PANEL
+
+
+def _distinct(layout: Layout) -> int:
+    """Elements of an array, those of axes along which it is the same counted once."""
+    return math.prod(size for size, stride in zip(layout.shape, layout.strides) if stride != 0)
+
+
+def given_name(name: str) -> str:
+    """What a plan calls an array of a call where a kernel is told of its parts by the array's name."""
+    return f"float32 {name}" if name in OPERANDS else name
+
+
+def making_of_parts(kernel: KernelPlan, problem: Problem) -> Preparation | None:
+    """What makes the parts; None for a kernel that is told of the arrays themselves.
+
+    Parameters
+    ----------
+    kernel : KernelPlan
+        Of attention.
+    problem : Problem
+        As a kernel would be told it without parts.
+    """
+    parts = kernel.config.FP16_PARTS
+    if not parts:
+        return None
+    plan = parts_plan(kernel.architecture, parts)
+    params, blocks, factors = _params(problem, plan.config.WARPS)
+    largest, convert = plan.entries
+    launches = checked(Launch(largest, blocks, 0)), checked(Launch(convert, blocks + factors, 0))
+    rows = {name: getattr(problem, name) for name in OPERANDS}
+    sizes = {name: 2 * _distinct(_layout_in_parts(x, parts)) for name, x in rows.items()}
+    last = captured_name(constants()["CAPTURED"] - 1)  # which no expression reads then
+    results = Workspace((*sizes.items(), ("largest", 4 * blocks * plan.config.WARPS), (last, 8 * int(params["all_heads"][0]))))
+    own = (*OPERANDS, *(f"{name}_parts" for name in OPERANDS), "largest", "factors")
+    return Preparation(plan, launches, params, own, (*map(given_name, OPERANDS), *results.names), results)
+
+
+def parts_plan(architecture: Architecture, parts: int) -> KernelPlan:
+    """The kernel that makes so many parts."""
+    config = configure(TILE, architecture, "float16", "ieee", TILE.width, TILE.width)
+    return KernelPlan("fp16_parts", architecture, replace(config, FP16_PARTS=parts), (TILE.why,))
+
+
+def _params(problem: Problem, warps: int) -> tuple[numpy.ndarray, int, int]:
+    """A size-1 array of `Fp16PartsParams` without addresses, and how many blocks have rows, and factors."""
+    layouts = {name: getattr(problem, name) for name in OPERANDS}
+    params = numpy.zeros(1, struct("Fp16PartsParams"))
+    # Merged as the arrays of fwd_hopper are, or fewer: the numbers of batch elements are the same.
+    sizes, strides = merge_batch_axes(problem.batch, layouts)
+    params["batch"], params["heads"], params["heads_per_kv"] = sizes, problem.heads_q, problem.heads_per_kv
+    params["all_heads"] = math.prod(problem.batch) * problem.heads_q
+    blocks = 0
+    for number, (name, layout) in enumerate(layouts.items()):
+        heads, rows, dim = layout.shape[-3:]
+        tensor, of = params[name], params["of"]
+        tensor["batch_stride"] = strides[name]
+        tensor["head_stride"], tensor["row_stride"], tensor["col_stride"] = layout.strides[-3:]
+        own = [1 if stride == 0 else size for size, stride in zip((*sizes, heads), (*strides[name], layout.strides[-3]))]
+        of_block = max(LEAST_ROWS, -(-rows // (MOST_BLOCKS * ROWS_AT_ONCE)) * ROWS_AT_ONCE)
+        told = {"batch": own[:-1], "heads": own[-1], "rows": rows, "dim": dim, "columns": _columns(dim), "rows_of_block": of_block}
+        told |= {"blocks_of_head": -(-rows // of_block), "first_block": blocks}
+        for field, value in told.items():
+            of[field][:, number] = value
+        blocks += -(-rows // of_block) * math.prod(own)
+    params["first_of_factors"] = blocks
+    return params, blocks, -(-int(params["all_heads"][0]) // warps)
