@@ -11,7 +11,7 @@
 //
 // What has no place in the cache is left out. Nothing else of the cache is touched. Queries are all rotated, by the nearest angles that there are.
 #include "config.cuh"
-#include "params.cuh"
+#include "row_params.cuh"
 #include "tile/rotation.cuh"
 #include "tile/scheduler.cuh"
 

@@ -1,133 +1,25 @@
 // fp16_parts.cu -- float32 q, k and v as numbers of float16, from which fwd_hopper.cu makes products, see tile/fp16_parts.cuh:
 //
-//   fp16_parts_largest  a block for some rows of a head of an array, a warp after the other:
-//     largest = max |x|                                       of what is finite
+//   fp16_parts_largest  a block for some rows of a head of an array, a warp for some of these:
+//     largest = max |x|                                        of what is finite
 //
 //   fp16_parts          a block for the same rows:
 //     e = the exponent with which 2^14 <= largest of the head * 2^e < 2^15
 //     high = float16(x * 2^e);  low = float16(x * 2^e - high)  FP16_PARTS 1: no low. Columns beyond the array are zero
 //                       and the last blocks, a warp for each query head:
-//     factors = 2^-(e of q + e of k), 2^-(e of v)             what its scores and its results are multiplied by
+//     factors = 2^-(e of q + e of k), 2^-(e of v)              what its scores and its results are multiplied by
 #include "config.cuh"
-#include "params.cuh"
-#include "tile/copy.cuh"
-#include "tile/scheduler.cuh"
-
-constexpr int ROWS_AT_ONCE = 4;                               // of a warp, whose reads are on their way together
-constexpr int LARGEST_EXPONENT = 14;
-
-// The part of an array that a block has: rows of a head.
-struct PartOfHead {
-  int operand, head;                                          // number of the head among all of the array
-  int row, end;
-  const float* from;                                          // row 0 of the head
-};
-OP const Tensor& tensor_of(const Fp16PartsParams& p, int operand) { return operand == 0 ? p.q : operand == 1 ? p.k : p.v; }
-OP u16* parts_of_operand(const Fp16PartsParams& p, int operand) { return operand == 0 ? p.q_parts : operand == 1 ? p.k_parts : p.v_parts; }
-OP PartOfHead part_of_head(const Fp16PartsParams& p) {
-  const int operand = (int(block_id()) >= p.of[1].first_block) + (int(block_id()) >= p.of[2].first_block);
-  const OperandHeads& of = p.of[operand];
-  const int number = int(block_id()) - of.first_block, head = number / of.blocks_of_head, row = (number - head * of.blocks_of_head) * of.rows_of_block;
-  int element[BATCH_AXES];
-  batch_element(element, of.batch, u32(head / of.heads));
-  const Tensor& tensor = tensor_of(p, operand);
-  i64 offset = head % of.heads * tensor.head_stride;
-  #pragma unroll
-  for (int i = 0; i < BATCH_AXES; ++i) offset += element[i] * tensor.batch_stride[i];
-  return {operand, head, row, min_of(row + of.rows_of_block, of.rows), static_cast<const float*>(tensor.data) + offset};
-}
-// Calls use(lane, row, column, x, y) for every pair of neighbouring elements of the rows that the warp has, with zeros behind the array.
-template <typename Use> OP void for_pairs(const Fp16PartsParams& p, const PartOfHead& at, Use use) {
-  const Tensor& tensor = tensor_of(p, at.operand);
-  const OperandHeads& of = p.of[at.operand];
-  #pragma unroll 1
-  for (int row0 = at.row + warp_id() * ROWS_AT_ONCE; row0 < at.end; row0 += WARPS * ROWS_AT_ONCE) {
-    #pragma unroll 1
-    for (int col0 = 0; col0 < of.columns; col0 += 64) {
-      for_lane(l) {
-        const int col = col0 + 2 * l;
-        float x[ROWS_AT_ONCE], y[ROWS_AT_ONCE];
-        #pragma unroll
-        for (int i = 0; i < ROWS_AT_ONCE; ++i) {
-          const float* const from = at.from + (row0 + i) * tensor.row_stride + col * tensor.col_stride;
-          x[i] = row0 + i < at.end && col < of.dim ? read(from) : 0.f;
-          y[i] = row0 + i < at.end && col + 1 < of.dim ? read(from + tensor.col_stride) : 0.f;
-        }
-        #pragma unroll
-        for (int i = 0; i < ROWS_AT_ONCE; ++i)
-          if (row0 + i < at.end) use(l, row0 + i, col, x[i], y[i]);
-      }
-    }
-  }
-}
-OP float finite(float x) { return fabsf(x) <= HIGHEST ? x : 0.f; }
-OP void write_pair(u16* to, u32 pair) {
-  count_written(sizeof(pair));
-  *reinterpret_cast<u32*>(to) = pair;
-}
+#include "row_params.cuh"
+#include "tile/head_parts.cuh"
 
 KERNEL(32 * WARPS, MIN_BLOCKS) fp16_parts_largest(GRID_CONSTANT Fp16PartsParams p) {
-  const PartOfHead at = part_of_head(p);
-  Regs<float, 1> largest;
-  for_lane(l) largest.at(l, 0) = 0.f;
-  for_pairs(p, at, [&](int l, int, int, float x, float y) { largest.at(l, 0) = fmaxf(largest.at(l, 0), fmaxf(fabsf(finite(x)), fabsf(finite(y)))); });
-  reduce_lanes<32>(largest, [](float a, float b) { return fmaxf(a, b); });
   float* const found = p.largest + i64(block_id()) * WARPS + warp_id();
-  for_lane(l)
-    if (l == 0) write(found, largest.at(l, 0));
-}
-
-// The exponent of a head, from what warps have found of it.
-OP int exponent_of_head(const Fp16PartsParams& p, int operand, int head) {
-  const OperandHeads& of = p.of[operand];
-  const float* const found = p.largest + i64(of.first_block + head * of.blocks_of_head) * WARPS;
-  Regs<float, 1> largest;
-  for_lane(l) {
-    largest.at(l, 0) = 0.f;
-    #pragma unroll 4
-    for (int i = l; i < of.blocks_of_head * WARPS; i += 32) largest.at(l, 0) = fmaxf(largest.at(l, 0), read(found + i));
-  }
-  reduce_lanes<32>(largest, [](float a, float b) { return fmaxf(a, b); });
-  return min_of(LARGEST_EXPONENT + 127 - int(float_bits(largest.at(0, 0)) >> 23), 127); // 127, where all is zero
-}
-// 2^e, which may be beyond float32, or so small that it is zero
-OP float power_of_two(int e) {
-  const int half = e / 2;
-  return bits_float(u32(half + 127) << 23) * bits_float(u32(e - half + 127) << 23);
-}
-// The number of the head of an operand that a query head has, of an array that may be the same along some axes.
-OP int number_of_head(const OperandHeads& of, const int (&element)[BATCH_AXES], int head) {
-  int number = 0;
-  #pragma unroll
-  for (int i = 0; i < BATCH_AXES; ++i) number = number * of.batch[i] + (of.batch[i] > 1 ? element[i] : 0);
-  return number * of.heads + (of.heads > 1 ? head : 0);
+  find_largest(found, p, rows_of_head(p, block_id()));
 }
 
 KERNEL(32 * WARPS, MIN_BLOCKS) fp16_parts(GRID_CONSTANT Fp16PartsParams p) {
   const int beyond = int(block_id()) - p.first_of_factors;
-  if (beyond >= 0) {
-    const int number = beyond * WARPS + warp_id();
-    if (number >= p.all_heads) return;
-    int element[BATCH_AXES];
-    batch_element(element, p.batch, u32(number / p.heads));
-    const int head = number % p.heads, head_kv = head / p.heads_per_kv;
-    const int of_q = exponent_of_head(p, 0, number_of_head(p.of[0], element, head));
-    const int of_k = exponent_of_head(p, 1, number_of_head(p.of[1], element, head_kv)), of_v = exponent_of_head(p, 2, number_of_head(p.of[2], element, head_kv));
-    for_lane(l) {
-      if (l < 2) write(p.factors + 2 * i64(number) + l, power_of_two(l ? -of_v : -of_q - of_k));
-    }
-    return;
-  }
-  const PartOfHead at = part_of_head(p);
-  const OperandHeads& of = p.of[at.operand];
-  const float scale = power_of_two(exponent_of_head(p, at.operand, at.head));
-  u16* const to = parts_of_operand(p, at.operand) + i64(at.head) * of.rows * FP16_PARTS * of.columns;
-  for_pairs(p, at, [&](int, int row, int col, float x, float y) {
-    x *= scale, y *= scale;
-    const u32 high = pack<half_t>(x, y);
-    u16* const place = to + (i64(row) * FP16_PARTS * of.columns + col);
-    write_pair(place, high);
-    const float rest_x = x - unpack<half_t>(high, 0), rest_y = y - unpack<half_t>(high, 1);
-    if constexpr (FP16_PARTS == 2) write_pair(place + of.columns, pack<half_t>(finite(rest_x), finite(rest_y)));
-  });
+  if (beyond >= 0) return store_factors(p, beyond * WARPS + warp_id());
+  const RowsOfHead at = rows_of_head(p, block_id());
+  make_parts(p, at, exponent_of_head(p, at.operand, at.head));
 }

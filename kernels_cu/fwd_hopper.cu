@@ -304,7 +304,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         add(softmax, sum);
         wait_for_products<0>(pv_reg);                         // without it O and P change beneath the product
         consumer_release(values);                             // without it the producer waits for ever
-        gather(o_reg, pv_reg), pack_late();
+        promote(o_reg, pv_reg), pack_late();
         return;
       }
       start_scores(s_reg, q_smem, k_smem, in_product);        // the maximum so far was too small: S once more, and P with the maximum of S
@@ -329,7 +329,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     add(softmax, sum);
     if (follows) {
       wait_for_products<0>(pv_reg);                           // without it O and P change beneath the product
-      if (ends || !starts) consumer_release(values), gather(o_reg, pv_reg); // without it the producer waits for ever
+      if (ends || !starts) consumer_release(values), promote(o_reg, pv_reg); // without it the producer waits for ever
     }
     pack_late();
     if (first) skip(values, skipped);
@@ -388,7 +388,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     wait_for_products<0>(pv_reg);                             // without it O is stored before the product has ended
     consumer_release(values);                                 // without it the producer waits for ever
     for (; beyond > 0; --beyond) skip_keys(1), skip(values, 1);
-    gather(o_reg, pv_reg), end_tile(now, split, weight), clear(o_reg);
+    promote(o_reg, pv_reg), end_tile(now, split, weight), clear(o_reg);
   }
   if (PINGPONG && group == 0) wait_pingpong<ORDER>(group);    // without it the last one's arrival is left over
   if (TMA_STORE_OUT) wait_for_stores();                       // without it the block, and its shared memory, may end before

@@ -6,7 +6,7 @@
 //
 // Scores of rows that were rotated so depend on how far apart their positions are, and not on where they are.
 #include "config.cuh"
-#include "params.cuh"
+#include "row_params.cuh"
 #include "tile/rotation.cuh"
 #include "tile/scheduler.cuh"
 

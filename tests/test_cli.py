@@ -23,8 +23,9 @@ from cupy_flash.machine import cache, nvrtc, source
 from cupy_flash.machine.nvrtc import Report
 from cupy_flash.plan import read_hopper
 from cupy_flash.plan.architecture import ARCHITECTURES, architecture_named
+from cupy_flash.plan.fp16_parts import MOST_DIM, PARTS_ROWS
 from cupy_flash.plan.matrix import KINDS, PLANNED_ALONE, every_plan, has
-from cupy_flash.plan.tuning import KERNEL_TABLES, MASKS
+from cupy_flash.plan.tuning import KERNEL_TABLES, MASKS, SHORT
 
 ROOT = Path(__file__).parents[1]
 MASKED_CASE = "float16-h7x1-q61-k97-d40-top_left"
@@ -89,7 +90,9 @@ def test_plan_for_every_architecture(architecture, dtype):
     assert plan["architecture"] == architecture.name and plan["config"]["ARCH"] == architecture.number
     assert plan["config"]["WIDTH"] == 96 and plan["problem"]["mask"]["right"] == 0
     assert plan["shared_bytes"] <= architecture.shared_bytes
-    assert plan["workspace_bytes"] == 0 and plan["result_bytes"] == 2 * 16 * 1024 * 96 * (2 if dtype == "float16" else 4)
+    in_parts = architecture.name == "90a" and dtype == "float32"  # q, k and v as numbers of float16
+    assert (plan["workspace_bytes"] > 0) == in_parts and plan["config"]["FP16_PARTS"] == 2 * in_parts
+    assert plan["result_bytes"] == 2 * 16 * 1024 * 96 * (2 if dtype == "float16" else 4)
 
 
 def test_plan_reads_shapes_and_options():
@@ -238,6 +241,10 @@ def test_check_on_a_gpu():
     assert not any("--full" in skip["reason"] for skip in report["skipped"])  # a GPU's compiler is fast enough for all of v1
 
 
+def used_in_parts(row):
+    return row.width <= MOST_DIM["tf32"] and row.max_len_q != SHORT
+
+
 def test_the_matrix_has_every_row():
     plans = list(every_plan())
     # A row may serve for two reasons, few queries and small copies say: that is one kernel.
@@ -260,10 +267,12 @@ def test_the_matrix_has_every_row():
     in_order = 3 * ahead  # both a second time, in order, and where the first block to add stores
     queries = [kind for kernel, kind in alone if kernel == "append"]  # a second time, with queries beside keys
     first = zeros  # the same without statistics
-    every = (rows, shared, zeros, ahead, first, in_order, alone, queries, of_pairs)
+    halves = filter(used_in_parts, KERNEL_TABLES["fwd_hopper"]["90a"]["half"])
+    of_parts = [*{replace(row, **any_use, tma_store_out=False) for row in halves}, *PARTS_ROWS]  # float32 in one part or two, whole and shared; and what makes the parts
+    every = (rows, shared, zeros, ahead, first, in_order, alone, queries, of_pairs, 2 * of_parts, range(2))
     assert len(plans) == len({plan.name for plan in plans}) == sum(map(len, every))
     assert sum(plan.config.ROTATE_Q for plan in plans) == len(queries) > 0
-    assert sum(plan.config.SPLIT_KV for plan in plans) == len(shared) > 0
+    assert sum(plan.config.SPLIT_KV for plan in plans) == len(shared) + len(of_parts) > len(of_parts) > 0
     assert sum(plan.config.IN_ORDER for plan in plans) == len(in_order) > 0
     assert sum(plan.config.STATS_AHEAD for plan in plans) == 2 * len(ahead) + len(in_order)
     assert sum(plan.config.ZEROS_AHEAD for plan in plans) == len(zeros) + len(ahead) > 2 * len(ahead)

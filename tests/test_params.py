@@ -15,7 +15,7 @@ from cupy_flash.plan.params import fast_divmod, forward_params, names_of_scores,
 from cupy_flash.plan.softcap import cap_polynomial
 from cupy_flash.plan.sources import shelf
 from cupy_flash.plan.split import KeySplits
-from cupy_flash.plan.structs import struct
+from cupy_flash.plan.structs import FILES, struct
 from cupy_flash.plan.tensor_map import TENSOR_MAP
 from cupy_flash.problem import arrays
 from cupy_flash.problem.forward import make_problem
@@ -28,7 +28,7 @@ FORWARD = struct("ForwardParams")
 # The structs
 
 PROGRAM = """
-#include "params.cuh"
+#include "row_params.cuh"
 #include <cstddef>
 #include <cstdio>
 #include <type_traits>
@@ -46,14 +46,14 @@ template <typename T> char kind() {
 def test_dtypes_are_the_structs_of_the_kernels(tmp_path):
     """Name, offset, size and kind of each field; of a tensor map, whose content is the driver's, the size alone."""
     calls, expected = ["WHOLE(TensorMap)"], [f"TensorMap {TENSOR_MAP.itemsize} 64"]
-    alignments = {"FastDivmod": 4, "WorkItem": 4, "ListedItem": 4, "CapPolynomial": 4}
+    alignments = {"FastDivmod": 4, "WorkItem": 4, "ListedItem": 4, "CapPolynomial": 4, "OperandHeads": 4}
     scores = "DropoutParams", "CapturedArray", "TileLists", "ScoreParams", "SequenceParams", "ClassifyParams"
     alignments |= dict.fromkeys((*scores, "Tensor", "MaskParams", "ForwardParams", "BackwardParams", "MergeParams"), 8)
-    alignments |= dict.fromkeys(("Indices", "RotationParams", "RotateParams", "AppendParams"), 8)
+    alignments |= dict.fromkeys(("Indices", "RotationParams", "RotateParams", "AppendParams", "Fp16PartsParams"), 8)
     alignments |= dict.fromkeys(("HopperForwardCommon", "HopperVarlenParams"), 64) | {"PlacedWorkItem": 16, "KeyPlace": 16}
     alignments |= {"ScoreGradientParams": 8, "HopperScoreGradientParams": 64, "HopperForwardParams": 64}
     alignments |= {"BackwardMaps": 64, "HopperBackwardParams": 64}
-    written = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+)", source.files()["params.cuh"], re.MULTILINE)
+    written = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+)", "".join(source.files()[name] for name in FILES), re.MULTILINE)
     assert set(written) == {*alignments, "TensorMap"}
     for name, alignment in alignments.items():
         for field, (dtype, offset) in struct(name).fields.items():

@@ -21,6 +21,7 @@ from cupy_flash.measure.sweep import Swept, candidates, fault_of
 from cupy_flash.plan import tuning
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.columns import padded
+from cupy_flash.plan.fp16_parts import PARTS_ROWS
 from cupy_flash.plan.tuning import HOPPER_CANDIDATES, TileConfig, candidates_for, table_for
 
 SM_90A = ARCHITECTURES["90a"]
@@ -48,7 +49,7 @@ def cell_of(dim=64, seq=1000, causal=False, dtype="bfloat16"):
 @pytest.mark.parametrize("dim", [20, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_candidates_are_all_tiles_that_fit(arch, kernel, dim, dtype):
-    if kernel == "fwd_hopper" and (dtype == "float32" or dim * 2 % 16):
+    if kernel == "fwd_hopper" and (dim > PARTS_ROWS[-1].width if dtype == "float32" else dim * 2 % 16):
         with pytest.raises(UnsupportedError, match="kernel: "):
             candidates(cell_of(dim, dtype=dtype), ARCHITECTURES[arch], kernel)
         return
@@ -59,7 +60,8 @@ def test_candidates_are_all_tiles_that_fit(arch, kernel, dim, dtype):
     # Whatever serves a wider head serves a narrower one: its tile takes less memory there.
     knobs = ("tile_q", "tile_kv", "warps", "stages", "stages_v", "stages_q", "tma_store_out", "pingpong")
     knobs += ("min_blocks", "q_in_registers", "lazy_rescale")
-    rows = [row for row in table_for(kernel, ARCHITECTURES[arch], dtype) if row.serves(padded(dim), padded(dim))]
+    table = PARTS_ROWS if (kernel, dtype) == ("fwd_hopper", "float32") else table_for(kernel, ARCHITECTURES[arch], dtype)
+    rows = [row for row in table if row.serves(padded(dim), padded(dim))]
     there = [tuple(getattr(c.plan.config, knob.upper()) for knob in knobs) for c in found]
     assert rows and {tuple(getattr(row, knob) for knob in knobs) for row in rows} <= set(there)
 
@@ -104,7 +106,8 @@ def test_narrow_tiles_do_not_serve_wide_heads(small_table):
 def test_the_kernel_is_the_planners_or_the_one_asked_for():
     for kernel, found in ((None, "fwd_hopper"), ("fwd_hopper", "fwd_hopper"), ("fwd_v2", "fwd_v2")):
         assert {c.plan.file for c in candidates(cell_of(), SM_90A, kernel)} == {found}
-    assert {c.plan.file for c in candidates(cell_of(dtype="float32"), SM_90A)} == {"fwd_v2"}
+    assert {c.plan.file for c in candidates(cell_of(dtype="float32"), SM_90A)} == {"fwd_hopper"}
+    assert {c.plan.file for c in candidates(cell_of(256, dtype="float32"), SM_90A)} == {"fwd_v2"}
 
 
 @pytest.mark.parametrize(
@@ -274,8 +277,8 @@ def test_a_choice_that_was_not_measured_is_named_without_a_rate(fake):
         (("forward", "--sweep", "--kernel", "fwd_v2,fwd_hopper"), "--sweep: expected one --kernel at most, got fwd_v2, fwd_hopper"),
         (("forward", "--sweep", "--dim", 257), "--sweep: "),
         (
-            ("forward", "--sweep", "--kernel", "fwd_hopper", "--dtype", "float32"),
-            "--sweep: kernel: expected fwd_v1 or fwd_v2 for float32 on sm_90a, got 'fwd_hopper'",
+            ("forward", "--sweep", "--kernel", "fwd_hopper", "--dtype", "float32", "--dim", 256),
+            "--sweep: kernel: expected fwd_v1 or fwd_v2 for float32 on sm_90a, got 'fwd_hopper': head dims above 128",
         ),
     ],
 )

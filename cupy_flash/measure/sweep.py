@@ -15,6 +15,7 @@ from ..errors import CompileError
 from ..machine import nvrtc
 from ..plan.architecture import Architecture
 from ..plan.forward import make_forward_plan
+from ..plan.fp16_parts import PARTS_ROWS
 from ..plan.kernel import Config, KernelPlan, configure
 from ..plan.rows_between import rows_between
 from ..plan.tuning import TileConfig, candidates_for
@@ -105,9 +106,9 @@ def candidates(cell: Cell, architecture: Architecture, kernel: str | None = None
     problem = make_problem(q, q, q, Options(causal=cell.causal, backend="host", kernel=kernel))
     chosen = make_forward_plan(problem, architecture)
     dims = max(chosen.config.DIM, chosen.config.DIM_V), chosen.config.DIM_V
-    between = rows_between(problem) if chosen.file == "fwd_hopper" else ()
-    rows = [row for row in (*between, *candidates_for(chosen.file, architecture, cell.dtype)) if row.serves(*dims)]
-    plans = dict.fromkeys(_with_tile(chosen, row, cell.dtype, problem.precision) for row in rows)
+    between = rows_between(problem) if chosen.file == "fwd_hopper" and not chosen.config.FP16_PARTS else ()
+    table = PARTS_ROWS if chosen.config.FP16_PARTS else candidates_for(chosen.file, architecture, cell.dtype)
+    plans = dict.fromkeys(_with_tile(chosen, row, cell.dtype, problem.precision) for row in (*between, *table) if row.serves(*dims))
     plans = [plan for plan in plans if plan.shared_bytes <= architecture.shared_bytes]
     return tuple(Candidate(name, plan, plan == chosen) for name, plan in zip(_names(plans), plans))
 
@@ -115,7 +116,8 @@ def candidates(cell: Cell, architecture: Architecture, kernel: str | None = None
 def _with_tile(plan: KernelPlan, row: TileConfig, dtype: str, precision: str) -> KernelPlan:
     c = plan.config
     given = c.WIDTH, c.WIDTH_V, c.COPY_BYTES, c.EXPLICIT_SCORES, c.SPLIT_KV, c.LAST_COMBINES, c.PACK_GQA
-    config = configure(row, plan.architecture, dtype, precision, *given, columns=(c.DIM, c.DIM_V))
+    config = configure(row, plan.architecture, "float16" if c.FP16_PARTS else dtype, precision, *given, columns=(c.DIM, c.DIM_V))
+    config = replace(config, FP16_PARTS=c.FP16_PARTS, FLOAT32_RESULTS=c.FLOAT32_RESULTS)
     return replace(plan, config=config, reasons=(row.reason,))
 
 

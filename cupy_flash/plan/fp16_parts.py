@@ -84,6 +84,8 @@ def why_not_parts(problem: Problem) -> str:
         return f"at most {SHORT} queries"
     if max(problem.dim, problem.dim_v) > MOST_DIM[problem.precision]:
         return f"head dims above {MOST_DIM[problem.precision]}, for which it has no registers"
+    if problem.precision == "tf32" and problem.dim_v > 1 and problem.out.strides[-1] != 1:
+        return "elements of a row of out are apart"
     told = in_parts(problem, MOST_PARTS)
     return obstacle(problem.batch, layouts_of(told), OPERANDS)
 

@@ -1,7 +1,7 @@
-"""The parameter structs of ``kernels_cu/params.cuh`` as NumPy dtypes, read from that file.
+"""The parameter structs of ``kernels_cu/params.cuh`` and ``kernels_cu/row_params.cuh`` as NumPy dtypes, read from these files.
 
-That file is written so that this is simple: a field, or several of one type, on a line of its own, and sizes of arrays are numbers
-or constants of the file. The size that comes out is asserted where the struct is compiled, see `machine.source`.
+They are written so that this is simple: a field, or several of one type, on a line of its own, and sizes of arrays are numbers
+or constants of the files. The size that comes out is asserted where the struct is compiled, see `machine.source`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,30 @@ STRUCT = re.compile(r"^struct (?:alignas\((\d+)\) )?(\w+)(?: : ([\w, ]+))? \{\n(
 FIELDS = re.compile(r"^  (?:const )?(\w+)(\*?) (\w[\w, ]*)((?:\[\w+\])*);", re.MULTILINE)
 
 
+FILES = ("params.cuh", "row_params.cuh")
+
+
 def struct(name: str) -> numpy.dtype:
-    """A struct of ``params.cuh``: its fields with their offsets, those of its bases first; fields that are structs are nested."""
+    """A struct of these files: its fields with their offsets, those of its bases first; fields that are structs are nested."""
     return _structs()[name][0]
 
 
 @functools.cache
 def constants() -> dict[str, int]:
-    """The constants of ``params.cuh``, which sizes of arrays are."""
-    text = (shelf() / "params.cuh").read_text(encoding="utf-8")
-    return {name: int(value, 0) for name, value in CONSTANT.findall(text)}
+    """The constants of the files, which sizes of arrays are."""
+    return {name: int(value, 0) for name, value in CONSTANT.findall(_text())}
+
+
+@functools.cache
+def _text() -> str:
+    return "".join((shelf() / name).read_text(encoding="utf-8") for name in FILES)
 
 
 @functools.cache
 def _structs() -> dict[str, tuple[numpy.dtype, int]]:
     """Each struct and its alignment."""
-    text = (shelf() / "params.cuh").read_text(encoding="utf-8")
     known = {name: (numpy.dtype(code), numpy.dtype(code).alignment) for name, code in SCALARS.items()}
-    for aligned, name, bases, body in STRUCT.findall(text):
+    for aligned, name, bases, body in STRUCT.findall(_text()):
         known[name] = _laid_out(int(aligned or 1), bases.split(", ") if bases else [], body, constants(), known)
         if name == "TensorMap":  # words to a GPU; to the host, and here, the map in the clear
             known[name] = TENSOR_MAP, known[name][1]

@@ -46,7 +46,7 @@ template <int K> OP void to_operands(OperandA<16> (&p)[K], const Acc<16, 8 * K>&
 // Tensor cores cut their sums off towards zero. Of half precision that is below the rounding of operands, but a float32 sum over thousands of keys
 // would be dragged towards zero: they add up a key tile, and additions that round join these.
 constexpr bool OWN_SUMS = FP16_PARTS == 2;
-template <int N> OP void gather(Acc<16, N>& o, const Acc<16, N>& product) {
+template <int N> OP void promote(Acc<16, N>& o, const Acc<16, N>& product) {
   if constexpr (OWN_SUMS) {
     for_lane(l) {
       #pragma unroll

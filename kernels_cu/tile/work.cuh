@@ -72,7 +72,8 @@ constexpr bool ENDS_SPLITS = VARLEN && SPLIT_KV;              // the next tile b
 // A result from a row of the sequence on.
 template <typename T, typename Params, typename Coord> OP TileOf<T, INNER_HEADS> results_from(const Tensor& t, const Params& p, const Coord& here, int row, int cols) {
   const auto q = rows_at<QUERIES>(p, here);
-  if constexpr (INNER_HEADS == 1) return rows_of<T>(t, here.batch, here.head, q.first() + row, q.end(), cols);
+  if constexpr (FP16_PARTS > 0 && COPY_BYTES == 0) return slice<T>(t, here.batch, here.head, q.first() + row, q.end(), cols); // elements of a row may be apart
+  else if constexpr (INNER_HEADS == 1) return rows_of<T>(t, here.batch, here.head, q.first() + row, q.end(), cols);
   else return {static_cast<T*>(t.data) + offset_of(t, here.batch, here.head * INNER_HEADS, (q.first() + row) / INNER_HEADS), t.row_stride, t.head_stride, 1, q.len() - row, cols};
 }
 // Out, and its log-sum-exp, of rows that are queries, or heads.

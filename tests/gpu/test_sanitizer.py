@@ -102,6 +102,11 @@ def normal(*shape, dtype="float16"):
     # By a copy from the host: initcheck does not know of memory that CuPy's kernels have written.
     return cupy.asarray(numpy.random.default_rng(0).standard_normal(shape, numpy.float32).astype(dtype))
 
+for dim, precision in ((64, "ieee"), (100, "ieee"), (72, "tf32")):  # in parts
+    q, k, v = normal(3, 2, 150, dim, dtype="float32")
+    plan_attention(q, k, v, causal=True, kernel="fwd_hopper", precision=precision)(q, k, v)
+    cupy.cuda.Device().synchronize()
+
 cos, sin = normal(2, 90, 12, dtype="float32")
 pages = cupy.asarray(numpy.arange(12, dtype=numpy.int32).reshape(3, 4)[::-1].copy())
 for dtype, dim in (("float16", 64), ("float32", 40), ("float16", 33)):
@@ -222,7 +227,7 @@ print("done")
 """
 
 # Which are watched, and not what CuPy launches.
-OTHERS = ("fwd_", "bwd_hopper", "bwd_scores", "classify", "merge", "rotate", "append")
+OTHERS = ("fwd_", "fp16_parts", "bwd_hopper", "bwd_scores", "classify", "merge", "rotate", "append")
 KERNELS = (*OTHERS, "bwd_v2")
 
 
