@@ -131,9 +131,16 @@ class Execution:
             from .device import allocated
 
             workspace = allocated(self.workspace) if workspace is None else workspace
-            at = [workspace.data.ptr + offset for offset in self.workspace.offsets]
-            self._prepare(dict(zip((*self._names, *self.workspace.names), (*words, *at))), stream)
+            first = workspace.data.ptr
+            there = [*words, *(first + offset for offset in self.workspace.offsets)]
+            self._prepare_on_device.launch([there[place] for place in self._places_taken], None, stream)
         self.on_device.launch(words, workspace, stream)
+
+    @functools.cached_property
+    def _places_taken(self) -> list[int]:
+        """Where among the words of a call and the parts of workspace those are that the preparation takes."""
+        there = (*self._names, *self.workspace.names)
+        return [there.index(name) for name in self.preparation.taken]
 
     def _prepare(self, told: dict[str, int], stream: int | None) -> None:
         self._prepare_on_device.launch([told[name] for name in self.preparation.taken], None, stream)

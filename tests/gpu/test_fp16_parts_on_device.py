@@ -22,7 +22,8 @@ def test_right(name, precision):
     operands, asked = drawn(name)
     on_device = [cupy.asarray(x) for x in operands]
     plan = planned(on_device, asked, precision, {})
-    assert plan.kernel.config.FP16_PARTS == (1 if precision == "tf32" else 2)
+    expected = 1 if precision == "tf32" else 2
+    assert plan.kernel.config.FP16_PARTS == expected
     comparison = judged(name, [x.get() for x in plan(*on_device)], operands, asked, precision)
     assert comparison.ok, comparison.message
 
@@ -40,11 +41,12 @@ def test_errors_are_those_of_fwd_v2(dim, causal):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_long_sums_of_one_sign_are_not_dragged_towards_zero(dim):
+    """A key tile takes 8 steps at most, each of which cuts off less than 2^-23 of the sum so far, and as much of what is added."""
     q, k = cupy.random.default_rng(2).standard_normal((2, 1, 1, 30000, dim), cupy.float32)
     v = cupy.random.default_rng(3).random((1, 1, 30000, dim), cupy.float32) + 1
     found = plan_attention(q, k, v, kernel="fwd_hopper")(q, k, v)[:, :, :200].get()
     truth = exact(q[:, :, :200], k, v, {})
-    assert abs(numpy.mean(found / truth - 1)) < 2**-22
+    assert abs(numpy.mean(found / truth - 1)) < 9 * 2**-23
 
 
 def test_the_same_bits_in_every_run_and_wherever_elements_lie():
