@@ -268,7 +268,8 @@ def test_the_matrix_has_every_row():
     queries = [kind for kernel, kind in alone if kernel == "append"]  # a second time, with queries beside keys
     first = zeros  # the same without statistics
     halves = filter(used_in_parts, KERNEL_TABLES["fwd_hopper"]["90a"]["half"])
-    of_parts = [*{replace(row, **any_use, tma_store_out=False) for row in halves}, *PARTS_ROWS]  # float32 in one part or two, whole and shared; and what makes the parts
+    # float32 in one part or two, whole and shared; and what makes the parts
+    of_parts = [*{replace(row, **any_use, tma_store_out=False) for row in halves}, *PARTS_ROWS]
     every = (rows, shared, zeros, ahead, first, in_order, alone, queries, of_pairs, 2 * of_parts, range(2))
     assert len(plans) == len({plan.name for plan in plans}) == sum(map(len, every))
     assert sum(plan.config.ROTATE_Q for plan in plans) == len(queries) > 0

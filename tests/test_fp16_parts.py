@@ -25,6 +25,8 @@ CASES = {
     "two batch axes": ((2, 3), 1, 1, 90, 70, 64, 64, {}),
     "few keys": ((1,), 3, 1, 500, 5, 64, 64, {}),
     "a scale": ((1,), 1, 1, 100, 100, 64, 64, {"scale": 3.0}),
+    "sinks": ((1,), 2, 1, 150, 150, 64, 64, {"causal": True, "sinks": numpy.array([0.5, 7.0], numpy.float32)}),
+    "several sinks": ((1,), 2, 1, 90, 200, 128, 128, {"sinks": numpy.array([[0.5, -7.0], [2.0, 1.0]], numpy.float32)}),
 }
 
 
@@ -43,7 +45,7 @@ def meaning(asked, len_q, len_kv, dim):
         told |= {"first_key": offset - left, "last_key": offset + right}
     elif "causal" in asked:
         told["last_key"] = offset if asked["causal"] is True else 0
-    return told | {name: asked[name] for name in ("prefix",) if name in asked}
+    return told | {name: asked[name] for name in ("prefix", "sinks") if name in asked}
 
 
 def judged(name, result, operands, asked, precision="ieee"):
@@ -62,7 +64,8 @@ def test_as_right_as_float32(name, schedule, monkeypatch):
     operands, asked = drawn(name)
     plan = planned(operands, asked)
     assert (plan.kernel.file, plan.kernel.config.FP16_PARTS, plan.kernel.config.DTYPE) == ("fwd_hopper", 2, "FLOAT16")
-    comparison = judged(name, plan(*operands), operands, asked)
+    given = {name: asked[name] for name in ("sinks",) if name in asked}
+    comparison = judged(name, plan(*operands, **given), operands, asked)
     assert comparison.ok, comparison.message
 
 
@@ -185,6 +188,7 @@ REFUSED = {
     "softcap": ({"softcap": 20.0}, 100, "a softcap"),
     "scores": ({"score": "score * 2"}, 100, "with scores"),
     "scale": ({"scale": -1.0}, 100, "scaled one by one"),
+    "sinks of tf32": ({"precision": "tf32", "sinks": numpy.zeros(2, numpy.float32)}, 100, "for sinks"),
 }
 
 

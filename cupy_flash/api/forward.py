@@ -89,7 +89,7 @@ def attention(
     softcap : float, optional
         Scores become ``softcap * tanh(score / softcap)``.
     precision : {None, 'ieee', 'tf32'}
-        For float32 on tensor cores: None and 'ieee' keep float32 accuracy by three products of fewer bits, 'tf32' makes do with one.
+        For float32 on tensor cores: None and 'ieee' keep its accuracy by three products of fewer bits, 'tf32' makes do with one.
     algorithm : {'auto', 'v1', 'v2'}
         Of the kernels: 'v2', which 'auto' means, is FlashAttention-2's loop order. 'v1' is FlashAttention's: its outer loop is over
         keys, so that all results pass through device memory at each step.

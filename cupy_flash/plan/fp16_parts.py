@@ -76,16 +76,17 @@ def why_not_parts(problem: Problem) -> str:
     """Why products of float16 cannot compute a float32 problem, or ''."""
     if problem.kernel not in (None, "fwd_hopper") or problem.algorithm != "v2":
         return "another kernel was asked for"
-    if problem.lengths is not None or problem.scores or problem.sinks is not None or problem.softcap is not None:
-        return "with scores, masks of pairs, sinks, a softcap or lengths it is fwd_v2"
+    if problem.lengths is not None or problem.scores or problem.softcap is not None:
+        return "with scores, masks of pairs, a softcap or lengths it is fwd_v2"
     if not 0 < problem.scale <= LARGEST_SCALE:
         return "scores are scaled one by one"
     if problem.mask.queries is not None or problem.len_q <= SHORT:
         return f"at most {SHORT} queries"
     if max(problem.dim, problem.dim_v) > MOST_DIM[problem.precision]:
         return f"head dims above {MOST_DIM[problem.precision]}, for which it has no registers"
-    if problem.precision == "tf32" and problem.dim_v > 1 and problem.out.strides[-1] != 1:
-        return "elements of a row of out are apart"
+    apart = problem.dim_v > 1 and problem.out.strides[-1] != 1
+    if problem.precision == "tf32" and (problem.sinks is not None or apart):
+        return "in one part there are no registers for sinks, nor for elements of a row of out that are apart"
     told = in_parts(problem, MOST_PARTS)
     return obstacle(problem.batch, layouts_of(told), OPERANDS)
 
