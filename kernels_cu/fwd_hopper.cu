@@ -153,7 +153,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
   QueryTile q_smem; Acc<16, TILE_KV> s_reg; Acc<16, DIM_V> o_reg, own_reg; Acc<16, DIM_V>& pv_reg = OWN_SUMS ? own_reg : o_reg;
   OperandA<16> p_reg[P_OPERANDS]; PairDrawing<TILE_KV / 16> drawing{}; // P; DROPOUT: which pairs of it are kept
   OnlineSoftmax<16> softmax(LOWEST);
-  float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2;
+  float scale_log2 = EXPLICIT_SCORES ? 1.f : p.scale_log2, of_parts = 1.f; // FP16_PARTS: the scale of products, where scores are scaled one by one
   if constexpr (DROPOUT) drawing.dropout = seeded(p.scores);
   RowVec<16> terms_reg;                                       // WITH_TERMS: the rows' part of the term, in this key tile
   float common = 0.f, largest = LOWEST;                       // COLUMNS: what these have in common, and of all key tiles of the query tile so far
@@ -188,7 +188,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     if constexpr (LINEAR) ended_line = line, line = linear_terms(context(), warp_row);
     if constexpr (BENDS) bend_terms(behind, context(), line, warp_row);
     if (SCORES == SCALED || SCALES_LARGE) scale_log2 = scale_of_head(p.scale_log2, terms);
-    else if constexpr (FP16_PARTS > 0) scale_log2 = p.scale_log2 * factors_of_head(p, now).scores;
+    else if constexpr (FP16_PARTS > 0) (EXPLICIT_SCORES ? of_parts : scale_log2) = factors_of_head(p, now).scores * (EXPLICIT_SCORES ? p.scale : p.scale_log2);
   };
   // The softmax of a query tile, or of this split of it, has ended, and then its last product. VARLEN: rows count from the tile on, see `load_sequence`.
   const auto row_of_tile = [&] { return not_ahead(warp_id() - 4) * 16; };
@@ -221,7 +221,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     else if constexpr (MODIFIED) load<false>(arrays, context(), k_smem, STARTS_FROM_TERM ? (warp - 4) * 16 : row_of_tile(), warp_row, first_key(), !PAIR_BITS || told_to_ask(number));
   };
   const auto modify = [&](const Arrays& arrays, const bool asks) {
-    if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    if (EXPLICIT_SCORES) scale_scores(s_reg, FP16_PARTS ? of_parts : p.scale, p.softcap);
     if constexpr (MODIFIED && PACK_GQA) modify_packed_scores(s_reg, arrays, rows, p, now, mask, keys_of_sequence(p, now), first_key(), asks);
     else if constexpr (MODIFIED) modify_scores<false, true>(s_reg, arrays, context(), warp_row, first_key(), asks);
   };

@@ -11,7 +11,7 @@ from thinned import thinned
 
 from cupy_flash import UnsupportedError, append_kv, attention
 from cupy_flash.call import append as call
-from cupy_flash.machine import execution
+from cupy_flash.machine import prepared
 from cupy_flash.machine.operands import Operands
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.problem.append import APPEND_ARRAYS
@@ -108,7 +108,7 @@ def test_new_rows_are_where_they_belong_and_nothing_else_is_touched(backend, dty
 @pytest.mark.parametrize("kind", thinned(product(("float16", "float32"), ("75", "80", "90a"))), ids="-".join)
 def test_every_architecture_appends(kind, schedule, monkeypatch):
     dtype, arch = kind
-    monkeypatch.setattr(execution, "HOST", ARCHITECTURES[arch])
+    monkeypatch.setattr(prepared, "HOST", ARCHITECTURES[arch])
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     call._prepared.cache_clear()
     rng = numpy.random.default_rng(0)

@@ -16,7 +16,7 @@ from thinned import thinned
 from cupy_flash import UnsupportedError, append_kv, attention, plan_attention, rotate
 from cupy_flash.call import append as call
 from cupy_flash.call import rotate as call_of_rotate
-from cupy_flash.machine import execution
+from cupy_flash.machine import prepared
 from cupy_flash.machine.operands import Operands
 from cupy_flash.plan.append import append_launches, append_plan, make_append_plan
 from cupy_flash.plan.architecture import ARCHITECTURES
@@ -82,7 +82,7 @@ def test_queries_are_those_of_rotate(backend, dtypes, data):
 @pytest.mark.parametrize("kind", thinned(product(("float16", "float32"), ("75", "80", "90a"))), ids="-".join)
 def test_every_architecture_rotates_queries(kind, schedule, monkeypatch):
     dtype, arch = kind
-    monkeypatch.setattr(execution, "HOST", ARCHITECTURES[arch])
+    monkeypatch.setattr(prepared, "HOST", ARCHITECTURES[arch])
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     for module in (call, call_of_rotate):
         module._prepared.cache_clear()

@@ -23,7 +23,7 @@ from cupy_flash.machine import cache, nvrtc, source
 from cupy_flash.machine.nvrtc import Report
 from cupy_flash.plan import read_hopper
 from cupy_flash.plan.architecture import ARCHITECTURES, architecture_named
-from cupy_flash.plan.fp16_parts import MOST_DIM, PARTS_ROWS
+from cupy_flash.plan.fp16_parts import ALL_ROWS, MOST_DIM
 from cupy_flash.plan.matrix import KINDS, PLANNED_ALONE, every_plan, has
 from cupy_flash.plan.tuning import KERNEL_TABLES, MASKS, SHORT
 
@@ -269,7 +269,8 @@ def test_the_matrix_has_every_row():
     first = zeros  # the same without statistics
     halves = filter(used_in_parts, KERNEL_TABLES["fwd_hopper"]["90a"]["half"])
     # float32 in one part or two, whole and shared; and what makes the parts
-    of_parts = [*{replace(row, **any_use, tma_store_out=False) for row in halves}, *PARTS_ROWS]
+    of_parts = [{replace(row, **any_use, tma_store_out=False) for row in rows} for rows in (halves, ALL_ROWS)]
+    of_parts = [row for rows in of_parts for row in rows]
     every = (rows, shared, zeros, ahead, first, in_order, alone, queries, of_pairs, 2 * of_parts, range(2))
     assert len(plans) == len({plan.name for plan in plans}) == sum(map(len, every))
     assert sum(plan.config.ROTATE_Q for plan in plans) == len(queries) > 0

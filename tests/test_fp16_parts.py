@@ -1,10 +1,12 @@
 """Float32 attention on sm_90a: elements as two numbers of float16, three products in place of each."""
 
+from itertools import product
+
 import numpy
 import pytest
 from thinned import thinned
 
-from cupy_flash import UnsupportedError, attention, plan_attention
+from cupy_flash import KeyRanges, TileMask, UnsupportedError, attention, plan_attention
 from cupy_flash.judge.compare import compare
 from cupy_flash.machine.host import SCHEDULES
 from cupy_flash.plan.fp16_parts import MOST_DIM
@@ -181,14 +183,82 @@ def test_memory_is_that_of_the_operands():
     assert "fp16_parts" in str(plan)
 
 
+def scored(name, dim, seed=0):
+    """Queries, keys and values of two batch elements and heads, and what is asked of scores."""
+    rng = numpy.random.default_rng(seed)
+    len_q, len_kv = 150, 210
+    q = rng.standard_normal((2, 2, len_q, dim), numpy.float32)
+    k, v = rng.standard_normal((2, 2, 1, len_kv, dim), numpy.float32)
+    docs = {"doc": numpy.sort(rng.integers(0, 4, len_q)), "doc_kv": numpy.sort(rng.integers(0, 4, len_kv))}
+    of_docs = {"mask": "doc[q_idx] == doc_kv[kv_idx] or kv_idx == 0", "arrays": docs}
+    t, bias = rng.uniform(0.5, 2, 2).astype(numpy.float32), rng.standard_normal((2, len_q, len_kv), numpy.float32)
+    asked = {
+        "softcap": {"softcap": 3.0, "causal": True},
+        "a scale below zero": {"scale": -0.3},
+        "a large scale": {"scale": 2000.0},
+        "bias": {"bias": bias, "causal": True},
+        "bias of keys": {"bias": bias[:1, :1] * 9, "sinks": t},
+        "a bias that hides": {"bias": numpy.where(bias > 1, numpy.float32(-1e9), bias)},
+        "alibi": {"alibi_slopes": t, "causal": True},
+        "a factor": {"score": "score * t[h]", "arrays": {"t": t}},
+        "an expression": {"score": "score * exp(-t[h] * abs(q_idx - kv_idx))", "arrays": {"t": t}},
+        "a table": {"score": "score + table[kv_idx - q_idx + 200]", "arrays": {"table": bias[0, :3].ravel()}},
+        "documents": of_docs,
+        "documents, causal, softcap": of_docs | {"causal": True, "softcap": 4.0},
+        "an array that masks": {"mask": rng.random((2, 1, len_q, len_kv)) < 0.7},
+        "a factor and documents": {"score": "score * t[h]", "mask": of_docs["mask"], "arrays": {"t": t} | docs},
+        "ranges": {"mask": KeyRanges(numpy.zeros((len_q, 1), int), rng.integers(1, len_kv, (len_q, 1)))},
+        "bias and documents": of_docs | {"bias": bias},
+        "bias and softcap": {"bias": bias, "softcap": 3.0},
+    }
+    return (q, k, v), asked[name]
+
+
+SCORED = (
+    "softcap", "a scale below zero", "a large scale", "bias", "bias of keys", "a bias that hides", "alibi", "a factor", "a table",
+    "documents", "documents, causal, softcap", "an array that masks", "a factor and documents", "ranges",
+)  # fmt: skip
+NARROW = ("an expression", "bias and documents", "bias and softcap")  # of head dims to 64
+OF_CALLS = ("sinks", "bias", "alibi_slopes", "arrays")  # what a plan is called with; an array as mask as well
+
+
+def of_a_call(asked):
+    mask = asked.get("mask")
+    by_name = {name: asked[name] for name in OF_CALLS if name in asked}
+    return by_name if mask is None or isinstance(mask, str) else by_name | {"mask": mask}
+
+
+@pytest.mark.parametrize("name, dim", [*product(SCORED, (64, 100)), *((name, 40) for name in NARROW)])
+def test_scores_are_as_near_as_those_of_fwd_v2(name, dim):
+    operands, asked = scored(name, dim)
+    wide = {name: x.astype(numpy.float64) if name in ("bias", "alibi_slopes", "sinks") else x for name, x in asked.items()}
+    exact = attention(*(x.astype(numpy.float64) for x in operands), **wide)
+    plan = planned(operands, asked)
+    assert plan.kernel.config.FP16_PARTS == 2
+    other = plan_attention(*operands, **asked, kernel="fwd_v2", **HOST)
+    found = plan(*operands, **of_a_call(asked))[0], other(*operands, **of_a_call(asked))
+    own, other = (numpy.sqrt(numpy.mean((x - exact) ** 2)) for x in found)
+    assert own < 3 * other + 2**-24 * numpy.sqrt(numpy.mean(exact**2))
+
+
+def test_a_mask_keeps_its_tiles():
+    operands, asked = scored("documents", 64)
+    mask = TileMask(asked["mask"], asked["arrays"])
+    out, lse = planned(operands, asked)(*operands, arrays=asked["arrays"])
+    plan = planned(operands, {"mask": mask})
+    for _ in range(2):
+        for found, expected in zip(plan(*operands, mask=mask), (out, lse)):
+            numpy.testing.assert_array_equal(found, expected)
+
+
 REFUSED = {
     "more than 64 queries": ({}, 64, "at most 64 queries"),
     "dims": ({}, (100, MOST_DIM["ieee"] + 1), "head dims above 128"),
     "dims of tf32": ({"precision": "tf32"}, (100, MOST_DIM["tf32"] + 1), "head dims above 192"),
-    "softcap": ({"softcap": 20.0}, 100, "a softcap"),
-    "scores": ({"score": "score * 2"}, 100, "with scores"),
-    "scale": ({"scale": -1.0}, 100, "scaled one by one"),
-    "sinks of tf32": ({"precision": "tf32", "sinks": numpy.zeros(2, numpy.float32)}, 100, "for sinks"),
+    "dropout": ({"dropout": 0.1, "seed": 1}, 100, "dropout"),
+    "sinks of tf32": ({"precision": "tf32", "sinks": numpy.zeros(2, numpy.float32)}, 100, "for what is asked"),
+    "softcap of tf32": ({"precision": "tf32", "softcap": 9.0}, 100, "for what is asked"),
+    "a long expression of wide heads": ({"score": "score * sigmoid(score)"}, (100, 65), "no registers"),
 }
 
 

@@ -14,7 +14,7 @@ from thinned import thinned
 
 from cupy_flash import UnsupportedError, rotate
 from cupy_flash.call import rotate as call
-from cupy_flash.machine import execution
+from cupy_flash.machine import prepared
 from cupy_flash.machine.operands import Operands
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.rotate import make_rotate_plan, rotate_launches, rotate_plan
@@ -73,7 +73,7 @@ def test_rows_are_rotated_by_the_angles_of_their_positions(backend, dtypes, data
 @pytest.mark.parametrize("kind", thinned(product(("float16", "float32"), ("75", "80", "90a"))), ids="-".join)
 def test_every_architecture_rotates(kind, schedule, monkeypatch):
     dtype, arch = kind
-    monkeypatch.setattr(execution, "HOST", ARCHITECTURES[arch])
+    monkeypatch.setattr(prepared, "HOST", ARCHITECTURES[arch])
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     call._prepared.cache_clear()
     rng = numpy.random.default_rng(0)

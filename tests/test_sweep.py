@@ -21,7 +21,7 @@ from cupy_flash.measure.sweep import Swept, candidates, fault_of
 from cupy_flash.plan import tuning
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.columns import padded
-from cupy_flash.plan.fp16_parts import PARTS_ROWS
+from cupy_flash.plan.fp16_parts import ALL_ROWS
 from cupy_flash.plan.tuning import HOPPER_CANDIDATES, TileConfig, candidates_for, table_for
 
 SM_90A = ARCHITECTURES["90a"]
@@ -49,7 +49,7 @@ def cell_of(dim=64, seq=1000, causal=False, dtype="bfloat16"):
 @pytest.mark.parametrize("dim", [20, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_candidates_are_all_tiles_that_fit(arch, kernel, dim, dtype):
-    if kernel == "fwd_hopper" and (dim > PARTS_ROWS[-1].width if dtype == "float32" else dim * 2 % 16):
+    if kernel == "fwd_hopper" and (dim > ALL_ROWS[-1].width if dtype == "float32" else dim * 2 % 16):
         with pytest.raises(UnsupportedError, match="kernel: "):
             candidates(cell_of(dim, dtype=dtype), ARCHITECTURES[arch], kernel)
         return
@@ -60,7 +60,7 @@ def test_candidates_are_all_tiles_that_fit(arch, kernel, dim, dtype):
     # Whatever serves a wider head serves a narrower one: its tile takes less memory there.
     knobs = ("tile_q", "tile_kv", "warps", "stages", "stages_v", "stages_q", "tma_store_out", "pingpong")
     knobs += ("min_blocks", "q_in_registers", "lazy_rescale")
-    table = PARTS_ROWS if (kernel, dtype) == ("fwd_hopper", "float32") else table_for(kernel, ARCHITECTURES[arch], dtype)
+    table = ALL_ROWS if (kernel, dtype) == ("fwd_hopper", "float32") else table_for(kernel, ARCHITECTURES[arch], dtype)
     rows = [row for row in table if row.serves(padded(dim), padded(dim))]
     there = [tuple(getattr(c.plan.config, knob.upper()) for knob in knobs) for c in found]
     assert rows and {tuple(getattr(row, knob) for knob in knobs) for row in rows} <= set(there)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 
-from ..machine.execution import cached
+from ..machine.prepared import cached
 from ..problem.backward import BACKWARD_ARRAYS
 from ..problem.forward import FORWARD_ARRAYS
 from ..problem.lengths import LENGTHS
@@ -110,7 +110,7 @@ def forward_launcher(plan: AttentionPlan) -> Callable[[list[int], Memory, int], 
         addresses[2] += more_v
         execution.launch(addresses, workspace, None, stream)
 
-    return launch if execution.preparation or more_k or more_v else execution.on_device.launch
+    return launch if not execution.only_launches or more_k or more_v else execution.on_device.launch
 
 
 def launch_backward(plan: BackwardPlan, addresses: list[int], of_scores: Mapping[str, int], workspace: Memory, stream: int) -> None:
@@ -146,9 +146,7 @@ def load(plan: AttentionPlan | BackwardPlan) -> None:
     """Compile the kernels of a plan and load them on the current device, which must not wait for a launch in a CUDA graph."""
     executions = plan._executions if isinstance(plan, BackwardPlan) else (plan._execution,)
     for execution in executions:
-        execution.on_device  # noqa: B018, a cached property
-        if execution.preparation is not None:
-            execution._prepare_on_device  # noqa: B018
+        execution.load()
 
 
 def _named(

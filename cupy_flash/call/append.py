@@ -9,8 +9,9 @@ from typing import Any
 import numpy
 
 from ..errors import shown
-from ..machine.execution import Execution, Prepared, architecture_for, cached
+from ..machine.execution import Execution
 from ..machine.operands import Operands
+from ..machine.prepared import Prepared, architecture_for, cached
 from ..plan.append import append_launches, make_append_plan
 from ..plan.kernel import KernelPlan
 from ..plan.rotation_params import append_params

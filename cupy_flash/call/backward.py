@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..machine.execution import Execution, Prepared, architecture_for, cached
+from ..machine.execution import Execution
 from ..machine.operands import Operands
+from ..machine.prepared import Prepared, architecture_for, cached
 from ..plan.backward import backward_launches, backward_maps, backward_workspace, make_backward_plan
 from ..plan.grouping import make_grouping
 from ..plan.kernel import KernelPlan
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from ..plan.read_gradients import ReadGradientPlan
 
 RESULTS = ("dq", "dk", "dv", "dsinks")
-FIRST_RESULT = BACKWARD_ARRAYS.index("dq")
-END_OF_RESULTS = len(BACKWARD_ARRAYS)
+FIRST_RESULT, END_OF_RESULTS = BACKWARD_ARRAYS.index("dq"), len(BACKWARD_ARRAYS)
 
 
 class BackwardPlan(Prepared):

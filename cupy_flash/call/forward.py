@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from ..machine.execution import NO_OPTIONS, Prepared, architecture_for, cached
+from ..machine.prepared import NO_OPTIONS, Prepared, architecture_for, cached
 from ..problem import arrays
 from ..problem.forward import FORWARD_ARRAYS, Problem, make_problem
 from ..problem.key_ranges import START, STOP
@@ -50,7 +50,7 @@ class AttentionPlan(Prepared):
         super().__init__(layouts, ("out", "lse"), problem.backend, problem.device, execution, keeps_tiles, given)
         q, k, v, out, _, *others = (x and arrays.description_of(x) for x in problem.seen)
         self._few_arrays = not given and problem.sinks is None
-        self._only_launches = execution is not None and execution.preparation is None
+        self._only_launches = execution is not None and execution.only_launches
         # Without `out`, and with it.
         self._usual = () if self._demanded else ((q, k, v, None, None, *others), (q, k, v, out, None, *others))
 

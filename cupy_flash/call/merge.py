@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from ..errors import shown
-from ..machine.execution import Execution, Prepared, architecture_for, cached
+from ..machine.execution import Execution
 from ..machine.operands import Operands
+from ..machine.prepared import Prepared, architecture_for, cached
 from ..plan.kernel import KernelPlan
 from ..plan.merge import merge_launches, merge_plan
 from ..plan.params import merge_params

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..machine.execution import Execution
 from ..plan.forward import forward_launches, forward_splits, forward_workspace
 from ..plan.forward_maps import forward_maps
-from ..plan.fp16_parts import given_name, in_parts, making_of_parts
+from ..plan.fp16_parts import given_name, in_fp16_parts, making_of_parts
 from ..plan.packing import packing_of, with_inner_heads
 from ..plan.params import forward_params, hopper_forward_params, names_of_given
 from ..problem.forward import FORWARD_ARRAYS, Problem
@@ -35,8 +35,8 @@ def forward_execution(
     keeps_tiles : bool
         Whether a call is given what that found.
     """
-    before = making_of_parts(kernel, packed) or tiles
-    packed = with_inner_heads(in_parts(packed, kernel.config.FP16_PARTS), kernel.config.INNER_HEADS)
+    parts = making_of_parts(kernel, packed)
+    packed = with_inner_heads(in_fp16_parts(packed, kernel.config.FP16_PARTS), kernel.config.INNER_HEADS)
     launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)  # they refuse what is too large
     maps = forward_maps(kernel, packed)
     splits = forward_splits(kernel, packed)
@@ -45,4 +45,4 @@ def forward_execution(
     else:
         params = forward_params(packed, splits)
     names = (*(FORWARD_ARRAYS if not kernel.config.FP16_PARTS else map(given_name, FORWARD_ARRAYS)), *names_of_given(problem))
-    return Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, before, keeps_tiles)
+    return Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, tiles, keeps_tiles, parts)

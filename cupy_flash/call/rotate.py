@@ -8,8 +8,9 @@ from typing import Any
 import numpy
 
 from ..errors import shown
-from ..machine.execution import Execution, Prepared, architecture_for, cached
+from ..machine.execution import Execution
 from ..machine.operands import Operands
+from ..machine.prepared import Prepared, architecture_for, cached
 from ..plan.kernel import KernelPlan
 from ..plan.rotate import make_rotate_plan, rotate_launches
 from ..plan.rotation_params import rotate_params

@@ -1,24 +1,15 @@
-"""A kernel with everything of a problem but the arrays, and what all plans check of the arrays they are called with."""
+"""A kernel with everything of a problem but the arrays."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from ..errors import shown
-from ..plan.architecture import HOST, Architecture, architecture_named, architecture_of
 from ..plan.workspace import Workspace
-from ..problem import arrays
-from ..problem.forward import Problem
-from ..problem.layout import Layout
-from ..problem.lengths import check_values
 from ..problem.mask import Mask
-from ..problem.overlap import are_apart, check_overlap
 
 if TYPE_CHECKING:
     from ..plan.kernel import KernelPlan
@@ -27,9 +18,6 @@ if TYPE_CHECKING:
     from ..plan.tensor_map import TensorMap
     from .device import DeviceKernel
     from .host import Traffic
-
-Result = TypeVar("Result")
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Execution:
@@ -51,9 +39,11 @@ class Execution:
     mask : Mask, optional
         Of a forward.
     preparation : Preparation, optional
-        What is launched before, such as what finds the tiles that it visits. Its results are a part of the workspace.
+        What finds the tiles that it visits. It is launched before, and its results are a part of the workspace.
     keeps_tiles : bool
         Whether its results are kept outside of a call instead, and it is launched only where they are not there yet.
+    parts : Preparation, optional
+        What makes the arrays that the kernel is told of from those of a call. Likewise launched before, in each call.
     """
 
     def __init__(
@@ -68,15 +58,19 @@ class Execution:
         mask: Mask | None = None,
         preparation: Preparation | None = None,
         keeps_tiles: bool = False,
+        parts: Preparation | None = None,
     ) -> None:
         self.kernel = kernel
         self.launches = launches
         self.preparation = preparation
+        self.parts = parts
         self._keeps_tiles = keeps_tiles
         if preparation is not None and keeps_tiles:
             names = (*names, *preparation.results.names)
         elif preparation is not None:
             workspace = Workspace((*workspace.parts, *preparation.results.parts))
+        if parts is not None:
+            workspace = Workspace((*workspace.parts, *parts.results.parts))
         self.workspace = workspace
         self._params = params
         self._names = names
@@ -88,11 +82,18 @@ class Execution:
         blocks = list(map(str, self.launches))
         if len(blocks) > 1:
             blocks = [f"{launch.entry} {number}" for launch, number in zip(self.launches, blocks)]
-        before = self.preparation
-        if before:
-            once = f", once for a TileMask, which keeps {before.results.nbytes} bytes" if self._keeps_tiles else ""
-            before = f"\n  before: {', '.join(f'{launch.entry} {launch}' for launch in before.launches)}{once}"
-        return f"{self.kernel}{before or ''}\n  {', '.join(blocks)}"
+        before = ""
+        if self.preparation:
+            once = f", once for a TileMask, which keeps {self.preparation.results.nbytes} bytes" if self._keeps_tiles else ""
+            before = f"\n  before: {_launched(self.preparation)}{once}"
+        if self.parts:
+            before += f"\n  before: {_launched(self.parts)}"
+        return f"{self.kernel}{before}\n  {', '.join(blocks)}"
+
+    @property
+    def only_launches(self) -> bool:
+        """Whether nothing is launched before the kernel."""
+        return self.preparation is None and self.parts is None
 
     @functools.cached_property
     def on_device(self) -> DeviceKernel:
@@ -103,11 +104,29 @@ class Execution:
         return DeviceKernel(self.kernel, self._device, *of_problem)
 
     @functools.cached_property
-    def _prepare_on_device(self) -> DeviceKernel:
+    def _preparation_on_device(self) -> DeviceKernel:
+        return self._loaded(self.preparation)
+
+    @functools.cached_property
+    def _in_each_call(self) -> tuple[tuple[DeviceKernel, list[int]], ...]:
+        """What is launched before in each call, and where among its words and the parts of workspace those are that it takes."""
+        there = (*self._names, *self.workspace.names)
+        before = [(self.parts, self._loaded)] if self.parts else []
+        if self.preparation and not self._keeps_tiles:
+            before.append((self.preparation, lambda _: self._preparation_on_device))
+        return tuple((load(of), [there.index(name) for name in of.taken]) for of, load in before)
+
+    def _loaded(self, of: Preparation) -> DeviceKernel:
         from .device import DeviceKernel
 
-        c = self.preparation
-        return DeviceKernel(c.kernel, self._device, c.params, c.names, Workspace(), c.launches, {}, None)
+        return DeviceKernel(of.kernel, self._device, of.params, of.names, Workspace(), of.launches, {}, None)
+
+    def load(self) -> None:
+        """Load all that a call launches: a capture must not."""
+        self.on_device  # noqa: B018, a cached property
+        self._in_each_call  # noqa: B018
+        if self.preparation is not None:
+            self._preparation_on_device  # noqa: B018
 
     def launch(
         self, words: list[int], workspace: Any, found: dict[Any, Any] | None = None, stream: int | None = None
@@ -124,26 +143,17 @@ class Execution:
         stream : int, optional
             By default the current one.
         """
-        c = self.preparation
-        if c is not None and found is not None:
+        if self._keeps_tiles and self.preparation is not None:
             words = [*words, *self._kept_on_device(words, found, stream)]
-        elif c is not None:
+        if self._in_each_call:
             from .device import allocated
 
             workspace = allocated(self.workspace) if workspace is None else workspace
             first = workspace.data.ptr
             there = [*words, *(first + offset for offset in self.workspace.offsets)]
-            self._prepare_on_device.launch([there[place] for place in self._places_taken], None, stream)
+            for kernel, places in self._in_each_call:
+                kernel.launch([there[place] for place in places], None, stream)
         self.on_device.launch(words, workspace, stream)
-
-    @functools.cached_property
-    def _places_taken(self) -> list[int]:
-        """Where among the words of a call and the parts of workspace those are that the preparation takes."""
-        there = (*self._names, *self.workspace.names)
-        return [there.index(name) for name in self.preparation.taken]
-
-    def _prepare(self, told: dict[str, int], stream: int | None) -> None:
-        self._prepare_on_device.launch([told[name] for name in self.preparation.taken], None, stream)
 
     def _kept_on_device(self, words: list[int], found: dict[Any, Any], stream: int | None) -> list[int]:
         """Where what is kept of tiles lies, which is computed if it is not there."""
@@ -156,7 +166,8 @@ class Execution:
             memory = allocated(c.results)
         at = [memory.data.ptr + offset for offset in c.results.offsets]
         if key not in found:
-            self._prepare(dict(zip(self._names, (*words, *at))), stream)
+            told = dict(zip(self._names, (*words, *at)))
+            self._preparation_on_device.launch([told[name] for name in c.taken], None, stream)
             found[key] = memory
         return at
 
@@ -168,227 +179,19 @@ class Execution:
 
         operands = {name: x for name, x in zip(self._names, views) if x is not None}
         operands |= self.workspace.on_host(workspace)
-        options, before, c = host.HostOptions.from_environment(), host.Traffic(), self.preparation
+        options, traffic, c = host.HostOptions.from_environment(), host.Traffic(), self.preparation
         kept = None if found is None or c is None else found.get((None, c.key))
         if found is not None and c is not None:
             operands |= c.results.on_host() if kept is None else kept
-        if c is not None and kept is None:
-            told = {name: operands[taken] for name, taken in zip(c.names, c.taken)}
-            before = host.run(c.kernel, c.launches, c.params, told, options)
-            if found is not None:
-                found[None, c.key] = {name: operands[name] for name in c.results.names}
-        traffic = host.run(self.kernel, self.launches, self._params, operands, options, self._mask)
-        return traffic and before and traffic + before
+        for before in filter(None, (self.parts, c if kept is None else None)):
+            told = {name: operands[taken] for name, taken in zip(before.names, before.taken)}
+            of_it = host.run(before.kernel, before.launches, before.params, told, options)
+            traffic = traffic and of_it and traffic + of_it
+        if found is not None and c is not None and kept is None:
+            found[None, c.key] = {name: operands[name] for name in c.results.names}
+        of_kernel = host.run(self.kernel, self.launches, self._params, operands, options, self._mask)
+        return of_kernel and traffic and of_kernel + traffic
 
 
-class Prepared:
-    """What every plan can do: compare arrays with the layouts it was made for, and execute on its device.
-
-    Parameters
-    ----------
-    layouts : dict of str to Layout or None
-        As users see the arguments; None for one left out.
-    results : tuple of str
-        Which of them are written.
-    backend : str
-    device : int or None
-    execution : Execution or None
-        None on backend 'numpy', which has no kernel.
-    keeps_tiles : bool
-        Whether the mask of a call is one that keeps what is found of its tiles.
-    given : tuple of str
-        Which of the arguments are lengths, or what scores and masks read.
-    """
-
-    def __init__(
-        self,
-        layouts: dict[str, Layout | None],
-        results: tuple[str, ...],
-        backend: str,
-        device: int | None,
-        execution: Execution | None,
-        keeps_tiles: bool = False,
-        given: tuple[str, ...] = (),
-    ) -> None:
-        self._layouts = layouts
-        self._given = given
-        self._keeps_tiles = keeps_tiles
-        self._results = results
-        self._places_of_results = [i for i, name in enumerate(layouts) if name in results]
-        self._backend = backend
-        self._device = device
-        self._execution = execution
-        # A new array has no gaps; one in place of a result that is planned with them would be written beyond its end.
-        self._demanded = tuple(name for name in results if layouts[name] is not None and not layouts[name].dense)
-        self._spans = [(0, 0) if x is None else tuple(end * x.itemsize for end in x.extent) for x in layouts.values()]
-
-    @functools.cached_property
-    def _current_device(self) -> Callable[[], int]:
-        from .device import current_device  # needs CuPy, which a plan that is only printed does not
-
-        return current_device
-
-    def __repr__(self) -> str:
-        how = self._backend if self.kernel is None else self.kernel.name
-        return f"<{type(self).__name__} by {how}: {str(self).splitlines()[0]}>"
-
-    def _repr_html_(self) -> str:
-        """What notebooks show: the first line, and all of it when it is opened."""
-        import html  # late: most programs show no plan
-
-        first, *others = html.escape(str(self)).splitlines()
-        return f"<details><summary>{first}</summary><pre>" + "\n".join(others) + "</pre></details>"
-
-    @property
-    def kernel(self) -> KernelPlan | None:
-        """The kernel and its constants; None on backend 'numpy', which has no kernel."""
-        return self._execution and self._execution.kernel
-
-    @property
-    def launches(self) -> tuple[Launch, ...]:
-        """The grids of a call, in order; none on backend 'numpy'."""
-        return self._execution.launches if self._execution else ()
-
-    @property
-    def workspace(self) -> Workspace:
-        """Device memory beyond inputs and results, by part."""
-        return self._execution.workspace if self._execution else Workspace()
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of device memory beyond inputs and results: what `workspace` has to hold if it is given."""
-        return self.workspace.nbytes
-
-    def _check_layouts(self, descriptions: tuple[Any, ...]) -> None:
-        for (name, planned), found in zip(self._layouts.items(), descriptions):
-            if found is not None:
-                _check_layout(name, arrays.layout_of(found, name), planned)
-            elif name in self._demanded:
-                raise ValueError(f"{name}: expected an array with strides {planned.strides}, as planned, got None")
-            elif planned is not None and name not in (*self._results, "dlse"):  # None of which is zero
-                raise ValueError(f"{name}: expected an array of shape {planned.shape}, as planned, got None")
-
-    def _check_captured(self, others: Any, problem: Problem) -> None:
-        """Refuse arrays by other names than those planned, and an expression as mask, which is the plan's own."""
-        planned = problem.scores
-        mask, found = others.options["mask"], others.found
-        if self._keeps_tiles != (found is not None) and (mask is not None or "mask" in others.names or self._keeps_tiles):
-            expected = "a TileMask" if self._keeps_tiles else "no TileMask"
-            raise ValueError(f"mask: expected {expected}, as planned, got {'one' if found is not None else 'none'}")
-        if found is not None and mask is not None and mask != planned.mask:
-            raise ValueError(f"mask: expected a TileMask of {str(planned.mask)!r}, as planned, got one of {str(mask)!r}")
-        if mask is not None and found is None:
-            raise ValueError(f"mask: expected None or an array, since a plan keeps its expression, got {shown(mask)}")
-        if others.names == self._given:
-            return
-        for name in self._given:
-            if name not in others.names:
-                raise ValueError(f"{name}: expected an array, as planned, got None")
-        for name in others.names:
-            if name not in self._given:
-                raise ValueError(f"{name}: expected None, the plan was made without it, got an array")
-
-    def _check_numbers(self, problem: Problem, lengths: dict[str, Any]) -> None:
-        """Refuse lengths of sequences that are impossible, wherever they are."""
-        if problem.lengths is None:
-            raise ValueError("lengths: expected a plan with lengths of sequences, got one without")
-        for name in lengths:
-            if name not in problem.lengths.names:
-                raise ValueError(f"{name}: expected one of {', '.join(problem.lengths.names)}, as planned")
-        views = {name: arrays.view(x, name) for name, x in lengths.items()}
-        numbers = {name: x if isinstance(x, numpy.ndarray) else x.get() for name, x in views.items()}
-        for name, x in numbers.items():
-            _check_layout(name, arrays.layout(x, name), replace(dict(problem.lengths.arrays)[name], device=None))
-        check_values(problem.lengths, numbers, (problem.len_q, problem.len_kv))
-
-    def checked_workspace(self, x: Any) -> arrays.Array:
-        """The caller's memory for the workspace, checked."""
-        memory = arrays.view(x, "workspace", writable=True)
-        (shape, strides, dtype, phase, where), _ = arrays.describe(memory)
-        if dtype != numpy.uint8:
-            raise TypeError(f"workspace: expected uint8, got {dtype}")
-        if len(shape) != 1 or (strides != (1,) and shape[0] > 1) or shape[0] < self.workspace_bytes:
-            raise ValueError(
-                f"workspace: expected one axis of at least {self.workspace_bytes} bytes without gaps, got shape {shape}"
-            )
-        if where != self._device:
-            places = ["in host memory" if place is None else f"on CUDA device {place}" for place in (self._device, where)]
-            raise ValueError(f"workspace: expected an array {places[0]}, got one {places[1]}")
-        if phase:
-            raise ValueError(f"workspace: expected an address divisible by 16, got remainder {phase}")
-        return memory
-
-    def _check_apart(self, addresses: list[int], workspace: arrays.Array | None) -> None:
-        """Refuse results that overlap an input or each other."""
-        if workspace is None and are_apart(addresses, self._spans, self._places_of_results):
-            return
-        given = zip(self._layouts, addresses, self._spans)
-        spans = {name: (address + low, address + high) for name, address, (low, high) in given if address}
-        results = self._results
-        if workspace is not None:
-            address = arrays.pointer(workspace)
-            spans["workspace"] = (address, address + self.workspace_bytes)
-            results = (*results, "workspace")
-        check_overlap(spans, results)
-
-    def _check_counts(self) -> None:
-        if self._backend != "host":
-            raise ValueError(f"backend: expected a plan for 'host', the only one that counts, got one for {self._backend!r}")
-
-    def _where_planned(self, compute: Callable[..., Result], *arguments: Any) -> Result:
-        """The result of a function that runs with the plan's device as the current one."""
-        if self._device is None or self._current_device() == self._device:
-            return compute(*arguments)
-        import cupy
-
-        with cupy.cuda.Device(self._device):
-            return compute(*arguments)
-
-
-def cached(
-    prepare: Callable[..., Result], descriptions: tuple[Any, ...], options: dict[str, Any], found: Mapping[str, Any] = NO_OPTIONS
-) -> Result:
-    """What a function with an `lru_cache` makes of descriptions and options by name, from the cache where they can be its key.
-
-    Besides options that a user gave there are those that have been found to be of the one type that they may have.
-    """
-    named = (*options.items(), *found.items())
-    try:
-        # The types tell True from 1, which are equal as keys but not as options; inside of a pair as well.
-        types = [*map(type, options.values())]
-        if tuple in types:
-            types += [tuple(map(type, option)) for option in options.values() if type(option) is tuple]
-        return prepare(descriptions, named, tuple(types))
-    except Exception:  # an option that cannot be a key, such as a list as window; or what is wrong, and is found wrong once more
-        pass
-    return prepare.__wrapped__(descriptions, named, ())
-
-
-def architecture_for(backend: str, device: int | None, arch: str | None = None) -> Architecture | None:
-    """The architecture to plan for: on the host the one asked for, on a device its own; None with NumPy, which has no kernels."""
-    if backend == "numpy":
-        if arch is not None:
-            raise ValueError(f"arch: expected None on backend 'numpy', which has no kernels, got {shown(arch)}")
-        return None
-    if backend == "host":
-        return HOST if arch is None else architecture_named(arch)
-    from .device import compute_capability
-
-    own = architecture_of(compute_capability(device))
-    if arch is not None and architecture_named(arch) != own:
-        raise ValueError(f"arch: expected None or {own.name!r}, what device {device} executes, got {arch!r}")
-    return own
-
-
-def _check_layout(name: str, found: Layout, planned: Layout | None) -> None:
-    if found == planned:
-        return
-    if planned is None:
-        raise ValueError(f"{name}: expected None, the plan was made without it, got an array")
-    for field in ("shape", "strides", "dtype", "device"):
-        if getattr(found, field) != getattr(planned, field):
-            raise ValueError(f"{name}: expected {field} {getattr(planned, field)}, as planned, got {getattr(found, field)}")
-    if found.alignment < planned.alignment:
-        raise ValueError(
-            f"{name}: expected an address divisible by {planned.alignment}, as planned, got one divisible by {found.alignment}"
-        )
+def _launched(before: Preparation) -> str:
+    return ", ".join(f"{launch.entry} {launch}" for launch in before.launches)

@@ -15,7 +15,7 @@ import numpy
 
 from ..judge.compare import compare
 from ..judge.compare_gradients import compare_gradients
-from ..machine.execution import architecture_for
+from ..machine.prepared import architecture_for
 from ..plan.architecture import Architecture
 from ..problem.arrays import DTYPES
 from .bench import Array, Run, Verdict

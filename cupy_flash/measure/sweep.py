@@ -15,7 +15,7 @@ from ..errors import CompileError
 from ..machine import nvrtc
 from ..plan.architecture import Architecture
 from ..plan.forward import make_forward_plan
-from ..plan.fp16_parts import PARTS_ROWS
+from ..plan.fp16_parts import ALL_ROWS
 from ..plan.kernel import Config, KernelPlan, configure
 from ..plan.rows_between import rows_between
 from ..plan.tuning import TileConfig, candidates_for
@@ -107,7 +107,7 @@ def candidates(cell: Cell, architecture: Architecture, kernel: str | None = None
     chosen = make_forward_plan(problem, architecture)
     dims = max(chosen.config.DIM, chosen.config.DIM_V), chosen.config.DIM_V
     between = rows_between(problem) if chosen.file == "fwd_hopper" and not chosen.config.FP16_PARTS else ()
-    table = PARTS_ROWS if chosen.config.FP16_PARTS else candidates_for(chosen.file, architecture, cell.dtype)
+    table = ALL_ROWS if chosen.config.FP16_PARTS else candidates_for(chosen.file, architecture, cell.dtype)
     plans = dict.fromkeys(_with_tile(chosen, row, cell.dtype, problem.precision) for row in (*between, *table) if row.serves(*dims))
     plans = [plan for plan in plans if plan.shared_bytes <= architecture.shared_bytes]
     return tuple(Candidate(name, plan, plan == chosen) for name, plan in zip(_names(plans), plans))

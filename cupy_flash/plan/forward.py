@@ -14,7 +14,7 @@ from .copies import copy_size
 from .explicit_scores import explicit_scores
 from .expression_text import ExpressionText
 from .few_rows import why_fwd_v2
-from .fp16_parts import PARTS_ROWS, fp16_parts, in_parts, why_not_parts
+from .fp16_parts import explicit_in_parts, expressions_in_parts, fp16_parts, in_fp16_parts, rows_in_parts, why_not_parts
 from .hopper_splits import fills_tiles, hopper_splits, shares_tiles_of_sequence
 from .kernel import (
     KernelPlan,
@@ -69,7 +69,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     check_kind(architecture, "q", problem.dtype, problem.precision)
     asked, packing = problem, packing_of(problem)
     parts, why_parts = fp16_parts(packing.problem, architecture)
-    problem = in_parts(packing.problem, parts)
+    problem = in_fp16_parts(packing.problem, parts)
     expressions = text_of(problem)
     if parts:
         kernel, why_kernel = "fwd_hopper", why_parts
@@ -81,12 +81,17 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     problem = with_inner_heads(problem, inner)
     why_inner = f"{inner} query heads of a group share a tile, query by query" * (inner > 1)
     (width, dim), (width_v, dim_v) = widths(kernel, problem.dim), widths(kernel, problem.dim_v)
-    if kernel == "fwd_hopper" and not has_packed_scores(problem):
+    if parts:
+        expressions = expressions_in_parts(problem)
+    elif kernel == "fwd_hopper" and not has_packed_scores(problem):
         expressions = with_bits(problem, taken_apart(problem, expressions, _bends(problem)), bends=_bends(problem))
     copied = ("out",) if kernel == "fwd_hopper" else MOVED  # by lanes, not by TMA
     in_memory = {} if problem.lengths is None else problem.lengths.caches  # pages are as far apart as these say
     copy_bytes, why_copy = copy_size({name: getattr(problem, name) for name in copied} | in_memory)
-    explicit, why_scores = explicit_scores(problem, expressions, unless_large=kernel == "fwd_hopper")
+    if parts:
+        explicit, why_scores = explicit_in_parts(problem, expressions)
+    else:
+        explicit, why_scores = explicit_scores(problem, expressions, unless_large=kernel == "fwd_hopper")
     pack_gqa = problem.mask.queries is not None
     split, why_split = (False, "") if kernel == "fwd_hopper" else splits_keys(kernel, asked, problem.len_kv)
     of_lengths = kernel == "fwd_hopper" and problem.lengths is not None
@@ -104,7 +109,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         width_v=dim_v,
         sinks=problem.sinks is not None,
         lengths=problem.lengths is not None or split,
-        rows=PARTS_ROWS
+        rows=rows_in_parts(expressions)
         if parts == 2
         else rows_of_sequences(problem)
         if of_lengths and not problem.scores

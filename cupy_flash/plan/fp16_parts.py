@@ -16,9 +16,11 @@ from ..problem.forward import Problem
 from ..problem.layout import Layout, dense_layout, merge_batch_axes
 from .architecture import Architecture
 from .columns import PANEL
-from .explicit_scores import LARGEST_SCALE
-from .kernel import KernelPlan, configure, layouts_of
+from .explicit_scores import explicit_scores
+from .expression_text import ExpressionText, Pressure
+from .kernel import KernelPlan, configure, layouts_of, text_of
 from .launch import Launch, checked
+from .pair_bits import with_bits
 from .params import captured_name
 from .preparation import Preparation
 from .structs import constants, struct
@@ -30,10 +32,22 @@ OPERANDS = ("q", "k", "v")
 MOST_PARTS = 2
 MOST_DIM = {"ieee": 128, "tf32": 192}  # beyond which registers do not hold sums of a key tile, or factors of heads
 THREE_PRODUCTS = "three products of float16 for each of float32; a key tile has sums of its own, which tensor cores cut off"
+WIDE_PRODUCTS = {**WIDE, "stages": 3, "stages_v": 3}
 PARTS_ROWS = (
-    TileConfig(64, 128, 128, THREE_PRODUCTS + "; measured 238, 231 causal", **TWO, pingpong=True),
-    TileConfig(128, 128, 48, THREE_PRODUCTS + "; measured 239, 233 causal", **{**WIDE, "stages": 3, "stages_v": 3}),
+    TileConfig(64, 128, 128, THREE_PRODUCTS + "; measured 238, 231 causal", **TWO, pingpong=True, plain_scores=True),
+    TileConfig(64, 128, 96, THREE_PRODUCTS, **TWO, stages=3, pingpong=True),
+    TileConfig(128, 128, 48, THREE_PRODUCTS + "; measured 239, 233 causal", **WIDE_PRODUCTS),
 )
+OF_TERMS = "; what becomes of scores takes registers"
+TERM_ROWS = (
+    TileConfig(64, 128, 96, THREE_PRODUCTS + OF_TERMS, **TWO, stages=3, pingpong=True),
+    TileConfig(128, 128, 32, THREE_PRODUCTS + OF_TERMS, **{**WIDE, "stages": 4, "stages_v": 4}),
+)
+READING_ROWS = (TileConfig(64, 128, 64, THREE_PRODUCTS + OF_TERMS, **TWO, stages=4, stages_v=3, pingpong=True), TERM_ROWS[1])
+ALL_ROWS = (*PARTS_ROWS, *TERM_ROWS, *READING_ROWS)
+LIGHT = (Pressure.TERM, Pressure.EXPRESSION)  # what leaves registers for TERM_ROWS
+HEAVY = (Pressure.LONG_EXPRESSION, Pressure.SEVERAL, Pressure.MANY)  # and what leaves none for head dims above 64
+NARROW = 64
 TILE = TileConfig(32, 32, 16, "a block takes some rows of a head", warps=8, stages=1, min_blocks=4)
 ROWS_AT_ONCE = 32  # of a block of fp16_parts.cu
 LEAST_ROWS, MOST_BLOCKS = 64, 16  # of a block, and of a head
@@ -76,19 +90,48 @@ def why_not_parts(problem: Problem) -> str:
     """Why products of float16 cannot compute a float32 problem, or ''."""
     if problem.kernel not in (None, "fwd_hopper") or problem.algorithm != "v2":
         return "another kernel was asked for"
-    if problem.lengths is not None or problem.scores or problem.softcap is not None:
-        return "with scores, masks of pairs, a softcap or lengths it is fwd_v2"
-    if not 0 < problem.scale <= LARGEST_SCALE:
-        return "scores are scaled one by one"
+    if problem.lengths is not None or problem.scores.dropout is not None:
+        return "with lengths or dropout it is fwd_v2"
     if problem.mask.queries is not None or problem.len_q <= SHORT:
         return f"at most {SHORT} queries"
     if max(problem.dim, problem.dim_v) > MOST_DIM[problem.precision]:
         return f"head dims above {MOST_DIM[problem.precision]}, for which it has no registers"
     apart = problem.dim_v > 1 and problem.out.strides[-1] != 1
-    if problem.precision == "tf32" and (problem.sinks is not None or apart):
-        return "in one part there are no registers for sinks, nor for elements of a row of out that are apart"
-    told = in_parts(problem, MOST_PARTS)
-    return obstacle(problem.batch, layouts_of(told), OPERANDS)
+    asks = problem.sinks is not None or problem.scores or problem.softcap is not None
+    if (problem.precision == "tf32" and asks) or (apart and (problem.precision == "tf32" or problem.scores)):
+        return "there are no registers for what is asked, or for elements of a row of out that are apart"
+    told = in_fp16_parts(problem, MOST_PARTS)
+    return _crowded(told) or obstacle(problem.batch, layouts_of(told), OPERANDS)
+
+
+def _crowded(told: Problem) -> str:
+    """Why there are no registers for what is asked for each pair, or ''."""
+    text = expressions_in_parts(told)
+    if text.takes_part and not text.pair_bits:
+        return "a mask is asked of pairs"
+    wide = max(told.dim, told.dim_v) > NARROW
+    if wide and (text.pressure in HEAVY or (text.pressure is Pressure.BIAS and text.pair_bits)):
+        return f"head dims above {NARROW}, where what becomes of scores leaves no registers"
+    return ""
+
+
+def expressions_in_parts(told: Problem) -> ExpressionText:
+    """The text of what becomes of scores, with bits in place of a mask."""
+    return with_bits(told, text_of(told), apart=False)
+
+
+def explicit_in_parts(problem: Problem, expressions: ExpressionText) -> tuple[bool, str]:
+    """Whether each score is scaled by itself, and why: as in `explicit_scores`, and where anything becomes of scores."""
+    if expressions.kind != "UNCHANGED" and problem.softcap is None:
+        return True, "scores scaled one by one, as the parts of a head are, before anything becomes of them"
+    return explicit_scores(problem, expressions)
+
+
+def rows_in_parts(expressions: ExpressionText) -> tuple[TileConfig, ...]:
+    """The tiles for a problem in two parts."""
+    if expressions.pressure is Pressure.NOTHING:
+        return PARTS_ROWS
+    return TERM_ROWS if expressions.pressure in LIGHT else READING_ROWS
 
 
 def _pays(problem: Problem) -> bool:
@@ -103,7 +146,7 @@ def _seconds(problem: Problem, pace: Pace) -> float:
     return max(problem.flops / pace.rate, keys * max(problem.dim, problem.dim_v) * pace.step)
 
 
-def in_parts(problem: Problem, parts: int) -> Problem:
+def in_fp16_parts(problem: Problem, parts: int) -> Problem:
     """The problem that fwd_hopper is told: of float16, with high parts, and behind them low parts, in each row of q, k and v."""
     if not parts:
         return problem

@@ -9,7 +9,7 @@ from itertools import product
 
 from .append import append_plan
 from .architecture import ARCHITECTURES, Architecture
-from .fp16_parts import MOST_DIM, MOST_PARTS, PARTS_ROWS, parts_plan
+from .fp16_parts import ALL_ROWS, MOST_DIM, MOST_PARTS, parts_plan
 from .grouping import HOPPER_KERNELS, has_idle_warps
 from .kernel import PARAMS, KernelPlan, configure
 from .merge import merge_plan
@@ -79,7 +79,7 @@ def _plans_in_parts(kernel: str, architecture: Architecture, precision: str) -> 
     if kernel == "fp16_parts":
         yield parts_plan(architecture, parts)
         return
-    rows = PARTS_ROWS if parts == MOST_PARTS else table_for(kernel, architecture, "float16")
+    rows = ALL_ROWS if parts == MOST_PARTS else table_for(kernel, architecture, "float16")
     rows = [replace(row, tma_store_out=False) for row in rows if row.width <= MOST_DIM[precision] and row.max_len_q != SHORT]
     for plan in dict.fromkeys(_row_plan(kernel, architecture, "float16", "ieee", row) for row in rows):
         for split in (False, True):

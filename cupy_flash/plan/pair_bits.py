@@ -42,7 +42,9 @@ def _matrices(problem: Problem) -> int:
     return math.prod(told_apart(problem.scores, math.prod(problem.batch), problem.heads_q))
 
 
-def with_bits(problem: Problem, text: ExpressionText, linear: bool = True, bends: bool = False) -> ExpressionText:
+def with_bits(
+    problem: Problem, text: ExpressionText, linear: bool = True, bends: bool = False, apart: bool = True
+) -> ExpressionText:
     """The text of a kernel for sm_90a, which is told nothing of a mask whose bits it reads; of any other problem the same text.
 
     What becomes of scores besides is as it would be without the mask.
@@ -56,13 +58,15 @@ def with_bits(problem: Problem, text: ExpressionText, linear: bool = True, bends
         Whether there are registers for what a row has of a linear term.
     bends : bool
         As of `taken_apart`.
+    apart : bool
+        Whether the text is taken apart at all.
     """
     if not text.takes_part or problem.lengths is not None or not fits(problem):
         return text
     rest = replace(problem, scores=replace(problem.scores, mask=None, mask_array=None))
     if not rest.scores.changes_scores:
         return replace(NOTHING, pair_bits=True)
-    found = taken_apart(rest, text_of(rest), bends)
+    found = taken_apart(rest, text_of(rest), bends) if apart else text_of(rest)
     found = text_of(rest) if found.kind == "PLUS_LINEAR" and not linear else found
     return replace(found, pair_bits=True)
 

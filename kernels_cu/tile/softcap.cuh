@@ -9,7 +9,7 @@
 #include "tile/softmax.cuh"
 
 // Where fwd_hopper.cu does so. With dropout of what a mask leaves, wide rows have no registers for it.
-constexpr bool CAPPED = EXPLICIT_SCORES && SOFTCAP && SCORES == UNCHANGED && !(MASKED_PAIRS && (!TILE_LIST || (DROPOUT && max_of(WIDTH, WIDTH_V) > 192)));
+constexpr bool CAPPED = EXPLICIT_SCORES && SOFTCAP && SCORES == UNCHANGED && !FP16_PARTS && !(MASKED_PAIRS && (!TILE_LIST || (DROPOUT && max_of(WIDTH, WIDTH_V) > 192)));
 
 // softcap * tanh(scale * score / softcap) of a product near 0, in units of log 2, over the product.
 OP float cap_factor(float over, const CapPolynomial& cap) {
