@@ -14,7 +14,15 @@ from .copies import copy_size
 from .explicit_scores import explicit_scores
 from .expression_text import ExpressionText
 from .few_rows import why_fwd_v2
-from .fp16_parts import explicit_in_parts, expressions_in_parts, fp16_parts, in_fp16_parts, rows_in_parts, why_not_parts
+from .fp16_parts import (
+    asks_in_parts,
+    explicit_in_parts,
+    expressions_in_parts,
+    fp16_parts,
+    in_fp16_parts,
+    rows_in_parts,
+    why_not_parts,
+)
 from .hopper_splits import fills_tiles, hopper_splits, shares_tiles_of_sequence
 from .kernel import (
     KernelPlan,
@@ -109,8 +117,8 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         width_v=dim_v,
         sinks=problem.sinks is not None,
         lengths=problem.lengths is not None or split,
-        rows=rows_in_parts(expressions)
-        if parts == 2
+        rows=rows_in_parts(problem, expressions)
+        if parts == 2 or (parts and asks_in_parts(problem))
         else rows_of_sequences(problem)
         if of_lengths and not problem.scores
         else _rows(kernel, architecture, problem, expressions),

@@ -16,7 +16,7 @@ from ..problem.forward import Problem
 from ..problem.layout import Layout, dense_layout, merge_batch_axes
 from .architecture import Architecture
 from .columns import PANEL
-from .explicit_scores import explicit_scores
+from .explicit_scores import LARGEST_SCALE, explicit_scores
 from .expression_text import ExpressionText, Pressure
 from .kernel import KernelPlan, configure, layouts_of, text_of
 from .launch import Launch, checked
@@ -44,6 +44,11 @@ TERM_ROWS = (
     TileConfig(128, 128, 32, THREE_PRODUCTS + OF_TERMS, **{**WIDE, "stages": 4, "stages_v": 4}),
 )
 READING_ROWS = (TileConfig(64, 128, 64, THREE_PRODUCTS + OF_TERMS, **TWO, stages=4, stages_v=3, pingpong=True), TERM_ROWS[1])
+OF_BIAS = "; TMA brings a bias with the keys"
+STAGED_ROWS = (
+    TileConfig(64, 128, 64, THREE_PRODUCTS + OF_BIAS, **TWO, pingpong=True, staged_bias=True),
+    TileConfig(128, 128, 32, THREE_PRODUCTS + OF_BIAS, **{**WIDE, "stages": 3, "stages_v": 3, "staged_bias": True}),
+)
 ALL_ROWS = (*PARTS_ROWS, *TERM_ROWS, *READING_ROWS)
 LIGHT = (Pressure.TERM, Pressure.EXPRESSION)  # what leaves registers for TERM_ROWS
 HEAVY = (Pressure.LONG_EXPRESSION, Pressure.SEVERAL, Pressure.MANY)  # and what leaves none for head dims above 64
@@ -52,7 +57,7 @@ TILE = TileConfig(32, 32, 16, "a block takes some rows of a head", warps=8, stag
 ROWS_AT_ONCE = 32  # of a block of fp16_parts.cu
 LEAST_ROWS, MOST_BLOCKS = 64, 16  # of a block, and of a head
 BYTES = 12  # moved for each element: read twice, and written as two parts
-BANDWIDTH, LAUNCHES = 3.6e12, 6e-6  # of that, in bytes/s, and what two launches more take, in s; measured on an H200, as the next
+BANDWIDTH, LAUNCHES = 3.6e12, 15e-6  # of that, in bytes/s, and of two launches more with their host, in s; on an H200, as the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +99,12 @@ def why_not_parts(problem: Problem) -> str:
         return "with lengths or dropout it is fwd_v2"
     if problem.mask.queries is not None or problem.len_q <= SHORT:
         return f"at most {SHORT} queries"
-    if max(problem.dim, problem.dim_v) > MOST_DIM[problem.precision]:
-        return f"head dims above {MOST_DIM[problem.precision]}, for which it has no registers"
+    most = MOST_DIM["ieee" if asks_in_parts(problem) else problem.precision]
+    if max(problem.dim, problem.dim_v) > most:
+        return f"head dims above {most}, for which it has no registers"
     apart = problem.dim_v > 1 and problem.out.strides[-1] != 1
-    asks = problem.sinks is not None or problem.scores or problem.softcap is not None
-    if (problem.precision == "tf32" and asks) or (apart and (problem.precision == "tf32" or problem.scores)):
-        return "there are no registers for what is asked, or for elements of a row of out that are apart"
+    if apart and (problem.precision == "tf32" or problem.scores):
+        return "elements of a row of out are apart, for which there are no registers"
     told = in_fp16_parts(problem, MOST_PARTS)
     return _crowded(told) or obstacle(problem.batch, layouts_of(told), OPERANDS)
 
@@ -127,8 +132,17 @@ def explicit_in_parts(problem: Problem, expressions: ExpressionText) -> tuple[bo
     return explicit_scores(problem, expressions)
 
 
-def rows_in_parts(expressions: ExpressionText) -> tuple[TileConfig, ...]:
-    """The tiles for a problem in two parts."""
+def asks_in_parts(problem: Problem) -> bool:
+    """Whether something is asked for which tiles of one part have no registers, unless they are those of two."""
+    scaled = problem.softcap is not None or not 0 < problem.scale <= LARGEST_SCALE
+    return bool(problem.scores) or problem.sinks is not None or scaled
+
+
+def rows_in_parts(told: Problem, expressions: ExpressionText) -> tuple[TileConfig, ...]:
+    """The tiles for a problem in two parts, or in one with something that is asked of scores."""
+    of_bias = expressions.pressure is Pressure.BIAS and expressions.kind == "PLUS_TERM" and not expressions.pair_bits
+    if of_bias and not obstacle(told.batch, layouts_of(told), ("bias",)):
+        return STAGED_ROWS
     if expressions.pressure is Pressure.NOTHING:
         return PARTS_ROWS
     return TERM_ROWS if expressions.pressure in LIGHT else READING_ROWS

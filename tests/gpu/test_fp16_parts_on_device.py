@@ -1,8 +1,10 @@
 """Float32 attention by products of float16, by the kernels of a device."""
 
+from itertools import product
+
 import numpy
 import pytest
-from test_fp16_parts import CASES, drawn, judged, planned
+from test_fp16_parts import CASES, NARROW, SCORED, drawn, errors_of_scores, judged, planned, scored
 
 from cupy_flash import attention, plan_attention
 
@@ -20,8 +22,6 @@ def exact(q, k, v, asked):
 @pytest.mark.parametrize("name", CASES)
 def test_right(name, precision):
     operands, asked = drawn(name)
-    if precision == "tf32" and "sinks" in asked:
-        pytest.skip("fwd_v2")
     on_device = [cupy.asarray(x) for x in operands]
     given = {"sinks": cupy.asarray(asked["sinks"])} if "sinks" in asked else {}
     plan = planned(on_device, asked | given, precision, {})
@@ -86,3 +86,10 @@ def test_batches_without_their_axes_merged():
     k, v = rng.standard_normal((2, 1, 2, 4, 130, 64), cupy.float32)
     found = plan_attention(q, k, v, kernel="fwd_hopper")(q, k, v).get()
     assert numpy.abs(found - exact(q, k, v, {})).max() < 2**-18
+
+
+@pytest.mark.parametrize("precision, allowed", [("ieee", 2**-24), ("tf32", 2**-13)])
+@pytest.mark.parametrize("name, dim", [*product(SCORED, (64, 100)), *((name, 40) for name in NARROW)])
+def test_scores_are_as_near_as_those_of_fwd_v2(name, dim, precision, allowed):
+    own, other, size = errors_of_scores(*scored(name, dim), precision, {}, cupy.asarray, cupy.asnumpy)
+    assert own < 3 * other + allowed * size
