@@ -65,6 +65,7 @@ struct OperandHeads {
   int rows_of_block;
   int blocks_of_head;
   int first_block;                        // of the array
+  int first_head;
 };
 
 // float32 operands, and what becomes of them, see fp16_parts.cu.
@@ -77,6 +78,7 @@ struct Fp16PartsParams {
   u16* k_parts;                           // the same of k
   u16* v_parts;                           // and of v
   float* largest;                         // (blocks, WARPS)  the largest magnitude among the rows of each warp
+  int* exponents;                         // (heads of q, of k, and of v)  by which their parts were made at first
   float* factors;                         // (batch, heads, 2)  as HeadFactors
   OperandHeads of[OPERANDS];
   int batch[BATCH_AXES];

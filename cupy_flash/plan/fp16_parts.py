@@ -55,8 +55,8 @@ HEAVY = (Pressure.LONG_EXPRESSION, Pressure.SEVERAL, Pressure.MANY)  # and what 
 NARROW = 64
 TILE = TileConfig(32, 32, 16, "a block takes some rows of a head", warps=8, stages=1, min_blocks=4)
 ROWS_AT_ONCE = 32  # of a block of fp16_parts.cu
-LEAST_ROWS, MOST_BLOCKS = 64, 16  # of a block, and of a head
-BYTES = 12  # moved for each element: read twice, and written as two parts
+LEAST_ROWS, MOST_BLOCKS = 128, 16  # of a block, and of a head
+BYTES = 8  # moved for each element: read, and written as two parts
 BANDWIDTH, LAUNCHES = 3.6e12, 15e-6  # of that, in bytes/s, and of two launches more with their host, in s; on an H200, as the next
 
 
@@ -205,14 +205,15 @@ def making_of_parts(kernel: KernelPlan, problem: Problem) -> Preparation | None:
     if not parts:
         return None
     plan = parts_plan(kernel.architecture, parts)
-    params, blocks, factors = _params(problem, plan.config.WARPS)
-    largest, convert = plan.entries
-    launches = checked(Launch(largest, blocks, 0)), checked(Launch(convert, blocks + factors, 0))
+    params, blocks, heads, factors = _params(problem, plan.config.WARPS)
+    (make, shared), (again, _) = plan.entries.items()
+    launches = checked(Launch(make, blocks, shared)), checked(Launch(again, blocks + factors, 0))
     rows = {name: getattr(problem, name) for name in OPERANDS}
     sizes = {name: 2 * _distinct(_layout_in_parts(x, parts)) for name, x in rows.items()}
     last = captured_name(constants()["CAPTURED"] - 1)  # which no expression reads then
-    results = Workspace((*sizes.items(), ("largest", 4 * blocks * plan.config.WARPS), (last, 8 * int(params["all_heads"][0]))))
-    own = (*OPERANDS, *(f"{name}_parts" for name in OPERANDS), "largest", "factors")
+    found = ("largest", 4 * blocks * plan.config.WARPS), ("exponents", 4 * heads)
+    results = Workspace((*sizes.items(), *found, (last, 8 * int(params["all_heads"][0]))))
+    own = (*OPERANDS, *(f"{name}_parts" for name in OPERANDS), "largest", "exponents", "factors")
     return Preparation(plan, launches, params, own, (*map(given_name, OPERANDS), *results.names), results)
 
 
@@ -222,15 +223,15 @@ def parts_plan(architecture: Architecture, parts: int) -> KernelPlan:
     return KernelPlan("fp16_parts", architecture, replace(config, FP16_PARTS=parts), (TILE.why,))
 
 
-def _params(problem: Problem, warps: int) -> tuple[numpy.ndarray, int, int]:
-    """A size-1 array of `Fp16PartsParams` without addresses, and how many blocks have rows, and factors."""
+def _params(problem: Problem, warps: int) -> tuple[numpy.ndarray, int, int, int]:
+    """A size-1 array of `Fp16PartsParams` without addresses, how many blocks have rows, and heads, and how many blocks factors."""
     layouts = {name: getattr(problem, name) for name in OPERANDS}
     params = numpy.zeros(1, struct("Fp16PartsParams"))
     # Merged as the arrays of fwd_hopper are, or fewer: the numbers of batch elements are the same.
     sizes, strides = merge_batch_axes(problem.batch, layouts)
     params["batch"], params["heads"], params["heads_per_kv"] = sizes, problem.heads_q, problem.heads_per_kv
     params["all_heads"] = math.prod(problem.batch) * problem.heads_q
-    blocks = 0
+    blocks = all_heads = 0
     for number, (name, layout) in enumerate(layouts.items()):
         heads, rows, dim = layout.shape[-3:]
         tensor, of = params[name], params["of"]
@@ -239,9 +240,9 @@ def _params(problem: Problem, warps: int) -> tuple[numpy.ndarray, int, int]:
         own = [1 if stride == 0 else size for size, stride in zip((*sizes, heads), (*strides[name], layout.strides[-3]))]
         of_block = max(LEAST_ROWS, -(-rows // (MOST_BLOCKS * ROWS_AT_ONCE)) * ROWS_AT_ONCE)
         told = {"batch": own[:-1], "heads": own[-1], "rows": rows, "dim": dim, "columns": _columns(dim), "rows_of_block": of_block}
-        told |= {"blocks_of_head": -(-rows // of_block), "first_block": blocks}
+        told |= {"blocks_of_head": -(-rows // of_block), "first_block": blocks, "first_head": all_heads}
         for field, value in told.items():
             of[field][:, number] = value
-        blocks += -(-rows // of_block) * math.prod(own)
+        blocks, all_heads = blocks + -(-rows // of_block) * math.prod(own), all_heads + math.prod(own)
     params["first_of_factors"] = blocks
-    return params, blocks, -(-int(params["all_heads"][0]) // warps)
+    return params, blocks, all_heads, -(-int(params["all_heads"][0]) // warps)

@@ -128,7 +128,7 @@ class KernelPlan:
         if self.file in ("merge", "rotate", "append"):
             return {self.file: 0}
         if self.file == "fp16_parts":
-            return {"fp16_parts_largest": 0, "fp16_parts": 0}
+            return {"fp16_parts": 4 * c.WARPS, "fp16_parts_again": 0}
         if self.file == "classify":
             return {"classify": 4 * 8 * (1 + 16 * c.PAIR_BITS), "classify_columns": 0}  # of 8 tiles, and of their parts
         if self.file == "bwd_v2":

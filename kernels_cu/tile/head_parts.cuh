@@ -3,9 +3,12 @@
 #include "row_params.cuh"
 #include "tile/copy.cuh"
 #include "tile/scheduler.cuh"
+#include "tile/shared.cuh"
 
 constexpr int ROWS_AT_ONCE = 4;                               // of a warp, whose reads are on their way together
-constexpr int LARGEST_EXPONENT = 14;                          // of the largest element of a head in float16, which has numbers up to 2^16
+constexpr int SAMPLES = 2;                                    // rows of a head that each warp looks at before
+constexpr int LARGEST_EXPONENT = 14;                          // of an element in float16, which has numbers up to 2^16
+constexpr int SAMPLED_EXPONENT = 11;                          // of the largest element of the sampled rows: others may be 8 times as large
 
 // Some rows of a head.
 struct RowsOfHead {
@@ -25,6 +28,18 @@ OP RowsOfHead rows_of_head(const Fp16PartsParams& p, u32 block) {
   const Tensor& tensor = tensor_of(p, operand);
   const float* const from = static_cast<const float*>(tensor.data) + offset_of(tensor, element, head % of.heads, 0);
   return {operand, head, row, min_of(row + of.rows_of_block, of.rows), from, parts_of(p, operand) + i64(head) * of.rows * FP16_PARTS * of.columns};
+}
+// Calls use(lane, column, x, y) for every pair of neighbouring elements of a row, by one warp.
+template <typename Use> OP void for_pairs_of_row(const Fp16PartsParams& p, const RowsOfHead& at, int row, Use use) {
+  const Tensor& tensor = tensor_of(p, at.operand);
+  const int dim = p.of[at.operand].dim;
+  for_lane(l) {
+    #pragma unroll 1
+    for (int col = 2 * l; col < dim; col += 64) {
+      const float* const from = at.from + row * tensor.row_stride + col * tensor.col_stride;
+      use(l, col, read(from), col + 1 < dim ? read(from + tensor.col_stride) : 0.f);
+    }
+  }
 }
 // Calls use(lane, row, column, x, y) for every pair of neighbouring elements of the rows, shared by the warps of a block; with zeros behind the array.
 template <typename Use> OP void for_pairs(const Fp16PartsParams& p, const RowsOfHead& at, Use use) {
@@ -51,19 +66,31 @@ template <typename Use> OP void for_pairs(const Fp16PartsParams& p, const RowsOf
   }
 }
 OP float finite(float x) { return fabsf(x) <= HIGHEST ? x : 0.f; }
+OP float larger(float largest, float x, float y) { return fmaxf(largest, fmaxf(fabsf(finite(x)), fabsf(finite(y)))); }
+OP void find_largest(Regs<float, 1>& x) { reduce_lanes<32>(x, [](float a, float b) { return fmaxf(a, b); }); }
+// The exponent by which a number becomes 2^to ... 2^(to + 1) in magnitude; that of zero is as large as any.
+OP int exponent_of(float x, int to) { return min_of(to + 127 - int(float_bits(x) >> 23), 127); }
 
-// The largest magnitude of what is finite in the rows that the warp has, to *found.
-OP void find_largest(float* found, const Fp16PartsParams& p, const RowsOfHead& at) {
+// The exponent that a head probably needs, from rows spread over it: by all warps of a block, which meet.
+OP int sampled_exponent(const Fp16PartsParams& p, const RowsOfHead& at) {
+  const OperandHeads& of = p.of[at.operand];
   Regs<float, 1> largest;
   for_lane(l) largest.at(l, 0) = 0.f;
-  for_pairs(p, at, [&](int l, int, int, float x, float y) { largest.at(l, 0) = fmaxf(largest.at(l, 0), fmaxf(fabsf(finite(x)), fabsf(finite(y)))); });
-  reduce_lanes<32>(largest, [](float a, float b) { return fmaxf(a, b); });
-  for_lane(l) {
-    if (l == 0) write(found, largest.at(l, 0));
+  #pragma unroll 1
+  for (int i = 0; i < SAMPLES; ++i) {
+    const int row = int(i64(warp_id() * SAMPLES + i) * of.rows / (WARPS * SAMPLES));
+    for_pairs_of_row(p, at, row, [&](int l, int, float x, float y) { largest.at(l, 0) = larger(largest.at(l, 0), x, y); });
   }
+  find_largest(largest);
+  store_once(shared_memory() + warp_id() * int(sizeof(float)), largest.at(0, 0));
+  sync_block();                                               // without it numbers are read that have not been written
+  float of_all = 0.f;
+  #pragma unroll
+  for (int i = 0; i < WARPS; ++i) of_all = fmaxf(of_all, load_shared<float>(shared_memory() + i * int(sizeof(float))));
+  return exponent_of(of_all, SAMPLED_EXPONENT);
 }
-// The exponent of a head, from what warps have found of it: its largest element times 2^e is at least 2^14, and less than 2^15.
-OP int exponent_of_head(const Fp16PartsParams& p, int operand, int head) {
+// The largest magnitude of a head, from what warps have found of it.
+OP float largest_of_head(const Fp16PartsParams& p, int operand, int head) {
   const OperandHeads& of = p.of[operand];
   const float* const found = p.largest + i64(of.first_block + head * of.blocks_of_head) * WARPS;
   Regs<float, 1> largest;
@@ -72,29 +99,54 @@ OP int exponent_of_head(const Fp16PartsParams& p, int operand, int head) {
     #pragma unroll 4
     for (int i = l; i < of.blocks_of_head * WARPS; i += 32) largest.at(l, 0) = fmaxf(largest.at(l, 0), read(found + i));
   }
-  reduce_lanes<32>(largest, [](float a, float b) { return fmaxf(a, b); });
-  return min_of(LARGEST_EXPONENT + 127 - int(float_bits(largest.at(0, 0)) >> 23), 127); // 127, where all is zero
+  find_largest(largest);
+  return largest.at(0, 0);
+}
+// The exponent of a head in the end, and whether it is another one than its parts have been made with.
+struct Exponent {
+  int e;
+  bool changed;
+};
+OP Exponent exponent_of_head(const Fp16PartsParams& p, int operand, int head) {
+  const int needed = exponent_of(largest_of_head(p, operand, head), LARGEST_EXPONENT), sampled = p.exponents[p.of[operand].first_head + head];
+  count_read(sizeof(int));
+  return {min_of(needed, sampled), needed < sampled};
 }
 // 2^e, which may be beyond float32, or so small that it is zero
 OP float power_of_two(int e) {
   const int half = e / 2;
   return bits_float(u32(half + 127) << 23) * bits_float(u32(e - half + 127) << 23);
 }
-// The rows as numbers of float16, x * 2^exponent = high + low.
-OP void make_parts(const Fp16PartsParams& p, const RowsOfHead& at, int exponent) {
+// The rows as numbers of float16, x * 2^exponent = high + low, and the largest magnitude of what is finite in those that the warp has.
+OP float make_parts(const Fp16PartsParams& p, const RowsOfHead& at, int exponent) {
   const float scale = power_of_two(exponent);
   const int columns = p.of[at.operand].columns;
   const auto write_pair = [](u16* to, u32 pair) {
     count_written(sizeof(pair));
     *reinterpret_cast<u32*>(to) = pair;
   };
-  for_pairs(p, at, [&](int, int row, int col, float x, float y) {
+  Regs<float, 1> largest;
+  for_lane(l) largest.at(l, 0) = 0.f;
+  for_pairs(p, at, [&](int l, int row, int col, float x, float y) {
+    largest.at(l, 0) = larger(largest.at(l, 0), x, y);
     x *= scale, y *= scale;
     u16* const to = at.to + (i64(row) * FP16_PARTS * columns + col);
     const u32 high = pack<half_t>(x, y);
     write_pair(to, high);
     if constexpr (FP16_PARTS == 2) write_pair(to + columns, pack<half_t>(finite(x - unpack<half_t>(high, 0)), finite(y - unpack<half_t>(high, 1))));
   });
+  find_largest(largest);
+  return largest.at(0, 0);
+}
+// What a block has found of its rows, for the launch behind.
+OP void store_found(const Fp16PartsParams& p, const RowsOfHead& at, int exponent, float largest) {
+  const int warp = warp_id();
+  float* const found = p.largest + i64(block_id()) * WARPS + warp;
+  int* const exponent_of_rows = p.exponents + p.of[at.operand].first_head + at.head;
+  for_lane(l) {
+    if (l == 0) write(found, largest);
+    if (l == 0 && warp == 0 && at.row == 0) count_written(sizeof(int)), *exponent_of_rows = exponent;
+  }
 }
 
 // The number of the head of an operand that a query head has, of an array that may be the same along some axes.
@@ -110,8 +162,8 @@ OP void store_factors(const Fp16PartsParams& p, int number) {
   int element[BATCH_AXES];
   batch_element(element, p.batch, u32(number / p.heads));
   const int head = number % p.heads, head_kv = head / p.heads_per_kv;
-  const int of_q = exponent_of_head(p, 0, number_of_head(p.of[0], element, head)), of_k = exponent_of_head(p, 1, number_of_head(p.of[1], element, head_kv));
-  const int of_v = exponent_of_head(p, 2, number_of_head(p.of[2], element, head_kv));
+  const int of_q = exponent_of_head(p, 0, number_of_head(p.of[0], element, head)).e, of_k = exponent_of_head(p, 1, number_of_head(p.of[1], element, head_kv)).e;
+  const int of_v = exponent_of_head(p, 2, number_of_head(p.of[2], element, head_kv)).e;
   for_lane(l) {
     if (l < 2) write(p.factors + 2 * i64(number) + l, power_of_two(l ? -of_v : -of_q - of_k));
   }
