@@ -56,8 +56,8 @@ NARROW = 64
 TILE = TileConfig(32, 32, 16, "a block takes some rows of a head", warps=8, stages=1, min_blocks=4)
 ROWS_AT_ONCE = 32  # of a block of fp16_parts.cu
 LEAST_ROWS, MOST_BLOCKS = 128, 16  # of a block, and of a head
-BYTES = 8  # moved for each element: read, and written as two parts
-BANDWIDTH, LAUNCHES = 3.6e12, 15e-6  # of that, in bytes/s, and of two launches more with their host, in s; on an H200, as the next
+BANDWIDTH, LAUNCHES = 2.6e12, 15e-6  # of making parts, in bytes/s, and what its two launches take with their host, in s; on an H200
+HALF_TILE = 64  # keys that a query tile computes besides those that its rows see, where a mask has an edge
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +150,21 @@ def rows_in_parts(told: Problem, expressions: ExpressionText) -> tuple[TileConfi
 
 def _pays(problem: Problem) -> bool:
     """Whether making parts takes less time than products of parts save."""
-    elements = sum(_distinct(getattr(problem, name)) for name in OPERANDS)
+    moved = sum(_bytes_moved(getattr(problem, name)) for name in OPERANDS)
     of_parts, of_v2 = (_seconds(problem, pace) for pace in PACES[problem.precision])
-    return of_parts + BYTES * elements / BANDWIDTH + LAUNCHES < of_v2
+    return of_parts + moved / BANDWIDTH + LAUNCHES < of_v2
 
 
 def _seconds(problem: Problem, pace: Pace) -> float:
-    keys = problem.mask.pairs / problem.len_q
-    return max(problem.flops / pace.rate, keys * max(problem.dim, problem.dim_v) * pace.step)
+    keys = min(problem.mask.pairs / problem.len_q + HALF_TILE, problem.len_kv)
+    flops = 2 * (problem.dim + problem.dim_v) * keys * problem.len_q * problem.heads_q * math.prod(problem.batch)
+    return max(flops / pace.rate, keys * max(problem.dim, problem.dim_v) * pace.step)
+
+
+def _bytes_moved(layout: Layout) -> int:
+    """What is read of an array, and written of its parts."""
+    elements = _distinct(layout)
+    return layout.itemsize * (elements + elements // layout.shape[-1] * _columns(layout.shape[-1]))
 
 
 def in_fp16_parts(problem: Problem, parts: int) -> Problem:

@@ -218,6 +218,8 @@ def _shapes(draw: Draw, recipe: Recipe | None) -> dict[str, Shape]:
         heads_kv = 0
     if recipe and recipe.keys == "many":  # and no axis is empty
         batch, heads_kv, len_q, len_kv = (), draw.one((1, 2)), max(len_q, 1), draw.integer(1500, 2600)
+    if recipe and recipe.keys == "in parts":  # the same
+        batch, heads_kv, len_q, len_kv = tuple(max(size, 1) for size in batch), max(heads_kv, 1), max(len_q, 65), max(len_kv, 1)
     budget = MOST_FLOPS * (10 if recipe and recipe.keys == "many" else 1)
 
     def flops() -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from ...plan.fp16_parts import MOST_DIM
 from ...plan.tuning import WIDTHS
 from ...problem.arrays import DTYPES
 from ..expressions import MASKS
@@ -27,6 +28,7 @@ COMPUTATIONS = (
     ("80", "backward", "v2", None, "some"),
     ("90a", "backward", "auto", None, "some"),
     ("90a", "backward", "auto", "bwd_v2", "some"),
+    ("90a", "forward", "v2", "fwd_hopper", "in parts"),
 )
 # Of problems that ask for pairs, which v1 does not compute.
 COMPUTATIONS_OF_PAIRS = tuple(x for x in COMPUTATIONS if x[2] != "v1" and x[4] == "some")
@@ -40,8 +42,8 @@ class Recipe:
     ----------
     arch, direction, algorithm, kernel
         As in `plan_attention` and `check.Computation`.
-    keys : {'some', 'many'}
-        Many are more than a block of sm_90a computes alone.
+    keys : {'some', 'many', 'in parts'}
+        Many are more than a block of sm_90a computes alone. Float32 is in parts there if that is asked for.
     dtype, precision : str
     width, width_v : int
         Compiled widths.
@@ -109,17 +111,21 @@ def _recipe(draw: Draw, arch: str, direction: str, algorithm: str, kernel: str |
     hopper = arch == "90a" and kernel not in ("fwd_v2", "bwd_v2")
     kinds = ["float16"] if arch == "75" else ["float16", "bfloat16"]
     kinds += [] if hopper else ["float32"] if arch == "75" else ["float32", "tf32"]
+    in_parts = keys == "in parts"
+    kinds = ["float32", "tf32"] if in_parts else kinds
     kind = draw.one(kinds)
     dtype, precision = ("float32", "tf32") if kind == "tf32" else (kind, "ieee")
     widths = [width for width in WIDTHS for _ in range(1 + (width <= 128))]
     if (arch, direction, dtype) == ("75", "backward", "float32"):  # wider tiles do not fit its shared memory
         widths = [width for width in widths if width <= 192]
+    if in_parts:
+        widths = [width for width in widths if width <= MOST_DIM["ieee"]]
     width = draw.one(widths)
     width_v = draw.one(widths) if draw.chance(0.3) else width
     itemsize = DTYPES[dtype].itemsize
-    copies = (16,) if hopper else (16, 16, 8, 4, 0)
+    copies = (16, 8, 4) if in_parts else (16,) if hopper else (16, 16, 8, 4, 0)
     copy_bytes = draw.one([size for size in copies if size != 4 or itemsize <= 4])
-    few = keys == "many" or draw.chance(0.4)
+    few = keys == "many" or (not in_parts and draw.chance(0.4))
     return Recipe(
         arch, direction, algorithm, kernel, keys, dtype, precision, width, width_v, copy_bytes,
         explicit=draw.chance(0.4), grouped=draw.chance(0.5), few=few, sinks=draw.chance(0.4),

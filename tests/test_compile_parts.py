@@ -1,0 +1,94 @@
+"""What the compiler makes of float32 in parts: nothing spills, and products run by themselves, whatever is asked of scores."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy
+import pytest
+from thinned import quick
+
+from cupy_flash import UnsupportedError, plan_attention
+from cupy_flash.judge.expressions import MASKS, SCORES_OF_LENGTHS, Sizes
+from cupy_flash.machine import nvrtc
+from cupy_flash.plan.architecture import ARCHITECTURES
+from cupy_flash.plan.fp16_parts import parts_plan
+
+HEADS, LENGTH = 2, 1500
+SIZES = Sizes(b=2, h=HEADS, h_kv=HEADS, q_idx=LENGTH, kv_idx=LENGTH)
+DIMS = (32, 48, 64, 80, 96, 112, 128)
+
+
+def drawn(expression):
+    rng = numpy.random.default_rng(0)
+    arrays = {name: numpy.asarray(x) for name, x in expression.draw(rng, SIZES).items()}
+    return {name: x.astype(numpy.float32) if x.dtype.kind == "f" else x for name, x in arrays.items() if x.ndim} | {
+        name: x.item() for name, x in arrays.items() if not x.ndim
+    }
+
+
+def of_scores():
+    """What may be asked, by name."""
+    zeros = numpy.zeros(HEADS, numpy.float32)
+    bias = numpy.lib.stride_tricks.as_strided(zeros, (HEADS, LENGTH, LENGTH), (LENGTH * LENGTH * 4, LENGTH * 4, 4))  # never read
+    found = {
+        "nothing": {},
+        "causal, prefix": {"causal": True, "prefix": 9},
+        "window": {"window": (70, 3)},
+        "sinks": {"sinks": zeros},
+        "several sinks": {"sinks": numpy.zeros((3, HEADS), numpy.float32), "causal": True},
+        "softcap": {"softcap": 9.0, "causal": True, "prefix": 9},
+        "scale": {"scale": -1.0},
+        "large scale": {"scale": 5000.0},
+        "alibi": {"alibi_slopes": zeros, "causal": True},
+        "bias": {"bias": bias, "causal": True, "prefix": 9, "sinks": numpy.zeros((3, HEADS), numpy.float32)},
+        "bias of keys": {"bias": numpy.zeros((2, 1, 1, LENGTH), numpy.float32)},
+        "bias, alibi": {"bias": bias, "alibi_slopes": zeros},
+        "bias, softcap": {"bias": bias, "softcap": 9.0},
+        "bias, array": {"bias": bias, "mask": numpy.ones((1, 1, LENGTH, LENGTH), bool)},
+    }
+    documents = {"mask": MASKS["documents"].text, "arrays": drawn(MASKS["documents"])}
+    for name, mask in MASKS.items():
+        found[f"mask {name}"] = {"mask": mask.text, "arrays": drawn(mask)}
+        found[f"mask {name}, softcap"] = found[f"mask {name}"] | {"causal": True, "softcap": 9.0}
+    for name, score in SCORES_OF_LENGTHS.items():
+        found[name] = {"score": score.text, "arrays": drawn(score)}
+        found[f"{name}, softcap"] = found[name] | {"softcap": 9.0}
+        found[f"{name}, alibi"] = found[name] | {"alibi_slopes": zeros}
+        found[f"{name}, documents"] = documents | {"score": score.text, "arrays": drawn(score) | documents["arrays"]}
+    return found
+
+
+ASKED = of_scores()
+
+
+@pytest.mark.parametrize("precision, dim", quick([*product(("ieee", "tf32"), DIMS)], ("ieee", 112), spread=True))
+@pytest.mark.parametrize("name", quick([*ASKED], "softcap", "bias"))
+def test_nothing_spills(name, dim, precision):
+    q = numpy.lib.stride_tricks.as_strided(
+        numpy.zeros(1, numpy.float32), (2, HEADS, LENGTH, dim), [4 * n for n in (HEADS * LENGTH * dim, LENGTH * dim, dim, 1)]
+    )
+    try:
+        plan = plan_attention(q, q, q, **ASKED[name], precision=precision, kernel="fwd_hopper", backend="host", arch="90a").kernel
+    except UnsupportedError as error:
+        assert "registers" in str(error) and dim > 64  # for fwd_v2
+        return
+    for split in (False,) if plan.config.IN_TURN else (False, True):
+        report = nvrtc.report(replace(plan, config=replace(plan.config, SPLIT_KV=split)))
+        assert report.spill_bytes == 0 and not report.warnings
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("precision, dim", [("ieee", 64), ("ieee", 128), ("tf32", 64), ("tf32", 192)])
+def test_nothing_spills_where_rows_of_out_are_not_multiples_of_16_bytes(dim, precision):
+    q = numpy.zeros((1, 1, 300, dim), numpy.float32)
+    for dim_v in (dim - 1, dim - 2):
+        plan = plan_attention(q, q, q[..., :dim_v], precision=precision, kernel="fwd_hopper", backend="host", arch="90a").kernel
+        assert plan.config.COPY_BYTES in (4, 8)
+        report = nvrtc.report(plan)
+        assert report.spill_bytes == 0 and not report.warnings
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_makes_parts(parts):
+    report = nvrtc.report(parts_plan(ARCHITECTURES["90a"], parts))
+    assert report.spill_bytes == 0 and not report.warnings
