@@ -23,7 +23,7 @@ from cupy_flash.machine import cache, nvrtc, source
 from cupy_flash.machine.nvrtc import Report
 from cupy_flash.plan import read_hopper
 from cupy_flash.plan.architecture import ARCHITECTURES, architecture_named
-from cupy_flash.plan.fp16_parts import ALL_ROWS, MOST_DIM
+from cupy_flash.plan.fp16_parts import ALL_ROWS, MOST_DIMS
 from cupy_flash.plan.matrix import KINDS, PLANNED_ALONE, every_plan, has
 from cupy_flash.plan.tuning import KERNEL_TABLES, MASKS, SHORT
 
@@ -242,7 +242,7 @@ def test_check_on_a_gpu():
 
 
 def used_in_parts(row):
-    return row.width <= MOST_DIM["tf32"] and row.max_len_q != SHORT
+    return row.width <= MOST_DIMS["tf32"][0] and row.max_len_q != SHORT
 
 
 def test_the_matrix_has_every_row():

@@ -9,7 +9,7 @@ from thinned import thinned
 from cupy_flash import KeyRanges, TileMask, UnsupportedError, attention, plan_attention
 from cupy_flash.judge.compare import compare
 from cupy_flash.machine.host import SCHEDULES
-from cupy_flash.plan.fp16_parts import MOST_DIM
+from cupy_flash.plan.fp16_parts import MOST_DIMS
 
 HOST = {"backend": "host", "arch": "90a"}
 # Batch axes, heads, key heads, queries, keys, dim, dim of values, and what is asked.
@@ -24,6 +24,7 @@ CASES = {
     "dims that TMA cannot move": ((3,), 2, 1, 101, 147, 36, 100, {"causal": True}),
     "dim 1": ((1,), 1, 1, 70, 65, 1, 3, {}),
     "wide values": ((1,), 2, 1, 130, 200, 17, 128, {}),
+    "wide keys": ((1,), 2, 1, 130, 200, 192, 128, {"causal": True}),
     "two batch axes": ((2, 3), 1, 1, 90, 70, 64, 64, {}),
     "few keys": ((1,), 3, 1, 500, 5, 64, 64, {}),
     "a scale": ((1,), 1, 1, 100, 100, 64, 64, {"scale": 3.0}),
@@ -269,8 +270,8 @@ def test_a_mask_keeps_its_tiles():
 
 REFUSED = {
     "more than 64 queries": ({}, 64, "at most 64 queries"),
-    "dims": ({}, (100, MOST_DIM["ieee"] + 1), "head dims above 128"),
-    "dims of tf32": ({"precision": "tf32"}, (100, MOST_DIM["tf32"] + 1), "head dims above 192"),
+    "dims": ({}, (100, MOST_DIMS["ieee"][1] + 1), "of values above 128"),
+    "dims of tf32": ({"precision": "tf32"}, (100, MOST_DIMS["tf32"][0] + 1), "head dims above 192"),
     "dropout": ({"dropout": 0.1, "seed": 1}, 100, "dropout"),
     "dims of tf32 with sinks": ({"precision": "tf32", "sinks": numpy.zeros(2, numpy.float32)}, (100, 129), "head dims above 128"),
     "a long expression of wide heads": ({"score": "score * sigmoid(score)"}, (100, 65), "no registers"),

@@ -21,7 +21,7 @@ from cupy_flash.measure.sweep import Swept, candidates, fault_of
 from cupy_flash.plan import tuning
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.columns import padded
-from cupy_flash.plan.fp16_parts import ALL_ROWS
+from cupy_flash.plan.fp16_parts import ALL_ROWS, MOST_DIMS
 from cupy_flash.plan.tuning import HOPPER_CANDIDATES, TileConfig, candidates_for, table_for
 
 SM_90A = ARCHITECTURES["90a"]
@@ -49,7 +49,7 @@ def cell_of(dim=64, seq=1000, causal=False, dtype="bfloat16"):
 @pytest.mark.parametrize("dim", [20, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_candidates_are_all_tiles_that_fit(arch, kernel, dim, dtype):
-    if kernel == "fwd_hopper" and (dim > ALL_ROWS[-1].width if dtype == "float32" else dim * 2 % 16):
+    if kernel == "fwd_hopper" and (dim > MOST_DIMS["ieee"][1] if dtype == "float32" else dim * 2 % 16):
         with pytest.raises(UnsupportedError, match="kernel: "):
             candidates(cell_of(dim, dtype=dtype), ARCHITECTURES[arch], kernel)
         return
@@ -278,7 +278,7 @@ def test_a_choice_that_was_not_measured_is_named_without_a_rate(fake):
         (("forward", "--sweep", "--dim", 257), "--sweep: "),
         (
             ("forward", "--sweep", "--kernel", "fwd_hopper", "--dtype", "float32", "--dim", 256),
-            "--sweep: kernel: expected fwd_v1 or fwd_v2 for float32 on sm_90a, got 'fwd_hopper': head dims above 128",
+            "--sweep: kernel: expected fwd_v1 or fwd_v2 for float32 on sm_90a, got 'fwd_hopper': head dims above 192",
         ),
     ],
 )

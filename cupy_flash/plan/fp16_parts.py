@@ -30,13 +30,15 @@ from .workspace import Workspace
 
 OPERANDS = ("q", "k", "v")
 MOST_PARTS = 2
-MOST_DIM = {"ieee": 128, "tf32": 192}  # beyond which registers do not hold sums of a key tile, or factors of heads
+# Head dims of keys and of values, beyond which registers do not hold sums of a key tile, or what becomes of scores besides.
+MOST_DIMS, MOST_DIMS_ASKED = {"ieee": (192, 128), "tf32": (192, 192)}, (128, 128)
 THREE_PRODUCTS = "three products of float16 for each of float32; a key tile has sums of its own, which tensor cores cut off"
 WIDE_PRODUCTS = {**WIDE, "stages": 3, "stages_v": 3}
 PARTS_ROWS = (
     TileConfig(64, 128, 128, THREE_PRODUCTS + "; measured 238, 231 causal", **TWO, pingpong=True, plain_scores=True),
     TileConfig(64, 128, 96, THREE_PRODUCTS, **TWO, stages=3, pingpong=True),
     TileConfig(128, 128, 48, THREE_PRODUCTS + "; measured 239, 233 causal", **WIDE_PRODUCTS),
+    TileConfig(192, 128, 48, THREE_PRODUCTS + "; narrow values", **WIDE, width_v=128),
 )
 OF_TERMS = "; what becomes of scores takes registers"
 TERM_ROWS = (
@@ -99,9 +101,9 @@ def why_not_parts(problem: Problem) -> str:
         return "with lengths or dropout it is fwd_v2"
     if problem.mask.queries is not None or problem.len_q <= SHORT:
         return f"at most {SHORT} queries"
-    most = MOST_DIM["ieee" if asks_in_parts(problem) else problem.precision]
-    if max(problem.dim, problem.dim_v) > most:
-        return f"head dims above {most}, for which it has no registers"
+    dim, dim_v = MOST_DIMS_ASKED if asks_in_parts(problem) else MOST_DIMS[problem.precision]
+    if problem.dim > dim or problem.dim_v > dim_v:
+        return f"head dims above {dim}, or of values above {dim_v}, for which there are no registers"
     apart = problem.dim_v > 1 and problem.out.strides[-1] != 1
     if apart and (problem.precision == "tf32" or problem.scores):
         return "elements of a row of out are apart, for which there are no registers"

@@ -9,7 +9,7 @@ from itertools import product
 
 from .append import append_plan
 from .architecture import ARCHITECTURES, Architecture
-from .fp16_parts import ALL_ROWS, MOST_DIM, MOST_PARTS, parts_plan
+from .fp16_parts import ALL_ROWS, MOST_DIMS, MOST_PARTS, parts_plan
 from .grouping import HOPPER_KERNELS, has_idle_warps
 from .kernel import PARAMS, KernelPlan, configure
 from .merge import merge_plan
@@ -80,7 +80,7 @@ def _plans_in_parts(kernel: str, architecture: Architecture, precision: str) -> 
         yield parts_plan(architecture, parts)
         return
     rows = ALL_ROWS if parts == MOST_PARTS else table_for(kernel, architecture, "float16")
-    rows = [replace(row, tma_store_out=False) for row in rows if row.width <= MOST_DIM[precision] and row.max_len_q != SHORT]
+    rows = [replace(row, tma_store_out=False) for row in rows if row.width <= MOST_DIMS[precision][0] and row.max_len_q != SHORT]
     for plan in dict.fromkeys(_row_plan(kernel, architecture, "float16", "ieee", row) for row in rows):
         for split in (False, True):
             yield replace(plan, config=replace(plan.config, SPLIT_KV=split, FP16_PARTS=parts, FLOAT32_RESULTS=True))

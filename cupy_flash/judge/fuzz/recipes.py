@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from ...plan.fp16_parts import MOST_DIM
+from ...plan.fp16_parts import MOST_DIMS_ASKED
 from ...plan.tuning import WIDTHS
 from ...problem.arrays import DTYPES
 from ..expressions import MASKS
@@ -119,7 +119,7 @@ def _recipe(draw: Draw, arch: str, direction: str, algorithm: str, kernel: str |
     if (arch, direction, dtype) == ("75", "backward", "float32"):  # wider tiles do not fit its shared memory
         widths = [width for width in widths if width <= 192]
     if in_parts:
-        widths = [width for width in widths if width <= MOST_DIM["ieee"]]
+        widths = [width for width in widths if width <= MOST_DIMS_ASKED[0]]
     width = draw.one(widths)
     width_v = draw.one(widths) if draw.chance(0.3) else width
     itemsize = DTYPES[dtype].itemsize
