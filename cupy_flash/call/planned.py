@@ -35,14 +35,15 @@ def forward_execution(
     keeps_tiles : bool
         Whether a call is given what that found.
     """
-    parts = making_of_parts(kernel, packed)
-    packed = with_inner_heads(in_fp16_parts(packed, kernel.config.FP16_PARTS), kernel.config.INNER_HEADS)
-    launches, workspace = forward_launches(kernel, packed), forward_workspace(kernel, packed)  # they refuse what is too large
-    maps = forward_maps(kernel, packed)
-    splits = forward_splits(kernel, packed)
+    told = with_inner_heads(in_fp16_parts(packed, kernel.config.FP16_PARTS), kernel.config.INNER_HEADS)
+    launches, workspace = forward_launches(kernel, told), forward_workspace(kernel, told)  # they refuse what is too large
+    maps = forward_maps(kernel, told)
+    splits = forward_splits(kernel, told)
     if maps:
-        params = hopper_forward_params(packed, maps, kernel.config.TILE_Q, kernel.config.TILE_KV, splits)
+        params = hopper_forward_params(told, maps, kernel.config.TILE_Q, kernel.config.TILE_KV, splits)
     else:
-        params = forward_params(packed, splits)
-    names = (*(FORWARD_ARRAYS if not kernel.config.FP16_PARTS else map(given_name, FORWARD_ARRAYS)), *names_of_given(problem))
-    return Execution(kernel, launches, params, names, workspace, problem.device, maps, packed.mask, tiles, keeps_tiles, parts)
+        params = forward_params(told, splits)
+    parts = making_of_parts(kernel, packed)
+    arrays = map(given_name, FORWARD_ARRAYS) if parts else FORWARD_ARRAYS
+    names = (*arrays, *names_of_given(problem))
+    return Execution(kernel, launches, params, names, workspace, problem.device, maps, told.mask, tiles, keeps_tiles, parts)

@@ -3,7 +3,7 @@
 //   a b = high_a high_b + high_a low_b + low_a high_b + low_a low_b
 // the last one is below 2^-22 of it and left out: three products of float16 are as accurate as one of float32, and tensor cores take twice as many
 // steps of float16 as of tf32. (Ootomo and Yokota, 2022, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical
-// peak performance".) What is not in the range of float16 beside the largest element, 2^-38 of it, is lost.
+// peak performance".) What is not in the range of float16 beside the largest element, 2^-35 of it, is lost.
 // kernels_cu/fp16_parts.cu makes them of q, k and v; P, which is between 0 and LARGE, is made of registers.
 #pragma once
 #include "tile/softmax.cuh"
