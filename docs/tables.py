@@ -64,7 +64,7 @@ def _ratios(run: str) -> str:
     cells = rates(run).values()
     peers = [name for name in next(iter(cells)) if name != OURS]
     rows = []
-    for name, chosen in [*((peer, [peer]) for peer in peers), ("the better of them in each cell", peers)]:
+    for name, chosen in [*((peer, [peer]) for peer in peers), *[("the better of them in each cell", peers)] * (len(peers) > 1)]:
         times = [cell[OURS] / max(cell[peer] for peer in chosen) for cell in cells]
         mean = math.exp(sum(map(math.log, times)) / len(times))
         ahead = sum(ratio > 1 for ratio in times)
