@@ -53,7 +53,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     init_pipeline(keys, 4 * GROUPS, PRODUCER_ARRIVALS + (TERM_WARPS > 0)); // warps that hand a tile back
     init_pipeline(values, 4 * GROUPS, PRODUCER_ARRIVALS);
     init_pipeline(queries, SHARED_STAGES ? 4 * GROUPS : 4);
-    init_terms(smem + TERMS_OFFSET); if (VARLEN) init_clipping(clipping);
+    if (VARLEN) { init_clipping(clipping); } init_terms(smem + TERMS_OFFSET);
   }
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
 
