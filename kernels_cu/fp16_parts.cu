@@ -16,7 +16,6 @@
 #include "tile/head_parts.cuh"
 
 constexpr int SHARED_BYTES = WARPS * int(sizeof(float));      // the largest of the rows that each warp has looked at before
-static_assert(SHARED_BYTES <= 64);
 
 KERNEL(32 * WARPS, MIN_BLOCKS) fp16_parts(GRID_CONSTANT Fp16PartsParams p) {
   const RowsOfHead at = rows_of_head(p, block_id());

@@ -288,7 +288,7 @@ def test_the_rest_is_fwd_v2(name):
         plan_attention(q, k, v, **asked, kernel="fwd_hopper", **HOST)
 
 
-# Measured on an H200: what takes less time by two numbers of float16, of so many heads, queries, keys and dims.
+# Measured on an H200, launches with their host: whether numbers of float16 take less time, of heads, queries, keys and dims.
 FASTER = {
     (64, 1024, 1024, 64): True,
     (16, 512, 512, 128): True,
@@ -300,13 +300,18 @@ FASTER = {
     (4, 80, 80, 64): False,
     (1, 128, 128, 64): False,
 }
+FASTER_TF32 = {(2048, 256, 256, 64): True, (1024, 256, 256, 128): True, (4096, 256, 256, 32): False, (64, 256, 256, 64): False}
 
 
-@pytest.mark.parametrize("sizes", FASTER, ids=str)
-def test_taken_where_it_takes_less_time(sizes):
+MEASURED = [(sizes, "ieee", faster) for sizes, faster in FASTER.items()]
+MEASURED += [(sizes, "tf32", faster) for sizes, faster in FASTER_TF32.items()]
+
+
+@pytest.mark.parametrize("sizes, precision, faster", MEASURED, ids=str)
+def test_taken_where_it_takes_less_time(sizes, precision, faster):
     heads, len_q, len_kv, dim = sizes
     q = numpy.broadcast_to(numpy.float32(1), (1, heads, len_q, dim))
     k = numpy.broadcast_to(numpy.float32(1), (1, heads, len_kv, dim))
     q, k = (numpy.lib.stride_tricks.as_strided(x, x.shape, numpy.empty(x.shape, numpy.float32).strides) for x in (q, k))
-    assert (plan_attention(q, k, k, **HOST).kernel.file == "fwd_hopper") == FASTER[sizes]
-    assert plan_attention(q, k, k, backend="host", arch="80").kernel.file == "fwd_v2"
+    assert (plan_attention(q, k, k, precision=precision, **HOST).kernel.file == "fwd_hopper") == faster
+    assert plan_attention(q, k, k, precision=precision, backend="host", arch="80").kernel.file == "fwd_v2"

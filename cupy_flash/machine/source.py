@@ -13,7 +13,7 @@ from ..problem.options import BACKWARD_KERNELS, FORWARD_KERNELS
 
 # What the kernel files call the shared memory of a block, by entry.
 STATED = {kernel: "SHARED_BYTES" for kernel in (*FORWARD_KERNELS, *BACKWARD_KERNELS)}
-STATED["classify"] = "SHARED_BYTES"
+STATED |= dict.fromkeys(("classify", "fp16_parts"), "SHARED_BYTES")
 STATED |= {f"{kernel}_postprocess": "POSTPROCESS_BYTES" for kernel in BACKWARD_KERNELS}
 STATED |= {f"{kernel}_sinks": "SINKS_BYTES" for kernel in BACKWARD_KERNELS}
 STATED |= {"bwd_scores": "SHARED_BYTES", "bwd_scores_add": "ADD_BYTES", "bwd_scores_gather": "ADD_BYTES"}

@@ -30,6 +30,8 @@ from .workspace import Workspace
 
 OPERANDS = ("q", "k", "v")
 MOST_PARTS = 2
+ONE_PART = "float32 in float16, with a scale for each head: as many bits as TF32 has"
+TWO_PARTS = "float32 as two numbers of float16, with a scale for each head: three products in place of each"
 # Head dims of keys and of values, beyond which registers do not hold sums of a key tile, or what becomes of scores besides.
 MOST_DIMS, MOST_DIMS_ASKED = {"ieee": (192, 128), "tf32": (192, 192)}, (128, 128)
 THREE_PRODUCTS = "three products of float16 in place of one, and sums of each key tile, since tensor cores cut long ones off"
@@ -88,9 +90,8 @@ def fp16_parts(problem: Problem, architecture: Architecture) -> tuple[int, str]:
     asked = problem.kernel == "fwd_hopper"
     if problem.dtype != "float32" or architecture.name != "90a" or why_not_parts(problem) or not (asked or _pays(problem)):
         return 0, ""
-    if problem.precision == "tf32":
-        return 1, "float32 in float16, with a scale for each head: as many bits as TF32 has"
-    return MOST_PARTS, "float32 as two numbers of float16, with a scale for each head: three products in place of each"
+    parts = _parts_of(problem.precision)
+    return parts, {1: ONE_PART, MOST_PARTS: TWO_PARTS}[parts]
 
 
 def why_not_parts(problem: Problem) -> str:
@@ -152,7 +153,7 @@ def rows_in_parts(told: Problem, expressions: ExpressionText) -> tuple[TileConfi
 
 def _pays(problem: Problem) -> bool:
     """Whether making parts takes less time than products of parts save."""
-    moved = sum(_bytes_moved(getattr(problem, name)) for name in OPERANDS)
+    moved = sum(_bytes_moved(getattr(problem, name), _parts_of(problem.precision)) for name in OPERANDS)
     of_parts, of_v2 = (_seconds(problem, pace) for pace in PACES[problem.precision])
     return of_parts + moved / BANDWIDTH + LAUNCHES < of_v2
 
@@ -163,10 +164,13 @@ def _seconds(problem: Problem, pace: Pace) -> float:
     return max(flops / pace.rate, keys * max(problem.dim, problem.dim_v) * pace.step)
 
 
-def _bytes_moved(layout: Layout) -> int:
-    """What is read of an array, and written of its parts."""
-    elements = _distinct(layout)
-    return layout.itemsize * (elements + elements // layout.shape[-1] * _columns(layout.shape[-1]))
+def _bytes_moved(layout: Layout, parts: int) -> int:
+    """What is read of an array, and written of so many parts."""
+    return layout.itemsize * _distinct(layout) + 2 * _distinct(_layout_in_parts(layout, parts))
+
+
+def _parts_of(precision: str) -> int:
+    return 1 if precision == "tf32" else MOST_PARTS
 
 
 def in_fp16_parts(problem: Problem, parts: int) -> Problem:

@@ -29,7 +29,7 @@ template <typename Params, typename Coord> OP HeadFactors factors_of_head(const 
 }
 
 // P as A operands: those of high parts, then those of low parts.
-template <int K> OP void to_operands(OperandA<16> (&p)[K], const Acc<16, 8 * K>& s, const OperandA<16> (&kept)[K / 2]) {
+template <int K> OP void to_operands(OperandA<16> (&p)[K], const Acc<16, 8 * K>& s, const OperandA<16> (&)[K / 2]) {
   #pragma unroll
   for (int i = 0; i < K / 2; ++i) {
     to_operand(p[i], s, 16 * i);
@@ -38,7 +38,6 @@ template <int K> OP void to_operands(OperandA<16> (&p)[K], const Acc<16, 8 * K>&
       for (int r = 0; r < 4; ++r) {
         const u32 high = p[i].at(l, r);
         p[K / 2 + i].at(l, r) = pack<Element>(s.at(l, 8 * i + 2 * r) - unpack<Element>(high, 0), s.at(l, 8 * i + 2 * r + 1) - unpack<Element>(high, 1));
-        if constexpr (DROPOUT) p[i].at(l, r) &= kept[i].at(l, r), p[K / 2 + i].at(l, r) &= kept[i].at(l, r);
       }
     }
   }
