@@ -11,7 +11,7 @@ constexpr int   ARCH = 80;                // 10 * compute capability: from 80 on
 constexpr Dtype DTYPE = FLOAT16;          // of q, k, v and out
 constexpr int   TF32_PASSES = 3;          // float32 products from ARCH 80 on: 3 keeps float32 accuracy (3xTF32), 1 rounds the operands to tf32
 
-constexpr int   FP16_PARTS = 0;           // fwd_hopper: float16 numbers in place of each element of q, k and v, which are float32, see tile/fp16_parts.cuh: 2 keep its accuracy in three products (3xFP16), 1 rounds it as tf32 does; 0: elements are what they are
+constexpr int   FP16_PARTS = 0;           // fwd_hopper, bwd_hopper_parts: float16 numbers in place of each element of q, k, v and dout, which are float32, see tile/fp16_parts.cuh: 2 keep its accuracy in three products (3xFP16), 1 rounds it as tf32 does; 0: elements are what they are
 
 constexpr MaskKind MASK = BAND;           // which keys a query sees
 constexpr SinkKind SINKS = NO_SINKS;      // logits of each row besides those of its keys, see tile/sinks.cuh: none, in the dtype of q, or in float32

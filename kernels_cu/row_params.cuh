@@ -69,21 +69,24 @@ struct OperandHeads {
 };
 
 // float32 operands, and what becomes of them, see fp16_parts.cu.
-constexpr int OPERANDS = 3;
+constexpr int OPERANDS = 4;
 struct Fp16PartsParams {
   Tensor q;                               // (*batch, heads,    len_q,  dim)
   Tensor k;                               // (*batch, heads_kv, len_kv, dim)
   Tensor v;                               // (*batch, heads_kv, len_kv, dim_v)
+  Tensor dout;                            // (*batch, heads,    len_q,  dim_v)  for gradients; without rows for a forward
   u16* q_parts;                           // (heads of q, len_q, FP16_PARTS, columns)  float16
   u16* k_parts;                           // the same of k
   u16* v_parts;                           // and of v
+  u16* dout_parts;                        // and of dout
   float* largest;                         // (blocks, WARPS)  the largest magnitude among the rows of each warp
-  int* exponents;                         // (heads of q, of k, and of v)  by which their parts were made at first
-  float* factors;                         // (batch, heads, 2)  as HeadFactors
+  int* exponents;                         // (heads of q, of k, of v, and of dout)  by which their parts were made at first
+  float* factors;                         // (batch, heads, factors_of_head)  as HeadFactors, or for gradients GradientFactors
   OperandHeads of[OPERANDS];
   int batch[BATCH_AXES];
   int heads;
   int heads_per_kv;                       // query heads that share one key-value head
   int all_heads;                          // of all batch elements
   int first_of_factors;                   // block
+  int factors_of_head;
 };

@@ -10,6 +10,8 @@ from ..machine.execution import Execution
 from ..machine.operands import Operands
 from ..machine.prepared import Prepared, architecture_for, cached
 from ..plan.backward import backward_launches, backward_maps, backward_workspace, make_backward_plan
+from ..plan.fp16_parts import given_name
+from ..plan.gradient_parts import in_gradient_parts, making_of_gradient_parts
 from ..plan.grouping import make_grouping
 from ..plan.kernel import KernelPlan
 from ..plan.launch import Launch
@@ -54,10 +56,11 @@ class BackwardPlan(Prepared):
         p = problem.forward
         execution = None
         if kernel is not None:
-            told = in_parts(problem)
+            told = in_gradient_parts(in_parts(problem), kernel.config.FP16_PARTS)
             launches, maps = backward_launches(kernel, told), backward_maps(kernel, told)
             params = backward_params(told, make_grouping(kernel, told), maps)
-            names = (*BACKWARD_ARRAYS, *names_of_given(p))
+            making = making_of_gradient_parts(kernel, in_parts(problem))
+            names = (*(map(given_name, BACKWARD_ARRAYS) if making else BACKWARD_ARRAYS), *names_of_given(p))
             stored = tuple(f"d{name}" for name in names_stored(kernel))
             plans: tuple[ReadGradientPlan, ...] = ()
             if problem.wrt:
@@ -67,7 +70,7 @@ class BackwardPlan(Prepared):
             workspace = joined((backward_workspace(kernel, told), *(plan.workspace for plan in plans)))
             found = classified(kernel, p, by_keys=True, in_order=problem.deterministic)
             execution = Execution(
-                kernel, launches, params, (*names, *stored), workspace, p.device, maps, None, found, keeps_tiles
+                kernel, launches, params, (*names, *stored), workspace, p.device, maps, None, found, keeps_tiles, making
             )
             self._of_reads = tuple(
                 (

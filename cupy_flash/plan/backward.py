@@ -15,7 +15,9 @@ from .columns import columns, padded
 from .copies import copy_size
 from .explicit_scores import explicit_scores
 from .expression_text import ExpressionText
+from .gradient_parts import GRADIENT_OPERANDS, GRADIENT_ROWS, gradient_parts, in_gradient_parts, why_not_gradient_parts
 from .grouping import (
+    HALF_KERNELS,
     HOPPER_KERNELS,
     LENGTH_OF_MANY,
     WARP_ROWS,
@@ -72,12 +74,14 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     UnsupportedError
         If no kernel for this architecture computes the problem.
     """
+    check_kind(architecture, "q", problem.forward.dtype, problem.forward.precision)
+    parts, why_parts = gradient_parts(problem, architecture)
+    problem = in_gradient_parts(problem, parts)
     p = problem.forward
-    check_kind(architecture, "q", p.dtype, p.precision)
     expressions = text_of(p)
     # Gradients of sinks tell no sequences apart.
     apart = expressions if p.lengths and p.sinks else with_bits(p, taken_apart(p, expressions, _bends(p)), _width(p) > WIDEST_TAKEN)
-    kernel, why_kernel = _backward_kernel(problem, architecture, apart)
+    kernel, why_kernel = ("bwd_hopper_parts", why_parts) if parts else _backward_kernel(problem, architecture, apart)
     expressions = apart if kernel in HOPPER_KERNELS else expressions
     explicit, why_scores = _explicit(p, expressions)
     moved = BY_THREADS if kernel in HOPPER_KERNELS else MOVED
@@ -116,6 +120,8 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     )
     if apart.kind == "SCALED" and kernel in HOPPER_KERNELS and splits(plan, problem) == p.heads_per_kv:  # one head a block
         plan = _with(plan, "what scores of a head are multiplied by multiplies its sums of dq and dk", SCALE_SUMS=True)
+    if parts:
+        plan = replace(plan, config=replace(plan.config, FP16_PARTS=parts))
     if _first_stores(plan, problem):
         plan = _with(plan, "in order the first block stores what others add to: no sums have to be zero before", FIRST_STORES=True)
     if _makes_stats_ahead(plan, problem):
@@ -220,7 +226,7 @@ def _row_for(
     expressions: ExpressionText,
 ) -> TileConfig:
     p = problem.forward
-    rows = rows_of(kernel, architecture, p, expressions)
+    rows = GRADIENT_ROWS if kernel == "bwd_hopper_parts" else rows_of(kernel, architecture, p, expressions)
     kinds = (explicit, problem.deterministic, p.mask.shape)
     lengths = p.lengths is not None
     len_q = LENGTH_OF_MANY if lengths else p.len_q
@@ -243,7 +249,7 @@ def _backward_kernel(problem: BackwardProblem, architecture: Architecture, expre
     asked, (explicit, _) = problem.kernel, _explicit(p, expressions)
     if p.scores:
         check_sums(p.scores, problem.wrt, problem.deterministic)
-    tables = {kernel: rows_of(kernel, architecture, p, expressions) for kernel in HOPPER_KERNELS}
+    tables = {kernel: rows_of(kernel, architecture, p, expressions) for kernel in HALF_KERNELS}
     if p.lengths is not None:
         tables = {kernel: tuple(row for row in rows if not row.without_lengths) for kernel, rows in tables.items()}
     exists = bool(table_for("bwd_hopper", architecture, p.dtype))
@@ -252,7 +258,10 @@ def _backward_kernel(problem: BackwardProblem, architecture: Architecture, expre
         raise UnsupportedError(f"kernel: expected {expected}, got {asked!r}: its registers hold both gradients")
     if asked == "bwd_v2":
         return asked, f"{asked} was asked for"
-    kernels = HOPPER_KERNELS if asked is None else (asked,)
+    if asked == "bwd_hopper_parts":
+        why_not = why_not_gradient_parts(problem) if architecture.name == "90a" else f"it is not for {architecture}"
+        raise UnsupportedError(f"kernel: expected None or another one, got {asked!r}: {why_not}")
+    kernels = HALF_KERNELS if asked is None else (asked,)
     if not exists:
         why_not = f"there is no other one for {p.dtype} on {architecture}"
     else:

@@ -8,6 +8,7 @@ PANEL = 64  # columns: TMA brings no narrower width
 COLUMNS = {  # that products of a warpgroup take, by kernel
     "fwd_hopper": (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
     "bwd_hopper": (32, 64, 80, 96, 128),  # of 112, tiles of 80 queries spill; 48 is slower than 64 in long sequences
+    "bwd_hopper_parts": (32, 64, 96, 128),
     "bwd_hopper_wide": (128, 160, 192, 224, 256),
 }
 

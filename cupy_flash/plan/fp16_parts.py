@@ -30,6 +30,7 @@ from .workspace import Workspace
 
 OPERANDS = ("q", "k", "v")
 MOST_PARTS = 2
+FACTORS = 2  # of a query head, as HeadFactors of ``kernels_cu``
 ONE_PART = "float32 in float16, with a scale for each head: as many bits as TF32 has"
 TWO_PARTS = "float32 as two numbers of float16, with a scale for each head: three products in place of each"
 # Head dims of keys and of values, beyond which registers do not hold sums of a key tile, or what becomes of scores besides.
@@ -166,7 +167,7 @@ def _seconds(problem: Problem, pace: Pace) -> float:
 
 def _bytes_moved(layout: Layout, parts: int) -> int:
     """What is read of an array, and written of so many parts."""
-    return layout.itemsize * _distinct(layout) + 2 * _distinct(_layout_in_parts(layout, parts))
+    return layout.itemsize * _distinct(layout) + 2 * _distinct(layout_in_parts(layout, parts))
 
 
 def _parts_of(precision: str) -> int:
@@ -177,15 +178,15 @@ def in_fp16_parts(problem: Problem, parts: int) -> Problem:
     """The problem that fwd_hopper is told: of float16, with high parts, and behind them low parts, in each row of q, k and v."""
     if not parts:
         return problem
-    layouts = {name: _layout_in_parts(getattr(problem, name), parts) for name in OPERANDS}
+    layouts = {name: layout_in_parts(getattr(problem, name), parts) for name in OPERANDS}
     return replace(problem, dtype="float16", precision="ieee", **layouts)
 
 
-def _layout_in_parts(layout: Layout, parts: int) -> Layout:
-    """Of an array ``(*batch, heads, rows, dim)``: dense but for axes along which it is the same."""
+def layout_in_parts(layout: Layout, parts: int, columns: int | None = None) -> Layout:
+    """Of an array ``(*batch, heads, rows, dim)``: dense but for axes along which it is the same; at least so many columns a part."""
     *outer, rows, dim = layout.shape
     own = [1 if stride == 0 else size for size, stride in zip(outer, layout.strides)]
-    shape = (*own, rows, parts * _columns(dim))
+    shape = (*own, rows, parts * _columns(columns or dim))
     dense = dense_layout(shape, reversed(range(len(shape))), "float16", layout.device)
     return dense.broadcast_to((*outer, *shape[-2:]))
 
@@ -201,7 +202,7 @@ def _distinct(layout: Layout) -> int:
 
 def given_name(name: str) -> str:
     """What a plan calls an array of a call where a kernel is told of its parts by the array's name."""
-    return f"float32 {name}" if name in OPERANDS else name
+    return f"float32 {name}" if name in (*OPERANDS, "dout") else name
 
 
 def making_of_parts(kernel: KernelPlan, problem: Problem) -> Preparation | None:
@@ -214,20 +215,28 @@ def making_of_parts(kernel: KernelPlan, problem: Problem) -> Preparation | None:
     problem : Problem
         As a kernel would be told it without parts.
     """
+    return preparation_of_parts(kernel, problem, {name: getattr(problem, name) for name in OPERANDS})
+
+
+def preparation_of_parts(
+    kernel: KernelPlan, problem: Problem, rows: dict[str, Layout], columns: int | None = None, factors: int = FACTORS
+) -> Preparation | None:
+    """What makes the parts of some operands, at least so many columns wide, and so many factors of each query head."""
     parts = kernel.config.FP16_PARTS
     if not parts:
         return None
     plan = parts_plan(kernel.architecture, parts)
-    params, blocks, heads, factors = _params(problem, plan.config.WARPS)
+    params, blocks, heads = _params(problem, rows, columns)
+    params["factors_of_head"] = factors
+    all_heads = int(params["all_heads"][0])
     (make, shared), (again, _) = plan.entries.items()
-    launches = checked(Launch(make, blocks, shared)), checked(Launch(again, blocks + factors, 0))
-    rows = {name: getattr(problem, name) for name in OPERANDS}
-    sizes = {name: 2 * _distinct(_layout_in_parts(x, parts)) for name, x in rows.items()}
+    launches = checked(Launch(make, blocks, shared)), checked(Launch(again, blocks + -(-all_heads // plan.config.WARPS), 0))
+    sizes = {name: 2 * _distinct(layout_in_parts(x, parts, columns)) for name, x in rows.items()}
     last = captured_name(constants()["CAPTURED"] - 1)  # which no expression reads then
     found = ("largest", 4 * blocks * plan.config.WARPS), ("exponents", 4 * heads)
-    results = Workspace((*sizes.items(), *found, (last, 8 * int(params["all_heads"][0]))))
-    own = (*OPERANDS, *(f"{name}_parts" for name in OPERANDS), "largest", "exponents", "factors")
-    return Preparation(plan, launches, params, own, (*map(given_name, OPERANDS), *results.names), results)
+    results = Workspace((*sizes.items(), *found, (last, 4 * factors * all_heads)))
+    own = (*rows, *(f"{name}_parts" for name in rows), "largest", "exponents", "factors")
+    return Preparation(plan, launches, params, own, (*map(given_name, rows), *results.names), results)
 
 
 def parts_plan(architecture: Architecture, parts: int) -> KernelPlan:
@@ -236,9 +245,8 @@ def parts_plan(architecture: Architecture, parts: int) -> KernelPlan:
     return KernelPlan("fp16_parts", architecture, replace(config, FP16_PARTS=parts), (TILE.why,))
 
 
-def _params(problem: Problem, warps: int) -> tuple[numpy.ndarray, int, int, int]:
-    """A size-1 array of `Fp16PartsParams` without addresses, how many blocks have rows, and heads, and how many blocks factors."""
-    layouts = {name: getattr(problem, name) for name in OPERANDS}
+def _params(problem: Problem, layouts: dict[str, Layout], columns: int | None) -> tuple[numpy.ndarray, int, int]:
+    """A size-1 array of `Fp16PartsParams` without addresses, how many blocks have rows, and how many heads there are of all arrays."""
     params = numpy.zeros(1, struct("Fp16PartsParams"))
     # Merged as the arrays of fwd_hopper are, or fewer: the numbers of batch elements are the same.
     sizes, strides = merge_batch_axes(problem.batch, layouts)
@@ -252,10 +260,10 @@ def _params(problem: Problem, warps: int) -> tuple[numpy.ndarray, int, int, int]
         tensor["head_stride"], tensor["row_stride"], tensor["col_stride"] = layout.strides[-3:]
         own = [1 if stride == 0 else size for size, stride in zip((*sizes, heads), (*strides[name], layout.strides[-3]))]
         of_block = max(LEAST_ROWS, -(-rows // (MOST_BLOCKS * ROWS_AT_ONCE)) * ROWS_AT_ONCE)
-        told = {"batch": own[:-1], "heads": own[-1], "rows": rows, "dim": dim, "columns": _columns(dim), "rows_of_block": of_block}
+        told = {"batch": own[:-1], "heads": own[-1], "rows": rows, "dim": dim, "columns": _columns(columns or dim), "rows_of_block": of_block}
         told |= {"blocks_of_head": -(-rows // of_block), "first_block": blocks, "first_head": all_heads}
         for field, value in told.items():
             of[field][:, number] = value
         blocks, all_heads = blocks + -(-rows // of_block) * math.prod(own), all_heads + math.prod(own)
-    params["first_of_factors"] = blocks
-    return params, blocks, all_heads, -(-int(params["all_heads"][0]) // warps)
+    params["of"]["first_block"][:, len(layouts) :] = params["first_of_factors"] = blocks
+    return params, blocks, all_heads

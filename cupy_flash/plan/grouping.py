@@ -11,7 +11,8 @@ from .kernel import Config, KernelPlan
 from .schedule import L2_BYTES
 from .sequences import elements_of, is_packed, mean_room, tiles_of
 
-HOPPER_KERNELS = ("bwd_hopper", "bwd_hopper_wide")
+HALF_KERNELS = ("bwd_hopper", "bwd_hopper_wide")  # for sm_90a, of 16 bits
+HOPPER_KERNELS = (*HALF_KERNELS, "bwd_hopper_parts")  # and of float32 in parts of these
 WARP_ROWS = 16  # of dq, that a warp stores at once
 FEWEST_BLOCKS = 2 * 132  # two for each multiprocessor of an H200: with fewer, the query heads of a group are split among blocks
 HOPPER_BLOCKS_TOGETHER = 256  # about as many, see heads_together

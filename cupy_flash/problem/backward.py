@@ -50,7 +50,7 @@ class BackwardProblem:
         """The arrays of a call with their full axes, in order. A stride of 0 along a batch axis of a gradient means: summed."""
         p = self.forward
         given = (self.dout, p.q, p.k, p.v, p.out, p.lse, self.dlse, p.sinks)
-        results = (x.broadcast_to(like.shape) for x, like in ((self.dq, p.q), (self.dk, p.k), (self.dv, p.v)))
+        results = (x.broadcast_to((*like.shape[:-1], x.shape[-1])) for x, like in ((self.dq, p.q), (self.dk, p.k), (self.dv, p.v)))
         return dict(zip(BACKWARD_ARRAYS, (*given, *results)))  # but `dsinks`, which has no axes of a batch
 
     def layout_of(self, name: str) -> Layout | None:

@@ -158,6 +158,13 @@ template <int N> OP void add_queries(const HopperBackwardParams& p, const KeyBlo
   if (p.dq_semaphore) arrive_at<LANES>(block.added);          // without it the semaphore is never released
 }
 
+// The same by a warp that has no part of it.
+OP void add_nothing(const HopperBackwardParams& p, const KeyBlock& block, u32 step) {
+  if (!p.dq_semaphore) return;
+  wait_for<LANES>(block.acquired, step % 2);                  // without it `added` counts the warp for the step before
+  arrive_at<LANES>(block.added);                              // without it the semaphore is never released
+}
+
 // The same by TMA, which keeps no consumer waiting: the four warps of a group leave their parts side by side in shared memory, and a warp of
 // the first warpgroup has TMA add all of them at once, to the part of the tile that begins at `offset`.
 template <int N> OP void stage_queries(const KeyBlock& block, int group, u32 step, const Acc<16, N>& acc) {

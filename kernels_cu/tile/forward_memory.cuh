@@ -6,7 +6,6 @@
 #include "tile/pipeline.cuh"
 #include "tile/work.cuh"
 
-template <int ROWS, int WIDTH> using OperandTile = Choose<FP16_PARTS == 2, PartsTile<ROWS, WIDTH>, PanelTile<ROWS, WIDTH>>;
 using KeyTile = MaybeWithBias<OperandTile<TILE_KV, DIM>>;
 using ValueTile = OperandTile<TILE_KV, DIM_V>;
 using QueryTile = OperandTile<ROWS, DIM>;

@@ -6,7 +6,7 @@
 // peak performance".) What is not in the range of float16 beside the largest element, 2^-35 of it, is lost.
 // kernels_cu/fp16_parts.cu makes them of q, k and v; P, which is between 0 and LARGE, is made of registers.
 #pragma once
-#include "tile/softmax.cuh"
+#include "tile/part_factors.cuh"
 #include "tile/wgmma.cuh"
 
 // ROWS x WIDTH elements as TMA brings them: high parts, then low parts, in panels of 64 columns.
@@ -18,18 +18,10 @@ template <int ROWS, int WIDTH> struct PartsTile {
   OP Part low() const { return {base + Part::bytes}; }
 };
 
-// What the scores of a query head, and its results, are multiplied by in the end: 2^-e of both operands, and of values.
-struct HeadFactors {
-  float scores, values;
-};
-template <typename Params, typename Coord> OP HeadFactors factors_of_head(const Params& p, const Coord& here) {
-  const float* const factors = reinterpret_cast<const float*>(p.scores.captured[CAPTURED - 1].data); // in the last array, which no expression reads then
-  const i64 number = i64(here.batch_number) * p.heads + here.head;
-  return {read(factors + 2 * number), read(factors + 2 * number + 1)};
-}
+template <int ROWS, int WIDTH> using OperandTile = Choose<FP16_PARTS == 2, PartsTile<ROWS, WIDTH>, PanelTile<ROWS, WIDTH>>;
 
-// P as A operands: those of high parts, then those of low parts.
-template <int K> OP void to_operands(OperandA<16> (&p)[K], const Acc<16, 8 * K>& s, const OperandA<16> (&)[K / 2]) {
+// Registers of an accumulator as A operands: those of high parts, then those of low parts.
+template <int K> OP void to_operands(OperandA<16> (&p)[K], const Acc<16, 8 * K>& s) {
   #pragma unroll
   for (int i = 0; i < K / 2; ++i) {
     to_operand(p[i], s, 16 * i);
@@ -42,6 +34,7 @@ template <int K> OP void to_operands(OperandA<16> (&p)[K], const Acc<16, 8 * K>&
     }
   }
 }
+template <int K> OP void to_operands(OperandA<16> (&p)[K], const Acc<16, 8 * K>& s, const OperandA<16> (&)[K / 2]) { to_operands(p, s); } // nothing is dropped
 
 // Tensor cores cut their sums off towards zero. Of half precision that is below the rounding of operands, but a float32 sum over thousands of keys
 // would be dragged towards zero: they add up a key tile, and additions that round join these.
@@ -71,6 +64,21 @@ OP void start_product_transposed(Acc<16, N>& s, const PartsTile<ROWS, WIDTH>& a,
   start_product_transposed(s, a.low(), row0, b.high(), add, at);
   start_product_transposed(s, a.high(), row0, b.low(), true, at);
   start_product_transposed(s, a.high(), row0, b.high(), true, at);
+#endif
+}
+
+// d = a b[:, col0 : col0 + N] is started.
+template <int N, int ROWS, int INNER, int WIDTH>
+OP void start_product(Acc<16, N>& d, const PartsTile<ROWS, INNER>& a, int row0, const PartsTile<INNER, WIDTH>& b, int col0, CallSite at = call_site()) {
+#if ON_GPU
+  multiply(d, a.low(), row0, b.high(), col0, false);
+  multiply(d, a.high(), row0, b.low(), col0, true);
+  multiply(d, a.high(), row0, b.high(), col0, true);
+  wgmma_commit_group();
+#else
+  start_product(d, a.low(), row0, b.high(), col0, false, at);
+  start_product(d, a.high(), row0, b.low(), col0, true, at);
+  start_product(d, a.high(), row0, b.high(), col0, true, at);
 #endif
 }
 

@@ -12,15 +12,15 @@ constexpr int SAMPLED_EXPONENT = 11;                          // of the largest 
 
 // Some rows of a head.
 struct RowsOfHead {
-  int operand, head;                                          // of q, k and v; number of the head among all of the array
+  int operand, head;                                          // of q, k, v and dout; number of the head among all of the array
   int row, end;
   const float* from;                                          // row 0 of the head
   u16* to;                                                    // the same of its parts
 };
-OP const Tensor& tensor_of(const Fp16PartsParams& p, int operand) { return operand == 0 ? p.q : operand == 1 ? p.k : p.v; }
-OP u16* parts_of(const Fp16PartsParams& p, int operand) { return operand == 0 ? p.q_parts : operand == 1 ? p.k_parts : p.v_parts; }
+OP const Tensor& tensor_of(const Fp16PartsParams& p, int operand) { return operand == 0 ? p.q : operand == 1 ? p.k : operand == 2 ? p.v : p.dout; }
+OP u16* parts_of(const Fp16PartsParams& p, int operand) { return operand == 0 ? p.q_parts : operand == 1 ? p.k_parts : operand == 2 ? p.v_parts : p.dout_parts; }
 OP RowsOfHead rows_of_head(const Fp16PartsParams& p, u32 block) {
-  const int operand = (int(block) >= p.of[1].first_block) + (int(block) >= p.of[2].first_block);
+  const int operand = (int(block) >= p.of[1].first_block) + (int(block) >= p.of[2].first_block) + (int(block) >= p.of[3].first_block);
   const OperandHeads& of = p.of[operand];
   const int number = int(block) - of.first_block, head = number / of.blocks_of_head, row = (number - head * of.blocks_of_head) * of.rows_of_block;
   int element[BATCH_AXES];
@@ -164,7 +164,10 @@ OP void store_factors(const Fp16PartsParams& p, int number) {
   const int head = number % p.heads, head_kv = head / p.heads_per_kv;
   const int of_q = exponent_of_head(p, 0, number_of_head(p.of[0], element, head)).e, of_k = exponent_of_head(p, 1, number_of_head(p.of[1], element, head_kv)).e;
   const int of_v = exponent_of_head(p, 2, number_of_head(p.of[2], element, head_kv)).e;
+  const bool of_gradients = p.factors_of_head > 2;
+  const int of_dout = of_gradients ? exponent_of_head(p, 3, number_of_head(p.of[3], element, head)).e : 0;
   for_lane(l) {
-    if (l < 2) write(p.factors + 2 * i64(number) + l, power_of_two(l ? -of_v : -of_q - of_k));
+    const int exponent = l == 0 ? of_q + of_k : l == 1 ? of_v + of_dout : l == 2 ? of_q : l == 3 ? of_dout : of_k;
+    if (l < p.factors_of_head) write(p.factors + p.factors_of_head * i64(number) + l, power_of_two(-exponent));
   }
 }

@@ -8,7 +8,7 @@
 #include "tile/passes.cuh"
 #include "tile/tile_list.cuh"
 constexpr bool CUTS_ADDRESSES = true;                         // as measured: 4 % at dim 64, nothing at 128, and 1 to 2 % the other way beyond
-#include "tile/wgmma.cuh"
+#include "tile/gradient_parts.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
@@ -18,10 +18,10 @@ constexpr int REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
-using KeyTile = PanelTile<TILE_KV, DIM>;                      // of k or v
-using QueryTile = PanelTile<TILE_Q, DIM>;                     // of q or dout
+using KeyTile = OperandTile<TILE_KV, DIM>;                      // of k or v
+using QueryTile = OperandTile<TILE_Q, DIM>;                     // of q or dout
 using QueryStage = MaybeWithBias<QueryTile>;
-using GradientTile = PanelTile<TILE_Q, TILE_KV>;              // dS
+using GradientTile = OperandTile<TILE_Q, TILE_KV>;              // dS
 using OutTile = PanelTile<64 * GROUPS, WIDTH>;                // 16 rows of dq for each consumer warp, where Q was
 static_assert(ceil_div(DIM, 64) == ceil_div(WIDTH, 64), "products take some columns of every panel");
 static_assert(OutTile::bytes <= STAGES * QueryTile::bytes, "finished rows of dq fit where Q was");
@@ -75,12 +75,13 @@ constexpr int TAKEN = 2;                                      // one ahead
 constexpr int TAKEN_BARRIERS = LISTED_END + TAKEN * TakenKeys::bytes, LOADED_BARRIER = TAKEN_BARRIERS + TAKEN * STAGE_BARRIERS;
 // STATS_AHEAD: rows of a later head.
 struct OutAndDout {
-  static constexpr int bytes = 2 * QueryTile::bytes;
+  typedef PanelTile<TILE_Q, DIM> Rows;
+  static constexpr int bytes = 2 * Rows::bytes;
   SharedAddress base;
-  OP QueryTile out() const { return {base}; }
-  OP QueryTile dout() const { return {base + QueryTile::bytes}; }
+  OP Rows out() const { return {base}; }
+  OP Rows dout() const { return {base + Rows::bytes}; }
 };
-static_assert(!STATS_AHEAD || (!TILE_LIST && !STAGED_BIAS && !TMA_REDUCE_DQ), "no warps are idle, or nobody makes statistics");
+static_assert(!STATS_AHEAD || (!FP16_PARTS && !TILE_LIST && !STAGED_BIAS && !TMA_REDUCE_DQ), "no warps are idle, or nobody makes statistics");
 static_assert(!IN_ORDER || (STATS_AHEAD && !VARLEN), "nobody asks without the one, and with the other one warp would be late");
 static_assert(!VARLEN || STATS_AHEAD == ZEROS_AHEAD, "the first launch has no blocks for later heads");
 static_assert(!VARLEN || !STATS_AHEAD || SCORES != PLUS_LINEAR, "statistics have no term of the queries of a sequence");
@@ -300,7 +301,7 @@ OP void start_barriers(const KeyBlock& block) {
 // 16 rows of dk or dv leave: to the result through the warp's rows of a tile that nobody reads any more, or to the sums of several blocks. BY_LANES:
 // without such a tile.
 template <bool BY_LANES = false> OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, const TensorMap& map, bool of_values, float* accum,
-                       const KeyTile& tile, const Acc<16, DIM>& acc, int row) {
+                       const PanelTile<TILE_KV, DIM>& tile, const Acc<16, DIM>& acc, int row) {
   const KeyBlockCoord& here = block.here;
   if (accum) {
     const auto keys = block.seq(p).kv;
@@ -327,7 +328,7 @@ OP void send_dbias(const HopperBackwardParams& p, KeyBlock& block) {
   for (int step = 0; step < block.steps; ++step, block.advance(p)) {
     arrive_at<LANES>(block.written);                          // without it the consumers wait for ever
     wait_for<LANES>(block.written, step % 2);                 // without it dS leaves that has not been written
-    store_async<TILE_Q>(p.dbias_map, block.here.batch, block.now.head, block.now.tile * TILE_Q, block.ds_smem(step), 0, block.row0);
+    store_async<TILE_Q>(p.dbias_map, block.here.batch, block.now.head, block.now.tile * TILE_Q, PanelTile<TILE_Q, TILE_KV>{block.ds_smem(step).base}, 0, block.row0);
     wait_for_stores();                                        // without it dS is overwritten that has not left
   }
 }

@@ -1,6 +1,7 @@
 // passes.cuh -- what every backward does before and after its loop: statistics of the queries, sums that become gradients.
 #pragma once
 #include "tile/gradient.cuh"
+#include "tile/part_factors.cuh"
 #include "tile/results.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/score.cuh"
@@ -35,6 +36,16 @@ OP float stat_of_lse(float lse, float per_query, int row_in_tile) {
   return lse == -infinity() ? infinity() : less;              // a row that sees nothing: P = 2^(S - inf) = 0
 }
 
+// FP16_PARTS: dout is in parts, of so many columns, and out is what it is.
+typedef Choose<(FP16_PARTS > 0), float, Element> OutElement;
+constexpr int PART_COLUMNS = ceil_div(DIM, 64) * 64;
+// Calls use(row, whether it exists, rowsum(dout o out)) for the rows of a query tile.
+template <typename Out, typename Use>
+OP void delta_of_rows(const BackwardParams& p, const BlockCoord& here, const TileOf<Out>& out, const GlobalTile& dout, Use use) {
+  if constexpr (FP16_PARTS > 0) for_row_dots<TILE_Q>(out, dout, PART_COLUMNS, gradient_factors(p, here.batch_number * p.heads + here.head).douts, use);
+  else for_row_dots<TILE_Q, WIDTH>(out, dout, use);
+}
+
 // Before: one query tile's sums become 0, its statistics those that P and dS are computed from. Delta is multiplied by `sign`. `parts` of a
 // tile have a semaphore each. Heads from `accum_heads` on will use the sums of others, and of those from `stats_heads` on others make the statistics.
 OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum_heads = ~0u, u32 stats_heads = ~0u, u32 block = block_id()) {
@@ -46,19 +57,20 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
   if (p.dq_progress && warp_id() == 0 && here.row == 0)
     semaphore_clear(p.dq_progress + (VARLEN ? here.batch_number * p.heads + here.head : number / tiles_of<QUERIES>(p)));
 
-  const GlobalTile out = slice(p.out, here.batch, here.head, queries.first() + here.row, queries.end(), p.dim_v);
+  const auto out = slice<OutElement>(p.out, here.batch, here.head, queries.first() + here.row, queries.end(), p.dim_v);
   const GlobalTile dout = slice(p.dout, here.batch, here.head, queries.first() + here.row, queries.end(), p.dim_v);
   const float* lse = row_slice(p.lse, here.batch, here.head, queries.first() + here.row);
   const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, queries.first() + here.row) : nullptr;
   float* const stats = p.stats + i64(number) * STATS * TILE_Q;
   const float per_query = VARLEN ? per_query_log2(p, here, here.head, queries.len(), keys_of(p, here.batch_number)) : per_query_log2(p, here, here.head);
   const float bend = VARLEN ? bend_log2(p, here, here.head, queries.len(), keys_of(p, here.batch_number)) : bend_log2(p, here, here.head);
-  if (!STATS_AHEAD || here.batch_number * p.heads + here.head < stats_heads) for_row_dots<TILE_Q, WIDTH>(out, dout, [&](int row, bool exists, float dot) {
+  const auto write_stats = [&](int row, bool exists, float dot) {
     const float row_lse = exists ? read(lse + row * p.lse.row_stride) : -infinity();
     write(stats + row, stat_of_lse(row_lse, per_query, row));
     if (BENDS) write(stats + 2 * TILE_Q + row, stat_of_lse(row_lse, per_query - bend, row));
     write(stats + TILE_Q + row, sign * (exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot));
-  });
+  };
+  if (!STATS_AHEAD || here.batch_number * p.heads + here.head < stats_heads) delta_of_rows(p, here, out, dout, write_stats);
   if constexpr (VARLEN) {                                     // where no block owns keys, none makes sums dq
     if (!ADD_RESULTS && p.dq_progress && keys_of(p, here.batch_number) == 0) {
       const int row = queries.first() + here.row;

@@ -105,26 +105,33 @@ OP void start_product_transposed(Acc<16, N>& s, const PanelTile<ROWS, WIDTH>& a,
 #endif
 }
 
-// d = a b[:, col0 : col0 + N] is started: 64 rows of a from row0 on for a warpgroup, both operands in shared memory.
-template <int N, int ROWS, int INNER, int WIDTH>
-OP void start_product(Acc<16, N>& d, const PanelTile<ROWS, INNER>& a, int row0, const PanelTile<INNER, WIDTH>& b, int col0,
-                      CallSite at = call_site()) {
 #if ON_GPU
+// The steps in k of d = a b[:, col0 : col0 + N], or of d += that.
+template <int N, int ROWS, int INNER, int WIDTH>
+OP void multiply(Acc<16, N>& d, const PanelTile<ROWS, INNER>& a, int row0, const PanelTile<INNER, WIDTH>& b, int col0, bool add) {
   const u32 desc_a = descriptor(a.base + row0 * 128, 16), desc_b = descriptor(b.base + col0 / 64 * b.panel_bytes + col0 % 64 * 2, b.panel_bytes);
   pin(d);
   wgmma_fence();                                              // without it the product may overtake what was written to its registers
   #pragma unroll
   for (int i = 0; i < INNER / 16; ++i)
-    wgmma_ss_b_mn<N>(d.v, desc_a + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, desc_b + i * 16 * 128 / 16, i > 0);
+    wgmma_ss_b_mn<N>(d.v, desc_a + (i / 4 * a.panel_bytes + i % 4 * 32) / 16, desc_b + i * 16 * 128 / 16, add || i > 0);
+}
+#endif
+// d = a b[:, col0 : col0 + N] is started, or d += that: 64 rows of a from row0 on for a warpgroup, both operands in shared memory.
+template <int N, int ROWS, int INNER, int WIDTH>
+OP void start_product(Acc<16, N>& d, const PanelTile<ROWS, INNER>& a, int row0, const PanelTile<INNER, WIDTH>& b, int col0, bool add = false,
+                      CallSite at = call_site()) {
+#if ON_GPU
+  multiply(d, a, row0, b, col0, add);
   wgmma_commit_group();
 #else
   const int warp_row = row0 + warp_id() % 4 * 16;
   if (col0 % 64 && col0 % 64 + N > 64) host::self->fail("multiplies columns that begin inside a panel and go on in the next", at);
-  start_on_host(d, false, at, [=](Acc<16, N>& d) {
+  start_on_host(d, add, at, [=](Acc<16, N>& d) {
     float a_f32[16][INNER], b_f32[INNER][N];
     read_rows(a, warp_row, 16, at, [&](int row, int col, float x) { a_f32[row][col] = x; });
     read_rows(b, 0, INNER, at, [&](int row, int col, float x) { if (col0 <= col && col < col0 + N) b_f32[row][col - col0] = x; });
-    fill(d, 0.f);
+    if (!add) fill(d, 0.f);
     multiply_add(d, a_f32, b_f32);
   });
 #endif

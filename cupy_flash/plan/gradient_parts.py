@@ -1,0 +1,87 @@
+"""Float32 gradients by products of float16 on sm_90a: `bwd_hopper_parts`, and what makes q, k, v and dout two numbers of float16.
+
+As in `fp16_parts`. P and dS become such numbers in the kernel, which finds an exponent for each tile of dS.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..problem.backward import BackwardProblem
+from ..problem.forward import Problem
+from .architecture import Architecture
+from .fp16_parts import MOST_PARTS, OPERANDS, TWO_PARTS, layout_in_parts, preparation_of_parts
+from .kernel import KernelPlan
+from .preparation import Preparation
+from .tensor_map import obstacle
+from .tuning import TileConfig
+
+KERNEL = "bwd_hopper_parts"
+GRADIENT_OPERANDS = (*OPERANDS, "dout")
+FACTORS = 5  # of a query head, as GradientFactors of ``kernels_cu``
+MOST_DIMS = 128
+ONE_GRADIENT = "three products of float16 in place of one; one gradient a warpgroup, with sums of each tile"
+GRADIENT_ROWS = (
+    TileConfig(64, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
+    TileConfig(128, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
+)
+
+
+def gradient_parts(problem: BackwardProblem, architecture: Architecture) -> tuple[int, str]:
+    """How many numbers of float16 stand for each element of q, k, v and dout, 0 where they are multiplied as they are; and why.
+
+    Parameters
+    ----------
+    problem : BackwardProblem
+        As a kernel is told it.
+    architecture : Architecture
+    """
+    if architecture.name != "90a" or why_not_gradient_parts(problem):
+        return 0, ""
+    return MOST_PARTS, TWO_PARTS
+
+
+def why_not_gradient_parts(problem: BackwardProblem) -> str:
+    """Why products of float16 cannot compute float32 gradients, or ''."""
+    p = problem.forward
+    if problem.kernel not in (None, KERNEL):
+        return "another kernel was asked for"
+    if p.dtype != "float32" or p.precision == "tf32":
+        return "only float32 is in two parts, with precision='ieee'"
+    if p.scores or p.lengths is not None or problem.wrt:
+        return "with scores, masks, dropout or lengths it is bwd_v2"
+    if max(p.dim, p.dim_v) > MOST_DIMS:
+        return f"head dims above {MOST_DIMS}, for which there are no registers"
+    gradients = (problem.dq, problem.dk, problem.dv)
+    if any(x.shape[-1] > 1 and x.strides[-1] != 1 for x in gradients):
+        return "elements of a row of a gradient are apart"
+    told = in_gradient_parts(problem, MOST_PARTS)
+    layouts = {name: layout for name, layout in told.layouts.items() if layout is not None}
+    return obstacle(p.batch, layouts, GRADIENT_OPERANDS)
+
+
+def in_gradient_parts(problem: BackwardProblem, parts: int) -> BackwardProblem:
+    """The gradients that the kernel is told: of float16, with high parts, and behind them low parts, in each row of what is multiplied."""
+    if not parts:
+        return problem
+    p = problem.forward
+    columns = max(p.dim, p.dim_v)  # one shape of tile serves all
+    layouts = {name: layout_in_parts(getattr(p, name), parts, columns) for name in OPERANDS}
+    forward: Problem = replace(p, dtype="float16", precision="ieee", **layouts)
+    return replace(problem, forward=forward, dout=layout_in_parts(problem.dout, parts, columns))
+
+
+def making_of_gradient_parts(kernel: KernelPlan, problem: BackwardProblem) -> Preparation | None:
+    """What makes the parts; None for a kernel that is told of the arrays themselves.
+
+    Parameters
+    ----------
+    kernel : KernelPlan
+        Of gradients.
+    problem : BackwardProblem
+        As a kernel would be told it without parts.
+    """
+    p = problem.forward
+    rows = {name: getattr(p, name) for name in OPERANDS} | {"dout": problem.dout}
+    return preparation_of_parts(kernel, p, rows, max(p.dim, p.dim_v), FACTORS)

@@ -1,0 +1,202 @@
+// bwd_hopper_parts.cu -- the loop of bwd_hopper_wide.cu for float32: each element of q, k, v and dout is two numbers of float16, high and low, which
+// fp16_parts.cu makes, and a product is three, see tile/fp16_parts.cuh. So are P and dS.
+//
+//   bwd_hopper_parts_preprocess    as bwd_hopper_preprocess, delta from the parts of dout
+//
+//   bwd_hopper_parts   one block per key-value tile j, its first warpgroup is the producer; the two consumers, for each query tile i:
+//
+//     for values:                                          for keys:
+//       S^T = K_j Q_i^T                                      dP^T = V_j dO_i^T
+//       P^T = 2^(S^T - lse_i)          -- passed on -->      dS^T = P^T o (dP^T - delta_i)
+//                                                            e = the exponent with which the largest element of dS 2^e nearly fills float16
+//       P^T 2^14 in parts                                    dS^T 2^e in parts                go to shared memory, where P was
+//       start P^T dO_i                                       start dS^T Q_i
+//       dQ = dS_{i-1} K_j, the left columns                  dQ = dS_{i-1} K_j, the right ones
+//       dQ_{i-1} = dQ_{i-1} + 2^-e dQ                        the same, in device memory
+//       dV = dV + P^T dO_i                                   dK = dK + 2^-e dS^T Q_i          by additions that round
+//     dv_j = dV                                            dk_j = scale dK
+//     the last block of a head:  dq = scale dQ             see tile/dq_protocol.cuh
+//
+//   bwd_hopper_parts_postprocess   as bwd_hopper_postprocess
+#include "config.cuh"
+#include "params.cuh"
+#include "tile/dq_protocol.cuh"
+#include "tile/gradient_parts.cuh"
+#include "tile/key_loads.cuh"
+#include "tile/score.cuh"
+#include "tile/softcap.cuh"
+
+static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
+static_assert(FP16_PARTS == 2 && FLOAT32_RESULTS && !(VARLEN || DROPOUT || MODIFIED || TMA_REDUCE_DQ), "nobody has asked for these of parts");
+
+// dQ = dS K is dealt out by its columns, in whole panels.
+constexpr int VALUES_COLS = min_of(DIM, 64), KEYS_COLS = DIM - VALUES_COLS;
+
+// In float32 P of a warp takes as much as dS in parts, in whose place it is passed on. Behind all else are the largest elements of dS that each of four
+// warps has found, of some steps: that of a step is asked until the next one but one.
+constexpr int P_BYTES = 16 * TILE_Q * int(sizeof(float)), LARGEST = 4, LARGEST_OFFSET = ceil_div(BLOCK_BYTES, 16) * 16;
+static_assert(4 * P_BYTES == GradientTile::bytes);
+constexpr int SHARED_BYTES = LARGEST_OFFSET + LARGEST * int(sizeof(Four));
+
+// Of all consumer warps; of P of a step, from a warp to the one that has the same keys, as in bwd_hopper_wide.cu; of the warps for keys.
+enum NamedBarrier { CONSUMERS = 1, PASSED = 2, FOR_KEYS = PASSED + 2 * 4 };
+static_assert(FOR_KEYS < NAMED_BARRIERS);
+
+KERNEL(THREADS, 1) bwd_hopper_parts_preprocess(GRID_CONSTANT HopperBackwardParams p) {
+  if constexpr (ZEROS_AHEAD) clear_progress(p);
+  preprocess(p, 1.f, 1, ZEROS_AHEAD ? p.heads_ahead : ~0u);
+}
+
+OP SharedAddress largest_smem(const KeyBlock& block, u32 step) { return block.smem + LARGEST_OFFSET + int(step % LARGEST * sizeof(Four)); }
+
+// dQ of the tile before: N columns of it, to be scaled by `of_keys`.
+template <int N> OP void multiply_queries(const KeyBlock& block, Acc<16, N>& dq_reg, int col) {
+  const u32 before = block.queries.count - 1;
+  wait_for(block.written, before % 2);                        // without it dS is read that has not been written
+  start_product(dq_reg, block.ds_smem(before), 0, block.keys.tile(), col);
+  wait_for_products<0>(dq_reg);                               // without it sums are added that do not exist yet
+}
+template <int N> OP void add_part(const HopperBackwardParams& p, const KeyBlock& block, u32 step, Acc<16, N>& dq_reg, int own_row, int col, float of_keys) {
+  scale(dq_reg, of_keys * two_to(-exponent_of_tile(largest_smem(block, step))));
+  add_queries(p, block, block.number_before(p), step, dq_reg, own_row, col);
+}
+// What is left of the tile before, if there was one, and the tile at hand handed back. product_reg is still being computed.
+template <int N>
+OP void end_step(const HopperBackwardParams& p, KeyBlock& block, Acc<16, DIM>& product_reg, const bool follows, int own_row, int col, float of_keys) {
+  const u32 before = block.queries.count - 1;
+  if constexpr (N > 0) {
+    Acc<16, N> dq_reg;
+    if (follows) multiply_queries(block, dq_reg, col);
+    wait_for_products<0>(product_reg);                        // without it the producer overwrites what the product reads
+    arrive_at(block.written);                                 // without it the other warpgroup waits for ever. Not earlier: of dS there are two,
+                                                              // and the other one has been multiplied by now
+    consumer_release(block.queries);                          // without it the producer waits for ever
+    block.douts.advance();
+    if (follows) add_part(p, block, before, dq_reg, own_row, col, of_keys);
+  } else {
+    wait_for_products<0>(product_reg);                        // the same
+    arrive_at(block.written);                                 // the same
+    consumer_release(block.queries);                          // the same
+    block.douts.advance();
+    if (follows) add_nothing(p, block, before);
+  }
+  block.go_on(p);
+}
+template <int N> OP void end_steps(const HopperBackwardParams& p, const KeyBlock& block, int own_row, int col, float of_keys) {
+  if constexpr (N > 0) {
+    Acc<16, N> dq_reg;
+    multiply_queries(block, dq_reg, col);
+    add_part(p, block, block.queries.count - 1, dq_reg, own_row, col, of_keys);
+  } else {
+    add_nothing(p, block, block.queries.count - 1);
+  }
+}
+
+KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
+  if (block_id() >= p.owners) return postprocess_last_heads(p);
+  KeyBlock block(p);
+  if (warp_id() == 0) start_barriers(block);
+  sync_block();                                               // without it a warp arrives at a barrier that does not count yet
+  if (warp_id() < 4) {
+    warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+    if (warp_id() == 0) load_tiles(p, block);
+    if (warp_id() == 1) acquire_dq_order(p, block);
+    if (warp_id() == 2) release_dq_order(p, block);
+    if constexpr (ZEROS_AHEAD) {
+      if (warp_id() == 3) let_add(p, block), make_zeros_ahead(p, block);
+    }
+    if (warp_id() == 3) count_heads(p, block);
+    return;
+  }
+
+  warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+  const KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();
+  const bool for_values = warp_id() < 8;
+  const int pair = warp_id() % 4, own_row = pair * 16;
+  const auto cut = [&](int col0) {                            // asked anew in each step: kept, the range would take registers
+    return !unmasked_queries(block.mask, not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q);
+  };
+  const auto passed = [&](u32 step) { return PASSED + int(step % 2) * 4 + pair; };
+  const auto p_smem = [&](u32 step) { return block.ds_smem(step).base + pair * P_BYTES; };
+  const auto factors = [&](int head) { return gradient_factors(p, block.here.batch_number * p.heads + head); };
+  const float of_keys = factors(block.here.first_head).keys;
+  Acc<16, DIM> sum_reg;                                       // dV or dK
+  fill(sum_reg, 0.f);
+
+  const auto step_for_values = [&](const bool follows) {
+    const QueryTile q_smem{uniform(block.queries.tile().base)}, do_smem{uniform(block.douts.tile().base)};
+    const u32 step = block.queries.count;
+    const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
+    Acc<16, TILE_Q> s_reg;
+    Acc<16, DIM> dv_reg;                                      // what the tile adds
+    OperandA<16> p_reg[FP16_PARTS * TILE_Q / 16];
+    consumer_wait(block.queries);                             // without it the product reads queries that have not arrived
+    start_product_transposed(s_reg, k_smem, 0, q_smem);
+    const GradientFactors of_parts = factors(block.now.head);
+    wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
+    if (EXPLICIT_SCORES) scale(s_reg, of_parts.scores), scale_scores(s_reg, p);
+    if (cut(col0)) apply_mask(s_reg, block.mask, row0, col0, -infinity());
+    if (follows) wait_for(block.written, (step - 1) % 2);     // without it P takes the place of dS that is still multiplied
+    probabilities(s_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : exponent_scale(p.scale) * of_parts.scores, p.per_softcap, p_smem(step));
+    arrive_pair(passed(step));                                // without it the other warp waits for P for ever
+    to_operands(p_reg, s_reg);
+    consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
+    start_product(dv_reg, p_reg, do_smem, false);
+    end_step<VALUES_COLS>(p, block, dv_reg, follows, own_row, 0, of_keys);
+    promote(sum_reg, dv_reg, of_parts.douts / P_LIFT);
+  };
+  const auto step_for_keys = [&](const bool follows) {
+    const QueryTile q_smem{uniform(block.queries.tile().base)}, do_smem{uniform(block.douts.tile().base)};
+    const u32 step = block.queries.count;
+    const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
+    Acc<16, TILE_Q> dp_reg;
+    Acc<16, DIM> dk_reg;                                      // what the tile adds
+    OperandA<16> ds_reg[FP16_PARTS * TILE_Q / 16];
+    consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
+    start_product_transposed(dp_reg, v_smem, 0, do_smem);
+    const GradientFactors of_parts = factors(block.now.head);
+    wait_for_products<0>(dp_reg);                             // without it dP is read that does not exist yet
+    if (cut(col0)) apply_mask(dp_reg, block.mask, row0, col0, 0.f);       // 0 times whatever dP was may be NaN
+    sync_pair(passed(step));                                  // without it P is read before the other warp has written it
+    score_gradients(dp_reg, p_smem(step), block.delta_smem(), of_parts.dp);
+    store_once(largest_smem(block, step) + pair * int(sizeof(float)), largest_of_warp(dp_reg));
+    sync_last<4>(FOR_KEYS);                                   // without it numbers are read that have not been written, and dS takes the place of P
+                                                              // that a slower warp still reads
+    const int exponent = exponent_of_tile(largest_smem(block, step));
+    scale(dp_reg, two_to(exponent));
+    to_operands(ds_reg, dp_reg);
+    store_transposed(block.ds_smem(step), ds_reg, own_row);
+    fence_proxy_async();                                      // without it the product does not see what lanes have stored
+    start_product(dk_reg, ds_reg, q_smem, false);
+    end_step<KEYS_COLS>(p, block, dk_reg, follows, own_row, VALUES_COLS, of_keys);
+    promote(sum_reg, dk_reg, of_parts.queries * two_to(-exponent));
+  };
+  const auto step = [&](const bool follows) {
+    if (for_values) step_for_values(follows);
+    else step_for_keys(follows);
+  };
+
+  if (block.steps > 0) {
+    consumer_wait(block.keys);                                // without it the products read keys that have not arrived
+    consumer_wait(block.values);                              // the same for values
+    if (ZEROS_AHEAD) wait_for<LANES>(block.cleared, 0);       // without it sums are added to what was there before
+    step(false);
+    #pragma unroll 1
+    for (int i = 1; i < block.steps; ++i) step(true);
+    if (for_values) end_steps<VALUES_COLS>(p, block, own_row, 0, of_keys);
+    else end_steps<KEYS_COLS>(p, block, own_row, VALUES_COLS, of_keys);
+  }
+
+  arrive_at(block.ended);                                     // without it the block is never counted
+  sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
+  if (!for_values) scale(sum_reg, p.scale);
+  store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values, for_values ? p.dv_accum : p.dk_accum, {k_smem.base}, sum_reg, own_row);
+  postprocess_heads(p, block);
+  wait_for_stores();                                          // without it the block, and its shared memory, may end before
+}
+
+KERNEL(THREADS, 1) bwd_hopper_parts_postprocess(GRID_CONSTANT HopperBackwardParams p) { postprocess(p); }
+
+KERNEL(THREADS, 1) bwd_hopper_parts_sinks(GRID_CONSTANT HopperBackwardParams p) {
+  if constexpr (SINKS != NO_SINKS) gradient_of_sink(p, 1.f);
+}

@@ -1,0 +1,88 @@
+// gradient_parts.cuh -- the elementwise part of the backward of float32 in parts of float16 (FP16_PARTS), as gradient.cuh of 16 bits. P, at most 1, becomes
+// parts when it is 2^14 times as large. How large dS is nobody knows before: each tile of it has an exponent of its own, of its largest element.
+#pragma once
+#include "tile/fp16_parts.cuh"
+#include "tile/gradient.cuh"
+
+constexpr float P_LIFT = 0x1p14f;
+constexpr int DS_EXPONENT = 14;                               // of the largest element of dS in float16
+constexpr int MOST_EXPONENT = 100;                            // that it is raised by: its inverse is a normal number
+
+// s becomes 2^14 p, p = 2^(scale_log2 * s - lse), and p, times the derivative of the softcap if there is one, is passed to the same lanes of another warp.
+template <int N> OP void probabilities(Acc<16, N>& s, SharedAddress lse, float scale_log2, float per_softcap, SharedAddress passed) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < s.regs; r += 4) {                     // two rows of two columns
+      const Pair stat = load_shared<Pair>(lse + s.col(l, r) * 4);
+      Four factor;
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float score = s.at(l, r + i), bent = fmaxf(score * per_softcap, -2.f);           // of a masked pair it was infinite or NaN, and p is 0
+        const float p = exp2_approx(fmaf(score, scale_log2, -stat.x[i % 2]));
+        factor.x[i] = EXPLICIT_SCORES ? p * (1.f - bent * bent) : p;
+        s.at(l, r + i) = p * P_LIFT;
+      }
+      store_shared(passed + l * 16 + r * 128, factor);
+    }
+  }
+}
+// dp becomes ds = factor (of_dp * dp - delta), with the factor from the other warp, and delta of the columns from shared memory.
+template <int N> OP void score_gradients(Acc<16, N>& dp, SharedAddress passed, SharedAddress delta, float of_dp) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < dp.regs; r += 4) {
+      const Pair stat = load_shared<Pair>(delta + dp.col(l, r) * 4);
+      const Four factor = load_shared<Four>(passed + l * 16 + r * 128);
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float ds = factor.x[i] * fmaf(dp.at(l, r + i), of_dp, -stat.x[i % 2]);
+        dp.at(l, r + i) = MASKED_PAIRS && factor.x[i] == 0.f ? 0.f : ds;  // of a pair that is masked alone, dP may be anything
+      }
+    }
+  }
+}
+
+// The largest magnitude among the finite elements that a warp has.
+template <int N> OP float largest_of_warp(const Acc<16, N>& x) {
+  const auto largest = [&](bool some_infinite) {
+    Regs<u32, 1> of_lane;
+    for_lane(l) {
+      float most = 0.f;
+      #pragma unroll
+      for (int r = 0; r < x.regs; ++r) {
+        const float magnitude = fabsf(x.at(l, r));
+        most = fmaxf(most, some_infinite && magnitude > HIGHEST ? 0.f : magnitude); // which is not NaN if magnitude is
+      }
+      of_lane.at(l, 0) = float_bits(most);
+    }
+    return bits_float(redux_max(of_lane));                    // numbers that are not negative have the order of their bits
+  };
+  const float most = largest(false);
+  return most <= HIGHEST ? most : largest(true);
+}
+// The exponent of a tile, from what its four warps have found.
+OP int exponent_of_tile(SharedAddress largest) {
+  const Four of_warps = load_shared<Four>(largest);
+  const float most = fmaxf(fmaxf(of_warps.x[0], of_warps.x[1]), fmaxf(of_warps.x[2], of_warps.x[3]));
+  return min_of(DS_EXPONENT + 127 - int(float_bits(most) >> 23), MOST_EXPONENT);
+}
+OP float two_to(int e) { return bits_float(u32(e + 127) << 23); }
+
+// 16 rows of the transpose of dS, at hand as operands, take their place in its tile.
+template <int K, int ROWS, int WIDTH> OP void store_transposed(const PartsTile<ROWS, WIDTH>& tile, const OperandA<16> (&a)[K], int col0) {
+  OperandA<16> part[K / 2];
+  #pragma unroll
+  for (int low = 0; low < 2; ++low) {
+    #pragma unroll
+    for (int i = 0; i < K / 2; ++i) part[i] = a[low * (K / 2) + i];
+    store_transposed(low ? tile.low() : tile.high(), part, col0);
+  }
+}
+
+// sum += factor product, of a tile.
+template <int N> OP void promote(Acc<16, N>& sum, const Acc<16, N>& product, float factor) {
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < sum.regs; ++r) sum.at(l, r) = fmaf(product.at(l, r), factor, sum.at(l, r));
+  }
+}
