@@ -42,54 +42,57 @@ constexpr int SHARED_BYTES = LARGEST_OFFSET + LARGEST * int(sizeof(Four));
 enum NamedBarrier { CONSUMERS = 1, PASSED = 2, FOR_KEYS = PASSED + 2 * 4 };
 static_assert(FOR_KEYS < NAMED_BARRIERS);
 
-KERNEL(THREADS, 1) bwd_hopper_parts_preprocess(GRID_CONSTANT HopperBackwardParams p) {
+KERNEL(THREADS, 3) bwd_hopper_parts_preprocess(GRID_CONSTANT HopperBackwardParams p) {
   if constexpr (ZEROS_AHEAD) clear_progress(p);
   preprocess(p, 1.f, 1, ZEROS_AHEAD ? p.heads_ahead : ~0u);
 }
 
 OP SharedAddress largest_smem(const KeyBlock& block, u32 step) { return block.smem + LARGEST_OFFSET + int(step % LARGEST * sizeof(Four)); }
 
-// dQ of the tile before: N columns of it, to be scaled by `of_keys`.
-template <int N> OP void multiply_queries(const KeyBlock& block, Acc<16, N>& dq_reg, int col) {
-  const u32 before = block.queries.count - 1;
-  wait_for(block.written, before % 2);                        // without it dS is read that has not been written
-  start_product(dq_reg, block.ds_smem(before), 0, block.keys.tile(), col);
-  wait_for_products<0>(dq_reg);                               // without it sums are added that do not exist yet
-}
-template <int N> OP void add_part(const HopperBackwardParams& p, const KeyBlock& block, u32 step, Acc<16, N>& dq_reg, int own_row, int col, float of_keys) {
-  scale(dq_reg, of_keys * two_to(-exponent_of_tile(largest_smem(block, step))));
-  add_queries(p, block, block.number_before(p), step, dq_reg, own_row, col);
-}
-// What is left of the tile before, if there was one, and the tile at hand handed back. product_reg is still being computed.
-template <int N>
-OP void end_step(const HopperBackwardParams& p, KeyBlock& block, Acc<16, DIM>& product_reg, const bool follows, int own_row, int col, float of_keys) {
-  const u32 before = block.queries.count - 1;
-  if constexpr (N > 0) {
-    Acc<16, N> dq_reg;
-    if (follows) multiply_queries(block, dq_reg, col);
-    wait_for_products<0>(product_reg);                        // without it the producer overwrites what the product reads
-    arrive_at(block.written);                                 // without it the other warpgroup waits for ever. Not earlier: of dS there are two,
-                                                              // and the other one has been multiplied by now
-    consumer_release(block.queries);                          // without it the producer waits for ever
-    block.douts.advance();
-    if (follows) add_part(p, block, before, dq_reg, own_row, col, of_keys);
-  } else {
-    wait_for_products<0>(product_reg);                        // the same
-    arrive_at(block.written);                                 // the same
-    consumer_release(block.queries);                          // the same
-    block.douts.advance();
-    if (follows) add_nothing(p, block, before);
+// K or V of a warp: where there are registers for it in two parts, shared memory is read less often, which takes as long as products.
+constexpr int KEPT = WIDTH <= 64 ? FP16_PARTS * DIM / 16 : 0;
+template <int K> struct OwnKeys {
+  OperandA<16> reg[K];
+  OP void load(const KeyTile& tile, int row) { load_operands(reg, tile, row); }
+  OP void start(Acc<16, TILE_Q>& s_reg, const QueryTile& b) const { start_product_transposed(s_reg, reg, b); }
+};
+template <> struct OwnKeys<0> {
+  KeyTile tile;
+  OP void load(const KeyTile& all, int) { tile = all; }
+  OP void start(Acc<16, TILE_Q>& s_reg, const QueryTile& b) const { start_product_transposed(s_reg, tile, 0, b); }
+};
+
+// What a warp has of dQ of the tile before: N columns, or none.
+template <int N> struct PartOfQueries {
+  Acc<16, N> reg;
+  OP void start(const KeyBlock& block, u32 before, int col) {
+    wait_for(block.written, before % 2);                      // without it dS is read that has not been written
+    start_product(reg, block.ds_smem(before), 0, block.keys.tile(), col);
   }
+  OP void wait() { wait_for_products<0>(reg); }               // without it sums are added that do not exist yet, and dS is overwritten
+  OP void add(const HopperBackwardParams& p, const KeyBlock& block, u32 before, int row, int col, float of_keys) {
+    scale(reg, of_keys * two_to(-exponent_of_tile(largest_smem(block, before))));
+    add_queries(p, block, block.number_before(p), before, reg, row, col);
+  }
+};
+template <> struct PartOfQueries<0> {
+  OP void start(const KeyBlock&, u32, int) {}
+  OP void wait() {}
+  OP void add(const HopperBackwardParams& p, const KeyBlock& block, u32 before, int, int, float) { add_nothing(p, block, before); }
+};
+template <int N> OP void add_last_part(const HopperBackwardParams& p, const KeyBlock& block, int row, int col, float of_keys) {
+  PartOfQueries<N> dq;
+  dq.start(block, block.queries.count - 1, col);
+  dq.wait();
+  dq.add(p, block, block.queries.count - 1, row, col, of_keys);
+}
+// The tile at hand is handed back, of which product_reg is what it adds; `leads`: a product for the next one has been started since.
+OP void release_tile(const HopperBackwardParams& p, KeyBlock& block, Acc<16, DIM>& product_reg, const bool leads) {
+  if (leads) wait_for_products<1>(product_reg);               // without it the producer overwrites what the product reads
+  else wait_for_products<0>(product_reg);                     // the same
+  consumer_release(block.queries);                            // without it the producer waits for ever
+  block.douts.advance();
   block.go_on(p);
-}
-template <int N> OP void end_steps(const HopperBackwardParams& p, const KeyBlock& block, int own_row, int col, float of_keys) {
-  if constexpr (N > 0) {
-    Acc<16, N> dq_reg;
-    multiply_queries(block, dq_reg, col);
-    add_part(p, block, block.queries.count - 1, dq_reg, own_row, col, of_keys);
-  } else {
-    add_nothing(p, block, block.queries.count - 1);
-  }
 }
 
 KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
@@ -123,39 +126,56 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   Acc<16, DIM> sum_reg;                                       // dV or dK
   fill(sum_reg, 0.f);
 
-  const auto step_for_values = [&](const bool follows) {
-    const QueryTile q_smem{uniform(block.queries.tile().base)}, do_smem{uniform(block.douts.tile().base)};
+  OwnKeys<KEPT> own;
+  // S or dP of the tile behind so many others, whose stage is full in time: the other warpgroup needs it no earlier.
+  const auto start_scores = [&](Acc<16, TILE_Q>& s_reg, u32 ahead) {
+    auto queries = block.queries;
+    queries.count += ahead;
+    consumer_wait(queries);                                   // without it the product reads queries that have not arrived
+    own.start(s_reg, QueryTile{uniform(queries.tile().base)});
+  };
+  const auto start_dp = [&](Acc<16, TILE_Q>& dp_reg, u32 ahead) {
+    auto douts = block.douts;
+    douts.count += ahead;
+    consumer_wait(douts);                                     // without it the product reads gradients that have not arrived
+    own.start(dp_reg, QueryTile{uniform(douts.tile().base)});
+  };
+
+  // One query tile. Beneath its exponentials runs dQ of the tile before it, if there was one, and beneath what it adds to the gradient the first product
+  // of the next one, if there is one.
+  const auto step_for_values = [&](Acc<16, TILE_Q>& s_reg, const bool follows, const bool leads) {
+    const QueryTile do_smem{uniform(block.douts.tile().base)};
     const u32 step = block.queries.count;
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
-    Acc<16, TILE_Q> s_reg;
-    Acc<16, DIM> dv_reg;                                      // what the tile adds
+    PartOfQueries<VALUES_COLS> dq;
+    Acc<16, DIM> dv_reg;
     OperandA<16> p_reg[FP16_PARTS * TILE_Q / 16];
-    consumer_wait(block.queries);                             // without it the product reads queries that have not arrived
-    start_product_transposed(s_reg, k_smem, 0, q_smem);
     const GradientFactors of_parts = factors(block.now.head);
-    wait_for_products<0>(s_reg);                              // without it scores are read that do not exist yet
+    if (follows) dq.start(block, step - 1, 0);
     if (EXPLICIT_SCORES) scale(s_reg, of_parts.scores), scale_scores(s_reg, p);
     if (cut(col0)) apply_mask(s_reg, block.mask, row0, col0, -infinity());
-    if (follows) wait_for(block.written, (step - 1) % 2);     // without it P takes the place of dS that is still multiplied
     probabilities(s_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : exponent_scale(p.scale) * of_parts.scores, p.per_softcap, p_smem(step));
     arrive_pair(passed(step));                                // without it the other warp waits for P for ever
     to_operands(p_reg, s_reg);
+    if (follows) dq.wait();
+    arrive_at(block.written);                                 // without it the others wait for ever. Not earlier: P takes the place of dS that is multiplied
     consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
     start_product(dv_reg, p_reg, do_smem, false);
-    end_step<VALUES_COLS>(p, block, dv_reg, follows, own_row, 0, of_keys);
+    if (follows) dq.add(p, block, step - 1, own_row, 0, of_keys);
+    if (leads) start_scores(s_reg, 1);
+    release_tile(p, block, dv_reg, leads);
     promote(sum_reg, dv_reg, of_parts.douts / P_LIFT);
+    if (leads) wait_for_products<0>(s_reg);                   // without it scores are read that do not exist yet
   };
-  const auto step_for_keys = [&](const bool follows) {
-    const QueryTile q_smem{uniform(block.queries.tile().base)}, do_smem{uniform(block.douts.tile().base)};
+  const auto step_for_keys = [&](Acc<16, TILE_Q>& dp_reg, const bool follows, const bool leads) {
+    const QueryTile q_smem{uniform(block.queries.tile().base)};
     const u32 step = block.queries.count;
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
-    Acc<16, TILE_Q> dp_reg;
-    Acc<16, DIM> dk_reg;                                      // what the tile adds
+    PartOfQueries<KEYS_COLS> dq;
+    Acc<16, DIM> dk_reg;
     OperandA<16> ds_reg[FP16_PARTS * TILE_Q / 16];
-    consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
-    start_product_transposed(dp_reg, v_smem, 0, do_smem);
     const GradientFactors of_parts = factors(block.now.head);
-    wait_for_products<0>(dp_reg);                             // without it dP is read that does not exist yet
+    if (follows) dq.start(block, step - 1, VALUES_COLS);
     if (cut(col0)) apply_mask(dp_reg, block.mask, row0, col0, 0.f);       // 0 times whatever dP was may be NaN
     sync_pair(passed(step));                                  // without it P is read before the other warp has written it
     score_gradients(dp_reg, p_smem(step), block.delta_smem(), of_parts.dp);
@@ -167,24 +187,50 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     to_operands(ds_reg, dp_reg);
     store_transposed(block.ds_smem(step), ds_reg, own_row);
     fence_proxy_async();                                      // without it the product does not see what lanes have stored
+    if (follows) dq.wait();
+    arrive_at(block.written);                                 // without it the others wait for ever
+    consumer_wait(block.queries);                             // without it the product reads queries that have not arrived
     start_product(dk_reg, ds_reg, q_smem, false);
-    end_step<KEYS_COLS>(p, block, dk_reg, follows, own_row, VALUES_COLS, of_keys);
+    if (follows) dq.add(p, block, step - 1, own_row, VALUES_COLS, of_keys);
+    if (leads) start_dp(dp_reg, 1);
+    release_tile(p, block, dk_reg, leads);
     promote(sum_reg, dk_reg, of_parts.queries * two_to(-exponent));
-  };
-  const auto step = [&](const bool follows) {
-    if (for_values) step_for_values(follows);
-    else step_for_keys(follows);
+    if (leads) wait_for_products<0>(dp_reg);                  // without it dP is read that does not exist yet
   };
 
   if (block.steps > 0) {
     consumer_wait(block.keys);                                // without it the products read keys that have not arrived
     consumer_wait(block.values);                              // the same for values
     if (ZEROS_AHEAD) wait_for<LANES>(block.cleared, 0);       // without it sums are added to what was there before
-    step(false);
-    #pragma unroll 1
-    for (int i = 1; i < block.steps; ++i) step(true);
-    if (for_values) end_steps<VALUES_COLS>(p, block, own_row, 0, of_keys);
-    else end_steps<KEYS_COLS>(p, block, own_row, VALUES_COLS, of_keys);
+    if (for_values) {
+      Acc<16, TILE_Q> s_reg;
+      own.load(k_smem, own_row);
+      start_scores(s_reg, 0);
+      wait_for_products<0>(s_reg);                            // without it scores are read that do not exist yet
+      if (block.steps == 1) {
+        step_for_values(s_reg, false, false);
+      } else {
+        step_for_values(s_reg, false, true);
+        #pragma unroll 1
+        for (int i = 2; i < block.steps; ++i) step_for_values(s_reg, true, true);
+        step_for_values(s_reg, true, false);
+      }
+      add_last_part<VALUES_COLS>(p, block, own_row, 0, of_keys);
+    } else {
+      Acc<16, TILE_Q> dp_reg;
+      own.load(v_smem, own_row);
+      start_dp(dp_reg, 0);
+      wait_for_products<0>(dp_reg);                           // without it dP is read that does not exist yet
+      if (block.steps == 1) {
+        step_for_keys(dp_reg, false, false);
+      } else {
+        step_for_keys(dp_reg, false, true);
+        #pragma unroll 1
+        for (int i = 2; i < block.steps; ++i) step_for_keys(dp_reg, true, true);
+        step_for_keys(dp_reg, true, false);
+      }
+      add_last_part<KEYS_COLS>(p, block, own_row, VALUES_COLS, of_keys);
+    }
   }
 
   arrive_at(block.ended);                                     // without it the block is never counted

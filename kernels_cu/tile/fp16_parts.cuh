@@ -67,6 +67,47 @@ OP void start_product_transposed(Acc<16, N>& s, const PartsTile<ROWS, WIDTH>& a,
 #endif
 }
 
+// 16 rows of a tile as A operands: those of high parts, then those of low parts.
+template <int K, int ROWS, int WIDTH> OP void load_operands(OperandA<16> (&a)[K], const PartsTile<ROWS, WIDTH>& tile, int row0) {
+  static_assert(K == 2 * WIDTH / 16, "two operands for 16 columns");
+  #pragma unroll
+  for (int i = 0; i < K / 2; ++i) {
+    load(a[i], tile.high().panel(i / 4), row0, i % 4 * 16);
+    load(a[K / 2 + i], tile.low().panel(i / 4), row0, i % 4 * 16);
+  }
+}
+// s = a b^T is started, a in registers.
+template <int N, int K, int WIDTH>
+OP void start_product_transposed(Acc<16, N>& s, const OperandA<16> (&a)[K], const PartsTile<N, WIDTH>& b, CallSite at = call_site()) {
+  static_assert(K == 2 * WIDTH / 16, "two operands for 16 columns");
+#if ON_GPU
+  const u32 high = descriptor(b.high().base, 16), low = descriptor(b.low().base, 16);
+  const auto step = [&](int i) { return (i / 4 * b.panel_bytes + i % 4 * 32) / 16; };
+  pin(s);
+  wgmma_fence();
+  #pragma unroll
+  for (int i = 0; i < K / 2; ++i) wgmma_rs_b_k<N>(s.v, a[K / 2 + i].v, high + step(i), i > 0);
+  #pragma unroll
+  for (int i = 0; i < K / 2; ++i) wgmma_rs_b_k<N>(s.v, a[i].v, low + step(i), true);
+  #pragma unroll
+  for (int i = 0; i < K / 2; ++i) wgmma_rs_b_k<N>(s.v, a[i].v, high + step(i), true);
+  wgmma_commit_group();
+#else
+  start_on_host(s, false, at, [=, &a](Acc<16, N>& s) {
+    fill(s, 0.f);
+    const auto multiply_parts = [&](int first, const PanelTile<N, WIDTH>& b) {
+      float a_f32[16][WIDTH], b_f32[WIDTH][N];
+      for (int i = 0; i < K / 2; ++i)
+        for_lane(l) for (int r = 0; r < 4; ++r) for (int half = 0; half < 2; ++half)
+          a_f32[a[i].row(l, r)][16 * i + a[i].k(l, r) + half] = unpack<Element>(a[first + i].at(l, r), half);
+      read_rows(b, 0, N, at, [&](int row, int col, float x) { b_f32[col][row] = x; });
+      multiply_add(s, a_f32, b_f32);
+    };
+    multiply_parts(K / 2, b.high()), multiply_parts(0, b.low()), multiply_parts(0, b.high());
+  });
+#endif
+}
+
 // d = a b[:, col0 : col0 + N] is started.
 template <int N, int ROWS, int INNER, int WIDTH>
 OP void start_product(Acc<16, N>& d, const PartsTile<ROWS, INNER>& a, int row0, const PartsTile<INNER, WIDTH>& b, int col0, CallSite at = call_site()) {

@@ -70,6 +70,8 @@ template <int N> OP void wgmma_ss_b_mn(float* d, u32 a, u32 b, int add);
 template <int N> OP void wgmma_ss_a_mn(float* d, u32 a, u32 b, int add);
 // the same as the second with a in registers
 template <int N> OP void wgmma_rs(float* d, const u32* a, u32 b, int add);
+// the same as the first with a in registers
+template <int N> OP void wgmma_rs_b_k(float* d, const u32* a, u32 b, int add);
 // d += a b^T: eight columns, twice, of eight rows of a, eight times, and of N rows of b, in rows of 16 bytes, one behind the other; both are
 // bfloat16, whatever elements are
 template <int N> OP void wgmma_ss_terms(float* d, u32 a, u32 b);
@@ -192,6 +194,12 @@ template <> OP void wgmma_rs<64>(float* d, const u32* a, u32 b, int add) {
     asm volatile(WGMMA(64, "f16", D_64, DESCRIPTOR("b", "%36"), "{%32, %33, %34, %35}, b", "%37", "1") : OF_D_64 : OF_A(a), "r"(b), "r"(add));
   else
     asm volatile(WGMMA(64, "bf16", D_64, DESCRIPTOR("b", "%36"), "{%32, %33, %34, %35}, b", "%37", "1") : OF_D_64 : OF_A(a), "r"(b), "r"(add));
+}
+template <> OP void wgmma_rs_b_k<64>(float* d, const u32* a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(64, "f16", D_64, DESCRIPTOR("b", "%36"), "{%32, %33, %34, %35}, b", "%37", "0") : OF_D_64 : OF_A(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(64, "bf16", D_64, DESCRIPTOR("b", "%36"), "{%32, %33, %34, %35}, b", "%37", "0") : OF_D_64 : OF_A(a), "r"(b), "r"(add));
 }
 template <> OP void wgmma_rs<80>(float* d, const u32* a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
