@@ -62,6 +62,9 @@ template <> struct OwnKeys<0> {
   OP void start(Acc<16, TILE_Q>& s_reg, const QueryTile& b) const { start_product_transposed(s_reg, tile, 0, b); }
 };
 
+// Whether the first product of a tile is started beneath the last one of the tile before; of wide heads there are no registers for it.
+constexpr bool LEADS = WIDTH <= 64;
+
 // What a warp has of dQ of the tile before: N columns, or none.
 template <int N> struct PartOfQueries {
   Acc<16, N> reg;
@@ -151,7 +154,10 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     Acc<16, DIM> dv_reg;
     OperandA<16> p_reg[FP16_PARTS * TILE_Q / 16];
     const GradientFactors of_parts = factors(block.now.head);
+    if (!LEADS) start_scores(s_reg, 0);
     if (follows) dq.start(block, step - 1, 0);
+    if (!LEADS && follows) wait_for_products<1>(s_reg);       // without it scores are read that do not exist yet
+    if (!LEADS && !follows) wait_for_products<0>(s_reg);      // the same
     if (EXPLICIT_SCORES) scale(s_reg, of_parts.scores), scale_scores(s_reg, p);
     if (cut(col0)) apply_mask(s_reg, block.mask, row0, col0, -infinity());
     probabilities(s_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : exponent_scale(p.scale) * of_parts.scores, p.per_softcap, p_smem(step));
@@ -175,7 +181,10 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     Acc<16, DIM> dk_reg;
     OperandA<16> ds_reg[FP16_PARTS * TILE_Q / 16];
     const GradientFactors of_parts = factors(block.now.head);
+    if (!LEADS) start_dp(dp_reg, 0);
     if (follows) dq.start(block, step - 1, VALUES_COLS);
+    if (!LEADS && follows) wait_for_products<1>(dp_reg);      // without it dP is read that does not exist yet
+    if (!LEADS && !follows) wait_for_products<0>(dp_reg);     // the same
     if (cut(col0)) apply_mask(dp_reg, block.mask, row0, col0, 0.f);       // 0 times whatever dP was may be NaN
     sync_pair(passed(step));                                  // without it P is read before the other warp has written it
     score_gradients(dp_reg, p_smem(step), block.delta_smem(), of_parts.dp);
@@ -205,30 +214,22 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     if (for_values) {
       Acc<16, TILE_Q> s_reg;
       own.load(k_smem, own_row);
-      start_scores(s_reg, 0);
-      wait_for_products<0>(s_reg);                            // without it scores are read that do not exist yet
-      if (block.steps == 1) {
-        step_for_values(s_reg, false, false);
-      } else {
-        step_for_values(s_reg, false, true);
-        #pragma unroll 1
-        for (int i = 2; i < block.steps; ++i) step_for_values(s_reg, true, true);
-        step_for_values(s_reg, true, false);
-      }
+      if (LEADS) start_scores(s_reg, 0), wait_for_products<0>(s_reg);  // without it scores are read that do not exist yet
+      if (!LEADS || block.steps == 1) step_for_values(s_reg, false, false);
+      else step_for_values(s_reg, false, true);
+      #pragma unroll 1
+      for (int i = 1; i < block.steps - LEADS; ++i) step_for_values(s_reg, true, LEADS);
+      if (LEADS && block.steps > 1) step_for_values(s_reg, true, false);
       add_last_part<VALUES_COLS>(p, block, own_row, 0, of_keys);
     } else {
       Acc<16, TILE_Q> dp_reg;
       own.load(v_smem, own_row);
-      start_dp(dp_reg, 0);
-      wait_for_products<0>(dp_reg);                           // without it dP is read that does not exist yet
-      if (block.steps == 1) {
-        step_for_keys(dp_reg, false, false);
-      } else {
-        step_for_keys(dp_reg, false, true);
-        #pragma unroll 1
-        for (int i = 2; i < block.steps; ++i) step_for_keys(dp_reg, true, true);
-        step_for_keys(dp_reg, true, false);
-      }
+      if (LEADS) start_dp(dp_reg, 0), wait_for_products<0>(dp_reg);  // without it dP is read that does not exist yet
+      if (!LEADS || block.steps == 1) step_for_keys(dp_reg, false, false);
+      else step_for_keys(dp_reg, false, true);
+      #pragma unroll 1
+      for (int i = 1; i < block.steps - LEADS; ++i) step_for_keys(dp_reg, true, LEADS);
+      if (LEADS && block.steps > 1) step_for_keys(dp_reg, true, false);
       add_last_part<KEYS_COLS>(p, block, own_row, VALUES_COLS, of_keys);
     }
   }

@@ -23,7 +23,7 @@ FACTORS = 5  # of a query head, as GradientFactors of ``kernels_cu``
 MOST_DIMS = 128
 ONE_GRADIENT = "three products of float16 in place of one; one gradient a warpgroup, with sums of each tile"
 GRADIENT_ROWS = (
-    TileConfig(64, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
+    TileConfig(64, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1, stages=3),
     TileConfig(128, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
 )
 
