@@ -49,17 +49,13 @@ KERNEL(THREADS, 3) bwd_hopper_parts_preprocess(GRID_CONSTANT HopperBackwardParam
 
 OP SharedAddress largest_smem(const KeyBlock& block, u32 step) { return block.smem + LARGEST_OFFSET + int(step % LARGEST * sizeof(Four)); }
 
-// K or V of a warp: where there are registers for it in two parts, shared memory is read less often, which takes as long as products.
-constexpr int KEPT = WIDTH <= 64 ? FP16_PARTS * DIM / 16 : 0;
-template <int K> struct OwnKeys {
-  OperandA<16> reg[K];
-  OP void load(const KeyTile& tile, int row) { load_operands(reg, tile, row); }
-  OP void start(Acc<16, TILE_Q>& s_reg, const QueryTile& b) const { start_product_transposed(s_reg, reg, b); }
-};
-template <> struct OwnKeys<0> {
-  KeyTile tile;
-  OP void load(const KeyTile& all, int) { tile = all; }
-  OP void start(Acc<16, TILE_Q>& s_reg, const QueryTile& b) const { start_product_transposed(s_reg, tile, 0, b); }
+// K or V of a warp, in registers as far as there are some: shared memory, from which each product would read them, takes as long as tensor cores do.
+constexpr int HIGH_KEPT = min_of(DIM / 16, 7), LOW_KEPT = WIDTH <= 64 ? DIM / 16 : 0;  // operands of 16 columns
+struct OwnKeys {
+  KeptRows<HIGH_KEPT, TILE_KV, DIM> high;
+  KeptRows<LOW_KEPT, TILE_KV, DIM> low;
+  OP OwnKeys(const KeyTile& tile, int row) : high(tile.high(), row), low(tile.low(), row) {}
+  OP void start(Acc<16, TILE_Q>& s_reg, const QueryTile& b) const { start_product_transposed(s_reg, high, low, b); }
 };
 
 // Whether the first product of a tile is started beneath the last one of the tile before; of wide heads there are no registers for it.
@@ -119,9 +115,10 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   const KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();
   const bool for_values = warp_id() < 8;
   const int pair = warp_id() % 4, own_row = pair * 16;
-  const auto cut = [&](int col0) {                            // asked anew in each step: kept, the range would take registers
-    return !unmasked_queries(block.mask, not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q);
+  const auto mask = [&] {                                     // asked anew in each step: kept, it would take registers, and so would ranges
+    return TransposedMask{-not_ahead(p.mask.right), -not_ahead(p.mask.left), p.len_q, p.len_kv, p.mask.prefix};
   };
+  const auto cut = [&](int col0) { return !unmasked_queries(mask(), not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q); };
   const auto passed = [&](u32 step) { return PASSED + int(step % 2) * 4 + pair; };
   const auto p_smem = [&](u32 step) { return block.ds_smem(step).base + pair * P_BYTES; };
   const auto factors = [&](int head) { return gradient_factors(p, block.here.batch_number * p.heads + head); };
@@ -129,15 +126,14 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   Acc<16, DIM> sum_reg;                                       // dV or dK
   fill(sum_reg, 0.f);
 
-  OwnKeys<KEPT> own;
   // S or dP of the tile behind so many others, whose stage is full in time: the other warpgroup needs it no earlier.
-  const auto start_scores = [&](Acc<16, TILE_Q>& s_reg, u32 ahead) {
+  const auto start_scores = [&](Acc<16, TILE_Q>& s_reg, const OwnKeys& own, u32 ahead) {
     auto queries = block.queries;
     queries.count += ahead;
     consumer_wait(queries);                                   // without it the product reads queries that have not arrived
     own.start(s_reg, QueryTile{uniform(queries.tile().base)});
   };
-  const auto start_dp = [&](Acc<16, TILE_Q>& dp_reg, u32 ahead) {
+  const auto start_dp = [&](Acc<16, TILE_Q>& dp_reg, const OwnKeys& own, u32 ahead) {
     auto douts = block.douts;
     douts.count += ahead;
     consumer_wait(douts);                                     // without it the product reads gradients that have not arrived
@@ -146,7 +142,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
 
   // One query tile. Beneath its exponentials runs dQ of the tile before it, if there was one, and beneath what it adds to the gradient the first product
   // of the next one, if there is one.
-  const auto step_for_values = [&](Acc<16, TILE_Q>& s_reg, const bool follows, const bool leads) {
+  const auto step_for_values = [&](Acc<16, TILE_Q>& s_reg, const OwnKeys& own, const bool follows, const bool leads) {
     const QueryTile do_smem{uniform(block.douts.tile().base)};
     const u32 step = block.queries.count;
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
@@ -154,12 +150,12 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     Acc<16, DIM> dv_reg;
     OperandA<16> p_reg[FP16_PARTS * TILE_Q / 16];
     const GradientFactors of_parts = factors(block.now.head);
-    if (!LEADS) start_scores(s_reg, 0);
+    if (!LEADS) start_scores(s_reg, own, 0);
     if (follows) dq.start(block, step - 1, 0);
     if (!LEADS && follows) wait_for_products<1>(s_reg);       // without it scores are read that do not exist yet
     if (!LEADS && !follows) wait_for_products<0>(s_reg);      // the same
     if (EXPLICIT_SCORES) scale(s_reg, of_parts.scores), scale_scores(s_reg, p);
-    if (cut(col0)) apply_mask(s_reg, block.mask, row0, col0, -infinity());
+    if (cut(col0)) apply_mask(s_reg, mask(), row0, col0, -infinity());
     probabilities(s_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : exponent_scale(p.scale) * of_parts.scores, p.per_softcap, p_smem(step));
     arrive_pair(passed(step));                                // without it the other warp waits for P for ever
     to_operands(p_reg, s_reg);
@@ -168,12 +164,12 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
     start_product(dv_reg, p_reg, do_smem, false);
     if (follows) dq.add(p, block, step - 1, own_row, 0, of_keys);
-    if (leads) start_scores(s_reg, 1);
+    if (leads) start_scores(s_reg, own, 1);
     release_tile(p, block, dv_reg, leads);
     promote(sum_reg, dv_reg, of_parts.douts / P_LIFT);
     if (leads) wait_for_products<0>(s_reg);                   // without it scores are read that do not exist yet
   };
-  const auto step_for_keys = [&](Acc<16, TILE_Q>& dp_reg, const bool follows, const bool leads) {
+  const auto step_for_keys = [&](Acc<16, TILE_Q>& dp_reg, const OwnKeys& own, const bool follows, const bool leads) {
     const QueryTile q_smem{uniform(block.queries.tile().base)};
     const u32 step = block.queries.count;
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
@@ -181,11 +177,11 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     Acc<16, DIM> dk_reg;
     OperandA<16> ds_reg[FP16_PARTS * TILE_Q / 16];
     const GradientFactors of_parts = factors(block.now.head);
-    if (!LEADS) start_dp(dp_reg, 0);
+    if (!LEADS) start_dp(dp_reg, own, 0);
     if (follows) dq.start(block, step - 1, VALUES_COLS);
     if (!LEADS && follows) wait_for_products<1>(dp_reg);      // without it dP is read that does not exist yet
     if (!LEADS && !follows) wait_for_products<0>(dp_reg);     // the same
-    if (cut(col0)) apply_mask(dp_reg, block.mask, row0, col0, 0.f);       // 0 times whatever dP was may be NaN
+    if (cut(col0)) apply_mask(dp_reg, mask(), row0, col0, 0.f);       // 0 times whatever dP was may be NaN
     sync_pair(passed(step));                                  // without it P is read before the other warp has written it
     score_gradients(dp_reg, p_smem(step), block.delta_smem(), of_parts.dp);
     store_once(largest_smem(block, step) + pair * int(sizeof(float)), largest_of_warp(dp_reg));
@@ -201,7 +197,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     consumer_wait(block.queries);                             // without it the product reads queries that have not arrived
     start_product(dk_reg, ds_reg, q_smem, false);
     if (follows) dq.add(p, block, step - 1, own_row, VALUES_COLS, of_keys);
-    if (leads) start_dp(dp_reg, 1);
+    if (leads) start_dp(dp_reg, own, 1);
     release_tile(p, block, dk_reg, leads);
     promote(sum_reg, dk_reg, of_parts.queries * two_to(-exponent));
     if (leads) wait_for_products<0>(dp_reg);                  // without it dP is read that does not exist yet
@@ -213,27 +209,28 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     if (ZEROS_AHEAD) wait_for<LANES>(block.cleared, 0);       // without it sums are added to what was there before
     if (for_values) {
       Acc<16, TILE_Q> s_reg;
-      own.load(k_smem, own_row);
-      if (LEADS) start_scores(s_reg, 0), wait_for_products<0>(s_reg);  // without it scores are read that do not exist yet
-      if (!LEADS || block.steps == 1) step_for_values(s_reg, false, false);
-      else step_for_values(s_reg, false, true);
+      const OwnKeys own(k_smem, own_row);
+      if (LEADS) start_scores(s_reg, own, 0), wait_for_products<0>(s_reg);  // without it scores are read that do not exist yet
+      if (!LEADS || block.steps == 1) step_for_values(s_reg, own, false, false);
+      else step_for_values(s_reg, own, false, true);
       #pragma unroll 1
-      for (int i = 1; i < block.steps - LEADS; ++i) step_for_values(s_reg, true, LEADS);
-      if (LEADS && block.steps > 1) step_for_values(s_reg, true, false);
+      for (int i = 1; i < block.steps - LEADS; ++i) step_for_values(s_reg, own, true, LEADS);
+      if (LEADS && block.steps > 1) step_for_values(s_reg, own, true, false);
       add_last_part<VALUES_COLS>(p, block, own_row, 0, of_keys);
     } else {
       Acc<16, TILE_Q> dp_reg;
-      own.load(v_smem, own_row);
-      if (LEADS) start_dp(dp_reg, 0), wait_for_products<0>(dp_reg);  // without it dP is read that does not exist yet
-      if (!LEADS || block.steps == 1) step_for_keys(dp_reg, false, false);
-      else step_for_keys(dp_reg, false, true);
+      const OwnKeys own(v_smem, own_row);
+      if (LEADS) start_dp(dp_reg, own, 0), wait_for_products<0>(dp_reg);  // without it dP is read that does not exist yet
+      if (!LEADS || block.steps == 1) step_for_keys(dp_reg, own, false, false);
+      else step_for_keys(dp_reg, own, false, true);
       #pragma unroll 1
-      for (int i = 1; i < block.steps - LEADS; ++i) step_for_keys(dp_reg, true, LEADS);
-      if (LEADS && block.steps > 1) step_for_keys(dp_reg, true, false);
+      for (int i = 1; i < block.steps - LEADS; ++i) step_for_keys(dp_reg, own, true, LEADS);
+      if (LEADS && block.steps > 1) step_for_keys(dp_reg, own, true, false);
       add_last_part<KEYS_COLS>(p, block, own_row, VALUES_COLS, of_keys);
     }
   }
 
+  block.find(p, [] { return u32(not_ahead(int(block_id()))); });        // again: kept, where the block is would take registers of the loop
   arrive_at(block.ended);                                     // without it the block is never counted
   sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
   if (!for_values) scale(sum_reg, p.scale);

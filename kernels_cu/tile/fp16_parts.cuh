@@ -67,44 +67,56 @@ OP void start_product_transposed(Acc<16, N>& s, const PartsTile<ROWS, WIDTH>& a,
 #endif
 }
 
-// 16 rows of a tile as A operands: those of high parts, then those of low parts.
-template <int K, int ROWS, int WIDTH> OP void load_operands(OperandA<16> (&a)[K], const PartsTile<ROWS, WIDTH>& tile, int row0) {
-  static_assert(K == 2 * WIDTH / 16, "two operands for 16 columns");
-  #pragma unroll
-  for (int i = 0; i < K / 2; ++i) {
-    load(a[i], tile.high().panel(i / 4), row0, i % 4 * 16);
-    load(a[K / 2 + i], tile.low().panel(i / 4), row0, i % 4 * 16);
+// Rows of a warp, of one part: K operands in registers, and the columns behind those in memory, where they begin at row0 of a warpgroup.
+template <int K, int ROWS, int WIDTH> struct KeptRows {
+  OperandA<16> kept[max_of(K, 1)];
+  PanelTile<ROWS, WIDTH> tile;
+  OP KeptRows(const PanelTile<ROWS, WIDTH>& tile, int row) : tile(tile) {
+    #pragma unroll
+    for (int i = 0; i < K; ++i) load(kept[i], tile.panel(i / 4), row, i % 4 * 16);
   }
-}
-// s = a b^T is started, a in registers.
-template <int N, int K, int WIDTH>
-OP void start_product_transposed(Acc<16, N>& s, const OperandA<16> (&a)[K], const PartsTile<N, WIDTH>& b, CallSite at = call_site()) {
-  static_assert(K == 2 * WIDTH / 16, "two operands for 16 columns");
+};
 #if ON_GPU
-  const u32 high = descriptor(b.high().base, 16), low = descriptor(b.low().base, 16);
-  const auto step = [&](int i) { return (i / 4 * b.panel_bytes + i % 4 * 32) / 16; };
+// The steps in k of s = a b^T, or of s += a b^T.
+template <int N, int K, int ROWS, int WIDTH>
+OP void multiply_transposed(Acc<16, N>& s, const KeptRows<K, ROWS, WIDTH>& a, const PanelTile<N, WIDTH>& b, bool add) {
+  const u32 desc_a = descriptor(a.tile.base, 16), desc_b = descriptor(b.base, 16);
   pin(s);
-  wgmma_fence();
+  wgmma_fence();                                              // without it the product may overtake what was written to its registers
   #pragma unroll
-  for (int i = 0; i < K / 2; ++i) wgmma_rs_b_k<N>(s.v, a[K / 2 + i].v, high + step(i), i > 0);
+  for (int i = 0; i < K; ++i) wgmma_rs_b_k<N>(s.v, a.kept[i].v, desc_b + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, add || i > 0);
   #pragma unroll
-  for (int i = 0; i < K / 2; ++i) wgmma_rs_b_k<N>(s.v, a[i].v, low + step(i), true);
-  #pragma unroll
-  for (int i = 0; i < K / 2; ++i) wgmma_rs_b_k<N>(s.v, a[i].v, high + step(i), true);
+  for (int i = K; i < WIDTH / 16; ++i)
+    wgmma_ss<N>(s.v, desc_a + (i / 4 * a.tile.panel_bytes + i % 4 * 32) / 16, desc_b + (i / 4 * b.panel_bytes + i % 4 * 32) / 16, add || i > 0);
+}
+#else
+template <int N, int K, int ROWS, int WIDTH>
+void start_product_transposed(Acc<16, N>& s, const KeptRows<K, ROWS, WIDTH>& a, const PanelTile<N, WIDTH>& b, bool add, CallSite at) {
+  start_on_host(s, add, at, [=, &a](Acc<16, N>& s) {
+    float a_f32[16][WIDTH], b_f32[WIDTH][N];
+    read_rows(a.tile, warp_id() % 4 * 16, 16, at, [&](int row, int col, float x) { a_f32[row][col] = x; });
+    for (int i = 0; i < K; ++i)
+      for_lane(l) for (int r = 0; r < 4; ++r) for (int half = 0; half < 2; ++half)
+        a_f32[a.kept[i].row(l, r)][16 * i + a.kept[i].k(l, r) + half] = unpack<Element>(a.kept[i].at(l, r), half);
+    read_rows(b, 0, N, at, [&](int row, int col, float x) { b_f32[col][row] = x; });
+    if (!add) fill(s, 0.f);
+    multiply_add(s, a_f32, b_f32);
+  });
+}
+#endif
+// s = a b^T is started, of whose a some columns are in registers.
+template <int N, int HIGH, int LOW, int ROWS, int WIDTH>
+OP void start_product_transposed(Acc<16, N>& s, const KeptRows<HIGH, ROWS, WIDTH>& high, const KeptRows<LOW, ROWS, WIDTH>& low, const PartsTile<N, WIDTH>& b,
+                                 CallSite at = call_site()) {
+#if ON_GPU
+  multiply_transposed(s, low, b.high(), false);
+  multiply_transposed(s, high, b.low(), true);
+  multiply_transposed(s, high, b.high(), true);
   wgmma_commit_group();
 #else
-  start_on_host(s, false, at, [=, &a](Acc<16, N>& s) {
-    fill(s, 0.f);
-    const auto multiply_parts = [&](int first, const PanelTile<N, WIDTH>& b) {
-      float a_f32[16][WIDTH], b_f32[WIDTH][N];
-      for (int i = 0; i < K / 2; ++i)
-        for_lane(l) for (int r = 0; r < 4; ++r) for (int half = 0; half < 2; ++half)
-          a_f32[a[i].row(l, r)][16 * i + a[i].k(l, r) + half] = unpack<Element>(a[first + i].at(l, r), half);
-      read_rows(b, 0, N, at, [&](int row, int col, float x) { b_f32[col][row] = x; });
-      multiply_add(s, a_f32, b_f32);
-    };
-    multiply_parts(K / 2, b.high()), multiply_parts(0, b.low()), multiply_parts(0, b.high());
-  });
+  start_product_transposed(s, low, b.high(), false, at);
+  start_product_transposed(s, high, b.low(), true, at);
+  start_product_transposed(s, high, b.high(), true, at);
 #endif
 }
 
