@@ -6,12 +6,13 @@ As in `fp16_parts`. P and dS become such numbers in the kernel, which finds an e
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from .architecture import Architecture
-from .fp16_parts import MOST_PARTS, OPERANDS, TWO_PARTS, layout_in_parts, preparation_of_parts
+from .fp16_parts import BANDWIDTH, MOST_PARTS, OPERANDS, TWO_PARTS, layout_in_parts, preparation_of_parts
+from .grouping import RUNNING
 from .kernel import KernelPlan
 from .preparation import Preparation
 from .tensor_map import obstacle
@@ -37,7 +38,8 @@ def gradient_parts(problem: BackwardProblem, architecture: Architecture) -> tupl
         As a kernel is told it.
     architecture : Architecture
     """
-    if architecture.name != "90a" or why_not_gradient_parts(problem):
+    asked = problem.kernel == KERNEL
+    if architecture.name != "90a" or why_not_gradient_parts(problem) or not (asked or _pays(problem)):
         return 0, ""
     return MOST_PARTS, TWO_PARTS
 
@@ -59,6 +61,41 @@ def why_not_gradient_parts(problem: BackwardProblem) -> str:
     told = in_gradient_parts(problem, MOST_PARTS)
     layouts = {name: layout for name, layout in told.layouts.items() if layout is not None}
     return obstacle(p.batch, layouts, GRADIENT_OPERANDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a kernel is: seconds that it takes at least, FLOP/s of many blocks, and seconds for each query and column of a block."""
+
+    least: float
+    rate: float
+    step: float
+
+
+OF_PARTS, OF_V2 = Pace(23e-6, 200e12, 0.5e-9), Pace(14e-6, 52e12, 1.9e-9)  # as measured on an H200, with all launches
+MOST_IN_TURN = 256  # queries of a block, of which there are more where they would be few, see `query_parts`
+KEYS, BEGINNING = 64, 7e-6 / RUNNING  # of a block, and seconds for each of many to begin
+PASSES = 5  # elements read, of 4 bytes, and parts written or read, for each of the four operands: parts, then delta
+GAIN = 1.15  # below which two more launches, which the host has to queue as well, are not worth it
+
+
+def _pays(problem: BackwardProblem) -> bool:
+    """Whether making parts takes less time than products of parts save."""
+    p = problem.forward
+    if problem.zero or not p.len_kv or not p.len_q:
+        return False
+    elements = math.prod(p.batch) * (2 * p.heads_q * p.len_q + 2 * p.heads_kv * p.len_kv) * max(p.dim, p.dim_v)
+    blocks = math.prod(p.batch) * p.heads_kv * -(-p.len_kv // KEYS)
+    making = elements * 2 * PASSES / BANDWIDTH + max(blocks - RUNNING, 0) * BEGINNING
+    return (_seconds(problem, OF_PARTS) + making) * GAIN < _seconds(problem, OF_V2)
+
+
+def _seconds(problem: BackwardProblem, pace: Pace) -> float:
+    p = problem.forward
+    queries = min(p.mask.pairs / p.len_kv + KEYS / 2, p.len_q)  # that see a key, and those that its tile has besides
+    flops = problem.flops * queries * p.len_kv / max(p.mask.pairs, 1)
+    chain = min(queries, MOST_IN_TURN) * max(p.dim, p.dim_v) * pace.step
+    return pace.least + max(flops / pace.rate, chain)
 
 
 def in_gradient_parts(problem: BackwardProblem, parts: int) -> BackwardProblem:
