@@ -27,7 +27,8 @@
 #include "tile/softcap.cuh"
 
 static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
-static_assert(FP16_PARTS == 2 && FLOAT32_RESULTS && !(VARLEN || DROPOUT || MODIFIED || TMA_REDUCE_DQ), "nobody has asked for these of parts");
+static_assert(FP16_PARTS == 2 && FLOAT32_RESULTS && !TMA_REDUCE_DQ, "three products, and float32 gradients");
+static_assert(!(VARLEN || DROPOUT || STAGED_BIAS) && (SCORES == UNCHANGED || SCORES == PLUS_TERM), "nobody has asked for these of parts");
 
 // dQ = dS K is dealt out by its columns, in whole panels.
 constexpr int VALUES_COLS = min_of(DIM, 64), KEYS_COLS = DIM - VALUES_COLS;
@@ -49,8 +50,11 @@ KERNEL(THREADS, 3) bwd_hopper_parts_preprocess(GRID_CONSTANT HopperBackwardParam
 
 OP SharedAddress largest_smem(const KeyBlock& block, u32 step) { return block.smem + LARGEST_OFFSET + int(step % LARGEST * sizeof(Four)); }
 
+// Whether products are brought to their scale one by one, before anything becomes of scores; if not, exponents are.
+constexpr bool SCALED_ALONE = MODIFIED || EXPLICIT_SCORES;
+
 // K or V of a warp, in registers as far as there are some: shared memory, from which each product would read them, takes as long as tensor cores do.
-constexpr int HIGH_KEPT = min_of(DIM / 16, 7), LOW_KEPT = WIDTH <= 64 ? DIM / 16 : 0;  // operands of 16 columns
+constexpr int HIGH_KEPT = WIDTH > 64 && SCALED_ALONE ? 0 : min_of(DIM / 16, 7), LOW_KEPT = WIDTH <= 64 ? DIM / 16 : 0;  // operands of 16 columns
 struct OwnKeys {
   KeptRows<HIGH_KEPT, TILE_KV, DIM> high;
   KeptRows<LOW_KEPT, TILE_KV, DIM> low;
@@ -60,6 +64,9 @@ struct OwnKeys {
 
 // Whether the first product of a tile is started beneath the last one of the tile before; of wide heads there are no registers for it.
 constexpr bool LEADS = WIDTH <= 64;
+
+// Whether dQ is added before what the tile adds is multiplied, not beneath: of wide heads there are no registers for both beside terms of scores.
+constexpr bool ADDS_FIRST = WIDTH > 64 && SCORES == PLUS_TERM;
 
 // What a warp has of dQ of the tile before: N columns, or none.
 template <int N> struct PartOfQueries {
@@ -118,7 +125,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   const auto mask = [&] {                                     // asked anew in each step: kept, it would take registers, and so would ranges
     return TransposedMask{-not_ahead(p.mask.right), -not_ahead(p.mask.left), p.len_q, p.len_kv, p.mask.prefix};
   };
-  const auto cut = [&](int col0) { return !unmasked_queries(mask(), not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q); };
+  const auto cut = [&](int col0) { return !PAIR_BITS && !unmasked_queries(mask(), not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q); };
   const auto passed = [&](u32 step) { return PASSED + int(step % 2) * 4 + pair; };
   const auto p_smem = [&](u32 step) { return block.ds_smem(step).base + pair * P_BYTES; };
   const auto factors = [&](int head) { return gradient_factors(p, block.here.batch_number * p.heads + head); };
@@ -145,26 +152,38 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   const auto step_for_values = [&](Acc<16, TILE_Q>& s_reg, const OwnKeys& own, const bool follows, const bool leads) {
     const QueryTile do_smem{uniform(block.douts.tile().base)};
     const u32 step = block.queries.count;
+    if (!LEADS) start_scores(s_reg, own, 0);
+    if constexpr (TILE_LIST) block.hear_tile();
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
     PartOfQueries<VALUES_COLS> dq;
     Acc<16, DIM> dv_reg;
     OperandA<16> p_reg[FP16_PARTS * TILE_Q / 16];
-    const GradientFactors of_parts = factors(block.now.head);
-    if (!LEADS) start_scores(s_reg, own, 0);
+    GradientFactors of_parts = factors(block.now.head);
     if (follows) dq.start(block, step - 1, 0);
     if (!LEADS && follows) wait_for_products<1>(s_reg);       // without it scores are read that do not exist yet
     if (!LEADS && !follows) wait_for_products<0>(s_reg);      // the same
-    if (EXPLICIT_SCORES) scale(s_reg, of_parts.scores), scale_scores(s_reg, p);
+    if (MODIFIED) of_parts = factors(block.now.head);         // again, and once more below: kept, they would take registers
+    if (SCALED_ALONE) scale(s_reg, of_parts.scores);
+    if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+    if constexpr (MODIFIED) {
+      const ScoreContext x = score_context(p, block.here, block.now.head, p.len_q, p.len_kv);
+      const bool ask_pairs = !TILE_LIST || !block.is_whole;
+      PairArrays<16, TILE_Q> arrays;
+      load<true>(arrays, x, row0, col0, ask_pairs);
+      modify_scores<true>(s_reg, arrays, x, row0, col0, ask_pairs);
+    }
     if (cut(col0)) apply_mask(s_reg, mask(), row0, col0, -infinity());
-    probabilities(s_reg, block.lse_smem(), EXPLICIT_SCORES ? 1.f : exponent_scale(p.scale) * of_parts.scores, p.per_softcap, p_smem(step));
+    probabilities(s_reg, block.lse_smem(), exponent_scale(p.scale) * (SCALED_ALONE ? 1.f : of_parts.scores), p.per_softcap, p_smem(step));
     arrive_pair(passed(step));                                // without it the other warp waits for P for ever
     to_operands(p_reg, s_reg);
     if (follows) dq.wait();
     arrive_at(block.written);                                 // without it the others wait for ever. Not earlier: P takes the place of dS that is multiplied
     consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
+    if (ADDS_FIRST && follows) dq.add(p, block, step - 1, own_row, 0, of_keys);
     start_product(dv_reg, p_reg, do_smem, false);
-    if (follows) dq.add(p, block, step - 1, own_row, 0, of_keys);
+    if (!ADDS_FIRST && follows) dq.add(p, block, step - 1, own_row, 0, of_keys);
     if (leads) start_scores(s_reg, own, 1);
+    if (MODIFIED) of_parts = factors(block.now.head);
     release_tile(p, block, dv_reg, leads);
     promote(sum_reg, dv_reg, of_parts.douts / P_LIFT);
     if (leads) wait_for_products<0>(s_reg);                   // without it scores are read that do not exist yet
@@ -172,12 +191,13 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   const auto step_for_keys = [&](Acc<16, TILE_Q>& dp_reg, const OwnKeys& own, const bool follows, const bool leads) {
     const QueryTile q_smem{uniform(block.queries.tile().base)};
     const u32 step = block.queries.count;
+    if (!LEADS) start_dp(dp_reg, own, 0);
+    if constexpr (TILE_LIST) block.hear_tile();
     const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
     PartOfQueries<KEYS_COLS> dq;
     Acc<16, DIM> dk_reg;
     OperandA<16> ds_reg[FP16_PARTS * TILE_Q / 16];
     const GradientFactors of_parts = factors(block.now.head);
-    if (!LEADS) start_dp(dp_reg, own, 0);
     if (follows) dq.start(block, step - 1, VALUES_COLS);
     if (!LEADS && follows) wait_for_products<1>(dp_reg);      // without it dP is read that does not exist yet
     if (!LEADS && !follows) wait_for_products<0>(dp_reg);     // the same
@@ -195,8 +215,9 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     if (follows) dq.wait();
     arrive_at(block.written);                                 // without it the others wait for ever
     consumer_wait(block.queries);                             // without it the product reads queries that have not arrived
+    if (ADDS_FIRST && follows) dq.add(p, block, step - 1, own_row, VALUES_COLS, of_keys);
     start_product(dk_reg, ds_reg, q_smem, false);
-    if (follows) dq.add(p, block, step - 1, own_row, VALUES_COLS, of_keys);
+    if (!ADDS_FIRST && follows) dq.add(p, block, step - 1, own_row, VALUES_COLS, of_keys);
     if (leads) start_dp(dp_reg, own, 1);
     release_tile(p, block, dk_reg, leads);
     promote(sum_reg, dk_reg, of_parts.queries * two_to(-exponent));
@@ -230,7 +251,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     }
   }
 
-  block.find(p, [] { return u32(not_ahead(int(block_id()))); });        // again: kept, where the block is would take registers of the loop
+  if (!SCALED_ALONE) block.find(p, [] { return u32(not_ahead(int(block_id()))); });        // again: kept, where the block is would take registers of the loop
   arrive_at(block.ended);                                     // without it the block is never counted
   sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
   if (!for_values) scale(sum_reg, p.scale);

@@ -15,6 +15,7 @@ from .columns import columns, padded
 from .copies import copy_size
 from .explicit_scores import explicit_scores
 from .expression_text import ExpressionText
+from .fp16_parts import expressions_in_parts
 from .gradient_parts import GRADIENT_OPERANDS, GRADIENT_ROWS, gradient_parts, in_gradient_parts, why_not_gradient_parts
 from .grouping import (
     HALF_KERNELS,
@@ -42,7 +43,7 @@ from .tuning import TileConfig, row_for, table_for
 from .workspace import Workspace
 
 MOVED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")  # what threads of bwd_v2 move
-LISTED = ("bwd_v2", "bwd_hopper", "bwd_hopper_wide")  # kernels that visit the tiles of a list where pairs are masked
+LISTED = ("bwd_v2", *HOPPER_KERNELS)  # kernels that visit the tiles of a list where pairs are masked
 BY_THREADS = MOVED[3:]  # and those of the other two, before and after the loop
 GRADIENTS = MOVED[5:]
 IN_MAPS = ("q", "k", "v", "dout", *GRADIENTS)  # where TMA moves these
@@ -81,6 +82,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     expressions = text_of(p)
     # Gradients of sinks tell no sequences apart.
     apart = expressions if p.lengths and p.sinks else with_bits(p, taken_apart(p, expressions, _bends(p)), _width(p) > WIDEST_TAKEN)
+    apart = expressions_in_parts(p) if parts else apart
     kernel, why_kernel = ("bwd_hopper_parts", why_parts) if parts else _backward_kernel(problem, architecture, apart)
     expressions = apart if kernel in HOPPER_KERNELS else expressions
     explicit, why_scores = _explicit(p, expressions)

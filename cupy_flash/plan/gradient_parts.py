@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from .architecture import Architecture
-from .fp16_parts import BANDWIDTH, MOST_PARTS, OPERANDS, TWO_PARTS, layout_in_parts, preparation_of_parts
+from .fp16_parts import BANDWIDTH, HEAVY, MOST_PARTS, NARROW, OPERANDS, TWO_PARTS, expressions_in_parts, layout_in_parts, preparation_of_parts
 from .grouping import RUNNING
 from .kernel import KernelPlan
 from .preparation import Preparation
@@ -51,14 +51,19 @@ def why_not_gradient_parts(problem: BackwardProblem) -> str:
         return "another kernel was asked for"
     if p.dtype != "float32" or p.precision == "tf32":
         return "only float32 is in two parts, with precision='ieee'"
-    if p.scores or p.lengths is not None or problem.wrt:
-        return "with scores, masks, dropout or lengths it is bwd_v2"
+    if p.scores.dropout is not None or p.lengths is not None or problem.wrt:
+        return "with dropout, lengths or gradients of what scores read it is bwd_v2"
     if max(p.dim, p.dim_v) > MOST_DIMS:
         return f"head dims above {MOST_DIMS}, for which there are no registers"
     gradients = (problem.dq, problem.dk, problem.dv)
     if any(x.shape[-1] > 1 and x.strides[-1] != 1 for x in gradients):
         return "elements of a row of a gradient are apart"
     told = in_gradient_parts(problem, MOST_PARTS)
+    text = expressions_in_parts(told.forward)
+    if text.kind == "EXPRESSION" or (text.takes_part and not text.pair_bits):
+        return "an expression of scores, or a mask that is asked of pairs"
+    if text.pressure in HEAVY and max(p.dim, p.dim_v) > NARROW:
+        return f"head dims above {NARROW}, where what becomes of scores leaves no registers"
     layouts = {name: layout for name, layout in told.layouts.items() if layout is not None}
     return obstacle(p.batch, layouts, GRADIENT_OPERANDS)
 
