@@ -9,15 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ..machine.execution import Execution
 from ..machine.operands import Operands
 from ..machine.prepared import Prepared, architecture_for, cached
-from ..plan.backward import backward_launches, backward_maps, backward_workspace, make_backward_plan
-from ..plan.fp16_parts import given_name
-from ..plan.gradient_parts import in_gradient_parts, making_of_gradient_parts
-from ..plan.grouping import make_grouping
+from ..plan.backward import make_backward_plan
 from ..plan.kernel import KernelPlan
 from ..plan.launch import Launch
-from ..plan.params import backward_params, names_of_given
 from ..plan.query_parts import in_parts
-from ..plan.workspace import joined
 from ..problem import arrays
 from ..problem.backward import BACKWARD_ARRAYS, BackwardProblem, Gradients, make_backward_problem
 from ..problem.layout import HEADS, HEADS_OF_LSE, dense_layout
@@ -26,12 +21,11 @@ from ..problem.options import Options, check_flag
 from ..problem.read_gradients import check_sums
 from ..problem.scores import check_wrt, label
 from .captured import NOTHING, Captured, all_lengths, captured, layouts_of, taken_lengths
-from .forward import ForwardOperands, bound_scores, classified, prepared, seen_and_flops
+from .forward import ForwardOperands, bound_scores, prepared, seen_and_flops
 from .score_gradients import argument_of, by_name, names_stored, new_results
 
 if TYPE_CHECKING:
     from ..machine.host import Traffic
-    from ..plan.read_gradients import ReadGradientPlan
 
 RESULTS = ("dq", "dk", "dv", "dsinks")
 FIRST_RESULT, END_OF_RESULTS = BACKWARD_ARRAYS.index("dq"), len(BACKWARD_ARRAYS)
@@ -56,29 +50,9 @@ class BackwardPlan(Prepared):
         p = problem.forward
         execution = None
         if kernel is not None:
-            told = in_gradient_parts(in_parts(problem), kernel.config.FP16_PARTS)
-            launches, maps = backward_launches(kernel, told), backward_maps(kernel, told)
-            params = backward_params(told, make_grouping(kernel, told), maps)
-            making = making_of_gradient_parts(kernel, in_parts(problem))
-            names = (*(map(given_name, BACKWARD_ARRAYS) if making else BACKWARD_ARRAYS), *names_of_given(p))
-            stored = tuple(f"d{name}" for name in names_stored(kernel))
-            plans: tuple[ReadGradientPlan, ...] = ()
-            if problem.wrt:
-                from ..plan.read_gradients import read_gradient_plans  # late: it takes the language of expressions
+            from .planned_backward import backward_executions  # late: NumPy has no kernel
 
-                plans = read_gradient_plans(problem, kernel)
-            workspace = joined((backward_workspace(kernel, told), *(plan.workspace for plan in plans)))
-            found = classified(kernel, p, by_keys=True, in_order=problem.deterministic)
-            execution = Execution(
-                kernel, launches, params, (*names, *stored), workspace, p.device, maps, None, found, keeps_tiles, making
-            )
-            self._of_reads = tuple(
-                (
-                    plan.part.name,
-                    Execution(plan.kernel, plan.launches, plan.params, (*names, "gradient"), workspace, p.device, plan.maps),
-                )
-                for plan in plans
-            )
+            execution, self._of_reads = backward_executions(problem, kernel, keeps_tiles)
         names = (*BACKWARD_ARRAYS, *p.given)
         super().__init__(dict(zip(names, problem.seen)), RESULTS, p.backend, p.device, execution, keeps_tiles, p.given)
         described = [x and arrays.description_of(x) for x in problem.seen]

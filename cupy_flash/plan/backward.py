@@ -16,7 +16,7 @@ from .copies import copy_size
 from .explicit_scores import explicit_scores
 from .expression_text import ExpressionText
 from .fp16_parts import expressions_in_parts
-from .gradient_parts import GRADIENT_OPERANDS, GRADIENT_ROWS, gradient_parts, in_gradient_parts, why_not_gradient_parts
+from .gradient_parts import GRADIENT_ROWS, gradient_parts, in_gradient_parts, why_not_gradient_parts
 from .grouping import (
     HALF_KERNELS,
     HOPPER_KERNELS,

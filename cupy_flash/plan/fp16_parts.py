@@ -183,7 +183,7 @@ def in_fp16_parts(problem: Problem, parts: int) -> Problem:
 
 
 def layout_in_parts(layout: Layout, parts: int, columns: int | None = None) -> Layout:
-    """Of an array ``(*batch, heads, rows, dim)``: dense but for axes along which it is the same; at least so many columns a part."""
+    """Of an array ``(*batch, heads, rows, dim)``, of so many columns or more: dense but for axes along which it is the same."""
     *outer, rows, dim = layout.shape
     own = [1 if stride == 0 else size for size, stride in zip(outer, layout.strides)]
     shape = (*own, rows, parts * _columns(columns or dim))
@@ -246,7 +246,7 @@ def parts_plan(architecture: Architecture, parts: int) -> KernelPlan:
 
 
 def _params(problem: Problem, layouts: dict[str, Layout], columns: int | None) -> tuple[numpy.ndarray, int, int]:
-    """A size-1 array of `Fp16PartsParams` without addresses, how many blocks have rows, and how many heads there are of all arrays."""
+    """A size-1 array of `Fp16PartsParams` without addresses, how many blocks have rows, and how many heads all arrays have."""
     params = numpy.zeros(1, struct("Fp16PartsParams"))
     # Merged as the arrays of fwd_hopper are, or fewer: the numbers of batch elements are the same.
     sizes, strides = merge_batch_axes(problem.batch, layouts)
@@ -260,8 +260,8 @@ def _params(problem: Problem, layouts: dict[str, Layout], columns: int | None) -
         tensor["head_stride"], tensor["row_stride"], tensor["col_stride"] = layout.strides[-3:]
         own = [1 if stride == 0 else size for size, stride in zip((*sizes, heads), (*strides[name], layout.strides[-3]))]
         of_block = max(LEAST_ROWS, -(-rows // (MOST_BLOCKS * ROWS_AT_ONCE)) * ROWS_AT_ONCE)
-        told = {"batch": own[:-1], "heads": own[-1], "rows": rows, "dim": dim, "columns": _columns(columns or dim), "rows_of_block": of_block}
-        told |= {"blocks_of_head": -(-rows // of_block), "first_block": blocks, "first_head": all_heads}
+        told = {"batch": own[:-1], "heads": own[-1], "rows": rows, "dim": dim, "columns": _columns(columns or dim)}
+        told |= {"rows_of_block": of_block, "blocks_of_head": -(-rows // of_block), "first_block": blocks, "first_head": all_heads}
         for field, value in told.items():
             of[field][:, number] = value
         blocks, all_heads = blocks + -(-rows // of_block) * math.prod(own), all_heads + math.prod(own)

@@ -11,7 +11,17 @@ from dataclasses import dataclass, replace
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from .architecture import Architecture
-from .fp16_parts import BANDWIDTH, HEAVY, MOST_PARTS, NARROW, OPERANDS, TWO_PARTS, expressions_in_parts, layout_in_parts, preparation_of_parts
+from .fp16_parts import (
+    BANDWIDTH,
+    HEAVY,
+    MOST_PARTS,
+    NARROW,
+    OPERANDS,
+    TWO_PARTS,
+    expressions_in_parts,
+    layout_in_parts,
+    preparation_of_parts,
+)
 from .grouping import RUNNING
 from .kernel import KernelPlan
 from .preparation import Preparation
@@ -51,8 +61,8 @@ def why_not_gradient_parts(problem: BackwardProblem) -> str:
         return "another kernel was asked for"
     if p.dtype != "float32" or p.precision == "tf32":
         return "only float32 is in two parts, with precision='ieee'"
-    if p.scores.dropout is not None or p.lengths is not None or problem.wrt:
-        return "with dropout, lengths or gradients of what scores read it is bwd_v2"
+    if p.scores.dropout is not None or p.lengths is not None:
+        return "with dropout or lengths it is bwd_v2"
     if max(p.dim, p.dim_v) > MOST_DIMS:
         return f"head dims above {MOST_DIMS}, for which there are no registers"
     gradients = (problem.dq, problem.dk, problem.dv)
@@ -70,7 +80,7 @@ def why_not_gradient_parts(problem: BackwardProblem) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast a kernel is: seconds that it takes at least, FLOP/s of many blocks, and seconds for each query and column of a block."""
+    """How fast a kernel is: seconds at least, FLOP/s of many blocks, and seconds for each query and column of a block."""
 
     least: float
     rate: float
@@ -104,7 +114,7 @@ def _seconds(problem: BackwardProblem, pace: Pace) -> float:
 
 
 def in_gradient_parts(problem: BackwardProblem, parts: int) -> BackwardProblem:
-    """The gradients that the kernel is told: of float16, with high parts, and behind them low parts, in each row of what is multiplied."""
+    """The gradients that the kernel is told: of float16, in rows of high parts and behind them low parts."""
     if not parts:
         return problem
     p = problem.forward
