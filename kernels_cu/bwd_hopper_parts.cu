@@ -27,15 +27,15 @@
 #include "tile/softcap.cuh"
 
 static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
-static_assert(FP16_PARTS == 2 && FLOAT32_RESULTS && !TMA_REDUCE_DQ, "three products, and float32 gradients");
+static_assert(FP16_PARTS > 0 && FLOAT32_RESULTS && !TMA_REDUCE_DQ, "parts, and float32 gradients");
 static_assert(!(VARLEN || DROPOUT || STAGED_BIAS) && (SCORES == UNCHANGED || SCORES == PLUS_TERM), "nobody has asked for these of parts");
 
 // dQ = dS K is dealt out by its columns, in whole panels.
 constexpr int VALUES_COLS = min_of(DIM, 64), KEYS_COLS = DIM - VALUES_COLS;
 
-// In float32 P of a warp takes as much as dS in parts, in whose place it is passed on. Behind all else are the largest elements of dS that each of four
+// P of a warp takes as much as dS, in whose place it is passed on: in float32 as much as two parts. Behind all else are the largest elements of dS that each of four
 // warps has found, of some steps: that of a step is asked until the next one but one.
-constexpr int P_BYTES = 16 * TILE_Q * int(sizeof(float)), LARGEST = 4, LARGEST_OFFSET = ceil_div(BLOCK_BYTES, 16) * 16;
+constexpr int P_BYTES = 16 * TILE_Q * FP16_PARTS * int(sizeof(Element)), LARGEST = 4, LARGEST_OFFSET = ceil_div(BLOCK_BYTES, 16) * 16;
 static_assert(4 * P_BYTES == GradientTile::bytes);
 constexpr int SHARED_BYTES = LARGEST_OFFSET + LARGEST * int(sizeof(Four));
 
@@ -54,13 +54,8 @@ OP SharedAddress largest_smem(const KeyBlock& block, u32 step) { return block.sm
 constexpr bool SCALED_ALONE = MODIFIED || EXPLICIT_SCORES;
 
 // K or V of a warp, in registers as far as there are some: shared memory, from which each product would read them, takes as long as tensor cores do.
-constexpr int HIGH_KEPT = WIDTH > 64 && SCALED_ALONE ? 0 : min_of(DIM / 16, 7), LOW_KEPT = WIDTH <= 64 ? DIM / 16 : 0;  // operands of 16 columns
-struct OwnKeys {
-  KeptRows<HIGH_KEPT, TILE_KV, DIM> high;
-  KeptRows<LOW_KEPT, TILE_KV, DIM> low;
-  OP OwnKeys(const KeyTile& tile, int row) : high(tile.high(), row), low(tile.low(), row) {}
-  OP void start(Acc<16, TILE_Q>& s_reg, const QueryTile& b) const { start_product_transposed(s_reg, high, low, b); }
-};
+constexpr int HIGH_KEPT = WIDTH > 64 && SCALED_ALONE ? 0 : min_of(DIM / 16, FP16_PARTS == 1 ? 8 : 7), LOW_KEPT = WIDTH <= 64 ? DIM / 16 : 0;  // operands of 16 columns
+using OwnKeys = OwnRows<FP16_PARTS, HIGH_KEPT, LOW_KEPT>;
 
 // Whether the first product of a tile is started beneath the last one of the tile before; of wide heads there are no registers for it.
 constexpr bool LEADS = WIDTH <= 64;
@@ -77,7 +72,7 @@ template <int N> struct PartOfQueries {
   }
   OP void wait() { wait_for_products<0>(reg); }               // without it sums are added that do not exist yet, and dS is overwritten
   OP void add(const HopperBackwardParams& p, const KeyBlock& block, u32 before, int row, int col, float of_keys) {
-    scale(reg, of_keys * two_to(-exponent_of_tile(largest_smem(block, before))));
+    scale(reg, of_keys * inverse_of_tile(exponent_of_tile(largest_smem(block, before))));
     add_queries(p, block, block.number_before(p), before, reg, row, col);
   }
 };
@@ -220,7 +215,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     if (!ADDS_FIRST && follows) dq.add(p, block, step - 1, own_row, VALUES_COLS, of_keys);
     if (leads) start_dp(dp_reg, own, 1);
     release_tile(p, block, dk_reg, leads);
-    promote(sum_reg, dk_reg, of_parts.queries * two_to(-exponent));
+    promote(sum_reg, dk_reg, of_parts.queries * inverse_of_tile(exponent));
     if (leads) wait_for_products<0>(dp_reg);                  // without it dP is read that does not exist yet
   };
 

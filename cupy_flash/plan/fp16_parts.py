@@ -33,6 +33,7 @@ MOST_PARTS = 2
 FACTORS = 2  # of a query head, as HeadFactors of ``kernels_cu``
 ONE_PART = "float32 in float16, with a scale for each head: as many bits as TF32 has"
 TWO_PARTS = "float32 as two numbers of float16, with a scale for each head: three products in place of each"
+WHY_PARTS = {1: ONE_PART, MOST_PARTS: TWO_PARTS}
 # Head dims of keys and of values, beyond which registers do not hold sums of a key tile, or what becomes of scores besides.
 MOST_DIMS, MOST_DIMS_ASKED = {"ieee": (192, 128), "tf32": (192, 192)}, (128, 128)
 THREE_PRODUCTS = "three products of float16 in place of one, and sums of each key tile, since tensor cores cut long ones off"
@@ -91,8 +92,8 @@ def fp16_parts(problem: Problem, architecture: Architecture) -> tuple[int, str]:
     asked = problem.kernel == "fwd_hopper"
     if problem.dtype != "float32" or architecture.name != "90a" or why_not_parts(problem) or not (asked or _pays(problem)):
         return 0, ""
-    parts = _parts_of(problem.precision)
-    return parts, {1: ONE_PART, MOST_PARTS: TWO_PARTS}[parts]
+    parts = parts_of(problem.precision)
+    return parts, WHY_PARTS[parts]
 
 
 def why_not_parts(problem: Problem) -> str:
@@ -154,7 +155,7 @@ def rows_in_parts(told: Problem, expressions: ExpressionText) -> tuple[TileConfi
 
 def _pays(problem: Problem) -> bool:
     """Whether making parts takes less time than products of parts save."""
-    moved = sum(_bytes_moved(getattr(problem, name), _parts_of(problem.precision)) for name in OPERANDS)
+    moved = sum(_bytes_moved(getattr(problem, name), parts_of(problem.precision)) for name in OPERANDS)
     of_parts, of_v2 = (_seconds(problem, pace) for pace in PACES[problem.precision])
     return of_parts + moved / BANDWIDTH + LAUNCHES < of_v2
 
@@ -170,7 +171,7 @@ def _bytes_moved(layout: Layout, parts: int) -> int:
     return layout.itemsize * _distinct(layout) + 2 * _distinct(layout_in_parts(layout, parts))
 
 
-def _parts_of(precision: str) -> int:
+def parts_of(precision: str) -> int:
     return 1 if precision == "tf32" else MOST_PARTS
 
 

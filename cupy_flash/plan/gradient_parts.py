@@ -17,9 +17,10 @@ from .fp16_parts import (
     MOST_PARTS,
     NARROW,
     OPERANDS,
-    TWO_PARTS,
+    WHY_PARTS,
     expressions_in_parts,
     layout_in_parts,
+    parts_of,
     preparation_of_parts,
 )
 from .grouping import RUNNING
@@ -51,7 +52,8 @@ def gradient_parts(problem: BackwardProblem, architecture: Architecture) -> tupl
     asked = problem.kernel == KERNEL
     if architecture.name != "90a" or why_not_gradient_parts(problem) or not (asked or _pays(problem)):
         return 0, ""
-    return MOST_PARTS, TWO_PARTS
+    parts = parts_of(problem.forward.precision)
+    return parts, WHY_PARTS[parts]
 
 
 def why_not_gradient_parts(problem: BackwardProblem) -> str:
@@ -59,8 +61,8 @@ def why_not_gradient_parts(problem: BackwardProblem) -> str:
     p = problem.forward
     if problem.kernel not in (None, KERNEL):
         return "another kernel was asked for"
-    if p.dtype != "float32" or p.precision == "tf32":
-        return "only float32 is in two parts, with precision='ieee'"
+    if p.dtype != "float32":
+        return "only float32 is in parts"
     if p.scores.dropout is not None or p.lengths is not None:
         return "with dropout or lengths it is bwd_v2"
     if max(p.dim, p.dim_v) > MOST_DIMS:

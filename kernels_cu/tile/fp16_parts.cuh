@@ -104,21 +104,37 @@ void start_product_transposed(Acc<16, N>& s, const KeptRows<K, ROWS, WIDTH>& a, 
   });
 }
 #endif
-// s = a b^T is started, of whose a some columns are in registers.
-template <int N, int HIGH, int LOW, int ROWS, int WIDTH>
-OP void start_product_transposed(Acc<16, N>& s, const KeptRows<HIGH, ROWS, WIDTH>& high, const KeptRows<LOW, ROWS, WIDTH>& low, const PartsTile<N, WIDTH>& b,
-                                 CallSite at = call_site()) {
+// Rows of a warp in so many parts, of which some columns of high parts are in registers, and of low parts.
+template <int PARTS, int HIGH, int LOW> struct OwnRows {
+  KeptRows<HIGH, TILE_KV, DIM> high;
+  KeptRows<LOW, TILE_KV, DIM> low;
+  OP OwnRows(const PartsTile<TILE_KV, DIM>& tile, int row) : high(tile.high(), row), low(tile.low(), row) {}
+  // s = own b^T is started.
+  template <int N> OP void start(Acc<16, N>& s, const PartsTile<N, DIM>& b, CallSite at = call_site()) const {
 #if ON_GPU
-  multiply_transposed(s, low, b.high(), false);
-  multiply_transposed(s, high, b.low(), true);
-  multiply_transposed(s, high, b.high(), true);
-  wgmma_commit_group();
+    multiply_transposed(s, low, b.high(), false);
+    multiply_transposed(s, high, b.low(), true);
+    multiply_transposed(s, high, b.high(), true);
+    wgmma_commit_group();
 #else
-  start_product_transposed(s, low, b.high(), false, at);
-  start_product_transposed(s, high, b.low(), true, at);
-  start_product_transposed(s, high, b.high(), true, at);
+    start_product_transposed(s, low, b.high(), false, at);
+    start_product_transposed(s, high, b.low(), true, at);
+    start_product_transposed(s, high, b.high(), true, at);
 #endif
-}
+  }
+};
+template <int HIGH, int LOW> struct OwnRows<1, HIGH, LOW> {
+  KeptRows<HIGH, TILE_KV, DIM> high;
+  OP OwnRows(const PanelTile<TILE_KV, DIM>& tile, int row) : high(tile, row) {}
+  template <int N> OP void start(Acc<16, N>& s, const PanelTile<N, DIM>& b, CallSite at = call_site()) const {
+#if ON_GPU
+    multiply_transposed(s, high, b, false);
+    wgmma_commit_group();
+#else
+    start_product_transposed(s, high, b, false, at);
+#endif
+  }
+};
 
 // d = a b[:, col0 : col0 + N] is started.
 template <int N, int ROWS, int INNER, int WIDTH>

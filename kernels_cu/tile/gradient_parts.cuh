@@ -8,7 +8,19 @@ constexpr float P_LIFT = 0x1p14f;
 constexpr int DS_EXPONENT = 14;                               // of the largest element of dS in float16
 constexpr int MOST_EXPONENT = 100;                            // that it is raised by: its inverse is a normal number
 
-// s becomes 2^14 p, p = 2^(scale_log2 * s - lse), and p, times the derivative of the softcap if there is one, is passed to the same lanes of another warp.
+// Four elements of 2^14 P, times the derivative of the softcap if there is one, on their way to the same lane of another warp: in float32, or of one part as
+// it is multiplied.
+OP void pass(SharedAddress passed, int lane, int r, const Four& p) {
+  if constexpr (FP16_PARTS == 2) store_shared(passed + lane * 16 + r * 128, p);
+  else store_shared(passed + lane * 8 + r * 64, Pair{bits_float(pack<half_t>(p.x[0], p.x[1])), bits_float(pack<half_t>(p.x[2], p.x[3]))});
+}
+OP Four receive(SharedAddress passed, int lane, int r) {
+  if constexpr (FP16_PARTS == 2) return load_shared<Four>(passed + lane * 16 + r * 128);
+  const Pair two = load_shared<Pair>(passed + lane * 8 + r * 64);
+  const u32 left = float_bits(two.x[0]), right = float_bits(two.x[1]);
+  return {unpack<half_t>(left, 0), unpack<half_t>(left, 1), unpack<half_t>(right, 0), unpack<half_t>(right, 1)};
+}
+// s becomes 2^14 p, p = 2^(scale_log2 * s - lse), which is passed.
 template <int N> OP void probabilities(Acc<16, N>& s, SharedAddress lse, float scale_log2, float per_softcap, SharedAddress passed) {
   for_lane(l) {
     #pragma unroll
@@ -18,21 +30,21 @@ template <int N> OP void probabilities(Acc<16, N>& s, SharedAddress lse, float s
       #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float score = s.at(l, r + i), bent = fmaxf(score * per_softcap, -2.f);           // of a masked pair it was infinite or NaN, and p is 0
-        const float p = exp2_approx(fmaf(score, scale_log2, -stat.x[i % 2]));
+        const float p = exp2_approx(fmaf(score, scale_log2, -stat.x[i % 2])) * P_LIFT;
         factor.x[i] = EXPLICIT_SCORES ? p * (1.f - bent * bent) : p;
-        s.at(l, r + i) = p * P_LIFT;
+        s.at(l, r + i) = p;
       }
-      store_shared(passed + l * 16 + r * 128, factor);
+      pass(passed, l, r, factor);
     }
   }
 }
-// dp becomes ds = factor (of_dp * dp - delta), with the factor from the other warp, and delta of the columns from shared memory.
+// dp becomes 2^14 ds, ds = p (of_dp * dp - delta), with p from the other warp, and delta of the columns from shared memory.
 template <int N> OP void score_gradients(Acc<16, N>& dp, SharedAddress passed, SharedAddress delta, float of_dp) {
   for_lane(l) {
     #pragma unroll
     for (int r = 0; r < dp.regs; r += 4) {
       const Pair stat = load_shared<Pair>(delta + dp.col(l, r) * 4);
-      const Four factor = load_shared<Four>(passed + l * 16 + r * 128);
+      const Four factor = receive(passed, l, r);
       #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float ds = factor.x[i] * fmaf(dp.at(l, r + i), of_dp, -stat.x[i % 2]);
@@ -67,6 +79,7 @@ OP int exponent_of_tile(SharedAddress largest) {
   return min_of(DS_EXPONENT + 127 - int(float_bits(most) >> 23), MOST_EXPONENT);
 }
 OP float two_to(int e) { return bits_float(u32(e + 127) << 23); }
+OP float inverse_of_tile(int exponent) { return two_to(-exponent) / P_LIFT; }
 
 // 16 rows of the transpose of dS, at hand as operands, take their place in its tile.
 template <int K, int ROWS, int WIDTH> OP void store_transposed(const PartsTile<ROWS, WIDTH>& tile, const OperandA<16> (&a)[K], int col0) {
