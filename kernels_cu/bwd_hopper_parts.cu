@@ -43,7 +43,7 @@ constexpr int SHARED_BYTES = LARGEST_OFFSET + LARGEST * int(sizeof(Four));
 enum NamedBarrier { CONSUMERS = 1, PASSED = 2, FOR_KEYS = PASSED + 2 * 4 };
 static_assert(FOR_KEYS < NAMED_BARRIERS);
 
-KERNEL(THREADS, 3) bwd_hopper_parts_preprocess(GRID_CONSTANT HopperBackwardParams p) {
+KERNEL(THREADS, FP16_PARTS == 1 ? 2 : 3) bwd_hopper_parts_preprocess(GRID_CONSTANT HopperBackwardParams p) {
   if constexpr (ZEROS_AHEAD) clear_progress(p);
   preprocess(p, 1.f, 1, ZEROS_AHEAD ? p.heads_ahead : ~0u);
 }
