@@ -61,7 +61,7 @@ using OwnKeys = OwnRows<FP16_PARTS, HIGH_KEPT, LOW_KEPT>;
 constexpr bool LEADS = WIDTH <= 64;
 
 // Whether dQ is added before what the tile adds is multiplied, not beneath: of wide heads there are no registers for both beside terms of scores.
-constexpr bool ADDS_FIRST = WIDTH > 64 && SCORES == PLUS_TERM;
+constexpr bool ADDS_FIRST = WIDTH > 64 && (SCORES == PLUS_TERM || FIRST_STORES);
 
 // What a warp has of dQ of the tile before: N columns, or none.
 template <int N> struct PartOfQueries {

@@ -88,7 +88,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     explicit, why_scores = _explicit(p, expressions)
     moved = BY_THREADS if kernel in HOPPER_KERNELS else MOVED
     copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in moved})
-    row = _row_for(kernel, problem, architecture, copy_bytes, explicit, expressions)
+    row = _row_for(kernel, problem, architecture, copy_bytes, explicit, expressions, parts)
     store_dbias = row.staged_bias and dbias_of_pairs(problem) is not None
     persistent = kernel == "bwd_hopper" and not store_dbias and _takes_key_tiles(problem, row, expressions)
     why_taken = "blocks take key tiles in turn" if persistent else ""
@@ -226,9 +226,10 @@ def _row_for(
     copy_bytes: int,
     explicit: bool,
     expressions: ExpressionText,
+    parts: int,
 ) -> TileConfig:
     p = problem.forward
-    rows = GRADIENT_ROWS if kernel == "bwd_hopper_parts" else rows_of(kernel, architecture, p, expressions)
+    rows = GRADIENT_ROWS[parts] if parts else rows_of(kernel, architecture, p, expressions)
     kinds = (explicit, problem.deterministic, p.mask.shape)
     lengths = p.lengths is not None
     len_q = LENGTH_OF_MANY if lengths else p.len_q

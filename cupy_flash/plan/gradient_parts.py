@@ -33,11 +33,19 @@ KERNEL = "bwd_hopper_parts"
 GRADIENT_OPERANDS = (*OPERANDS, "dout")
 FACTORS = 5  # of a query head, as GradientFactors of ``kernels_cu``
 MOST_DIMS = 128
-ONE_GRADIENT = "three products of float16 in place of one; one gradient a warpgroup, with sums of each tile"
-GRADIENT_ROWS = (
-    TileConfig(64, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1, stages=3),
-    TileConfig(128, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
-)
+ONE_GRADIENT = "one gradient a warpgroup, with sums of each tile"
+THREE_PRODUCTS = f"three products of float16 in place of one; {ONE_GRADIENT}; measured"
+OF_KEYS = {"warps": 12, "min_blocks": 1}
+GRADIENT_ROWS = {  # by parts
+    1: (
+        TileConfig(64, 64, 64, f"{ONE_GRADIENT}; measured 248, 220 causal", **OF_KEYS, stages=3),
+        TileConfig(128, 64, 64, f"{ONE_GRADIENT}; measured 386, 335 causal", **OF_KEYS, stages=3),
+    ),
+    MOST_PARTS: (
+        TileConfig(64, 64, 64, f"{THREE_PRODUCTS} 180, 163 causal", **OF_KEYS, stages=3),
+        TileConfig(128, 64, 64, f"{THREE_PRODUCTS} 211, 192 causal", **OF_KEYS),
+    ),
+}
 
 
 def gradient_parts(problem: BackwardProblem, architecture: Architecture) -> tuple[int, str]:
@@ -89,10 +97,14 @@ class Pace:
     step: float
 
 
-OF_PARTS, OF_V2 = Pace(23e-6, 200e12, 0.5e-9), Pace(14e-6, 52e12, 1.9e-9)  # as measured on an H200, with all launches
+# As measured on an H200, with all launches; and of bwd_v2.
+PACES = {
+    "ieee": (Pace(23e-6, 200e12, 0.5e-9), Pace(14e-6, 50e12, 1.9e-9)),
+    "tf32": (Pace(21e-6, 300e12, 0.45e-9), Pace(13e-6, 70e12, 1.5e-9)),
+}
 MOST_IN_TURN = 256  # queries of a block, of which there are more where they would be few, see `query_parts`
 KEYS, BEGINNING = 64, 7e-6 / RUNNING  # of a block, and seconds for each of many to begin
-PASSES = 5  # elements read, of 4 bytes, and parts written or read, for each of the four operands: parts, then delta
+BYTES = {"ieee": 10, "tf32": 8}  # read and written of an element: parts of it, and a half for delta, which reads dout and out
 GAIN = 1.15  # below which two more launches, which the host has to queue as well, are not worth it
 
 
@@ -103,8 +115,9 @@ def _pays(problem: BackwardProblem) -> bool:
         return False
     elements = math.prod(p.batch) * (2 * p.heads_q * p.len_q + 2 * p.heads_kv * p.len_kv) * max(p.dim, p.dim_v)
     blocks = math.prod(p.batch) * p.heads_kv * -(-p.len_kv // KEYS)
-    making = elements * 2 * PASSES / BANDWIDTH + max(blocks - RUNNING, 0) * BEGINNING
-    return (_seconds(problem, OF_PARTS) + making) * GAIN < _seconds(problem, OF_V2)
+    making = elements * BYTES[p.precision] / BANDWIDTH + max(blocks - RUNNING, 0) * BEGINNING
+    of_parts, of_v2 = (_seconds(problem, pace) for pace in PACES[p.precision])
+    return (of_parts + making) * GAIN < of_v2
 
 
 def _seconds(problem: BackwardProblem, pace: Pace) -> float:

@@ -10,6 +10,8 @@ from itertools import product
 from .append import append_plan
 from .architecture import ARCHITECTURES, Architecture
 from .fp16_parts import ALL_ROWS, MOST_DIMS, MOST_PARTS, parts_plan
+from .gradient_parts import GRADIENT_ROWS
+from .gradient_parts import KERNEL as GRADIENTS_IN_PARTS
 from .grouping import HOPPER_KERNELS, has_idle_warps
 from .kernel import PARAMS, KernelPlan, configure
 from .merge import merge_plan
@@ -28,6 +30,7 @@ KINDS = {
 
 # Kernels without a table: one plan serves each dtype.
 PLANNED_ALONE = {"merge": merge_plan, "rotate": rotate_plan, "append": append_plan}
+IN_PARTS = ("fp16_parts", GRADIENTS_IN_PARTS)  # of float32 alone
 
 
 def has(architecture: Architecture, kind: str) -> bool:
@@ -56,7 +59,7 @@ def every_plan(
         if not has(architecture, kind):
             continue
         dtype, precision = KINDS[kind]
-        if kernel == "fp16_parts" or (kernel == "fwd_hopper" and dtype == "float32"):
+        if kernel in IN_PARTS or (kernel == "fwd_hopper" and dtype == "float32"):
             yield from _plans_in_parts(kernel, architecture, precision) if architecture.name == "90a" and dtype == "float32" else ()
         elif kernel not in PLANNED_ALONE:
             # Rows for few queries and for small copies may be one tile.
@@ -74,10 +77,16 @@ def every_plan(
 
 
 def _plans_in_parts(kernel: str, architecture: Architecture, precision: str) -> Iterator[KernelPlan]:
-    """Float32 by products of float16: what makes the parts, or the forward of these."""
+    """Float32 by products of float16: what makes the parts, or the forward or the backward of these."""
     parts = 1 if precision == "tf32" else MOST_PARTS
     if kernel == "fp16_parts":
         yield parts_plan(architecture, parts)
+        return
+    if kernel == GRADIENTS_IN_PARTS:
+        plans = [_row_plan(kernel, architecture, "float16", "ieee", row) for row in GRADIENT_ROWS[parts]]
+        plans = [replace(plan, config=replace(plan.config, FP16_PARTS=parts, FLOAT32_RESULTS=True)) for plan in plans]
+        yield from plans
+        yield from _ahead_plans(plans)
         return
     rows = ALL_ROWS if parts == MOST_PARTS else table_for(kernel, architecture, "float16")
     rows = [replace(row, tma_store_out=False) for row in rows if row.width <= MOST_DIMS[precision][0] and row.max_len_q != SHORT]
