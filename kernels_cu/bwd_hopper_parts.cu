@@ -1,7 +1,7 @@
 // bwd_hopper_parts.cu -- the loop of bwd_hopper_wide.cu for float32: each element of q, k, v and dout is two numbers of float16, high and low, which
 // fp16_parts.cu makes, and a product is three, see tile/fp16_parts.cuh. So are P and dS.
 //
-//   bwd_hopper_parts_preprocess    as bwd_hopper_preprocess, delta from the parts of dout
+//   bwd_hopper_parts_preprocess    as bwd_hopper_preprocess
 //
 //   bwd_hopper_parts   one block per key-value tile j, its first warpgroup is the producer; the two consumers, for each query tile i:
 //
@@ -43,7 +43,7 @@ constexpr int SHARED_BYTES = LARGEST_OFFSET + LARGEST * int(sizeof(Four));
 enum NamedBarrier { CONSUMERS = 1, PASSED = 2, FOR_KEYS = PASSED + 2 * 4 };
 static_assert(FOR_KEYS < NAMED_BARRIERS);
 
-KERNEL(THREADS, FP16_PARTS == 1 ? 2 : 3) bwd_hopper_parts_preprocess(GRID_CONSTANT HopperBackwardParams p) {
+KERNEL(THREADS, 3) bwd_hopper_parts_preprocess(GRID_CONSTANT HopperBackwardParams p) {
   if constexpr (ZEROS_AHEAD) clear_progress(p);
   preprocess(p, 1.f, 1, ZEROS_AHEAD ? p.heads_ahead : ~0u);
 }

@@ -124,6 +124,20 @@ def test_heads_have_scales_of_their_own():
     numpy.testing.assert_allclose(changed[:, :2, :256], out[:, :2, :256], rtol=0, atol=2.0**-20)
 
 
+@pytest.mark.parametrize("size", [0, 2.0**-70])
+def test_heads_of_zeros(size):
+    """Scores of a head whose numbers are so small that 2^-e of both is zero are 0, and -infinity where they are masked."""
+    operands, asked = drawn("dim 64, causal")
+    q, k, v = (x.copy() for x in operands)
+    q[:, 2:] *= numpy.float32(size)
+    k[:, 1] *= numpy.float32(size)
+    out, lse = planned(operands, asked)(q, k, v)
+    count = numpy.arange(1, 258)
+    means = numpy.cumsum(v[:, 1].astype(numpy.float64), axis=1) / count[:, None]
+    numpy.testing.assert_allclose(out[:, 2:], numpy.stack([means] * 2, axis=1), rtol=1e-5, atol=2**-20)
+    numpy.testing.assert_allclose(lse[:, 2:], numpy.broadcast_to(numpy.log(count), (1, 2, 257)), rtol=0, atol=2**-20)
+
+
 def test_what_is_not_finite_stays_where_it_is():
     operands, asked = drawn("dim 64, causal")
     plan = planned(operands, asked)
@@ -168,7 +182,7 @@ def test_what_is_broadcast_has_parts_once():
     q = rng.standard_normal((3, 2, 100, 64), numpy.float32)
     k, v = rng.standard_normal((2, 1, 1, 90, 64), numpy.float32)
     plan = planned((q, k, v), {})
-    assert dict(plan.workspace.parts)["k"] == k.nbytes and dict(plan.workspace.parts)["q"] == q.nbytes
+    assert dict(plan.workspace.parts)["k_map"] == k.nbytes and dict(plan.workspace.parts)["q_map"] == q.nbytes
     whole = [numpy.ascontiguousarray(numpy.broadcast_to(x, (3, 1, 90, 64))) for x in (k, v)]
     for found, expected in zip(plan(q, k, v), planned((q, *whole), {})(q, *whole)):
         numpy.testing.assert_array_equal(found, expected)

@@ -16,7 +16,7 @@ from .copies import copy_size
 from .explicit_scores import explicit_scores
 from .expression_text import ExpressionText
 from .fp16_parts import expressions_in_parts
-from .gradient_parts import GRADIENT_ROWS, gradient_parts, in_gradient_parts, why_not_gradient_parts
+from .gradient_parts import GRADIENT_ROWS, gradient_parts, in_gradient_parts, layouts_in_parts, why_not_gradient_parts
 from .grouping import (
     HALF_KERNELS,
     HOPPER_KERNELS,
@@ -86,7 +86,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     kernel, why_kernel = ("bwd_hopper_parts", why_parts) if parts else _backward_kernel(problem, architecture, apart)
     expressions = apart if kernel in HOPPER_KERNELS else expressions
     explicit, why_scores = _explicit(p, expressions)
-    moved = BY_THREADS if kernel in HOPPER_KERNELS else MOVED
+    moved = GRADIENTS if parts else BY_THREADS if kernel in HOPPER_KERNELS else MOVED
     copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in moved})
     row = _row_for(kernel, problem, architecture, copy_bytes, explicit, expressions, parts)
     store_dbias = row.staged_bias and dbias_of_pairs(problem) is not None
@@ -348,7 +348,8 @@ def backward_maps(plan: KernelPlan, problem: BackwardProblem) -> dict[str, Tenso
     boxes = dict(zip(IN_MAPS, (queries, keys, keys, queries, WARP_ROWS, WARP_ROWS, WARP_ROWS)))
     boxes = {name: boxes[name] for name in _in_maps(problem.forward)}
     boxes |= {"bias": queries} if plan.config.STAGED_BIAS else {}
-    layouts = _layouts(problem)
+    parts = plan.config.FP16_PARTS
+    layouts = layouts_in_parts(problem, parts) if parts else _layouts(problem)
     boxes |= {"out": queries} if plan.config.STATS_AHEAD else {}
     if plan.config.STORE_DBIAS:
         boxes, layouts = boxes | {"dbias": queries}, layouts | {"dbias": dbias_of_pairs(problem)}

@@ -21,7 +21,7 @@ from .expression_text import ExpressionText, Pressure
 from .kernel import KernelPlan, configure, layouts_of, text_of
 from .launch import Launch, checked
 from .pair_bits import with_bits
-from .params import captured_name
+from .params import ROWS, captured_name
 from .preparation import Preparation
 from .structs import constants, struct
 from .tensor_map import obstacle
@@ -203,7 +203,7 @@ def _distinct(layout: Layout) -> int:
 
 def given_name(name: str) -> str:
     """What a plan calls an array of a call where a kernel is told of its parts by the array's name."""
-    return f"float32 {name}" if name in (*OPERANDS, "dout") else name
+    return ROWS + name if name in (*OPERANDS, "dout") else name
 
 
 def making_of_parts(kernel: KernelPlan, problem: Problem) -> Preparation | None:
@@ -232,7 +232,7 @@ def preparation_of_parts(
     all_heads = int(params["all_heads"][0])
     (make, shared), (again, _) = plan.entries.items()
     launches = checked(Launch(make, blocks, shared)), checked(Launch(again, blocks + -(-all_heads // plan.config.WARPS), 0))
-    sizes = {name: 2 * _distinct(layout_in_parts(x, parts, columns)) for name, x in rows.items()}
+    sizes = {f"{name}_map": 2 * _distinct(layout_in_parts(x, parts, columns)) for name, x in rows.items()}
     last = captured_name(constants()["CAPTURED"] - 1)  # which no expression reads then
     found = ("largest", 4 * blocks * plan.config.WARPS), ("exponents", 4 * heads)
     results = Workspace((*sizes.items(), *found, (last, 4 * factors * all_heads)))

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
+from ..problem.layout import Layout
 from .architecture import Architecture
+from .copies import copy_size
 from .fp16_parts import (
     BANDWIDTH,
     HEAVY,
@@ -25,6 +27,7 @@ from .fp16_parts import (
 )
 from .grouping import RUNNING
 from .kernel import KernelPlan
+from .params import ROWS
 from .preparation import Preparation
 from .tensor_map import obstacle
 from .tuning import TileConfig
@@ -33,6 +36,7 @@ KERNEL = "bwd_hopper_parts"
 GRADIENT_OPERANDS = (*OPERANDS, "dout")
 FACTORS = 5  # of a query head, as GradientFactors of ``kernels_cu``
 MOST_DIMS = 128
+STORED, PAIR, WIDEST_ODD = ("dq", "dk", "dv"), 8, 96  # what lanes store, and bytes of two elements
 ONE_GRADIENT = "one gradient a warpgroup, with sums of each tile"
 THREE_PRODUCTS = f"three products of float16 in place of one; {ONE_GRADIENT}; measured"
 OF_KEYS = {"warps": 12, "min_blocks": 1}
@@ -79,13 +83,14 @@ def why_not_gradient_parts(problem: BackwardProblem) -> str:
     if any(x.shape[-1] > 1 and x.strides[-1] != 1 for x in gradients):
         return "elements of a row of a gradient are apart"
     told = in_gradient_parts(problem, MOST_PARTS)
+    if max(p.dim, p.dim_v) > WIDEST_ODD and copy_size({name: told.layouts[name] for name in STORED})[0] < PAIR:
+        return f"head dims above {WIDEST_ODD} and gradients that lanes store element by element, for which there are no registers"
     text = expressions_in_parts(told.forward)
     if text.kind == "EXPRESSION" or (text.takes_part and not text.pair_bits):
         return "an expression of scores, or a mask that is asked of pairs"
     if text.pressure in HEAVY and max(p.dim, p.dim_v) > NARROW:
         return f"head dims above {NARROW}, where what becomes of scores leaves no registers"
-    layouts = {name: layout for name, layout in told.layouts.items() if layout is not None}
-    return obstacle(p.batch, layouts, GRADIENT_OPERANDS)
+    return obstacle(p.batch, layouts_in_parts(told, MOST_PARTS), GRADIENT_OPERANDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,14 @@ def in_gradient_parts(problem: BackwardProblem, parts: int) -> BackwardProblem:
     columns = max(p.dim, p.dim_v)  # one shape of tile serves all
     layouts = {name: layout_in_parts(getattr(p, name), parts, columns) for name in OPERANDS}
     forward: Problem = replace(p, dtype="float16", precision="ieee", **layouts)
-    return replace(problem, forward=forward, dout=layout_in_parts(problem.dout, parts, columns))
+    return replace(problem, forward=forward)
+
+
+def layouts_in_parts(told: BackwardProblem, parts: int) -> dict[str, Layout]:
+    """All arrays that have the batch axes: parts of dout, and dout itself, which the kernel is told of as well."""
+    columns = max(told.forward.dim, told.forward.dim_v)
+    layouts = {name: layout for name, layout in told.layouts.items() if layout is not None} | told.forward.scores.layouts
+    return layouts | {ROWS + "dout": told.dout, "dout": layout_in_parts(told.dout, parts, columns)}
 
 
 def making_of_gradient_parts(kernel: KernelPlan, problem: BackwardProblem) -> Preparation | None:

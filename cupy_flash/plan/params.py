@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .grouping import Grouping
 
 SCORES = "scores."  # what the names of words in `ScoreParams` begin with
+ROWS = "rows of "  # what those begin with that a kernel is told of beside a map of something else
 TILES = "tile_"  # and those of parts of workspace in `TileLists`
 SEQUENCES = "sequences."  # and those of words in `SequenceParams`
 _BACKWARD_DIVMODS = ("heads_together_divmod", "group_divmod", "units_divmod", "heads_per_kv_divmod", "accum_heads_divmod")
@@ -244,6 +245,8 @@ def merge_params(problem: MergeProblem) -> numpy.ndarray:
 def places_of(params: numpy.ndarray, name: str) -> dict[str, int]:
     """Which 64-bit words of a struct are the address of the array or the part of workspace called `name`, by field."""
     fields = params.dtype.fields  # the address is the first field of a TENSOR and of a TENSOR_MAP
+    if name.startswith(ROWS):
+        return {field: fields[field][1] // 8 for field in (name.removeprefix(ROWS),) if field in fields}
     if "sequences" in fields and name.startswith(SEQUENCES):
         in_sequences = struct("SequenceParams").fields
         return {name: (fields["sequences"][1] + in_sequences[name.removeprefix(SEQUENCES)][1]) // 8}

@@ -8,6 +8,7 @@
 constexpr int ROWS_AT_ONCE = 4;                               // of a warp, whose reads are on their way together
 constexpr int SAMPLES = 2;                                    // rows of a head that each warp looks at before
 constexpr int LARGEST_EXPONENT = 14;                          // of an element in float16, which has numbers up to 2^16
+constexpr int MOST_OF_SCORES = 100;                           // that scores are divided by 2^ of: those of heads of zeros too are -infinity where they are masked, not NaN. Beyond, they are 0
 constexpr int SAMPLED_EXPONENT = 11;                          // of the largest element of the sampled rows: others may be 8 times as large
 
 // Some rows of a head.
@@ -167,7 +168,7 @@ OP void store_factors(const Fp16PartsParams& p, int number) {
   const bool of_gradients = p.factors_of_head > 2;
   const int of_dout = of_gradients ? exponent_of_head(p, 3, number_of_head(p.of[3], element, head)).e : 0;
   for_lane(l) {
-    const int exponent = l == 0 ? of_q + of_k : l == 1 ? of_v + of_dout : l == 2 ? of_q : l == 3 ? of_dout : of_k;
+    const int exponent = l == 0 ? min_of(of_q + of_k, MOST_OF_SCORES) : l == 1 ? of_v + of_dout : l == 2 ? of_q : l == 3 ? of_dout : of_k;
     if (l < p.factors_of_head) write(p.factors + p.factors_of_head * i64(number) + l, power_of_two(-exponent));
   }
 }

@@ -3,11 +3,6 @@
 #include "params.cuh"
 #include "tile/copy.cuh"
 
-OP u32 read_pair(const half_t* from) {
-  count_read(sizeof(u32));
-  return *reinterpret_cast<const u32*>(from);
-}
-
 // What the scores of a query head, and its results, are multiplied by in the end: 2^-e of both operands, and of values.
 struct HeadFactors {
   float scores, values;
@@ -30,11 +25,10 @@ template <typename Params> OP GradientFactors gradient_factors(const Params& p, 
   return {read(of_head), read(of_head + 1), read(of_head + 2), read(of_head + 3), read(of_head + 4)};
 }
 
-// rowsum(dout o out) of ROWS rows, out in float32 and dout in parts, whose low ones lie `columns` behind: calls use(row, whether it exists, sum). A warp
-// has rows of its own, whose reads are on their way together.
-template <int ROWS, typename Use>
-OP void for_row_dots(const TileOf<float>& out, const TileOf<half_t>& dout, int columns, float of_dout, Use use) {
-  constexpr int AT_ONCE = ceil_div(ROWS, WARPS), PARTS = max_of(FP16_PARTS, 1);
+// rowsum(dout o out) of ROWS rows, which are not in parts: calls use(row, whether it exists, sum). A warp has rows of its own, whose reads are on their way
+// together.
+template <int ROWS, typename Use> OP void for_row_dots(const TileOf<float>& out, const TileOf<float>& dout, Use use) {
+  constexpr int AT_ONCE = ceil_div(ROWS, WARPS);
   const int row0 = warp_id() * AT_ONCE, end = min_of(ROWS, out.rows);
   Regs<float, AT_ONCE> dots;
   for_lane(l) {
@@ -44,33 +38,25 @@ OP void for_row_dots(const TileOf<float>& out, const TileOf<half_t>& dout, int c
   #pragma unroll 1
   for (int col0 = 0; col0 < out.cols; col0 += 64) {
     for_lane(l) {
-      const int col = col0 + 2 * l;
-      u32 parts[AT_ONCE][PARTS];                         // a pair of columns of each, with zeros beyond the array
-      float x[AT_ONCE][2];
-      #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const bool exists = row0 + i < end && col < out.cols;
-        #pragma unroll
-        for (int part = 0; part < PARTS; ++part) parts[i][part] = exists ? read_pair(dout.at(row0 + i, part * columns + col)) : 0;
-        x[i][0] = exists ? read(out.at(row0 + i, col)) : 0.f;
-        x[i][1] = exists && col + 1 < out.cols ? read(out.at(row0 + i, col + 1)) : 0.f;
-      }
+      float x[AT_ONCE][2], y[AT_ONCE][2];
       #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
         #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float y = 0.f;
-          #pragma unroll
-          for (int part = 0; part < PARTS; ++part) y += unpack<half_t>(parts[i][part], half);
-          dots.at(l, i) = fmaf(y, x[i][half], dots.at(l, i));
+        for (int j = 0; j < 2; ++j) {
+          const int col = col0 + 32 * j + l;
+          const bool exists = row0 + i < end && col < out.cols;
+          x[i][j] = exists ? read(out.at(row0 + i, col)) : 0.f;
+          y[i][j] = exists ? read(dout.at(row0 + i, col)) : 0.f;
         }
       }
+      #pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) dots.at(l, i) = fmaf(y[i][1], x[i][1], fmaf(y[i][0], x[i][0], dots.at(l, i)));
     }
   }
   reduce_lanes<32>(dots, [](float x, float y) { return x + y; });
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
-      if (l == i && row0 + i < ROWS) use(row0 + i, row0 + i < end, dots.at(l, i) * of_dout);
+      if (l == i && row0 + i < ROWS) use(row0 + i, row0 + i < end, dots.at(l, i));
   }
 }

@@ -36,13 +36,11 @@ OP float stat_of_lse(float lse, float per_query, int row_in_tile) {
   return lse == -infinity() ? infinity() : less;              // a row that sees nothing: P = 2^(S - inf) = 0
 }
 
-// FP16_PARTS: dout is in parts, of so many columns, and out is what it is.
-typedef Choose<(FP16_PARTS > 0), float, Element> OutElement;
-constexpr int PART_COLUMNS = ceil_div(DIM, 64) * 64;
+// FP16_PARTS: of float32, where out and dout lie is what they are, not their parts.
+typedef Choose<(FP16_PARTS > 0), float, Element> GivenElement;
 // Calls use(row, whether it exists, rowsum(dout o out)) for the rows of a query tile.
-template <typename Out, typename Use>
-OP void delta_of_rows(const BackwardParams& p, const BlockCoord& here, const TileOf<Out>& out, const GlobalTile& dout, Use use) {
-  if constexpr (FP16_PARTS > 0) for_row_dots<TILE_Q>(out, dout, PART_COLUMNS, gradient_factors(p, here.batch_number * p.heads + here.head).douts, use);
+template <typename T, typename Use> OP void delta_of_rows(const TileOf<T>& out, const TileOf<T>& dout, Use use) {
+  if constexpr (FP16_PARTS > 0) for_row_dots<TILE_Q>(out, dout, use);
   else for_row_dots<TILE_Q, WIDTH>(out, dout, use);
 }
 
@@ -57,8 +55,8 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
   if (p.dq_progress && warp_id() == 0 && here.row == 0)
     semaphore_clear(p.dq_progress + (VARLEN ? here.batch_number * p.heads + here.head : number / tiles_of<QUERIES>(p)));
 
-  const auto out = slice<OutElement>(p.out, here.batch, here.head, queries.first() + here.row, queries.end(), p.dim_v);
-  const GlobalTile dout = slice(p.dout, here.batch, here.head, queries.first() + here.row, queries.end(), p.dim_v);
+  const auto out = slice<GivenElement>(p.out, here.batch, here.head, queries.first() + here.row, queries.end(), p.dim_v);
+  const auto dout = slice<GivenElement>(p.dout, here.batch, here.head, queries.first() + here.row, queries.end(), p.dim_v);
   const float* lse = row_slice(p.lse, here.batch, here.head, queries.first() + here.row);
   const float* dlse = p.dlse.data ? row_slice(p.dlse, here.batch, here.head, queries.first() + here.row) : nullptr;
   float* const stats = p.stats + i64(number) * STATS * TILE_Q;
@@ -70,7 +68,7 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
     if (BENDS) write(stats + 2 * TILE_Q + row, stat_of_lse(row_lse, per_query - bend, row));
     write(stats + TILE_Q + row, sign * (exists && dlse ? dot - read(dlse + row * p.dlse.row_stride) : dot));
   };
-  if (!STATS_AHEAD || here.batch_number * p.heads + here.head < stats_heads) delta_of_rows(p, here, out, dout, write_stats);
+  if (!STATS_AHEAD || here.batch_number * p.heads + here.head < stats_heads) delta_of_rows(out, dout, write_stats);
   if constexpr (VARLEN) {                                     // where no block owns keys, none makes sums dq
     if (!ADD_RESULTS && p.dq_progress && keys_of(p, here.batch_number) == 0) {
       const int row = queries.first() + here.row;
