@@ -174,7 +174,7 @@ def test_one_part_is_as_near_as_tf32(dim):
     found = []
     for kernel in (KERNEL, "bwd_v2"):
         plan = plan_attention_backward(**on_device, causal=True, precision="tf32", kernel=kernel)
-        assert plan.kernel.config.FP16_PARTS == (kernel == KERNEL)
+        assert (kernel == KERNEL) == plan.kernel.config.FP16_PARTS
         found.append([x.get() for x in plan(**on_device)])
     for own, other, exact in zip(*found, truth):
         assert rms(own - exact) < 2 * rms(other - exact)
