@@ -91,10 +91,10 @@ def _others(table: str) -> str:
     return markdown(head, rows)
 
 
-RUNS = ("forward", "backward", "forward-h100", "backward-h100", "forward-float32", "forward-v2", "backward-v2")
+RUNS = ("forward", "backward", "forward-h100", "backward-h100", "forward-float32", "backward-float32", "forward-v2", "backward-v2")
 TABLES = (
     {f"rates-{run}": lambda run=run: _pivot(run) for run in RUNS}
-    | {f"ratios-{run}": lambda run=run: _ratios(run) for run in RUNS[:5]}
+    | {f"ratios-{run}": lambda run=run: _ratios(run) for run in RUNS[:6]}
     | {f"run-{run}": lambda run=run: _run(run) for run in RUNS}
     | {name: lambda name=name: _as_is(name) for name in ("few-queries", "training", "scores", "lengths", "caches", "ranks")}
     | {f"other-{table}": lambda table=table: _others(table) for table in ("shapes", "v2", "order", "host")}
