@@ -24,6 +24,7 @@ from cupy_flash.machine.nvrtc import Report
 from cupy_flash.plan import read_hopper
 from cupy_flash.plan.architecture import ARCHITECTURES, architecture_named
 from cupy_flash.plan.fp16_parts import ALL_ROWS, MOST_DIMS
+from cupy_flash.plan.gradient_parts import GRADIENT_ROWS
 from cupy_flash.plan.matrix import KINDS, PLANNED_ALONE, every_plan, has
 from cupy_flash.plan.tuning import KERNEL_TABLES, MASKS, SHORT
 
@@ -271,14 +272,16 @@ def test_the_matrix_has_every_row():
     # float32 in one part or two, whole and shared; and what makes the parts
     of_parts = [{replace(row, **any_use, tma_store_out=False) for row in rows} for rows in (halves, ALL_ROWS)]
     of_parts = [row for rows in of_parts for row in rows]
-    every = (rows, shared, zeros, ahead, first, in_order, alone, queries, of_pairs, 2 * of_parts, range(2))
+    # gradients of one part or two, likewise with zeros by an idle warp, and where the first block to add stores
+    gradients = [row for rows in GRADIENT_ROWS.values() for row in rows]
+    every = (rows, shared, zeros, ahead, first, in_order, alone, queries, of_pairs, 2 * of_parts, range(2), 3 * gradients)
     assert len(plans) == len({plan.name for plan in plans}) == sum(map(len, every))
     assert sum(plan.config.ROTATE_Q for plan in plans) == len(queries) > 0
     assert sum(plan.config.SPLIT_KV for plan in plans) == len(shared) + len(of_parts) > len(of_parts) > 0
     assert sum(plan.config.IN_ORDER for plan in plans) == len(in_order) > 0
     assert sum(plan.config.STATS_AHEAD for plan in plans) == 2 * len(ahead) + len(in_order)
-    assert sum(plan.config.ZEROS_AHEAD for plan in plans) == len(zeros) + len(ahead) > 2 * len(ahead)
-    assert sum(plan.config.FIRST_STORES for plan in plans) == len(first) + len(ahead)
+    assert sum(plan.config.ZEROS_AHEAD for plan in plans) == len(zeros) + len(ahead) + len(gradients) > 2 * len(ahead)
+    assert sum(plan.config.FIRST_STORES for plan in plans) == len(first) + len(ahead) + len(gradients)
     assert not any(p.architecture.number == 75 and (p.config.DTYPE == "BFLOAT16" or p.config.TF32_PASSES == 1) for p in plans)
 
 

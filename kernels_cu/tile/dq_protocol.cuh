@@ -149,23 +149,22 @@ OP void release_dq_order(const HopperBackwardParams& p, KeyBlock& block) {
   }
 }
 
-OP void wait_for_turn(const HopperBackwardParams& p, const KeyBlock& block, u32 step) {
-  if (p.dq_semaphore) wait_for<LANES>(block.acquired, step % 2);
+// Calls add() when it is the turn of the block, in order where order matters.
+template <typename Add> OP void in_turn(const HopperBackwardParams& p, const KeyBlock& block, u32 step, const Add& add) {
+  if (p.dq_semaphore) wait_for<LANES>(block.acquired, step % 2); // without it sums are added out of order
+  add();
+  if (p.dq_semaphore) arrive_at<LANES>(block.added);          // without it the semaphore is never released
 }
-// dQ_i += acc, of the query tile with this number: the part of the calling warp, in order where order matters.
+// dQ_i += acc, of the query tile with this number: the part of the calling warp.
 template <int N> OP void add_queries(const HopperBackwardParams& p, const KeyBlock& block, u32 number, u32 step, const Acc<16, N>& acc, int row, int col) {
-  wait_for_turn(p, block, step);                              // without it sums are added out of order
-  const DqAccum sums{p.dq_accum + i64(number) * DqAccum::size};
-  if (FIRST_STORES && load_once<u32>(block.smem + FIRST_OFFSET)) store(sums, acc, row, col);
-  else add(sums, acc, row, col);
-  if (p.dq_semaphore) arrive_at<LANES>(block.added);          // without it the semaphore is never released
+  in_turn(p, block, step, [&] {
+    const DqAccum sums{p.dq_accum + i64(number) * DqAccum::size};
+    if (FIRST_STORES && load_once<u32>(block.smem + FIRST_OFFSET)) store(sums, acc, row, col);
+    else add(sums, acc, row, col);
+  });
 }
-
 // The same by a warp that has no part of it.
-OP void add_nothing(const HopperBackwardParams& p, const KeyBlock& block, u32 step) {
-  wait_for_turn(p, block, step);                              // without it `added` counts the warp for the step before
-  if (p.dq_semaphore) arrive_at<LANES>(block.added);          // without it the semaphore is never released
-}
+OP void add_nothing(const HopperBackwardParams& p, const KeyBlock& block, u32 step) { in_turn(p, block, step, [] {}); }
 
 // The same by TMA, which keeps no consumer waiting: the four warps of a group leave their parts side by side in shared memory, and a warp of
 // the first warpgroup has TMA add all of them at once, to the part of the tile that begins at `offset`.
