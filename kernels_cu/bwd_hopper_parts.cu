@@ -226,7 +226,8 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     if (for_values) {
       Acc<16, TILE_Q> s_reg;
       const OwnKeys own(k_smem, own_row);
-      if (LEADS) start_scores(s_reg, own, 0), wait_for_products<0>(s_reg);  // without it scores are read that do not exist yet
+      if (LEADS) start_scores(s_reg, own, 0);
+      if (LEADS) wait_for_products<0>(s_reg);                 // without it scores are read that do not exist yet
       if (!LEADS || block.steps == 1) step_for_values(s_reg, own, false, false);
       else step_for_values(s_reg, own, false, true);
       #pragma unroll 1
@@ -236,7 +237,8 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     } else {
       Acc<16, TILE_Q> dp_reg;
       const OwnKeys own(v_smem, own_row);
-      if (LEADS) start_dp(dp_reg, own, 0), wait_for_products<0>(dp_reg);  // without it dP is read that does not exist yet
+      if (LEADS) start_dp(dp_reg, own, 0);
+      if (LEADS) wait_for_products<0>(dp_reg);                // without it dP is read that does not exist yet
       if (!LEADS || block.steps == 1) step_for_keys(dp_reg, own, false, false);
       else step_for_keys(dp_reg, own, false, true);
       #pragma unroll 1

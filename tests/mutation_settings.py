@@ -100,6 +100,13 @@ def settings_of(kernel):
         zeros = replace(ONE_GRADIENT.but(ZEROS_AHEAD=True), case=MORE_HEADS, ahead=True)
         in_order = ONE_GRADIENT.but(True, FIRST_STORES=False)
         return {"any order": replace(ONE_GRADIENT, last_blocks=1), "in order": in_order, "lists": lists, "zeros ahead": zeros}
+    if kernel == "bwd_hopper_parts":
+        parts, more = Setting(replace(HOPPER_BACKWARD_CASE, dtype="float32"), {}), replace(MORE_HEADS, dtype="float32")
+        wide = replace(parts, case=replace(parts.case, dim=80), last_blocks=1)
+        lists, in_order = replace(parts, seen=SOME_OF_MORE_KEYS), parts.but(True, FIRST_STORES=False)
+        zeros = replace(parts.but(ZEROS_AHEAD=True), case=more, ahead=True)
+        settings = {"any order": parts, "wide": wide, "wide, lists": replace(wide, seen=SOME_OF_MORE_KEYS)}
+        return settings | {"in order": in_order, "lists": lists, "zeros ahead": zeros}
     if kernel == "bwd_scores":
         setting = Setting(CASE, {"TILE_Q": 32, "TILE_KV": 16, "WARPS": 2, "STAGES": 2})
         return {"two stages": setting, "one stage": setting.but(STAGES=1), "stores": setting.but(COPY_BYTES=0)}
