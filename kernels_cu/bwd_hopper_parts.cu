@@ -39,8 +39,8 @@ constexpr int P_BYTES = 16 * TILE_Q * FP16_PARTS * int(sizeof(Element)), LARGEST
 static_assert(4 * P_BYTES == GradientTile::bytes);
 constexpr int SHARED_BYTES = LARGEST_OFFSET + LARGEST * int(sizeof(Four));
 
-// Of all consumer warps; of P of a step, from a warp to the one that has the same keys, as in bwd_hopper_wide.cu; of the warps for keys.
-enum NamedBarrier { CONSUMERS = 1, PASSED = 2, FOR_KEYS = PASSED + 2 * 4 };
+// Of P of a step, from a warp to the one that has the same keys, as in bwd_hopper_wide.cu; of the warps for keys.
+enum NamedBarrier { PASSED = 1, FOR_KEYS = PASSED + 2 * 4 };
 static_assert(FOR_KEYS < NAMED_BARRIERS);
 
 KERNEL(THREADS, 3) bwd_hopper_parts_preprocess(GRID_CONSTANT HopperBackwardParams p) {
@@ -250,11 +250,9 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
 
   if (!SCALED_ALONE) block.find(p, [] { return u32(not_ahead(int(block_id()))); });        // again: kept, where the block is would take registers of the loop
   arrive_at(block.ended);                                     // without it the block is never counted
-  sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
   if (!for_values) scale(sum_reg, p.scale);
   store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values, for_values ? p.dv_accum : p.dk_accum, {k_smem.base}, sum_reg, own_row);
   postprocess_heads(p, block);
-  wait_for_stores();                                          // without it the block, and its shared memory, may end before
 }
 
 KERNEL(THREADS, 1) bwd_hopper_parts_postprocess(GRID_CONSTANT HopperBackwardParams p) { postprocess(p); }
