@@ -33,8 +33,8 @@ static_assert(!(VARLEN || DROPOUT || STAGED_BIAS) && (SCORES == UNCHANGED || SCO
 // dQ = dS K is dealt out by its columns, in whole panels.
 constexpr int VALUES_COLS = min_of(DIM, 64), KEYS_COLS = DIM - VALUES_COLS;
 
-// P of a warp takes as much as dS, in whose place it is passed on: in float32 as much as two parts. Behind all else are the largest elements of dS that each of four
-// warps has found, of some steps: that of a step is asked until the next one but one.
+// P of a warp takes as much as dS, in whose place it is passed on: in float32 as much as two parts. Behind all else are the largest elements of dS that
+// each of four warps has found, of some steps: that of a step is asked until the next one but one.
 constexpr int P_BYTES = 16 * TILE_Q * FP16_PARTS * int(sizeof(Element)), LARGEST = 4, LARGEST_OFFSET = ceil_div(BLOCK_BYTES, 16) * 16;
 static_assert(4 * P_BYTES == GradientTile::bytes);
 constexpr int SHARED_BYTES = LARGEST_OFFSET + LARGEST * int(sizeof(Four));
@@ -53,8 +53,9 @@ OP SharedAddress largest_smem(const KeyBlock& block, u32 step) { return block.sm
 // Whether products are brought to their scale one by one, before anything becomes of scores; if not, exponents are.
 constexpr bool SCALED_ALONE = MODIFIED || EXPLICIT_SCORES;
 
-// K or V of a warp, in registers as far as there are some: shared memory, from which each product would read them, takes as long as tensor cores do.
-constexpr int HIGH_KEPT = WIDTH > 64 && SCALED_ALONE ? 0 : min_of(DIM / 16, FP16_PARTS == 1 ? 8 : 7), LOW_KEPT = WIDTH <= 64 ? DIM / 16 : 0;  // operands of 16 columns
+// K or V of a warp, so many operands of 16 columns in registers, as far as there are some: shared memory, from which each product would read them, takes as
+// long as tensor cores do.
+constexpr int HIGH_KEPT = WIDTH > 64 && SCALED_ALONE ? 0 : min_of(DIM / 16, FP16_PARTS == 1 ? 8 : 7), LOW_KEPT = WIDTH <= 64 ? DIM / 16 : 0;
 using OwnKeys = OwnRows<FP16_PARTS, HIGH_KEPT, LOW_KEPT>;
 
 // Whether the first product of a tile is started beneath the last one of the tile before; of wide heads there are no registers for it.

@@ -8,7 +8,8 @@
 constexpr int ROWS_AT_ONCE = 4;                               // of a warp, whose reads are on their way together
 constexpr int SAMPLES = 2;                                    // rows of a head that each warp looks at before
 constexpr int LARGEST_EXPONENT = 14;                          // of an element in float16, which has numbers up to 2^16
-constexpr int MOST_OF_SCORES = 100;                           // that scores are divided by 2^ of: those of heads of zeros too are -infinity where they are masked, not NaN. Beyond, they are 0
+// That scores are divided by 2^ of: those of heads of zeros shall be -infinity where they are masked, not NaN. What is divided by more is 0 either way.
+constexpr int MOST_OF_SCORES = 100;
 constexpr int SAMPLED_EXPONENT = 11;                          // of the largest element of the sampled rows: others may be 8 times as large
 
 // Some rows of a head.
