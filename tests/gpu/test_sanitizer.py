@@ -105,6 +105,10 @@ def normal(*shape, dtype="float16"):
 for dim, precision in ((64, "ieee"), (100, "ieee"), (72, "tf32")):  # in parts
     q, k, v = normal(3, 2, 150, dim, dtype="float32")
     plan_attention(q, k, v, causal=True, kernel="fwd_hopper", precision=precision)(q, k, v)
+    given = (q, q, k, v, *forward(q, k, v, causal=True))
+    for deterministic in (False, True):
+        asked = {"causal": True, "precision": precision, "kernel": "bwd_hopper_parts"}
+        plan_attention_backward(*given, **asked, deterministic=deterministic)(*given)
     cupy.cuda.Device().synchronize()
 
 cos, sin = normal(2, 90, 12, dtype="float32")
