@@ -210,8 +210,9 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     fence_proxy_async();                                      // without it the product does not see what lanes have stored
     if (follows) dq.wait();
     arrive_at(block.written);                                 // without it the others wait for ever
+    consumer_wait(block.queries);                             // for the assembler, which spills without it: they have arrived, since P is made of them
     if (ADDS_FIRST && follows) dq.add(p, block, step - 1, own_row, VALUES_COLS, of_keys);
-    start_product(dk_reg, ds_reg, q_smem, false);             // of queries that have arrived: P has come, which is made of them
+    start_product(dk_reg, ds_reg, q_smem, false);
     if (!ADDS_FIRST && follows) dq.add(p, block, step - 1, own_row, VALUES_COLS, of_keys);
     if (leads) start_dp(dp_reg, own, 1);
     release_tile(p, block, dk_reg, leads);

@@ -260,12 +260,14 @@ BEFORE_USE = {
 
 # And two for the right time: without them a block takes its next key tile earlier, or loads for another head: no result changes.
 FOR_TIME = re.compile(r"\bwait_for<LANES>\(block\.(loaded|values\.full\(\)), ")
+# And one that a compiler needs, for registers.
+FOR_ASSEMBLER = re.compile(r"\bconsumer_wait\(block\.queries\);(?=\s*// for the assembler)")
 
 
 def every_call():
     for kernel in KERNELS:
         for number, (file, call) in enumerate(calls_of(kernel)):
-            waits = *BETWEEN_BLOCKS.values(), *BEFORE_USE.values(), FOR_TIME
+            waits = *BETWEEN_BLOCKS.values(), *BEFORE_USE.values(), FOR_TIME, FOR_ASSEMBLER
             if not any(wait.match(call.string, call.start()) for wait in waits):
                 line = call.string.count("\n", 0, call.start()) + 1
                 marks = pytest.mark.release if number % 100 or kernel not in OFTEN else ()
