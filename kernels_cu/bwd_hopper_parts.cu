@@ -122,6 +122,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     return TransposedMask{-not_ahead(p.mask.right), -not_ahead(p.mask.left), p.len_q, p.len_kv, p.mask.prefix};
   };
   const auto cut = [&](int col0) { return !PAIR_BITS && !unmasked_queries(mask(), not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q); };
+  const auto first_row = [&] { return ZEROS_AHEAD ? not_ahead(block.row0) : block.row0; };      // the former for the assembler, which spills without it
   const auto passed = [&](u32 step) { return PASSED + int(step % 2) * 4 + pair; };
   const auto p_smem = [&](u32 step) { return block.ds_smem(step).base + pair * P_BYTES; };
   const auto factors = [&](int head) { return gradient_factors(p, block.here.batch_number * p.heads + head); };
@@ -150,7 +151,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     const u32 step = block.queries.count;
     if (!LEADS) start_scores(s_reg, own, 0);
     if constexpr (TILE_LIST) block.hear_tile();
-    const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
+    const int row0 = first_row() + own_row, col0 = block.now.tile * TILE_Q;
     PartOfQueries<VALUES_COLS> dq;
     Acc<16, DIM> dv_reg;
     OperandA<16> p_reg[FP16_PARTS * TILE_Q / 16];
@@ -172,6 +173,8 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     probabilities(s_reg, block.lse_smem(), exponent_scale(p.scale) * (SCALED_ALONE ? 1.f : of_parts.scores), p.per_softcap, p_smem(step));
     arrive_pair(passed(step));                                // without it the other warp waits for P for ever
     to_operands(p_reg, s_reg);
+    Raised raised(0);
+    raise_low_rows(p_reg, raised, s_reg, 0);
     if (follows) dq.wait();
     arrive_at(block.written);                                 // without it the others wait for ever. Not earlier: P takes the place of dS that is multiplied
     consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
@@ -181,7 +184,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     if (leads) start_scores(s_reg, own, 1);
     if (MODIFIED) of_parts = factors(block.now.head);
     release_tile(p, block, dv_reg, leads);
-    promote(sum_reg, dv_reg, of_parts.douts / P_LIFT);
+    promote(sum_reg, dv_reg, of_parts.douts, raised);
     if (leads) wait_for_products<0>(s_reg);                   // without it scores are read that do not exist yet
   };
   const auto step_for_keys = [&](Acc<16, TILE_Q>& dp_reg, const OwnKeys& own, const bool follows, const bool leads) {
@@ -189,11 +192,11 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     const u32 step = block.queries.count;
     if (!LEADS) start_dp(dp_reg, own, 0);
     if constexpr (TILE_LIST) block.hear_tile();
-    const int row0 = block.row0 + own_row, col0 = block.now.tile * TILE_Q;
+    const int row0 = first_row() + own_row, col0 = block.now.tile * TILE_Q;
     PartOfQueries<KEYS_COLS> dq;
     Acc<16, DIM> dk_reg;
     OperandA<16> ds_reg[FP16_PARTS * TILE_Q / 16];
-    const GradientFactors of_parts = factors(block.now.head);
+    GradientFactors of_parts = factors(block.now.head);
     if (follows) dq.start(block, step - 1, VALUES_COLS);
     if (!LEADS && follows) wait_for_products<1>(dp_reg);      // without it dP is read that does not exist yet
     if (!LEADS && !follows) wait_for_products<0>(dp_reg);     // the same
@@ -207,6 +210,8 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     scale(dp_reg, two_to(exponent));
     to_operands(ds_reg, dp_reg);
     store_transposed(block.ds_smem(step), ds_reg, own_row);
+    Raised raised(exponent);
+    raise_low_rows(ds_reg, raised, dp_reg, exponent);
     fence_proxy_async();                                      // without it the product does not see what lanes have stored
     if (follows) dq.wait();
     arrive_at(block.written);                                 // without it the others wait for ever
@@ -215,8 +220,9 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     start_product(dk_reg, ds_reg, q_smem, false);
     if (!ADDS_FIRST && follows) dq.add(p, block, step - 1, own_row, VALUES_COLS, of_keys);
     if (leads) start_dp(dp_reg, own, 1);
+    if (MODIFIED) of_parts = factors(block.now.head);         // again: kept, they would take registers
     release_tile(p, block, dk_reg, leads);
-    promote(sum_reg, dk_reg, of_parts.queries * inverse_of_tile(exponent));
+    promote(sum_reg, dk_reg, of_parts.queries, raised);
     if (leads) wait_for_products<0>(dp_reg);                  // without it dP is read that does not exist yet
   };
 

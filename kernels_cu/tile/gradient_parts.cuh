@@ -1,11 +1,12 @@
 // gradient_parts.cuh -- the elementwise part of the backward of float32 in parts of float16 (FP16_PARTS), as gradient.cuh of 16 bits. P, at most 1, becomes
-// parts when it is 2^14 times as large. How large dS is nobody knows before: each tile of it has an exponent of its own, of its largest element.
+// parts when it is 2^14 times as large. How large dS is nobody knows before: each tile of it has an exponent of its own, of its largest element. A row of a
+// tile that lies so far below it that its parts would have fewer bits, a key to which no query gives much weight, is raised by a power of two besides.
 #pragma once
 #include "tile/fp16_parts.cuh"
 #include "tile/gradient.cuh"
 
-constexpr float P_LIFT = 0x1p14f;
-constexpr int DS_EXPONENT = 14;                               // of the largest element of dS in float16
+constexpr float P_LIFT = 0x1p14f, P_EXPONENT = 14.f;
+constexpr int LIFTED_EXPONENT = 14;                           // of the largest element in float16
 constexpr int MOST_EXPONENT = 100;                            // that it is raised by: its inverse is a normal number
 
 // Four elements of 2^14 P, times the derivative of the softcap if there is one, on their way to the same lane of another warp: in float32, or of one part as
@@ -30,7 +31,7 @@ template <int N> OP void probabilities(Acc<16, N>& s, SharedAddress lse, float s
       #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float score = s.at(l, r + i), bent = fmaxf(score * per_softcap, -2.f);           // of a masked pair it was infinite or NaN, and p is 0
-        const float p = exp2_approx(fmaf(score, scale_log2, -stat.x[i % 2])) * P_LIFT;
+        const float p = exp2_approx(fmaf(score, scale_log2, P_EXPONENT - stat.x[i % 2]));
         factor.x[i] = EXPLICIT_SCORES ? p * (1.f - bent * bent) : p;
         s.at(l, r + i) = p;
       }
@@ -72,14 +73,69 @@ template <int N> OP float largest_of_warp(const Acc<16, N>& x) {
   const float most = largest(false);
   return most <= HIGHEST ? most : largest(true);
 }
-// The exponent of a tile, from what its four warps have found.
+// The exponent with which what is at most so large nearly fills float16.
+OP int exponent_of(float most) { return min_of(LIFTED_EXPONENT + 127 - int(float_bits(most) >> 23), MOST_EXPONENT); }
+// That of a tile, from what its four warps have found.
 OP int exponent_of_tile(SharedAddress largest) {
   const Four of_warps = load_shared<Four>(largest);
-  const float most = fmaxf(fmaxf(of_warps.x[0], of_warps.x[1]), fmaxf(of_warps.x[2], of_warps.x[3]));
-  return min_of(DS_EXPONENT + 127 - int(float_bits(most) >> 23), MOST_EXPONENT);
+  return exponent_of(fmaxf(fmaxf(of_warps.x[0], of_warps.x[1]), fmaxf(of_warps.x[2], of_warps.x[3])));
 }
 OP float two_to(int e) { return bits_float(u32(e + 127) << 23); }
 OP float inverse_of_tile(int exponent) { return two_to(-exponent) / P_LIFT; }
+
+// What the two rows of a lane have been raised by: powers of two, each as the exponent bits of its inverse, in one register.
+struct Raised : Regs<u32, 1> {
+  OP Raised(int exponent) {                                   // both by 2^exponent
+    for_lane(l) at(l, 0) = u32(127 - exponent) * 0x10001u;
+  }
+  OP float inverse(int lane, int slot) const { return bits_float((at(lane, 0) >> 16 * slot & 0xff) << 23); }
+};
+// Whether some row of 16 has no part as large as 2, or of one part 2^-7: all its elements are below it then, and those of float16 stand apart by more than
+// 2^-24 of its largest, or 2^-12. The bits say so that such a number has in its exponent, and no smaller one.
+template <int K> OP bool some_row_is_low(const OperandA<16> (&x)[K]) {
+  constexpr u32 REACHED = FP16_PARTS == 2 ? 0x40004000 : 0x60006000;
+  Regs<bool, 1> reached[2];
+  for_lane(l) {
+    u32 bits[2] = {};
+    #pragma unroll
+    for (int i = 0; i < K / FP16_PARTS; ++i) {
+      #pragma unroll
+      for (int r = 0; r < 4; ++r) bits[r % 2] |= x[i].at(l, r);
+    }
+    #pragma unroll
+    for (int i = 0; i < 2; ++i) reached[i].at(l, 0) = bits[i] & REACHED;
+  }
+  const auto of_quads = [](u32 lanes) {                       // bit 4 i: whether a lane of quad i has a bit
+    lanes |= lanes >> 1;
+    return (lanes | lanes >> 2) & 0x11111111;
+  };
+  return (of_quads(warp_ballot(reached[0])) & of_quads(warp_ballot(reached[1]))) != 0x11111111;
+}
+// Operands were made of x, which is 2^already times what it stands for. Where some row is low, all are raised further, each by a power of two of its own,
+// and the operands made anew.
+template <int K> OP void raise_low_rows(OperandA<16> (&operands)[K], Raised& raised, Acc<16, 16 * K / FP16_PARTS>& x, int already) {
+  if (!some_row_is_low(operands)) return;
+  RowVec<16> most;
+  fill(most, 0.f);
+  for_lane(l) {
+    #pragma unroll
+    for (int r = 0; r < x.regs; ++r) most.at(l, x.slot(r)) = fmaxf(most.at(l, x.slot(r)), fabsf(x.at(l, r))); // which is not NaN if an element is
+  }
+  quad_reduce(most, [](float a, float b) { return fmaxf(a, b); });
+  for_lane(l) {
+    u32 inverse[2];
+    float by[2];
+    #pragma unroll
+    for (int i = 0; i < 2; ++i) {                             // of a row that is infinite nothing is left to save
+      const int e = max_of(min_of(exponent_of(most.at(l, i)), MOST_EXPONENT - already), 0);
+      by[i] = two_to(e), inverse[i] = 127 - already - e;
+    }
+    raised.at(l, 0) = inverse[0] | inverse[1] << 16;
+    #pragma unroll
+    for (int r = 0; r < x.regs; ++r) x.at(l, r) *= by[x.slot(r)];
+  }
+  to_operands(operands, x);
+}
 
 // 16 rows of the transpose of dS, at hand as operands, take their place in its tile.
 template <int K, int ROWS, int WIDTH> OP void store_transposed(const PartsTile<ROWS, WIDTH>& tile, const OperandA<16> (&a)[K], int col0) {
@@ -92,10 +148,13 @@ template <int K, int ROWS, int WIDTH> OP void store_transposed(const PartsTile<R
   }
 }
 
-// sum += factor product, of a tile.
-template <int N> OP void promote(Acc<16, N>& sum, const Acc<16, N>& product, float factor) {
+// sum += factor product, of a tile whose rows were raised.
+template <int N> OP void promote(Acc<16, N>& sum, const Acc<16, N>& product, float factor, const Raised& raised) {
   for_lane(l) {
+    float of_rows[2];
     #pragma unroll
-    for (int r = 0; r < sum.regs; ++r) sum.at(l, r) = fmaf(product.at(l, r), factor, sum.at(l, r));
+    for (int i = 0; i < 2; ++i) of_rows[i] = factor / P_LIFT * raised.inverse(l, i);
+    #pragma unroll
+    for (int r = 0; r < sum.regs; ++r) sum.at(l, r) = fmaf(product.at(l, r), of_rows[sum.slot(r)], sum.at(l, r));
   }
 }
