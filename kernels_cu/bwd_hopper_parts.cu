@@ -9,7 +9,8 @@
 //       S^T = K_j Q_i^T                                      dP^T = V_j dO_i^T
 //       P^T = 2^(S^T - lse_i)          -- passed on -->      dS^T = P^T o (dP^T - delta_i)
 //                                                            e = the exponent with which the largest element of dS 2^e nearly fills float16
-//       P^T 2^14 in parts                                    dS^T 2^e in parts                go to shared memory, where P was
+//       P^T 2^14 in parts, rows far below others raised      dS^T 2^e in parts                go to shared memory, where P was
+//                                                            and are raised, for dK alone
 //       start P^T dO_i                                       start dS^T Q_i
 //       dQ = dS_{i-1} K_j, the left columns                  dQ = dS_{i-1} K_j, the right ones
 //       dQ_{i-1} = dQ_{i-1} + 2^-e dQ                        the same, in device memory

@@ -8,7 +8,7 @@ number, of as many bits as TF32 has. Where q, k and v lie matters to the kernel 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy
 
@@ -20,6 +20,7 @@ from .explicit_scores import LARGEST_SCALE, explicit_scores
 from .expression_text import ExpressionText, Pressure
 from .kernel import KernelPlan, configure, layouts_of, text_of
 from .launch import Launch, checked
+from .pace import Pace
 from .pair_bits import with_bits
 from .params import ROWS, captured_name
 from .preparation import Preparation
@@ -66,15 +67,7 @@ BANDWIDTH, LAUNCHES = 2.6e12, 15e-6  # of making parts, in bytes/s, and what its
 HALF_TILE = 64  # keys that a query tile computes besides those that its rows see, where a mask has an edge
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast a kernel is: FLOP/s of many blocks, and seconds for each key and column where each has few rows."""
-
-    rate: float
-    step: float
-
-
-PACES = {  # and of fwd_v2
+PACES = {  # on an H200; and of fwd_v2
     "ieee": (Pace(220e12, 0.22e-9), Pace(55e12, 1.35e-9)),
     "tf32": (Pace(500e12, 0.18e-9), Pace(95e12, 0.85e-9)),
 }
@@ -163,7 +156,7 @@ def _pays(problem: Problem) -> bool:
 def _seconds(problem: Problem, pace: Pace) -> float:
     keys = min(problem.mask.pairs / problem.len_q + HALF_TILE, problem.len_kv)
     flops = 2 * (problem.dim + problem.dim_v) * keys * problem.len_q * problem.heads_q * math.prod(problem.batch)
-    return max(flops / pace.rate, keys * max(problem.dim, problem.dim_v) * pace.step)
+    return pace.seconds(flops, keys, max(problem.dim, problem.dim_v))
 
 
 def _bytes_moved(layout: Layout, parts: int) -> int:

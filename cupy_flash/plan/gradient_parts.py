@@ -6,7 +6,7 @@ As in `fp16_parts`. P and dS become such numbers in the kernel, which finds an e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
@@ -27,6 +27,7 @@ from .fp16_parts import (
 )
 from .grouping import RUNNING
 from .kernel import KernelPlan
+from .pace import Pace
 from .params import ROWS
 from .preparation import Preparation
 from .tensor_map import obstacle
@@ -93,19 +94,10 @@ def why_not_gradient_parts(problem: BackwardProblem) -> str:
     return obstacle(p.batch, layouts_in_parts(told, MOST_PARTS), GRADIENT_OPERANDS)
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast a kernel is: seconds at least, FLOP/s of many blocks, and seconds for each query and column of a block."""
-
-    least: float
-    rate: float
-    step: float
-
-
 # As measured on an H200, with all launches; and of bwd_v2.
 PACES = {
-    "ieee": (Pace(23e-6, 200e12, 0.5e-9), Pace(14e-6, 50e12, 1.9e-9)),
-    "tf32": (Pace(21e-6, 300e12, 0.45e-9), Pace(13e-6, 70e12, 1.5e-9)),
+    "ieee": (Pace(200e12, 0.5e-9, 23e-6), Pace(50e12, 1.9e-9, 14e-6)),
+    "tf32": (Pace(300e12, 0.45e-9, 21e-6), Pace(70e12, 1.5e-9, 13e-6)),
 }
 MOST_IN_TURN = 256  # queries of a block, of which there are more where they would be few, see `query_parts`
 KEYS, BEGINNING = 64, 7e-6 / RUNNING  # of a block, and seconds for each of many to begin
@@ -129,8 +121,7 @@ def _seconds(problem: BackwardProblem, pace: Pace) -> float:
     p = problem.forward
     queries = min(p.mask.pairs / p.len_kv + KEYS / 2, p.len_q)  # that see a key, and those that its tile has besides
     flops = problem.flops * queries * p.len_kv / max(p.mask.pairs, 1)
-    chain = min(queries, MOST_IN_TURN) * max(p.dim, p.dim_v) * pace.step
-    return pace.least + max(flops / pace.rate, chain)
+    return pace.seconds(flops, min(queries, MOST_IN_TURN), max(p.dim, p.dim_v))
 
 
 def in_gradient_parts(problem: BackwardProblem, parts: int) -> BackwardProblem:

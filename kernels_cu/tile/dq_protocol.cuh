@@ -205,6 +205,18 @@ OP void count_heads(const HopperBackwardParams& p, const KeyBlock& block) {
   sync_warp();                                                // without it consumers are told before one lane has written
   arrive_at<LANES>(block.counted);                            // without it the consumers wait for ever
 }
+// dq = scale * 16 rows of sums, or with SCALE_SUMS times `by`, by a warp that has nothing else to do.
+template <typename Accum> OP void finish_rows(const HopperBackwardParams& p, const ResultTile& dq, const Accum& sums, int row, float by) {
+  constexpr int COLS = FP16_PARTS ? SUM_COLS : WIDTH % 128 ? 64 : 128; // at a time
+  #pragma unroll 1
+  for (int col = 0; col < p.dim; col += COLS) {
+    Acc<16, COLS> sum_reg;
+    load(sum_reg, sums, row % TILE_Q, col);
+    scale(sum_reg, SCALE_SUMS ? by : p.scale);
+    store<16>(dq, sum_reg, col);                              // rows of dq are multiples of that, or TMA could not store them
+  }
+}
+
 template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwardParams& p, const KeyBlock& block) {
   if (!p.dq_progress || !block.is_counted(p)) return;
   const auto queries = block.seq(p).q;
@@ -219,6 +231,11 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
     const int rows = queries.end_of_room() - queries.first();
     #pragma unroll 1
     for (int row = own_row; row < rows; row += OutTile::rows) {
+      if constexpr (FP16_PARTS > 0) {                         // without sequences, and with nothing that TMA could store
+        const ResultTile dq = rows_of<Result>(p.dq, block.here.batch, block.here.first_head + i, row, rows, p.dim);
+        finish_rows(p, dq, Accum{p.dq_accum + (first + row / TILE_Q) * Accum::size}, row, p.scale);
+        continue;
+      }
       Acc<16, WIDTH> sum_reg;
       load(sum_reg, Accum{p.dq_accum + (first + row / TILE_Q) * Accum::size}, row % TILE_Q, 0);
       scale(sum_reg, scale_of_sums(p, block.here, block.here.first_head + i, queries.len(), block.seq(p).kv.len()));
@@ -233,18 +250,6 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
       store_async(p.dq_map, block.here.batch, block.here.first_head + i, first_row, out_smem, own_row);
     }
     if (block.head + i < p.reused) semaphore_release(p.dq_progress + block.head + i); // lanes have met since they read
-  }
-}
-
-// dq = scale * 16 rows of sums, or with SCALE_SUMS times `by`, by a warp that has nothing else to do.
-template <typename Accum> OP void finish_rows(const HopperBackwardParams& p, const ResultTile& dq, const Accum& sums, int row, float by) {
-  constexpr int COLS = WIDTH % 128 ? 64 : 128;                // at a time
-  #pragma unroll 1
-  for (int col = 0; col < p.dim; col += COLS) {
-    Acc<16, COLS> sum_reg;
-    load(sum_reg, sums, row % TILE_Q, col);
-    scale(sum_reg, SCALE_SUMS ? by : p.scale);
-    store<16>(dq, sum_reg, col);                              // rows of dq are multiples of that, or TMA could not store them
   }
 }
 

@@ -90,20 +90,19 @@ struct Raised : Regs<u32, 1> {
   }
   OP float inverse(int lane, int slot) const { return bits_float((at(lane, 0) >> 16 * slot & 0xff) << 23); }
 };
-// Whether some row of 16 has no part as large as 2, or of one part 2^-7: all its elements are below it then, and those of float16 stand apart by more than
-// 2^-24 of its largest, or 2^-12. The bits say so that such a number has in its exponent, and no smaller one.
+// Whether some row of a warp has no high part as large as 2: high and low parts together stand apart by more than 2^-26 of its largest element then. Bit 14
+// of a number of float16 says so, whatever its sign.
 template <int K> OP bool some_row_is_low(const OperandA<16> (&x)[K]) {
-  constexpr u32 REACHED = FP16_PARTS == 2 ? 0x40004000 : 0x60006000;
-  Regs<bool, 1> reached[2];
+  Regs<bool, 1> reached[2];                                   // of the two rows of a lane
   for_lane(l) {
     u32 bits[2] = {};
     #pragma unroll
-    for (int i = 0; i < K / FP16_PARTS; ++i) {
+    for (int i = 0; i < K / 2; ++i) {
       #pragma unroll
       for (int r = 0; r < 4; ++r) bits[r % 2] |= x[i].at(l, r);
     }
     #pragma unroll
-    for (int i = 0; i < 2; ++i) reached[i].at(l, 0) = bits[i] & REACHED;
+    for (int i = 0; i < 2; ++i) reached[i].at(l, 0) = bits[i] & 0x40004000;
   }
   const auto of_quads = [](u32 lanes) {                       // bit 4 i: whether a lane of quad i has a bit
     lanes |= lanes >> 1;
@@ -111,10 +110,8 @@ template <int K> OP bool some_row_is_low(const OperandA<16> (&x)[K]) {
   };
   return (of_quads(warp_ballot(reached[0])) & of_quads(warp_ballot(reached[1]))) != 0x11111111;
 }
-// Operands were made of x, which is 2^already times what it stands for. Where some row is low, all are raised further, each by a power of two of its own,
-// and the operands made anew.
-template <int K> OP void raise_low_rows(OperandA<16> (&operands)[K], Raised& raised, Acc<16, 16 * K / FP16_PARTS>& x, int already) {
-  if (!some_row_is_low(operands)) return;
+// Rows of x, which is 2^already times what it stands for, are raised further, each by a power of two of its own.
+template <int N> OP void raise_rows(Acc<16, N>& x, Raised& raised, int already) {
   RowVec<16> most;
   fill(most, 0.f);
   for_lane(l) {
@@ -134,7 +131,14 @@ template <int K> OP void raise_low_rows(OperandA<16> (&operands)[K], Raised& rai
     #pragma unroll
     for (int r = 0; r < x.regs; ++r) x.at(l, r) *= by[x.slot(r)];
   }
-  to_operands(operands, x);
+}
+// Where some row is low, all are raised, and the operands made anew of them. One part is as exact as it can be down to 2^-28 of a weight of 1: not asked.
+template <int K> OP void raise_low_rows(OperandA<16> (&operands)[K], Raised& raised, Acc<16, 16 * K / FP16_PARTS>& x, int already) {
+  if constexpr (FP16_PARTS == 2) {
+    if (!some_row_is_low(operands)) return;
+    raise_rows(x, raised, already);
+    to_operands(operands, x);
+  }
 }
 
 // 16 rows of the transpose of dS, at hand as operands, take their place in its tile.

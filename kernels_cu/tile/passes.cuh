@@ -92,6 +92,9 @@ OP float scale_of_element(const BackwardParams& p, BlockCoord here, u32 number) 
   return scale_of_sums(p, here, here.head, seq.q.len(), seq.kv.len());
 }
 
+// Columns of sums that are added up. Those beyond DIM exist, and nobody has written them where a first block stores (FIRST_STORES).
+constexpr int SUM_COLS = FP16_PARTS ? DIM : WIDTH;
+
 // One tile of a gradient from its sums, of which there are `parts` for each head and batch element. Those of all batch elements that
 // the gradient does not tell apart are added up.
 template <typename Accum, Side SIDE>
@@ -113,8 +116,8 @@ OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float*
 
   const SharedTile<ROWS, WIDTH> tile_smem{shared_memory()};
   const int tiles = tiles_of<SIDE>(p);
-  for (int piece = warp_id(); piece < ROWS / 16 * (WIDTH / 16); piece += WARPS) {
-    const int row = piece / (WIDTH / 16) * 16, col = piece % (WIDTH / 16) * 16;
+  for (int piece = warp_id(); piece < ROWS / 16 * (SUM_COLS / 16); piece += WARPS) {
+    const int row = piece / (SUM_COLS / 16) * 16, col = piece % (SUM_COLS / 16) * 16;
     Acc<16, 16> sum_reg;
     fill(sum_reg, 0.f);
     for (u32 element = 0; element < elements; ++element) {

@@ -23,7 +23,10 @@ EACH_LANE_ARRIVES = (
     + """
 change("tile/pipeline.cuh", "  arrive_at<LANES>(pipeline.empty(), at);", "  mbarrier_arrive(pipeline.empty().address);")
 change("tile/pipeline.cuh", "init_mbarrier(pipeline.empty(), readers, at);", "init_mbarrier(pipeline.empty(), 32 * readers, at);")
-# the same of a key tile of several that a block takes
+# the same of P that is passed on where dS was
+change("bwd_hopper_parts.cu", "arrive_at(block.written);", "mbarrier_arrive(block.written.address);")
+change("tile/key_block.cuh", "init_mbarrier(written, 4 * GROUPS", "init_mbarrier(written, (FP16_PARTS ? 32 : 1) * 4 * GROUPS")
+# and of a key tile of several that a block takes
 ended = "block.ended_of(block.taken.count)"
 change("bwd_hopper.cu", f"arrive_at<LANES>({ended});", f"mbarrier_arrive({ended}.address);")
 change("tile/key_loads.cuh", "arrive_at<LANES>(block.loaded);", "mbarrier_arrive(block.loaded.address);")
