@@ -19,11 +19,12 @@ CASES = [case for case in ALL if not case.of_pairs]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels():
+def kernels(compiling):
     """Compiled in parallel, as `check` does: one after another they take longer than all the rest. Heavy cases need few others."""
     computations = check.select_computations("cuda", architecture=own_architecture())
     tasks = {case: computations for case in CASES if not case.heavy}
-    list(check.build_kernels(check.kernels_of(tasks, "cuda"), "cuda"))
+    with compiling():
+        list(check.build_kernels(check.kernels_of(tasks, "cuda"), "cuda"))
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
