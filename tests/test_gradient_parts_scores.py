@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy
 import pytest
-from test_fp16_parts import of_a_call, scored
+from test_fp16_parts import at_two_dims, of_a_call, scored
 from test_gradient_parts import CASES, HOST, KERNEL, asked_of, fresh, judge, operands, rms
 from thinned import thinned
 
@@ -39,7 +39,7 @@ def by(kernel, given, asked, **options):
     return plan(*given, **of_a_call(asked), workspace=numpy.full(plan.workspace_bytes, 255, numpy.uint8))
 
 
-@pytest.mark.parametrize("name, dim", [*((name, dim) for name in SCORED for dim in (64, 100)), *((name, 40) for name in NARROW)])
+@pytest.mark.parametrize("name, dim", at_two_dims(SCORED, NARROW))
 def test_as_near_as_bwd_v2(name, dim):
     """A product leaves out 2^-22 of itself, and scores have an error of as much of the largest of their products."""
     given, asked, truth = asked_for(name, dim)
