@@ -74,8 +74,10 @@ OP void clear_progress(const HopperBackwardParams& p) {
 OP void wait_for_zeros(const HopperBackwardParams& p, const KeyBlock& block) {
   const u32 blocks = DqProgress(p).added;
   if (ZEROS_AHEAD && head_ahead(block) >= p.heads_ahead) wait_for_count(p.zeros_progress + head_ahead(block), VARLEN ? makers(p) : blocks);
-  if (ZEROS_AHEAD || block.head < p.accum_heads_divmod.divisor) return;
-  for (int i = 0; i < p.heads_per_block; ++i) wait_for_count(p.dq_progress + block.head - p.accum_heads_divmod.divisor + i, DqProgress(p).cleared);
+  if constexpr (!ZEROS_AHEAD) {
+    if (block.head < p.accum_heads_divmod.divisor) return;
+    for (int i = 0; i < p.heads_per_block; ++i) wait_for_count(p.dq_progress + block.head - p.accum_heads_divmod.divisor + i, DqProgress(p).cleared);
+  }
 }
 // By an idle warp, where lanes add: the consumers wait for `cleared` instead.
 OP void let_add(const HopperBackwardParams& p, const KeyBlock& block) {
