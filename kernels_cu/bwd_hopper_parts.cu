@@ -9,8 +9,8 @@
 //       S^T = K_j Q_i^T                                      dP^T = V_j dO_i^T
 //       P^T = 2^(S^T - lse_i)          -- passed on -->      dS^T = P^T o (dP^T - delta_i)
 //                                                            e = the exponent with which the largest element of dS 2^e nearly fills float16
-//       P^T 2^14 in parts, rows far below others raised      dS^T 2^e in parts                go to shared memory, where P was
-//                                                            and are raised, for dK alone
+//       P^T 2^14 in parts, rows far below others lifted      dS^T 2^e in parts                go to shared memory, where P was
+//                                                            and are lifted, for dK alone
 //       start P^T dO_i                                       start dS^T Q_i
 //       dQ = dS_{i-1} K_j, the left columns                  dQ = dS_{i-1} K_j, the right ones
 //       dQ_{i-1} = dQ_{i-1} + 2^-e dQ                        the same, in device memory
@@ -174,8 +174,8 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     probabilities(s_reg, block.lse_smem(), exponent_scale(p.scale) * (SCALED_ALONE ? 1.f : of_parts.scores), p.per_softcap, p_smem(step));
     arrive_pair(passed(step));                                // without it the other warp waits for P for ever
     to_operands(p_reg, s_reg);
-    Raised raised(0);
-    raise_low_rows(p_reg, raised, s_reg, 0);
+    Lifts lifts(0);
+    lift_low_rows(p_reg, lifts, s_reg, 0);
     if (follows) dq.wait();
     arrive_at(block.written);                                 // without it the others wait for ever. Not earlier: P takes the place of dS that is multiplied
     consumer_wait(block.douts);                               // without it the product reads gradients that have not arrived
@@ -185,7 +185,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     if (leads) start_scores(s_reg, own, 1);
     if (MODIFIED) of_parts = factors(block.now.head);
     release_tile(p, block, dv_reg, leads);
-    promote(sum_reg, dv_reg, of_parts.douts, raised);
+    promote(sum_reg, dv_reg, of_parts.douts, lifts);
     if (leads) wait_for_products<0>(s_reg);                   // without it scores are read that do not exist yet
   };
   const auto step_for_keys = [&](Acc<16, TILE_Q>& dp_reg, const OwnKeys& own, const bool follows, const bool leads) {
@@ -211,8 +211,8 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     scale(dp_reg, two_to(exponent));
     to_operands(ds_reg, dp_reg);
     store_transposed(block.ds_smem(step), ds_reg, own_row);
-    Raised raised(exponent);
-    raise_low_rows(ds_reg, raised, dp_reg, exponent);
+    Lifts lifts(exponent);
+    lift_low_rows(ds_reg, lifts, dp_reg, exponent);
     fence_proxy_async();                                      // without it the product does not see what lanes have stored
     if (follows) dq.wait();
     arrive_at(block.written);                                 // without it the others wait for ever
@@ -223,7 +223,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     if (leads) start_dp(dp_reg, own, 1);
     if (MODIFIED) of_parts = factors(block.now.head);         // again: kept, they would take registers
     release_tile(p, block, dk_reg, leads);
-    promote(sum_reg, dk_reg, of_parts.queries, raised);
+    promote(sum_reg, dk_reg, of_parts.queries, lifts);
     if (leads) wait_for_products<0>(dp_reg);                  // without it dP is read that does not exist yet
   };
 

@@ -48,16 +48,16 @@ def test_each_key_has_the_bits_of_its_own_gradient(name, dim, asked, schedule, m
 
 
 @pytest.mark.parametrize("exponent", [16, 19, 22, 25, 28])
-def test_a_row_is_raised_as_soon_as_it_has_too_few_bits(exponent):
-    """All weight is a single key's, so that scores of the others are small and exact: only lse is rounded, to 2^-21."""
+def test_a_row_is_lifted_as_soon_as_it_has_too_few_bits(exponent):
+    """All weight is a single key's, so that scores of the others are small and exact: only lse is rounded, by at most 2^-20."""
     others = numpy.arange(100) != 21
     given, true = simple(*drawn_with_weights(exponent * (others - 1.0), 90, 64))
     for found, exact in zip(computed(given, {})[1:], true[1:], strict=True):
         assert (errors_of_rows(found, exact)[..., others] < 2**-19).all()
 
 
-def test_a_row_is_raised_by_itself():
-    """Keys of whom one has so little weight that its rows are raised: no bit of the others changes."""
+def test_a_row_is_lifted_by_itself():
+    """A key has so little weight that its rows are lifted, and then less: no bit of the other gradients changes."""
     few = (numpy.arange(100) == 21) * 50
     q, k, v, dout = drawn_with_weights(few, 90, 64)
     given, _ = simple(q, k, v, dout)

@@ -1,13 +1,13 @@
 // gradient_parts.cuh -- the elementwise part of the backward of float32 in parts of float16 (FP16_PARTS), as gradient.cuh of 16 bits. P, at most 1, becomes
 // parts when it is 2^14 times as large. How large dS is nobody knows before: each tile of it has an exponent of its own, of its largest element. A row of a
-// tile that lies so far below it that its parts would have fewer bits, a key to which no query gives much weight, is raised by a power of two besides.
+// tile that lies so far below it that its parts would have fewer bits, a key to which no query gives much weight, is lifted by a power of two besides.
 #pragma once
 #include "tile/fp16_parts.cuh"
 #include "tile/gradient.cuh"
 
-constexpr float P_LIFT = 0x1p14f, P_EXPONENT = 14.f;
 constexpr int LIFTED_EXPONENT = 14;                           // of the largest element in float16
-constexpr int MOST_EXPONENT = 100;                            // that it is raised by: its inverse is a normal number
+constexpr float P_LIFT = 1 << LIFTED_EXPONENT;
+constexpr int MOST_EXPONENT = 100;                            // that anything is lifted by: its inverse is a normal number
 
 // Four elements of 2^14 P, times the derivative of the softcap if there is one, on their way to the same lane of another warp: in float32, or of one part as
 // it is multiplied.
@@ -31,7 +31,7 @@ template <int N> OP void probabilities(Acc<16, N>& s, SharedAddress lse, float s
       #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float score = s.at(l, r + i), bent = fmaxf(score * per_softcap, -2.f);           // of a masked pair it was infinite or NaN, and p is 0
-        const float p = exp2_approx(fmaf(score, scale_log2, P_EXPONENT - stat.x[i % 2]));
+        const float p = exp2_approx(fmaf(score, scale_log2, LIFTED_EXPONENT - stat.x[i % 2]));
         factor.x[i] = EXPLICIT_SCORES ? p * (1.f - bent * bent) : p;
         s.at(l, r + i) = p;
       }
@@ -83,9 +83,9 @@ OP int exponent_of_tile(SharedAddress largest) {
 OP float two_to(int e) { return bits_float(u32(e + 127) << 23); }
 OP float inverse_of_tile(int exponent) { return two_to(-exponent) / P_LIFT; }
 
-// What the two rows of a lane have been raised by: powers of two, each as the exponent bits of its inverse, in one register.
-struct Raised : Regs<u32, 1> {
-  OP Raised(int exponent) {                                   // both by 2^exponent
+// What the two rows of a lane have been lifted by: powers of two, each as the exponent bits of its inverse, in one register.
+struct Lifts : Regs<u32, 1> {
+  OP Lifts(int exponent) {                                    // both by 2^exponent
     for_lane(l) at(l, 0) = u32(127 - exponent) * 0x10001u;
   }
   OP float inverse(int lane, int slot) const { return bits_float((at(lane, 0) >> 16 * slot & 0xff) << 23); }
@@ -110,8 +110,8 @@ template <int K> OP bool some_row_is_low(const OperandA<16> (&x)[K]) {
   };
   return (of_quads(warp_ballot(reached[0])) & of_quads(warp_ballot(reached[1]))) != 0x11111111;
 }
-// Rows of x, which is 2^already times what it stands for, are raised further, each by a power of two of its own.
-template <int N> OP void raise_rows(Acc<16, N>& x, Raised& raised, int already) {
+// Rows of x, which is 2^already times what it stands for, are lifted further, each by a power of two of its own.
+template <int N> OP void lift_rows(Acc<16, N>& x, Lifts& lifts, int already) {
   RowVec<16> most;
   fill(most, 0.f);
   for_lane(l) {
@@ -127,16 +127,16 @@ template <int N> OP void raise_rows(Acc<16, N>& x, Raised& raised, int already) 
       const int e = max_of(min_of(exponent_of(most.at(l, i)), MOST_EXPONENT - already), 0);
       by[i] = two_to(e), inverse[i] = 127 - already - e;
     }
-    raised.at(l, 0) = inverse[0] | inverse[1] << 16;
+    lifts.at(l, 0) = inverse[0] | inverse[1] << 16;
     #pragma unroll
     for (int r = 0; r < x.regs; ++r) x.at(l, r) *= by[x.slot(r)];
   }
 }
-// Where some row is low, all are raised, and the operands made anew of them. One part is as exact as it can be down to 2^-28 of a weight of 1: not asked.
-template <int K> OP void raise_low_rows(OperandA<16> (&operands)[K], Raised& raised, Acc<16, 16 * K / FP16_PARTS>& x, int already) {
+// Where some row is low, all are lifted, and the operands made anew of them. One part is as exact as it can be down to 2^-28 of a weight of 1: not asked.
+template <int K> OP void lift_low_rows(OperandA<16> (&operands)[K], Lifts& lifts, Acc<16, 16 * K / FP16_PARTS>& x, int already) {
   if constexpr (FP16_PARTS == 2) {
     if (!some_row_is_low(operands)) return;
-    raise_rows(x, raised, already);
+    lift_rows(x, lifts, already);
     to_operands(operands, x);
   }
 }
@@ -152,12 +152,12 @@ template <int K, int ROWS, int WIDTH> OP void store_transposed(const PartsTile<R
   }
 }
 
-// sum += factor product, of a tile whose rows were raised.
-template <int N> OP void promote(Acc<16, N>& sum, const Acc<16, N>& product, float factor, const Raised& raised) {
+// sum += factor product, of a tile whose rows were lifted.
+template <int N> OP void promote(Acc<16, N>& sum, const Acc<16, N>& product, float factor, const Lifts& lifts) {
   for_lane(l) {
     float of_rows[2];
     #pragma unroll
-    for (int i = 0; i < 2; ++i) of_rows[i] = factor / P_LIFT * raised.inverse(l, i);
+    for (int i = 0; i < 2; ++i) of_rows[i] = factor / P_LIFT * lifts.inverse(l, i);
     #pragma unroll
     for (int r = 0; r < sum.regs; ++r) sum.at(l, r) = fmaf(product.at(l, r), of_rows[sum.slot(r)], sum.at(l, r));
   }
