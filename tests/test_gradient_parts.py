@@ -113,7 +113,7 @@ def one_block_for_a_group(planned_anew, monkeypatch):
 
 
 @pytest.mark.parametrize("schedule", thinned(SCHEDULES, first=1))
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", thinned(CASES), ids=str)
 def test_as_right_as_float32(case, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     given = operands(case)
