@@ -29,7 +29,7 @@
 
 static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
 static_assert(FP16_PARTS > 0 && FLOAT32_RESULTS && !TMA_REDUCE_DQ, "parts, and float32 gradients");
-static_assert(!(VARLEN || DROPOUT || STAGED_BIAS) && (SCORES == UNCHANGED || SCORES == PLUS_TERM), "nobody has asked for these of parts");
+static_assert(!(DROPOUT || STAGED_BIAS) && (SCORES == UNCHANGED || SCORES == PLUS_TERM), "nobody has asked for these of parts");
 
 // dQ = dS K is dealt out by its columns, in whole panels.
 constexpr int VALUES_COLS = min_of(DIM, 64), KEYS_COLS = DIM - VALUES_COLS;
@@ -45,8 +45,10 @@ enum NamedBarrier { PASSED = 1, FOR_KEYS = PASSED + 2 * 4 };
 static_assert(FOR_KEYS < NAMED_BARRIERS);
 
 KERNEL(THREADS, 3) bwd_hopper_parts_preprocess(GRID_CONSTANT HopperBackwardParams p) {
+  const u32 before = place_blocks(p);
+  if (block_id() < before) return find_places(p);
   if constexpr (ZEROS_AHEAD) clear_progress(p);
-  preprocess(p, 1.f, 1, ZEROS_AHEAD ? p.heads_ahead : ~0u);
+  preprocess(p, 1.f, 1, ZEROS_AHEAD ? p.heads_ahead : ~0u, ~0u, block_id() - before);
 }
 
 OP SharedAddress largest_smem(const KeyBlock& block, u32 step) { return block.smem + LARGEST_OFFSET + int(step % LARGEST * sizeof(Four)); }
@@ -101,6 +103,7 @@ OP void release_tile(const HopperBackwardParams& p, KeyBlock& block, Acc<16, DIM
 KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   if (block_id() >= p.owners) return postprocess_last_heads(p);
   KeyBlock block(p);
+  if (VARLEN && block.here.tile < 0) return;
   if (warp_id() == 0) start_barriers(block);
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
   if (warp_id() < 4) {
@@ -120,7 +123,8 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   const bool for_values = warp_id() < 8;
   const int pair = warp_id() % 4, own_row = pair * 16;
   const auto mask = [&] {                                     // asked anew in each step: kept, it would take registers, and so would ranges
-    return TransposedMask{-not_ahead(p.mask.right), -not_ahead(p.mask.left), p.len_q, p.len_kv, p.mask.prefix};
+    if constexpr (VARLEN) return TransposedMask(mask_again(block));
+    else return TransposedMask{-not_ahead(p.mask.right), -not_ahead(p.mask.left), p.len_q, p.len_kv, p.mask.prefix};
   };
   const auto cut = [&](int col0) { return !PAIR_BITS && !unmasked_queries(mask(), not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q); };
   const auto first_row = [&] { return ZEROS_AHEAD ? not_ahead(block.row0) : block.row0; };      // the former for the assembler, which spills without it
@@ -164,7 +168,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     if (SCALED_ALONE) scale(s_reg, of_parts.scores);
     if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
     if constexpr (MODIFIED) {
-      const ScoreContext x = score_context(p, block.here, block.now.head, p.len_q, p.len_kv);
+      const ScoreContext x = score_context(p, block.here, block.now.head, block.seq(p).q.len(), block.seq(p).kv.len());
       const bool ask_pairs = !TILE_LIST || !block.is_whole;
       PairArrays<16, TILE_Q> arrays;
       load<true>(arrays, x, row0, col0, ask_pairs);
@@ -256,7 +260,8 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     }
   }
 
-  if (!SCALED_ALONE) block.find(p, [] { return u32(not_ahead(int(block_id()))); });        // again: kept, where the block is would take registers of the loop
+  if constexpr (VARLEN) load_place(block);
+  else if (!SCALED_ALONE) block.find(p, [] { return u32(not_ahead(int(block_id()))); });        // again: kept, where the block is would take registers of the loop
   arrive_at(block.ended);                                     // without it the block is never counted
   if (!for_values) scale(sum_reg, p.scale);
   store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values, for_values ? p.dv_accum : p.dk_accum, {k_smem.base}, sum_reg, own_row);

@@ -19,6 +19,7 @@ constexpr int SHARED_BYTES = WARPS * int(sizeof(float));      // the largest of 
 
 KERNEL(32 * WARPS, MIN_BLOCKS) fp16_parts(GRID_CONSTANT Fp16PartsParams p) {
   const RowsOfHead at = rows_of_head(p, block_id());
+  if (VARLEN && at.row == at.end) return;
   const int exponent = sampled_exponent(p, at);
   store_found(p, at, exponent, make_parts(p, at, exponent));
 }
@@ -27,6 +28,7 @@ KERNEL(32 * WARPS, MIN_BLOCKS) fp16_parts_again(GRID_CONSTANT Fp16PartsParams p)
   const int beyond = int(block_id()) - p.first_of_factors;
   if (beyond >= 0) return store_factors(p, beyond * WARPS + warp_id());
   const RowsOfHead at = rows_of_head(p, block_id());
+  if (VARLEN && at.row == at.end) return;
   const Exponent exponent = exponent_of_head(p, at.operand, at.head);
   if (exponent.changed) make_parts(p, at, exponent.e);
 }

@@ -59,7 +59,7 @@ struct AppendParams : RotationParams {
 
 // The heads of q, k or v. Axes along which the array stays where it is have size 1.
 struct OperandHeads {
-  int batch[BATCH_AXES];
+  int batch[BATCH_AXES];                  // VARLEN: not asked
   int heads, rows, dim;
   int columns;                            // of a part, a multiple of 64
   int rows_of_block;
@@ -86,7 +86,9 @@ struct Fp16PartsParams {
   int batch[BATCH_AXES];
   int heads;
   int heads_per_kv;                       // query heads that share one key-value head
-  int all_heads;                          // of all batch elements
+  int all_heads;                          // of all batch elements; VARLEN: of all sequences, and of rows behind all
   int first_of_factors;                   // block
   int factors_of_head;
+  int len_q, len_kv;
+  SequenceParams sequences;               // VARLEN: rows that are no queries, or keys, have no parts
 };

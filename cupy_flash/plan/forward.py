@@ -85,7 +85,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         kernel, why_kernel = _forward_kernel(problem, architecture, expressions)
     else:
         kernel, why_kernel = _varlen_kernel(asked, problem, architecture, expressions)
-    inner = inner_heads(problem) if kernel == "fwd_hopper" else 1
+    inner = inner_heads(problem) if kernel == "fwd_hopper" and not parts else 1
     problem = with_inner_heads(problem, inner)
     why_inner = f"{inner} query heads of a group share a tile, query by query" * (inner > 1)
     (width, dim), (width_v, dim_v) = widths(kernel, problem.dim), widths(kernel, problem.dim_v)
@@ -254,7 +254,8 @@ def _varlen_kernel(problem: Problem, packed: Problem, architecture: Architecture
     if not table_for("fwd_hopper", architecture, problem.dtype):
         if asked is None:
             return "fwd_v2", ""
-        raise UnsupportedError(f"kernel: expected None or 'fwd_v2' for {problem.dtype} on {architecture}, got {asked!r}")
+        why_not = f": {why_not_parts(packed)}" if architecture.name == "90a" else ""
+        raise UnsupportedError(f"kernel: expected None or 'fwd_v2' for {problem.dtype} on {architecture}, got {asked!r}{why_not}")
     why_not = _why_not_varlen(problem, packed, architecture, expressions)
     if not why_not or asked is None:
         return ("fwd_v2" if why_not else "fwd_hopper"), why_not

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy
 
 from ..problem.forward import Problem
-from ..problem.layout import Layout, dense_layout, merge_batch_axes
+from ..problem.layout import Layout, dense_layout
 from .architecture import Architecture
 from .columns import PANEL
 from .explicit_scores import LARGEST_SCALE, explicit_scores
@@ -22,8 +22,9 @@ from .kernel import KernelPlan, configure, layouts_of, text_of
 from .launch import Launch, checked
 from .pace import Pace
 from .pair_bits import with_bits
-from .params import ROWS, captured_name
+from .params import ROWS, add_lengths, captured_name
 from .preparation import Preparation
+from .sequences import is_packed, names_of_lengths, row_length, steps_of_batch, tiles_of
 from .structs import constants, struct
 from .tensor_map import obstacle
 from .tuning import SHORT, TWO, WIDE, TileConfig
@@ -61,6 +62,7 @@ LIGHT = (Pressure.TERM, Pressure.EXPRESSION)  # what leaves registers for TERM_R
 HEAVY = (Pressure.LONG_EXPRESSION, Pressure.SEVERAL, Pressure.MANY)  # and what leaves none for head dims above 64
 NARROW = 64
 TILE = TileConfig(32, 32, 16, "a block takes some rows of a head", warps=8, stages=1, min_blocks=4)
+OF_SEQUENCES = replace(TILE, tile_q=256, tile_kv=256)
 ROWS_AT_ONCE = 32  # of a block of fp16_parts.cu
 LEAST_ROWS, MOST_BLOCKS = 128, 16  # of a block, and of a head
 BANDWIDTH, LAUNCHES = 2.6e12, 15e-6  # of making parts, in bytes/s, and what its two launches take with their host, in s; on an H200
@@ -93,9 +95,11 @@ def why_not_parts(problem: Problem) -> str:
     """Why products of float16 cannot compute a float32 problem, or ''."""
     if problem.kernel not in (None, "fwd_hopper") or problem.algorithm != "v2":
         return "another kernel was asked for"
-    if problem.lengths is not None or problem.scores.dropout is not None:
-        return "with lengths or dropout it is fwd_v2"
-    if problem.mask.queries is not None or problem.len_q <= SHORT:
+    if problem.scores.dropout is not None:
+        return "with dropout it is fwd_v2"
+    if why_not := why_not_sequences_in_parts(problem, {name: getattr(problem, name) for name in OPERANDS}):
+        return why_not
+    if problem.mask.queries is not None or row_length(problem) <= SHORT:
         return f"at most {SHORT} queries"
     dim, dim_v = MOST_DIMS_ASKED if asks_in_parts(problem) else MOST_DIMS[problem.precision]
     if problem.dim > dim or problem.dim_v > dim_v:
@@ -107,13 +111,27 @@ def why_not_parts(problem: Problem) -> str:
     return _crowded(told) or obstacle(problem.batch, layouts_of(told), OPERANDS)
 
 
+def why_not_sequences_in_parts(problem: Problem, operands: dict[str, Layout]) -> str:
+    """Why no parts are made of sequences of their own lengths, or ''."""
+    if problem.lengths is None:
+        return ""
+    if problem.lengths.cache is not None:
+        return "of a cache, of which a call reads some rows, all would have to be in parts"
+    for name, layout in operands.items():
+        side = "kv" if name in ("k", "v") else "q"
+        if problem.lengths.sequences > 1 and layout.strides[0] == 0 and not is_packed(problem, side):
+            return "padded sequences of other lengths in the same rows have other scales"
+    return ""
+
+
 def _crowded(told: Problem) -> str:
     """Why there are no registers for what is asked for each pair, or ''."""
     text = expressions_in_parts(told)
     if text.takes_part and not text.pair_bits:
         return "a mask is asked of pairs"
     wide = max(told.dim, told.dim_v) > NARROW
-    if wide and (text.pressure in HEAVY or (text.pressure is Pressure.BIAS and text.pair_bits)):
+    of_bias = text.pressure is Pressure.BIAS and (text.pair_bits or told.lengths is not None)
+    if wide and (text.pressure in HEAVY or of_bias):
         return f"head dims above {NARROW}, where what becomes of scores leaves no registers"
     return ""
 
@@ -142,12 +160,14 @@ def rows_in_parts(told: Problem, expressions: ExpressionText) -> tuple[TileConfi
     if of_bias and not obstacle(told.batch, layouts_of(told), ("bias",)):
         return STAGED_ROWS
     if expressions.pressure is Pressure.NOTHING:
-        return PARTS_ROWS
+        return PARTS_ROWS if told.lengths is None or max(told.dim, told.dim_v) <= NARROW else TERM_ROWS
     return TERM_ROWS if expressions.pressure in LIGHT else READING_ROWS
 
 
 def _pays(problem: Problem) -> bool:
-    """Whether making parts takes less time than products of parts save."""
+    """Whether making parts takes less time than products of parts save. Of sequences always: none has other bits among others."""
+    if problem.lengths is not None:
+        return True
     moved = sum(_bytes_moved(getattr(problem, name), parts_of(problem.precision)) for name in OPERANDS)
     of_parts, of_v2 = (_seconds(problem, pace) for pace in PACES[problem.precision])
     return of_parts + moved / BANDWIDTH + LAUNCHES < of_v2
@@ -219,7 +239,7 @@ def preparation_of_parts(
     parts = kernel.config.FP16_PARTS
     if not parts:
         return None
-    plan = parts_plan(kernel.architecture, parts)
+    plan = parts_plan(kernel.architecture, parts, kernel.config.VARLEN)
     params, blocks, heads = _params(problem, rows, columns)
     params["factors_of_head"] = factors
     all_heads = int(params["all_heads"][0])
@@ -229,23 +249,26 @@ def preparation_of_parts(
     last = captured_name(constants()["CAPTURED"] - 1)  # which no expression reads then
     found = ("largest", 4 * blocks * plan.config.WARPS), ("exponents", 4 * heads)
     results = Workspace((*sizes.items(), *found, (last, 4 * factors * all_heads)))
-    own = (*rows, *(f"{name}_parts" for name in rows), "largest", "exponents", "factors")
-    return Preparation(plan, launches, params, own, (*map(given_name, rows), *results.names), results)
+    lengths = names_of_lengths(problem)
+    own = (*rows, *lengths, *(f"{name}_parts" for name in rows), "largest", "exponents", "factors")
+    return Preparation(plan, launches, params, own, (*map(given_name, rows), *lengths, *results.names), results)
 
 
-def parts_plan(architecture: Architecture, parts: int) -> KernelPlan:
-    """The kernel that makes so many parts."""
-    config = configure(TILE, architecture, "float16", "ieee", TILE.width, TILE.width)
-    return KernelPlan("fp16_parts", architecture, replace(config, FP16_PARTS=parts), (TILE.why,))
+def parts_plan(architecture: Architecture, parts: int, lengths: bool = False) -> KernelPlan:
+    """The kernel that makes so many parts, or that of sequences of their own lengths."""
+    config = configure(OF_SEQUENCES if lengths else TILE, architecture, "float16", "ieee", TILE.width, TILE.width)
+    return KernelPlan("fp16_parts", architecture, replace(config, FP16_PARTS=parts, VARLEN=lengths), (TILE.why,))
 
 
 def _params(problem: Problem, layouts: dict[str, Layout], columns: int | None) -> tuple[numpy.ndarray, int, int]:
     """A size-1 array of `Fp16PartsParams` without addresses, how many blocks have rows, and how many heads all arrays have."""
     params = numpy.zeros(1, struct("Fp16PartsParams"))
     # Merged as the arrays of fwd_hopper are, or fewer: the numbers of batch elements are the same.
-    sizes, strides = merge_batch_axes(problem.batch, layouts)
+    sizes, strides = steps_of_batch(problem.batch, layouts, problem.lengths)
     params["batch"], params["heads"], params["heads_per_kv"] = sizes, problem.heads_q, problem.heads_per_kv
-    params["all_heads"] = math.prod(problem.batch) * problem.heads_q
+    params["all_heads"] = _elements(problem) * problem.heads_q
+    params["len_q"], params["len_kv"] = problem.len_q, problem.len_kv
+    add_lengths(params, problem.lengths)
     blocks = all_heads = 0
     for number, (name, layout) in enumerate(layouts.items()):
         heads, rows, dim = layout.shape[-3:]
@@ -253,11 +276,26 @@ def _params(problem: Problem, layouts: dict[str, Layout], columns: int | None) -
         tensor["batch_stride"] = strides[name]
         tensor["head_stride"], tensor["row_stride"], tensor["col_stride"] = layout.strides[-3:]
         own = [1 if stride == 0 else size for size, stride in zip((*sizes, heads), (*strides[name], layout.strides[-3]))]
-        of_block = max(LEAST_ROWS, -(-rows // (MOST_BLOCKS * ROWS_AT_ONCE)) * ROWS_AT_ONCE)
+        of_block, of_head, times = _blocks_of(problem, name, rows)
         told = {"batch": own[:-1], "heads": own[-1], "rows": rows, "dim": dim, "columns": _columns(columns or dim)}
-        told |= {"rows_of_block": of_block, "blocks_of_head": -(-rows // of_block), "first_block": blocks, "first_head": all_heads}
+        told |= {"rows_of_block": of_block, "blocks_of_head": of_head, "first_block": blocks, "first_head": all_heads}
         for field, value in told.items():
             of[field][:, number] = value
-        blocks, all_heads = blocks + -(-rows // of_block) * math.prod(own), all_heads + math.prod(own)
+        blocks, all_heads = blocks + of_head * math.prod(own), all_heads + times * math.prod(own)
     params["of"]["first_block"][:, len(layouts) :] = params["first_of_factors"] = blocks
     return params, blocks, all_heads
+
+
+def _elements(problem: Problem) -> int:
+    """Batch elements that have factors: of sequences, also rows behind all of them."""
+    return math.prod(problem.batch) + (problem.lengths is not None)
+
+
+def _blocks_of(problem: Problem, name: str, rows: int) -> tuple[int, int, int]:
+    """Rows of a block, blocks of a head of an array, and how many scales a head has there: of packed rows one for each sequence."""
+    if problem.lengths is None:
+        of_block = max(LEAST_ROWS, -(-rows // (MOST_BLOCKS * ROWS_AT_ONCE)) * ROWS_AT_ONCE)
+        return of_block, -(-rows // of_block), 1
+    side = "kv" if name in ("k", "v") else "q"
+    scales = problem.lengths.sequences + 1 if is_packed(problem, side) else 1
+    return OF_SEQUENCES.tile_q, tiles_of(problem, OF_SEQUENCES.tile_q, side), scales

@@ -24,6 +24,7 @@ from .fp16_parts import (
     layout_in_parts,
     parts_of,
     preparation_of_parts,
+    why_not_sequences_in_parts,
 )
 from .grouping import RUNNING
 from .kernel import KernelPlan
@@ -76,8 +77,10 @@ def why_not_gradient_parts(problem: BackwardProblem) -> str:
         return "another kernel was asked for"
     if p.dtype != "float32":
         return "only float32 is in parts"
-    if p.scores.dropout is not None or p.lengths is not None:
-        return "with dropout or lengths it is bwd_v2"
+    if p.scores.dropout is not None:
+        return "with dropout it is bwd_v2"
+    if why_not := why_not_sequences_in_parts(p, {name: getattr(p, name) for name in OPERANDS} | {"dout": problem.dout}):
+        return why_not
     if max(p.dim, p.dim_v) > MOST_DIMS:
         return f"head dims above {MOST_DIMS}, for which there are no registers"
     gradients = (problem.dq, problem.dk, problem.dv)
@@ -106,8 +109,10 @@ GAIN = 1.15  # below which two more launches, which the host has to queue as wel
 
 
 def _pays(problem: BackwardProblem) -> bool:
-    """Whether making parts takes less time than products of parts save."""
+    """Whether making parts takes less time than products of parts save; of sequences as in `fp16_parts`."""
     p = problem.forward
+    if p.lengths is not None:
+        return not problem.zero  # always: none has other bits among others
     if problem.zero or not p.len_kv or not p.len_q:
         return False
     elements = math.prod(p.batch) * (2 * p.heads_q * p.len_q + 2 * p.heads_kv * p.len_kv) * max(p.dim, p.dim_v)

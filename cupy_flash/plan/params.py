@@ -10,11 +10,12 @@ import numpy
 
 from ..errors import UnsupportedError
 from ..problem.forward import FORWARD_ARRAYS, Problem
-from ..problem.layout import BATCH_AXES, Layout, merge_batch_axes
-from ..problem.lengths import FIELDS, Lengths
+from ..problem.layout import Layout
+from ..problem.lengths import Lengths
 from ..problem.mask import UNBOUNDED
 from ..problem.scores import Scores, told_apart
 from .heads_together import listed_heads_together, query_heads_together
+from .sequences import SEQUENCES, names_of_lengths, steps_of_batch
 from .shared_bias import elements_in_turn, listed_sharers_in_turn
 from .softcap import cap_polynomial, softcap_of_kernel
 from .split import KeySplits
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 SCORES = "scores."  # what the names of words in `ScoreParams` begin with
 ROWS = "rows of "  # what those begin with that a kernel is told of beside a map of something else
 TILES = "tile_"  # and those of parts of workspace in `TileLists`
-SEQUENCES = "sequences."  # and those of words in `SequenceParams`
 _BACKWARD_DIVMODS = ("heads_together_divmod", "group_divmod", "units_divmod", "heads_per_kv_divmod", "accum_heads_divmod")
 _UNIT_DIVMODS = ("splits_divmod", "key_tiles_divmod", "query_tiles_divmod", "owner_heads_divmod")
 _GROUPING_NUMBERS = ("owners", "last_heads", "reused", "cleared_after", "backwards", "first_tiles", "finishing", "heads_ahead")
@@ -50,7 +50,7 @@ def forward_params(problem: Problem, splits: KeySplits | None = None) -> numpy.n
     _add_scores(params, problem)
     _add_sinks(params, problem)
     _add_pairs(params, problem)
-    _add_lengths(params, problem.lengths)
+    add_lengths(params, problem.lengths)
     if splits is not None:
         numbers = splits.tiles_of_head, max(problem.heads_q, 1), splits.most, splits.keys  # without heads nothing is launched
         for name, number in zip(("tiles", "heads", "splits", "split_keys"), numbers):
@@ -82,7 +82,7 @@ def hopper_forward_params(
     _add_pairs(params, problem)
     with numpy.errstate(over="ignore"):  # where scores are scaled one by one, nobody reads it
         params["scale_log2"] = params["scale"] * numpy.float32(math.log2(math.e))
-    _add_lengths(params, problem.lengths)
+    add_lengths(params, problem.lengths)
     params["heads_divmod"] = fast_divmod(problem.heads_q)
     if problem.lengths is None:
         tiles_of_head = -(-problem.len_q // tile_q)
@@ -133,7 +133,7 @@ def backward_params(problem: BackwardProblem, grouping: Grouping, maps: dict[str
     _add_scores(params, problem.forward)
     _add_sinks(params, problem.forward)
     _add_pairs(params, problem.forward)
-    _add_lengths(params, problem.forward.lengths)
+    add_lengths(params, problem.forward.lengths)
     params["heads_per_block"], params["heads_together"] = grouping.heads_per_block, grouping.heads_together
     if problem.forward.softcap is not None:
         params["per_softcap"] = math.log(2) / params["softcap"]
@@ -174,7 +174,7 @@ def read_gradient_params(
         params[name] = described.in_the_clear()
     _add_scores(params, forward)
     _add_pairs(params, forward)
-    _add_lengths(params, forward.lengths)
+    add_lengths(params, forward.lengths)
     params["elements_q"], params["elements_kv"] = part.elements_of
     params["head_kv_stride"], params["first_element"] = part.head_kv_stride, part.first_element
     params["elements"], params["through_sums"] = part.elements, part.through_sums
@@ -259,8 +259,7 @@ def places_of(params: numpy.ndarray, name: str) -> dict[str, int]:
 
 def names_of_given(problem: Problem) -> tuple[str, ...]:
     """What `places_of` calls all that a call gives behind the arrays that every attention has, in order."""
-    lengths = () if problem.lengths is None else problem.lengths.names
-    return (*(SEQUENCES + FIELDS[name] for name in lengths), *names_of_scores(problem.scores))
+    return (*names_of_lengths(problem), *names_of_scores(problem.scores))
 
 
 def names_of_scores(scores: Scores) -> tuple[str, ...]:
@@ -308,7 +307,7 @@ def _add_pairs(params: numpy.ndarray, problem: Problem) -> None:
         last["extent"][:, -1, 0] = scores.place.head
 
 
-def _add_lengths(params: numpy.ndarray, lengths: Lengths | None) -> None:
+def add_lengths(params: numpy.ndarray, lengths: Lengths | None) -> None:
     """What kernels are told of sequences of their own lengths, but where the arrays are."""
     if lengths is None:
         return
@@ -338,12 +337,7 @@ def _with_strides(
     if scores:
         layouts = layouts | {SCORES + name: layout for name, layout in scores.layouts.items()}
     layouts = {name: layout for name, layout in layouts.items() if layout is not None}
-    if lengths is None:
-        sizes, strides = merge_batch_axes(batch, layouts)
-    else:  # of one axis, which stays the last one: a sequence may be another element of a cache
-        lacking = BATCH_AXES - len(batch)
-        sizes = (1,) * lacking + batch
-        strides = {field: (0,) * lacking + layout.strides[: len(batch)] for field, layout in layouts.items()}
+    sizes, strides = steps_of_batch(batch, layouts, lengths)
     params = numpy.zeros(1, struct(name))
     _check_count("q", "batch elements", max(sizes))
     params["batch"] = sizes

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 from ..problem.forward import Problem
-from ..problem.lengths import Lengths
+from ..problem.layout import BATCH_AXES, Layout, merge_batch_axes
+from ..problem.lengths import FIELDS, Lengths
 from ..problem.mask import UNBOUNDED
 from .tuning import SHORT
 
+SEQUENCES = "sequences."  # how names of words in `SequenceParams` begin
 MANY = 1024  # of no more queries, rows that a wide tile would leave empty count for more than how long it is
 LONG = 8192  # queries with as many keys, from which on wide tiles were measured to be faster; with 4,096 narrow ones are
 
@@ -18,6 +20,24 @@ def knobs_of(lengths: Lengths | None) -> dict[str, bool]:
     cached = lengths is not None and lengths.cache is not None
     paged = cached and lengths.paged
     return {"VARLEN": lengths is not None, "PAGED": paged, "CACHED": cached and not paged}
+
+
+def names_of_lengths(problem: Problem) -> tuple[str, ...]:
+    """What `params.places_of` calls the lengths that a call gives, in order."""
+    lengths = () if problem.lengths is None else problem.lengths.names
+    return tuple(SEQUENCES + FIELDS[name] for name in lengths)
+
+
+def steps_of_batch(
+    batch: tuple[int, ...], layouts: dict[str, Layout], lengths: Lengths | None
+) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
+    """The sizes of the batch axes of kernels, and how far an array goes on along each."""
+    if lengths is None:
+        return merge_batch_axes(batch, layouts)
+    # Of one axis, which stays the last one: a sequence may be another element of a cache.
+    lacking = BATCH_AXES - len(batch)
+    strides = {field: (0,) * lacking + layout.strides[: len(batch)] for field, layout in layouts.items()}
+    return (1,) * lacking + batch, strides
 
 
 def is_packed(problem: Problem, side: str) -> bool:

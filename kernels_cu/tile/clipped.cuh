@@ -13,11 +13,11 @@ struct Clipping {
 };
 OP void init_clipping(const Clipping& clipping) { init_mbarrier(clipping.arrived, TILE_LOADERS); }
 
-// tile[rows :] = 0, by the warps that bring the tile
-template <int ROWS, int WIDTH> OP void clear_rows(const PanelTile<ROWS, WIDTH>& tile, int rows, int warp) {
+// tile[rows :] = 0, of all parts, by the warps that bring the tile
+template <typename Tile> OP void clear_rows(const Tile& tile, int rows, int warp) {
   for_lane(l) {
     #pragma unroll 1
-    for (int chunk = rows * 8 + 32 * warp + l; chunk < ROWS * 8; chunk += 32 * TILE_LOADERS) {
+    for (int chunk = rows * 8 + 32 * warp + l; chunk < Tile::rows * 8; chunk += 32 * TILE_LOADERS) {
       #pragma unroll
       for (int i = 0; i < tile.panels; ++i) store_shared(tile.base + i * tile.panel_bytes + chunk * 16, Vector<16>{});
     }

@@ -233,8 +233,8 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
     const int rows = queries.end_of_room() - queries.first();
     #pragma unroll 1
     for (int row = own_row; row < rows; row += OutTile::rows) {
-      if constexpr (FP16_PARTS > 0) {                         // without sequences, and with nothing that TMA could store
-        const ResultTile dq = rows_of<Result>(p.dq, block.here.batch, block.here.first_head + i, row, rows, p.dim);
+      if constexpr (FP16_PARTS > 0) {                         // with nothing that TMA could store
+        const ResultTile dq = rows_of<Result>(p.dq, block.here.batch, block.here.first_head + i, queries.first() + row, queries.end_of_room(), p.dim);
         finish_rows(p, dq, Accum{p.dq_accum + (first + row / TILE_Q) * Accum::size}, row, p.scale);
         continue;
       }

@@ -31,7 +31,7 @@ constexpr int ALL_BYTES = NUMBERS_OFFSET + TILE_LIST * STAGES * TOLD_WORDS * int
 constexpr int MOST_BYTES = 227 * 1024;                        // of a block; with terms of keys at dim 256 that is 144 too few for compute-sanitizer
 constexpr int SHARED_BYTES = TERMS_IN_PRODUCT ? max_of(ALL_BYTES, min_of(TERMS_OFFSET + StoredTerms::end_as_operand, MOST_BYTES)) : ALL_BYTES;
 static_assert(!(OWN_LISTS && OWN_SUMS), "of a tile that is passed by, sums would not join those of others");
-static_assert(!((VARLEN || DROPOUT) && FP16_PARTS), "heads have scales, not sequences, and nobody has asked what is dropped of parts");
+static_assert(!(PAGED || CACHED || INNER_HEADS > 1) || !FP16_PARTS, "parts are made of rows that lie in a line, of which neighbours have one scale");
 static_assert(!(OWN_LISTS && DROPOUT), "of a tile that is passed by, P would be dropped from twice");
 static_assert(!OWN_LISTS || NUMBERS_OFFSET % int(sizeof(ToldWords)) == 0, "words of all consumers leave at once");
 OP SharedAddress number_of(SharedAddress memory, int stage, int consumer = 0) {

@@ -31,11 +31,6 @@ OP void clip_both(Pipeline<T, DEPTH, LANES>& first, Pipeline<U, DEPTH_U, LANES>&
   arrive_at<LANES>(second.full(), at);                        // the same
   first.advance(), second.advance();
 }
-// The same rows of both parts.
-template <int ROWS, int WIDTH> OP void clear_rows(const PartsTile<ROWS, WIDTH>& tile, int rows, int warp) {
-  clear_rows(tile.high(), rows, warp);
-  clear_rows(tile.low(), rows, warp);
-}
 // STATS_AHEAD: what the first step needs. Its statistics come last, since they may not have been made.
 OP void load_first(const HopperBackwardParams& p, KeyBlock& block, const float* stats, int row) {
   const KeyBlockCoord& here = block.here;
