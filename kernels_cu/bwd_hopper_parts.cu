@@ -56,6 +56,9 @@ OP SharedAddress largest_smem(const KeyBlock& block, u32 step) { return block.sm
 // Whether products are brought to their scale one by one, before anything becomes of scores; if not, exponents are.
 constexpr bool SCALED_ALONE = MODIFIED || EXPLICIT_SCORES;
 
+// VARLEN: whether where the block is, is asked again in each step. Kept, it would take registers.
+constexpr bool ASKS_PLACE = VARLEN && SCALED_ALONE && WIDTH > 64;
+
 // K or V of a warp, so many operands of 16 columns in registers, as far as there are some: shared memory, from which each product would read them, takes as
 // long as tensor cores do.
 constexpr int HIGH_KEPT = WIDTH > 64 && SCALED_ALONE ? 0 : min_of(DIM / 16, FP16_PARTS == 1 ? 8 : 7), LOW_KEPT = WIDTH <= 64 ? DIM / 16 : 0;
@@ -126,11 +129,15 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     if constexpr (VARLEN) return TransposedMask(mask_again(block));
     else return TransposedMask{-not_ahead(p.mask.right), -not_ahead(p.mask.left), p.len_q, p.len_kv, p.mask.prefix};
   };
-  const auto cut = [&](int col0) { return !PAIR_BITS && !unmasked_queries(mask(), not_ahead(block.row0 + own_row), 16).contains(col0, TILE_Q); };
-  const auto first_row = [&] { return ZEROS_AHEAD ? not_ahead(block.row0) : block.row0; };      // the former for the assembler, which spills without it
+  const auto place = [&] { return load_shared<KeyPlace>(block.smem + PLACE_OFFSET); };
+  const auto first_row = [&] {                                // for the assembler, which spills without it: as kept, computed anew, or asked again
+    return ZEROS_AHEAD ? not_ahead(block.row0) : ASKS_PLACE ? place().tile * TILE_KV : block.row0;
+  };
+  const auto steps = [&] { return ASKS_PLACE ? place().count * p.heads_per_block : block.steps; };
+  const auto cut = [&](int col0) { return !PAIR_BITS && !unmasked_queries(mask(), not_ahead((VARLEN ? first_row() : block.row0) + own_row), 16).contains(col0, TILE_Q); };
   const auto passed = [&](u32 step) { return PASSED + int(step % 2) * 4 + pair; };
   const auto p_smem = [&](u32 step) { return block.ds_smem(step).base + pair * P_BYTES; };
-  const auto factors = [&](int head) { return gradient_factors(p, block.here.batch_number * p.heads + head); };
+  const auto factors = [&](int head) { return gradient_factors(p, (ASKS_PLACE ? place().batch_number : block.here.batch_number) * p.heads + head); };
   const float of_keys = factors(block.here.first_head).keys;
   Acc<16, DIM> sum_reg;                                       // dV or dK
   fill(sum_reg, 0.f);
@@ -243,7 +250,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
       if (!LEADS || block.steps == 1) step_for_values(s_reg, own, false, false);
       else step_for_values(s_reg, own, false, true);
       #pragma unroll 1
-      for (int i = 1; i < block.steps - LEADS; ++i) step_for_values(s_reg, own, true, LEADS);
+      for (int i = 1; i < steps() - LEADS; ++i) step_for_values(s_reg, own, true, LEADS);
       if (LEADS && block.steps > 1) step_for_values(s_reg, own, true, false);
       add_last_part<VALUES_COLS>(p, block, own_row, 0, of_keys);
     } else {
@@ -254,14 +261,15 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
       if (!LEADS || block.steps == 1) step_for_keys(dp_reg, own, false, false);
       else step_for_keys(dp_reg, own, false, true);
       #pragma unroll 1
-      for (int i = 1; i < block.steps - LEADS; ++i) step_for_keys(dp_reg, own, true, LEADS);
+      for (int i = 1; i < steps() - LEADS; ++i) step_for_keys(dp_reg, own, true, LEADS);
       if (LEADS && block.steps > 1) step_for_keys(dp_reg, own, true, false);
       add_last_part<KEYS_COLS>(p, block, own_row, VALUES_COLS, of_keys);
     }
   }
 
-  if constexpr (VARLEN) load_place(block);
-  else if (!SCALED_ALONE) block.find(p, [] { return u32(not_ahead(int(block_id()))); });        // again: kept, where the block is would take registers of the loop
+  // Again: kept, where the block is would take registers of the loop.
+  if constexpr (VARLEN) load_place(block), block.row0 = block.here.tile * TILE_KV, block.head = block.here.batch_number * p.heads + block.here.first_head;
+  else if (!SCALED_ALONE) block.find(p, [] { return u32(not_ahead(int(block_id()))); });
   arrive_at(block.ended);                                     // without it the block is never counted
   if (!for_values) scale(sum_reg, p.scale);
   store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values, for_values ? p.dv_accum : p.dk_accum, {k_smem.base}, sum_reg, own_row);

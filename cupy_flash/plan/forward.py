@@ -119,7 +119,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         lengths=problem.lengths is not None or split,
         rows=rows_in_parts(problem, expressions)
         if parts == 2 or (parts and asks_in_parts(problem))
-        else rows_of_sequences(problem)
+        else rows_of_sequences(problem, parts)
         if of_lengths and not problem.scores
         else _rows(kernel, architecture, problem, expressions),
     )

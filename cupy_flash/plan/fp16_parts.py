@@ -39,17 +39,18 @@ WHY_PARTS = {1: ONE_PART, MOST_PARTS: TWO_PARTS}
 # Head dims of keys and of values, beyond which registers do not hold sums of a key tile, or what becomes of scores besides.
 MOST_DIMS, MOST_DIMS_ASKED = {"ieee": (192, 128), "tf32": (192, 192)}, (128, 128)
 THREE_PRODUCTS = "three products of float16 in place of one, and sums of each key tile, since tensor cores cut long ones off"
-WIDE_PRODUCTS = {**WIDE, "stages": 3, "stages_v": 3}
+WIDE_PRODUCTS, FOUR_STAGES = {**WIDE, "stages": 3, "stages_v": 3}, {**WIDE, "stages": 4, "stages_v": 4}
 PARTS_ROWS = (
     TileConfig(64, 128, 128, THREE_PRODUCTS + "; measured 250, 241 causal", **TWO, pingpong=True, plain_scores=True),
     TileConfig(64, 128, 96, THREE_PRODUCTS, **TWO, stages=3, pingpong=True),
     TileConfig(128, 128, 48, THREE_PRODUCTS + "; measured 252, 243 causal", **WIDE_PRODUCTS),
     TileConfig(192, 128, 48, THREE_PRODUCTS + "; narrow values", **WIDE, width_v=128),
 )
+SEQUENCE_ROWS = (*PARTS_ROWS[:2], replace(PARTS_ROWS[2], width=96), TileConfig(128, 128, 32, THREE_PRODUCTS, **FOUR_STAGES))
 OF_TERMS = "; narrower, since what becomes of scores takes registers"
 TERM_ROWS = (
     TileConfig(64, 128, 96, THREE_PRODUCTS + OF_TERMS, **TWO, stages=3, pingpong=True),
-    TileConfig(128, 128, 32, THREE_PRODUCTS + OF_TERMS, **{**WIDE, "stages": 4, "stages_v": 4}),
+    TileConfig(128, 128, 32, THREE_PRODUCTS + OF_TERMS, **FOUR_STAGES),
 )
 READING_ROWS = (TileConfig(64, 128, 64, THREE_PRODUCTS + OF_TERMS, **TWO, stages=4, stages_v=3, pingpong=True), TERM_ROWS[1])
 OF_BIAS = "; TMA brings a bias with the keys"
@@ -101,7 +102,8 @@ def why_not_parts(problem: Problem) -> str:
         return why_not
     if problem.mask.queries is not None or row_length(problem) <= SHORT:
         return f"at most {SHORT} queries"
-    dim, dim_v = MOST_DIMS_ASKED if asks_in_parts(problem) else MOST_DIMS[problem.precision]
+    crowded = asks_in_parts(problem) or (problem.lengths is not None and problem.precision == "ieee")
+    dim, dim_v = MOST_DIMS_ASKED if crowded else MOST_DIMS[problem.precision]
     if problem.dim > dim or problem.dim_v > dim_v:
         return f"head dims above {dim}, or of values above {dim_v}, for which there are no registers"
     apart = problem.dim_v > 1 and problem.out.strides[-1] != 1
@@ -160,7 +162,7 @@ def rows_in_parts(told: Problem, expressions: ExpressionText) -> tuple[TileConfi
     if of_bias and not obstacle(told.batch, layouts_of(told), ("bias",)):
         return STAGED_ROWS
     if expressions.pressure is Pressure.NOTHING:
-        return PARTS_ROWS if told.lengths is None or max(told.dim, told.dim_v) <= NARROW else TERM_ROWS
+        return PARTS_ROWS if told.lengths is None else SEQUENCE_ROWS
     return TERM_ROWS if expressions.pressure in LIGHT else READING_ROWS
 
 

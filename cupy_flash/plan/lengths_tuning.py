@@ -24,9 +24,10 @@ LENGTHS_HOPPER = tuple(
 )
 
 
-def rows_of_sequences(problem: Problem) -> tuple[TileConfig, ...]:
-    """The rows to choose from: where blocks share tiles of rows with sinks, 80 keys would spill registers at dim 128."""
-    return HOPPER if problem.sinks is not None and shares_tiles_of_sequence(problem) else LENGTHS_HOPPER
+def rows_of_sequences(problem: Problem, parts: int) -> tuple[TileConfig, ...]:
+    """The rows to choose from: 80 keys would spill registers at dim 128 in a part, or where blocks share tiles of rows with sinks."""
+    crowded = parts or (problem.sinks is not None and shares_tiles_of_sequence(problem))
+    return HOPPER if crowded else LENGTHS_HOPPER
 
 
 def shape_of(problem: Problem) -> str:
