@@ -29,16 +29,22 @@
 
 static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
 static_assert(FP16_PARTS > 0 && FLOAT32_RESULTS && !TMA_REDUCE_DQ, "parts, and float32 gradients");
-static_assert(!(DROPOUT || STAGED_BIAS) && (SCORES == UNCHANGED || SCORES == PLUS_TERM), "nobody has asked for these of parts");
+static_assert(!STAGED_BIAS && (SCORES == UNCHANGED || SCORES == PLUS_TERM), "nobody has asked for these of parts");
 
 // dQ = dS K is dealt out by its columns, in whole panels.
 constexpr int VALUES_COLS = min_of(DIM, 64), KEYS_COLS = DIM - VALUES_COLS;
+
+// DROPOUT: what pairs are drawn from, asked in each step. Kept, it would take registers.
+struct alignas(16) StoredDropping {
+  Dropping of;
+};
 
 // P of a warp takes as much as dS, in whose place it is passed on: in float32 as much as two parts. Behind all else are the largest elements of dS that
 // each of four warps has found, of some steps: that of a step is asked until the next one but one.
 constexpr int P_BYTES = 16 * TILE_Q * FP16_PARTS * int(sizeof(Element)), LARGEST = 4, LARGEST_OFFSET = ceil_div(BLOCK_BYTES, 16) * 16;
 static_assert(4 * P_BYTES == GradientTile::bytes);
-constexpr int SHARED_BYTES = LARGEST_OFFSET + LARGEST * int(sizeof(Four));
+constexpr int DROPPING_OFFSET = LARGEST_OFFSET + LARGEST * int(sizeof(Four));
+constexpr int SHARED_BYTES = DROPPING_OFFSET + DROPOUT * int(sizeof(StoredDropping));
 
 // Of P of a step, from a warp to the one that has the same keys, as in bwd_hopper_wide.cu; of the warps for keys.
 enum NamedBarrier { PASSED = 1, FOR_KEYS = PASSED + 2 * 4 };
@@ -57,7 +63,7 @@ OP SharedAddress largest_smem(const KeyBlock& block, u32 step) { return block.sm
 constexpr bool SCALED_ALONE = MODIFIED || EXPLICIT_SCORES;
 
 // VARLEN: whether where the block is, is asked again in each step. Kept, it would take registers.
-constexpr bool ASKS_PLACE = VARLEN && SCALED_ALONE && WIDTH > 64;
+constexpr bool ASKS_PLACE = VARLEN && (SCALED_ALONE || DROPOUT) && WIDTH > 64;
 
 // K or V of a warp, so many operands of 16 columns in registers, as far as there are some: shared memory, from which each product would read them, takes as
 // long as tensor cores do.
@@ -67,8 +73,8 @@ using OwnKeys = OwnRows<FP16_PARTS, HIGH_KEPT, LOW_KEPT>;
 // Whether the first product of a tile is started beneath the last one of the tile before; of wide heads there are no registers for it.
 constexpr bool LEADS = WIDTH <= 64;
 
-// Whether dQ is added before what the tile adds is multiplied, not beneath: of wide heads there are no registers for both beside terms of scores.
-constexpr bool ADDS_FIRST = WIDTH > 64 && (SCORES == PLUS_TERM || FIRST_STORES);
+// Whether dQ is added before what the tile adds is multiplied, not beneath: of wide heads there are no registers for both beside what is asked besides.
+constexpr bool ADDS_FIRST = WIDTH > 64 && (SCORES == PLUS_TERM || FIRST_STORES || DROPOUT);
 
 // What a warp has of dQ of the tile before: N columns, or none.
 template <int N> struct PartOfQueries {
@@ -108,6 +114,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   KeyBlock block(p);
   if (VARLEN && block.here.tile < 0) return;
   if (warp_id() == 0) start_barriers(block);
+  if (DROPOUT && warp_id() == 0) store_once(block.smem + DROPPING_OFFSET, StoredDropping{seeded(p.scores)});
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
   if (warp_id() < 4) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
@@ -137,8 +144,11 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   const auto cut = [&](int col0) { return !PAIR_BITS && !unmasked_queries(mask(), not_ahead((VARLEN ? first_row() : block.row0) + own_row), 16).contains(col0, TILE_Q); };
   const auto passed = [&](u32 step) { return PASSED + int(step % 2) * 4 + pair; };
   const auto p_smem = [&](u32 step) { return block.ds_smem(step).base + pair * P_BYTES; };
-  const auto factors = [&](int head) { return gradient_factors(p, (ASKS_PLACE ? place().batch_number : block.here.batch_number) * p.heads + head); };
+  const auto number_of = [&](int head) { return (ASKS_PLACE ? place().batch_number : block.here.batch_number) * p.heads + head; };
+  const auto factors = [&](int head) { return gradient_factors(p, number_of(head)); };
   const float of_keys = factors(block.here.first_head).keys;
+  const auto dropout = [&] { return load_shared<StoredDropping>(block.smem + DROPPING_OFFSET).of; };
+  KeptHalves<TILE_Q / 16> kept;                               // DROPOUT: pairs of a step
   Acc<16, DIM> sum_reg;                                       // dV or dK
   fill(sum_reg, 0.f);
 
@@ -169,6 +179,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     OperandA<16> p_reg[FP16_PARTS * TILE_Q / 16];
     GradientFactors of_parts = factors(block.now.head);
     if (follows) dq.start(block, step - 1, 0);
+    if constexpr (DROPOUT) draw(kept, dropout(), number_of(block.now.head), row0, col0);
     if (!LEADS && follows) wait_for_products<1>(s_reg);       // without it scores are read that do not exist yet
     if (!LEADS && !follows) wait_for_products<0>(s_reg);      // the same
     if (MODIFIED) of_parts = factors(block.now.head);         // again, and once more below: kept, they would take registers
@@ -184,6 +195,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     if (cut(col0)) apply_mask(s_reg, mask(), row0, col0, -infinity());
     probabilities(s_reg, block.lse_smem(), exponent_scale(p.scale) * (SCALED_ALONE ? 1.f : of_parts.scores), p.per_softcap, p_smem(step));
     arrive_pair(passed(step));                                // without it the other warp waits for P for ever
+    if constexpr (DROPOUT) drop(s_reg, kept);
     to_operands(p_reg, s_reg);
     Lifts lifts(0);
     lift_low_rows(p_reg, lifts, s_reg, 0);
@@ -210,11 +222,13 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     OperandA<16> ds_reg[FP16_PARTS * TILE_Q / 16];
     GradientFactors of_parts = factors(block.now.head);
     if (follows) dq.start(block, step - 1, VALUES_COLS);
+    if constexpr (DROPOUT) draw(kept, dropout(), number_of(block.now.head), row0, col0);
     if (!LEADS && follows) wait_for_products<1>(dp_reg);      // without it dP is read that does not exist yet
     if (!LEADS && !follows) wait_for_products<0>(dp_reg);     // the same
     if (cut(col0)) apply_mask(dp_reg, mask(), row0, col0, 0.f);       // 0 times whatever dP was may be NaN
+    if constexpr (DROPOUT) drop(dp_reg, kept);
     sync_pair(passed(step));                                  // without it P is read before the other warp has written it
-    score_gradients(dp_reg, p_smem(step), block.delta_smem(), of_parts.dp);
+    score_gradients(dp_reg, p_smem(step), block.delta_smem(), DROPOUT ? of_parts.dp * p.scores.dropout.scale : of_parts.dp);
     store_once(largest_smem(block, step) + pair * int(sizeof(float)), largest_of_warp(dp_reg));
     sync_last<4>(FOR_KEYS);                                   // without it numbers are read that have not been written, and dS takes the place of P
                                                               // that a slower warp still reads
@@ -272,6 +286,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   else if (!SCALED_ALONE) block.find(p, [] { return u32(not_ahead(int(block_id()))); });
   arrive_at(block.ended);                                     // without it the block is never counted
   if (!for_values) scale(sum_reg, p.scale);
+  if (DROPOUT && for_values) scale(sum_reg, p.scores.dropout.scale);
   store_gradient(p, block, for_values ? p.dv_map : p.dk_map, for_values, for_values ? p.dv_accum : p.dk_accum, {k_smem.base}, sum_reg, own_row);
   postprocess_heads(p, block);
 }

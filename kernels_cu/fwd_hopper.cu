@@ -201,7 +201,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     finalize(softmax, lse), weight = softmax.sum;
     if (SINKS != NO_SINKS && split == WHOLE) multiply(weight, correction);
     if constexpr (DROPOUT) scale(weight, drawing.dropout.scale);
-    else if constexpr (FP16_PARTS > 0) scale(weight, factors_of_head(p, here).values);
+    if constexpr (FP16_PARTS > 0) scale(weight, factors_of_head(p, here).values);
     if (split != WHOLE) store(p.lse_partials + split * p.partial_rows + row_of_tile(), 1, p.partial_rows - row_of_tile(), lse);
     else if (INNER_HEADS > 1 && p.lse.data) store(lse_of_heads(p, here, row_of(here)), lse);
     else if (p.lse.data) store(lse_rows(p, here, row_of(here)), p.lse.row_stride, rows_at<QUERIES>(p, here).len() - row_of(here), lse);

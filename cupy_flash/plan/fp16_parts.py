@@ -96,9 +96,8 @@ def why_not_parts(problem: Problem) -> str:
     """Why products of float16 cannot compute a float32 problem, or ''."""
     if problem.kernel not in (None, "fwd_hopper") or problem.algorithm != "v2":
         return "another kernel was asked for"
-    if problem.scores.dropout is not None:
-        return "with dropout it is fwd_v2"
-    if why_not := why_not_sequences_in_parts(problem, {name: getattr(problem, name) for name in OPERANDS}):
+    why_not = why_not_dropped(problem) or why_not_sequences(problem, {name: getattr(problem, name) for name in OPERANDS})
+    if why_not:
         return why_not
     if problem.mask.queries is not None or row_length(problem) <= SHORT:
         return f"at most {SHORT} queries"
@@ -113,7 +112,16 @@ def why_not_parts(problem: Problem) -> str:
     return _crowded(told) or obstacle(problem.batch, layouts_of(told), OPERANDS)
 
 
-def why_not_sequences_in_parts(problem: Problem, operands: dict[str, Layout]) -> str:
+def why_not_dropped(problem: Problem) -> str:
+    """Why pairs are not dropped of products of parts, or ''."""
+    if problem.scores.dropout is None:
+        return ""
+    from .pair_tuning import drops_most  # late, as in `kernel.rows_of`
+
+    return "at most 31 of 32 pairs are dropped" if drops_most(problem) else ""
+
+
+def why_not_sequences(problem: Problem, operands: dict[str, Layout]) -> str:
     """Why no parts are made of sequences of their own lengths, or ''."""
     if problem.lengths is None:
         return ""
@@ -131,10 +139,12 @@ def _crowded(told: Problem) -> str:
     text = expressions_in_parts(told)
     if text.takes_part and not text.pair_bits:
         return "a mask is asked of pairs"
-    wide = max(told.dim, told.dim_v) > NARROW
-    of_bias = text.pressure is Pressure.BIAS and (text.pair_bits or told.lengths is not None)
-    if wide and (text.pressure in HEAVY or of_bias):
+    wide, drops = max(told.dim, told.dim_v) > NARROW, told.scores.dropout is not None
+    of_bias = text.pressure is Pressure.BIAS and (text.pair_bits or told.lengths is not None or drops)
+    if wide and (text.pressure in HEAVY or of_bias or (drops and (text.kind == "EXPRESSION" or told.lengths is not None))):
         return f"head dims above {NARROW}, where what becomes of scores leaves no registers"
+    if drops and text.pressure in HEAVY:
+        return "what becomes of scores leaves no registers beside dropout"
     return ""
 
 
@@ -159,6 +169,8 @@ def asks_in_parts(problem: Problem) -> bool:
 def rows_in_parts(told: Problem, expressions: ExpressionText) -> tuple[TileConfig, ...]:
     """The tiles for a problem in two parts, or in one with something that is asked of scores."""
     of_bias = expressions.pressure is Pressure.BIAS and expressions.kind == "PLUS_TERM" and not expressions.pair_bits
+    if told.scores.dropout is not None:
+        return READING_ROWS
     if of_bias and not obstacle(told.batch, layouts_of(told), ("bias",)):
         return STAGED_ROWS
     if expressions.pressure is Pressure.NOTHING:

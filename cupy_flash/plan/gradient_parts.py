@@ -13,6 +13,7 @@ from ..problem.forward import Problem
 from ..problem.layout import Layout
 from .architecture import Architecture
 from .copies import copy_size
+from .expression_text import Pressure
 from .fp16_parts import (
     BANDWIDTH,
     HEAVY,
@@ -24,7 +25,8 @@ from .fp16_parts import (
     layout_in_parts,
     parts_of,
     preparation_of_parts,
-    why_not_sequences_in_parts,
+    why_not_dropped,
+    why_not_sequences,
 )
 from .grouping import RUNNING
 from .kernel import KernelPlan
@@ -77,9 +79,8 @@ def why_not_gradient_parts(problem: BackwardProblem) -> str:
         return "another kernel was asked for"
     if p.dtype != "float32":
         return "only float32 is in parts"
-    if p.scores.dropout is not None:
-        return "with dropout it is bwd_v2"
-    if why_not := why_not_sequences_in_parts(p, {name: getattr(p, name) for name in OPERANDS} | {"dout": problem.dout}):
+    operands = {name: getattr(p, name) for name in OPERANDS} | {"dout": problem.dout}
+    if why_not := why_not_dropped(p) or why_not_sequences(p, operands):
         return why_not
     if max(p.dim, p.dim_v) > MOST_DIMS:
         return f"head dims above {MOST_DIMS}, for which there are no registers"
@@ -92,7 +93,11 @@ def why_not_gradient_parts(problem: BackwardProblem) -> str:
     text = expressions_in_parts(told.forward)
     if text.kind == "EXPRESSION" or (text.takes_part and not text.pair_bits):
         return "an expression of scores, or a mask that is asked of pairs"
-    if text.pressure in HEAVY and max(p.dim, p.dim_v) > NARROW:
+    drops = p.scores.dropout is not None
+    if drops and p.lengths is not None and text.kind != "UNCHANGED":
+        return "what becomes of scores of sequences leaves no registers beside dropout"
+    crowded = text.pressure in HEAVY or (drops and (text.pressure is Pressure.BIAS or text.pair_bits))
+    if crowded and max(p.dim, p.dim_v) > NARROW:
         return f"head dims above {NARROW}, where what becomes of scores leaves no registers"
     return obstacle(p.batch, layouts_in_parts(told, MOST_PARTS), GRADIENT_OPERANDS)
 

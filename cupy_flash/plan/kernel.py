@@ -152,7 +152,7 @@ class KernelPlan:
             if self.file == "bwd_hopper_wide":
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P
             elif self.file == "bwd_hopper_parts":
-                main = -(-main // 16) * 16 + 16 * 4  # how large dS is
+                main = -(-main // 16) * 16 + 16 * 4 + 32 * c.DROPOUT  # how large dS is, and what pairs are drawn from
             post = itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH
             return {f"{self.file}_preprocess": 0, self.file: main, f"{self.file}_postprocess": post} | self._of_sinks
         if self.file == "bwd_scores":

@@ -25,7 +25,7 @@ LENGTHS_HOPPER = tuple(
 
 
 def rows_of_sequences(problem: Problem, parts: int) -> tuple[TileConfig, ...]:
-    """The rows to choose from: 80 keys would spill registers at dim 128 in a part, or where blocks share tiles of rows with sinks."""
+    """The rows to choose from: 80 keys would spill registers at dim 128 in parts, or if blocks share tiles of rows with sinks."""
     crowded = parts or (problem.sinks is not None and shares_tiles_of_sequence(problem))
     return HOPPER if crowded else LENGTHS_HOPPER
 

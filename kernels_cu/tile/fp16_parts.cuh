@@ -34,7 +34,18 @@ template <int K> OP void to_operands(OperandA<16> (&p)[K], const Acc<16, 8 * K>&
     }
   }
 }
-template <int K> OP void to_operands(OperandA<16> (&p)[K], const Acc<16, 8 * K>& s, const OperandA<16> (&)[K / 2]) { to_operands(p, s); } // nothing is dropped
+// With DROPOUT what is left of them, as in dropout.cuh.
+template <int K> OP void to_operands(OperandA<16> (&p)[K], const Acc<16, 8 * K>& s, const OperandA<16> (&kept)[K / 2]) {
+  to_operands(p, s);
+  if constexpr (DROPOUT) {
+    for_lane(l) {
+      #pragma unroll
+      for (int i = 0; i < K; ++i)
+        #pragma unroll
+        for (int r = 0; r < 4; ++r) p[i].at(l, r) &= kept[i % (K / 2)].at(l, r);
+    }
+  }
+}
 
 // Tensor cores cut their sums off towards zero. Of half precision that is below the rounding of operands, but a float32 sum over thousands of keys
 // would be dragged towards zero: they add up a key tile, and additions that round join these.
