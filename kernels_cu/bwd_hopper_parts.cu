@@ -17,6 +17,7 @@
 //       dV = dV + P^T dO_i                                   dK = dK + 2^-e dS^T Q_i          by additions that round
 //     dv_j = dV                                            dk_j = scale dK
 //     the last block of a head:  dq = scale dQ             see tile/dq_protocol.cuh
+//   DROPOUT: of P for dV, and of dP, what is not dropped; both are scaled. VARLEN: of sequences, as in bwd_hopper_wide.
 //
 //   bwd_hopper_parts_postprocess   as bwd_hopper_postprocess
 #include "config.cuh"
@@ -136,15 +137,15 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
     if constexpr (VARLEN) return TransposedMask(mask_again(block));
     else return TransposedMask{-not_ahead(p.mask.right), -not_ahead(p.mask.left), p.len_q, p.len_kv, p.mask.prefix};
   };
-  const auto place = [&] { return load_shared<KeyPlace>(block.smem + PLACE_OFFSET); };
+  const auto kept_place = [&] { return load_shared<KeyPlace>(block.smem + PLACE_OFFSET); };
   const auto first_row = [&] {                                // for the assembler, which spills without it: as kept, computed anew, or asked again
-    return ZEROS_AHEAD ? not_ahead(block.row0) : ASKS_PLACE ? place().tile * TILE_KV : block.row0;
+    return ZEROS_AHEAD ? not_ahead(block.row0) : ASKS_PLACE ? kept_place().tile * TILE_KV : block.row0;
   };
-  const auto steps = [&] { return ASKS_PLACE ? place().count * p.heads_per_block : block.steps; };
+  const auto steps = [&] { return ASKS_PLACE ? kept_place().count * p.heads_per_block : block.steps; };
   const auto cut = [&](int col0) { return !PAIR_BITS && !unmasked_queries(mask(), not_ahead((VARLEN ? first_row() : block.row0) + own_row), 16).contains(col0, TILE_Q); };
   const auto passed = [&](u32 step) { return PASSED + int(step % 2) * 4 + pair; };
   const auto p_smem = [&](u32 step) { return block.ds_smem(step).base + pair * P_BYTES; };
-  const auto number_of = [&](int head) { return (ASKS_PLACE ? place().batch_number : block.here.batch_number) * p.heads + head; };
+  const auto number_of = [&](int head) { return (ASKS_PLACE ? kept_place().batch_number : block.here.batch_number) * p.heads + head; };
   const auto factors = [&](int head) { return gradient_factors(p, number_of(head)); };
   const float of_keys = factors(block.here.first_head).keys;
   const auto dropout = [&] { return load_shared<StoredDropping>(block.smem + DROPPING_OFFSET).of; };
@@ -282,8 +283,10 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   }
 
   // Again: kept, where the block is would take registers of the loop.
-  if constexpr (VARLEN) load_place(block), block.row0 = block.here.tile * TILE_KV, block.head = block.here.batch_number * p.heads + block.here.first_head;
-  else if (!SCALED_ALONE) block.find(p, [] { return u32(not_ahead(int(block_id()))); });
+  if constexpr (VARLEN) {
+    load_place(block);
+    block.row0 = block.here.tile * TILE_KV, block.head = block.here.batch_number * p.heads + block.here.first_head;
+  } else if (!SCALED_ALONE) block.find(p, [] { return u32(not_ahead(int(block_id()))); });
   arrive_at(block.ended);                                     // without it the block is never counted
   if (!for_values) scale(sum_reg, p.scale);
   if (DROPOUT && for_values) scale(sum_reg, p.scores.dropout.scale);

@@ -10,6 +10,8 @@
 //                       and the last blocks, a warp for each query head:
 //     factors = 2^-(e of q + e of k), 2^-(e of v)              what its scores and its results are multiplied by
 //
+//   VARLEN: a head is that of a sequence, of which rows that are no queries, or no keys, have no parts. A block has 256 rows, numbered as tiles are.
+//
 // So each element is mostly read once, where finding the largest before would be a second time.
 #include "config.cuh"
 #include "row_params.cuh"

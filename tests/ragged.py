@@ -68,7 +68,7 @@ def forward(ragged, kind_q, kind_kv, arch=None, turn=0, **options):
     return list(zip(ragged.cut(q_room, out), ragged.cut(q_room, lse, -numpy.inf)))
 
 
-def backward(ragged, kind_q, kind_kv, arch=None, turn=0, **options):
+def backward(ragged, kind_q, kind_kv, arch=None, turn=0, kernel=None, **options):
     """Gradients of each sequence: dq, dk and dv, from results of NumPy."""
     q_room, kv_room = ragged.rooms(kind_q, kind_kv, turn)
     q, k, v, dout = (ragged.array(room, n) for room, n in ((q_room, "q"), (kv_room, "k"), (kv_room, "v"), (q_room, "dout")))
@@ -78,7 +78,7 @@ def backward(ragged, kind_q, kind_kv, arch=None, turn=0, **options):
     if arch is None:
         gradients = attention_backward(*given, **lengths, **options)
     else:
-        options |= {"backend": "host", "arch": arch, "deterministic": True}
+        options |= {"backend": "host", "arch": arch, "deterministic": True, "kernel": kernel}
         gradients = plan_attention_backward(*given, **lengths, **options)(*given, **lengths)
     return list(zip(*(ragged.cut(room, x) for room, x in zip((q_room, kv_room, kv_room), gradients))))
 

@@ -293,7 +293,6 @@ REFUSED = {
     "more than 64 queries": ({}, 64, "at most 64 queries"),
     "dims": ({}, (100, MOST_DIMS["ieee"][1] + 1), "of values above 128"),
     "dims of tf32": ({"precision": "tf32"}, (100, MOST_DIMS["tf32"][0] + 1), "head dims above 192"),
-    "dropout": ({"dropout": 0.1, "seed": 1}, 100, "dropout"),
     "dims of tf32 with sinks": ({"precision": "tf32", "sinks": numpy.zeros(2, numpy.float32)}, (100, 129), "head dims above 128"),
     "a long expression of wide heads": ({"score": "score * sigmoid(score)"}, (100, 65), "no registers"),
 }

@@ -355,8 +355,6 @@ def test_queries_in_parts(deterministic):
 
 NARROW, TWO = (64, 64), {"bias": numpy.zeros((2, 512, 512), "f4"), "alibi_slopes": numpy.ones(2, "f4")}
 REFUSED = {
-    "dropout": ({"dropout": 0.1, "seed": 1}, NARROW, "with dropout or lengths it is bwd_v2"),
-    "lengths": ({"seqlens_kv": numpy.array([70])}, NARROW, "with dropout or lengths it is bwd_v2"),
     "an expression": ({"score": "score * sigmoid(score)"}, NARROW, "an expression of scores"),
     "two things of wide heads": (TWO, (65, 65), "no registers"),
     "dims of values": ({}, (64, MOST_DIMS + 1), "head dims above 128, for which there are no registers"),
