@@ -105,13 +105,16 @@ def normal(*shape, dtype="float16"):
     # By a copy from the host: initcheck does not know of memory that CuPy's kernels have written.
     return cupy.asarray(numpy.random.default_rng(0).standard_normal(shape, numpy.float32).astype(dtype))
 
-for dim, precision in ((64, "ieee"), (100, "ieee"), (72, "tf32")):  # in parts
+ends = cupy.array([0, 70, 70, 135], numpy.int32)  # and rows that no sequence has
+packed, drops = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}, {"seed": 7}
+in_parts = ((64, "ieee", {}), (100, "ieee", {}), (72, "tf32", {}), (64, "ieee", packed), (100, "ieee", packed), (100, "ieee", drops))
+for dim, precision, told in in_parts:
     q, k, v = normal(3, 2, 150, dim, dtype="float32")
-    plan_attention(q, k, v, causal=True, kernel="fwd_hopper", precision=precision)(q, k, v)
-    given = (q, q, k, v, *forward(q, k, v, causal=True))
+    asked = {"causal": True, "precision": precision, **told, "dropout": 0.25 if told is drops else 0.0}
+    plan_attention(q, k, v, kernel="fwd_hopper", **asked)(q, k, v, **told)
+    given = (q, q, k, v, *plan_attention(q, k, v, kernel="fwd_v2", return_lse=True, **asked)(q, k, v, **told))
     for deterministic in (False, True):
-        asked = {"causal": True, "precision": precision, "kernel": "bwd_hopper_parts"}
-        plan_attention_backward(*given, **asked, deterministic=deterministic)(*given)
+        plan_attention_backward(*given, **asked, kernel="bwd_hopper_parts", deterministic=deterministic)(*given, **told)
     cupy.cuda.Device().synchronize()
 
 cos, sin = normal(2, 90, 12, dtype="float32")
