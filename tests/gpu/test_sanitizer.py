@@ -107,7 +107,7 @@ def normal(*shape, dtype="float16"):
 
 ends = cupy.array([0, 70, 70, 135], numpy.int32)  # and rows that no sequence has
 packed, drops = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}, {"seed": 7}
-in_parts = ((64, "ieee", {}), (100, "ieee", {}), (72, "tf32", {}), (64, "ieee", packed), (100, "ieee", packed), (100, "ieee", drops))
+in_parts = [(dim, "ieee", told) for dim in (64, 100) for told in ({}, packed, drops)] + [(72, "tf32", {})]
 for dim, precision, told in in_parts:
     q, k, v = normal(3, 2, 150, dim, dtype="float32")
     asked = {"causal": True, "precision": precision, **told, "dropout": 0.25 if told is drops else 0.0}
