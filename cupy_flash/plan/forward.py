@@ -117,7 +117,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         width_v=dim_v,
         sinks=problem.sinks is not None,
         lengths=problem.lengths is not None or split,
-        rows=rows_in_parts(problem, expressions)
+        rows=rows_in_parts(problem, expressions, parts)
         if parts == 2 or (parts and asks_in_parts(problem))
         else rows_of_sequences(problem, parts)
         if of_lengths and not problem.scores

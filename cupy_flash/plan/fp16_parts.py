@@ -53,6 +53,8 @@ TERM_ROWS = (
     TileConfig(128, 128, 32, THREE_PRODUCTS + OF_TERMS, **FOUR_STAGES),
 )
 READING_ROWS = (TileConfig(64, 128, 64, THREE_PRODUCTS + OF_TERMS, **TWO, stages=4, stages_v=3, pingpong=True), TERM_ROWS[1])
+DROPPING = "one product of float16, and registers for pairs that are dropped"
+ONE_PART_ROWS = tuple(TileConfig(width, 128, 128, DROPPING, **TWO, pingpong=True) for width in (64, 128))
 OF_BIAS = "; TMA brings a bias with the keys"
 STAGED_ROWS = (
     TileConfig(64, 128, 64, THREE_PRODUCTS + OF_BIAS, **TWO, pingpong=True, staged_bias=True),
@@ -166,11 +168,12 @@ def asks_in_parts(problem: Problem) -> bool:
     return bool(problem.scores) or problem.sinks is not None or scaled
 
 
-def rows_in_parts(told: Problem, expressions: ExpressionText) -> tuple[TileConfig, ...]:
+def rows_in_parts(told: Problem, expressions: ExpressionText, parts: int) -> tuple[TileConfig, ...]:
     """The tiles for a problem in two parts, or in one with something that is asked of scores."""
     of_bias = expressions.pressure is Pressure.BIAS and expressions.kind == "PLUS_TERM" and not expressions.pair_bits
     if told.scores.dropout is not None:
-        return READING_ROWS
+        alone = expressions.pressure is Pressure.NOTHING and not expressions.pair_bits and told.sinks is None
+        return ONE_PART_ROWS if parts == 1 and alone else READING_ROWS
     if of_bias and not obstacle(told.batch, layouts_of(told), ("bias",)):
         return STAGED_ROWS
     if expressions.pressure is Pressure.NOTHING:
