@@ -97,5 +97,5 @@ TABLES = (
     | {f"ratios-{run}": lambda run=run: _ratios(run) for run in RUNS[:6]}
     | {f"run-{run}": lambda run=run: _run(run) for run in RUNS}
     | {name: lambda name=name: _as_is(name) for name in ("few-queries", "training", "scores", "lengths", "caches", "ranks")}
-    | {f"other-{table}": lambda table=table: _others(table) for table in ("shapes", "v2", "order", "host")}
+    | {f"other-{table}": lambda table=table: _others(table) for table in ("shapes", "v2", "order", "host", "float32")}
 )

@@ -78,10 +78,6 @@ OP void start_product_transposed(Acc<16, N>& s, const PartsTile<ROWS, WIDTH>& a,
 #endif
 }
 
-// Zeros that lanes of a warp have written behind the rows of a sequence, lanes of others read (KeptRows): whichever lane tells of them has met all.
-OP void meet_cleared() {
-  if constexpr (FP16_PARTS > 0) sync_warp();                  // without it one lane tells of zeros before others have written theirs
-}
 // Rows of a warp, of one part: K operands in registers, and the columns behind those in memory, where they begin at row0 of a warpgroup.
 template <int K, int ROWS, int WIDTH> struct KeptRows {
   OperandA<16> kept[max_of(K, 1)];

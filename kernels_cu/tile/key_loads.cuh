@@ -26,7 +26,6 @@ OP void clip_both(Pipeline<T, DEPTH, LANES>& first, Pipeline<U, DEPTH_U, LANES>&
   const int warp = not_ahead(0);                              // known to be 0, it would take registers of the whole loop: which rows a lane clears
   clear_rows(first.tile(), max_of(rows, 0), warp);
   clear_rows(second.tile(), max_of(rows, 0), warp);
-  meet_cleared();
   fence_proxy_async();                                        // without it products read what was there before the zeros
   arrive_at<LANES>(first.full(), at);                         // without it the consumers wait for ever
   arrive_at<LANES>(second.full(), at);                        // the same

@@ -35,6 +35,10 @@ change("tile/key_block.cuh", "init_mbarrier(ended, ", "init_mbarrier(ended, PERS
 change("tile/key_block.cuh", "init_mbarrier(counted, PERSISTENT ? 4 ", "init_mbarrier(counted, PERSISTENT ? 32 * 4 ")
 """
 )
+# Nor does it see that the lanes of a warp have cleared rows behind a sequence before one of them tells of it, as they have met there in
+# the machine code (BSYNC). In parts, lanes of other warps read these rows, which it reports of 31 of 32 lanes, and did with sync_warp
+# in between; elsewhere products do, of which it knows nothing.
+OF_LENGTHS, WITHOUT_LENGTHS = "({}, drops, packed)", "({}, drops)"
 PROGRAM = """
 from itertools import product
 import cupy
@@ -107,7 +111,7 @@ def normal(*shape, dtype="float16"):
 
 ends = cupy.array([0, 70, 70, 135], numpy.int32)  # and rows that no sequence has
 packed, drops = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}, {"seed": 7}
-in_parts = [(dim, "ieee", told) for dim in (64, 100) for told in ({}, packed, drops)] + [(72, "tf32", {})]
+in_parts = [(dim, "ieee", told) for dim in (64, 100) for told in ({}, drops, packed)] + [(72, "tf32", {})]
 for dim, precision, told in in_parts:
     q, k, v = normal(3, 2, 150, dim, dtype="float32")
     asked = {"causal": True, "precision": precision, **told, "dropout": 0.25 if told is drops else 0.0}
@@ -265,7 +269,7 @@ def watch(tool, program, kernels=KERNELS):
 def programs():
     """What each tool executes, run once without any."""
     by_tool = dict.fromkeys(("memcheck", "initcheck", "synccheck"), PROGRAM + TERMS_IN_PRODUCTS)
-    by_tool["racecheck"] = EACH_LANE_ARRIVES + PROGRAM
+    by_tool["racecheck"] = EACH_LANE_ARRIVES + PROGRAM.replace(OF_LENGTHS, WITHOUT_LENGTHS)
     for program in dict.fromkeys(by_tool.values()):
         run(program)
     return by_tool
