@@ -36,8 +36,8 @@ change("tile/key_block.cuh", "init_mbarrier(counted, PERSISTENT ? 4 ", "init_mba
 """
 )
 # Nor does it see that the lanes of a warp have cleared rows behind a sequence before one of them tells of it, as they have met
-# there in the machine code (BSYNC). In parts, lanes of other warps read these rows, which it reports of 31 of 32 lanes, and did so with
-# sync_warp in between; elsewhere products do, of which it knows nothing.
+# there in the machine code (BSYNC). In parts, lanes of other warps read these rows, which it reports of 31 of 32 lanes, and did
+# so with sync_warp in between; elsewhere products do, of which it knows nothing.
 OF_LENGTHS, WITHOUT_LENGTHS = "({}, drops, packed)", "({}, drops)"
 PROGRAM = """
 from itertools import product
