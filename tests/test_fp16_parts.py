@@ -289,11 +289,20 @@ def test_a_mask_keeps_its_tiles():
             numpy.testing.assert_array_equal(found, expected)
 
 
+def six_arrays(rows):
+    """A score that reads as many arrays as a kernel takes."""
+    names = [f"t{i}" for i in range(6)]
+    return {"score": "score + " + " + ".join(f"{name}[q_idx]" for name in names)} | {
+        "arrays": {name: numpy.ones(rows, numpy.float32) for name in names}
+    }
+
+
 REFUSED = {
     "more than 64 queries": ({}, 64, "at most 64 queries"),
     "dims": ({}, (100, MOST_DIMS["ieee"][1] + 1), "of values above 128"),
     "dims of tf32": ({"precision": "tf32"}, (100, MOST_DIMS["tf32"][0] + 1), "head dims above 192"),
     "dims of tf32 with sinks": ({"precision": "tf32", "sinks": numpy.zeros(2, numpy.float32)}, (100, 129), "head dims above 128"),
+    "six arrays": (six_arrays(100), 100, "at most 5 are read"),
     "a long expression of wide heads": ({"score": "score * sigmoid(score)"}, (100, 65), "no registers"),
 }
 

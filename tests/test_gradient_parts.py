@@ -3,6 +3,7 @@
 import numpy
 import pytest
 from later_heads import slow_down
+from test_fp16_parts import six_arrays
 from thinned import thinned
 
 from cupy_flash import UnsupportedError, attention, attention_vjp, plan_attention_backward
@@ -355,6 +356,7 @@ def test_queries_in_parts(deterministic):
 
 NARROW, TWO = (64, 64), {"bias": numpy.zeros((2, 512, 512), "f4"), "alibi_slopes": numpy.ones(2, "f4")}
 REFUSED = {
+    "six arrays": (six_arrays(512), NARROW, "at most 5 are read"),
     "an expression": ({"score": "score * sigmoid(score)"}, NARROW, "an expression of scores"),
     "two things of wide heads": (TWO, (65, 65), "no registers"),
     "dims of values": ({}, (64, MOST_DIMS + 1), "head dims above 128, for which there are no registers"),

@@ -1,5 +1,7 @@
 """Dropout of float32 in parts of float16: the pairs of `dropout_mask`, and results as near as those of the v2 kernels."""
 
+from dataclasses import replace
+
 import numpy
 import pytest
 from thinned import quick
@@ -8,6 +10,9 @@ from cupy_flash import UnsupportedError, dropout_mask, plan_attention, plan_atte
 from cupy_flash.judge.compare import compare
 from cupy_flash.judge.compare_gradients import compare_gradients
 from cupy_flash.judge.dropout import keep_scale_of, kept_pairs
+from cupy_flash.plan.fp16_parts import why_not_parts
+from cupy_flash.plan.gradient_parts import why_not_gradient_parts
+from cupy_flash.problem.dropout import Place
 
 HOST, SEED = {"backend": "host", "arch": "90a"}, (1 << 40) + 12345
 LEN_Q, LEN_KV = 150, 210
@@ -136,3 +141,15 @@ def test_the_rest_is_v2(name):
         plan_attention(q, k, v, **options, kernel="fwd_hopper")
     with pytest.raises(UnsupportedError, match=f"got 'bwd_hopper_parts': .*({reason})"):
         plan_attention_backward(*given, **options, kernel="bwd_hopper_parts")
+
+
+def test_pairs_that_are_numbered_from_elsewhere_are_for_v2():
+    """As of one of several devices: where they are numbered from has the place of the factors of parts."""
+    q, k, v, dout = drawn(64)
+    told = {"dropout": 0.1, "seed": 1, **HOST}
+    problem = plan_attention(q, k, v, **told).problem
+    moved = replace(problem, scores=replace(problem.scores, place=Place(64, 0, 0, 2)))
+    assert why_not_parts(problem) == "" and "numbered from 0 on" in why_not_parts(moved)
+    backwards = plan_attention_backward(dout, q, k, v, dout, numpy.zeros(q.shape[:-1], numpy.float32), **told).problem
+    assert why_not_gradient_parts(backwards) == ""
+    assert "numbered from 0 on" in why_not_gradient_parts(replace(backwards, forward=moved))

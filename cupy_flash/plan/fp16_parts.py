@@ -98,8 +98,7 @@ def why_not_parts(problem: Problem) -> str:
     """Why products of float16 cannot compute a float32 problem, or ''."""
     if problem.kernel not in (None, "fwd_hopper") or problem.algorithm != "v2":
         return "another kernel was asked for"
-    why_not = why_not_dropped(problem) or why_not_sequences(problem, {name: getattr(problem, name) for name in OPERANDS})
-    if why_not:
+    if why_not := why_not_scores(problem) or why_not_sequences(problem, {x: getattr(problem, x) for x in OPERANDS}):
         return why_not
     if problem.mask.queries is not None or row_length(problem) <= SHORT:
         return f"at most {SHORT} queries"
@@ -114,9 +113,12 @@ def why_not_parts(problem: Problem) -> str:
     return _crowded(told) or obstacle(problem.batch, layouts_of(told), OPERANDS)
 
 
-def why_not_dropped(problem: Problem) -> str:
-    """Why pairs are not dropped of products of parts, or ''."""
-    if problem.scores.dropout is None:
+def why_not_scores(problem: Problem) -> str:
+    """Why kernels of parts are not told what scores are, or drop no pairs, or ''."""
+    scores, most = problem.scores, constants()["CAPTURED"] - 1
+    if len(scores.arrays) > most or scores.place is not None:
+        return f"factors have the place of the last array: at most {most} are read, and pairs are numbered from 0 on"
+    if scores.dropout is None:
         return ""
     from .pair_tuning import drops_most  # late, as in `kernel.rows_of`
 

@@ -25,7 +25,7 @@ from .fp16_parts import (
     layout_in_parts,
     parts_of,
     preparation_of_parts,
-    why_not_dropped,
+    why_not_scores,
     why_not_sequences,
 )
 from .grouping import RUNNING
@@ -80,7 +80,7 @@ def why_not_gradient_parts(problem: BackwardProblem) -> str:
     if p.dtype != "float32":
         return "only float32 is in parts"
     operands = {name: getattr(p, name) for name in OPERANDS} | {"dout": problem.dout}
-    if why_not := why_not_dropped(p) or why_not_sequences(p, operands):
+    if why_not := why_not_scores(p) or why_not_sequences(p, operands):
         return why_not
     if max(p.dim, p.dim_v) > MOST_DIMS:
         return f"head dims above {MOST_DIMS}, for which there are no registers"
