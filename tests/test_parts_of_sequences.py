@@ -162,6 +162,18 @@ def test_lengths_that_change_take_no_other_plan():
         numpy.testing.assert_allclose(found[:1, :, : of_q[0]], expected, rtol=0, atol=2**-18)
 
 
+def test_the_largest_of_a_sequence_counts_wherever_it_is():
+    """In its third block of rows, and none of those that a block looks at before: it would be infinite in float16 if it did not."""
+    ends = numpy.array([0, 300, 900])
+    q, k, v = numpy.random.default_rng(7).standard_normal((3, 1, 900, 64), numpy.float32)
+    v[0, 300 + 517, 3] = 2.0**14
+    given = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    plans = [plan_attention(q, k, v, **given, backend="host", arch="90a", kernel=kernel) for kernel in ("fwd_hopper", "fwd_v2")]
+    found, expected = (plan(q, k, v, **given) for plan in plans)
+    numpy.testing.assert_allclose(found[..., 3], expected[..., 3], rtol=2**-16, atol=2**-18)
+    numpy.testing.assert_allclose(found[:, :300], expected[:, :300], rtol=0, atol=2**-18)
+
+
 SHARED = {"seqlens_kv": numpy.array([40, 70])}
 REFUSED = {
     "a cache": ({"cache_batch_idx": numpy.array([1, 0])}, 2, "of a cache"),
