@@ -63,8 +63,8 @@ OP SharedAddress largest_smem(const KeyBlock& block, u32 step) { return block.sm
 // Whether products are brought to their scale one by one, before anything becomes of scores; if not, exponents are.
 constexpr bool SCALED_ALONE = MODIFIED || EXPLICIT_SCORES;
 
-// VARLEN: whether where the block is, is asked again in each step. Kept, it would take registers.
-constexpr bool ASKS_PLACE = VARLEN && (SCALED_ALONE || DROPOUT) && WIDTH > 64;
+// VARLEN: whether where the block is, is asked again in each step. Kept, it would take registers that wide heads have not.
+constexpr bool ASKS_PLACE = VARLEN && WIDTH > 64;
 
 // K or V of a warp, so many operands of 16 columns in registers, as far as there are some: shared memory, from which each product would read them, takes as
 // long as tensor cores do.
