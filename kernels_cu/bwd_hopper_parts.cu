@@ -116,7 +116,7 @@ KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   if (VARLEN && block.here.tile < 0) return;
   if (warp_id() == 0) start_barriers(block);
   if (DROPOUT && warp_id() == 0) store_once(block.smem + DROPPING_OFFSET, StoredDropping{seeded(p.scores)});
-  sync_block();                                               // without it a warp arrives at a barrier that does not count yet
+  sync_block();                                               // without it a warp arrives at a barrier that does not count yet, or draws from nothing
   if (warp_id() < 4) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
     if (warp_id() == 0) load_tiles(p, block);
