@@ -196,7 +196,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_v2(GRID_CONSTANT BackwardParams p) {
   if (accum) {
     const u32 unit = (keys.batch_number() * p.heads + coord.first_head) / p.heads_per_block;
     const i64 tile_number = i64(unit) * tiles_of<KEYS>(p) + keys.first_tile() + coord.tile;
-    store(DkvAccum{accum + tile_number * DkvAccum::size}, sum_reg, pair_row, 0);
+    store(DkAccum{accum + tile_number * DkAccum::size}, sum_reg, pair_row, 0);
     return;
   }
   const PairTile result_smem{(for_values ? v_smem : k_smem).base + pair_row * KeyTile::row_bytes};

@@ -100,6 +100,13 @@ def settings_of(kernel):
         zeros = replace(ONE_GRADIENT.but(ZEROS_AHEAD=True), case=MORE_HEADS, ahead=True)
         in_order = ONE_GRADIENT.but(True, FIRST_STORES=False)
         return {"any order": replace(ONE_GRADIENT, last_blocks=1), "in order": in_order, "lists": lists, "zeros ahead": zeros}
+    if kernel == "bwd_hopper_mla":
+        case = replace(HOPPER_BACKWARD_CASE, dim=136, dim_v=40)
+        setting, more = Setting(case, {}), replace(MORE_HEADS, dim=136, dim_v=40)
+        sequences = replace(setting, offsets=([0, 20, 20, 130, 150], [0, 75, 80, 190, 200]))
+        zeros = replace(setting.but(ZEROS_AHEAD=True), case=more, ahead=True)
+        settings = {"any order": replace(setting, last_blocks=1), "in order": setting.but(True, FIRST_STORES=False)}
+        return settings | {"sequences": sequences, "zeros ahead": zeros}
     if kernel == "bwd_hopper_parts":
         parts, more = Setting(replace(HOPPER_BACKWARD_CASE, dtype="float32"), {}), replace(MORE_HEADS, dtype="float32")
         wide = replace(parts, case=replace(parts.case, dim=80), last_blocks=1)

@@ -263,7 +263,7 @@ def test_the_matrix_has_every_row():
     kinds = [(a, kind) for a in ARCHITECTURES.values() for kind in KINDS if has(a, kind) and kind != "tf32"]
     alone = list(product(PLANNED_ALONE, kinds))
     shared = [row for row in rows if row[0] == "fwd_hopper"]  # a second time, with query tiles that blocks share
-    zeros = [row for row in rows if row[0] in ("bwd_hopper", "bwd_hopper_wide")]  # with zeros by an idle warp
+    zeros = [row for row in rows if row[0] in ("bwd_hopper", "bwd_hopper_wide", "bwd_hopper_mla")]  # with zeros by an idle warp
     ahead = [row for row in zeros if row[0] == "bwd_hopper" and not row[3].tma_reduce_dq]  # with statistics too, or these alone;
     in_order = 3 * ahead  # both a second time, in order, and where the first block to add stores
     queries = [kind for kernel, kind in alone if kernel == "append"]  # a second time, with queries beside keys

@@ -60,7 +60,7 @@ def of_each_kernel(plans):
         every_plan([SM_80], ["float16", "float32"]),
         each_table(["bfloat16", "float32"]),
         every_plan([SM_75], ["float16"]),
-        every_plan([SM_90A], ["float16"], ["bwd_hopper", "bwd_hopper_wide"]),
+        every_plan([SM_90A], ["float16"], ["bwd_hopper", "bwd_hopper_wide", "bwd_hopper_mla"]),
         every_plan([SM_80], ["tf32"]),
         (plan for plan in every_plan([SM_120], ["tf32"]) if plan.config.WIDTH == 256),
     ),
@@ -184,6 +184,7 @@ HOPPER_CHANGES = ({}, {"STAGES_Q": 5} | OUT_STAYS, {"STAGES": 4, "STAGES_V": 1},
         *product(["bwd_v2"], BACKWARD_CHANGES),
         *product(["bwd_hopper"], HOPPER_BACKWARD_CHANGES),
         *product(["bwd_hopper_wide"], ({}, {"WIDTH": 256, "WIDTH_V": 256, "DIM": 224, "DIM_V": 224})),
+        *product(["bwd_hopper_mla"], ({}, {"ZEROS_AHEAD": True}, {"VARLEN": True})),
     ],
     ids=str,
 )
@@ -239,7 +240,7 @@ def test_sums_are_staged_where_they_must_be_and_can_be(kernel, change, why):
         nvrtc.compile_plan(replace(plan, config=replace(plan.config, **change)))
 
 
-@plans(every_plan([SM_75]), every_plan([SM_90A], ["bfloat16"], ["fwd_hopper", "bwd_hopper", "bwd_hopper_wide"]))
+@plans(every_plan([SM_75]), every_plan([SM_90A], ["bfloat16"], ["fwd_hopper", "bwd_hopper", "bwd_hopper_wide", "bwd_hopper_mla"]))
 def test_config_text_has_the_values_of_the_plan(plan):
     spelled = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in asdict(plan.config).items()}
     assert {match[1]: match[3] for match in CONSTANT.findall(source.config_text(plan.config))} == spelled

@@ -21,6 +21,7 @@ from .grouping import (
     HALF_KERNELS,
     HOPPER_KERNELS,
     LENGTH_OF_MANY,
+    MLA,
     WARP_ROWS,
     finishes_queries,
     has_idle_warps,
@@ -33,6 +34,7 @@ from .grouping import (
 )
 from .kernel import KernelPlan, check_kind, configure, kind_of_sinks, rows_of, taken_apart, text_of
 from .launch import Launch, checked
+from .mla import pays, why_not_mla
 from .pair_bits import why_bits, with_bits
 from .sequences import elements_of, mean_room
 from .short_gradients import why_bwd_v2, why_wide
@@ -94,6 +96,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     why_taken = "blocks take key tiles in turn" if persistent else ""
     why_stored = "gradient of the bias: dS of each pair, which TMA stores" if store_dbias else ""
     width = row.width if kernel in HOPPER_KERNELS else _width(p)
+    width_v = row.width_v or width
     why_pairs = why_bits(expressions) if kernel in HOPPER_KERNELS and p.lengths is None else ""
     plan = KernelPlan(
         file=kernel,
@@ -104,7 +107,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
             p.dtype,
             p.precision,
             width,
-            width,
+            width_v,
             copy_bytes=copy_bytes,
             explicit=explicit,
             mask=p.mask.kind,
@@ -115,7 +118,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
             adds=problem.adds,
             store_dbias=store_dbias,
             persistent=persistent,
-            columns=(columns(kernel, max(p.dim, p.dim_v), width),) * 2,
+            columns=_columns(kernel, p, width, width_v),
         ),
         expressions=expressions,
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores, why_stored, why_pairs, why_taken))),
@@ -165,8 +168,8 @@ def _first_stores(plan: KernelPlan, problem: BackwardProblem) -> bool:
     p = problem.forward
     if plan.file not in HOPPER_KERNELS or not problem.deterministic or plan.config.TILE_LIST:
         return False
-    if p.lengths is not None:
-        return mean_room(p, "q") <= MOST_ROWS_STORED
+    if p.lengths is not None:  # beside which bwd_hopper_mla has no registers for the question
+        return plan.file != MLA and mean_room(p, "q") <= MOST_ROWS_STORED
     return p.len_q <= MOST_ROWS_STORED * (2 if p.mask.shape == "causal" else 1)
 
 
@@ -219,6 +222,13 @@ def _width(problem: Problem) -> int:
     return padded(max(problem.dim, problem.dim_v))  # one for all: warps that own either gradient run the same code
 
 
+def _columns(kernel: str, problem: Problem, width: int, width_v: int) -> tuple[int, int]:
+    """How many columns products take of tiles of q and k, and of v: as many of both where one width serves all."""
+    if width != width_v:
+        return columns(kernel, problem.dim, width), columns(kernel, problem.dim_v, width_v)
+    return (columns(kernel, max(problem.dim, problem.dim_v), width),) * 2
+
+
 def _row_for(
     kernel: str,
     problem: BackwardProblem,
@@ -233,7 +243,8 @@ def _row_for(
     kinds = (explicit, problem.deterministic, p.mask.shape)
     lengths = p.lengths is not None
     len_q = LENGTH_OF_MANY if lengths else p.len_q
-    return row_for(kernel, architecture, p.dtype, _width(p), len_q, copy_bytes, *kinds, lengths=lengths, rows=rows)
+    width_v = padded(p.dim_v) if kernel == MLA else None
+    return row_for(kernel, architecture, p.dtype, _width(p), len_q, copy_bytes, *kinds, width_v, lengths=lengths, rows=rows)
 
 
 def _in_maps(problem: Problem) -> tuple[str, ...]:
@@ -264,7 +275,7 @@ def _backward_kernel(problem: BackwardProblem, architecture: Architecture, expre
     if asked == "bwd_hopper_parts":
         why_not = why_not_gradient_parts(problem) if architecture.name == "90a" else f"it is not for {architecture}"
         raise UnsupportedError(f"kernel: expected None or another one, got {asked!r}: {why_not}")
-    kernels = HALF_KERNELS if asked is None else (asked,)
+    kernels = (asked,) if asked in HALF_KERNELS else HALF_KERNELS
     if not exists:
         why_not = f"there is no other one for {p.dtype} on {architecture}"
     else:
@@ -277,6 +288,12 @@ def _backward_kernel(problem: BackwardProblem, architecture: Architecture, expre
     if exists and asked is None and (why_v2 := why_bwd_v2(problem, expressions.pressure)):
         return "bwd_v2", why_v2
     why_short = why_wide(problem) if asked is None else ""
+    if asked in (None, MLA) and exists:
+        why_not_here = why_not or why_not_mla(p, explicit)
+        if not why_not_here and (asked or pays(problem)):
+            return MLA, ""
+        if asked:
+            raise UnsupportedError(f"kernel: expected None or another one, got {asked!r}: {why_not_here}")
     for kernel in kernels[::-1] if why_short else kernels:
         if not why_not and any(row.width >= _width(p) and not (explicit and row.plain_scores) for row in tables[kernel]):
             return kernel, why_short
@@ -319,7 +336,7 @@ def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
     sum_tiles = tiles_q if p.lengths is not None else query_tiles(plan, problem) * make_grouping(plan, problem).accum_heads
     parts = [("stats", 4 * tiles_q * (2 + plan.expressions.bends) * c.TILE_Q), ("dq_accum", 4 * sum_tiles * c.TILE_Q * c.WIDTH)]
     if _stores_parts(plan, problem):
-        parts += [(name, 4 * tiles_kv * c.TILE_KV * c.WIDTH) for name in ("dk_accum", "dv_accum")]
+        parts += [(name, 4 * tiles_kv * c.TILE_KV * wide) for name, wide in (("dk_accum", c.WIDTH), ("dv_accum", c.WIDTH_V))]
     if problem.deterministic:
         parts.append(("dq_semaphore", 4 * tiles_q * (c.TILE_KV // 64 if c.TMA_REDUCE_DQ else 1)))  # of each warpgroup, or all
     if finishes_queries(plan, problem):

@@ -12,7 +12,8 @@ from .schedule import L2_BYTES
 from .sequences import elements_of, is_packed, mean_room, tiles_of
 
 HALF_KERNELS = ("bwd_hopper", "bwd_hopper_wide")  # for sm_90a, of 16 bits
-HOPPER_KERNELS = (*HALF_KERNELS, "bwd_hopper_parts")  # and of float32 in parts of these
+MLA = "bwd_hopper_mla"  # of these, for keys wider than values
+HOPPER_KERNELS = (*HALF_KERNELS, MLA, "bwd_hopper_parts")  # and of float32 in parts of these
 WARP_ROWS = 16  # of dq, that a warp stores at once
 FEWEST_BLOCKS = 2 * 132  # two for each multiprocessor of an H200: with fewer, the query heads of a group are split among blocks
 HOPPER_BLOCKS_TOGETHER = 256  # about as many, see heads_together
@@ -180,7 +181,7 @@ def heads_together(plan: KernelPlan, problem: BackwardProblem) -> int:
         return max(1, BLOCKS_TOGETHER // tiles)
     least = 4
     causal = problem.forward.mask.shape == "causal"
-    bytes_of_row = (4 + 2 + 2) * plan.config.WIDTH  # sums, q and dout
+    bytes_of_row = (4 + 2) * plan.config.WIDTH + 2 * plan.config.WIDTH_V  # sums, q and dout
     if problem.deterministic and problem.forward.lengths is not None and problem.forward.mask.shape != "window":
         return _heads_in_order(problem.forward, bytes_of_row)
     if problem.deterministic and causal:

@@ -26,6 +26,7 @@ PARAMS = {
     "bwd_v2": "BackwardParams",
     "bwd_hopper": "HopperBackwardParams",
     "bwd_hopper_wide": "HopperBackwardParams",
+    "bwd_hopper_mla": "HopperBackwardParams",
     "bwd_hopper_parts": "HopperBackwardParams",
     "bwd_scores": "ScoreGradientParams",
     "bwd_scores_hopper": "HopperScoreGradientParams",
@@ -137,9 +138,9 @@ class KernelPlan:
             main = itemsize * (keys + queries + c.TILE_KV * c.TILE_Q) + c.STAGES * 2 * c.TILE_Q * 4
             post = itemsize * max(c.TILE_Q, c.TILE_KV) * c.WIDTH
             return {"bwd_v2_preprocess": 0, "bwd_v2": main, "bwd_v2_postprocess": post} | self._of_sinks
-        if self.file in ("bwd_hopper", "bwd_hopper_wide", "bwd_hopper_parts"):
-            parts = max(c.FP16_PARTS, 1)
-            keys, queries = parts * 2 * c.TILE_KV * c.WIDTH, parts * c.STAGES * 2 * c.TILE_Q * c.WIDTH  # K and V; Q and dO
+        if PARAMS[self.file] == "HopperBackwardParams":
+            parts, widths = max(c.FP16_PARTS, 1), c.WIDTH + c.WIDTH_V
+            keys, queries = parts * c.TILE_KV * widths, parts * c.STAGES * c.TILE_Q * widths  # K and V; Q and dO
             queries += c.STAGED_BIAS * c.STAGES * c.TILE_Q * c.TILE_KV * self._bias_bytes // itemsize
             stats, sums = c.STAGES * 2 * c.TILE_Q * 4, c.TMA_REDUCE_DQ * c.TILE_Q * c.WIDTH * 4
             barriers = 8 * (12 + 4 * c.STAGES + c.TMA_REDUCE_DQ) + c.VARLEN * (8 + 8 + 8 * c.TMA_REDUCE_DQ + 64)
@@ -149,7 +150,7 @@ class KernelPlan:
             if c.STATS_AHEAD:  # out and dO of a later head, and barriers
                 main = -(-main // 1024) * 1024 + itemsize * 2 * c.TILE_Q * c.WIDTH + 16
             main = -(-main // 16) * 16 + 1024 if c.ZEROS_AHEAD else main
-            if self.file == "bwd_hopper_wide":
+            if self.file in ("bwd_hopper_wide", "bwd_hopper_mla"):
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P
             elif self.file == "bwd_hopper_parts":
                 main = -(-main // 16) * 16 + 16 * 4 + 32 * c.DROPOUT  # how large dS is, and what pairs are drawn from

@@ -63,6 +63,7 @@ class TileConfig:
 FEW_ROWS = "few query rows: a smaller tile computes fewer rows that do not exist"
 RARE_RESCALE = "32 rows a warp; rescaling O only when a maximum moves frees registers; measured 376, 355 causal"
 TWO_BLOCKS = "32 rows a warp; 64 keys a tile would leave one block an SM; measured 59, 58 causal"
+WIDE_KEY_TILES = "16 rows a warp leave room for wide key tiles: queries are split less often; measured 55, 55 causal"
 ONE_BLOCK = "O alone takes half the registers: 16 rows a warp, one block an SM"
 
 HALVES_90 = (
@@ -115,14 +116,7 @@ FLOAT32_80 = (
     TileConfig(32, 128, 32, "32 rows a warp: each K and V fragment, once split, serves six products"),
     TileConfig(64, 128, 32, TWO_BLOCKS, min_copy=8, without_lengths=True),
     TileConfig(64, 64, 32, "32 rows a warp would spill"),
-    TileConfig(
-        128,
-        128,
-        48,
-        "16 rows a warp leave room for wide key tiles: queries are split less often; measured 55, 55 causal",
-        warps=8,
-        min_blocks=1,
-    ),
+    TileConfig(128, 128, 48, WIDE_KEY_TILES, warps=8, min_blocks=1),
     TileConfig(192, 64, 16, ONE_BLOCK, min_blocks=1),
     TileConfig(256, 64, 16, ONE_BLOCK, min_blocks=1, without_sinks=True),
     TileConfig(256, 64, 16, "one stage: with sinks, two would spill", stages=1, min_blocks=1),
@@ -311,11 +305,12 @@ BACKWARD_TABLES: dict[str, dict[str, tuple[TileConfig, ...]]] = {
     "100": {"half": BACKWARD_HALVES_80, "float32": BACKWARD_FLOAT32_80},
     "120": {"half": BACKWARD_HALVES_86, "float32": BACKWARD_FLOAT32_120},
 }
-# The backward for sm_90a: a producer warpgroup and two consumers. In bwd_hopper each owns 64 keys and both of their
-# gradients, in bwd_hopper_wide one gradient of the same 64 keys.
+# The backward for sm_90a: a producer warpgroup and two consumers, each of both gradients of 64 keys, or in bwd_hopper_wide of
+# one gradient of the same 64; or three in bwd_hopper_mla, one of dv of 128 keys and two of dk of 64.
 NARROW_STEPS = "both gradients leave no registers for wider query tiles"
 MORE_QUERIES = "long sequences: 80 queries read shared memory less often for each product, and TMA adds dQ"
 ONE_GRADIENT = "one gradient a warpgroup; shared memory holds no more keys"
+MORE_KEYS = "keys wider than values: 128 of them add half as often to dq; measured 569 at 4,096, 593 at 16,384 causal"
 WIDE_STEPS = "wide query tiles halve what is done once a tile; measured 451 at 1,024, 590, 583 causal"
 OF_KEYS = {"warps": 12, "min_blocks": 1, "plain_scores": True}
 HOPPER_BACKWARD = (
@@ -331,6 +326,7 @@ HOPPER_BACKWARD_WIDE = (
     TileConfig(192, 64, 64, ONE_GRADIENT, warps=12, min_blocks=1),
     TileConfig(256, 64, 64, ONE_GRADIENT + "; measured 391 at 1,024, 510, 496 causal", warps=12, min_blocks=1),
 )
+HOPPER_BACKWARD_MLA = (TileConfig(192, 48, 128, MORE_KEYS, width_v=128, stages=3, warps=16, min_blocks=1, plain_scores=True),)
 KERNEL_TABLES = {
     "fwd_v2": TABLES,
     "fwd_v1": V1_TABLES,
@@ -338,6 +334,7 @@ KERNEL_TABLES = {
     "bwd_v2": BACKWARD_TABLES,
     "bwd_hopper": {"90a": {"half": HOPPER_BACKWARD}},
     "bwd_hopper_wide": {"90a": {"half": HOPPER_BACKWARD_WIDE}},
+    "bwd_hopper_mla": {"90a": {"half": HOPPER_BACKWARD_MLA}},
 }
 CANDIDATE_TABLES = {"fwd_hopper": {"90a": {"half": HOPPER_CANDIDATES}}}
 

@@ -17,7 +17,7 @@ from .mask import Mask, band, moving_band
 from .scalars import integer, is_bool, real
 
 FORWARD_KERNELS = {"fwd_v1": "v1", "fwd_v2": "v2", "fwd_hopper": "v2"}  # kernel files of the forward, and the algorithm of each
-BACKWARD_KERNELS = ("bwd_v2", "bwd_hopper", "bwd_hopper_wide", "bwd_hopper_parts")
+BACKWARD_KERNELS = ("bwd_v2", "bwd_hopper", "bwd_hopper_wide", "bwd_hopper_mla", "bwd_hopper_parts")
 
 
 class CommonOptions(TypedDict, total=False):

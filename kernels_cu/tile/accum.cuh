@@ -5,13 +5,13 @@
 // ROWS x WIDTH sums in the order of fragments: 16 x 16 blocks, row by row; in a block first registers 0 ... 3 of all lanes, then
 // 4 ... 7. A warp so moves 512 neighbouring bytes at once, and no tile size or number of warps is part of the order.
 template <int ROWS, int WIDTH> struct AccumTile {
-  static constexpr int size = ROWS * WIDTH;
+  static constexpr int size = ROWS * WIDTH, cols = WIDTH;
   float* base;
   static OP constexpr int offset(int row0, int col0) { return (row0 / 16 * (WIDTH / 16) + col0 / 16) * 256; }
 };
 // The same where a product leaves the transpose of the tile: so it lies.
 template <int ROWS, int WIDTH> struct TransposedAccumTile {
-  static constexpr int size = ROWS * WIDTH;
+  static constexpr int size = ROWS * WIDTH, cols = WIDTH;
   float* base;
   static OP constexpr int offset(int row0, int col0) { return AccumTile<WIDTH, ROWS>::offset(col0, row0); }
 };

@@ -157,13 +157,14 @@ template <typename Add> OP void in_turn(const HopperBackwardParams& p, const Key
   add();
   if (p.dq_semaphore) arrive_at<LANES>(block.added);          // without it the semaphore is never released
 }
+// sums += acc, or by the first block that adds in order = acc.
+template <typename Sums, int N> OP void add_or_store(const KeyBlock& block, const Sums& sums, const Acc<16, N>& acc, int row, int col) {
+  if (FIRST_STORES && load_once<u32>(block.smem + FIRST_OFFSET)) store(sums, acc, row, col);
+  else add(sums, acc, row, col);
+}
 // dQ_i += acc, of the query tile with this number: the part of the calling warp.
 template <int N> OP void add_queries(const HopperBackwardParams& p, const KeyBlock& block, u32 number, u32 step, const Acc<16, N>& acc, int row, int col) {
-  in_turn(p, block, step, [&] {
-    const DqAccum sums{p.dq_accum + i64(number) * DqAccum::size};
-    if (FIRST_STORES && load_once<u32>(block.smem + FIRST_OFFSET)) store(sums, acc, row, col);
-    else add(sums, acc, row, col);
-  });
+  in_turn(p, block, step, [&] { add_or_store(block, DqAccum{p.dq_accum + i64(number) * DqAccum::size}, acc, row, col); });
 }
 // The same by a warp that has no part of it.
 OP void add_nothing(const HopperBackwardParams& p, const KeyBlock& block, u32 step) { in_turn(p, block, step, [] {}); }
@@ -233,7 +234,7 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
     const int rows = queries.end_of_room() - queries.first();
     #pragma unroll 1
     for (int row = own_row; row < rows; row += OutTile::rows) {
-      if constexpr (FP16_PARTS > 0) {                         // with nothing that TMA could store
+      if constexpr (FINISHES_BY_LANES) {
         const ResultTile dq = rows_of<Result>(p.dq, block.here.batch, block.here.first_head + i, queries.first() + row, queries.end_of_room(), p.dim);
         finish_rows(p, dq, Accum{p.dq_accum + (first + row / TILE_Q) * Accum::size}, row, p.scale);
         continue;

@@ -12,25 +12,29 @@ constexpr bool CUTS_ADDRESSES = true;                         // as measured: 4 
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
+constexpr int DQ_GROUPS = GROUPS > 2 ? 1 : GROUPS;            // and those of them that add to dQ
 
 // Of the registers that a launch deals out evenly, the producer gives back most.
 constexpr int REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
-using KeyTile = OperandTile<TILE_KV, DIM>;                      // of k or v
-using QueryTile = OperandTile<TILE_Q, DIM>;                     // of q or dout
+using KeyTile = OperandTile<TILE_KV, DIM>;                      // of k
+using ValueTile = OperandTile<TILE_KV, DIM_V>;                  // of v
+using QueryTile = OperandTile<TILE_Q, DIM>;                     // of q
+using DoutTile = OperandTile<TILE_Q, DIM_V>;                    // of dout
 using QueryStage = MaybeWithBias<QueryTile>;
 using GradientTile = OperandTile<TILE_Q, TILE_KV>;              // dS
-using OutTile = PanelTile<64 * GROUPS, WIDTH>;                // 16 rows of dq for each consumer warp, where Q was
-static_assert(ceil_div(DIM, 64) == ceil_div(WIDTH, 64), "products take some columns of every panel");
-static_assert(OutTile::bytes <= STAGES * QueryTile::bytes, "finished rows of dq fit where Q was");
+using OutTile = PanelTile<64 * GROUPS, WIDTH>;                // 16 rows of dq for each consumer warp, where Q was,
+constexpr bool FINISHES_BY_LANES = FP16_PARTS > 0 || GROUPS > 2;      // unless TMA could not store them, or there are too few registers for a whole row
+static_assert(ceil_div(DIM, 64) == ceil_div(WIDTH, 64) && ceil_div(DIM_V, 64) == ceil_div(WIDTH_V, 64), "products take some columns of every panel");
+static_assert(FINISHES_BY_LANES || OutTile::bytes <= STAGES * QueryTile::bytes, "finished rows of dq fit where Q was");
 
 // Shared memory: K and V, in whose place their gradients leave; Q and dO; dS of two steps; lse and delta; dQ if it is staged; barriers.
 constexpr int V_OFFSET = KeyTile::bytes;
-constexpr int Q_OFFSET = V_OFFSET + KeyTile::bytes;
+constexpr int Q_OFFSET = V_OFFSET + ValueTile::bytes;
 constexpr int DO_OFFSET = Q_OFFSET + STAGES * QueryStage::bytes;
-constexpr int DS_OFFSET = DO_OFFSET + STAGES * QueryTile::bytes;
+constexpr int DS_OFFSET = DO_OFFSET + STAGES * DoutTile::bytes;
 constexpr int STAT_BYTES = TILE_Q * int(sizeof(float));
 constexpr int LSE_OFFSET = DS_OFFSET + 2 * GradientTile::bytes;
 constexpr int DELTA_OFFSET = LSE_OFFSET + STAGES * STAT_BYTES;
@@ -75,7 +79,7 @@ constexpr int TAKEN = 2;                                      // one ahead
 constexpr int TAKEN_BARRIERS = LISTED_END + TAKEN * TakenKeys::bytes, LOADED_BARRIER = TAKEN_BARRIERS + TAKEN * STAGE_BARRIERS;
 // STATS_AHEAD: rows of a later head.
 struct OutAndDout {
-  typedef PanelTile<TILE_Q, DIM> Rows;
+  typedef PanelTile<TILE_Q, DIM_V> Rows;
   static constexpr int bytes = 2 * Rows::bytes;
   SharedAddress base;
   OP Rows out() const { return {base}; }
@@ -97,9 +101,10 @@ constexpr Lanes LANES = WIDTH <= 64 ? CONVERGENT : DIVERGENT; // as measured: 5 
 // What every warp of a block knows, and how far it is.
 struct KeyBlock {
   SharedAddress smem = shared_memory();
-  Pipeline<KeyTile, 1, LANES> keys{smem, smem + K_BARRIERS}, values{smem + V_OFFSET, smem + V_BARRIERS};
+  Pipeline<KeyTile, 1, LANES> keys{smem, smem + K_BARRIERS};
+  Pipeline<ValueTile, 1, LANES> values{smem + V_OFFSET, smem + V_BARRIERS};
   Pipeline<QueryStage, STAGES, LANES> queries{smem + Q_OFFSET, smem + Q_BARRIERS};
-  Pipeline<QueryTile, STAGES, LANES> douts{smem + DO_OFFSET, smem + DO_BARRIERS};
+  Pipeline<DoutTile, STAGES, LANES> douts{smem + DO_OFFSET, smem + DO_BARRIERS};
   Pipeline<TakenKeys, TAKEN, LANES> taken{smem + LISTED_END, smem + TAKEN_BARRIERS};
   Mbarrier loaded{smem + LOADED_BARRIER};                     // PERSISTENT: the last query tile of a key tile is on its way
   Pipeline<OutAndDout, 1, LANES> of_stats{smem + STATS_OFFSET, smem + STATS_BARRIERS}; // STATS_AHEAD: of a later head
@@ -235,7 +240,7 @@ struct KeyBlock {
       }
     } else {
       init_mbarrier(acquired, 1);
-      init_mbarrier(added, 4 * GROUPS);
+      init_mbarrier(added, 4 * DQ_GROUPS);
       init_mbarrier(noticed, 1);
     }
     init_mbarrier(ended, TMA_REDUCE_DQ ? GROUPS : 4 * GROUPS);
@@ -300,14 +305,16 @@ OP void start_barriers(const KeyBlock& block) {
 
 // 16 rows of dk or dv leave: to the result through the warp's rows of a tile that nobody reads any more, or to the sums of several blocks. BY_LANES:
 // without such a tile.
-template <bool BY_LANES = false> OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, const TensorMap& map, bool of_values, float* accum,
-                       const PanelTile<TILE_KV, DIM>& tile, const Acc<16, DIM>& acc, int row) {
+template <bool BY_LANES = false, int N>
+OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, const TensorMap& map, bool of_values, float* accum,
+                       const PanelTile<TILE_KV, N>& tile, const Acc<16, N>& acc, int row) {
   const KeyBlockCoord& here = block.here;
   if (accum) {
     const auto keys = block.seq(p).kv;
     const u32 unit = (keys.batch_number() * p.heads + here.first_head) / p.heads_per_block;
     const i64 number = i64(unit) * tiles_of<KEYS>(p) + keys.first_tile() + here.tile;
-    store(DkvAccum{accum + number * DkvAccum::size}, acc, row, 0);
+    typedef Choose<N == DIM, DkAccum, DvAccum> Accum;
+    store(Accum{accum + number * Accum::size}, acc, row, 0);
     return;
   }
   const auto keys = block.seq(p).kv;

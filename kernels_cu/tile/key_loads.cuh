@@ -38,7 +38,7 @@ OP void load_first(const HopperBackwardParams& p, KeyBlock& block, const float* 
   arrive_expect_tx(block.queries.full(), QueryStage::bytes + STAT_BYTES);
   start_load(block.queries, p.q_map, here.batch, block.now.head, row, at);
   if (!VARLEN) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
-  arrive_expect_tx(block.douts.full(), QueryTile::bytes + STAT_BYTES);
+  arrive_expect_tx(block.douts.full(), DoutTile::bytes + STAT_BYTES);
   start_load(block.douts, p.dout_map, here.batch, block.now.head, row, at);
   wait_for_stats(p, block);                                   // without it statistics are read that have not been made
   start_numbers(block.queries, lse_stats(p, block, stats), block.lse_smem(), at);
@@ -57,7 +57,7 @@ OP void load_tiles_of_sequence(const HopperBackwardParams& p, KeyBlock& block) {
     load_async(block.keys, p.k_map, here.batch, here.head_kv, key);
     load_async(block.values, p.v_map, here.batch, here.head_kv, key);
   } else {
-    clip_both(block.keys, block.values, clipping, keys, KeyTile::bytes + KeyTile::bytes, [&](const Pipeline<KeyTile, 1, LANES>& k, const Pipeline<KeyTile, 1, LANES>& v) {
+    clip_both(block.keys, block.values, clipping, keys, KeyTile::bytes + ValueTile::bytes, [&](const Pipeline<KeyTile, 1, LANES>& k, const Pipeline<ValueTile, 1, LANES>& v) {
       start_load(k, p.k_map, here.batch, here.head_kv, key, call_site());
       start_load(v, p.v_map, here.batch, here.head_kv, key, call_site());
     });
@@ -74,8 +74,8 @@ OP void load_tiles_of_sequence(const HopperBackwardParams& p, KeyBlock& block) {
       load_query_tile(block.queries, p, here.batch, head, seq.q.first(), row, block.row0, lse_stats(p, block, stats), lse);
       load_async(block.douts, p.dout_map, here.batch, head, query, stats + TILE_Q, delta);
     } else {                                                  // as in the first step of most blocks under a causal mask
-      constexpr int bytes = QueryStage::bytes + QueryTile::bytes + 2 * TILE_Q * int(sizeof(float));
-      clip_both(block.queries, block.douts, clipping, queries, bytes, [&](const Pipeline<QueryStage, 1, LANES>& q, const Pipeline<QueryTile, 1, LANES>& dout) {
+      constexpr int bytes = QueryStage::bytes + DoutTile::bytes + 2 * TILE_Q * int(sizeof(float));
+      clip_both(block.queries, block.douts, clipping, queries, bytes, [&](const Pipeline<QueryStage, 1, LANES>& q, const Pipeline<DoutTile, 1, LANES>& dout) {
         if constexpr (STATS_AHEAD) {
           start_load(q, p.q_map, here.batch, head, query, call_site());
           start_load(dout, p.dout_map, here.batch, head, query, call_site());

@@ -9,9 +9,9 @@
 #include "tile/sinks.cuh"
 #include "tile/accum.cuh"
 
-static_assert(WIDTH == WIDTH_V, "one shape of tile serves q, k, v and dout");
 using DqAccum = AccumTile<TILE_Q, WIDTH>;
-using DkvAccum = AccumTile<TILE_KV, WIDTH>;
+using DkAccum = AccumTile<TILE_KV, WIDTH>;
+using DvAccum = AccumTile<TILE_KV, WIDTH_V>;
 
 // number of a query tile where all batch elements are alike
 OP u32 query_tile_number(const BackwardParams& p, u32 batch_number, int head, int tile) {
@@ -41,7 +41,7 @@ typedef Choose<(FP16_PARTS > 0), float, Element> GivenElement;
 // Calls use(row, whether it exists, rowsum(dout o out)) for the rows of a query tile.
 template <typename T, typename Use> OP void delta_of_rows(const TileOf<T>& out, const TileOf<T>& dout, Use use) {
   if constexpr (FP16_PARTS > 0) for_row_dots<TILE_Q>(out, dout, use);
-  else for_row_dots<TILE_Q, WIDTH>(out, dout, use);
+  else for_row_dots<TILE_Q, WIDTH_V>(out, dout, use);
 }
 
 // Before: one query tile's sums become 0, its statistics those that P and dS are computed from. Delta is multiplied by `sign`. `parts` of a
@@ -93,11 +93,11 @@ OP float scale_of_element(const BackwardParams& p, BlockCoord here, u32 number) 
 }
 
 // Columns of sums that are added up. Those beyond DIM exist, and nobody has written them where a first block stores (FIRST_STORES).
-constexpr int SUM_COLS = FP16_PARTS ? DIM : WIDTH;
+constexpr int SUM_COLS = FP16_PARTS ? DIM : WIDTH, SUM_COLS_V = FP16_PARTS ? DIM_V : WIDTH_V;
 
 // One tile of a gradient from its sums, of which there are `parts` for each head and batch element. Those of all batch elements that
 // the gradient does not tell apart are added up.
-template <typename Accum, Side SIDE>
+template <typename Accum, Side SIDE, int COLS>
 OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float* sums, int heads, int parts, int cols, u32 block, float factor) {
   constexpr int ROWS = TILE_ROWS<SIDE>;
   const BlockCoord here = block_coord<SIDE>(p, heads, block);
@@ -114,10 +114,10 @@ OP void postprocess_tile(const BackwardParams& p, const Tensor& gradient, float*
     elements *= summed[i];
   }
 
-  const SharedTile<ROWS, WIDTH> tile_smem{shared_memory()};
+  const SharedTile<ROWS, Accum::cols> tile_smem{shared_memory()};
   const int tiles = tiles_of<SIDE>(p);
-  for (int piece = warp_id(); piece < ROWS / 16 * (SUM_COLS / 16); piece += WARPS) {
-    const int row = piece / (SUM_COLS / 16) * 16, col = piece % (SUM_COLS / 16) * 16;
+  for (int piece = warp_id(); piece < ROWS / 16 * (COLS / 16); piece += WARPS) {
+    const int row = piece / (COLS / 16) * 16, col = piece % (COLS / 16) * 16;
     Acc<16, 16> sum_reg;
     fill(sum_reg, 0.f);
     for (u32 element = 0; element < elements; ++element) {
@@ -157,9 +157,9 @@ template <typename Accum = DqAccum> OP void postprocess(const BackwardParams& p)
   const u32 query_blocks = p.dq_progress ? 0 : tiles_of<QUERIES>(p) * p.heads * batch_q, key_blocks = tiles_of<KEYS>(p) * heads_kv * batch_kv;
   const u32 block = block_id();
   const u32 key_block = block - query_blocks;
-  if (block < query_blocks) postprocess_tile<Accum, QUERIES>(p, p.dq, p.dq_accum, p.heads, 1, p.dim, block, p.scale);
-  else if (key_block < key_blocks) postprocess_tile<DkvAccum, KEYS>(p, p.dk, p.dk_accum, heads_kv, splits, p.dim, key_block, 1.f);
-  else postprocess_tile<DkvAccum, KEYS>(p, p.dv, p.dv_accum, heads_kv, splits, p.dim_v, key_block - key_blocks, 1.f);
+  if (block < query_blocks) postprocess_tile<Accum, QUERIES, SUM_COLS>(p, p.dq, p.dq_accum, p.heads, 1, p.dim, block, p.scale);
+  else if (key_block < key_blocks) postprocess_tile<DkAccum, KEYS, SUM_COLS>(p, p.dk, p.dk_accum, heads_kv, splits, p.dim, key_block, 1.f);
+  else postprocess_tile<DvAccum, KEYS, SUM_COLS_V>(p, p.dv, p.dv_accum, heads_kv, splits, p.dim_v, key_block - key_blocks, 1.f);
 }
 
 // After, with SINKS: the gradient of one sink, -sum of 2^(sink - lse) delta over all rows of its head and all batch elements, by one block and in

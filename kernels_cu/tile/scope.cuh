@@ -76,6 +76,9 @@ OP void sync_warp() { __syncwarp(); }
 // One warp tells the other that names the same barrier what it has written, and goes on; the other waits to be told.
 OP void arrive_pair(int name) { asm volatile("bar.arrive %0, 64;" :: "r"(name) : "memory"); }
 OP void sync_pair(int name) { asm volatile("bar.sync %0, 64;" :: "r"(name) : "memory"); }
+// The same of two warpgroups.
+OP void arrive_two_groups(int name) { asm volatile("bar.arrive %0, 256;" :: "r"(name) : "memory"); }
+OP void sync_two_groups(int name) { asm volatile("bar.sync %0, 256;" :: "r"(name) : "memory"); }
 // Ping-pong: each warpgroup waits until the one before it lets it go, the first one until the last one does, which so begins. The barrier of
 // the first one is FIRST.
 template <int FIRST> OP void wait_pingpong(int group) { asm volatile("bar.sync %0, 256;" :: "r"(FIRST + group) : "memory"); }
@@ -99,6 +102,8 @@ OP void sync_block(CallSite at = call_site()) { host::sync_block(at); }
 OP void sync_warp(CallSite at = call_site()) { host::ask_warp(at); host::self->publish_stores(); }
 OP void arrive_pair(int name) { host::arrive_named(name, 2); }
 OP void sync_pair(int name, CallSite at = call_site()) { host::sync_named(name, 2, "the other warp of the pair", at); }
+OP void arrive_two_groups(int name) { host::arrive_named(name, 8); }
+OP void sync_two_groups(int name, CallSite at = call_site()) { host::sync_named(name, 8, "the other warpgroup", at); }
 template <int FIRST> OP void wait_pingpong(int group, CallSite at = call_site()) { host::sync_named(FIRST + group, 8, "the warpgroup before it", at); }
 template <int FIRST> OP void arrive_pingpong(int group, int groups) { host::arrive_named(FIRST + (group + 1) % groups, 8); }
 template <int FIRST> OP void sync_first(int name, CallSite at = call_site()) { host::sync_named(name, FIRST, "the other warps that load", at); }

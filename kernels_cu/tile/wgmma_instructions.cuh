@@ -171,6 +171,12 @@ template <> OP void wgmma_ss_b_mn<128>(float* d, u32 a, u32 b, int add) {
   else
     asm volatile(WGMMA(128, "bf16", D_128, DESCRIPTOR("a", "%64") DESCRIPTOR("b", "%65"), "a, b", "%66", "0, 1") : OF_D_128 : "r"(a), "r"(b), "r"(add));
 }
+template <> OP void wgmma_ss_a_mn<48>(float* d, u32 a, u32 b, int add) {
+  if constexpr (DTYPE == FLOAT16)
+    asm volatile(WGMMA(48, "f16", D_48, DESCRIPTOR("a", "%24") DESCRIPTOR("b", "%25"), "a, b", "%26", "1, 0") : OF_D_48 : "r"(a), "r"(b), "r"(add));
+  else
+    asm volatile(WGMMA(48, "bf16", D_48, DESCRIPTOR("a", "%24") DESCRIPTOR("b", "%25"), "a, b", "%26", "1, 0") : OF_D_48 : "r"(a), "r"(b), "r"(add));
+}
 template <> OP void wgmma_ss_a_mn<80>(float* d, u32 a, u32 b, int add) {
   if constexpr (DTYPE == FLOAT16)
     asm volatile(WGMMA(80, "f16", D_80, DESCRIPTOR("a", "%40") DESCRIPTOR("b", "%41"), "a, b", "%42", "1, 0") : OF_D_80 : "r"(a), "r"(b), "r"(add));
