@@ -4,13 +4,12 @@ from itertools import product
 
 import numpy
 import pytest
+from test_gradient_parts import judge, operands
 from test_hopper_backward import (
     RESULTS,
     both,
     computed,
     in_both_modes,
-    judge,
-    operands,
     planned,
     planning,  # noqa: F401, a fixture
     schedule_as,  # noqa: F401, a fixture
@@ -135,10 +134,10 @@ def test_sequences_of_their_own_lengths(is_packed, schedule, deterministic, caus
         assert not any(x.any() for x in behind)
 
 
-def plan_of(dim, dim_v, len_q=300, len_kv=300, arch="90a", dtype="float16", **asked):
-    q, k = numpy.zeros((2, len_q, dim), dtype), numpy.zeros((2, len_kv, dim), dtype)
-    v, dout, lse = k[..., :1].repeat(dim_v, -1), q[..., :1].repeat(dim_v, -1), numpy.zeros((2, len_q), numpy.float32)
-    return plan_attention_backward(dout, q, k, v, dout, lse, backend="host", arch=arch, **asked)
+def plan_of(dim, dim_v, len_q=300, len_kv=300, heads=100, arch="90a", dtype="float16", **asked):
+    shapes = (heads, len_q, dim_v), (heads, len_q, dim), (heads, len_kv, dim), (heads, len_kv, dim_v)
+    dout, q, k, v = (numpy.empty(shape, dtype) for shape in shapes)
+    return plan_attention_backward(dout, q, k, v, dout, dout[..., 0].astype("f4"), backend="host", arch=arch, **asked)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,11 @@ def plan_of(dim, dim_v, len_q=300, len_kv=300, arch="90a", dtype="float16", **as
         ((192, 128), {}, KERNEL),
         ((192, 128), {"causal": True, "deterministic": True}, KERNEL),
         ((136, 128), {"window": (200, 0)}, KERNEL),
-        ((192, 64), {"sinks": numpy.zeros(2, numpy.float16)}, KERNEL),
+        ((192, 64), {"sinks": numpy.zeros(100, numpy.float16)}, KERNEL),
+        ((192, 128), {"heads": 27}, KERNEL),  # 135 blocks of 64 keys, more than run at once
+        ((192, 128), {"heads": 26}, "bwd_hopper_wide"),
+        ((192, 128), {"heads": 2, "len_q": 4096, "len_kv": 4096, "causal": True}, "bwd_hopper_wide"),
+        ((192, 128), {"heads": 3, "len_q": 4096, "len_kv": 4096, "causal": True}, KERNEL),
         ((128, 64), {}, "bwd_hopper"),
         ((192, 136), {}, "bwd_hopper_wide"),
         ((200, 128), {}, "bwd_hopper_wide"),
@@ -159,6 +162,10 @@ def plan_of(dim, dim_v, len_q=300, len_kv=300, arch="90a", dtype="float16", **as
         ((192, 128), {"dropout": 0.1, "seed": 3}, "bwd_hopper_wide"),
         ((192, 128), {"causal": True, "prefix": 9}, "bwd_hopper_wide"),
         ((192, 128), {"len_kv": 64}, "bwd_hopper_wide"),
+        ((192, 128), {"heads": 300, "len_kv": 96}, KERNEL),
+        ((192, 128), {"heads": 300, "len_q": 64}, "bwd_hopper_wide"),
+        ((192, 128), {"window": (100, 27)}, "bwd_hopper_wide"),
+        ((192, 128), {"window": (100, 28)}, KERNEL),
         ((192, 128), {"arch": "80"}, "bwd_v2"),
         ((190, 128), {}, "bwd_v2"),
     ],
@@ -196,9 +203,9 @@ def test_values_have_tiles_of_their_own_width():
 
 ASKED = {
     "plain": {},
-    "in order": {"deterministic": True, "causal": True, "len_q": 4096},
+    "in order": {"deterministic": True, "causal": True, "len_q": 4096, "heads": 6},
     "first stores": {"deterministic": True},
-    "sinks": {"sinks": numpy.zeros(2, numpy.float32)},
+    "sinks": {"sinks": numpy.zeros(100, numpy.float32)},
     "window": {"window": (200, 50)},
     "packed": dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), numpy.array([0, 100, 300], numpy.int32)),
 }

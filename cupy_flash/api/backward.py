@@ -254,7 +254,8 @@ def plan_attention_backward(
     kernel : {None, 'bwd_v2', 'bwd_hopper', 'bwd_hopper_wide', 'bwd_hopper_mla', 'bwd_hopper_parts'}
         Kernel file to compute with, such as to compare two; None leaves the choice to the planner. 'bwd_v2' is for everything, the
         others are for sm_90a: 'bwd_hopper' and 'bwd_hopper_wide' for 16-bit dtypes and arrays whose strides are multiples of 16
-        bytes, the former for head dims of at most 128; 'bwd_hopper_parts' for float32 and head dims of at most 128.
+        bytes, the former for head dims of at most 128; 'bwd_hopper_mla' likewise for those of 129 to 192 and values of at most
+        128; 'bwd_hopper_parts' for float32 and head dims of at most 128.
 
     Returns
     -------

@@ -14,7 +14,6 @@ from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from ..problem.layout import Layout
 from .grouping import RUNNING
-from .mla import why_not_mla
 from .tensor_map import obstacle
 
 KEYS, WIDE_KEYS, WIDE = 128, 64, 128  # of a block, and of one for head dims above
@@ -40,8 +39,7 @@ def in_parts(problem: BackwardProblem) -> BackwardProblem:
     alike = not (p.scores or p.sinks is not None or p.lengths is not None or p.mask.hides_first or p.mask.hides_last)
     if not alike or problem.adds or problem.sums_queries or problem.zero or not p.len_kv:
         return problem
-    narrow = max(p.dim, p.dim_v) <= WIDE or not why_not_mla(p, p.softcap is not None)
-    keys = KEYS if narrow else WIDE_KEYS
+    keys = WIDE_KEYS if max(p.dim, p.dim_v) > WIDE else KEYS
     blocks = -(-p.len_kv // keys) * p.heads_q * math.prod(p.batch)  # heads of a group are dealt out among blocks
     fit = [n for n in range(2, p.len_q // LEAST + 1) if p.len_q % (n * ROWS) == 0] if blocks < RUNNING else []
     parts = min((1, *fit), key=lambda n: _steps(blocks, p.len_q, n))

@@ -121,6 +121,13 @@ for dim, precision, told in in_parts:
         plan_attention_backward(*given, **asked, kernel="bwd_hopper_parts", deterministic=deterministic)(*given, **told)
     cupy.cuda.Device().synchronize()
 
+for told in ({}, packed):
+    (q, k), v = normal(2, 2, 150, 192), normal(2, 150, 128)
+    given = (v, q, k, v, *attention(q, k, v, causal=True, return_lse=True, **told))
+    for deterministic in (False, True):
+        plan_attention_backward(*given, causal=True, **told, kernel="bwd_hopper_mla", deterministic=deterministic)(*given, **told)
+cupy.cuda.Device().synchronize()
+
 cos, sin = normal(2, 90, 12, dtype="float32")
 pages = cupy.asarray(numpy.arange(12, dtype=numpy.int32).reshape(3, 4)[::-1].copy())
 for dtype, dim in (("float16", 64), ("float32", 40), ("float16", 33)):
