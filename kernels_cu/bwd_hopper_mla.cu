@@ -40,9 +40,8 @@ using Passed = PassedTile<16, TILE_Q>;                        // P of 16 keys, o
 constexpr int P_OFFSET = ceil_div(BLOCK_BYTES, 16) * 16, P_BYTES = 16 * TILE_Q * int(sizeof(Element));
 constexpr int SHARED_BYTES = P_OFFSET + 2 * TILE_KV / 16 * P_BYTES;
 
-// Of all consumer warps; of P and dS of a step and a warpgroup for keys, which it has written; and which it may overwrite. Of these there are two
-// each, as there are of P and dS.
-enum NamedBarrier { CONSUMERS = 1, WRITTEN = 2, FREED = WRITTEN + 2 * KEY_GROUPS };
+// Of P and dS of a step and a warpgroup for keys, which it has written; and which nobody reads any more. There are two each, as there are of P and dS.
+enum NamedBarrier { WRITTEN = 1, FREED = WRITTEN + 2 * KEY_GROUPS };
 static_assert(FREED + 2 * KEY_GROUPS <= NAMED_BARRIERS);
 OP int written(u32 step, int group) { return WRITTEN + int(step % 2) * KEY_GROUPS + group; }
 OP int freed(u32 step, int group) { return FREED + int(step % 2) * KEY_GROUPS + group; }
@@ -51,7 +50,7 @@ OP Passed p_smem(const KeyBlock& block, u32 step, int row) { return {block.smem 
 // Whether a mask hides any of the pairs of 16 keys with the query tile at hand. Asked anew in each step: kept, the range would take registers.
 OP bool cut(const KeyBlock& block, int row) { return !unmasked_queries(block.mask, not_ahead(block.row0 + row), 16).contains(block.now.tile * TILE_Q, TILE_Q); }
 
-// Calls step(number) for each query tile, which is handed back then, and meets the other consumers.
+// Calls step(number) for each query tile, which is handed back then.
 template <typename Step> OP void for_query_tiles(const HopperBackwardParams& p, KeyBlock& block, Step step) {
   if (block.steps > 0) {
     consumer_wait(block.keys);                                // without it the products read keys that have not arrived
@@ -65,7 +64,6 @@ template <typename Step> OP void for_query_tiles(const HopperBackwardParams& p, 
     block.go_on(p);
   }
   arrive_at(block.ended);                                     // without it the block is never counted
-  sync_last<4 * GROUPS>(CONSUMERS);                           // without it gradients overwrite keys that a slower warp still reads
   load_place(block);
 }
 
@@ -101,6 +99,9 @@ OP void compute_dk(const HopperBackwardParams& p, KeyBlock& block, int group) {
     start_product(dk_reg, ds_reg, q_smem);
     wait_for_products<0>(dk_reg);                             // without it the producer overwrites what the product reads
   });
+  #pragma unroll 1
+  for (int step = max_of(block.steps - 2, 0); step < block.steps; ++step)
+    sync_two_groups(freed(step, group));                      // without it dK overwrites keys that are still multiplied
   scale(dk_reg, p.scale);
   store_gradient(p, block, p.dk_map, false, p.dk_accum, block.keys.tile(), dk_reg, own_row);
 }
@@ -130,7 +131,6 @@ OP void compute_dv(const HopperBackwardParams& p, KeyBlock& block) {
       wait_for_products<0>(dq_reg);                           // without it sums are added that do not exist yet
     };
     const auto free = [&] {
-      if (int(step) + 2 >= block.steps) return;               // nobody writes there any more
       #pragma unroll
       for (int group = 0; group < KEY_GROUPS; ++group)
         arrive_two_groups(freed(step, group));                // without it the other warpgroup waits for ever
@@ -145,7 +145,7 @@ OP void compute_dv(const HopperBackwardParams& p, KeyBlock& block) {
     });
   });
   #pragma unroll
-  for (int group = 0; group < KEY_GROUPS; ++group)
+  for (int group = 0; group < KEY_GROUPS; ++group)            // when dS of the last step has been written, nobody reads values any more
     store_gradient(p, block, p.dv_map, true, p.dv_accum, block.values.tile(), dv_reg[group], group * GROUP_KEYS + own_row);
 }
 

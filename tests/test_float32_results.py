@@ -25,9 +25,9 @@ def schedule(request, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
 
 
-def drawn(dtype, heads_q=2, heads_kv=2, len_q=90, len_kv=150, dim=40, batch=()):
+def drawn(dtype, heads_q=2, heads_kv=2, len_q=90, len_kv=150, dim=40, dim_v=None, batch=()):
     rng = numpy.random.default_rng(0)
-    shapes = ((*batch, heads_q, len_q, dim), (*batch, heads_kv, len_kv, dim), (*batch, heads_kv, len_kv, dim))
+    shapes = ((*batch, heads_q, len_q, dim), (*batch, heads_kv, len_kv, dim), (*batch, heads_kv, len_kv, dim_v or dim))
     return [rng.standard_normal(shape, dtype=numpy.float32).astype(DTYPES[dtype]) for shape in shapes]
 
 
@@ -41,7 +41,7 @@ def forward(inputs, wide, sinks=None, given=(None, None), lengths=None, **option
 def backward(inputs, wide, given=(None, None, None), lengths=None, **options):
     q, k, v = inputs
     _, out, lse = forward(inputs, False, lengths=lengths, **{name: x for name, x in options.items() if name == "causal"})
-    dout = numpy.random.default_rng(1).standard_normal(q.shape, dtype=numpy.float32).astype(q.dtype)
+    dout = numpy.random.default_rng(1).standard_normal(out.shape, dtype=numpy.float32).astype(q.dtype)
     gradients = operands(dout, q, k, v, out, lse, None, None, *given, None, others=captured(lengths=lengths or {}))
     options = {"backend": "host", "deterministic": True, "float32_results": wide, **options}
     plan = prepared_backward(gradients, options)
@@ -67,6 +67,7 @@ SHAPES = {
     "batch": {"batch": (3,)},
     "groups": {"heads_q": 6, "len_q": 40, "dim": 64},
 }
+NARROW_VALUES = {"heads_q": 4, "dim": 136, "dim_v": 40}
 
 
 FORMS = [
@@ -112,6 +113,19 @@ def test_gradients_in_float32_are_what_is_rounded_otherwise(dtype, arch, kernel,
     assert wide.kernel.file == kernel and wide.kernel.config.FLOAT32_RESULTS and not narrow.kernel.config.FLOAT32_RESULTS
     for x, y in zip(found, rounded):
         check_rounded(x, y)
+
+
+def test_gradients_of_narrow_values_in_float32(schedule):
+    """Where lanes store what TMA does otherwise, and where they are added to what is there."""
+    inputs, asked = drawn("bfloat16", **NARROW_VALUES), {"arch": "90a", "kernel": "bwd_hopper_mla", "causal": True}
+    wide, found = backward(inputs, True, **asked)
+    for x, y in zip(found, backward(inputs, False, **asked)[1]):
+        check_rounded(x, y)
+    before = [numpy.random.default_rng(2).standard_normal(x.shape, dtype=numpy.float32) for x in inputs]
+    given = tuple(x.copy() for x in before)
+    assert wide.kernel.config.FLOAT32_RESULTS and backward(inputs, True, given, adds_results=True, **asked)[0].kernel.config.ADD_RESULTS
+    for x, old, new in zip(given, before, found):
+        assert (x == old + new).all()
 
 
 @pytest.mark.parametrize("dtype, arch, kernel, shape", [("bfloat16", None, None, "groups"), *rarely_each(7, GRADIENTS)])

@@ -203,7 +203,7 @@ def test_values_have_tiles_of_their_own_width():
 
 ASKED = {
     "plain": {},
-    "in order": {"deterministic": True, "causal": True, "len_q": 4096, "heads": 6},
+    "in order": {"deterministic": True, "causal": True, "len_q": 4096, "len_kv": 4096, "heads": 3},
     "first stores": {"deterministic": True},
     "sinks": {"sinks": numpy.zeros(100, numpy.float32)},
     "window": {"window": (200, 50)},

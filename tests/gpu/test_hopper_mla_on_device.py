@@ -43,7 +43,7 @@ def drawn(heads, heads_kv, len_q, len_kv, dtype="float16", **asked):
 ENDS = numpy.array([0, 700, 700, 1300, 1500], numpy.int32)
 ASKED = {
     "causal, a group": ((8, 2, 1500, 1500), {"causal": True}),
-    "many keys": ((2, 2, 900, 4000), {}),
+    "many keys": ((3, 3, 900, 4000), {}),
     "later heads": ((300, 300, 300, 260), {"window": (200, 9)}),
     "few keys": ((300, 300, 500, 77), {}),
     "packed": ((4, 4, 1510, 1510), {"causal": True, "cu_seqlens_q": ENDS, "cu_seqlens_kv": ENDS}),
