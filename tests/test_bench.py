@@ -66,7 +66,15 @@ def test_flops_are_those_of_visible_pairs(causal):
     assert cell.flops == case.flops
     pairs = int(sees(37, 37, last_key=0 if causal else None).sum())
     # Q K^T again, dO V^T, dS K, dS^T Q and P^T dO: three products of dim and two of dim_v.
-    assert Cell("backward", *tuple(vars(cell).values())[1:]).flops == 2 * 5 * 24 * pairs * 3 * 2
+    assert replace(cell, direction="backward").flops == 2 * 5 * 24 * pairs * 3 * 2
+    assert replace(cell, direction="backward", dim_v=8).flops == 2 * (3 * 24 + 2 * 8) * pairs * 3 * 2
+    assert replace(cell, dim_v=8).flops == 2 * (24 + 8) * pairs * 3 * 2
+
+
+def test_cells_of_values_that_are_narrower_than_keys():
+    cells = replace(SUITES["paper"], dims=(192,), dim_v=128).cells(["backward"])
+    assert {(c.heads, c.shape[-1], c.shape_v[-1], c.dims) for c in cells} == {(10, 192, 128, "192/128")}
+    assert str(cells[0]) == "backward bfloat16 32x10x512x192/128 full" and str(replace(cells[0], dim_v=None)).endswith("x192 full")
 
 
 def test_a_length_that_does_not_divide_the_tokens():

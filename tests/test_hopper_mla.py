@@ -4,6 +4,8 @@ from itertools import product
 
 import numpy
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_gradient_parts import judge, operands
 from test_hopper_backward import (
     RESULTS,
@@ -73,6 +75,53 @@ def test_gradients_add_up_to_what_they_must():
     assert off < 2**-9  # P, dS and each key's gradient are rounded to 11 bits
     off = found.dv.astype(float).sum(-2) - given["dout"].astype(float).sum(-2)
     assert abs(off).max() < 2**-9 * abs(found.dv.astype(float)).sum(-2).max()
+
+
+@st.composite
+def problems(draw):
+    """A case of any lengths, heads, head dims and mask."""
+    end = st.none() | st.integers(0, 200)
+    return Case(
+        draw(st.sampled_from(["float16", "bfloat16"])),
+        draw(st.integers(1, 300)),
+        draw(st.integers(1, 400)),
+        dim=draw(st.sampled_from([136, 160, 192])),
+        dim_v=draw(st.sampled_from([8, 64, 104, 128])),
+        heads_q=draw(st.integers(1, 3)),
+        heads_kv=1,
+        batch=draw(st.sampled_from([(), (2,)])),
+        layout=draw(st.sampled_from(["contiguous", "bshd"])),
+        causal=draw(st.sampled_from([False, True, "top_left"])),
+        window=draw(st.none() | st.tuples(end, end)),
+        values=draw(st.sampled_from(["normal", "large"])),
+    )
+
+
+@settings(max_examples=10)
+@given(problems(), st.booleans())
+def test_any_problem(case, deterministic):
+    given = operands(case)
+    judge(case, given, computed(planned(case, given, deterministic, KERNEL), given))
+
+
+BROADCAST = {
+    "queries": ((1, 2, 70, 136), (3, 2, 140, 136), (3, 2, 140, 40)),
+    "keys": ((3, 2, 70, 136), (1, 2, 140, 136), (1, 2, 140, 40)),
+    "values, not keys": ((3, 2, 70, 136), (3, 2, 140, 136), (1, 2, 140, 40)),
+}
+
+
+@in_both_modes
+@pytest.mark.parametrize("what", BROADCAST)
+def test_broadcast_inputs_get_sums(what, deterministic):
+    rng = numpy.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape).astype(numpy.float16) for shape in BROADCAST[what])
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    dout = rng.standard_normal(out.shape).astype(numpy.float16)
+    given = dict(zip(("dout", "q", "k", "v", "out", "lse"), (dout, q, k, v, out, lse)))
+    plan = plan_attention_backward(**given, causal=True, deterministic=deterministic, kernel=KERNEL, backend="host", arch="90a")
+    judged = compare_gradients(computed(plan, given), dout, q, k, v, scale=136**-0.5, last_key=70)
+    assert judged.ok, judged.message
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -53,6 +53,7 @@ class Report:
 @click.option("--suite", type=click.Choice(tuple(SUITES)), default="quick", show_default=True, help="What is measured.")
 @click.option("--dtype", "dtypes", type=names(*DTYPES), help="Instead of the suite's.")
 @click.option("--dim", "dims", type=SIZES, help="Head dims instead of the suite's.")
+@click.option("--dim-v", type=click.IntRange(1, 256), help="Of values, if that is another than that of keys.")
 @click.option("--seq", "seqs", type=SIZES, help="Sequence lengths instead of the suite's.")
 @click.option("--mask", "masks", type=names(*MASKS), default=",".join(MASKS), show_default=True, help="Which masks.")
 @click.option("--algorithm", "algorithms", type=names(*ALGORITHMS), default=",".join(ALGORITHMS), help="Of this project.")
@@ -72,6 +73,7 @@ def bench(
     suite: str,
     dtypes: tuple[str, ...] | None,
     dims: tuple[int, ...] | None,
+    dim_v: int | None,
     seqs: tuple[int, ...] | None,
     masks: tuple[str, ...],
     algorithms: tuple[str, ...],
@@ -97,6 +99,7 @@ def bench(
     \b
     Examples:
       cupy-flash bench forward --dim 128 --seq 1024,8192
+      cupy-flash bench both --dim 192 --dim-v 128 --dtype bfloat16
       cupy-flash bench both --suite paper --json found.json --plot found.png
       cupy-flash bench forward --sweep --dtype bfloat16
     """
@@ -108,7 +111,7 @@ def bench(
     for kernel in kernels:
         if KERNELS[kernel] not in directions:
             raise click.UsageError(f"--kernel: {kernel} computes the {KERNELS[kernel]}, which is not measured")
-    given = {"dtypes": dtypes, "dims": dims, "seqs": seqs, "masks": tuple(MASKS[mask] for mask in masks)}
+    given = {"dtypes": dtypes, "dims": dims, "dim_v": dim_v, "seqs": seqs, "masks": tuple(MASKS[mask] for mask in masks)}
     chosen = replace(SUITES[suite], **{name: value for name, value in given.items() if value})
     cells = chosen.cells(directions)
     machine, effort = machine_of(), Effort(rounds, seconds, graphs)
@@ -230,7 +233,7 @@ def _print_rates(results: Sequence[CellResult], report: Report) -> None:
         limit = report.matmul.get(cell.dtype)
         share = f"{r.rate(first) / limit:.0%}" if limit and first and r.of(first) else ""
         spread = max((m.spread for m in r.measurements), default=0)
-        rows.append((cell.dtype, str(cell.dim), cell.mask, str(cell.seq), *rates, share, f"{spread:.1%}"))
+        rows.append((cell.dtype, cell.dims, cell.mask, str(cell.seq), *rates, share, f"{spread:.1%}"))
     header = ("dtype", "dim", "mask", "seq", *names, "share", "spread")
     for line in table(header, rows, "<><>" + ">" * (len(names) + 2), terminal_width()):
         click.echo(line)

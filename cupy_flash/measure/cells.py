@@ -7,7 +7,7 @@ Rates count the work that the problem has, not what a kernel does: for each pair
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 DIRECTIONS = ("forward", "backward")
@@ -27,6 +27,8 @@ class Cell:
     dim : int
     causal : bool
     seq, batch, heads : int
+    dim_v : int, optional
+        Of values and results, where these are not as wide as keys.
     """
 
     direction: str
@@ -36,9 +38,15 @@ class Cell:
     seq: int
     batch: int
     heads: int
+    dim_v: int | None = field(default=None, kw_only=True)
 
     def __str__(self) -> str:
-        return f"{self.direction} {self.dtype} {self.batch}x{self.heads}x{self.seq}x{self.dim} {self.mask}"
+        return f"{self.direction} {self.dtype} {self.batch}x{self.heads}x{self.seq}x{self.dims} {self.mask}"
+
+    @property
+    def dims(self) -> str:
+        """Of keys, and of values if that is another: '128', or '192/128'."""
+        return str(self.dim) if self.dim_v is None else f"{self.dim}/{self.dim_v}"
 
     @property
     def mask(self) -> str:
@@ -47,8 +55,13 @@ class Cell:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, seq, dim), of q, k, v and the result alike."""
+        """(batch, heads, seq, dim), of q and k."""
         return self.batch, self.heads, self.seq, self.dim
+
+    @property
+    def shape_v(self) -> tuple[int, int, int, int]:
+        """(batch, heads, seq, dim_v), of v, the result and its gradient."""
+        return self.batch, self.heads, self.seq, self.dim_v or self.dim
 
     @property
     def pairs(self) -> int:
@@ -58,7 +71,8 @@ class Cell:
     @property
     def flops(self) -> int:
         """Operations of the matrix products, masked pairs not counted."""
-        each = 2 * (self.dim + self.dim) if self.direction == "forward" else 2 * (3 * self.dim + 2 * self.dim)
+        dim_v = self.dim_v or self.dim
+        each = 2 * (self.dim + dim_v) if self.direction == "forward" else 2 * (3 * self.dim + 2 * dim_v)
         return each * self.pairs * self.heads * self.batch
 
 
@@ -72,17 +86,20 @@ class Suite:
     dims, seqs : tuple of int
     masks : tuple of bool
         Whether causal.
+    dim_v : int, optional
+        As of a `Cell`.
     """
 
     dtypes: tuple[str, ...]
     dims: tuple[int, ...]
     seqs: tuple[int, ...]
     masks: tuple[bool, ...] = (False, True)
+    dim_v: int | None = None
 
     def cells(self, directions: Iterable[str]) -> tuple[Cell, ...]:
         """The cells; those that a table shows beside each other come one after another."""
         return tuple(
-            Cell(direction, dtype, dim, causal, seq, max(1, TOKENS // seq), max(1, HIDDEN // dim))
+            Cell(direction, dtype, dim, causal, seq, max(1, TOKENS // seq), max(1, HIDDEN // dim), dim_v=self.dim_v)
             for direction, dtype, dim, causal, seq in product(directions, self.dtypes, self.dims, self.masks, self.seqs)
         )
 

@@ -99,7 +99,7 @@ def _own(algorithm: str, kernels: dict[str, str | None], deterministic: bool, ce
     q, k, v, *dout = inputs
     kernel = kernels.get(cell.direction)
     if not dout:
-        out = unwritten(q)
+        out = unwritten(v)
         plan = plan_attention(q, k, v, causal=cell.causal, algorithm=algorithm, out=out, kernel=kernel)
         return _forward_run(plan, inputs, out)
     arguments = (*dout, q, k, v, *attention(q, k, v, causal=cell.causal, algorithm=algorithm, return_lse=True))
@@ -120,7 +120,7 @@ def planned_run(kernel: KernelPlan, cell: Cell, inputs: tuple[Array, ...]) -> Ru
     inputs : tuple of array
         q, k and v.
     """
-    out = unwritten(inputs[0])
+    out = unwritten(inputs[2])
     problem = plan_attention(*inputs, causal=cell.causal, out=out, kernel=kernel.file).problem
     return _forward_run(AttentionPlan(problem, kernel, False), inputs, out)
 

@@ -59,8 +59,8 @@ class GpuBench:
     def make_inputs(self, cell: Cell) -> tuple[Array, ...]:
         """q, k, v, and for the backward dout: standard normal, dense (batch, heads, seq, dim)."""
         rng = self._cupy.random.RandomState(0)
-        count = 4 if cell.direction == "backward" else 3
-        return tuple(rng.standard_normal(cell.shape, numpy.float32).astype(DTYPES[cell.dtype]) for _ in range(count))
+        shapes = (cell.shape, cell.shape, cell.shape_v, *[cell.shape_v] * (cell.direction == "backward"))
+        return tuple(rng.standard_normal(shape, numpy.float32).astype(DTYPES[cell.dtype]) for shape in shapes)
 
     def judge(self, cell: Cell, inputs: tuple[Array, ...], results: tuple[Array, ...]) -> Verdict:
         """Whether results are right.
@@ -69,9 +69,10 @@ class GpuBench:
         result, rows at its beginning, in its middle and at its end; gradients whole, because each key's has a part of every
         query, which takes memory for several arrays of scores.
         """
-        for result in results:
-            if result.shape != cell.shape or result.dtype != DTYPES[cell.dtype]:
-                return Verdict(False, f"a result is {result.dtype} {result.shape}, expected {cell.dtype} {cell.shape}")
+        shapes = (cell.shape_v,) if cell.direction == "forward" else (cell.shape, cell.shape, cell.shape_v)
+        for result, shape in zip(results, shapes, strict=True):
+            if result.shape != shape or result.dtype != DTYPES[cell.dtype]:
+                return Verdict(False, f"a result is {result.dtype} {result.shape}, expected {cell.dtype} {shape}")
             if not self._cupy.isfinite(result.astype(numpy.float32)).all():
                 return Verdict(False, "a result is not finite")
         wrong_in = _wrong_rows if cell.direction == "forward" else _wrong_gradients

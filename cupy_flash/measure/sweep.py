@@ -102,8 +102,8 @@ def candidates(cell: Cell, architecture: Architecture, kernel: str | None = None
     UnsupportedError
         If the kernel cannot compute the cell.
     """
-    q = dense_layout(cell.shape, reversed(range(len(cell.shape))), cell.dtype, None)
-    problem = make_problem(q, q, q, Options(causal=cell.causal, backend="host", kernel=kernel))
+    q, v = (dense_layout(shape, reversed(range(len(shape))), cell.dtype, None) for shape in (cell.shape, cell.shape_v))
+    problem = make_problem(q, q, v, Options(causal=cell.causal, backend="host", kernel=kernel))
     chosen = make_forward_plan(problem, architecture)
     dims = max(chosen.config.DIM, chosen.config.DIM_V), chosen.config.DIM_V
     between = rows_between(problem) if chosen.file == "fwd_hopper" and not chosen.config.FP16_PARTS else ()
