@@ -40,6 +40,17 @@ def test_the_command_prints_rates_and_comparisons(fake):
     assert "fa4: there is no module flash_attn.cute" in result.stdout
 
 
+def test_values_may_be_narrower_than_keys(fake, tmp_path):
+    asked = ("--seq", 1024, "--dim", 192, "--dim-v", 128, "--dtype", "bfloat16", "--mask", "full")
+    result = run("backward", *asked, "--json", tmp_path / "found.json")
+    assert result.exit_code == 0, result.output
+    rate = 2 * (3 * 192 + 2 * 128) * 1024**2 * 10 * 16 / 1e-3 / 1e12
+    [row] = [line for line in result.stdout.splitlines() if line.split()[:4] == ["bfloat16", "192/128", "full", "1024"]]
+    assert row.split()[4] == f"{rate:.0f}"
+    [cell] = json.loads((tmp_path / "found.json").read_text())["cells"]
+    assert (cell["dim"], cell["dim_v"]) == (192, 128)
+
+
 def test_the_command_hands_kernels_on(fake, monkeypatch):
     asked = []
     contenders = command.contenders
