@@ -47,6 +47,13 @@ OP int written(u32 step, int group) { return WRITTEN + int(step % 2) * KEY_GROUP
 OP int freed(u32 step, int group) { return FREED + int(step % 2) * KEY_GROUPS + group; }
 OP Passed p_smem(const KeyBlock& block, u32 step, int row) { return {block.smem + P_OFFSET + (int(step % 2) * (TILE_KV / 16) + row / 16) * P_BYTES}; }
 
+// By the warpgroup for values and queries: P and dS of a step may be overwritten.
+OP void free_places(u32 step) {
+  #pragma unroll
+  for (int group = 0; group < KEY_GROUPS; ++group)
+    arrive_two_groups(freed(step, group));                    // without it the other warpgroup waits for ever
+}
+
 // Whether a mask hides any of the pairs of 16 keys with the query tile at hand. Asked anew in each step: kept, the range would take registers.
 OP bool cut(const KeyBlock& block, int row) { return !unmasked_queries(block.mask, not_ahead(block.row0 + row), 16).contains(block.now.tile * TILE_Q, TILE_Q); }
 
@@ -125,21 +132,13 @@ OP void compute_dv(const HopperBackwardParams& p, KeyBlock& block) {
       start_product(dv_reg[group], p_reg, do_smem);
       wait_for_products<0>(dv_reg[group]);                    // without it the producer overwrites what the product reads
     }
-    Acc<16, TILE_Q> dq_reg;
-    const auto multiply = [&](int col) {
-      start_transposed_product(dq_reg, k_smem, col, block.ds_smem(step));
-      wait_for_products<0>(dq_reg);                           // without it sums are added that do not exist yet
-    };
-    const auto free = [&] {
-      #pragma unroll
-      for (int group = 0; group < KEY_GROUPS; ++group)
-        arrive_two_groups(freed(step, group));                // without it the other warpgroup waits for ever
-    };
     in_turn(p, block, step, [&] {
       #pragma unroll
       for (int col = 0; col < WIDTH; col += 64) {
-        multiply(col);
-        if (col + 64 == WIDTH) free();                        // behind the last addition, the others wait for it: 0.96 of the rate
+        Acc<16, TILE_Q> dq_reg;
+        start_transposed_product(dq_reg, k_smem, col, block.ds_smem(step));
+        wait_for_products<0>(dq_reg);                         // without it sums are added that do not exist yet
+        if (col + 64 == WIDTH) free_places(step);             // not behind the last addition, for which the others would wait
         add_or_store(block, sums, dq_reg, col + own_row, 0);
       }
     });
