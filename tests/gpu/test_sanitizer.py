@@ -247,6 +247,31 @@ cupy.cuda.Device().synchronize()
 print("done")
 """
 
+# A program that notes which kernels it would launch, and launches none; and one that compiles them, several at a time.
+PLANS_ALONE = """
+import pickle
+from cupy_flash.machine import device as of_kernels
+planned = []
+class Planned:
+    def __init__(self, kernel, *of_problem):
+        planned.append(kernel)
+    def launch(self, *of_call):
+        pass
+of_kernels.DeviceKernel = Planned
+"""
+COMPILES = """
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+from cupy_flash.machine import nvrtc
+with open(PATH, "rb") as file:
+    planned = list(dict.fromkeys(pickle.load(file)))
+with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+    for _ in pool.map(nvrtc.cubin, planned):
+        pass
+print("done")
+"""
+
 # Which are watched, and not what CuPy launches.
 OTHERS = ("fwd_", "fp16_parts", "bwd_hopper", "bwd_scores", "classify", "merge", "rotate", "append")
 KERNELS = (*OTHERS, "bwd_v2")
@@ -256,6 +281,13 @@ def run(program):
     """Run a program by itself, so that no kernel is compiled while a tool watches."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and "done" in done.stdout, (done.stdout + done.stderr)[-3000:]
+
+
+def compile_ahead(program, changes, path):
+    """Compile all kernels of a program, which it would do one after the other: that takes minutes, and a tool seconds."""
+    dump = f"with open({str(path)!r}, 'wb') as file:\n    pickle.dump(planned, file)\n"
+    run(PLANS_ALONE + program + dump)
+    run(f"PATH = {str(path)!r}\n" + changes + COMPILES)
 
 
 def watch(tool, program, kernels=KERNELS):
@@ -273,13 +305,13 @@ def watch(tool, program, kernels=KERNELS):
 
 
 @pytest.fixture(scope="module")
-def programs():
+def programs(tmp_path_factory):
     """What each tool executes, run once without any."""
-    by_tool = dict.fromkeys(("memcheck", "initcheck", "synccheck"), PROGRAM + TERMS_IN_PRODUCTS)
-    by_tool["racecheck"] = EACH_LANE_ARRIVES + PROGRAM.replace(OF_LENGTHS, WITHOUT_LENGTHS)
-    for program in dict.fromkeys(by_tool.values()):
+    plain, raced = PROGRAM + TERMS_IN_PRODUCTS, EACH_LANE_ARRIVES + PROGRAM.replace(OF_LENGTHS, WITHOUT_LENGTHS)
+    for program, changes in ((plain, ""), (raced, EACH_LANE_ARRIVES)):
+        compile_ahead(program, changes, tmp_path_factory.mktemp("kernels") / "planned")
         run(program)
-    return by_tool
+    return dict.fromkeys(("memcheck", "initcheck", "synccheck"), plain) | {"racecheck": raced}
 
 
 @pytest.mark.parametrize("tool", ("memcheck", "initcheck", "synccheck"))
