@@ -1,5 +1,7 @@
 """The shared cases on a device: every forward and every backward, by all kernels that serve it."""
 
+import math
+
 import pytest
 
 from cupy_flash import attention, plan_attention, plan_attention_backward
@@ -113,6 +115,10 @@ def best_backward(case, moved):
     """What the planner should choose for a backward that moves these arrays tile by tile."""
     if own_architecture().name != "90a" or case.dtype == "float32" or not all(map(tma_can_move, moved)):
         return "bwd_v2"
+    blocks = -(-case.len_kv // 64) * case.heads_q * math.prod(case.batch)
+    narrow_values = 128 < case.dim <= 192 and case.dim_v <= 128 and not (explicit_scores(case) or case.prefix or case.of_pairs)
+    if narrow_values and blocks > 132:  # more of 64 keys than run at once
+        return "bwd_hopper_mla"
     return "bwd_hopper" if max(case.dim, case.dim_v) <= 128 else "bwd_hopper_wide"
 
 
