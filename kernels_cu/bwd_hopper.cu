@@ -45,6 +45,7 @@
 #include "tile/softcap.cuh"
 
 static_assert(TILE_KV == 64 * GROUPS, "a warpgroup owns 64 keys");
+static_assert(WIDTH_V == WIDTH, "one shape of tile for keys and values");
 static_assert(SCORES != EXPRESSION, "its registers hold both gradients, and P once");
 
 // dQ = dS K is dealt out to the warpgroups by 64 rows, and where there are fewer of those, by columns, and lanes add what they hold. If its

@@ -29,6 +29,7 @@
 #include "tile/softcap.cuh"
 
 static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
+static_assert(WIDTH_V == WIDTH, "one shape of tile for keys and values");
 static_assert(FP16_PARTS > 0 && FLOAT32_RESULTS && !TMA_REDUCE_DQ, "parts, and float32 gradients");
 static_assert(!STAGED_BIAS && (SCORES == UNCHANGED || SCORES == PLUS_TERM), "nobody has asked for these of parts");
 

@@ -24,6 +24,7 @@
 #include "tile/softcap.cuh"
 
 static_assert(TILE_KV == 64 && TILE_Q == 64 && GROUPS == 2, "a warpgroup for each gradient of 64 keys");
+static_assert(WIDTH_V == WIDTH, "one shape of tile for keys and values");
 static_assert(!TMA_REDUCE_DQ, "shared memory has no room for dQ");
 
 // dQ = dS K is dealt out by its columns, in whole panels.

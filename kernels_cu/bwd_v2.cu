@@ -36,6 +36,8 @@ using GradientTile = BlockedTile<TILE_KV, TILE_Q>;            // dS^T
 using PairGradientTile = BlockedTile<PAIR_KEYS, TILE_Q>;
 using Passed = PassedTile<PAIR_KEYS, TILE_Q>;                 // P^T, where the pair's part of dS^T will be
 
+static_assert(WIDTH_V == WIDTH, "one shape of tile for keys and values");
+
 // Shared memory: K, V, P^T and then dS^T, then for each stage Q, dO, and lse and delta of their rows.
 constexpr int STATS_BYTES = 2 * TILE_Q * int(sizeof(float));
 constexpr int V_OFFSET = KeyTile::bytes;

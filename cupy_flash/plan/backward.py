@@ -288,12 +288,11 @@ def _backward_kernel(problem: BackwardProblem, architecture: Architecture, expre
     if exists and asked is None and (why_v2 := why_bwd_v2(problem, expressions.pressure)):
         return "bwd_v2", why_v2
     why_short = why_wide(problem) if asked is None else ""
-    if asked in (None, MLA) and exists:
-        why_not_here = why_not or why_not_mla(p, explicit)
-        if not why_not_here and (asked or pays(problem)):
-            return MLA, ""
-        if asked:
-            raise UnsupportedError(f"kernel: expected None or another one, got {asked!r}: {why_not_here}")
+    why_not_keys = why_not or why_not_mla(p, explicit)
+    if not why_not_keys and (asked == MLA or (asked is None and pays(problem))):
+        return MLA, ""
+    if asked == MLA:
+        raise UnsupportedError(f"kernel: expected None or another one, got {asked!r}: {why_not_keys}")
     for kernel in kernels[::-1] if why_short else kernels:
         if not why_not and any(row.width >= _width(p) and not (explicit and row.plain_scores) for row in tables[kernel]):
             return kernel, why_short
