@@ -18,8 +18,7 @@
 //   bwd_hopper_wide_postprocess   as bwd_hopper_postprocess
 #include "config.cuh"
 #include "params.cuh"
-#include "tile/dq_protocol.cuh"
-#include "tile/key_loads.cuh"
+#include "tile/producer.cuh"
 #include "tile/score.cuh"
 #include "tile/softcap.cuh"
 
@@ -84,15 +83,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
   if (warp_id() < 4) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-    if (warp_id() == 0) load_tiles(p, block);
-    if (warp_id() == 1) acquire_dq_order(p, block);
-    if (warp_id() == 2) release_dq_order(p, block);
-    if (STORE_DBIAS && warp_id() == 3) send_dbias(p, block);
-    if constexpr (ZEROS_AHEAD) {
-      if (warp_id() == 3) let_add(p, block), make_zeros_ahead(p, block);
-    }
-    if (warp_id() == 3) count_heads(p, block);
-    return;
+    return produce(p, block);
   }
 
   warpgroup_reg_alloc<CONSUMER_REGISTERS>();
