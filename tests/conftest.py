@@ -11,6 +11,7 @@ from dataclasses import replace
 import one_thread  # noqa: F401
 import pytest
 from hypothesis import settings
+from whole_groups import never_split
 
 from cupy_flash import CompileError
 from cupy_flash.call import backward, forward
@@ -163,8 +164,9 @@ def made_ahead(planned_anew, monkeypatch):
     """Blocks make statistics of queries of later heads, however few heads and blocks there are, and of whatever lengths."""
     monkeypatch.setattr(backward_plan, "MOST_AHEAD", 9)
     monkeypatch.setattr(backward_plan, "SHORT_IN_ORDER", 0)
-    for name in ("RUNNING", "HOPPER_BLOCKS_TOGETHER", "FEWEST_BLOCKS", "LAST_BLOCKS", "CLEARING_BLOCKS"):
+    for name in ("RUNNING", "HOPPER_BLOCKS_TOGETHER", "LAST_BLOCKS", "CLEARING_BLOCKS"):
         monkeypatch.setattr(grouping, name, 1)
+    never_split(monkeypatch)
 
 
 @pytest.fixture

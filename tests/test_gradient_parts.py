@@ -5,6 +5,7 @@ import pytest
 from later_heads import slow_down
 from test_fp16_parts import six_arrays
 from thinned import thinned
+from whole_groups import never_split
 
 from cupy_flash import UnsupportedError, attention, attention_vjp, plan_attention_backward
 from cupy_flash.judge.cases import Case, make_inputs, make_sinks
@@ -110,7 +111,7 @@ def same_bits(found, expected):
 
 @pytest.fixture
 def one_block_for_a_group(planned_anew, monkeypatch):
-    monkeypatch.setattr(grouping, "FEWEST_BLOCKS", 1)
+    never_split(monkeypatch)
 
 
 @pytest.mark.parametrize("schedule", thinned(SCHEDULES, first=1))

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinned import quick, thinned
+from whole_groups import never_split
 
 from cupy_flash import attention, plan_attention_backward
 from cupy_flash.call.backward import _prepared
@@ -49,9 +50,9 @@ def schedule_as(monkeypatch, planning):
 
 
 @pytest.fixture
-def unsplit(planning):
+def unsplit(planning, monkeypatch):
     """However few blocks there are, one sums over all query heads of a group."""
-    planning("FEWEST_BLOCKS", 1)
+    never_split(monkeypatch)
 
 
 def operands(case):

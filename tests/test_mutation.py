@@ -14,6 +14,7 @@ import numpy
 import pytest
 from mutation_settings import STAGED, diagonal, settings_of
 from thinned import quick, thinned
+from whole_groups import never_split
 
 from cupy_flash import FaultError, SanitizerError, attention, attention_backward, plan_attention, plan_attention_backward
 from cupy_flash.call.backward import BackwardPlan
@@ -215,7 +216,7 @@ def arch_of(kernel):
 def faults_without(monkeypatch):
     """A function that leaves one call out of a kernel and yields what is noticed in each setting and schedule."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "thread")
-    monkeypatch.setattr(grouping, "FEWEST_BLOCKS", 1)  # so that heads of a group are not split among blocks
+    never_split(monkeypatch)
     monkeypatch.setattr(schedule, "LEAST_SPLIT", 32)  # so that blocks share even short tiles
     monkeypatch.setattr(schedule, "COMBINING", 0)
 
@@ -337,7 +338,7 @@ def test_sums_are_used_again_when_they_are_zero(staged, left_out, heads_per_bloc
     """Blocks of a key head each, all at once, in three groups: the last one has the sums of the first, which the second clears."""
     monkeypatch.setattr(grouping, "CLEARING_BLOCKS", 1)
     monkeypatch.setattr(grouping, "LAST_BLOCKS", 1)
-    monkeypatch.setattr(grouping, "FEWEST_BLOCKS", 1)
+    never_split(monkeypatch)
     case = Case("float16", 60, 70, dim=32, heads_q=17 * heads_per_block, heads_kv=17)
     inputs, (dout, _) = make_inputs(case), make_cotangents(case)
     given = (dout, *inputs, *attention(*inputs, return_lse=True))

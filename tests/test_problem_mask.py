@@ -106,6 +106,22 @@ def test_tiles_of_keys_are_those_that_a_row_sees(mask, tile_q, tile_kv):
         assert visited == (1 if found is None else (found[1] - 1) // tile_kv - found[0] // tile_kv + 1)
 
 
+@many
+@given(masks(), st.integers(1, 12), st.integers(1, 12))
+def test_tiles_of_queries_are_those_that_see_a_key(mask, tile_kv, tile_q):
+    mask = replace(mask, queries=None, prefix=0)
+    seen = seen_by(mask)
+    tiles = mask.tiles_of_queries(tile_kv, tile_q)
+    assert len(tiles) == -(-mask.len_kv // tile_kv)
+    for tile, visiting in enumerate(tiles):
+        found = interval(seen[:, tile * tile_kv : (tile + 1) * tile_kv].any(1))
+        assert visiting == (1 if found is None else (found[1] - 1) // tile_q - found[0] // tile_q + 1)
+
+
+def test_all_queries_see_a_prefix():
+    assert Mask(100, 100, None, 0, prefix=30).tiles_of_queries(20, 10).tolist() == [10, 10, 6, 4, 2]
+
+
 def test_a_kernel_is_told_numbers_that_fit():
     assert Mask(5, 7).told == {"left": -UNBOUNDED, "right": UNBOUNDED, "prefix": 0}
     assert Mask(5, 7, -3, 2).told == {"left": -3, "right": 2, "prefix": 0}

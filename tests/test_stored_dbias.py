@@ -6,6 +6,7 @@ import numpy
 import pytest
 from score_kernels import DTYPES, judged
 from thinned import quick, thinned
+from whole_groups import never_split
 
 from cupy_flash import attention, attention_backward, plan_attention_backward
 from cupy_flash.machine import host
@@ -116,8 +117,9 @@ def test_one_element_of_a_batch_has_no_batch_axis():
 @pytest.mark.parametrize("heads_per_block", [1, 2])
 def test_a_block_clears_sums_of_other_heads_behind_its_own_steps(heads_per_block, monkeypatch):
     """By the warp that stores. Of three groups of blocks, all at once, the last has sums of the first, cleared by the second."""
-    for name in ("CLEARING_BLOCKS", "LAST_BLOCKS", "FEWEST_BLOCKS"):
+    for name in ("CLEARING_BLOCKS", "LAST_BLOCKS"):
         monkeypatch.setattr(grouping, name, 1)
+    never_split(monkeypatch)
     heads = 17 * heads_per_block
     given = [normal(n, 64, 64, dtype="float16", seed=i) for i, n in enumerate((heads, 17, 17, heads))]
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(20 * 12))

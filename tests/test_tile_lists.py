@@ -22,13 +22,13 @@ from tile_masks import (
     operands_of,
     visible,
 )
+from whole_groups import never_split
 
 from cupy_flash import KeyRanges, TileMask, attention, plan_attention, plan_attention_backward
 from cupy_flash.call.backward import BackwardPlan
 from cupy_flash.call.forward import AttentionPlan
 from cupy_flash.judge.oracle import naive, oracle
 from cupy_flash.machine import host
-from cupy_flash.plan import grouping
 from cupy_flash.plan.classify import rows_of_list
 from cupy_flash.plan.kernel import text_of
 
@@ -175,7 +175,7 @@ def test_blocks_that_sum_over_several_heads(name, kernel, schedule, monkeypatch)
     given = dout, q, k, v, *results
     plan = plan_attention_backward(*given, backend="host", arch=arch, kernel=kernel, deterministic=True, **options)
     assert plan.kernel.file == kernel and plan.kernel.config.TILE_LIST
-    monkeypatch.setattr(grouping, "FEWEST_BLOCKS", 1)  # after the plan, which is found again by other tests
+    never_split(monkeypatch)  # after the plan, which is found again by other tests
     ordered = BackwardPlan(plan.problem, plan.kernel)
     assert ordered._execution._params["heads_per_block"] == 2
     listed, all_tiles = (x(*given, **operands_of(options)) for x in (ordered, unlisted(ordered)))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
+from ..problem.mask import Mask
 from .kernel import Config, KernelPlan
+from .makespan import makespan
 from .schedule import L2_BYTES
 from .sequences import elements_of, is_packed, mean_room, tiles_of
 
@@ -15,9 +18,14 @@ HALF_KERNELS = ("bwd_hopper", "bwd_hopper_wide")  # for sm_90a, of 16 bits
 MLA = "bwd_hopper_mla"  # of these, for keys wider than values
 HOPPER_KERNELS = (*HALF_KERNELS, MLA, "bwd_hopper_parts")  # and of float32 in parts of these
 WARP_ROWS = 16  # of dq, that a warp stores at once
-FEWEST_BLOCKS = 2 * 132  # two for each multiprocessor of an H200: with fewer, the query heads of a group are split among blocks
+FEWEST_BLOCKS = 2 * 132  # of bwd_v2, two for each multiprocessor of an H200, see heads_per_block
+BEGINNING, ADDING = 3, 4  # steps that a block takes to begin and to end, and that gradients take which are added up afterwards
+MANY = 8  # blocks for each multiprocessor, see _fastest
+MOST_APART = 4  # query heads, see _most_heads
+NARROW, LONG_IN_ORDER = 64, 1 << 18  # columns, and elements of a head's queries, see _most_heads
 HOPPER_BLOCKS_TOGETHER = 256  # about as many, see heads_together
-LAST_BLOCKS = 256  # the same, see make_grouping
+LAST_BLOCKS = 256  # the same, see _last_blocks
+ROW = 36  # keys of a query whose products take a block as long as one row of dq, as measured on an H200
 FEW_TILES = 8  # of keys: blocks that add in order are apart only if more heads alternate, see heads_together
 CLEARING_BLOCKS = 200  # that start between those of a head and those that clear what it leaves
 MOST_ROWS_REUSED = 2048  # of dq, whose sums are used again
@@ -72,7 +80,7 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     heads = p.heads_q * elements_of(p, "q")
     group, blocks = together * per_block, together * tiles
     owners = p.heads_kv * splits(plan, problem) * elements_of(p, "kv") * tiles
-    groups, last_groups = -(-heads // max(group, 1)), -(-LAST_BLOCKS // max(blocks, 1))
+    groups, last_groups = -(-heads // max(group, 1)), -(-_last_blocks(plan, problem, per_block) // max(blocks, 1))
     last_heads = 0 if plan.config.PERSISTENT else min(max(groups - last_groups, 0) * group, heads)
     if p.lengths is not None:  # all sums are there at once, and an order of sums that is the same for all sequences
         counted = p.heads_q * (math.prod(p.batch) + 1)
@@ -100,6 +108,22 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
         per_block, together, blocks, owners, accum_heads, finishing, last_heads, heads - accum_heads, clearing * group, backwards,
         first_tiles, heads_ahead(plan, problem) if plan.config.STATS_AHEAD or plan.config.ZEROS_AHEAD else 0,
     )  # fmt: skip
+
+
+def _last_blocks(plan: KernelPlan, problem: BackwardProblem, of_block: int) -> int:
+    """How many blocks at least come behind heads whose last block finishes dq by itself.
+
+    They should not end before it. Under a window, blocks have few queries each, and a head has as many rows as ever: of 16,384 with
+    a window of 1,024 keys, four heads to a block, gradients took 0.55 (dim 128) and 0.47 (dim 256) of the time on an H200 when all
+    multiprocessors shared the rows of all heads. Of a mask with lists of tiles nobody knows here how few queries see a key. Packed
+    sequences of a head end one after the other.
+    """
+    c, p = plan.config, problem.forward
+    if p.lengths is not None or not p.len_kv:
+        return LAST_BLOCKS
+    tiles = 0.0 if c.TILE_LIST else float(p.mask.tiles_of_queries(c.TILE_KV, c.TILE_Q).mean())
+    block = (tiles * of_block + BEGINNING) * c.TILE_Q * c.TILE_KV
+    return int(LAST_BLOCKS * max(1.0, p.len_q * of_block * ROW / block))
 
 
 def has_idle_warps(config: Config) -> bool:
@@ -146,20 +170,62 @@ def _backwards(problem: BackwardProblem, heads: int, group: int) -> int:
 
 
 def heads_per_block(plan: KernelPlan, problem: BackwardProblem) -> int:
-    """How many query heads one block sums over.
+    """How many query heads one block sums over, of those that share its keys.
 
-    All that share its keys, so that gradients of keys are complete when a block ends, unless that leaves too few blocks, or
-    they are more than one warp counts: then fewer.
+    Of all of them, gradients of keys are complete when a block ends. With fewer there are more blocks, and their sums are added up
+    afterwards. bwd_v2 has all unless that leaves too few blocks. Of the Hopper kernels fewer blocks run at once, and when the last
+    of them ends decides: under a causal mask the longest blocks of the last heads begin late. With lengths of sequences nothing
+    decides that depends on the others in the batch, since bits depend on how sums are made.
     """
-    p = problem.forward
+    p, c = problem.forward, plan.config
+    fit = tuple(heads for heads in range(1, p.heads_per_kv + 1) if p.heads_per_kv % heads == 0)
+    if plan.file in HOPPER_KERNELS:
+        most = min(_most_heads(plan, problem), MOST_HEADS_COUNTED)
+        fit = tuple(heads for heads in fit if heads <= most)
+    if p.lengths is not None:
+        return fit[-1]
+    if plan.file in HOPPER_KERNELS:
+        heads, together = p.heads_q * math.prod(p.batch), heads_together(plan, problem)
+        return _fastest(fit, p.heads_per_kv, heads, together, p.mask, c.TILE_Q, c.TILE_KV, RUNNING)
     blocks = key_tiles(plan, problem) * p.heads_kv * math.prod(p.batch)
-    if p.lengths is not None:  # the same whatever else is in the batch: how sums are made decides their bits
-        blocks = FEWEST_BLOCKS
-    most = MOST_HEADS_COUNTED if plan.file in HOPPER_KERNELS else p.heads_per_kv
-    together = p.heads_per_kv
-    while together > 1 and (together > most or blocks * (p.heads_per_kv // together) < FEWEST_BLOCKS):
-        together = max(divisor for divisor in range(1, together) if p.heads_per_kv % divisor == 0)
-    return together
+    return max((heads for heads in fit if blocks * (p.heads_per_kv // heads) >= FEWEST_BLOCKS), default=1)
+
+
+def _most_heads(plan: KernelPlan, problem: BackwardProblem) -> int:
+    """How many query heads a block of a Hopper kernel may sum over.
+
+    Where blocks have different lengths, they are apart after the first of several heads: what all of these heads read and add to
+    is in use at once. On an H200 eight of dim 128 take 1.0 to 1.4 times as long as four, of dim 256 1.1 to 1.5 times. Few blocks
+    are not far apart. In order they also wait for each other, and of 4,096 tokens under a causal mask one head a block takes 0.8
+    (dim 128) and 0.6 (dim 256) of the time of four. Narrow heads fit the cache.
+    """
+    p, c = problem.forward, plan.config
+    narrow, shape = c.WIDTH <= NARROW, p.mask.shape
+    dense = p.lengths is None
+    if shape == "full" or (dense and shape == "window") or (narrow and not problem.deterministic):
+        return p.heads_per_kv
+    long = not dense or p.len_q * c.WIDTH >= LONG_IN_ORDER
+    if problem.deterministic and shape == "causal" and long and not narrow:
+        return 1
+    return p.heads_per_kv if dense and key_tiles(plan, problem) <= FEW_TILES else MOST_APART
+
+
+@functools.lru_cache(maxsize=1024)
+def _fastest(
+    fit: tuple[int, ...], group: int, heads: int, together: int, mask: Mask, tile_q: int, tile_kv: int, running: int
+) -> int:
+    """Of how many query heads of a group one block sums over, the number with which the last block ends first: the largest such."""
+    steps = mask.tiles_of_queries(tile_kv, tile_q)
+
+    def until_all_end(of_block: int) -> float:
+        blocks = (steps * of_block + BEGINNING + ADDING * (of_block < group)).tolist()
+        groups = heads // of_block
+        if groups * len(blocks) > MANY * running:  # how they end is a small part of what they take
+            return groups * sum(blocks) / running
+        alternating = (min(together, groups - first) for first in range(0, groups, together))
+        return makespan((block for count in alternating for block in blocks for _ in range(count)), running)
+
+    return min(fit, key=lambda of_block: (until_all_end(of_block), -of_block))
 
 
 def heads_together(plan: KernelPlan, problem: BackwardProblem) -> int:

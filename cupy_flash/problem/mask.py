@@ -108,6 +108,13 @@ class Mask:
         last = (end.of(last_row) - 1).clip(min=0) // tile_kv
         return numpy.maximum(last - first + 1, 1)
 
+    def tiles_of_queries(self, tile_kv: int, tile_q: int) -> numpy.ndarray:
+        """How many tiles of `tile_q` queries each tile of `tile_kv` keys is seen by, at least one."""
+        left, right = (None if end is None else -end for end in (self.right, self.left))
+        tiles = Mask(self.len_kv, self.len_q, left, right).tiles_of_keys(tile_kv, tile_q)
+        tiles[: -(-self.prefix // tile_kv)] = max(-(-self.len_q // tile_q), 1)
+        return tiles
+
     @property
     def hides_first(self) -> bool:
         """Whether the first key is hidden from some query, and so from the last one."""

@@ -33,6 +33,10 @@ change("tile/key_loads.cuh", "arrive_at<LANES>(block.loaded);", "mbarrier_arrive
 change("tile/key_block.cuh", "init_mbarrier(loaded, 1);", "init_mbarrier(loaded, 32);")
 change("tile/key_block.cuh", "init_mbarrier(ended, ", "init_mbarrier(ended, PERSISTENT ? 32 * 4 * GROUPS : ")
 change("tile/key_block.cuh", "init_mbarrier(counted, PERSISTENT ? 4 ", "init_mbarrier(counted, PERSISTENT ? 32 * 4 ")
+# Nor does it know that what a warp has read before `bar.arrive` comes before what another writes behind `bar.sync`: it reports the
+# textbook's two warps, one of which passes values on in a place that the other frees. Here who frees a place waits as well.
+freed = "(freed(step, group));                    // without it the other"
+change("bwd_hopper_mla.cu", "arrive_two_groups" + freed, "sync_two_groups" + freed)
 """
 )
 # Nor does it see that the lanes of a warp have cleared rows behind a sequence before one of them tells of it, as they have met
