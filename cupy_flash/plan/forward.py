@@ -14,6 +14,7 @@ from .copies import copy_size
 from .explicit_scores import explicit_scores
 from .expression_text import ExpressionText
 from .few_rows import why_fwd_v2
+from .few_tiles import row_of_few_tiles
 from .fp16_parts import (
     asks_in_parts,
     explicit_in_parts,
@@ -125,6 +126,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     )
     itemsize = 4 if problem.dtype == "float32" else 2
     if kernel == "fwd_hopper":
+        row = row_of_few_tiles(problem, row, explicit or parts > 0)
         split, why_split = hopper_splits(problem, row)
     if kernel == "fwd_v2":
         row = with_key_warps(row, architecture, itemsize, width, width_v, problem)

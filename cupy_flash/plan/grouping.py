@@ -221,7 +221,7 @@ def _fastest(
         blocks = (steps * of_block + BEGINNING + ADDING * (of_block < group)).tolist()
         groups = heads // of_block
         if groups * len(blocks) > MANY * running:  # how they end is a small part of what they take
-            return groups * sum(blocks) / running
+            return groups * sum(blocks) / running + max(blocks) / 2
         alternating = (min(together, groups - first) for first in range(0, groups, together))
         return makespan((block for count in alternating for block in blocks for _ in range(count)), running)
 

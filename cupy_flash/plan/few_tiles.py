@@ -1,0 +1,68 @@
+"""Tiles of fwd_hopper where a problem has few of them: narrow ones, if the last block ends sooner; as measured on an H200.
+
+A row of the table is the fastest one for many tiles. Of few, the longest decides: one head of 16,384 queries under a causal mask
+has 64 tiles of 256 for 132 multiprocessors, and the last of them sees all keys. A narrow tile computes less in a step, which takes
+less time, though not as much less.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..problem.forward import Problem
+from .hopper_splits import GROUP_ROWS, hopper_splits
+from .makespan import makespan
+from .schedule import BLOCKS, COMBINING, STEPS_BESIDES, costs_of_tiles, make_splits
+from .tuning import ONE, SHORT, THREE, TWO, TWO_PINGPONG, TileConfig
+
+MOST = 2 * BLOCKS  # query tiles of the table's row: of more, how the last ones end is a small part of what they take
+PACE = {1: 0.74, 2: 1.0, 3: 1.45, 4: 1.63}  # what a key takes, by groups of 64 rows, in what it takes two of them
+WORTH = 0.97  # of the time of the table's row, at most
+WHY = "few query tiles: of narrow ones the last block ends sooner"
+ROWS = (
+    TileConfig(64, 192, 128, WHY, **THREE, pingpong=True),
+    TileConfig(64, 128, 128, WHY, **TWO, pingpong=True),
+    TileConfig(64, 64, 128, WHY, **ONE, stages=4, stages_v=4),
+    TileConfig(128, 128, 128, WHY, **TWO_PINGPONG),
+    TileConfig(128, 64, 128, WHY, **ONE, stages=3),
+    TileConfig(256, 64, 64, WHY, **ONE, stages=3),
+)
+
+
+def row_of_few_tiles(problem: Problem, row: TileConfig, explicit: bool) -> TileConfig:
+    """The row with which the last block ends first, if that is much sooner than with the table's.
+
+    Parameters
+    ----------
+    problem : Problem
+        As the kernel is told it.
+    row : TileConfig
+        That of the table.
+    explicit : bool
+        Whether scores are scaled one by one, or numbers are in parts: such rows are others.
+
+    Returns
+    -------
+    TileConfig
+    """
+    heads, asked = problem.heads_q * math.prod(problem.batch), problem.scores or problem.lengths is not None
+    if asked or explicit or problem.shares_device or problem.mask.queries is not None or problem.len_q <= SHORT:
+        return row
+    if not 0 < heads * -(-problem.len_q // row.tile_q) <= MOST or not problem.len_kv:
+        return row
+    width = max(problem.dim, problem.dim_v)
+    fit = min(other.width for other in ROWS if other.width >= width)
+    narrower = [other for other in ROWS if other.width == fit and other.tile_q < row.tile_q]
+    return min((row, *narrower), key=lambda other: _until_all_end(problem, other, heads) * (WORTH if other is row else 1))
+
+
+def _until_all_end(problem: Problem, row: TileConfig, heads: int) -> float:
+    """When the last block ends, in what two groups take for a key."""
+    costs = costs_of_tiles(problem.mask, row.tile_q, row.tile_kv)
+    pace, combining = PACE[row.tile_q // GROUP_ROWS] * row.tile_kv, 0
+    splits = make_splits(heads * len(costs), problem.len_kv, row.tile_kv, BLOCKS) if hopper_splits(problem, row)[0] else None
+    if splits is None:
+        steps = makespan(sorted(costs.tolist() * heads, reverse=True), BLOCKS)
+    else:
+        steps, combining = splits.by_formula * float(costs.max()) + splits.key_tiles + STEPS_BESIDES, COMBINING
+    return pace * steps + combining

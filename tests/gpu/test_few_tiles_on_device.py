@@ -1,0 +1,61 @@
+"""Problems of few query tiles on a device, by the tiles that are planned for them; and gradients of grouped heads and long windows."""
+
+import pytest
+
+from cupy_flash import plan_attention, plan_attention_backward
+from cupy_flash.judge.cases import Case, make_inputs
+from cupy_flash.judge.compare import compare
+from cupy_flash.judge.compare_gradients import compare_gradients
+from cupy_flash.judge.cotangents import make_cotangents
+from cupy_flash.plan.grouping import heads_per_block, make_grouping
+
+cupy = pytest.importorskip("cupy")
+pytestmark = [
+    pytest.mark.few_tiles,
+    pytest.mark.skipif(cupy.cuda.is_available() and cupy.cuda.Device().compute_capability != "90", reason="tiles of sm_90"),
+]
+
+FORWARDS = (
+    Case("bfloat16", 5001, 5001, causal=True),
+    Case("float16", 2049, 2049, heads_q=8, heads_kv=2, causal=True),
+    Case("bfloat16", 1777, 1777, heads_q=5, batch=(3,), causal=True),
+    Case("float16", 1000, 1000, heads_q=18),
+    Case("float16", 300, 400, dim=40, heads_q=4, window=(90, 5)),
+    Case("bfloat16", 3000, 3000, dim=128, causal=True),
+    Case("float16", 4090, 4099, dim=128, heads_q=4),
+    Case("bfloat16", 700, 800, dim=96, heads_q=6, sinks=1, causal=True),
+    Case("float16", 1500, 1500, dim=192, dim_v=128, heads_q=5, causal=True),
+    Case("bfloat16", 2500, 2600, dim=256, heads_q=2, causal=True),
+)
+GRADIENTS = (
+    Case("bfloat16", 2100, 2100, dim=128, heads_q=16, heads_kv=2, causal=True),
+    Case("float16", 1300, 1300, dim=192, dim_v=128, heads_q=12, heads_kv=3, batch=(2,), causal=True),
+    Case("bfloat16", 1100, 1200, dim=256, heads_q=8, heads_kv=1, causal=True),
+    Case("float16", 6000, 6000, dim=128, heads_q=8, heads_kv=2, window=(200, 0)),
+    Case("bfloat16", 5000, 5000, heads_q=8, heads_kv=2, window=(300, 20)),
+    Case("float16", 5000, 5000, dim=256, heads_q=4, window=(150, 0)),
+)
+
+
+@pytest.mark.parametrize("case", FORWARDS, ids=str)
+def test_forward(case):
+    inputs, arrays = make_inputs(case, cupy), case.arrays(cupy)
+    plan = plan_attention(*inputs, **case.options, **arrays)
+    assert any("few query tiles" in reason for reason in plan.kernel.reasons)
+    out, lse = plan(*inputs, **arrays)
+    judged = compare(out, lse, *inputs, **case.scores, **arrays)
+    assert judged.ok, judged.message
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_gradients(case, deterministic):
+    """Of fewer heads to a block than share its keys, and of windows whose rows all multiprocessors share."""
+    inputs, (dout, _) = make_inputs(case, cupy), make_cotangents(case, cupy)
+    options = {name: value for name, value in case.options.items() if name != "return_lse"}
+    given = (dout, *inputs, *plan_attention(*inputs, **options, return_lse=True)(*inputs))
+    plan = plan_attention_backward(*given, **options, deterministic=deterministic)
+    split = heads_per_block(plan.kernel, plan.problem) < case.heads_q // case.heads_kv
+    assert split or make_grouping(plan.kernel, plan.problem).last_heads == 0
+    judged = compare_gradients(plan(*given), dout, *inputs, **case.scores)
+    assert judged.ok, judged.message

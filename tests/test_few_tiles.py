@@ -1,0 +1,133 @@
+"""Problems of few query tiles in fwd_hopper: the tile with which the last block ends first, and that what it computes is right."""
+
+import math
+
+import ml_dtypes
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from thinned import quick, thinned
+
+from cupy_flash import plan_attention
+from cupy_flash.judge.compare import compare
+from cupy_flash.machine import host, nvrtc
+from cupy_flash.plan.few_tiles import MOST, ROWS, WORTH, _until_all_end, row_of_few_tiles
+from cupy_flash.plan.tuning import HOPPER
+
+pytestmark = pytest.mark.few_tiles
+
+
+def planned(batch, heads, rows, dim, dim_v=None, keys=None, **options):
+    """A forward of arrays that nobody touches."""
+    q, k, v = ((batch, heads, n, columns) for n, columns in ((rows, dim), (keys or rows, dim), (keys or rows, dim_v or dim)))
+    arrays = (numpy.empty(shape, ml_dtypes.bfloat16) for shape in (q, k, v))
+    return plan_attention(*arrays, backend="host", arch="90a", **options)
+
+
+def tile(*problem, **options):
+    c = planned(*problem, **options).kernel.config
+    return c.TILE_Q, c.TILE_KV
+
+
+CAUSAL, WINDOW = {"causal": True}, {"window": (511, 0)}
+
+
+@pytest.mark.parametrize(
+    "problem, options, expected",
+    [
+        ((1, 1, 16384, 64), CAUSAL, (64, 128)),  # the last of 64 tiles of 256 would see all keys
+        ((1, 8, 4096, 64), CAUSAL, (128, 128)),
+        ((1, 32, 2048, 64), CAUSAL, (256, 64)),  # 256 tiles: many enough
+        ((1, 1, 16384, 64), {}, (256, 64)),  # blocks share equal tiles
+        ((1, 40, 1024, 64), {}, (192, 128)),  # 160 tiles of 256 would take two rounds
+        ((1, 16, 512, 64), {}, (64, 128)),
+        ((1, 1, 8192, 64), WINDOW, (64, 128)),
+        ((1, 8, 4096, 64), WINDOW, (256, 64)),
+        ((1, 1, 16384, 128), CAUSAL, (64, 128)),
+        ((1, 4, 4096, 128), {}, (128, 128)),
+        ((1, 12, 2048, 128), {}, (192, 64)),
+        ((1, 1, 16384, 256), CAUSAL, (64, 64)),
+        ((1, 8, 4096, 256), CAUSAL, (128, 64)),
+        ((1, 8, 2048, 192, 128), CAUSAL, (64, 64)),
+        ((4, 16, 4096, 128), CAUSAL, (128, 128)),
+    ],
+    ids=str,
+)
+def test_the_tile_with_which_the_last_block_ends_first(problem, options, expected):
+    assert tile(*problem, **options) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score": "score + 0.1 * (kv_idx - q_idx)"},
+        {"softcap": 20.0},
+        {"dropout": 0.1, "seed": 1},
+        {"cu_seqlens_q": numpy.array([0, 8192], numpy.int32), "cu_seqlens_kv": numpy.array([0, 8192], numpy.int32)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_is_asked_of_pairs_or_sequences_keeps_its_tiles(options, monkeypatch):
+    arrays = [numpy.empty((1, 8192, 64), ml_dtypes.bfloat16)] * 3
+    before = plan_attention(*arrays, backend="host", arch="90a", causal=True, **options).kernel
+    monkeypatch.setattr("cupy_flash.plan.few_tiles.MOST", 0)
+    assert before == plan_attention(*arrays, backend="host", arch="90a", causal=True, scale=0.1, **options).kernel
+
+
+@given(
+    st.integers(1, 20),
+    st.integers(1, 4000),
+    st.integers(1, 4000),
+    st.sampled_from([(64, 64), (40, 64), (96, 96), (128, 128), (192, 128), (256, 256)]),
+    st.sampled_from([{}, CAUSAL, WINDOW]),
+)
+def test_never_one_that_ends_later_than_the_tables(heads, rows, keys, dims, options):
+    problem = planned(1, heads, rows, *dims, keys=keys, **options).problem
+    for row in (row for row in HOPPER if row.serves(max(dims), dims[1]) and row.max_len_q != 64):
+        chosen = row_of_few_tiles(problem, row, False)
+        if chosen is row:
+            continue
+        assert chosen in ROWS and chosen.tile_q < row.tile_q and heads * math.ceil(rows / row.tile_q) <= MOST
+        assert _until_all_end(problem, chosen, heads) <= WORTH * _until_all_end(problem, row, heads)
+
+
+PROBLEMS = {
+    "one group": ((2, 330), (2, 330), 64, 64, CAUSAL),
+    "one group, many blocks": ((3, 3, 700), (3, 1, 700), 128, 128, CAUSAL),
+    "two groups": ((46, 200), (23, 230), 64, 64, CAUSAL),
+    "two wider groups": ((28, 260), (14, 200), 128, 128, {}),
+    "one group, shared by blocks": ((1, 100), (1, 1500), 64, 64, {}),
+    "shared by blocks": ((7, 330), (7, 2000), 128, 128, {}),
+    "window": ((2, 600), (2, 650), 64, 64, {"window": (90, 5)}),
+    "wide": ((2, 270), (2, 300), 256, 256, CAUSAL),
+    "narrow values": ((4, 300), (2, 300), 192, 128, CAUSAL),
+    "half a panel": ((4, 300), (2, 300), 96, 80, CAUSAL),
+    "sinks": ((2, 330), (2, 400), 64, 64, {**CAUSAL, "sinks": numpy.array([0.5, 3.0], numpy.float32)}),
+    "prefix": ((2, 330), (2, 400), 128, 128, {**CAUSAL, "prefix": 130}),
+}
+
+
+@pytest.mark.parametrize("schedule", thinned(host.SCHEDULES, first=1))
+@pytest.mark.parametrize("name", quick(PROBLEMS, "one group", "one group, many blocks", "shared by blocks", "wide", "sinks"))
+def test_right(name, schedule, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+    of_q, of_kv, dim, dim_v, options = PROBLEMS[name]
+    rng = numpy.random.default_rng(4)
+    q, k, v = (rng.standard_normal(shape).astype("float16") for shape in ((*of_q, dim), (*of_kv, dim), (*of_kv, dim_v)))
+    plan = plan_attention(q, k, v, backend="host", arch="90a", kernel="fwd_hopper", return_lse=True, **options)
+    assert any("few query tiles" in reason for reason in plan.kernel.reasons)
+    p, told = plan.problem, {"prefix": options.get("prefix", 0), "sinks": options.get("sinks")}
+    results = plan(q, k, v, **{name: x for name, x in options.items() if name == "sinks"})
+    judged = compare(*results, q, k, v, scale=p.scale, first_key=p.mask.left, last_key=p.mask.right, **told)
+    assert judged.ok, judged.message
+
+
+KINDS = [(40, 1, 8192, CAUSAL), (64, 8, 4096, CAUSAL), (96, 1, 2048, WINDOW), (128, 4, 4096, {}), (192, 1, 2048, CAUSAL)]
+
+
+@pytest.mark.parametrize("dim, heads, rows, options", quick(KINDS, KINDS[1], spread=True), ids=str)
+def test_no_register_is_spilled(dim, heads, rows, options):
+    kernel = planned(1, heads, rows, dim, **options).kernel
+    assert any("few query tiles" in reason for reason in kernel.reasons)
+    assert nvrtc.report(kernel).fault == ""
