@@ -78,6 +78,13 @@ def test_a_wide_tile_of_narrow_heads_is_multiplied_in_all_its_panels():
 
 
 TILES = [  # length, dim, options, (tile, ping-pong)
+    (65, 64, {}, (128, 128, True)),
+    (128, 40, {"causal": True}, (128, 128, True)),
+    (129, 64, {}, (256, 64, True)),
+    (128, 96, {}, (128, 128, True)),
+    (129, 96, {}, (192, 64, True)),
+    (192, 128, {"causal": True}, (192, 64, False)),
+    (193, 128, {}, (128, 128, True)),
     (256, 64, {}, (256, 64, True)),
     (257, 64, {}, (192, 128, True)),
     (384, 40, {"causal": True}, (192, 128, True)),

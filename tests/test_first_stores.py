@@ -30,6 +30,26 @@ def test_where(seq, dim, options, stores):
     assert not plan_of(300, seq, seq, dim, **options).kernel.config.FIRST_STORES
 
 
+@pytest.mark.parametrize(
+    "keys, dim, options, stores",
+    [
+        (77, 64, {}, True),
+        (128, 128, {"causal": True}, True),
+        (129, 128, {}, False),
+        (64, 256, {}, True),
+        (77, 256, {}, False),
+        (77, 64, {"softcap": 5.0}, False),
+        (77, 64, {"bias": numpy.zeros((300, 1, 77), numpy.float16)}, False),
+    ],
+    ids=str,
+)
+def test_one_tile_of_keys_is_in_order(keys, dim, options, stores):
+    """Whatever was asked for: nobody adds to what its block stores."""
+    made = plan_of(300, 3000, keys, dim, **options)
+    assert not made.problem.deterministic and made.kernel.config.FIRST_STORES is stores
+    assert ("dq_semaphore" in made.workspace.names) is stores
+
+
 @pytest.mark.parametrize("rows, stores", [(1024, True), (1025, False)])
 def test_where_of_sequences(rows, stores):
     """By the rows that there are for one, on average."""
@@ -43,7 +63,7 @@ SHAPES = [
     ((4, 300, 64), (2, 300, 64)),
     ((2, 1700, 128), (2, 150, 128)),
     ((4, 200, 248), (2, 330, 248)),
-    ((3, 330, 64), (3, 90, 64)),
+    ((3, 330, 64), (3, 190, 64)),
 ]
 MASKS = [{"causal": True}, {"window": (50, 10)}, {}, {"causal": True, "prefix": 40}]
 CASES = [(*shape, mask) for shape in SHAPES for mask in MASKS]
@@ -65,6 +85,17 @@ def test_gradients(shape, shape_kv, options, schedule, monkeypatch):
         found.append(plan(*given, **named))
     for one, other in zip(*found):
         numpy.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("schedule", ["eager", "deferred"])
+@pytest.mark.parametrize(
+    "shape, shape_kv, options", quick([((4, 2300, 64), (2, 77, 64), {}), ((3, 300, 256), (3, 50, 256), MASKS[1])], spread=True)
+)
+def test_gradients_of_one_tile_of_keys(shape, shape_kv, options, schedule, monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
+    plan, formula, given, named = backward_of(shape, shape_kv, **options)
+    assert plan.kernel.config.FIRST_STORES
+    judged(plan, formula, given, named)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -143,7 +143,7 @@ def test_attention_takes_no_kernel():
     [(8, 8, 64, 64), (64, 64, 64, 64), (72, 64, 96, 64), (128, 128, 128, 128), (136, 40, 192, 64), (64, 200, 64, 256)],
 )
 def test_widths(dim, dim_v, width, width_v):
-    made = planned(array(2, 70, dim), array(2, 90, dim), array(2, 90, dim_v), kernel="fwd_hopper").kernel
+    made = planned(array(2, 200, dim), array(2, 90, dim), array(2, 90, dim_v), kernel="fwd_hopper").kernel
     c = made.config
     row = next(row for row in HOPPER if row.width >= max(width, width_v) and row.reason in made.reasons)
     assert [width, width_v] == [c.WIDTH, c.WIDTH_V]
@@ -189,14 +189,14 @@ ROWS = (
     "q, options, why",
     [
         ((2, 64, 64), {"causal": True}, "few"),
-        ((2, 65, 64), {"causal": True}, "causal"),
-        ((2, 65, 64), {"window": (None, 3)}, "causal"),
-        ((2, 65, 64), {"window": (3, 0)}, "not causal"),
-        ((2, 65, 64), {"window": (3, None)}, "not causal"),
-        ((2, 65, 64), {}, "full"),
-        ((2, 65, 64), {"window": (64, 64)}, "full"),  # hides nothing
-        ((2, 65, 72), {"causal": True}, "any"),
-        ((2, 65, 72), {}, "any"),
+        ((2, 200, 64), {"causal": True}, "causal"),
+        ((2, 200, 64), {"window": (None, 3)}, "causal"),
+        ((2, 200, 64), {"window": (3, 0)}, "not causal"),
+        ((2, 200, 64), {"window": (3, None)}, "not causal"),
+        ((2, 200, 64), {}, "full"),
+        ((2, 200, 64), {"window": (199, 199)}, "full"),  # hides nothing
+        ((2, 200, 72), {"causal": True}, "any"),
+        ((2, 200, 72), {}, "any"),
     ],
     ids=str,
 )

@@ -136,7 +136,7 @@ def test_key_tiles_that_blocks_take_in_turn(key_tiles_in_turn, schedule):
     assert config.SCALE_SUMS and config.PERSISTENT
 
 
-@pytest.mark.parametrize("rows, heads_kv, whole", [(40_000, 3, True), (40_000, 1, False), (70, 1, True)])
+@pytest.mark.parametrize("rows, heads_kv, whole", [(40_000, 3, True), (264 * 128, 1, False), (700, 1, True)])
 def test_which_blocks_multiply_sums(rows, heads_kv, whole):
     """Those of one query head; where few rows leave few blocks, each has one of a group, and parts of dk are added up."""
     q, k, lse = numpy.zeros((3, rows, 64), "f2"), numpy.zeros((heads_kv, rows, 64), "f2"), numpy.zeros((3, rows), "f4")

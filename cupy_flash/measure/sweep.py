@@ -14,7 +14,7 @@ from functools import partial
 from ..errors import CompileError
 from ..machine import nvrtc
 from ..plan.architecture import Architecture
-from ..plan.few_tiles import ROWS as ROWS_OF_FEW
+from ..plan.few_tiles import WIDEST, narrower
 from ..plan.forward import make_forward_plan
 from ..plan.fp16_parts import ALL_ROWS
 from ..plan.kernel import Config, KernelPlan, configure
@@ -107,7 +107,8 @@ def candidates(cell: Cell, architecture: Architecture, kernel: str | None = None
     problem = make_problem(q, q, v, Options(causal=cell.causal, backend="host", kernel=kernel))
     chosen = make_forward_plan(problem, architecture)
     dims = max(chosen.config.DIM, chosen.config.DIM_V), chosen.config.DIM_V
-    others = (*rows_between(problem), *ROWS_OF_FEW) if chosen.file == "fwd_hopper" and not chosen.config.FP16_PARTS else ()
+    of_hopper = chosen.file == "fwd_hopper" and not chosen.config.FP16_PARTS
+    others = (*rows_between(problem), *narrower(problem, WIDEST)) if of_hopper else ()
     table = ALL_ROWS if chosen.config.FP16_PARTS else candidates_for(chosen.file, architecture, cell.dtype)
     plans = dict.fromkeys(_with_tile(chosen, row, cell.dtype, problem.precision) for row in (*others, *table) if row.serves(*dims))
     plans = [plan for plan in plans if plan.shared_bytes <= architecture.shared_bytes]

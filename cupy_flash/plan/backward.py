@@ -128,6 +128,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     if parts:
         plan = replace(plan, config=replace(plan.config, FP16_PARTS=parts))
     if _first_stores(plan, problem):
+        problem = as_added(problem, True)
         plan = _with(plan, "in order the first block stores what others add to: no sums have to be zero before", FIRST_STORES=True)
     if _makes_stats_ahead(plan, problem):
         who = "an idle warp makes" if problem.deterministic else "idle warps make"
@@ -163,14 +164,24 @@ def _has_later_heads(plan: KernelPlan, problem: BackwardProblem) -> bool:
 def _first_stores(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether the first of the blocks of a Hopper kernel that add in order stores, which costs the others a question in each step.
 
-    Of short heads that is less than to make sums zero before, or to use those of other heads again.
+    Of short heads that is less than to make sums zero before, or to use those of other heads again. Where a head has one tile of
+    keys, nobody adds to what it stores, and there is no other order.
     """
     p = problem.forward
-    if plan.file not in HOPPER_KERNELS or not problem.deterministic or plan.config.TILE_LIST:
+    if plan.file not in HOPPER_KERNELS or plan.config.TILE_LIST:
+        return False
+    if key_tiles(plan, problem) == 1 and p.lengths is None and not p.scores and p.softcap is None:
+        return True
+    if not problem.deterministic:
         return False
     if p.lengths is not None:  # beside which bwd_hopper_mla has no registers for the question
         return plan.file != MLA and mean_room(p, "q") <= MOST_ROWS_STORED
     return p.len_q <= MOST_ROWS_STORED * (2 if p.mask.shape == "causal" else 1)
+
+
+def as_added(problem: BackwardProblem, first_stores: bool) -> BackwardProblem:
+    """The problem in order, if a first block stores, which may be so where order was not asked for."""
+    return replace(problem, deterministic=True) if first_stores and not problem.deterministic else problem
 
 
 def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:

@@ -16,6 +16,7 @@ from .schedule import BLOCKS, COMBINING, STEPS_BESIDES, costs_of_tiles, make_spl
 from .tuning import ONE, SHORT, THREE, TWO, TWO_PINGPONG, TileConfig
 
 MOST = 2 * BLOCKS  # query tiles of the table's row: of more, how the last ones end is a small part of what they take
+WIDEST = 256  # queries of a tile
 PACE = {1: 0.74, 2: 1.0, 3: 1.45, 4: 1.63}  # what a key takes, by groups of 64 rows, in what it takes two of them
 WORTH = 0.97  # of the time of the table's row, at most
 WHY = "few query tiles: of narrow ones the last block ends sooner"
@@ -45,15 +46,24 @@ def row_of_few_tiles(problem: Problem, row: TileConfig, explicit: bool) -> TileC
     -------
     TileConfig
     """
-    heads, asked = problem.heads_q * math.prod(problem.batch), problem.scores or problem.lengths is not None
-    if asked or explicit or problem.shares_device or problem.mask.queries is not None or problem.len_q <= SHORT:
+    heads = problem.heads_q * math.prod(problem.batch)
+    others = () if explicit else narrower(problem, row.tile_q)
+    if not others:
         return row
-    if not 0 < heads * -(-problem.len_q // row.tile_q) <= MOST or not problem.len_kv:
-        return row
+    return min((row, *others), key=lambda other: _until_all_end(problem, other, heads) * (WORTH if other is row else 1))
+
+
+def narrower(problem: Problem, tile_q: int) -> tuple[TileConfig, ...]:
+    """The rows of fewer queries than a tile of the table, or none: where tiles are many, or something is asked of pairs."""
+    tiles = problem.heads_q * math.prod(problem.batch) * -(-problem.len_q // tile_q)
+    asked = problem.scores or problem.softcap is not None or problem.lengths is not None
+    if asked or problem.shares_device or problem.mask.queries is not None or problem.len_q <= SHORT:
+        return ()
+    if not 0 < tiles <= MOST or not problem.len_kv:
+        return ()
     width = max(problem.dim, problem.dim_v)
-    fit = min(other.width for other in ROWS if other.width >= width)
-    narrower = [other for other in ROWS if other.width == fit and other.tile_q < row.tile_q]
-    return min((row, *narrower), key=lambda other: _until_all_end(problem, other, heads) * (WORTH if other is row else 1))
+    fit = min(row.width for row in ROWS if row.width >= width)
+    return tuple(row for row in ROWS if row.width == fit and row.tile_q < tile_q)
 
 
 def _until_all_end(problem: Problem, row: TileConfig, heads: int) -> float:

@@ -182,7 +182,7 @@ def heads_per_block(plan: KernelPlan, problem: BackwardProblem) -> int:
     if plan.file in HOPPER_KERNELS:
         most = min(_most_heads(plan, problem), MOST_HEADS_COUNTED)
         fit = tuple(heads for heads in fit if heads <= most)
-    if p.lengths is not None:
+    if p.lengths is not None or len(fit) == 1:
         return fit[-1]
     if plan.file in HOPPER_KERNELS:
         heads, together = p.heads_q * math.prod(p.batch), heads_together(plan, problem)

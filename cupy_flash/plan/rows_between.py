@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from ..problem.forward import Problem
 from ..problem.layout import Layout
 from .sequences import UNBOUNDED, row_length
-from .tuning import NARROW, THREE, THREE_GROUPS, THREE_NARROW, TileConfig
+from .tuning import NARROW, PINGPONG, THREE, THREE_GROUPS, THREE_NARROW, TWO, TWO_GROUPS, TileConfig
 
 FULL_OR_CAUSAL = ("full", "causal")
 FITS = "192 queries leave fewer rows of the last tile empty"
+FITS_TWO = "256 queries would leave half of a tile empty"
 STRADDLING = "rows of keys straddle what memory delivers at once, so that more queries have to share them"
 WIDER_KEYS = "narrower sums leave registers to wider key tiles"
 SECTOR = 16  # elements that memory delivers at once, of 16 bits
-SHORTEST = 257  # queries: up to 256 fill tiles of 128
+SHORTEST = 257  # queries: up to 256 mostly fill tiles of 128
 PLAIN = {"without_lengths": True, "masks": FULL_OR_CAUSAL}
+OF_TWO = {**TWO, **PLAIN, "pingpong": True}
 OF_64 = {**NARROW, **PLAIN, "plain_scores": True}
 OF_96 = {"warps": 16, "stages_q": 4, "tma_store_out": True, "min_blocks": 1, "plain_scores": True, **PLAIN}
 
@@ -40,12 +42,15 @@ class Between:
 
 
 BETWEEN = (
+    Between(0, TileConfig(64, 128, 128, f"{TWO_GROUPS}{PINGPONG}; {FITS_TWO}", **OF_TWO, max_len_q=128), first=65),
     Between(0, TileConfig(64, 192, 128, f"{THREE_GROUPS}; {FITS}", **THREE, **PLAIN, pingpong=True, max_len_q=384)),
     Between(0, TileConfig(64, 192, 128, f"{THREE_GROUPS}; {FITS}", **THREE, **PLAIN, pingpong=True, max_len_q=576), first=513),
+    Between(64, TileConfig(96, 192, 64, f"{THREE_NARROW}; {FITS}", **OF_64, pingpong=True, max_len_q=192), first=129),
     Between(64, TileConfig(96, 192, 64, f"{THREE_NARROW}; {FITS}", **OF_64, pingpong=True, max_len_q=384)),
     Between(64, TileConfig(96, 192, 64, f"{THREE_NARROW}; {STRADDLING}", **OF_64, pingpong=True), straddling=True),
     Between(64, TileConfig(80, 192, 64, f"{THREE_NARROW}; {STRADDLING}", **OF_64, pingpong=True, max_len_q=2048)),
     Between(64, TileConfig(96, 192, 96, f"{THREE_GROUPS}; {WIDER_KEYS}", **OF_96, pingpong=True), first=1025),
+    Between(96, TileConfig(128, 192, 64, f"{THREE_NARROW}; {FITS}", **OF_64, max_len_q=192), first=129),
     Between(96, TileConfig(128, 192, 64, f"{THREE_NARROW}; {FITS}", **OF_64, max_len_q=384)),
     Between(96, TileConfig(128, 192, 64, f"{THREE_NARROW}; {STRADDLING}", **OF_64), straddling=True),
     Between(96, TileConfig(112, 192, 64, f"{THREE_NARROW}; {STRADDLING}", **OF_64), first=1025),

@@ -1,4 +1,4 @@
-"""Problems of few query tiles on a device, by the tiles that are planned for them; and gradients of grouped heads and long windows."""
+"""Problems of few query tiles on a device, by the tiles planned for them; and gradients of grouped heads and of long windows."""
 
 import pytest
 
