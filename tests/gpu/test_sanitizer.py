@@ -179,8 +179,8 @@ for size in (48, 1):
         attention(normal(2, 4, rows, 64), *pool, pages=pages, seqlens_kv=cupy.array([230, 70]), causal=True)
         cupy.cuda.Device().synchronize()
 
-def both(dim, backward, *, seed=None, arrays=None, **asked):
-    q, k, v, dout = normal(4, 2, 300, dim)
+def both(dim, backward, *, heads=2, seed=None, arrays=None, **asked):
+    q, k, v, dout = normal(4, heads, 300, dim)
     given = {"seed": seed, "arrays": arrays}
     plan_attention(q, k, v, **given, **asked)(q, k, v, **given)
     out, lse = plan_attention(q, k, v, kernel="fwd_v2", return_lse=True, **given, **asked)(q, k, v, **given)
@@ -188,6 +188,7 @@ def both(dim, backward, *, seed=None, arrays=None, **asked):
         plan = plan_attention_backward(dout, q, k, v, out, lse, kernel=kernel, **given, **asked)
         plan(dout, q, k, v, out, lse, **given)
         cupy.cuda.Device().synchronize()
+    return plan.kernel
 
 for dim in (64, 128, 256):
     both(dim, dim == 64, dropout=0.25, seed=7, causal=True)
@@ -202,7 +203,8 @@ device._multiprocessors, backward_plan.FEWEST_TAKEN = kept
 # On sm_90a statistics of the last heads by blocks of the first.
 kept = grouping.RUNNING, grouping.HOPPER_BLOCKS_TOGETHER
 grouping.RUNNING, grouping.HOPPER_BLOCKS_TOGETHER = 0, 1
-both(64, False, causal=True)
+kernel = both(64, False, heads=8, causal=True)
+assert kernel.config.STATS_AHEAD or kernel.file == "bwd_v2"
 grouping.RUNNING, grouping.HOPPER_BLOCKS_TOGETHER = kept
 
 q, k, v = normal(3, 2, 210, 64)
