@@ -12,6 +12,9 @@ from thinned import quick, thinned
 from cupy_flash import plan_attention
 from cupy_flash.judge.compare import compare
 from cupy_flash.machine import host, nvrtc
+from cupy_flash.measure.cells import Cell
+from cupy_flash.measure.sweep import candidates
+from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.few_tiles import MOST, ROWS, WORTH, _until_all_end, row_of_few_tiles
 from cupy_flash.plan.tuning import HOPPER
 
@@ -90,6 +93,12 @@ def test_never_one_that_ends_later_than_the_tables(heads, rows, keys, dims, opti
             continue
         assert chosen in ROWS and chosen.tile_q < row.tile_q and heads * math.ceil(rows / row.tile_q) <= MOST
         assert _until_all_end(problem, chosen, heads) <= WORTH * _until_all_end(problem, row, heads)
+
+
+def test_a_sweep_has_them_beside_the_tables():
+    found = candidates(Cell("forward", "bfloat16", 64, True, 4096, 1, 1), ARCHITECTURES["90a"])
+    assert [(c.plan.config.TILE_Q, c.plan.config.TILE_KV) for c in found if c.chosen] == [(64, 128)]
+    assert (256, 64) in {(c.plan.config.TILE_Q, c.plan.config.TILE_KV) for c in found}
 
 
 PROBLEMS = {
