@@ -93,7 +93,7 @@ def test_an_lse_left_out_is_null():
 
 
 def test_boxes_follow_the_tile():
-    problem = problem_of((2, 3, 70, 64))
+    problem = problem_of((2, 3, 200, 64))
     plan = make_forward_plan(problem, SM_90A)
     narrow = replace(plan, config=replace(plan.config, TILE_KV=16))
     assert [m.box_rows for m in forward_maps(narrow, problem).values()] == [64, 16, 16, 16]

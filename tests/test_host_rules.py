@@ -50,11 +50,11 @@ def run(request, monkeypatch, change_kernel):
         monkeypatch.setenv("CHOSEN", str(bodies.index(body)))
         choices = " ".join(f"if (chosen == {number}) {{ {body} }}" for number, body in enumerate(bodies))
         change_kernel("fwd_hopper.cu", SMALL_KERNEL.replace("BODY", choices))
-        inputs = make_inputs(Case("float16", 65, 64))  # of 64 queries out would leave from registers, without a map
+        inputs = make_inputs(Case("float16", 129, 64))  # of 128 queries out would leave from registers, without a map
         plan = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", return_lse=True)
         monkeypatch.setattr(host, "scheduled", lambda _, params, launches, mask: (params, (replace(launches[0], blocks=blocks),)))
         monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(at_a_time * plan.kernel.config.WARPS))
-        _, lse = plan(*inputs, lse=numpy.zeros((1, 1, 65), "f4"))  # where counters start
+        _, lse = plan(*inputs, lse=numpy.zeros((1, 1, 129), "f4"))  # where counters start
         return lse[0, 0, 0]
 
     return run_body
