@@ -54,10 +54,13 @@ def row_of_few_tiles(problem: Problem, row: TileConfig, explicit: bool) -> TileC
 
 
 def narrower(problem: Problem, tile_q: int) -> tuple[TileConfig, ...]:
-    """The rows of fewer queries than a tile of the table, or none: where tiles are many, or something is asked of pairs."""
+    """The rows of fewer queries than a tile of the table, or none: where tiles are many, or something is asked of pairs.
+
+    Nor beside results in float32, for which the one of wide heads would spill.
+    """
     tiles = problem.heads_q * math.prod(problem.batch) * -(-problem.len_q // tile_q)
     asked = problem.scores or problem.softcap is not None or problem.lengths is not None
-    if asked or problem.shares_device or problem.mask.queries is not None or problem.len_q <= SHORT:
+    if asked or problem.has_wider_results or problem.shares_device or problem.mask.queries is not None or problem.len_q <= SHORT:
         return ()
     if not 0 < tiles <= MOST or not problem.len_kv:
         return ()

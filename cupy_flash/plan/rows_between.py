@@ -17,6 +17,7 @@ FITS = "192 queries leave fewer rows of the last tile empty"
 FITS_TWO = "256 queries would leave half of a tile empty"
 STRADDLING = "rows of keys straddle what memory delivers at once, so that more queries have to share them"
 WIDER_KEYS = "narrower sums leave registers to wider key tiles"
+WIDEST = 128  # columns of these rows
 SECTOR = 16  # elements that memory delivers at once, of 16 bits
 SHORTEST = 257  # queries: up to 256 mostly fill tiles of 128
 PLAIN = {"without_lengths": True, "masks": FULL_OR_CAUSAL}
@@ -38,7 +39,8 @@ class Between:
         """Whether a problem is as wide and as long as this is for."""
         wide = self.above < max(problem.dim, problem.dim_v) <= self.row.width
         long = self.first <= row_length(problem) <= (self.row.max_len_q or UNBOUNDED)
-        return wide and long and (not self.straddling or _straddles(problem.k) or _straddles(problem.v))
+        fits = self.row.width < WIDEST or not problem.has_wider_results  # in float32 they would spill
+        return wide and long and fits and (not self.straddling or _straddles(problem.k) or _straddles(problem.v))
 
 
 BETWEEN = (
