@@ -65,3 +65,11 @@ def test_a_plan_says_where_shares_depend_on_the_batch():
     q, k, v = make_inputs(Case("float16", 64, 2048, batch=(3,)))
     plan = plan_attention(q, k, v, backend="host", arch="90a")
     assert plan.kernel.config.SPLIT_KV and "split keys: " in str(plan)
+
+
+@pytest.mark.few_tiles
+@pytest.mark.parametrize("batch, says", [(1, True), (40, False)])
+def test_a_plan_says_where_a_tile_depends_on_the_batch(batch, says):
+    q = numpy.empty((batch, 8, 1000, 64), numpy.float16)
+    plan = plan_attention(q, q, q, backend="host", arch="90a", causal=True)
+    assert ("few query tiles: " in str(plan)) is says and plan.kernel.config.TILE_Q == (64 if says else 256)
