@@ -72,4 +72,4 @@ def test_a_plan_says_where_shares_depend_on_the_batch():
 def test_a_plan_says_where_a_tile_depends_on_the_batch(batch, says):
     q = numpy.empty((batch, 8, 1000, 64), numpy.float16)
     plan = plan_attention(q, q, q, backend="host", arch="90a", causal=True)
-    assert ("few query tiles: " in str(plan)) is says and plan.kernel.config.TILE_Q == (64 if says else 256)
+    assert ("few query tiles: " in str(plan)) is says and (64 if says else 256) == plan.kernel.config.TILE_Q
