@@ -24,6 +24,7 @@ from cupy_flash.distributed.timeline import Span
 from cupy_flash.machine import source
 from cupy_flash.measure.distributed import Measured
 
+pytestmark = pytest.mark.few_tiles  # a reader has the tiles that are planned
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 KERNELS_README = (ROOT / "kernels_cu/README.md").read_text(encoding="utf-8")
