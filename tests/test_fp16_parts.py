@@ -138,6 +138,16 @@ def test_heads_of_zeros(size):
     numpy.testing.assert_allclose(lse[:, 2:], numpy.broadcast_to(numpy.log(count), (1, 2, 257)), rtol=0, atol=2**-20)
 
 
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("scale", [-6e7, -1e7, 2e7, 1e9])
+def test_scores_whose_neighbours_are_sixteen_apart(scale, precision):
+    """Beside a maximum that lies eight below the largest score, and is rounded down, P would be beyond float16."""
+    operands, _ = drawn("dim 64, causal")
+    result = planned(operands, {"causal": True, "scale": scale}, precision)(*operands)
+    comparison = compare(*result, *operands, precision=precision, scale=scale, last_key=0)
+    assert numpy.isfinite(result[0]).all() and comparison.ok, comparison.message
+
+
 def test_what_is_not_finite_stays_where_it_is():
     operands, asked = drawn("dim 64, causal")
     plan = planned(operands, asked)

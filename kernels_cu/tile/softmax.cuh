@@ -77,7 +77,7 @@ OP void raise(OnlineSoftmax<M>& state, const Acc<M, N>& s, RowVec<M>& correction
   for_lane(l) {
     #pragma unroll
     for (int i = 0; i < top.slots; ++i) {
-      const float max = fmaxf(state.max.at(l, i), WITH_TERMS || SCORES == SCALED ? top.at(l, i) : FP16_PARTS ? fmaf(top.at(l, i), scale_log2, -LIFT) : top.at(l, i) * scale_log2);
+      const float max = fmaxf(state.max.at(l, i), WITH_TERMS || SCORES == SCALED ? top.at(l, i) : FP16_PARTS ? fma_up(top.at(l, i), scale_log2, -LIFT) : top.at(l, i) * scale_log2);  // up, likewise
       const float factor = exp2_approx(state.max.at(l, i) - max);
       state.max.at(l, i) = max;
       state.sum.at(l, i) *= factor;
