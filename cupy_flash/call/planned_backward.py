@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..machine.execution import Execution
-from ..plan.backward import as_added, backward_launches, backward_maps, backward_workspace
+from ..plan.backward import backward_launches, backward_maps, backward_workspace
 from ..plan.fp16_parts import given_name
 from ..plan.gradient_parts import in_gradient_parts, making_of_gradient_parts
 from ..plan.grouping import make_grouping
@@ -33,7 +34,9 @@ def backward_executions(
     keeps_tiles : bool
         Whether a call is given what has been found of the tiles of its mask.
     """
-    p, split = problem.forward, as_added(in_parts(problem), kernel.config.FIRST_STORES)
+    p, split = problem.forward, in_parts(problem)
+    if kernel.config.FIRST_STORES:  # where a head has one tile of keys, also without being asked for an order
+        split = replace(split, deterministic=True)
     told, making = in_gradient_parts(split, kernel.config.FP16_PARTS), making_of_gradient_parts(kernel, split)
     launches, maps = backward_launches(kernel, told), backward_maps(kernel, told)
     params = backward_params(told, make_grouping(kernel, told), maps)

@@ -128,7 +128,7 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     if parts:
         plan = replace(plan, config=replace(plan.config, FP16_PARTS=parts))
     if _first_stores(plan, problem):
-        problem = as_added(problem, True)
+        problem = replace(problem, deterministic=True)  # nor is it in any other order where nobody asked for one
         plan = _with(plan, "in order the first block stores what others add to: no sums have to be zero before", FIRST_STORES=True)
     if _makes_stats_ahead(plan, problem):
         who = "an idle warp makes" if problem.deterministic else "idle warps make"
@@ -177,11 +177,6 @@ def _first_stores(plan: KernelPlan, problem: BackwardProblem) -> bool:
     if p.lengths is not None:  # beside which bwd_hopper_mla has no registers for the question
         return plan.file != MLA and mean_room(p, "q") <= MOST_ROWS_STORED
     return p.len_q <= MOST_ROWS_STORED * (2 if p.mask.shape == "causal" else 1)
-
-
-def as_added(problem: BackwardProblem, first_stores: bool) -> BackwardProblem:
-    """The problem in order, if a first block stores, which may be so where order was not asked for."""
-    return replace(problem, deterministic=True) if first_stores and not problem.deterministic else problem
 
 
 def _makes_stats_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:

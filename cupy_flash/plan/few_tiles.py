@@ -8,25 +8,23 @@ less time, though not as much less.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ..problem.forward import Problem
 from .hopper_splits import GROUP_ROWS, hopper_splits
 from .makespan import makespan
 from .schedule import BLOCKS, COMBINING, STEPS_BESIDES, costs_of_tiles, make_splits
-from .tuning import ONE, SHORT, THREE, TWO, TWO_PINGPONG, TileConfig
+from .tuning import HOPPER, MASKS, SHORT, TWO, TileConfig
 
 MOST = 2 * BLOCKS  # query tiles of the table's row: of more, how the last ones end is a small part of what they take
 WIDEST = 256  # queries of a tile
 PACE = {1: 0.74, 2: 1.0, 3: 1.45, 4: 1.63}  # what a key takes, by groups of 64 rows, in what it takes two of them
 WORTH = 0.97  # of the time of the table's row, at most
 WHY = "few query tiles: of narrow ones the last block ends sooner"
+OF_TABLE = {(64, 192), (64, 64), (128, 128), (128, 64), (256, 64)}  # widths and queries of its rows that serve any mask
 ROWS = (
-    TileConfig(64, 192, 128, WHY, **THREE, pingpong=True),
+    *(replace(row, why=WHY) for row in HOPPER if row.masks == MASKS and (row.width, row.tile_q) in OF_TABLE),
     TileConfig(64, 128, 128, WHY, **TWO, pingpong=True),
-    TileConfig(64, 64, 128, WHY, **ONE, stages=4, stages_v=4),
-    TileConfig(128, 128, 128, WHY, **TWO_PINGPONG),
-    TileConfig(128, 64, 128, WHY, **ONE, stages=3),
-    TileConfig(256, 64, 64, WHY, **ONE, stages=3),
 )
 
 
