@@ -16,7 +16,11 @@ from cupy_flash.measure.cells import Cell
 from cupy_flash.measure.sweep import candidates
 from cupy_flash.plan.architecture import ARCHITECTURES
 from cupy_flash.plan.few_tiles import MOST, ROWS, WORTH, _until_all_end, row_of_few_tiles
+from cupy_flash.plan.forward import make_forward_plan
 from cupy_flash.plan.tuning import HOPPER
+from cupy_flash.problem.forward import make_problem
+from cupy_flash.problem.layout import dense_layout
+from cupy_flash.problem.options import Options
 
 pytestmark = pytest.mark.few_tiles
 
@@ -95,10 +99,18 @@ def test_never_one_that_ends_later_than_the_tables(heads, rows, keys, dims, opti
         assert _until_all_end(problem, chosen, heads) <= WORTH * _until_all_end(problem, row, heads)
 
 
-def test_a_sweep_has_them_beside_the_tables():
-    found = candidates(Cell("forward", "bfloat16", 64, True, 4096, 1, 1), ARCHITECTURES["90a"])
-    assert [(c.plan.config.TILE_Q, c.plan.config.TILE_KV) for c in found if c.chosen] == [(64, 128)]
-    assert (256, 64) in {(c.plan.config.TILE_Q, c.plan.config.TILE_KV) for c in found}
+def test_a_sweep_has_the_one_that_no_row_of_the_table_is():
+    found = [c.plan.config for c in candidates(Cell("forward", "bfloat16", 64, True, 4096, 1, 8), ARCHITECTURES["90a"]) if c.chosen]
+    assert [(c.TILE_Q, c.TILE_KV, c.PINGPONG, c.TMA_STORE_OUT) for c in found] == [(128, 128, True, False)]
+
+
+@pytest.mark.parametrize("rows, dim", [(1000, 256), (150, 128), (300, 128)])
+def test_results_in_float32_keep_the_tables(rows, dim):
+    """Other tiles would spill."""
+    q = dense_layout((1, 2, rows, dim), range(3, -1, -1), "float16", None)
+    plan = make_forward_plan(make_problem(q, q, q, Options(backend="host", float32_results=True)), ARCHITECTURES["90a"])
+    assert plan.config.FLOAT32_RESULTS and (128, 64 if dim == 256 else 128) == (plan.config.TILE_Q, plan.config.TILE_KV)
+    assert tile(1, 2, rows, dim) == (64, 64 if dim == 256 else 128)
 
 
 PROBLEMS = {
