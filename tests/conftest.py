@@ -18,7 +18,7 @@ from cupy_flash.call import backward, forward
 from cupy_flash.machine import host, source
 from cupy_flash.machine.toolchain import compiler
 from cupy_flash.plan import backward as backward_plan
-from cupy_flash.plan import few_tiles, grouping, hopper_splits, pair_bits, schedule
+from cupy_flash.plan import few_tiles, grouping, hopper_splits, pair_bits, schedule, short_gradients
 from cupy_flash.plan.tuning import HOPPER_BACKWARD, KERNEL_TABLES, MASKS
 from cupy_flash.problem import arrays
 
@@ -71,13 +71,17 @@ def kernel_cache(tmp_path_factory):
 def tiles_of_many(request, monkeypatch):
     """Problems of tests are small, and have the tiles of large ones all the same, but in tests marked `few_tiles`."""
     marked = request.node.get_closest_marker("few_tiles") is not None
+    plans = forward._prepared, backward._prepared
     if not marked:
         monkeypatch.setattr(few_tiles, "MOST", 0)
+        monkeypatch.setattr(short_gradients, "MOST_BLOCKS", 0)
     else:
-        forward._prepared.cache_clear()
+        for prepared in plans:
+            prepared.cache_clear()
     yield
     if marked:
-        forward._prepared.cache_clear()
+        for prepared in plans:
+            prepared.cache_clear()
 
 
 @pytest.fixture

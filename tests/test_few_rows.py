@@ -186,7 +186,7 @@ GRADIENTS_V2 = [
     ((8, 8, 33, 64, 64, 64), {"deterministic": True}),
     ((8, 2, 33, 7, 200, 48), {"sinks": numpy.zeros(8, numpy.float32)}),
     ((8, 8, 1, 64, 256, 32), {}),
-    ((8, 8, 64, 128, 128, 32), {"window": (64, 0)}),
+    ((8, 8, 64, 128, 128, 32), {"window": (128, 0)}),
     ((8, 8, 33, 64, 64, 32), SLOPES),
     ((8, 8, 33, 64, 64, 32), FACTOR),
     ((8, 8, 33, 64, 64, 32), {"bias": numpy.zeros((1, 8, 64, 64), numpy.float16), "wrt": "bias"}),
@@ -201,21 +201,21 @@ def test_what_is_for_bwd_v2(shape, options):
 
 
 WINDOWS = [
-    ((8, 8, 1, 300, 300, 64), {"window": (63, 0)}, "bwd_v2"),
-    ((8, 2, 1, 300, 700, 40), {"window": (20, 43), "sinks": numpy.zeros(8, numpy.float32)}, "bwd_v2"),
-    ((8, 8, 1, 300, 300, 64), {"window": (64, 0)}, "bwd_hopper"),
-    ((8, 8, 1, 4096, 4096, 64), {"window": (127, 0)}, "bwd_v2"),
-    ((8, 8, 1, 4095, 4095, 64), {"window": (127, 0)}, "bwd_hopper"),
-    ((8, 8, 1, 4096, 4096, 64), {"window": (128, 0)}, "bwd_hopper"),
-    ((8, 8, 1, 300, 300, 72), {"window": (127, 0)}, "bwd_hopper_wide"),
-    ((8, 2, 1, 300, 300, 128), {"window": (60, 67)}, "bwd_hopper_wide"),
-    ((8, 8, 1, 300, 300, 128), {"window": (128, 0)}, "bwd_hopper"),
-    ((8, 8, 1, 300, 300, 64), {"window": (9, None)}, "bwd_hopper"),
-    ((8, 8, 1, 300, 300, 64), {"window": (9, 0), "softcap": 5.0}, "bwd_hopper"),
-    ((8, 8, 1, 300, 300, 64), {"window": (9, 0), "deterministic": True}, "bwd_hopper"),
-    ((8, 8, 1, 300, 300, 64), {"window": (9, 0)} | FACTOR, "bwd_hopper"),
-    ((8, 8, 1, 300, 300, 128), {"window": (9, 0), "dropout": 0.1, "seed": 1}, "bwd_hopper"),
-    ((8, 8, 1, 300, 300, 128), {"window": (9, 0), "seqlens_kv": numpy.array([290])}, "bwd_hopper"),
+    ((8, 8, 43, 300, 300, 64), {"window": (63, 0)}, "bwd_v2"),
+    ((8, 2, 22, 300, 700, 40), {"window": (20, 43), "sinks": numpy.zeros(8, numpy.float32)}, "bwd_v2"),
+    ((8, 8, 42, 300, 300, 64), {"window": (63, 0)}, "bwd_hopper"),  # 1,008 blocks
+    ((8, 8, 43, 300, 300, 64), {"window": (64, 0)}, "bwd_hopper"),
+    ((8, 8, 1, 16384, 16384, 64), {"window": (127, 0)}, "bwd_v2"),
+    ((8, 8, 1, 16383, 16383, 64), {"window": (127, 0)}, "bwd_hopper"),
+    ((8, 8, 1, 16384, 16384, 64), {"window": (128, 0)}, "bwd_hopper"),
+    ((8, 8, 32, 200, 200, 32), {"window": (127, 0)}, "bwd_v2"),
+    ((8, 8, 31, 200, 200, 32), {"window": (127, 0)}, "bwd_hopper"),  # 496 blocks
+    ((8, 8, 43, 300, 300, 72), {"window": (31, 0)}, "bwd_hopper"),
+    ((8, 8, 43, 300, 300, 64), {"window": (9, None)}, "bwd_hopper"),
+    ((8, 8, 43, 300, 300, 64), {"window": (9, 0), "softcap": 5.0}, "bwd_hopper"),
+    ((8, 8, 43, 300, 300, 64), {"window": (9, 0), "deterministic": True}, "bwd_hopper"),
+    ((8, 8, 43, 300, 300, 64), {"window": (9, 0)} | FACTOR, "bwd_hopper"),
+    ((8, 8, 43, 300, 300, 64), {"window": (9, 0), "seqlens_kv": numpy.full(43, 290)}, "bwd_hopper"),
 ]
 
 
@@ -223,6 +223,33 @@ WINDOWS = [
 def test_narrow_windows_have_smaller_blocks(shape, options, file):
     kernel = backward(*shape, **options)
     assert kernel.file == file and any("narrow window" in reason for reason in kernel.reasons) is (file != "bwd_hopper")
+
+
+CAUSAL = {"causal": True}
+FEW_BLOCKS = [
+    ((4, 4, 1, 4096, 4096, 128), CAUSAL, "bwd_hopper_wide"),
+    ((1, 1, 1, 16384, 16384, 72), CAUSAL, "bwd_hopper_wide"),  # 128 blocks of 128 keys, all at once
+    ((4, 1, 1, 2048, 2048, 128), CAUSAL, "bwd_hopper_wide"),
+    ((4, 4, 1, 3001, 3000, 128), CAUSAL | {"softcap": 5.0}, "bwd_hopper_wide"),
+    ((4, 4, 1, 4096, 4096, 128), CAUSAL | {"alibi_slopes": numpy.ones(4, numpy.float32)}, "bwd_hopper_wide"),
+    ((4, 4, 1, 4096, 4096, 128), CAUSAL | {"dropout": 0.1, "seed": 1}, "bwd_hopper_wide"),
+    ((1, 1, 1, 32768, 32768, 128), CAUSAL, "bwd_hopper"),  # 256 of them: two rounds, as long as each other
+    ((16, 16, 1, 2048, 2048, 128), CAUSAL, "bwd_hopper"),
+    ((4, 4, 1, 4096, 4096, 64), CAUSAL, "bwd_hopper"),
+    ((4, 4, 1, 4096, 4096, 128), {}, "bwd_hopper"),
+    ((4, 4, 1, 4096, 4096, 128), {"window": (300, 0)}, "bwd_hopper"),
+    ((4, 4, 1, 4096, 4096, 128), CAUSAL | {"deterministic": True}, "bwd_hopper"),
+    ((4, 4, 1, 4096, 4096, 128), CAUSAL | {"mask": "kv_idx < 4000"}, "bwd_hopper"),
+    ((4, 4, 1, 4096, 4096, 128), CAUSAL | {"seqlens_kv": numpy.array([4000])}, "bwd_hopper"),
+    ((2, 2, 1, 2048, 2048, 128), CAUSAL | {"bias": numpy.zeros((1, 2, 2048, 2048), numpy.float16), "wrt": "bias"}, "bwd_hopper"),
+]
+
+
+@pytest.mark.few_tiles
+@pytest.mark.parametrize("shape, options, file", FEW_BLOCKS, ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else "")
+def test_few_blocks_under_a_causal_mask_are_small(shape, options, file):
+    kernel = backward(*shape, **options)
+    assert kernel.file == file and any("few blocks" in reason for reason in kernel.reasons) is (file != "bwd_hopper")
 
 
 GRADIENTS_HOPPER = [

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from thinned import quick, thinned
 
 from cupy_flash import plan_attention
+from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.judge.compare import compare
 from cupy_flash.machine import host, nvrtc
 from cupy_flash.measure.cells import Cell
 from cupy_flash.measure.sweep import candidates
 from cupy_flash.plan.architecture import ARCHITECTURES
-from cupy_flash.plan.few_tiles import MOST, ROWS, WORTH, _until_all_end, row_of_few_tiles
+from cupy_flash.plan.expression_text import NOTHING
+from cupy_flash.plan.few_tiles import MOST, ROWS, WORTH, _until_all_end, narrower, row_of_few_tiles
 from cupy_flash.plan.forward import make_forward_plan
 from cupy_flash.plan.tuning import HOPPER
 from cupy_flash.problem.forward import make_problem
@@ -65,21 +67,49 @@ def test_the_tile_with_which_the_last_block_ends_first(problem, options, expecte
     assert tile(*problem, **options) == expected
 
 
+SLOPES, ARRAY = numpy.full(2, 0.1, numpy.float32), numpy.zeros(3000, numpy.float32)
+MASK = {"mask": "doc[q_idx] == doc[kv_idx]", "arrays": {"doc": ARRAY.astype(numpy.int32)}}
+BIAS = {"bias": numpy.zeros((1, 2, 3000, 3000), ml_dtypes.bfloat16)}
+COLUMN = {"score": "score + t[kv_idx]", "arrays": {"t": ARRAY}}
+LOOKUP = {"score": "score + t[kv_idx - q_idx + 3000]", "arrays": {"t": numpy.zeros(6000, numpy.float32)}}
+BENT = {"score": "score + 0.1 * tanh(score)"}
+DROPS = {"dropout": 0.1, "seed": 1}
+
+
 @pytest.mark.parametrize(
-    "options",
+    "dim, options, expected",
     [
-        {"score": "score + 0.1 * (kv_idx - q_idx)"},
-        {"softcap": 20.0},
-        {"dropout": 0.1, "seed": 1},
-        {"cu_seqlens_q": numpy.array([0, 8192], numpy.int32), "cu_seqlens_kv": numpy.array([0, 8192], numpy.int32)},
+        (64, {"softcap": 20.0}, (64, 128)),
+        (64, {"sinks": SLOPES}, (64, 128)),
+        (64, {"alibi_slopes": SLOPES}, (64, 128)),
+        (128, {"alibi_slopes": SLOPES}, (64, 128)),
+        (256, {"alibi_slopes": SLOPES}, (64, 64)),
+        (128, COLUMN, (64, 128)),
+        (64, LOOKUP, (64, 128)),
+        (64, BENT, (64, 64)),
+        (128, BENT, (64, 64)),
+        (256, BENT, (128, 64)),
+        (64, DROPS, (64, 128)),
+        (128, DROPS, (64, 128)),
+        (256, DROPS, (128, 64)),
+        (64, BIAS, (64, 128)),
+        (128, BIAS, (64, 64)),
+        (64, MASK, (128, 128)),  # a narrower tile has more lists to go through
+        (64, MASK | {"softcap": 20.0}, (128, 128)),
     ],
-    ids=lambda options: next(iter(options)),
+    ids=lambda x: "_".join(x) if isinstance(x, dict) else str(x),
 )
-def test_what_is_asked_of_pairs_or_sequences_keeps_its_tiles(options, monkeypatch):
-    arrays = [numpy.empty((1, 8192, 64), ml_dtypes.bfloat16)] * 3
-    before = plan_attention(*arrays, backend="host", arch="90a", causal=True, **options).kernel
+def test_what_is_asked_of_pairs_has_narrow_tiles_as_well(dim, options, expected):
+    assert tile(1, 2, 3000, dim, causal=True, **options) == expected
+
+
+def test_sequences_of_their_own_lengths_keep_their_tiles(monkeypatch):
+    """What one is computed with must not depend on the others."""
+    arrays, ends = [numpy.empty((1, 8192, 64), ml_dtypes.bfloat16)] * 3, numpy.array([0, 8192], numpy.int32)
+    options = {"backend": "host", "arch": "90a", "causal": True, "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    before = plan_attention(*arrays, **options).kernel
     monkeypatch.setattr("cupy_flash.plan.few_tiles.MOST", 0)
-    assert before == plan_attention(*arrays, backend="host", arch="90a", causal=True, scale=0.1, **options).kernel
+    assert before == plan_attention(*arrays, **options, scale=0.1).kernel
 
 
 @given(
@@ -92,7 +122,7 @@ def test_what_is_asked_of_pairs_or_sequences_keeps_its_tiles(options, monkeypatc
 def test_never_one_that_ends_later_than_the_tables(heads, rows, keys, dims, options):
     problem = planned(1, heads, rows, *dims, keys=keys, **options).problem
     for row in (row for row in HOPPER if row.serves(max(dims), dims[1]) and row.max_len_q != 64):
-        chosen = row_of_few_tiles(problem, row, False)
+        chosen = row_of_few_tiles(problem, row, narrower(problem, row.tile_q, HOPPER, NOTHING, False, 0))
         if chosen is row:
             continue
         assert chosen in ROWS and chosen.tile_q < row.tile_q and heads * math.ceil(rows / row.tile_q) <= MOST
@@ -141,6 +171,39 @@ def test_right(name, schedule, monkeypatch):
     p, told = plan.problem, {"prefix": options.get("prefix", 0), "sinks": options.get("sinks")}
     results = plan(q, k, v, **{name: x for name, x in options.items() if name == "sinks"})
     judged = compare(*results, q, k, v, scale=p.scale, first_key=p.mask.left, last_key=p.mask.right, **told)
+    assert judged.ok, judged.message
+
+
+SCORED = (
+    Case("float16", 330, 330, heads_q=2, causal=True, softcap=5.0),
+    Case("bfloat16", 200, 260, heads_q=46, heads_kv=23, softcap=5.0),
+    Case("float16", 330, 400, heads_q=2, causal=True, alibi="heads"),
+    Case("bfloat16", 300, 300, dim=128, heads_q=3, alibi="heads"),
+    Case("float16", 270, 300, dim=256, heads_q=2, causal=True, alibi="heads"),
+    Case("float16", 330, 330, heads_q=2, causal=True, score="relative"),
+    Case("bfloat16", 330, 330, dim=128, heads_q=2, causal=True, score="temperature"),
+    Case("float16", 330, 330, heads_q=2, causal=True, score="soft_clip"),
+    Case("bfloat16", 330, 330, dim=128, heads_q=2, causal=True, score="soft_clip", sinks=1),
+    Case("float16", 330, 336, heads_q=2, causal=True, bias="heads"),
+    Case("bfloat16", 300, 328, dim=128, heads_q=2, causal=True, bias="full"),
+    Case("float16", 330, 330, heads_q=2, causal=True, dropout=0.2),
+    Case("bfloat16", 300, 300, dim=128, heads_q=3, causal=True, dropout=0.2, alibi="heads"),
+    Case("float16", 500, 500, heads_q=2, mask="documents"),
+    Case("bfloat16", 500, 500, dim=40, heads_q=2, mask="documents", causal=True, softcap=5.0),
+    Case("float32", 330, 330, heads_q=2, causal=True),
+    Case("float32", 300, 400, dim=128, heads_q=2, causal=True, precision="tf32"),
+    Case("float32", 330, 330, heads_q=2, causal=True, bias="heads"),
+    Case("float32", 300, 300, dim=40, heads_q=3, causal=True, alibi="heads", dropout=0.2),
+)
+
+
+@pytest.mark.parametrize("case", quick(SCORED, SCORED[2], SCORED[10], SCORED[11], SCORED[13], SCORED[15]), ids=str)
+def test_right_where_something_is_asked_of_scores(case):
+    inputs, arrays = make_inputs(case), case.arrays()
+    plan = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", **case.options, **arrays)
+    assert any("few query tiles" in reason for reason in plan.kernel.reasons)
+    out, lse = plan(*inputs, **arrays)
+    judged = compare(out, lse, *inputs, precision=case.precision, **case.meaning())
     assert judged.ok, judged.message
 
 

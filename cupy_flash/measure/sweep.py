@@ -107,9 +107,11 @@ def candidates(cell: Cell, architecture: Architecture, kernel: str | None = None
     problem = make_problem(q, q, v, Options(causal=cell.causal, backend="host", kernel=kernel))
     chosen = make_forward_plan(problem, architecture)
     dims = max(chosen.config.DIM, chosen.config.DIM_V), chosen.config.DIM_V
-    of_hopper = chosen.file == "fwd_hopper" and not chosen.config.FP16_PARTS
-    others = (*rows_between(problem), *narrower(problem, WIDEST)) if of_hopper else ()
-    table = ALL_ROWS if chosen.config.FP16_PARTS else candidates_for(chosen.file, architecture, cell.dtype)
+    parts, explicit = chosen.config.FP16_PARTS, chosen.config.EXPLICIT_SCORES
+    table = ALL_ROWS if parts else candidates_for(chosen.file, architecture, cell.dtype)
+    of_hopper = chosen.file == "fwd_hopper"
+    between = rows_between(problem) if of_hopper and not parts else ()
+    others = (*between, *narrower(problem, WIDEST, table, chosen.expressions, explicit, parts)) if of_hopper else ()
     plans = dict.fromkeys(_with_tile(chosen, row, cell.dtype, problem.precision) for row in (*others, *table) if row.serves(*dims))
     plans = [plan for plan in plans if plan.shared_bytes <= architecture.shared_bytes]
     return tuple(Candidate(name, plan, plan == chosen) for name, plan in zip(_names(plans), plans))

@@ -14,7 +14,7 @@ from .copies import copy_size
 from .explicit_scores import explicit_scores
 from .expression_text import ExpressionText
 from .few_rows import why_fwd_v2
-from .few_tiles import row_of_few_tiles
+from .few_tiles import narrower, row_of_few_tiles
 from .fp16_parts import (
     asks_in_parts,
     explicit_in_parts,
@@ -101,11 +101,16 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         explicit, why_scores = explicit_in_parts(problem, expressions)
     else:
         explicit, why_scores = explicit_scores(problem, expressions, unless_large=kernel == "fwd_hopper")
-    pack_gqa = problem.mask.queries is not None
     split, why_split = (False, "") if kernel == "fwd_hopper" else splits_keys(kernel, asked, problem.len_kv)
     of_lengths = kernel == "fwd_hopper" and problem.lengths is not None
     # Rows for few queries leave registers to tell which query of its head a row is, and where results in float32 go.
-    crowded = kernel == "fwd_v2" and (pack_gqa or _crowded_by_results(problem, architecture, copy_bytes))
+    crowded = kernel == "fwd_v2" and (problem.mask.queries is not None or _crowded_by_results(problem, architecture, copy_bytes))
+    if parts == 2 or (parts and asks_in_parts(problem)):
+        table = rows_in_parts(problem, expressions, parts)
+    elif of_lengths and not problem.scores:
+        table = rows_of_sequences(problem, parts)
+    else:
+        table = _rows(kernel, architecture, problem, expressions)
     row = row_for(
         kernel,
         architecture,
@@ -118,15 +123,11 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         width_v=dim_v,
         sinks=problem.sinks is not None,
         lengths=problem.lengths is not None or split,
-        rows=rows_in_parts(problem, expressions, parts)
-        if parts == 2 or (parts and asks_in_parts(problem))
-        else rows_of_sequences(problem, parts)
-        if of_lengths and not problem.scores
-        else _rows(kernel, architecture, problem, expressions),
+        rows=table,
     )
     itemsize = 4 if problem.dtype == "float32" else 2
     if kernel == "fwd_hopper":
-        row = row_of_few_tiles(problem, row, explicit or parts > 0)
+        row = row_of_few_tiles(problem, row, narrower(problem, row.tile_q, table, expressions, explicit, parts))
         split, why_split = hopper_splits(problem, row)
     if kernel == "fwd_v2":
         row = with_key_warps(row, architecture, itemsize, width, width_v, problem)
@@ -173,7 +174,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             explicit=explicit,
             split_kv=split,
             last_combines=combines,
-            pack_gqa=pack_gqa,
+            pack_gqa=problem.mask.queries is not None,
             mask=problem.mask.kind,
             sinks=kind_of_sinks(problem),
             several_sinks=problem.sinks is not None and (problem.sinks.shape[-1] != 1 or expressions.kind == "PLUS_TERM"),

@@ -1,4 +1,4 @@
-"""Gradients of short sequences: which of them are for bwd_v2 or bwd_hopper_wide where there is bwd_hopper as well."""
+"""Gradients of short sequences, and of few heads: which are for bwd_v2 or bwd_hopper_wide where there is bwd_hopper as well."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from .expression_text import Pressure
 from .few_rows import NARROW, NARROWEST, WIDE
+from .grouping import BEGINNING, RUNNING
+from .makespan import makespan
 from .stored_dbias import dbias_of_pairs
 from .tuning import SHORT
 
 BLOCKS = 512  # of bwd_hopper: four for each multiprocessor of an H200
-KEYS = 128  # of such a block
-LONG_ROWS = 4096  # queries, from which on windows may be twice as wide
+KEYS, WIDE_KEYS = 128, 64  # of such a block, and of one of bwd_hopper_wide,
+AS_LONG = 1.19  # times whose steps its own take, as measured on an H200, of
+STEP = 64  # queries
+MOST_BLOCKS = 2 * RUNNING  # of bwd_hopper: of more, the longest one does not decide
+SOONER = 0.95  # times as late as blocks of bwd_hopper, at most, the last of bwd_hopper_wide ends
+LONG_ROWS = 16384  # queries, from which on windows may be twice as wide, as they may of heads up to NARROWEST
 
 
 def why_bwd_v2(problem: BackwardProblem, pressure: Pressure) -> str:
@@ -32,9 +38,11 @@ def why_bwd_v2(problem: BackwardProblem, pressure: Pressure) -> str:
     heads = p.heads_q * math.prod(p.batch)
     if widest > NARROW or not rows or not keys or not heads or p.lengths is not None:
         return ""
-    if _is_narrow_window(p, problem, SHORT if rows < LONG_ROWS else 2 * SHORT):
+    blocks, narrowest = heads * (-(-keys // KEYS) if keys > SHORT else 2), widest <= NARROWEST  # half a block takes as long as one
+    many = blocks >= BLOCKS
+    of_window = 2 * SHORT if narrowest or rows >= LONG_ROWS else SHORT
+    if blocks >= (BLOCKS if narrowest else 2 * BLOCKS) and _is_narrow_window(p, problem, of_window):
         return "a narrow window: a block of bwd_hopper takes longer to begin than to go through the few queries of its keys"
-    many = heads * (-(-keys // KEYS) if keys > SHORT else 2) >= BLOCKS  # half a block takes as long as a whole one
     if p.scores:
         alone = not p.scores.masks_pairs and p.scores.dropout is None and dbias_of_pairs(problem) is None
         cheap = alone and pressure in (Pressure.TERM, Pressure.BIAS)
@@ -49,17 +57,40 @@ def why_bwd_v2(problem: BackwardProblem, pressure: Pressure) -> str:
 
 
 def why_wide(problem: BackwardProblem) -> str:
-    """Why those of fewer heads, or of wider ones, are for bwd_hopper_wide, or ''; as measured, 1.04 to 1.13 times as fast there."""
+    """Why those of fewer heads, or of wider ones, are for bwd_hopper_wide, or ''; as measured, 1.04 to 1.41 times as fast there."""
     p = problem.forward
-    short = 1 <= p.len_q <= SHORT and 1 <= p.len_kv <= SHORT and max(p.dim, p.dim_v) <= WIDE
-    plain = not p.scores and p.softcap is None and p.lengths is None
-    if NARROW < max(p.dim, p.dim_v) <= WIDE and plain and _is_narrow_window(p, problem, 2 * SHORT):
-        return "a narrow window: a block of bwd_hopper owns 128 keys, of bwd_hopper_wide 64"
-    return "short sequences: a block of bwd_hopper owns 128 keys, of bwd_hopper_wide 64" * (short and plain)
+    width = max(p.dim, p.dim_v)
+    if p.lengths is not None or width > WIDE:
+        return ""
+    if 1 <= p.len_q <= SHORT and 1 <= p.len_kv <= SHORT and not p.scores and p.softcap is None:
+        return "short sequences: a block of bwd_hopper owns 128 keys, of bwd_hopper_wide 64"
+    sooner = width > NARROW and _ends_sooner(problem)
+    return "few blocks under a causal mask: the longest of 64 keys ends sooner than of 128" * sooner
+
+
+def _ends_sooner(problem: BackwardProblem) -> bool:
+    """Whether the last block of bwd_hopper_wide ends sooner, of which there are twice as many.
+
+    Of few blocks, all of which run at once, the longest decides. Under a causal mask that is the one of the first keys, which all
+    queries see, and half of its keys take it 0.84 of the time. In any order: in order they would wait for each other more often.
+    What pairs a mask leaves to each nobody knows here.
+    """
+    p = problem.forward
+    heads = p.heads_q * math.prod(p.batch)
+    blocks = heads * -(-p.len_kv // KEYS)
+    if problem.deterministic or p.mask.shape != "causal" or p.scores.masks_pairs or dbias_of_pairs(problem) is not None:
+        return False
+    if not 0 < blocks <= MOST_BLOCKS or not p.len_q:
+        return False
+    ends, sooner = (
+        makespan((float(steps) * pace + BEGINNING for steps in p.mask.tiles_of_queries(keys, STEP) for _ in range(heads)), RUNNING)
+        for keys, pace in ((KEYS, AS_LONG), (WIDE_KEYS, 1.0))
+    )
+    return sooner <= SOONER * ends
 
 
 def _is_narrow_window(p: Problem, problem: BackwardProblem, widest: int) -> bool:
-    """Whether queries see so few keys; as measured, 1.06 to 1.36 times as fast by bwd_v2, 1.03 to 1.30 by bwd_hopper_wide."""
+    """Whether queries see so few keys; as measured, 1.0 to 1.6 times as fast by bwd_v2."""
     left, right = p.mask.left, p.mask.right
     asked = bool(p.scores) or p.softcap is not None or p.lengths is not None or problem.deterministic
     return not asked and left is not None and right is not None and right - left < widest

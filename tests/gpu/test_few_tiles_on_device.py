@@ -1,4 +1,4 @@
-"""Problems of few query tiles on a device, by the tiles planned for them; and gradients of grouped heads and of long windows."""
+"""Problems of few query tiles on a device, by the tiles planned for them; and gradients of few, grouped heads and long windows."""
 
 import pytest
 
@@ -26,6 +26,20 @@ FORWARDS = (
     Case("bfloat16", 700, 800, dim=96, heads_q=6, sinks=1, causal=True),
     Case("float16", 1500, 1500, dim=192, dim_v=128, heads_q=5, causal=True),
     Case("bfloat16", 2500, 2600, dim=256, heads_q=2, causal=True),
+    Case("float16", 2000, 2000, heads_q=4, causal=True, softcap=5.0),
+    Case("bfloat16", 2000, 2000, dim=128, heads_q=4, causal=True, alibi="heads"),
+    Case("float16", 1500, 1500, dim=256, heads_q=2, causal=True, alibi="heads"),
+    Case("bfloat16", 1500, 1504, heads_q=4, causal=True, bias="heads"),
+    Case("float16", 1500, 1504, dim=128, heads_q=4, causal=True, bias="full"),
+    Case("bfloat16", 1500, 1500, heads_q=4, causal=True, dropout=0.2),
+    Case("float16", 1500, 1500, dim=128, heads_q=4, causal=True, dropout=0.2, alibi="heads"),
+    Case("bfloat16", 1500, 1500, dim=128, heads_q=4, causal=True, score="soft_clip"),
+    Case("float16", 1500, 1500, heads_q=4, causal=True, score="relative"),
+    Case("bfloat16", 2000, 2000, heads_q=4, mask="documents"),
+    Case("float32", 2000, 2000, heads_q=4, causal=True),
+    Case("float32", 1500, 1500, dim=128, heads_q=4, causal=True, precision="tf32"),
+    Case("float32", 1500, 1500, heads_q=4, causal=True, bias="heads"),
+    Case("float32", 1500, 1500, dim=40, heads_q=4, causal=True, alibi="heads", dropout=0.2),
 )
 GRADIENTS = (
     Case("bfloat16", 2100, 2100, dim=128, heads_q=16, heads_kv=2, causal=True),
@@ -34,6 +48,12 @@ GRADIENTS = (
     Case("float16", 6000, 6000, dim=128, heads_q=8, heads_kv=2, window=(200, 0)),
     Case("bfloat16", 5000, 5000, heads_q=8, heads_kv=2, window=(300, 20)),
     Case("float16", 5000, 5000, dim=256, heads_q=4, window=(150, 0)),
+)
+FEW_BLOCKS = (
+    Case("bfloat16", 2100, 2100, dim=128, heads_q=2, causal=True),
+    Case("float16", 1500, 1600, dim=96, heads_q=4, heads_kv=2, causal=True),
+    Case("bfloat16", 2000, 2000, dim=72, heads_q=3, causal=True, softcap=5.0),
+    Case("float16", 2000, 2000, dim=128, heads_q=2, causal=True, sinks=1),
 )
 ONE_TILE = (
     Case("bfloat16", 5000, 77, heads_q=8, heads_kv=4, batch=(2,)),
@@ -49,7 +69,7 @@ def test_forward(case):
     plan = plan_attention(*inputs, **case.options, **arrays)
     assert any("few query tiles" in reason for reason in plan.kernel.reasons)
     out, lse = plan(*inputs, **arrays)
-    judged = compare(out, lse, *inputs, **case.scores, **arrays)
+    judged = compare(out, lse, *inputs, precision=case.precision, **case.meaning(cupy))
     assert judged.ok, judged.message
 
 
@@ -57,10 +77,11 @@ def gradients_of(case, **asked):
     """A plan of gradients, which are right."""
     inputs, (dout, _) = make_inputs(case, cupy), make_cotangents(case, cupy)
     options = {name: value for name, value in case.options.items() if name != "return_lse"}
-    given = (dout, *inputs, *plan_attention(*inputs, **options, return_lse=True)(*inputs))
-    plan = plan_attention_backward(*given, **options, **asked)
+    arrays = case.arrays(cupy)
+    given = (dout, *inputs, *plan_attention(*inputs, **options, **arrays, return_lse=True)(*inputs, **arrays))
+    plan = plan_attention_backward(*given, **options, **arrays, **asked)
     workspace = cupy.full(plan.workspace_bytes, 0xFF, "uint8")
-    judged = compare_gradients(plan(*given, workspace=workspace), dout, *inputs, **case.scores)
+    judged = compare_gradients(plan(*given, **arrays, workspace=workspace), dout, *inputs, **case.meaning(cupy))
     assert judged.ok, judged.message
     return plan
 
@@ -74,6 +95,12 @@ def test_gradients(case, deterministic):
     assert split or make_grouping(plan.kernel, plan.problem).last_heads == 0
 
 
+@pytest.mark.parametrize("case", FEW_BLOCKS, ids=str)
+def test_gradients_of_few_blocks_under_a_causal_mask(case):
+    assert gradients_of(case).kernel.file == "bwd_hopper_wide"
+
+
 @pytest.mark.parametrize("case", ONE_TILE, ids=str)
-def test_gradients_of_one_tile_of_keys(case):
+def test_gradients_of_one_tile_of_keys(case, monkeypatch):
+    monkeypatch.setattr("cupy_flash.plan.short_gradients.MOST_BLOCKS", 0)  # or else there are two
     assert gradients_of(case).kernel.config.FIRST_STORES
