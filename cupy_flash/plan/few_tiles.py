@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 
 from ..problem.forward import Problem
+from .columns import PANEL
 from .expression_text import ExpressionText, Pressure
 from .hopper_splits import GROUP_ROWS, hopper_splits
 from .makespan import makespan
@@ -99,7 +100,7 @@ def _rows(problem: Problem, table: tuple[TileConfig, ...], expressions: Expressi
     """Rows of all widths, whose registers and shared memory hold what is asked of scores.
 
     Wide heads leave one group of rows no registers for more than a term. Of 96 or 112 keys one group would spill as well, and two
-    are not faster.
+    are not faster. Of numbers in parts above a panel it holds no softcap either, nor what pairs read but for a bias by TMA.
     """
     pressure, alone = expressions.pressure, not parts and problem.scores.dropout is None
     if alone and not problem.scores:
@@ -110,7 +111,9 @@ def _rows(problem: Problem, table: tuple[TileConfig, ...], expressions: Expressi
     own = tuple(replace(row, why=WHY) for row in table if parts or row.tile_kv % GROUP_ROWS == 0)
     if alone and pressure is Pressure.TERM:
         return ROWS[-1], *own
-    few = ((row, groups) for row in own for groups in FEW_GROUPS if row.width <= WIDE)
+    reads = pressure not in (Pressure.NOTHING, Pressure.TERM) and not any(row.staged_bias for row in own)
+    widest = PANEL if parts and (reads or problem.softcap is not None) else WIDE
+    few = ((row, groups) for row in own for groups in FEW_GROUPS if row.width <= widest)
     return *own, *(_of_groups(row, groups) for row, groups in few if groups * GROUP_ROWS < row.tile_q)
 
 
