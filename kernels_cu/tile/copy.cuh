@@ -119,16 +119,18 @@ OP void for_granules(SharedTile<ROWS, WIDTH> tile, const GlobalTile& global, Mov
 // What of a row is set to zero at once.
 template <typename T> struct UnitOf { typedef T type; };
 template <> struct UnitOf<Element> { typedef Granule type; };
-// dst = 0
+// dst = 0. Lanes have neighbouring units of as many rows as they reach across.
 template <typename Scope, typename T> OP void clear(const TileOf<T>& dst) {
   typedef typename UnitOf<T>::type Unit;
   constexpr int unit = sizeof(Unit) / sizeof(T);
+  const int units = ceil_div(dst.cols, unit), across = max_of(min_of(units, 32), 1), down = 32 / across;
   for_lane(l) {
+    const int lane = Scope::thread(l) % 32, first = lane / across;
     #pragma unroll 1
-    for (int row = Scope::thread(l) / 32; row < dst.rows; row += Scope::threads / 32) {
-      for (int col = Scope::thread(l) % 32 * unit; col < dst.cols; col += 32 * unit) {
+    for (int row = Scope::thread(l) / 32 * down + first; first < down && row < dst.rows; row += Scope::threads / 32 * down) {
+      for (int number = lane - first * across; number < units; number += across) {
         count_written(sizeof(Unit));
-        *reinterpret_cast<Unit*>(dst.at(row, col)) = Unit{};
+        *reinterpret_cast<Unit*>(dst.at(row, number * unit)) = Unit{};
       }
     }
   }

@@ -46,8 +46,8 @@ template <typename Item, typename Params> OP ScheduledTile<Item> scheduled_tile(
   return found;
 }
 // Calls each(tile) with all query tiles, by the warps of a block. A lane reads where a sequence lies, and takes its first tiles; of longer ones the lanes deal
-// out the others, one sequence after the other. A search for the sequence of a tile would take as long as several reads. Each warp has its own sequences,
-// or of so few that a warp would have little to do, all have some tiles of each.
+// out the others, one sequence after the other, each of which takes as long as some tiles. A search for the sequence of a tile would take as long as several
+// reads. Each warp has its own sequences; or of so few that one warp would have all, the warps share the tiles of each.
 constexpr int OWN_TILES = 4;                                  // of a lane
 template <typename Item, typename Params, typename Each> OP void for_scheduled_tiles(const Params& p, const Each& each) {
   const u32 sequences = u32(p.sequences.sequences) + (offsets_of<QUERIES>(p) ? 1 : 0);       // rows behind the last one are one more
@@ -64,14 +64,14 @@ template <typename Item, typename Params, typename Each> OP void for_scheduled_t
         begin_kv.at(l, 0) = seq.kv.begin, len_kv.at(l, 0) = seq.kv.count;
       }
     }
-    const int own_rows = shared ? 0 : OWN_TILES * TILE_Q;
+    const int apart = shared ? WARPS * TILE_Q : TILE_Q, own_rows = OWN_TILES * apart;
     Regs<bool, 1> has_more;
     for_lane(l) {
       const bool exists = l < at_once && first + l < sequences;
       const SequenceRows q{begin_q.at(l, 0), len_q.at(l, 0), room_q.at(l, 0), 0, 0}, kv{begin_kv.at(l, 0), len_kv.at(l, 0), 0, 0, 0};
       const VarlenSequence<Params> seq{q, kv, mask_of_sequence(p, q.count, kv.count)};
       #pragma unroll 1
-      for (int row = 0; exists && row < min_of(q.room, own_rows); row += TILE_Q) each(scheduled_tile<Item>(p, seq, first + l, row));
+      for (int row = shared ? warp_id() * TILE_Q : 0; exists && row < min_of(q.room, own_rows); row += apart) each(scheduled_tile<Item>(p, seq, first + l, row));
       has_more.at(l, 0) = exists && q.room > own_rows;
     }
     #pragma unroll 1
