@@ -18,7 +18,7 @@ from cupy_flash.call import backward, forward
 from cupy_flash.machine import host, source
 from cupy_flash.machine.toolchain import compiler
 from cupy_flash.plan import backward as backward_plan
-from cupy_flash.plan import few_tiles, grouping, hopper_splits, pair_bits, schedule, short_gradients
+from cupy_flash.plan import few_tiles, grouping, hopper_splits, pair_bits, rows_between, schedule, short_gradients
 from cupy_flash.plan.tuning import HOPPER_BACKWARD, KERNEL_TABLES, MASKS
 from cupy_flash.problem import arrays
 
@@ -75,6 +75,7 @@ def tiles_of_many(request, monkeypatch):
     if not marked:
         monkeypatch.setattr(few_tiles, "MOST", 0)
         monkeypatch.setattr(short_gradients, "MOST_BLOCKS", 0)
+        monkeypatch.setattr(rows_between, "FITS", ())
     else:
         for prepared in plans:
             prepared.cache_clear()

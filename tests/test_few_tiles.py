@@ -68,6 +68,7 @@ def test_the_tile_with_which_the_last_block_ends_first(problem, options, expecte
 
 
 SLOPES, ARRAY = numpy.full(2, 0.1, numpy.float32), numpy.zeros(3000, numpy.float32)
+RISING = {"alibi_slopes": SLOPES}
 MASK = {"mask": "doc[q_idx] == doc[kv_idx]", "arrays": {"doc": ARRAY.astype(numpy.int32)}}
 BIAS = {"bias": numpy.zeros((1, 2, 3000, 3000), ml_dtypes.bfloat16)}
 COLUMN = {"score": "score + t[kv_idx]", "arrays": {"t": ARRAY}}
@@ -101,6 +102,44 @@ DROPS = {"dropout": 0.1, "seed": 1}
 )
 def test_what_is_asked_of_pairs_has_narrow_tiles_as_well(dim, options, expected):
     assert tile(1, 2, 3000, dim, causal=True, **options) == expected
+
+
+MANY_HEADS = 64, 8  # batch elements, and heads of each
+FITTING = [
+    (100, 64, RISING, (128, 128)),
+    (100, 128, BENT, (128, 64)),
+    (100, 64, MASK, (128, 128)),
+    (192, 64, BIAS, (192, 64)),
+    (192, 64, RISING, (256, 64)),  # key tiles of 128 would compute pairs that do not exist
+    (192, 128, RISING, (192, 64)),
+    (160, 64, DROPS, (256, 64)),
+    (256, 64, BIAS, (256, 64)),
+    (256, 64, BENT, (128, 64)),
+    (256, 128, BIAS, (128, 64)),
+    (256, 128, MASK, (128, 128)),
+    (384, 64, RISING, (192, 128)),
+    (384, 64, BIAS, (192, 64)),
+    (384, 64, BIAS | MASK, (192, 64)),
+    (384, 64, MASK, (256, 64)),
+    (384, 128, RISING, (192, 64)),
+    (448, 64, BIAS, (256, 64)),
+    (576, 64, COLUMN, (192, 128)),
+    (577, 64, RISING, (256, 64)),
+]
+
+
+@pytest.mark.parametrize("rows, dim, options, expected", FITTING, ids=lambda x: "_".join(x) if isinstance(x, dict) else str(x))
+def test_short_sequences_have_tiles_that_they_fill(rows, dim, options, expected):
+    """However many there are."""
+    batch, heads = MANY_HEADS
+    given = dict(options)
+    if "bias" in given:
+        given["bias"] = numpy.zeros((1, heads, rows, rows), ml_dtypes.bfloat16)
+    if "alibi_slopes" in given:
+        given["alibi_slopes"] = numpy.ones(heads, numpy.float32)
+    if "arrays" in given:
+        given["arrays"] = {name: x[:rows] for name, x in given["arrays"].items()}
+    assert tile(batch, heads, rows, dim, **given) == expected
 
 
 def test_sequences_of_their_own_lengths_keep_their_tiles(monkeypatch):

@@ -85,7 +85,7 @@ def narrower(
     if not 0 < tiles <= (MOST // 2 if masked else MOST) or not problem.len_kv or problem.len_q <= SHORT:
         return ()
     width = max(problem.dim, problem.dim_v)
-    rows = tuple(other for other in _rows(problem, table, expressions, parts) if other.serves(width, problem.dim_v))
+    rows = tuple(other for other in rows_that_hold(problem, table, expressions, parts) if other.serves(width, problem.dim_v))
     fit = min((other.width for other in rows), default=0)
     return tuple(
         other
@@ -96,7 +96,9 @@ def narrower(
     )
 
 
-def _rows(problem: Problem, table: tuple[TileConfig, ...], expressions: ExpressionText, parts: int) -> tuple[TileConfig, ...]:
+def rows_that_hold(
+    problem: Problem, table: tuple[TileConfig, ...], expressions: ExpressionText, parts: int
+) -> tuple[TileConfig, ...]:
     """Rows of all widths, whose registers and shared memory hold what is asked of scores.
 
     Wide heads leave one group of rows no registers for more than a term. Of 96 or 112 keys one group would spill as well, and two

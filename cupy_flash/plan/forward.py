@@ -46,7 +46,7 @@ from .schedule import TABLE_BLOCKS, least_split
 from .sequences import elements_of, row_length, tiles_of
 from .split import KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
 from .tensor_map import BOX_COLUMNS, obstacle
-from .tuning import SHORT, TWO, TileConfig, row_for, table_for
+from .tuning import SHORT, TWO, Rows, TileConfig, row_for, table_for
 from .workspace import Workspace
 
 MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in tiles
@@ -110,7 +110,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     elif of_lengths and not problem.scores:
         table = rows_of_sequences(problem, parts)
     else:
-        table = _rows(kernel, architecture, problem, expressions)
+        table = _rows(kernel, architecture, problem, expressions, explicit)
     row = row_for(
         kernel,
         architecture,
@@ -287,13 +287,13 @@ def _why_not_varlen(problem: Problem, packed: Problem, architecture: Architectur
     return crowded or (no_map and f"no TMA: {no_map}")
 
 
-def _rows(kernel: str, architecture: Architecture, problem: Problem, expressions: ExpressionText) -> tuple[TileConfig, ...]:
+def _rows(kernel: str, architecture: Architecture, problem: Problem, expressions: ExpressionText, explicit: bool = False) -> Rows:
     if kernel == "fwd_hopper" and has_packed_scores(problem):
         from .pair_tuning import packed_rows  # late, as in `rows_of`
 
         return packed_rows(problem, expressions.pressure)
-    between = rows_between(problem) if kernel == "fwd_hopper" else ()
-    return between + rows_of(kernel, architecture, problem, expressions)
+    table = rows_of(kernel, architecture, problem, expressions)
+    return rows_between(problem, table, expressions, explicit) + table if kernel == "fwd_hopper" else table
 
 
 def _crowded(problem: Problem, architecture: Architecture, expressions: ExpressionText) -> str:

@@ -34,6 +34,7 @@ from .tuning import (
     WIDE,
     WIDE_STEPS,
     WINDOW,
+    Rows,
     TileConfig,
 )
 from .tuning import HOPPER_BACKWARD as PLAIN_BACKWARD
@@ -62,12 +63,13 @@ STAGED_FOUR = STAGED + "; four groups of 64 rows hide each other's waits" + PING
 STAGED_SHORT = STAGED + "; two groups leave fewer rows that do not exist"
 STAGED_QUERIES = "the bias of a query tile comes with its queries"
 ROOM_FOR_BIAS = {**NARROW, "stages": 3, "stages_q": 3, "tma_store_out": False}
+ROOM_OF_TWO = {**ROOM_FOR_BIAS, "warps": 12}
 HOPPER_STAGED = (
     replace(HOPPER_FEW, why=HOPPER_FEW.why + "; " + STAGED, staged_bias=True),
-    TileConfig(64, 128, 128, STAGED_SHORT, **TWO, stages=3, tma_store_out=True, max_len_q=256, staged_bias=True),
+    TileConfig(64, 128, 128, STAGED_SHORT, **TWO, stages=3, tma_store_out=True, max_len_q=128, staged_bias=True),
     TileConfig(64, 256, 64, STAGED_FOUR, **{**FOUR, "stages": 3, "stages_v": 3, "stages_q": 4}, pingpong=True, staged_bias=True),
     TileConfig(64, 192, 64, STAGED + PINGPONG, **{**THREE, "tma_store_out": False}, pingpong=True, staged_bias=True),
-    TileConfig(128, 128, 112, STAGED + PINGPONG, **SHARED, pingpong=True, max_len_q=1024, masks=CAUSAL, staged_bias=True),
+    TileConfig(128, 128, 64, STAGED + PINGPONG, **ROOM_OF_TWO, pingpong=True, max_len_q=1024, masks=CAUSAL, staged_bias=True),
     TileConfig(128, 192, 64, STAGED + PINGPONG, **ROOM_FOR_BIAS, pingpong=True, staged_bias=True),
     TileConfig(192, 128, 64, STAGED + PINGPONG, **WIDE, stages=3, pingpong=True, staged_bias=True),
     TileConfig(256, 128, 64, STAGED + PINGPONG, **WIDE, pingpong=True, staged_bias=True),
@@ -86,7 +88,7 @@ DRAWS = "bits are drawn beneath the products and exponentials of the other group
 DRAWS_FOUR = "four groups of 64 rows draw beneath each other's products; they have registers for the masks of 64 keys"
 HOPPER_DROPOUT = (
     HOPPER_FEW,
-    TileConfig(64, 128, 128, DRAWS, **TWO_PINGPONG, stages=4, stages_v=4, max_len_q=192),
+    TileConfig(64, 128, 128, DRAWS, **TWO_PINGPONG, stages=4, stages_v=4, max_len_q=128),
     TileConfig(64, 256, 64, DRAWS_FOUR, **FOUR, pingpong=True),
     TileConfig(64, 128, 128, DRAWS, **TWO_PINGPONG, stages=4, stages_v=4),
     TileConfig(128, 128, 128, DRAWS, **TWO_PINGPONG),
@@ -258,7 +260,6 @@ STAGED_FLOAT32_ROWS = STAGED_ROWS | {"fwd_hopper": HOPPER_STAGED_FLOAT32, "bwd_h
 ALONE, BITS, DROPOUT, BITS_AND_DROPOUT = (False, False), (True, False), (False, True), (True, True)
 WIDE_DROPOUT = (*BACKWARD_HOPPER_WIDE, PLAIN_BACKWARD_WIDE[-1])
 OF_DROPOUT = Pressure.NOTHING, Pressure.TERM, Pressure.LOOKUPS, Pressure.EXPRESSION, Pressure.LONG_EXPRESSION
-Rows = tuple[TileConfig, ...]
 HOPPER_TABLES: dict[str, dict[tuple[bool, bool], dict[Pressure, Rows]]] = {
     "fwd_hopper": {
         ALONE: {

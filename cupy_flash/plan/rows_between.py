@@ -5,10 +5,13 @@ Rows of the table are the best for head dims of 64, 128, 192 and 256 and for man
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..problem.forward import Problem
 from ..problem.layout import Layout
+from .columns import PANEL
+from .expression_text import NOTHING, ExpressionText
+from .few_tiles import rows_that_hold
 from .sequences import UNBOUNDED, row_length
 from .tuning import NARROW, PINGPONG, THREE, THREE_GROUPS, THREE_NARROW, TWO, TWO_GROUPS, TileConfig
 
@@ -63,8 +66,71 @@ def _straddles(keys: Layout) -> bool:
     return any(stride % SECTOR for stride, size in zip(keys.strides[:-1], keys.shape) if size > 1)
 
 
-def rows_between(problem: Problem) -> tuple[TileConfig, ...]:
-    """The rows that come before those of the table, where nothing is asked of pairs and heads have tiles of their own."""
-    if problem.scores or problem.mask.queries is not None:
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Of how many queries a tile leaves the fewest rows empty, where something is asked of pairs."""
+
+    above: int  # head dims, up to
+    widest: int
+    first: int  # queries, up to
+    last: int
+    tile_q: tuple[int, ...]  # the first of these that there is
+    most_keys: int = WIDEST  # of a tile
+
+    def serves(self, problem: Problem) -> bool:
+        """Whether a problem is as wide and as long as this is for."""
+        return self.above < max(problem.dim, problem.dim_v) <= self.widest and self.first <= problem.len_q <= self.last
+
+
+FITTING = "so many queries leave fewer rows of its last tile empty"
+FITS = (
+    Fit(0, PANEL, 65, 128, (128,)),
+    Fit(0, PANEL, 129, 192, (192,), most_keys=64),  # wider key tiles compute more pairs that do not exist than rows
+    Fit(0, PANEL, 193, 256, (256, 128)),
+    Fit(0, PANEL, 257, 384, (192,)),
+    Fit(0, PANEL, 513, 576, (192,)),
+    Fit(PANEL, WIDEST, 65, 128, (128,)),
+    Fit(PANEL, WIDEST, 129, 192, (192,)),
+    Fit(PANEL, WIDEST, 193, 256, (128,)),
+    Fit(PANEL, WIDEST, 257, 384, (192,)),
+)
+LONGEST_MASKED = 256  # queries: of more, a mask leaves narrow tiles less to do than lists to go through
+
+
+def rows_between(
+    problem: Problem, table: tuple[TileConfig, ...] = (), expressions: ExpressionText = NOTHING, explicit: bool = False
+) -> tuple[TileConfig, ...]:
+    """The rows that come before those of the table, where heads have tiles of their own.
+
+    Where something is asked of pairs it is one that fits, if there is: of 280 problems of full attention, and 278 causal ones, of
+    100 to 640 queries.
+
+    Parameters
+    ----------
+    problem : Problem
+        As the kernel is told it.
+    table : tuple of TileConfig, optional
+        The rows for what is asked.
+    expressions : ExpressionText, optional
+    explicit : bool, optional
+        Whether scores are scaled one by one.
+    """
+    if problem.mask.queries is not None:
         return ()
-    return tuple(between.row for between in BETWEEN if between.serves(problem))
+    if not problem.scores:
+        return tuple(between.row for between in BETWEEN if between.serves(problem))
+    fit = next((fit for fit in FITS if fit.serves(problem)), None)
+    masked = problem.scores.masks_pairs and problem.scores.bias is None
+    other = problem.lengths is not None or problem.has_wider_results or problem.mask.shape not in FULL_OR_CAUSAL
+    if not fit or other or (masked and problem.len_q > LONGEST_MASKED):
+        return ()
+    widest = max(problem.dim, problem.dim_v)
+    rows = [row for row in (*rows_that_hold(problem, table, expressions, 0), *table) if row.serves(widest, problem.dim_v)]
+    narrowest = min((row.width for row in rows), default=0)
+    for tile_q in fit.tile_q:
+        for row in rows:
+            fits = row.width == narrowest and row.tile_q == tile_q and row.tile_kv <= fit.most_keys
+            held = not (explicit and row.plain_scores) and not (problem.sinks and row.without_sinks)
+            if fits and held and problem.mask.shape in row.masks:
+                return (replace(row, why=FITTING, max_len_q=None),)
+    return ()

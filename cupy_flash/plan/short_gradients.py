@@ -7,7 +7,7 @@ import math
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from .expression_text import Pressure
-from .few_rows import NARROW, NARROWEST, WIDE
+from .few_rows import NARROW, NARROWEST, WIDE, masks_alone
 from .grouping import BEGINNING, RUNNING
 from .makespan import makespan
 from .stored_dbias import dbias_of_pairs
@@ -43,7 +43,10 @@ def why_bwd_v2(problem: BackwardProblem, pressure: Pressure) -> str:
     of_window = 2 * SHORT if narrowest or rows >= LONG_ROWS else SHORT
     if blocks >= (BLOCKS if narrowest else 2 * BLOCKS) and _is_narrow_window(p, problem, of_window):
         return "a narrow window: a block of bwd_hopper takes longer to begin than to go through the few queries of its keys"
-    if p.scores:
+    if masks_alone(p):
+        filled = min(rows, keys) > 2 * SHORT and max(rows, keys) <= 3 * SHORT  # two blocks of bwd_hopper, half of whose keys exist
+        faster = (max(rows, keys) <= SHORT and (narrowest or many)) or (filled and narrowest and many)
+    elif p.scores:
         alone = not p.scores.masks_pairs and p.scores.dropout is None and dbias_of_pairs(problem) is None
         cheap = alone and pressure in (Pressure.TERM, Pressure.BIAS)
         faster = widest <= NARROWEST and rows <= SHORT and keys <= SHORT and many and cheap
@@ -51,7 +54,7 @@ def why_bwd_v2(problem: BackwardProblem, pressure: Pressure) -> str:
         most = keys if p.softcap is None else 4 * SHORT if widest <= NARROWEST else SHORT
         faster = keys <= most and (many or (widest <= NARROWEST and p.softcap is None))
     else:
-        as_long = rows <= 2 * SHORT and keys <= 2 * SHORT and p.softcap is None
+        as_long = max(rows, keys) <= 3 * SHORT and p.softcap is None
         faster = widest <= NARROWEST and many and (keys <= SHORT or as_long)
     return "short sequences, of queries or keys: a block of bwd_hopper takes longer to begin than to multiply" * faster
 

@@ -60,6 +60,7 @@ class TileConfig:
         return self.width >= width and width_v <= (self.width_v or self.width)
 
 
+Rows = tuple[TileConfig, ...]
 FEW_ROWS = "few query rows: a smaller tile computes fewer rows that do not exist"
 RARE_RESCALE = "32 rows a warp; rescaling O only when a maximum moves frees registers; measured 376, 355 causal"
 TWO_BLOCKS = "32 rows a warp; 64 keys a tile would leave one block an SM; measured 59, 58 causal"
