@@ -142,6 +142,27 @@ def test_short_sequences_have_tiles_that_they_fill(rows, dim, options, expected)
     assert tile(batch, heads, rows, dim, **given) == expected
 
 
+ASKED = {}, {"softcap": 5.0}, RISING, COLUMN, LOOKUP, BENT, DROPS, BIAS, MASK, BIAS | MASK, RISING | DROPS
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "_".join(asked))
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("rows", [100, 160, 250, 320, 576, 2000])
+def test_shared_memory_holds_them(rows, dim, asked):
+    """Few or many of them, whatever is asked."""
+    for batch, heads in ((1, 2), MANY_HEADS):
+        given = dict(asked)
+        if "bias" in given:
+            given["bias"] = numpy.empty((1, heads, rows, -(-rows // 8) * 8), ml_dtypes.bfloat16)[..., :rows]
+        if "alibi_slopes" in given:
+            given["alibi_slopes"] = numpy.ones(heads, numpy.float32)
+        if "arrays" in given and "kv_idx - q_idx" not in given.get("score", ""):
+            given["arrays"] = {name: x[:rows] for name, x in given["arrays"].items()}
+        for options in ({}, CAUSAL):
+            kernel = planned(batch, heads, rows, dim, **options, **given).kernel
+            assert max(kernel.entries.values()) <= kernel.architecture.shared_bytes
+
+
 def test_sequences_of_their_own_lengths_keep_their_tiles(monkeypatch):
     """What one is computed with must not depend on the others."""
     arrays, ends = [numpy.empty((1, 8192, 64), ml_dtypes.bfloat16)] * 3, numpy.array([0, 8192], numpy.int32)

@@ -125,6 +125,8 @@ def rows_between(
     if not fit or other or (masked and problem.len_q > LONGEST_MASKED):
         return ()
     widest = max(problem.dim, problem.dim_v)
+    if expressions.kind == "PLUS_COLUMN" and widest > PANEL:  # shared memory has no room for terms beside three groups
+        return ()
     rows = [row for row in (*rows_that_hold(problem, table, expressions, 0), *table) if row.serves(widest, problem.dim_v)]
     narrowest = min((row.width for row in rows), default=0)
     for tile_q in fit.tile_q:
