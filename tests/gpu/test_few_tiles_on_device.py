@@ -41,6 +41,16 @@ FORWARDS = (
     Case("float32", 1500, 1500, heads_q=4, causal=True, bias="heads"),
     Case("float32", 1500, 1500, dim=40, heads_q=4, causal=True, alibi="heads", dropout=0.2),
 )
+FITTING = (
+    Case("bfloat16", 185, 192, heads_q=8, batch=(40,), bias="heads"),
+    Case("float16", 150, 152, dim=32, heads_q=8, batch=(40,), bias="heads", mask="documents"),
+    Case("bfloat16", 100, 100, heads_q=8, batch=(40,), alibi="heads", causal=True),
+    Case("float16", 380, 380, heads_q=8, batch=(20,), alibi="heads"),
+    Case("bfloat16", 190, 190, dim=128, heads_q=8, batch=(40,), alibi="heads", causal=True),
+    Case("float16", 250, 256, dim=128, heads_q=8, batch=(40,), bias="heads", causal=True),
+    Case("bfloat16", 250, 250, heads_q=8, batch=(40,), score="soft_clip"),
+    Case("float16", 120, 130, heads_q=8, batch=(40,), mask="documents"),
+)
 GRADIENTS = (
     Case("bfloat16", 2100, 2100, dim=128, heads_q=16, heads_kv=2, causal=True),
     Case("float16", 1300, 1300, dim=192, dim_v=128, heads_q=12, heads_kv=3, batch=(2,), causal=True),
@@ -70,6 +80,16 @@ def test_forward(case):
     assert any("few query tiles" in reason for reason in plan.kernel.reasons)
     out, lse = plan(*inputs, **arrays)
     judged = compare(out, lse, *inputs, precision=case.precision, **case.meaning(cupy))
+    assert judged.ok, judged.message
+
+
+@pytest.mark.parametrize("case", FITTING, ids=str)
+def test_forward_of_short_sequences(case):
+    inputs, arrays = make_inputs(case, cupy), case.arrays(cupy)
+    plan = plan_attention(*inputs, **case.options, **arrays)
+    assert any("fewer rows of its last tile" in reason for reason in plan.kernel.reasons)
+    out, lse = plan(*inputs, **arrays)
+    judged = compare(out, lse, *inputs, **case.meaning(cupy))
     assert judged.ok, judged.message
 
 
