@@ -240,6 +240,8 @@ FEW_BLOCKS = [
     ((4, 4, 1, 3001, 3000, 128), CAUSAL | {"softcap": 5.0}, "bwd_hopper_wide"),
     ((4, 4, 1, 4096, 4096, 128), CAUSAL | {"alibi_slopes": numpy.ones(4, numpy.float32)}, "bwd_hopper_wide"),
     ((4, 4, 1, 4096, 4096, 128), CAUSAL | {"dropout": 0.1, "seed": 1}, "bwd_hopper_wide"),
+    ((8, 8, 1, 2048, 2048, 128), CAUSAL, "bwd_hopper_wide"),
+    ((11, 11, 1, 2048, 2048, 128), CAUSAL, "bwd_hopper"),
     ((1, 1, 1, 32768, 32768, 128), CAUSAL, "bwd_hopper"),  # 256 of them: two rounds, as long as each other
     ((16, 16, 1, 2048, 2048, 128), CAUSAL, "bwd_hopper"),
     ((4, 4, 1, 4096, 4096, 64), CAUSAL, "bwd_hopper"),

@@ -104,6 +104,36 @@ def test_what_is_asked_of_pairs_has_narrow_tiles_as_well(dim, options, expected)
     assert tile(1, 2, 3000, dim, causal=True, **options) == expected
 
 
+@pytest.mark.parametrize(
+    "problem, options, expected",
+    [
+        ((1, 11, 3000, 64), {}, (128, 128)),
+        ((1, 12, 3000, 64), {}, (256, 64)),  # 144 tiles, more than there are multiprocessors: a mask may leave them little
+        ((1, 8, 2048, 128), {"softcap": 20.0}, (64, 128)),
+        ((1, 16, 1024, 128), {"softcap": 20.0}, (128, 128)),  # one group hides nothing of it
+        ((1, 8, 2048, 64), BENT, (64, 64)),
+        ((1, 16, 4096, 64), BENT, (192, 64)),
+    ],
+    ids=str,
+)
+def test_what_a_step_takes_decides(problem, options, expected):
+    options = options or {"mask": "doc[q_idx] == doc[kv_idx]", "arrays": {"doc": ARRAY.astype(numpy.int32)}}
+    assert tile(*problem, **CAUSAL, **options) == expected
+
+
+@pytest.mark.parametrize("dim, options, expected", [(64, {"softcap": 5.0}, 64), (128, {}, 64), (128, {"softcap": 5.0}, 128)])
+def test_float32_has_one_group_where_it_does_not_spill(dim, options, expected):
+    arrays = [numpy.empty((1, 2, 3000, dim), numpy.float32)] * 3
+    config = plan_attention(*arrays, backend="host", arch="90a", causal=True, **options).kernel.config
+    assert config.FP16_PARTS == 2 and config.TILE_Q == expected
+
+
+def test_windows_keep_the_tables():
+    assert tile(*MANY_HEADS, 192, 64, window=(20, 20), alibi_slopes=numpy.ones(8, numpy.float32)) == (256, 64)
+    assert tile(*MANY_HEADS, 384, 128, window=(20, 20), alibi_slopes=numpy.ones(8, numpy.float32)) == (192, 64)
+    assert tile(*MANY_HEADS, 100, 64, window=(20, 20), score="score + 0.1 * tanh(score)") == (192, 64)
+
+
 MANY_HEADS = 64, 8  # batch elements, and heads of each
 FITTING = [
     (100, 64, RISING, (128, 128)),
