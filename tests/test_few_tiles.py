@@ -73,6 +73,7 @@ MASK = {"mask": "doc[q_idx] == doc[kv_idx]", "arrays": {"doc": ARRAY.astype(nump
 BIAS = {"bias": numpy.zeros((1, 2, 3000, 3000), ml_dtypes.bfloat16)}
 COLUMN = {"score": "score + t[kv_idx]", "arrays": {"t": ARRAY}}
 LOOKUP = {"score": "score + t[kv_idx - q_idx + 3000]", "arrays": {"t": numpy.zeros(6000, numpy.float32)}}
+ODD_BIAS = {"bias": numpy.empty((1, 8, 3000, 3001), ml_dtypes.bfloat16)[..., :3000]}  # which TMA does not bring
 BENT = {"score": "score + 0.1 * tanh(score)"}
 DROPS = {"dropout": 0.1, "seed": 1}
 
@@ -113,6 +114,8 @@ def test_what_is_asked_of_pairs_has_narrow_tiles_as_well(dim, options, expected)
         ((1, 16, 1024, 128), {"softcap": 20.0}, (128, 128)),  # one group hides nothing of it
         ((1, 8, 2048, 64), BENT, (64, 64)),
         ((1, 16, 4096, 64), BENT, (192, 64)),
+        ((1, 2, 3000, 256), {"score": "score * 0.5 + 0.01 * score * score"}, (128, 64)),  # one group would spill
+        ((1, 8, 3000, 128), ODD_BIAS, (128, 64)),
     ],
     ids=str,
 )
@@ -121,12 +124,16 @@ def test_what_a_step_takes_decides(problem, options, expected):
     assert tile(*problem, **CAUSAL, **options) == expected
 
 
+def test_two_groups_beside_terms_have_ping_pong():
+    assert planned(1, 8, 2048, 64, score="score + t[kv_idx]", arrays={"t": ARRAY[:2048]}).kernel.config.PINGPONG
+
+
 @pytest.mark.parametrize("dim, options, rows", [(64, {"softcap": 5.0}, 64), (128, {}, 64), (128, {"softcap": 5.0}, 128)])
 def test_float32_has_one_group_where_it_does_not_spill(dim, options, rows):
     arrays = [numpy.empty((1, 2, 3000, dim), numpy.float32)] * 3
     config = plan_attention(*arrays, backend="host", arch="90a", causal=True, **options).kernel.config
-    found = config.FP16_PARTS, config.TILE_Q
-    assert found == (2, rows)
+    found = config.FP16_PARTS, config.TILE_Q, config.TILE_KV
+    assert found == (2, rows, 96 if dim == 64 else 48)  # of keys, 128 with scores as they are
 
 
 def test_windows_keep_the_tables():
@@ -196,11 +203,15 @@ def test_shared_memory_holds_them(rows, dim, asked):
 
 def test_sequences_of_their_own_lengths_keep_their_tiles(monkeypatch):
     """What one is computed with must not depend on the others."""
-    arrays, ends = [numpy.empty((1, 8192, 64), ml_dtypes.bfloat16)] * 3, numpy.array([0, 8192], numpy.int32)
-    options = {"backend": "host", "arch": "90a", "causal": True, "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
-    before = plan_attention(*arrays, **options).kernel
-    monkeypatch.setattr("cupy_flash.plan.few_tiles.MOST", 0)
-    assert before == plan_attention(*arrays, **options, scale=0.1).kernel
+    before = []
+    for scale in (0.1, 0.2):  # so that neither is found again
+        for rows, score in ((8192, None), (180, "score + 0.1 * tanh(score)")):
+            arrays, ends = [numpy.empty((1, rows, 64), ml_dtypes.bfloat16)] * 3, numpy.array([0, rows], numpy.int32)
+            options = {"backend": "host", "arch": "90a", "causal": True, "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+            before.append(plan_attention(*arrays, **options, score=score, scale=scale).kernel)
+        monkeypatch.setattr("cupy_flash.plan.few_tiles.MOST", 0)
+        monkeypatch.setattr("cupy_flash.plan.rows_between.FITS", ())
+    assert before[:2] == before[2:]
 
 
 @given(
