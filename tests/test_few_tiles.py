@@ -112,6 +112,7 @@ def test_what_is_asked_of_pairs_has_narrow_tiles_as_well(dim, options, expected)
         ((1, 12, 3000, 64), {}, (256, 64)),  # 144 tiles, more than there are multiprocessors: a mask may leave them little
         ((1, 8, 2048, 128), {"softcap": 20.0}, (64, 128)),
         ((1, 16, 1024, 128), {"softcap": 20.0}, (128, 128)),  # one group hides nothing of it
+        ((1, 40, 1024, 64), {"softcap": 20.0}, (256, 64)),  # three groups have no registers for it
         ((1, 8, 2048, 64), BENT, (64, 64)),
         ((1, 16, 4096, 64), BENT, (192, 64)),
         ((1, 2, 3000, 256), {"score": "score * 0.5 + 0.01 * score * score"}, (128, 64)),  # one group would spill
@@ -156,6 +157,7 @@ FITTING = [
     (256, 128, BIAS, (128, 64)),
     (256, 128, MASK, (128, 128)),
     (384, 64, RISING, (192, 128)),
+    (384, 64, RISING | {"softcap": 5.0}, (192, 64)),
     (384, 64, BIAS, (192, 64)),
     (384, 64, BIAS | MASK, (192, 64)),
     (384, 64, MASK, (256, 64)),
@@ -205,7 +207,7 @@ def test_sequences_of_their_own_lengths_keep_their_tiles(monkeypatch):
     """What one is computed with must not depend on the others."""
     before = []
     for scale in (0.1, 0.2):  # so that neither is found again
-        for rows, score in ((8192, None), (180, "score + 0.1 * tanh(score)")):
+        for rows, score in ((8192, None), (250, "score + 0.1 * tanh(score)")):
             arrays, ends = [numpy.empty((1, rows, 64), ml_dtypes.bfloat16)] * 3, numpy.array([0, rows], numpy.int32)
             options = {"backend": "host", "arch": "90a", "causal": True, "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
             before.append(plan_attention(*arrays, **options, score=score, scale=scale).kernel)
