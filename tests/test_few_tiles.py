@@ -50,6 +50,7 @@ CAUSAL, WINDOW = {"causal": True}, {"window": (511, 0)}
         ((1, 32, 2048, 64), CAUSAL, (256, 64)),  # 256 tiles: many enough
         ((1, 1, 16384, 64), {}, (256, 64)),  # blocks share equal tiles
         ((1, 40, 1024, 64), {}, (192, 128)),  # 160 tiles of 256 would take two rounds
+        ((1, 40, 1024, 64), {"softcap": 20.0}, (256, 64)),  # for which three groups have no registers
         ((1, 16, 512, 64), {}, (64, 128)),
         ((1, 1, 8192, 64), WINDOW, (64, 128)),
         ((1, 8, 4096, 64), WINDOW, (256, 64)),
@@ -112,7 +113,6 @@ def test_what_is_asked_of_pairs_has_narrow_tiles_as_well(dim, options, expected)
         ((1, 12, 3000, 64), {}, (256, 64)),  # 144 tiles, more than there are multiprocessors: a mask may leave them little
         ((1, 8, 2048, 128), {"softcap": 20.0}, (64, 128)),
         ((1, 16, 1024, 128), {"softcap": 20.0}, (128, 128)),  # one group hides nothing of it
-        ((1, 40, 1024, 64), {"softcap": 20.0}, (256, 64)),  # three groups have no registers for it
         ((1, 8, 2048, 64), BENT, (64, 64)),
         ((1, 16, 4096, 64), BENT, (192, 64)),
         ((1, 2, 3000, 256), {"score": "score * 0.5 + 0.01 * score * score"}, (128, 64)),  # one group would spill
