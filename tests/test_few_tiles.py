@@ -186,8 +186,8 @@ ASKED = {}, {"softcap": 5.0}, RISING, COLUMN, LOOKUP, BENT, DROPS, BIAS, MASK, B
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "_".join(asked))
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
-@pytest.mark.parametrize("rows", [100, 160, 250, 320, 576, 2000])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("rows", [100, 160, 250, 320, 2000])
 def test_shared_memory_holds_them(rows, dim, asked):
     """Few or many of them, whatever is asked."""
     for batch, heads in ((1, 2), MANY_HEADS):
@@ -301,7 +301,7 @@ SCORED = (
 )
 
 
-@pytest.mark.parametrize("case", quick(SCORED, SCORED[2], SCORED[10], SCORED[11], SCORED[13], SCORED[15]), ids=str)
+@pytest.mark.parametrize("case", quick(SCORED, SCORED[2], SCORED[10], SCORED[13], SCORED[15]), ids=str)
 def test_right_where_something_is_asked_of_scores(case):
     inputs, arrays = make_inputs(case), case.arrays()
     plan = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", **case.options, **arrays)
