@@ -102,8 +102,8 @@ def rows_between(
 ) -> tuple[TileConfig, ...]:
     """The rows that come before those of the table, where heads have tiles of their own.
 
-    Where something is asked of pairs it is one that fits, if there is: of 280 problems of full attention, and 278 causal ones, of
-    100 to 640 queries.
+    Where something is asked of pairs it is the one that so many queries fill, if there is; as measured of 100 to 640 queries,
+    causal and without a mask.
 
     Parameters
     ----------
