@@ -83,7 +83,7 @@ def _ends_sooner(problem: BackwardProblem) -> bool:
     blocks = heads * -(-p.len_kv // KEYS)
     if problem.deterministic or p.mask.shape != "causal" or p.scores.masks_pairs or dbias_of_pairs(problem) is not None:
         return False
-    if not 0 < blocks <= MOST_BLOCKS or not p.len_q:
+    if not 0 < blocks <= MOST_BLOCKS or not p.len_q or p.has_wider_results:  # which were not measured
         return False
     ends, sooner = (
         makespan((float(steps) * pace + BEGINNING for steps in p.mask.tiles_of_queries(keys, STEP) for _ in range(heads)), RUNNING)
