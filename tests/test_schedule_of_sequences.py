@@ -77,6 +77,18 @@ def test_each_tile_of_packed_sequences_once_and_the_longest_first(causal):
         assert all(first * 1.34 >= second for first, second in itertools.pairwise(costs))
 
 
+@pytest.mark.parametrize("arch", ["80", "90a"])
+def test_tiles_of_few_long_sequences_are_dealt_out_by_lanes(arch):
+    """What is behind those that a lane of each warp has: of 32 sequences at most, and of more."""
+    for lengths in ([40_001, 300, 13_000], [30_000] + [100] * 40):
+        offsets = np.r_[0, np.cumsum(lengths)].astype(np.int32)
+        x = zeros(2, offsets[-1], 64)
+        plan = plan_attention(x, x, x, backend="host", arch=arch, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+        found = scheduled(plan, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+        tile_q = plan.kernel.config.TILE_Q
+        assert sorted(map(tuple, found)) == [(i, row) for i, n in enumerate(lengths) for row in range(0, n, tile_q)]
+
+
 def cost(c, row, length, causal):
     """Key tiles that a query tile visits."""
     return -(-min(length, row + c.TILE_Q if causal else length) // c.TILE_KV)
