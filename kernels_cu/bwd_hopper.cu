@@ -41,6 +41,7 @@
 #include "params.cuh"
 #include "tile/dq_protocol.cuh"
 #include "tile/key_loads.cuh"
+#include "tile/key_terms.cuh"
 #include "tile/score.cuh"
 #include "tile/softcap.cuh"
 
@@ -168,7 +169,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   Dropping dropout{};
   if constexpr (DROPOUT) dropout = seeded(p.scores);
   if constexpr (DROPOUT && WIDTH <= 64) dropout = once_a_warp(dropout);
-  RowVec<16> terms;                                           // PLUS_LINEAR, PLUS_COLUMN: what the rows have in common
+  RowVec<16> terms;                                           // PLUS_LINEAR, TERMS_OF_KEYS: what the rows have in common
 
 
   const auto start_dq = [&](Part& dq_reg) {
@@ -218,8 +219,8 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if constexpr (MODIFIED) {
       if constexpr (!ASKED_AHEAD) anew = find_terms(of_head, head_of, p, block);
       const ScoreContext x = context_of_head(p, block, of_head);
-      if (SCORES == PLUS_COLUMN && (!KEEPS_TERMS || anew)) terms_of_keys(terms, x, not_ahead(block.row0) + own_row);
-      if (SCORES == PLUS_COLUMN) add_to_rows(s_reg, terms);
+      if (TERMS_OF_KEYS && (!KEEPS_TERMS || HAS_KEY_TERM || anew)) terms_of_keys(terms, x, not_ahead(block.row0) + own_row);
+      if (TERMS_OF_KEYS) add_to_rows(s_reg, terms);
       if constexpr (!ASKED_AHEAD) load<true>(arrays, x, block.queries.tile(), own_row, row0, col0, ask_pairs);
       modify_scores<true>(s_reg, arrays, x, row0, col0, ask_pairs);
       if (BENDS && bend_of_tile(p, block) == ACROSS) bend_scores<true>(s_reg, x, not_ahead(row0), not_ahead(col0));

@@ -18,6 +18,7 @@
 //   bwd_hopper_wide_postprocess   as bwd_hopper_postprocess
 #include "config.cuh"
 #include "params.cuh"
+#include "tile/key_terms.cuh"
 #include "tile/producer.cuh"
 #include "tile/score.cuh"
 #include "tile/softcap.cuh"
@@ -128,7 +129,7 @@ KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
     if constexpr (MODIFIED && SCORES != EXPRESSION) {
       if (KEEPS_TERMS && !SCALE_SUMS && head != head_of) of_head = terms_of(head_of = head);
       const ScoreContext x = KEEPS_TERMS ? score_context(p, block.here, head, of_head, block.seq(p).q.len(), block.seq(p).kv.len()) : context(head);
-      if (SCORES == PLUS_COLUMN) terms_of_keys(terms, x, not_ahead(row0)), add_to_rows(s_reg, terms);
+      if (TERMS_OF_KEYS) terms_of_keys(terms, x, not_ahead(row0)), add_to_rows(s_reg, terms);
       if constexpr (!ASKED_AHEAD) load<true>(arrays, x, block.queries.tile(), own_row, row0, col0, ask_pairs);
       modify_scores<true>(s_reg, arrays, x, row0, col0, ask_pairs);
       const Bend bend = BENDS ? bend_of_tile(p, block) : BEFORE;

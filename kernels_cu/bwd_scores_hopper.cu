@@ -22,12 +22,13 @@
 //
 //                 for each batch element and head that share the unit:
 //                   S = Q_i K_j^T,  dP = dO_i V_j^T                            DROPOUT: dP scaled, of what is not dropped
-//                   P = 2^(S + B_ij - lse_i)
+//                   P = 2^(S + B_ij - lse_i)                                   HAS_KEY_TERM: and of each, its term of key j
 //                   G += P o (dP - delta_i)                                    MASKED_PAIRS: of pairs that take part. VARLEN: and exist
 //
 //   bwd_scores_hopper_add, _gather, _store    as those of bwd_scores.cu
 #include "config.cuh"
 #include "params.cuh"
+#include "tile/key_terms.cuh"
 #include "tile/unit_tiles.cuh"
 
 constexpr int THREADS = 32 * WARPS;
@@ -156,7 +157,7 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
     const auto existing = [&]() -> ExistingPairs { if constexpr (VARLEN) return of_sequence; else return {mask, p.len_q}; };
     bool whole = row0 + 16 <= p.len_q && unmasked_keys(mask, row0, 16).contains(col0, TILE_KV);
     const ScoreContext x = context(first, p.len_q, p.len_kv); // of the bias, which all of these share
-    PairCursor now = first;                                   // MASKED_PAIRS, DROPOUT, VARLEN: whose masks, draws and lengths are their own
+    PairCursor now = first;                                   // MASKED_PAIRS, DROPOUT, VARLEN, HAS_KEY_TERM: whose masks, draws, lengths and terms are their own
     PairArrays<16, TILE_KV> arrays;                           // the bias, unless it is in shared memory
     if (!STAGED_BIAS && first.left > 0) load<false>(arrays, x, row0, col0);
     Acc<16, TILE_KV> sum_reg;                                 // G
@@ -184,6 +185,7 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
       wait_for_products<1>(s_reg);                            // without it scores are read that do not exist yet
       consumer_release(ring);                                 // without it the producer waits for ever
       if (EXPLICIT_SCORES) scale_scores(s_reg, p.scale, p.softcap);
+      if constexpr (HAS_KEY_TERM) add_terms_of_keys(s_reg, context(now, p.len_q, p.len_kv), col0), advance_step(p, now);
       if constexpr (STAGED_BIAS) {
         consumer_wait(biases);                                // without it a bias is read that has not arrived
         modify_scores(s_reg, biases.tile(), x, own_row);

@@ -10,6 +10,7 @@ constexpr bool MASK_IN_LOOP = false;      // whether takes_part is so long a tex
 constexpr bool MASK_READS = false;        // whether it reads arrays
 constexpr bool HAS_ALIBI = false;
 constexpr bool BENDS = false;             // PLUS_LINEAR: the term changes by another step behind the key that a query meets, see tile/bend.cuh
+constexpr bool HAS_KEY_TERM = false;      // PLUS_TERM: a term of the key alone is added as well, see tile/key_terms.cuh
 constexpr int UNIFORMS = 0;               // parts of the expressions that all pairs of a head have in common
 // Of the array whose gradient bwd_scores computes: whether which element a pair reads depends on its query, on its key, or on how far these are
 // apart alone.
@@ -49,6 +50,10 @@ template <typename Context> OP float uniform_of(int number, const Context& x) {
 }
 // what is added to a score: times x.unit (SCORES == PLUS_TERM), or in natural units (PLUS_LINEAR)
 template <typename Context> OP float term_of(const PairPlace& at, const Context& x) {
+  return 0.f;
+}
+// and besides of its key alone, in natural units (HAS_KEY_TERM)
+template <typename Context> OP float key_term_of(const PairPlace& at, const Context& x) {
   return 0.f;
 }
 // how much that changes from a key to the next, and from a query (PLUS_LINEAR; BENDS: up to the key that a query meets, and the same behind it)

@@ -271,13 +271,13 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
     consumer_wait(keys);                                      // without it the product reads keys that have not arrived
     if constexpr (TILE_LIST) number = uniform(load_shared<u32>(number_of(smem, keys.stage(), group)));
     if constexpr (FROM_LAST && BENDS) place = place_of(turned, tile, !follows || starts); // once
-    const StoredTerms in_product(smem + TERMS_OFFSET, LINEAR ? int(q_smem.base - smem) / QueryTile::bytes : keys.stage(), behind.is_beyond(key_tile()));
-    if constexpr (COLUMNS) common = load_common(in_product);
+    const StoredTerms stored(smem + TERMS_OFFSET, LINEAR ? int(q_smem.base - smem) / QueryTile::bytes : keys.stage(), behind.is_beyond(key_tile()));
+    if constexpr (COLUMNS) common = load_common(stored);
     Arrays arrays;
     const bool first = !follows || starts, from_term = STARTS_FROM_TERM && !first && !looks_again && !(TILE_LIST && told_to_ask(number)), finds_term = STAGED_BIAS ? STARTS_FROM_TERM && (ONE_TEXT || !first) : from_term;
-    if (finds_term) load_arrays(arrays, k_smem), fill(s_reg, 0.f), modify(arrays, false); // a staged bias also in vain: a jump would cost more
+    if (finds_term) load_arrays(arrays, k_smem), begin_with_key_terms(s_reg, stored), modify(arrays, false); // a staged bias also in vain: a jump would cost more
     if (PINGPONG) wait_pingpong<ORDER>(group);                // without it products of several warpgroups queue, and no scores are done soon
-    start_scores(s_reg, q_smem, k_smem, in_product, from_term);
+    start_scores(s_reg, q_smem, k_smem, stored, from_term);
     RowVec<16> weight;
     if (follows) {
       if (real) consumer_wait(values);                        // without it the product reads values that have not arrived
@@ -307,14 +307,14 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         promote(o_reg, pv_reg), pack_late();
         return;
       }
-      start_scores(s_reg, q_smem, k_smem, in_product);        // the maximum so far was too small: S once more, and P with the maximum of S
+      start_scores(s_reg, q_smem, k_smem, stored);        // the maximum so far was too small: S once more, and P with the maximum of S
       wait_for_products<0>(s_reg);                            // without it scores are read that do not exist yet
       if (!STARTS_FROM_TERM) load_arrays(arrays, k_smem);
     }
-    if (STARTS_FROM_TERM) warp_row = not_ahead(warp_row), load_arrays(arrays, k_smem); // what rows have, found again: kept, it would spill
+    if (STARTS_FROM_TERM) warp_row = not_ahead(warp_row), HAS_KEY_TERM ? void() : load_arrays(arrays, k_smem); // what rows have, found again: kept, it would spill
     // CAPPED: whether the next step is a usual one. What masks hide has no say in that.
     const Regs<bool, 1> beyond = CAPPED && !first && !(TILE_LIST && asks) && all_seen() ? beyond_polynomial(s_reg, VARLEN ? queries_left() : 16, p.cap) : none();
-    modify(arrays, asks);
+    if constexpr (HAS_KEY_TERM) add_bias_and_terms(s_reg, k_smem, stored, context(), (warp - 4) * 16); else modify(arrays, asks);
     if (behind.is_across(key_tile())) bend_scores<false>(s_reg, context(), warp_row, first_key());
     if (TILE_LIST && first && told_none(number)) fill(s_reg, masked_score(terms)), stay_apart();
     mask_scores();

@@ -182,7 +182,7 @@ def test_short_sequences_have_tiles_that_they_fill(rows, dim, options, expected)
     assert tile(batch, heads, rows, dim, **given) == expected
 
 
-ASKED = {}, {"softcap": 5.0}, RISING, COLUMN, LOOKUP, BENT, DROPS, BIAS, MASK, BIAS | MASK, RISING | DROPS
+ASKED = {}, {"softcap": 5.0}, RISING, COLUMN, LOOKUP, BENT, DROPS, BIAS, MASK, BIAS | MASK, RISING | DROPS, BIAS | COLUMN
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "_".join(asked))
@@ -288,6 +288,7 @@ SCORED = (
     Case("bfloat16", 330, 330, dim=128, heads_q=2, causal=True, score="temperature"),
     Case("float16", 330, 330, heads_q=2, causal=True, score="soft_clip"),
     Case("bfloat16", 330, 330, dim=128, heads_q=2, causal=True, score="soft_clip", sinks=1),
+    Case("float16", 330, 400, heads_q=2, causal=True, bias="keys"),
     Case("float16", 330, 336, heads_q=2, causal=True, bias="heads"),
     Case("bfloat16", 300, 328, dim=128, heads_q=2, causal=True, bias="full"),
     Case("float16", 330, 330, heads_q=2, causal=True, dropout=0.2),
@@ -301,7 +302,7 @@ SCORED = (
 )
 
 
-@pytest.mark.parametrize("case", quick(SCORED, SCORED[2], SCORED[10], SCORED[13], SCORED[15]), ids=str)
+@pytest.mark.parametrize("case", quick(SCORED, SCORED[2], SCORED[9], SCORED[11], SCORED[14], SCORED[16]), ids=str)
 def test_right_where_something_is_asked_of_scores(case):
     inputs, arrays = make_inputs(case), case.arrays()
     plan = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", **case.options, **arrays)

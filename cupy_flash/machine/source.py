@@ -45,6 +45,7 @@ def expressions_text(expressions: ExpressionText) -> str:
     functions = {
         "uniform_of": "".join(f"number == {number} ? {of_head} : " for number, of_head in enumerate(expressions.uniforms)) + "0.f",
         "term_of": expressions.term,
+        "key_term_of": expressions.key_term,
         "per_key_of": expressions.per_key,
         "per_query_of": expressions.per_query,
         "bend_of": expressions.bend,

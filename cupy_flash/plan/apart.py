@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial, reduce
 
-from ..problem.expression.simplify import simplify
+from ..problem.expression.simplify import simplified, simplify
 from ..problem.expression.tree import SCORE, Apply, Name, Node, walk
 from ..problem.mask import Mask
 from ..problem.scores import Scores
 from .expression_text import ExpressionText, Pressure
-from .expressions import mask_tree, of_places, value_tree, without_score, written
-from .hoisting import hoisted, is_uniform
+from .expressions import BIAS, mask_tree, of_places, value_tree, without_score, written
+from .hoisting import hoisted, is_uniform, times_unit
 from .linear import Bent, Steps, bent_at, steps_of, without_abs
 
 
-def apart_text(scores: Scores, mask: Mask, text: ExpressionText, bends: bool) -> ExpressionText:
+def apart_text(scores: Scores, mask: Mask, text: ExpressionText, bends: bool, beside_bias: bool = False) -> ExpressionText:
     """The text with a factor of all scores of a head, a term of the key alone or one that is linear in places taken apart.
 
     Any other is left as it is.
@@ -28,6 +30,8 @@ def apart_text(scores: Scores, mask: Mask, text: ExpressionText, bends: bool) ->
         That of `expression_text`.
     bends : bool
         Whether a term is taken apart that is linear on either side of a diagonal alone.
+    beside_bias : bool, optional
+        Whether a term of the key is that is added to a bias.
     """
     value = simplify(value_tree(scores))
     if text.kind == "EXPRESSION":
@@ -39,7 +43,10 @@ def apart_text(scores: Scores, mask: Mask, text: ExpressionText, bends: bool) ->
     bent = bent_at(term) if bends and scores.bias is None else None
     if bent is not None:
         return _with_term(scores, mask, text, "PLUS_LINEAR", bent.before, bent.steps, bent)
-    return _with_term(scores, mask, text, "PLUS_COLUMN", term) if _is_of_key(term, scores) else text
+    if _is_of_key(term, scores):
+        return _with_term(scores, mask, text, "PLUS_COLUMN", term)
+    besides = _beside_bias(term, scores) if beside_bias else None
+    return text if besides is None else _with_key_term(scores, text, besides)
 
 
 def _with_term(
@@ -70,6 +77,45 @@ def _with_term(
         constants=tuple(constants.items()),
         pressure=_pressure(scores, text),
     )
+
+
+def _with_key_term(scores: Scores, text: ExpressionText, besides: Node) -> ExpressionText:
+    trees, uniforms = hoisted((times_unit(BIAS), besides))
+    arrays = dict(scores.arrays)
+    term, key_term = (written(tree, arrays, scores.free_axes) for tree in trees)
+    constants = {name: value for name, value in text.constants if name != "UNIFORMS"} | {"HAS_KEY_TERM": "true"}
+    constants |= {"UNIFORMS": str(len(uniforms))} if uniforms else {}
+    return replace(
+        text,
+        term=term,
+        key_term=key_term,
+        uniforms=tuple(written(tree, arrays, scores.free_axes) for tree in uniforms),
+        constants=tuple(constants.items()),
+        pressure=Pressure.BIAS,
+    )
+
+
+def _beside_bias(term: Node, scores: Scores) -> Node | None:
+    """What is added to the bias in a term, if that is the same for all queries of a head; None of any other."""
+    addends = list(_addends(term))
+    others = [simplified("neg", node) if negated else node for node, negated in addends if node != BIAS]
+    of_bias = [negated for node, negated in addends if node == BIAS]
+    if of_bias != [False] or not others:
+        return None
+    besides = reduce(partial(simplified, "+"), others)
+    return besides if BIAS not in walk(besides) and _is_of_key(besides, replace(scores, bias=None)) else None
+
+
+def _addends(tree: Node, negated: bool = False) -> Iterator[tuple[Node, bool]]:
+    """What a sum is made of, and whether it is subtracted."""
+    match tree:
+        case Apply(op="+" | "-", args=(x, y), kind="float"):
+            yield from _addends(x, negated)
+            yield from _addends(y, negated != (tree.op == "-"))
+        case Apply(op="neg", args=(x,), kind="float"):
+            yield from _addends(x, not negated)
+        case _:
+            yield tree, negated
 
 
 def _is_scaled(value: Node) -> bool:

@@ -31,7 +31,7 @@ class ExpressionText:
     ----------
     kind : str
         One of `ScoreKind` in ``kernels_cu/config.cuh``.
-    term, score, slope, takes_part, takes_part_in, factor, element, per_key, per_query, bend, diagonal : str
+    term, key_term, score, slope, takes_part, takes_part_in, factor, element, per_key, per_query, bend, diagonal : str
         What the functions return, or '' for what the file says.
     uniforms : tuple of str
         What all pairs of a head have in common.
@@ -57,12 +57,18 @@ class ExpressionText:
     bend: str = ""
     diagonal: str = ""
     takes_part_in: str = ""
+    key_term: str = ""
     pair_bits: bool = False
 
     @property
     def bends(self) -> bool:
         """Whether a linear term changes by another step behind the key that a query meets."""
         return bool(self.bend)
+
+    @property
+    def has_key_term(self) -> bool:
+        """Whether a term of the key alone is added beside a bias."""
+        return bool(self.key_term)
 
 
 NOTHING = ExpressionText()

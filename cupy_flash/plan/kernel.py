@@ -183,7 +183,7 @@ class KernelPlan:
             stage, last = 16 * (c.TILE_KV + 1), 32 * max(c.TILE_KV, 64)  # of terms; as an operand the last takes so many bytes
             columns, steps = 128 + stage * c.STAGES, 128 * (1 + self.expressions.bends) * c.STAGES_Q  # ones, and terms of keys
             terms = {"PLUS_COLUMN": (columns, columns - stage + last), "PLUS_LINEAR": (steps + 16 * c.TILE_KV, steps + last)}
-            own, end = terms.get(c.SCORES, (0, 0))
+            own, end = terms.get(c.SCORES, (4 * c.TILE_KV * c.STAGES * self.expressions.has_key_term, 0))
             main = max(tiles + own + barriers + work, min(tiles + end, self.architecture.shared_bytes) if end else 0)
             return self._schedule | {self.file: main} | ({"fwd_hopper_combine": 0} if c.SPLIT_KV else {})
         queries = c.WARPS_KV * c.TILE_Q * max(c.WIDTH, c.WIDTH_V)
@@ -274,17 +274,26 @@ def text_of(problem: Problem) -> ExpressionText:
     return expression_text(problem.scores, problem.softcap is not None, max(problem.len_q, problem.len_kv))
 
 
-def taken_apart(problem: Problem, expressions: ExpressionText, bends: bool = False) -> ExpressionText:
+def taken_apart(problem: Problem, expressions: ExpressionText, bends: bool = False, listed: bool = False) -> ExpressionText:
     """The text of what becomes of scores for a kernel that takes it apart, where not every pair has a part of its own.
 
     Of scores that are scaled one by one it takes none: there a term is added to each. `bends`: also one that bends at a diagonal.
+    `listed`: blocks visit tiles of a list, of which nobody finds terms of keys beside a bias.
     """
     asked = expressions.kind in ("PLUS_TERM", "EXPRESSION")
     if not asked or problem.softcap is not None or not LEAST_SCALE <= problem.scale <= LARGEST_SCALE:
         return expressions
     from .apart import apart_text  # late, as the text
 
-    return apart_text(problem.scores, problem.mask, expressions, bends)
+    return apart_text(problem.scores, problem.mask, expressions, bends, beside_bias=not listed and _brings_bias_alone(problem))
+
+
+def _brings_bias_alone(problem: Problem) -> bool:
+    """Whether TMA brings a bias, and nothing else is asked for each pair: then idle warps find terms of keys beside it."""
+    scores = problem.scores
+    if scores.bias is None or scores.masks_pairs or scores.dropout is not None or problem.lengths is not None:
+        return False
+    return problem.mask.queries is None and not obstacle(problem.batch, layouts_of(problem), ("bias",))
 
 
 def rows_of(

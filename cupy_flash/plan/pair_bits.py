@@ -66,7 +66,7 @@ def with_bits(
     rest = replace(problem, scores=replace(problem.scores, mask=None, mask_array=None))
     if not rest.scores.changes_scores:
         return replace(NOTHING, pair_bits=True)
-    found = taken_apart(rest, text_of(rest), bends) if apart else text_of(rest)
+    found = taken_apart(rest, text_of(rest), bends, listed=True) if apart else text_of(rest)
     found = text_of(rest) if found.kind == "PLUS_LINEAR" and not linear else found
     return replace(found, pair_bits=True)
 

@@ -23,7 +23,7 @@ from .kernel import KernelPlan, configure, kind_of_sinks, taken_apart, text_of
 from .launch import Launch, checked
 from .params import read_gradient_params
 from .read_hopper import FILE as HOPPER
-from .read_hopper import PRODUCERS, chosen_row, is_one_bias, maps_of, splits_of_units
+from .read_hopper import PRODUCERS, beside_bias, chosen_row, is_one_bias, maps_of, splits_of_units
 from .read_tuning import read_rows
 from .sequences import is_packed, tiles_of
 from .stored_dbias import is_of_bias
@@ -90,7 +90,7 @@ def _plan(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) ->
     if row is not None:
         file = HOPPER
         if is_one_bias(problem, part):  # of which a softcap, which comes before, asks nothing: so scores are only something more
-            of_pair = _text(replace(problem, forward=replace(p, softcap=None)), part, backward)
+            of_pair = _text(replace(problem, forward=replace(p, softcap=None)), part, backward, beside_bias(p))
             expressions = replace(of_pair, constants=(*of_pair.constants, ("ONE_BIAS", "true")))
         copy_bytes, why_copy = copy_size({"its gradient": part.of_pairs})  # the rest is moved by TMA
     else:
@@ -134,14 +134,16 @@ def _share(part: ReadGradient) -> str:
     return f"gradient of {what}: sums in one order" + ", from which each element gathers its own" * part.gathered
 
 
-def _text(problem: BackwardProblem, part: ReadGradient, backward: KernelPlan) -> ExpressionText:
-    """The text of the scores, and of what a pair adds to which element."""
+def _text(
+    problem: BackwardProblem, part: ReadGradient, backward: KernelPlan, apart: ExpressionText | None = None
+) -> ExpressionText:
+    """The text of the scores, or these taken apart, and of what a pair adds to which element."""
     scores = problem.forward.scores
     arrays = dict(scores.arrays)
     factor, longest = _factor(problem, part), max(problem.forward.len_q, problem.forward.len_kv)
     flags = {name: getattr(part, name) for name in FLAGS}
     stated = {name.upper(): "true" for name, is_so in (flags | {"has_factor": factor != ONE}).items() if is_so}
-    text = text_of(problem.forward)
+    text = apart or text_of(problem.forward)
     if backward.config.SCORES == "PLUS_LINEAR":  # whose statistics are taken apart as well
         text = taken_apart(problem.forward, text, backward.expressions.bends)
     element = ""

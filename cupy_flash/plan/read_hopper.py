@@ -11,7 +11,7 @@ from ..problem.read_gradients import ReadGradient
 from .architecture import Architecture
 from .columns import padded
 from .expression_text import ExpressionText, Pressure
-from .kernel import KernelPlan, text_of
+from .kernel import KernelPlan, taken_apart, text_of
 from .stored_dbias import is_of_bias
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig
@@ -108,7 +108,14 @@ def _hides_most(problem: Problem) -> bool:
 def _adds_bias_alone(problem: Problem) -> bool:
     """Whether scores become nothing more. A softcap comes before, of which the gradient of a bias asks nothing."""
     text = text_of(replace(problem, softcap=None, scores=replace(problem.scores, mask=None, mask_array=None)))
-    return (text.kind, text.pressure) == ("PLUS_TERM", Pressure.BIAS)
+    return (text.kind, text.pressure) == ("PLUS_TERM", Pressure.BIAS) or beside_bias(problem) is not None
+
+
+def beside_bias(problem: Problem) -> ExpressionText | None:
+    """The text of scores that become a bias and a term of the key more, taken apart; None of any other."""
+    capped_before = replace(problem, softcap=None)
+    found = taken_apart(capped_before, text_of(capped_before))
+    return found if found.has_key_term else None
 
 
 def maps_of(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan) -> dict[str, TensorMap]:

@@ -53,6 +53,23 @@ OP Two<BiasElement> two_queries(const BiasTile& tile, int l, int row0, int col0)
   return {of(0), of(1)};
 }
 
+// What a warp has of it for 16 rows of 16 columns.
+template <typename T> struct BiasOf16x16 {
+  Regs<typename PairOf<T>::type, 4> pairs;
+  OP float of(int l, int r) const { return of_two<T>(pairs.at(l, r / 2), r % 2); }
+};
+template <typename T> OP void load(BiasOf16x16<T>& bias, const BiasTile& tile, int row0, int col0) {
+  if constexpr (sizeof(T) == 4) {
+    for_lane(l) {
+      #pragma unroll
+      for (int r = 0; r < 8; r += 2) bias.pairs.at(l, r / 2) = two_keys(tile, l, row0 + 8 * Acc<16, 16>::slot(r), col0 + Acc<16, 16>::reg_col(r));
+    }
+  } else {
+    const SharedTile<TILE_Q, 64> panel = tile.panel(col0 / 64);
+    ldmatrix(bias.pairs, 0, [=](int l) { return panel.chunk_at(row0, l % 16, col0 % 64 / 8, l / 16); });
+  }
+}
+
 // What arrays have for the pairs of a warp. Of the tile it has the rows from row0 on; TRANSPOSED the columns, which are keys.
 template <bool TRANSPOSED, typename Tile, int N>
 OP void load(PairArrays<16, N>& arrays, const ScoreContext& x, const Tile& tile, int row0, int first_row, int col0, bool ask_pairs = true) {

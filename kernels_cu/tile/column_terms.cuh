@@ -7,6 +7,7 @@
 //   the tiles so far is left out of a maximum (`OnlineSoftmax`) until all keys have been seen. Where one term is ordinary nothing is subtracted, or
 //   a large one, of a key that is masked, would take from the others what they differ by.
 #pragma once
+#include "tile/key_terms.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/score.cuh"
 #include "tile/softmax.cuh"
@@ -15,14 +16,17 @@ constexpr bool CUTS_ADDRESSES = false;                        // as measured: 1 
 #include "tile/work.cuh"
 
 constexpr bool COLUMNS = SCORES == PLUS_COLUMN;
-// Warps of the producer's group that find them, each those of every third key tile, or of every second one where there are two stages (`bring_terms`):
-// so keys do not wait for what a lane reads, and no scheduler has more to do than another. Where blocks take query tiles in turn, or key tiles of a
-// list, the warp that brings keys finds them, since it alone is told which.
-constexpr int TERM_WARPS = COLUMNS && !TAKES_TILES && !TILE_LIST ? min_of(3, STAGES) : 0;
+// Warps of the producer's group that find them, each those of every third key tile, or of every second one where three do not divide the stages
+// (`bring_terms`): so keys do not wait for what a lane reads, and no scheduler has more to do than another. Where blocks take query tiles in turn, or
+// key tiles of a list, the warp that brings keys finds them, since it alone is told which.
+constexpr int TERM_WARPS = (COLUMNS || HAS_KEY_TERM) && !TAKES_TILES && !TILE_LIST ? (STAGES % 3 == 0 ? 3 : STAGES % 2 == 0 ? 2 : 1) : 0;
 constexpr bool TERMS_BY_PRODUCER = COLUMNS && !TERM_WARPS;
+static_assert(!HAS_KEY_TERM || (STAGED_BIAS && TERM_WARPS), "nobody has asked for these of lanes that read a bias, or beside lists");
 
+struct ColumnTerms;
 // In shared memory: ones, and for each stage of keys their terms, and what these have in common.
 struct StoredColumns : TermTile<TILE_KV> {
+  typedef ColumnTerms Found;
   static constexpr int stage_bytes = bytes + 16;
   static constexpr int all_bytes = bytes_of_factors + STAGES * stage_bytes, end_as_operand = all_bytes - stage_bytes + bytes_as_operand;
   OP StoredColumns(SharedAddress all, int stage, bool = false) : TermTile{all + bytes_of_factors + stage * stage_bytes, all} {}
@@ -70,6 +74,7 @@ OP void store(const StoredColumns& to, const ColumnTerms& columns) {
   }
   fence_proxy_async();                                        // without it products, and lanes, read what was there before
 }
+using BroughtTerms = Choose<HAS_KEY_TERM, StoredKeyTerms, StoredColumns>;
 OP float load_common(const StoredColumns& columns) { return load_shared<float>(columns.common()); }
 
 // Sleeps until the stage at hand is empty, or a while: no promise. The hardware wakes a warp many times before `SLEEPS` are over.
@@ -81,9 +86,8 @@ template <typename T, int DEPTH, Lanes LANES> OP void sleep_until_empty(const Pi
 #endif
 }
 
-// By one of TERM_WARPS: the terms of its key tiles, to the stages of these. It waits for those stages alone, and never takes one phase of a stage for the
-// next but one. Two too late: the stage is not full, and so not released, before it has arrived. Two too early: it has acquired its tile before, TERM_WARPS
-// back, so the one STAGES before that has been released, and, as consumers release in order, all before, among them the last but one of this stage.
+// By one of TERM_WARPS: the terms of its key tiles, to the stages of these, which are its own, since so many warps divide the stages. It waits for those
+// alone, and for each of their phases: the next one does not end before it has arrived.
 // At the stages of other tiles it sleeps, since one that has slept for several tiles wakes later: as measured, 2 to 3 % at dim 64.
 template <typename Keys> OP void bring_terms(Keys keys, const WorkParams& p, const Mask& mask, SharedAddress all_columns, u32 warp) {
   #pragma unroll 1
@@ -99,10 +103,10 @@ template <typename Keys> OP void bring_terms(Keys keys, const WorkParams& p, con
         if constexpr (GROUPS > 1) sleep_until_empty(keys);    // with one group a register would spill
         continue;
       }
-      ColumnTerms columns;
-      find_columns(columns, p, of_keys, here.head, tile * TILE_KV);
-      producer_acquire(keys);                                 // without it terms are overwritten that a product still reads
-      store(StoredColumns(all_columns, keys.stage()), columns);
+      typename BroughtTerms::Found found;
+      find_columns(found, p, of_keys, here.head, tile * TILE_KV);
+      producer_acquire(keys);                                 // without it terms are overwritten that are still read
+      store(BroughtTerms(all_columns, keys.stage()), found);
       arrive_at(keys.full());                                 // without it consumers wait for ever
     }
   }

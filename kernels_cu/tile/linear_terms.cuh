@@ -98,7 +98,7 @@ template <int M> OP void count_rows(OnlineSoftmax<M>& state, const LinearTerms& 
   }
 }
 
-using StoredTerms = Choose<LINEAR, StoredSteps, StoredColumns>;
+using StoredTerms = Choose<LINEAR, StoredSteps, BroughtTerms>;
 constexpr bool TERMS_IN_PRODUCT = COLUMNS || LINEAR;
 // By the producer's warp, before a sync_block.
 OP void init_terms(SharedAddress all) {

@@ -42,26 +42,6 @@ OP void read_arrays(PairPlace& at, const ScoreContext& x, bool ask_pairs = true)
   if (HAS_PAIR_MASK && ask_pairs) at.seen = of_pair<bool, unsigned char>(x.pair_mask, at, x);
 }
 
-// PLUS_COLUMN: the term of a key, in natural units; and where rows are keys, that of each as the fragment has it, and a sum with it. It is added
-// before scores are masked, so that what a masked key has there reaches nothing.
-OP float term_of_key(const ScoreContext& x, int kv_idx) {
-  PairPlace at{true, 0, kv_idx, float(kv_idx), 0.f, 0.f, 0.f, true};
-  read_arrays(at, x, false);
-  return term_of(at, x);
-}
-template <int M> OP void terms_of_keys(RowVec<M>& terms, const ScoreContext& x, int row0) {
-  for_lane(l) {
-    #pragma unroll
-    for (int i = 0; i < M / 8; ++i) terms.at(l, i) = term_of_key(x, row0 + RowVec<M>::row(l, i)) * x.unit;
-  }
-}
-template <int M, int N> OP void add_to_rows(Acc<M, N>& s, const RowVec<M>& terms) {
-  for_lane(l) {
-    #pragma unroll
-    for (int r = 0; r < s.regs; ++r) s.at(l, r) += terms.at(l, s.slot(r));
-  }
-}
-
 // The elements of a lane for the pairs of a fragment, all on their way before the first is needed. Those of two neighbouring
 // keys lie side by side, and are read at once. Where keys are rows, a lane so reads what is another's: of each query, the lanes of a quad read
 // eight keys, and `movmatrix` deals them out. Elements that have not 16 bits it cannot, and there all that a query has are read from one place.

@@ -180,14 +180,13 @@ template <typename Sums> OP void store_sums(const HopperScoreGradientParams& p, 
 template <int N> OP void modify_scores(Acc<16, N>& s, const BiasTile& tile, const ScoreContext& x, int row0) {
   #pragma unroll
   for (int i = 0; i < N; i += 16) {
-    Regs<u32, 4> bias;
-    const SharedTile<TILE_Q, 64> panel = tile.panel(i / 64);
-    ldmatrix(bias, 0, [=](int l) { return panel.chunk_at(row0, l % 16, i % 64 / 8, l / 16); });
+    BiasOf16x16<BiasElement> bias;
+    load(bias, tile, row0, i);
     for_lane(l) {
       #pragma unroll
       for (int r = 0; r < 8; ++r) {
         PairPlace at{};
-        at.bias = of_two<BiasElement>(bias.at(l, r / 2), r % 2);
+        at.bias = bias.of(l, r);
         s.at(l, i / 2 + r) += term_of(at, x);
       }
     }
