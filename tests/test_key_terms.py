@@ -4,7 +4,8 @@ from itertools import product
 
 import numpy
 import pytest
-from score_kernels import DTYPES, judged
+from score_kernels import judged
+from terms_beside_bias import BIASES, HEADS, LEN_KV, LEN_Q, MASKS, OF_KEYS, SHAPES, TERMS, bias_of, check, check_shared_bias, inputs
 from thinned import quick, thinned
 
 from cupy_flash import FaultError, SanitizerError, plan_attention, plan_attention_backward
@@ -12,25 +13,7 @@ from cupy_flash.judge.oracle import HandScore, oracle
 from cupy_flash.machine import host
 from cupy_flash.plan.sources import files
 
-HEADS, HEADS_KV, LEN_Q, LEN_KV = 4, 2, 141, 203  # off every tile edge, and an odd number of keys
 WHERE = {"backend": "host", "arch": "90a"}
-RNG = numpy.random.default_rng(5)
-OF_KEYS = RNG.standard_normal((2, LEN_KV)).astype(numpy.float32) * 3
-TERMS = {
-    "any": OF_KEYS,
-    "some masked": numpy.where(RNG.random((2, LEN_KV)) < 0.3, numpy.float32("-inf"), OF_KEYS),
-    "padded": numpy.where(numpy.arange(LEN_KV) < [[150], [64]], OF_KEYS, numpy.float32(-1e9)),
-    "rising": OF_KEYS + 40 * (numpy.arange(LEN_KV) >= 130).astype(numpy.float32),
-}
-TERMS["padded from the left"] = TERMS["padded"][:, ::-1].copy()
-MASKS = {
-    "full": ({}, {}),
-    "causal": ({"causal": True}, {"last_key": LEN_KV - LEN_Q}),
-    "window": ({"window": (40, 0)}, {"first_key": LEN_KV - LEN_Q - 40, "last_key": LEN_KV - LEN_Q}),
-}
-SHAPES = {"float16, 40": ("float16", 40), "bfloat16, 64": ("bfloat16", 64), "bfloat16, 128": ("bfloat16", 128)}
-SHAPES |= {"float16, 160": ("float16", 160), "bfloat16, 256": ("bfloat16", 256)}
-BIASES = {"heads": ((1, HEADS), None), "all": ((2, HEADS), None), "float32": ((1, HEADS), "float32")}
 
 
 @pytest.fixture(params=thinned(host.SCHEDULES))
@@ -38,75 +21,25 @@ def schedule(request, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
 
 
-def inputs(dtype, dim, len_q=LEN_Q, len_kv=LEN_KV):
-    rng = numpy.random.default_rng(3)
-    shapes = (HEADS, len_q), (HEADS_KV, len_kv), (HEADS_KV, len_kv), (HEADS, len_q)
-    return [rng.standard_normal((2, *shape, dim)).astype(DTYPES[dtype]) for shape in shapes]
-
-
-def bias_of(shape, dtype, len_q=LEN_Q, len_kv=LEN_KV):
-    """With rows that TMA finds; what lies between them is NaN."""
-    whole = numpy.full((*shape, len_q, -(-len_kv // 8) * 8), numpy.nan).astype(DTYPES[dtype])
-    bias = whole[..., :len_kv]
-    bias[...] = numpy.random.default_rng(9).standard_normal(bias.shape).astype(bias.dtype)
-    return bias
-
-
-def check(shape, mask, bias, t, **more):
-    """Both directions, and that both kernels have the term of a key apart."""
-    (dtype, dim), (of_mask, hand_mask), (of_bias, wide) = SHAPES[shape], MASKS[mask], BIASES[bias]
-    bias = bias_of(of_bias, wide or dtype)
-    hand = {"bias": bias.astype(float) + t.astype(float)[:, None, None], **hand_mask}
-    options = {"bias": bias, "score": "score + t[b, kv_idx]", "arrays": {"t": t}, **of_mask}
-    kernels = judged(dtype, options, hand, WHERE, inputs_given=inputs(dtype, dim), **more)
-    assert kernels[0].file == "fwd_hopper" and kernels[1].file in ("bwd_hopper", "bwd_hopper_wide")
-    assert all(kernel.expressions.has_key_term and kernel.config.SCORES == "PLUS_TERM" for kernel in kernels)
-    assert kernels[0].config.STAGED_BIAS
-    return kernels
-
-
 CASES = list(product(SHAPES, MASKS, BIASES, TERMS))
 
 
 @pytest.mark.parametrize("case", thinned(CASES, keep=40, first=3), ids=", ".join)
 def test_both_directions(case, schedule):
-    check(*case[:3], TERMS[case[3]])
+    check(*case[:3], TERMS[case[3]], WHERE)
 
 
 @pytest.mark.few_tiles
 @pytest.mark.parametrize("case", thinned(CASES, keep=56, first=5), ids=", ".join)
 def test_one_group_of_rows(case, schedule):
     """Whose stages of keys are more than the warps that find terms, or as many."""
-    kernels = check(*case[:3], TERMS[case[3]])
+    kernels = check(*case[:3], TERMS[case[3]], WHERE)
     assert kernels[0].config.TILE_Q == 64 or SHAPES[case[0]][1] > 128
 
 
 @pytest.mark.parametrize("shape, wide", quick(list(product(list(SHAPES), (False, True))), ("float16, 40", False), spread=True))
 def test_the_gradient_of_a_bias_that_batch_elements_share(shape, wide, schedule):
-    dtype, dim = SHAPES[shape]
-    q, k, v, dout = inputs(dtype, dim)
-    bias, t = bias_of((1, HEADS), "float32" if wide else dtype), TERMS["padded"]
-    lse = numpy.zeros(q.shape[:-1], numpy.float32)
-    options = {"bias": bias, "score": "score + t[b, kv_idx]", "arrays": {"t": t}}
-    plan = plan_attention_backward(dout, q, k, v, q, lse, wrt="bias", **options, **WHERE)
-    assert [kernel.file for kernel in plan.kernels[1:]] == ["bwd_scores_hopper"]
-    assert all(kernel.expressions.has_key_term for kernel in plan.kernels)
-    assert ("ONE_BIAS", "true") in plan.kernels[1].expressions.constants
-    hand = {"bias": bias.astype(float) + t.astype(float)[:, None, None]}
-    exact, _ = oracle(q, k, v, scale=dim**-0.5, **hand)
-    forward = plan_attention(q, k, v, return_lse=True, **options, **WHERE)
-    out, lse = forward(q, k, v, bias=bias, arrays={"t": t})
-    got = plan(dout, q, k, v, out, lse, bias=bias, arrays={"t": t}).dbias
-    # dS summed over batch elements, by hand
-    wide_k, wide_v = (numpy.repeat(x.astype(float), HEADS // HEADS_KV, axis=1) for x in (k, v))
-    s = q.astype(float) @ wide_k.swapaxes(-1, -2) * dim**-0.5 + hand["bias"]
-    p = numpy.exp(s - s.max(axis=-1, keepdims=True))
-    p /= p.sum(axis=-1, keepdims=True)
-    dp = dout.astype(float) @ wide_v.swapaxes(-1, -2)
-    right = (p * (dp - (dout.astype(float) * exact).sum(axis=-1, keepdims=True))).sum(axis=0, keepdims=True)
-    assert got.shape == bias.shape and got.dtype == bias.dtype
-    assert abs(got.astype(float) - right).max() <= (2**-6 if dtype == "bfloat16" else 2**-9) * abs(right).max()
-    assert (got[..., 150:].astype(float)[..., right[0, 0, 0, 150:] == 0] == 0).all()
+    check_shared_bias(shape, bias_of((1, HEADS), "float32" if wide else SHAPES[shape][0]), TERMS["padded"], WHERE)
 
 
 def test_the_gradient_of_the_term(schedule):
