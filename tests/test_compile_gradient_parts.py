@@ -53,7 +53,6 @@ OF_SCORES = {
 BESIDE = {"sequences": {"lengths": True}, "dropout": {"dropout": 0.1, "seed": 1}}
 BESIDE["sequences and dropout"] = BESIDE["sequences"] | BESIDE["dropout"]
 ASKED |= {f"{name}, {beside}": asked | more for name, asked in ASKED.items() for beside, more in BESIDE.items()}
-OF_BESIDE = [(f"causal, {beside}", 128) for beside in BESIDE]
 OF_SCORES |= {f"{name}, {beside}": asked | more for name, asked in OF_SCORES.items() for beside, more in BESIDE.items()}
 
 
@@ -85,11 +84,11 @@ def check(plan):
     assert set(plan.entries) <= set(entries) and not any(code.stack_bytes for code in entries.values())
 
 
-QUICK = [("causal", 64), ("causal", 128), ("many heads, softcap, causal", 128), ("in order, causal, softcap", 64)]
+QUICK = [("in order, causal, softcap", 64), ("many heads, softcap, causal", 128), ("causal, sequences and dropout", 128)]
 
 
 @pytest.mark.parametrize("precision", thinned(["ieee", "tf32"]))
-@pytest.mark.parametrize("name, dim", quick([*product(ASKED, DIMS)], *QUICK, *OF_BESIDE, spread=True))
+@pytest.mark.parametrize("name, dim", quick([*product(ASKED, DIMS)], *QUICK, spread=True))
 def test_nothing_spills(name, dim, precision):
     plan = planned(dim, dim, **ASKED[name], precision=precision)
     found, explicit, lengths = plan.config, "softcap" in name or "scale" in name, "sequences" in name
@@ -99,7 +98,7 @@ def test_nothing_spills(name, dim, precision):
 
 
 @pytest.mark.parametrize("precision", thinned(["ieee", "tf32"], first=1))
-@pytest.mark.parametrize("name, dim", quick([*product(OF_SCORES, DIMS)], ("bias", 128), ("documents", 64), spread=True))
+@pytest.mark.parametrize("name, dim", quick([*product(OF_SCORES, DIMS)], ("bias", 128), spread=True))
 def test_nothing_spills_of_scores(name, dim, precision):
     try:
         plan = planned(dim, dim, **OF_SCORES[name], precision=precision)

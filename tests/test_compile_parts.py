@@ -66,14 +66,14 @@ DIMS_BESIDE = (64, 96, 128)
 
 
 @pytest.mark.parametrize("precision, dim", quick([*product(("ieee", "tf32"), DIMS)], ("ieee", 112), spread=True))
-@pytest.mark.parametrize("name", quick([*ASKED], "softcap", "bias"))
+@pytest.mark.parametrize("name", quick([*ASKED], "bias"))
 def test_nothing_spills(name, dim, precision):
     for split in (False, True):
         check(ASKED[name], dim, precision, split)
 
 
 OF_BESIDE = [*product(ASKED, BESIDE, DIMS_BESIDE)]
-QUICK = ("causal, prefix", "sequences", 128), ("nothing", "dropout", 128), ("softcap", "sequences and dropout", 64)
+QUICK = ("causal, prefix", "sequences", 128), ("softcap", "sequences and dropout", 64)
 
 
 @pytest.mark.parametrize("precision", thinned(["ieee", "tf32"]))

@@ -1,10 +1,12 @@
 """Float32 gradients on sm_90a by products of float16: q, k, v and dout, then P and dS, are two numbers each."""
 
+from itertools import product
+
 import numpy
 import pytest
 from later_heads import slow_down
 from test_fp16_parts import six_arrays
-from thinned import thinned
+from thinned import quick, thinned
 from whole_groups import never_split
 
 from cupy_flash import UnsupportedError, attention, attention_vjp, plan_attention_backward
@@ -46,6 +48,8 @@ CASES = (
     Case("float32", 150, 150, heads_q=2, causal=True, sinks=1),
     Case("float32", 90, 130, dim=128, heads_q=2, heads_kv=1, batch=(2,), sinks=3),
 )
+GROUPS = [*product((CASES[0], CASES[8]), (False, True))]
+OFTEN = [CASES[i] for i in (0, 4, 8, 12, 14, 16, 18, 20, 22, 24)]
 
 
 def operands(case, of_lse=True):
@@ -115,7 +119,7 @@ def one_block_for_a_group(planned_anew, monkeypatch):
 
 
 @pytest.mark.parametrize("schedule", thinned(SCHEDULES, first=1))
-@pytest.mark.parametrize("case", thinned(CASES), ids=str)
+@pytest.mark.parametrize("case", quick(CASES, *OFTEN), ids=str)
 def test_as_right_as_float32(case, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     given = operands(case)
@@ -123,8 +127,7 @@ def test_as_right_as_float32(case, schedule, monkeypatch):
     judge(case, given, plan(**given, workspace=numpy.full(plan.workspace_bytes, 255, numpy.uint8)))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("case", [CASES[0], CASES[8]], ids=str)
+@pytest.mark.parametrize("case, deterministic", quick(GROUPS, GROUPS[1], GROUPS[2], spread=True), ids=str)
 def test_one_block_sums_over_the_heads_of_a_group(case, deterministic, one_block_for_a_group):
     given = operands(case)
     plan = planned(given, asked_of(case) | {"deterministic": deterministic})
@@ -145,9 +148,11 @@ def test_an_idle_warp_makes_sums_of_later_heads_zero(dim, made_ahead, monkeypatc
 
 
 ERRORS = [((2, 1, 257, 257, 64), {"causal": True}), ((1, 1, 150, 300, 128), {}), ((2, 2, 130, 200, 36, 100), {"window": (70, 9)})]
+POWERS = [(40, -60, 90), (-60, 90, -100), (20, -30, -50), (-50, 40, -60)]
+SCALED = ((1, 1, 130, 200, 64), {"scale": 1.0})
 
 
-@pytest.mark.parametrize("shapes, asked", [*ERRORS, ((1, 1, 130, 200, 64), {"scale": 1.0})], ids=str)
+@pytest.mark.parametrize("shapes, asked", quick([*ERRORS, SCALED], ERRORS[0], ERRORS[2], SCALED, spread=True), ids=str)
 def test_errors_are_those_of_three_products_of_tf32(shapes, asked):
     """A product leaves out what both low parts make, 2^-22 of it at most, where one product of 11 bits leaves out 2^-11."""
     given, truth = simple(*drawn(*shapes), **asked)
@@ -156,7 +161,7 @@ def test_errors_are_those_of_three_products_of_tf32(shapes, asked):
         assert rms(own - exact) < 3 * rms(other - exact) + 2**-22 * rms(exact)
 
 
-@pytest.mark.parametrize("e, f, g", [(40, -60, 90), (-60, 90, -100), (20, -30, -50), (-50, 40, -60)])
+@pytest.mark.parametrize("e, f, g", quick(POWERS, *POWERS[:2], spread=True))
 def test_powers_of_two_are_the_scale_s_alone(e, f, g):
     """A head takes the exponent of its largest element, a tile that of its largest dS: bits are the same wherever they lie."""
     asked = {"causal": True}
@@ -246,7 +251,7 @@ STRANGE = {"q": (0, 2, 70, 3), "k": (0, 1, 100, 3), "v": (0, 1, 100, 5), "dout":
 NOT_FINITE = [(name, numpy.nan) for name in STRANGE] + [(name, numpy.inf) for name in ("v", "dout")]
 
 
-@pytest.mark.parametrize("name, value", NOT_FINITE)
+@pytest.mark.parametrize("name, value", quick(NOT_FINITE, *NOT_FINITE[:5], spread=True))
 def test_what_is_not_finite_stays_where_it_is(name, value):
     """As by bwd_v2: in no other head, and in no row of dq that does not see it. Finite rows of its tile keep their accuracy."""
     asked = {"causal": True}
@@ -310,8 +315,10 @@ BROADCAST = {  # q, k, v
 }
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", BROADCAST)
+SUMS = [*product(BROADCAST, (False, True))]
+
+
+@pytest.mark.parametrize("name, deterministic", quick(SUMS, *SUMS[::3], SUMS[4], spread=True))
 def test_what_is_broadcast_has_parts_once_and_gradients_that_are_sums(name, deterministic):
     rng = numpy.random.default_rng(3)
     q, k, v = (rng.standard_normal(shape, numpy.float32) for shape in BROADCAST[name])
@@ -334,7 +341,7 @@ def test_one_row_of_dout_for_all():
     same_bits(computed(given | {"dout": numpy.broadcast_to(numpy.float32(1), dout.shape)}, {}, deterministic=True), expected)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3], CASES[8]], ids=str)
+@pytest.mark.parametrize("case", quick([CASES[0], CASES[1], CASES[3], CASES[8]], CASES[0], CASES[3]), ids=str)
 def test_in_order_bits_are_the_same_however_blocks_run(case, monkeypatch, planned_anew):
     """Without a gradient of lse."""
     given, results = operands(case, of_lse=False), []

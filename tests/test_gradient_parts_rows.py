@@ -1,9 +1,11 @@
 """Float32 gradients in parts of float16: keys to which nobody gives much weight lie far below their tile, and keep their bits."""
 
+from itertools import product
+
 import numpy
 import pytest
 from test_gradient_parts import computed, rms, simple
-from thinned import thinned
+from thinned import quick, thinned
 
 from cupy_flash.machine.host import SCHEDULES
 
@@ -14,6 +16,8 @@ EXPONENTS = {  # of the weight of each key, beside that of the others of a query
     "a tile as far as float32 goes": lambda keys: numpy.arange(keys) // 64 % 2 * 100 + numpy.arange(keys) % 3 * 5,
     "one key": lambda keys: (numpy.arange(keys) == 21) * 60,
 }
+ASKED = {}, {"causal": True}, {"window": (20, 5)}, {"deterministic": True}, {"softcap": 60.0}
+EACH = [*product(EXPONENTS, (64, 128), ASKED)]  # every third has each of each
 
 
 def drawn_with_weights(exponents, len_q, dim, seed=0):
@@ -32,9 +36,7 @@ def errors_of_rows(gradient, true):
 
 
 @pytest.mark.parametrize("schedule", thinned(SCHEDULES, first=1))
-@pytest.mark.parametrize("asked", [{}, {"causal": True}, {"window": (20, 5)}, {"deterministic": True}, {"softcap": 60.0}], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("name", EXPONENTS)
+@pytest.mark.parametrize("name, dim, asked", quick(EACH, *EACH[::3], spread=True), ids=str)
 def test_each_key_has_the_bits_of_its_own_gradient(name, dim, asked, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     deterministic = {"deterministic": asked.get("deterministic", False)}

@@ -1,5 +1,7 @@
 """The backward for sm_90a on the host: cases, groups of heads, sums over batch axes, views, and blocks that run together."""
 
+from itertools import product
+
 import numpy
 import pytest
 from hypothesis import given, settings
@@ -136,8 +138,10 @@ def test_groups_of_heads_in_one_block(group, schedule, deterministic, schedule_a
     judge(case, given, computed(plan, given))
 
 
-@in_both_modes
-@pytest.mark.parametrize("last_blocks", [0, 1])
+FINISHED = [*product([False, True], [0, 1])]  # in order or not, and by how many blocks of their own
+
+
+@pytest.mark.parametrize("deterministic, last_blocks", quick(FINISHED, (True, 0), (False, 1), spread=True))
 @pytest.mark.parametrize("dim", thinned([64, 128, 256], keep=3))
 def test_heads_in_groups(dim, last_blocks, deterministic, planning, request, monkeypatch):
     """Three groups: the last one has the sums of the first, which the second clears, and its dq is finished by others, or not.

@@ -66,7 +66,7 @@ def meaning(asked, queries, keys, dim):
 
 @pytest.mark.usefixtures("shorter_splits")
 @pytest.mark.parametrize("schedule", thinned(SCHEDULES, first=1))
-@pytest.mark.parametrize("name", quick(ASKED, "heads together", "more queries", "sinks"))
+@pytest.mark.parametrize("name", quick(ASKED, "more queries", "sinks"))
 def test_right_and_the_same_bits_alone(name, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     (q, k, v), asked = drawn(name)
@@ -80,7 +80,7 @@ def test_right_and_the_same_bits_alone(name, schedule, monkeypatch):
 
 
 @pytest.mark.usefixtures("shorter_splits")
-@pytest.mark.parametrize("name", quick(ASKED, "heads together"))
+@pytest.mark.parametrize("name", quick(ASKED, "one group of rows"))
 def test_bits_do_not_depend_on_where_keys_lie(name):
     """In pages of several sizes, in other capacities, and in a cache with more elements."""
     (q, k, v), asked = drawn(name)

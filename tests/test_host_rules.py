@@ -235,6 +235,7 @@ def test_deadlock_says_which_counter_is_what(blocks, at_a_time, body, awaited, r
     assert set(report[2:]) == {f"  warp {warp} waits for nothing: it has finished" for warp in range(1, len(report) - 1)}
 
 
+@pytest.mark.release  # the test before asks it without a sanitizer
 @pytest.mark.parametrize("tool", thinned(host.SANITIZERS))
 def test_a_sanitized_program_names_the_counter_as_well(tool, run, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", tool)

@@ -1,12 +1,18 @@
 """Which query tile of a sequence is not full in fwd_hopper, and what its rows that are no queries do to others."""
 
+from itertools import product
+
 import ml_dtypes
 import numpy
 import pytest
+from thinned import quick
 
 from cupy_flash import plan_attention
 
 WHERE = {"backend": "host", "arch": "90a"}
+
+OF_SCORES = [*product((64, 128), ({}, {"score": "score + 0.1 * (kv_idx - q_len)"}))]
+MASKED = [(dim, options) for options in ({}, {"window": (100, 0)}, {"dropout": 0.2, "seed": 3}) for dim in (64, 128)]
 
 
 def planned(lens, dim, heads=1, **options):
@@ -18,9 +24,8 @@ def planned(lens, dim, heads=1, **options):
     return plan_attention(q, k, v, **options, **given, **WHERE), (q, k, v), given
 
 
-@pytest.mark.parametrize("options", [{}, {"score": "score + 0.1 * (kv_idx - q_len)"}], ids=["plain", "asked for q_len"])
 @pytest.mark.parametrize("length", [70, 256, 320, 900])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim, options", quick(OF_SCORES, *OF_SCORES[:3], spread=True), ids=str)
 def test_keys_that_are_read(dim, length, options):
     """Under a causal mask the first tile has what is left over of whole groups of 64 queries: a score may ask where they lie."""
     plan, arrays, given = planned((length,), dim, causal=True, **options)
@@ -38,8 +43,7 @@ def test_keys_that_are_read(dim, length, options):
 
 
 @pytest.mark.parametrize("follows", [numpy.nan, numpy.inf, 3e4, 0.0])
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.2, "seed": 3}, {"window": (100, 0)}], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim, options", quick(MASKED, *MASKED[:2], *MASKED[3:5], spread=True), ids=str)
 def test_rows_behind_a_sequence_change_no_bit(dim, options, follows):
     """Whatever they are: whether a step looks for a maximum anew decides bits."""
     plan, (q, k, v), given = planned((300, 90), dim, heads=2, **({"causal": True} | options))

@@ -221,6 +221,7 @@ def test_sums_repeat(arch, schedule, monkeypatch):
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.release  # test_lengths.py asks it of the other gradients
 def test_one_plan_serves_all_lengths(monkeypatch):
     rng = numpy.random.default_rng(0)
     q, k, dout = (rng.standard_normal((heads, 200, 32)).astype(numpy.float32) for heads in (4, 2, 4))

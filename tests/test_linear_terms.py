@@ -152,6 +152,7 @@ def test_keys_that_alibi_makes_larger_come_first(schedule, len_q, len_kv):
 BANDS = [{"causal": True}, {"window": (150, 60)}, {"causal": True, "prefix": 33}]
 
 
+@pytest.mark.release  # the next asks it of splits as well
 @pytest.mark.parametrize("len_q, len_kv", LENGTHS)
 @pytest.mark.parametrize("options", thinned(BANDS, keep=3, first=1), ids=str)
 def test_no_tile_is_computed_twice_whichever_way_a_term_rises(options, len_q, len_kv):

@@ -35,7 +35,7 @@ PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper", "tile/
 PARTS |= {"tile/key_loads.cuh": "bwd_hopper", "tile/stats_ahead.cuh": "bwd_hopper"}
 PARTS |= {"tile/score_sums.cuh": "bwd_scores", "tile/element_sums.cuh": "bwd_scores", "tile/unit_tiles.cuh": "bwd_scores_hopper"}
 PARTS |= {"tile/schedule.cuh": "fwd_v2", "tile/split.cuh": "fwd_v2", "tile/clipped.cuh": "fwd_hopper"}
-OFTEN = ("bwd_hopper", "fwd_hopper", "fwd_v2")  # kernels that are built for ThreadSanitizer in every check
+OFTEN = ("fwd_hopper", "fwd_v2")  # kernels that are built for ThreadSanitizer in every check
 # Or a comment, which may speak of one.
 CALL = re.compile(r"//.*|\b(?:(?:sync|arrive|wait|commit|producer|consumer)_\w+|fence_proxy_async)(?:<[^;]*>)?\([^;]*\);")
 
@@ -284,11 +284,11 @@ def test_left_out_call_is_noticed(kernel, number, faults_without):
 BY_LANES, LATER = ("  add(DqAccum{",), ("    add_async(", f"  wait_for_reductions();{'':38}// without it the block")
 
 
-# Without a fault, test_hopper_backward.py has blocks together as well.
 SLOW = [(True, "reductions"), (True, None), (False, None), (False, "acquired"), *product([False, True], ("ended", "last"))]
 
 
-@pytest.mark.parametrize("staged, left_out", quick(SLOW, SLOW[0], spread=True))
+@pytest.mark.release  # without a fault, test_hopper_backward.py has blocks together as well
+@pytest.mark.parametrize("staged, left_out", SLOW)
 def test_blocks_wait_for_one_that_is_slow(staged, left_out, monkeypatch, change_kernel):
     """Three blocks at a time, the first the slowest to add: dq is right, and in order, sums have the bits of blocks in turn."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", "deferred" if staged else "eager")

@@ -66,6 +66,7 @@ def test_masks(asked, schedule):
     on_host(kind, lengths, *masked(name, besides, *lengths))
 
 
+@pytest.mark.release  # the test before asks it of fewer rows
 @pytest.mark.parametrize("name", thinned(WITH, keep=5, first=2))
 @pytest.mark.parametrize("dtype", thinned(["float16", "bfloat16"]))
 def test_masks_of_more_rows_than_a_warp_has(dtype, name):

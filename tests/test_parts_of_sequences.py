@@ -11,7 +11,7 @@ from cupy_flash.call.forward import AttentionPlan
 from cupy_flash.machine.host import SCHEDULES
 
 # Beside edges of tiles, without queries, without keys, and of several of the 256 rows that a block makes parts of.
-LENS = ((70, 150), (1, 65), (130, 3), (0, 17), (64, 64), (5, 0), (300, 530))
+LENS = ((70, 150), (1, 65), (130, 3), (0, 17), (64, 64), (5, 0), (270, 300))
 KINDS = [("packed", "packed"), ("padded", "padded"), ("roomy", "packed"), ("padded", "roomy"), ("roomy", "padded")]
 CAUSAL = {"causal": True}
 OPTIONS = (
@@ -22,7 +22,7 @@ OPTIONS = (
     {"scale": -0.3},
     {"precision": "tf32"},
 )
-SHAPES = {64: (4, 2), 32: (2, 1), 100: (3, 3), 128: (4, 1)}  # head dims, and query and key heads
+SHAPES = {64: (4, 2), 32: (4, 1), 100: (3, 3), 128: (2, 1)}  # head dims, and query and key heads
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def joined(results):
 
 
 @pytest.mark.parametrize("schedule", thinned(SCHEDULES, first=1))
-@pytest.mark.parametrize("options", quick(OPTIONS, CAUSAL, {"precision": "tf32"}), ids=str)
+@pytest.mark.parametrize("options", quick(OPTIONS, CAUSAL), ids=str)  # for bits of tf32 see those of scales
 def test_bits_are_those_of_any_form_with_poison_beyond_lengths(options, schedule, taken, monkeypatch):
     """Packed, padded, with room behind, alone and in another order."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
@@ -88,7 +88,7 @@ def test_bits_are_those_of_any_form_with_poison_beyond_lengths(options, schedule
     assert taken == {("fwd_hopper", parts), ("bwd_hopper_parts", parts)}
 
 
-@pytest.mark.parametrize("dim, heads", quick([*SHAPES.items()], (128, (4, 1)), spread=True))
+@pytest.mark.parametrize("dim, heads", quick([*SHAPES.items()], (128, (2, 1)), spread=True))
 @pytest.mark.parametrize("options", quick(OPTIONS, OPTIONS[3]), ids=str)
 def test_errors_are_those_of_v2(options, dim, heads, taken):
     ragged, allowed = ragged32(heads, dim, 3), 2**-13 if "precision" in options else 2**-24
