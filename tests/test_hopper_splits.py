@@ -80,7 +80,8 @@ def test_right_and_the_same_bits_alone(name, schedule, monkeypatch):
 
 
 @pytest.mark.usefixtures("shorter_splits")
-@pytest.mark.parametrize("name", quick(ASKED, "one group of rows"))
+@pytest.mark.release  # the bits of test_right_and_the_same_bits_alone
+@pytest.mark.parametrize("name", ASKED)
 def test_bits_do_not_depend_on_where_keys_lie(name):
     """In pages of several sizes, in other capacities, and in a cache with more elements."""
     (q, k, v), asked = drawn(name)

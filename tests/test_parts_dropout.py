@@ -66,7 +66,7 @@ def judge(operands, results, asked, p, precision="ieee"):
 CASES = [(name, dim) for name in ASKED for dim in DIMS]
 
 
-@pytest.mark.parametrize("name, dim", quick(CASES, ("causal", 64), ("softcap", 100), ("alibi", 32), spread=True))
+@pytest.mark.parametrize("name, dim", quick(CASES, ("causal", 64), ("softcap", 100), spread=True))
 def test_right(name, dim):
     operands = drawn(dim)
     judge(operands, computed(operands, ASKED[name], 0.3), ASKED[name], 0.3)

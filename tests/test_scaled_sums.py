@@ -52,7 +52,7 @@ def check(dtype, dim, mask, wrt=(), deterministic=False):
     return kernels[1]
 
 
-@pytest.mark.parametrize("case", quick(CASES, *(CASES[i] for i in (6, 19))), ids=str)
+@pytest.mark.parametrize("case", quick(CASES, CASES[6]), ids=str)
 def test_gradients(case, schedule):
     (dtype, dim), mask = case
     assert check(dtype, dim, mask, deterministic=dim == 64).config.SCALE_SUMS
