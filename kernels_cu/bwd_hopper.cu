@@ -122,6 +122,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const int warp = int(uniform(u32(warp_id())));
   if (block_id() >= first_finishing_block(p)) return postprocess_last_heads<Accum>(p);
   KeyBlock block(p);
+  if (leaves_zeros(p, block)) return;
   const bool has_keys = !VARLEN || block.here.tile >= 0;
   if (!STATS_AHEAD && !has_keys) return;                      // with it, its warps have something to make all the same
   if (warp == 0) start_barriers(block);

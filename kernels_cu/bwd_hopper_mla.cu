@@ -158,7 +158,7 @@ KERNEL(THREADS, 1) bwd_hopper_mla(GRID_CONSTANT HopperBackwardParams p) {
   if (block_id() >= p.owners) return postprocess_last_heads<Sums>(p);
   KeyBlock block(p);
   block.tiles_before = 0;                                     // no sums are used again
-  if (VARLEN && block.here.tile < 0) return;
+  if ((VARLEN && block.here.tile < 0) || leaves_zeros(p, block)) return;
   if (warp_id() == 0) start_barriers(block);
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
   if (warp_id() < 4) {

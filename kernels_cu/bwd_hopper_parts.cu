@@ -112,7 +112,7 @@ OP void release_tile(const HopperBackwardParams& p, KeyBlock& block, Acc<16, DIM
 KERNEL(THREADS, 1) bwd_hopper_parts(GRID_CONSTANT HopperBackwardParams p) {
   if (block_id() >= p.owners) return postprocess_last_heads(p);
   KeyBlock block(p);
-  if (VARLEN && block.here.tile < 0) return;
+  if ((VARLEN && block.here.tile < 0) || leaves_zeros(p, block)) return;
   if (warp_id() == 0) start_barriers(block);
   if (DROPOUT && warp_id() == 0) store_once(block.smem + DROPPING_OFFSET, StoredDropping{seeded(p.scores)});
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet, or draws from nothing

@@ -79,7 +79,7 @@ template <int N> OP void end_steps(const HopperBackwardParams& p, const KeyBlock
 KERNEL(THREADS, 1) bwd_hopper_wide(GRID_CONSTANT HopperBackwardParams p) {
   if (block_id() >= p.owners) return postprocess_last_heads(p);
   KeyBlock block(p);
-  if (VARLEN && block.here.tile < 0) return;
+  if ((VARLEN && block.here.tile < 0) || leaves_zeros(p, block)) return;
   if (warp_id() == 0) start_barriers(block);
   sync_block();                                               // without it a warp arrives at a barrier that does not count yet
   if (warp_id() < 4) {

@@ -37,7 +37,7 @@ from .launch import Launch, checked
 from .mla import pays, why_not_mla
 from .pair_bits import why_bits, with_bits
 from .sequences import elements_of, mean_room
-from .short_gradients import why_bwd_v2, why_wide
+from .short_gradients import stores_sooner, why_bwd_v2, why_wide
 from .stored_dbias import dbias_of_pairs
 from .structs import struct
 from .tensor_map import TensorMap, obstacle, tensor_maps
@@ -165,17 +165,18 @@ def _first_stores(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether the first of the blocks of a Hopper kernel that add in order stores, which costs the others a question in each step.
 
     Of short heads that is less than to make sums zero before, or to use those of other heads again. Where a head has one tile of
-    keys, nobody adds to what it stores, and there is no other order.
+    keys, nobody adds to what it stores, and there is no other order. Of sequences of their own lengths see `stores_sooner`.
     """
     p = problem.forward
     if plan.file not in HOPPER_KERNELS or plan.config.TILE_LIST:
         return False
-    if key_tiles(plan, problem) == 1 and p.lengths is None and not p.scores and p.softcap is None:
+    if p.lengths is not None:  # beside which bwd_hopper_mla has no registers for the question
+        in_order = problem.deterministic or stores_sooner(problem, key_tiles(plan, problem))
+        return plan.file != MLA and in_order and mean_room(p, "q") <= MOST_ROWS_STORED
+    if key_tiles(plan, problem) == 1 and not p.scores and p.softcap is None:
         return True
     if not problem.deterministic:
         return False
-    if p.lengths is not None:  # beside which bwd_hopper_mla has no registers for the question
-        return plan.file != MLA and mean_room(p, "q") <= MOST_ROWS_STORED
     return p.len_q <= MOST_ROWS_STORED * (2 if p.mask.shape == "causal" else 1)
 
 

@@ -231,7 +231,7 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
   for (int i = 0; i < p.heads_per_block; ++i) {
     if (others >> i & 1) continue;
     const i64 first = VARLEN ? i64(block.number_of(p, block.here.first_head + i, 0)) : i64(block.head + i) * ceil_div(p.len_q, TILE_Q) - block.tiles_before;
-    const int rows = queries.end_of_room() - queries.first();
+    const int room = queries.end_of_room() - queries.first(), rows = CLEARS_PADDING ? min_of(rows_made(queries.len()), room) : room;
     #pragma unroll 1
     for (int row = own_row; row < rows; row += OutTile::rows) {
       if constexpr (FINISHES_BY_LANES) {
@@ -243,7 +243,7 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
       load(sum_reg, Accum{p.dq_accum + (first + row / TILE_Q) * Accum::size}, row % TILE_Q, 0);
       scale(sum_reg, scale_of_sums(p, block.here, block.here.first_head + i, queries.len(), block.seq(p).kv.len()));
       const int first_row = queries.first() + row;
-      if (FLOAT32_RESULTS || (VARLEN && row + 16 > rows)) {   // as in `store_gradient`
+      if (FLOAT32_RESULTS || (VARLEN && row + 16 > room)) {   // as in `store_gradient`
         store(rows_of<Result>(p.dq, block.here.batch, block.here.first_head + i, first_row, queries.end_of_room(), p.dim), sum_reg);
         continue;
       }
@@ -268,7 +268,7 @@ template <typename Accum> OP void postprocess_last_sequences(const HopperBackwar
   const int row = here.row + int(later % PARTS) * 16;
   if (here.row < 0) return;
   const auto seq = sequence_of(p, here.batch_number);
-  if (seq.q.first() + row >= seq.q.end_of_room() || seq.kv.len() == 0) return; // without keys, rows are zeros from the launch before
+  if (row >= (CLEARS_PADDING ? seq.q.len() : seq.q.end_of_room() - seq.q.first()) || seq.kv.len() == 0) return; // without keys, rows are zeros from the launch before
   // Without it rows are finished to which blocks still add.
   semaphore_wait(p.dq_progress + here.batch_number * p.heads + here.head, ceil_div(seq.kv.len(), TILE_KV));
   const ResultTile dq = rows_of<Result>(p.dq, here.batch, here.head, seq.q.first() + row, seq.q.end_of_room(), p.dim);

@@ -328,6 +328,21 @@ OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, con
   store_async(map, here.batch, here.head_kv, first, tile, row);
 }
 
+// VARLEN: gradients of a tile that nobody sees, of padding or of a sequence without queries, by all warps at once. Nothing is counted of it either, so that
+// a block has nothing else to do. false: it has.
+OP bool leaves_zeros(const HopperBackwardParams& p, const KeyBlock& block) {
+  if constexpr (!VARLEN || STATS_AHEAD) return false;         // which others wait for
+  if (block.here.tile < 0 || block.is_counted(p) || p.dk_accum || p.dv_accum) return false;
+  if constexpr (!ADD_RESULTS) {
+    const KeyBlockCoord& here = block.here;
+    const auto keys = block.seq(p).kv;
+    const int first = keys.first() + block.row0, end = min_of(first + TILE_KV, keys.end_of_room());
+    clear<Block>(rows_of<Result>(p.dk, here.batch, here.head_kv, first, end, p.dim));
+    clear<Block>(rows_of<Result>(p.dv, here.batch, here.head_kv, first, end, p.dim_v));
+  }
+  return true;
+}
+
 // STORE_DBIAS. By an idle warp: dS of each step leaves as the gradient of the bias, from where consumers leave it for dQ. The warp is one of those
 // that `written` counts, and arrives when TMA has read dS of the step before, whose memory nobody writes to until then.
 OP void send_dbias(const HopperBackwardParams& p, KeyBlock& block) {

@@ -5,7 +5,7 @@
 //   bwd_hopper_preprocess    key_places[j] = where key tile j lies      a warp for each, in blocks before those of query tiles
 //   bwd_hopper               place = key_places[j]
 //
-// Of packed sequences those with most queries come first there, since their blocks take longest: at the end, short ones fill what others leave idle.
+// Sequences with most queries come first there, since their blocks take longest: at the end, short ones fill what others leave idle.
 #pragma once
 #include "tile/sequence.cuh"
 
@@ -58,6 +58,23 @@ template <typename Params> OP u32 longest_first(const Params& p, u32 tile, u32 s
   return u32(rows_of_sequence<KEYS>(p, 0).first_tile() + value_of_lane(before, 0) + int(tile) - first_tile);
 }
 
+// The same of padded ones: the batch element in whose place a sequence comes, with all of its tiles.
+template <typename Params> OP u32 longest_element_first(const Params& p, u32 element, u32 elements) {
+  if (elements > MOST_SORTED) return element;
+  const int queries = rows_of_sequence<QUERIES>(p, element).len();
+  Regs<int, 1> before;
+  for_lane(l) {
+    before.at(l, 0) = 0;
+    #pragma unroll 1
+    for (u32 other = l; other < elements; other += 32) {
+      const int of_other = rows_of_sequence<QUERIES>(p, other).len();
+      before.at(l, 0) += of_other > queries || (of_other == queries && other < element);
+    }
+  }
+  reduce_lanes<32>(before, [](int a, int b) { return a + b; });
+  return u32(value_of_lane(before, 0));
+}
+
 // One of these blocks. A tile without keys is seen by no query, whatever the mask says.
 template <typename Params> OP void find_places(const Params& p) {
   if constexpr (VARLEN) {
@@ -86,7 +103,7 @@ template <typename Params> OP void find_places(const Params& p) {
     place.tile = tile;
     place.first = seeing.first;
     place.count = tile >= 0 && tile < key_tiles ? seeing.count : 0;
-    const u32 at = packed ? longest_first(p, number, batch_number) : number;
+    const u32 at = packed ? longest_first(p, number, batch_number) : longest_element_first(p, batch_number, key_places(p) / tiles) * tiles + number % tiles;
     for_lane(l) {
       if (l == 0) {
         count_written(sizeof place);

@@ -27,6 +27,11 @@ OP void clear_stats(const BackwardParams& p, float sign, u32 block) {
   }
 }
 
+// Of padded sequences: rows of dq from here on are padding of a sequence of so many queries, which the launch before clears. A warp makes 16 rows of
+// the others of sums at once. Where that launch has no blocks for most heads (STATS_AHEAD), the last block of a sequence makes all rows.
+constexpr bool CLEARS_PADDING = VARLEN && !STATS_AHEAD;
+OP int rows_made(int queries) { return ceil_div(queries, 16) * 16; }
+
 // how many keys a sequence has
 OP int keys_of(const BackwardParams& p, u32 number) { return rows_of_sequence<KEYS>(p, number).len(); }
 
@@ -50,6 +55,12 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
   const BlockCoord here = block_coord<QUERIES>(p, p.heads, block);
   if (VARLEN && here.row < 0) return clear_stats(p, sign, block);
   const auto queries = rows_of_sequence<QUERIES>(p, here.batch_number);
+  const auto clear_rows = [&](int first) {                    // of dq, in this tile
+    const int end = min_of(queries.first() + here.row + TILE_Q, queries.end_of_room());
+    if (!ADD_RESULTS && p.dq_progress) clear<Block>(rows_of<Result>(p.dq, here.batch, here.head, queries.first() + first, end, p.dim));
+  };
+  // Nobody adds to the sums of padding, nor makes them dq. Gradients of sinks read statistics of all rows.
+  if (CLEARS_PADDING && SINKS == NO_SINKS && p.dq_progress && here.row > 0 && here.row >= queries.len()) return clear_rows(here.row);
   const u32 number = query_tile_number(p, queries, here.head, here.row / TILE_Q);
   if (p.dq_semaphore && warp_id() < parts) semaphore_clear(p.dq_semaphore + number * parts + warp_id());
   if (p.dq_progress && warp_id() == 0 && here.row == 0)
@@ -70,10 +81,8 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
   };
   if (!STATS_AHEAD || here.batch_number * p.heads + here.head < stats_heads) delta_of_rows(out, dout, write_stats);
   if constexpr (VARLEN) {                                     // where no block owns keys, none makes sums dq
-    if (!ADD_RESULTS && p.dq_progress && keys_of(p, here.batch_number) == 0) {
-      const int row = queries.first() + here.row;
-      clear<Block>(rows_of<Result>(p.dq, here.batch, here.head, row, min_of(row + TILE_Q, queries.end_of_room()), p.dim));
-    }
+    if (keys_of(p, here.batch_number) == 0) clear_rows(here.row);
+    else if (CLEARS_PADDING) clear_rows(max_of(rows_made(queries.len()), here.row));
   }
   if constexpr (FIRST_STORES) {
     const auto seq = sequence_of(p, here.batch_number);
