@@ -15,11 +15,7 @@ TERMS = {
     "rising": OF_KEYS + 40 * (numpy.arange(LEN_KV) >= 130).astype(numpy.float32),
 }
 TERMS["padded from the left"] = TERMS["padded"][:, ::-1].copy()
-MASKS = {
-    "full": ({}, {}),
-    "causal": ({"causal": True}, {"last_key": LEN_KV - LEN_Q}),
-    "window": ({"window": (40, 0)}, {"first_key": LEN_KV - LEN_Q - 40, "last_key": LEN_KV - LEN_Q}),
-}
+MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (40, 0)}}
 SHAPES = {"float16, 40": ("float16", 40), "bfloat16, 64": ("bfloat16", 64), "bfloat16, 128": ("bfloat16", 128)}
 SHAPES |= {"float16, 160": ("float16", 160), "bfloat16, 256": ("bfloat16", 256)}
 BIASES = {"heads": ((1, HEADS), None), "all": ((2, HEADS), None), "float32": ((1, HEADS), "float32")}
@@ -41,7 +37,10 @@ def bias_of(shape, dtype, len_q=LEN_Q, len_kv=LEN_KV):
 
 def check(shape, mask, bias, t, where, place=lambda x: x, fetch=lambda x: x, len_kv=LEN_KV):
     """Both directions, and that both kernels have the term of a key apart; the plans of both kernels."""
-    (dtype, dim), (of_mask, hand_mask), (of_bias, wide) = SHAPES[shape], MASKS[mask], BIASES[bias]
+    (dtype, dim), of_mask, (of_bias, wide) = SHAPES[shape], MASKS[mask], BIASES[bias]
+    last_key = len_kv - LEN_Q
+    hand_mask = {"last_key": last_key} if of_mask else {}
+    hand_mask |= {"first_key": last_key - 40} if mask == "window" else {}
     bias = bias_of(of_bias, wide or dtype, len_kv=len_kv)
     hand = {"bias": bias.astype(float) + t.astype(float)[:, None, None], **hand_mask}
     options = {"bias": bias, "score": "score + t[b, kv_idx]", "arrays": {"t": t}, **of_mask}

@@ -3,14 +3,14 @@
 import ml_dtypes
 import numpy
 import pytest
+from short_sequences import CAUSAL, RIGHT, V2, check
 from thinned import quick
 
-from cupy_flash import attention, plan_attention_backward
+from cupy_flash import plan_attention_backward
 from cupy_flash.machine import host, nvrtc
 
 ON_90A = {"backend": "host", "arch": "90a"}
-V2, HOPPER, WIDE = "bwd_v2", "bwd_hopper", "bwd_hopper_wide"
-CAUSAL = {"causal": True}
+HOPPER, WIDE = "bwd_hopper", "bwd_hopper_wide"
 
 
 def planned(rows, dim, heads=8, elements=64, packed=False, dtype="f2", **options):
@@ -64,41 +64,11 @@ def test_sequences_that_lie_otherwise_on_the_other_side_keep_theirs():
     assert plan.kernel.file == HOPPER and not plan.kernel.config.FIRST_STORES
 
 
-RIGHT = [(50, 40, 64, 8, False, {}), (64, 128, 8, 2, False, {}), (150, 64, 2, 4, False, CAUSAL), (300, 128, 2, 2, False, CAUSAL)]
-RIGHT += [(120, 128, 3, 2, False, {}), (40, 64, 64, 8, True, CAUSAL), (200, 96, 4, 2, True, CAUSAL), (90, 256, 3, 2, False, {})]
-
-
 @pytest.mark.parametrize("schedule", host.SCHEDULES)
 @pytest.mark.parametrize("case", quick(RIGHT, RIGHT[2], RIGHT[4]), ids=str)
 def test_right_with_poison_beyond_every_length(case, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
-    rows, dim, elements, heads, packed, options = case
-    rng = numpy.random.default_rng(6)
-    lens = rng.integers(0, rows + 1, elements).astype("i4")
-    lens[:2] = rows, 0
-    ends = numpy.concatenate(([0], numpy.cumsum(lens))).astype("i4")
-    names = ("cu_seqlens_q", "cu_seqlens_kv") if packed else ("seqlens_q", "seqlens_kv")
-    given = dict.fromkeys(names, ends if packed else lens)
-    shape = (heads, ends[-1] + 9, dim) if packed else (elements, heads, rows, dim)
-    q, k, v, dout = (rng.standard_normal(shape).astype("f2") for _ in range(4))
-    live = numpy.zeros((shape[-2],) if packed else (elements, rows), bool)
-    if packed:
-        live[: ends[-1]] = True
-    else:
-        live[:] = numpy.arange(rows) < lens[:, None]
-    hidden = numpy.broadcast_to(~live if packed else ~live[:, None], shape[:-1])
-    for x in (q, k, v, dout):
-        x[hidden] = numpy.nan
-    out, lse = attention(q, k, v, return_lse=True, backend="numpy", **options, **given)
-    out[hidden], lse[hidden] = numpy.nan, numpy.nan
-    arrays = dout, q, k, v, out, lse
-    plan = plan_attention_backward(*arrays, **options, **ON_90A, **given)
-    for_v2 = rows <= 64 and dim <= 64
-    assert (plan.kernel.file == V2, plan.kernel.config.FIRST_STORES) == (for_v2, not for_v2)
-    right = plan_attention_backward(*arrays, backend="numpy", **options, **given)(*arrays, **given)
-    for got, expected in zip(plan(*arrays, **given)[:3], right[:3]):
-        assert (got[hidden] == 0).all() if not packed else (got[:, ends[-1] :] == 0).all()
-        assert abs(got.astype("f4") - expected.astype("f4")).max() <= 2**-8 * abs(expected).max()
+    check(case, ON_90A)
 
 
 @pytest.mark.release
