@@ -59,8 +59,8 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
     const int end = min_of(queries.first() + here.row + TILE_Q, queries.end_of_room());
     if (!ADD_RESULTS && p.dq_progress) clear<Block>(rows_of<Result>(p.dq, here.batch, here.head, queries.first() + first, end, p.dim));
   };
-  // Nobody adds to the sums of padding, nor makes them dq. Gradients of sinks read statistics of all rows.
-  if (CLEARS_PADDING && SINKS == NO_SINKS && p.dq_progress && here.row > 0 && here.row >= queries.len()) return clear_rows(here.row);
+  // Nobody adds to the sums of padding, nor makes them dq. Gradients of sinks, and of what scores read, read statistics of all rows.
+  if (CLEARS_PADDING && SINKS == NO_SINKS && !MODIFIED && p.dq_progress && here.row > 0 && here.row >= queries.len()) return clear_rows(here.row);
   const u32 number = query_tile_number(p, queries, here.head, here.row / TILE_Q);
   if (p.dq_semaphore && warp_id() < parts) semaphore_clear(p.dq_semaphore + number * parts + warp_id());
   if (p.dq_progress && warp_id() == 0 && here.row == 0)
