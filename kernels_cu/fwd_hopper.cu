@@ -307,7 +307,7 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
         promote(o_reg, pv_reg), pack_late();
         return;
       }
-      start_scores(s_reg, q_smem, k_smem, stored);        // the maximum so far was too small: S once more, and P with the maximum of S
+      start_scores(s_reg, q_smem, k_smem, stored);            // the maximum so far was too small: S once more, and P with the maximum of S
       wait_for_products<0>(s_reg);                            // without it scores are read that do not exist yet
       if (!STARTS_FROM_TERM) load_arrays(arrays, k_smem);
     }

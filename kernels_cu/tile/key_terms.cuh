@@ -80,6 +80,7 @@ OP void store(const StoredKeyTerms& to, const KeyTerms& terms) {
     for (int i = 0; i < terms.each; ++i)
       if (32 * i + l < TILE_KV) store_shared(to.base + (32 * i + l) * int(sizeof(float)), terms.term.at(l, i));
   }
+  sync_warp();                                                // without it one lane arrives before others have written
 }
 
 OP float load_common(const StoredKeyTerms&) { return 0.f; }
