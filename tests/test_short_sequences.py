@@ -6,7 +6,7 @@ import pytest
 from short_sequences import CAUSAL, RIGHT, V2, check
 from thinned import quick
 
-from cupy_flash import plan_attention_backward
+from cupy_flash import attention, plan_attention_backward
 from cupy_flash.machine import host, nvrtc
 
 ON_90A = {"backend": "host", "arch": "90a"}
@@ -69,6 +69,26 @@ def test_sequences_that_lie_otherwise_on_the_other_side_keep_theirs():
 def test_right_with_poison_beyond_every_length(case, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     check(case, ON_90A)
+
+
+@pytest.mark.parametrize("asked, dim", [("sinks", 40), ("bias", 160)])
+def test_who_reads_statistics_of_all_rows_finds_those_of_padding(asked, dim):
+    """Memory between kernels is NaN before; a tile of queries has padding alone, and one of twice as many rows half of it."""
+    rng = numpy.random.default_rng(8)
+    lens = {"seqlens_q": numpy.array((300, 20, 0), "i4"), "seqlens_kv": numpy.array((300, 150, 40), "i4")}
+    q, k, v, dout = (rng.standard_normal((3, 2, 300, dim)).astype("f2") for _ in range(4))
+    sinks, bias = rng.standard_normal(2).astype("f4"), rng.standard_normal((2, 300, 304)).astype("f2")[..., :300]
+    operands, wrt = ({"sinks": sinks}, {}) if asked == "sinks" else ({"bias": bias}, {"wrt": "bias"})
+    out, lse = attention(q, k, v, return_lse=True, backend="numpy", **operands, **lens)
+    arrays = dout, q, k, v, out, lse
+    plan = plan_attention_backward(*arrays, **ON_90A, **operands, **lens, **wrt)
+    assert plan.kernel.file == (HOPPER if dim < 128 else WIDE)
+    memory = numpy.full(plan.workspace_bytes, 255, numpy.uint8)
+    got = plan(*arrays, **operands, **lens, workspace=memory)
+    right = plan_attention_backward(*arrays, backend="numpy", **operands, **lens, **wrt)(*arrays, **operands, **lens)
+    name = f"d{asked}"
+    mine, expected = (getattr(x, name).astype(float) for x in (got, right))
+    assert abs(mine - expected).max() <= 2**-8 * abs(expected).max()
 
 
 @pytest.mark.release

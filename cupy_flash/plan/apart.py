@@ -97,13 +97,9 @@ def _with_key_term(scores: Scores, text: ExpressionText, besides: Node) -> Expre
 
 def _beside_bias(term: Node, scores: Scores) -> Node | None:
     """What is added to the bias in a term, if that is the same for all queries of a head; None of any other."""
-    addends = list(_addends(term))
-    others = [simplified("neg", node) if negated else node for node, negated in addends if node != BIAS]
-    of_bias = [negated for node, negated in addends if node == BIAS]
-    if of_bias != [False] or not others:
-        return None
-    besides = reduce(partial(simplified, "+"), others)
-    return besides if BIAS not in walk(besides) and _is_of_key(besides, replace(scores, bias=None)) else None
+    others = [simplified("neg", node) if negated else node for node, negated in _addends(term) if node != BIAS]
+    besides = reduce(partial(simplified, "+"), others) if others else None
+    return besides if besides is not None and _is_of_key(besides, replace(scores, bias=None)) else None
 
 
 def _addends(tree: Node, negated: bool = False) -> Iterator[tuple[Node, bool]]:

@@ -231,7 +231,7 @@ template <typename Accum = DqAccum> OP void postprocess_heads(const HopperBackwa
   for (int i = 0; i < p.heads_per_block; ++i) {
     if (others >> i & 1) continue;
     const i64 first = VARLEN ? i64(block.number_of(p, block.here.first_head + i, 0)) : i64(block.head + i) * ceil_div(p.len_q, TILE_Q) - block.tiles_before;
-    const int room = queries.end_of_room() - queries.first(), rows = CLEARS_PADDING ? min_of(rows_made(queries.len()), room) : room;
+    const int room = queries.end_of_room() - queries.first(), rows = CLEARS_PADDING ? rows_made(queries.len()) : room;
     #pragma unroll 1
     for (int row = own_row; row < rows; row += OutTile::rows) {
       if constexpr (FINISHES_BY_LANES) {

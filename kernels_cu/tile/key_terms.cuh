@@ -39,7 +39,7 @@ template <int N> OP void add_terms_of_keys(Acc<16, N>& s, const ScoreContext& x,
   #pragma unroll
   for (int first = 0; first < N; first += 32) {
     Regs<float, 1> found;
-    for_lane(l) found.at(l, 0) = term_of_key(x, min_of(col0 + first + l, x.kv_len - 1)) * x.unit;
+    for_lane(l) found.at(l, 0) = term_of_key(x, col0 + first + l) * x.unit;
     #pragma unroll
     for (int r = first / 2; r < first / 2 + 16; r += 4) {     // two rows of two columns
       for_lane(l) {
@@ -70,8 +70,7 @@ template <typename Params, typename Coord> OP void find_columns(KeyTerms& terms,
   const ScoreContext x = score_context(p, of_keys, head, p.len_q, p.len_kv);
   for_lane(l) {
     #pragma unroll
-    for (int i = 0; i < terms.each; ++i)
-      terms.term.at(l, i) = term_of_key(x, min_of(first_key + min_of(32 * i + l, TILE_KV - 1), p.len_kv - 1)) * x.unit;
+    for (int i = 0; i < terms.each; ++i) terms.term.at(l, i) = term_of_key(x, first_key + 32 * i + l) * x.unit;
   }
 }
 OP void store(const StoredKeyTerms& to, const KeyTerms& terms) {
