@@ -99,6 +99,24 @@ def test_what_each_pair_computes(score, options):
     assert not any(kernel.expressions.has_key_term for kernel in planned(score, **options))
 
 
+@pytest.mark.parametrize("arch", ["90a", "80"])
+@pytest.mark.parametrize("beside", ["nothing", "a bias"])
+def test_rows_that_see_padding_alone_have_no_gradients(arch, beside):
+    """Of scores of -1e9 float32 holds no differences, and of their lse nothing that P could be computed from."""
+    q, k, v, dout = inputs("float16", 64)
+    t = numpy.zeros((2, LEN_KV), numpy.float32)
+    t[1] = -1e9
+    options = {"score": "score + t[b, kv_idx]", "arrays": {"t": t}, "backend": "host", "arch": arch}
+    options |= {} if beside == "nothing" else {"bias": bias_of((1, HEADS), "float16")}
+    operands = {name: options[name] for name in ("arrays", "bias") if name in options}
+    out, lse = plan_attention(q, k, v, return_lse=True, **options)(q, k, v, **operands)
+    found = plan_attention_backward(dout, q, k, v, out, lse, **options)(dout, q, k, v, out, lse, **operands)
+    alone = plan_attention_backward(dout[:1], q[:1], k[:1], v[:1], out[:1], lse[:1], **options | {"arrays": {"t": t[:1]}})
+    right = alone(dout[:1], q[:1], k[:1], v[:1], out[:1], lse[:1], **operands | {"arrays": {"t": t[:1]}})
+    for x, own in zip(found[:3], right[:3]):
+        assert not x[1].any() and abs(x[:1].astype(float) - own.astype(float)).max() <= 2**-10 * abs(own).max()
+
+
 SYNCHRONISE = {  # warps that bring terms with others: what is left out, and where it is the first of its kind
     "stage": ("tile/column_terms.cuh", "producer_acquire(keys);"),
     "arrival": ("tile/column_terms.cuh", "arrive_at(keys.full());"),

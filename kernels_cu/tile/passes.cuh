@@ -35,10 +35,15 @@ OP int rows_made(int queries) { return ceil_div(queries, 16) * 16; }
 // how many keys a sequence has
 OP int keys_of(const BackwardParams& p, u32 number) { return rows_of_sequence<KEYS>(p, number).len(); }
 
+// With terms a row may have such scores alone, as of -1e9 where all its keys are padding, that float32 holds neither what they differ by nor their lse to
+// more than many powers of two. P would be anything up to infinity. So such a row is one that sees nothing, and has no gradients.
+constexpr bool HAS_TERMS = SCORES != UNCHANGED && SCORES != SCALED;
+constexpr float LEAST_LSE = -0x1p22f;
+
 // lse of a row as P is computed from it, in units of log 2
 OP float stat_of_lse(float lse, float per_query, int row_in_tile) {
   const float less = SCORES == PLUS_LINEAR ? fmaf(lse, LOG2E, -part_of_query(per_query, row_in_tile, TILE_Q)) : lse * LOG2E;
-  return lse == -infinity() ? infinity() : less;              // a row that sees nothing: P = 2^(S - inf) = 0
+  return (HAS_TERMS ? lse < LEAST_LSE : lse == -infinity()) ? infinity() : less; // a row that sees nothing: P = 2^(S - inf) = 0
 }
 
 // FP16_PARTS: of float32, where out and dout lie is what they are, not their parts.
