@@ -101,9 +101,9 @@ KERNEL(THREADS, MIN_BLOCKS) fwd_v2(GRID_CONSTANT ForwardParams p) {
   KeySplits splits{};
   if constexpr (SPLIT_KV) {
     splits = splits_of_keys(p, seq.kv.len(), block_keys);
-    const int split = split_of_block(p);
+    const int split = splits.first + split_of_block(p);       // what no row sees is no split, and has no block
     is_whole = splits.is_one() || here.row >= seq.q.len();
-    if (is_whole ? split > 0 : split < splits.first || splits.last < split) return;
+    if (is_whole ? split > splits.first : split > splits.last) return;
     if (!is_whole) {
       const int end = min_of(first_tile + tiles, (split + 1) * (splits.keys / TILE_KV));
       first_tile = max_of(first_tile, split * (splits.keys / TILE_KV));

@@ -8,7 +8,8 @@ import pytest
 from cupy_flash import plan_attention
 from cupy_flash.plan import schedule
 from cupy_flash.plan.architecture import architecture_named
-from cupy_flash.plan.forward import forward_launches, make_forward_plan
+from cupy_flash.plan.forward import make_forward_plan
+from cupy_flash.plan.forward_launches import forward_launches
 from cupy_flash.plan.forward_maps import forward_maps
 from cupy_flash.plan.launch import Launch
 from cupy_flash.plan.packing import packing_of

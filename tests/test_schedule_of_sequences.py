@@ -10,7 +10,7 @@ from thinned import thinned
 from cupy_flash import plan_attention
 from cupy_flash.call import forward
 from cupy_flash.machine import host
-from cupy_flash.plan.forward import WORK_ITEM_BYTES
+from cupy_flash.plan.forward_launches import WORK_ITEM_BYTES
 from cupy_flash.plan.split import MOST_SPLITS, SPLIT_KEYS
 
 MULTIPROCESSORS = 132

@@ -8,6 +8,8 @@ from combining import MARK, combined, counters
 from thinned import quick, thinned
 
 from cupy_flash import append_kv, attention, plan_attention
+from cupy_flash.call.captured import captured
+from cupy_flash.call.forward import ForwardOperands, prepared
 from cupy_flash.judge.compare import compare
 from cupy_flash.machine import host, source
 from cupy_flash.machine.host import SCHEDULES
@@ -73,7 +75,7 @@ PAGES = {"pages": np.random.default_rng(2).permutation(3 * 195).reshape(3, 195)}
 CALLED = {
     "one query": (drawn(4, 1, 64, 3104), LENGTHS),
     "without lengths": (drawn(2, 3, 40, 2050), {}),
-    "a window": (drawn(4, 3, 128, 3104), LENGTHS | {"window": (700, 0), "causal": True}),
+    "a window": (drawn(4, 3, 128, 3104), LENGTHS | {"window": (1500, 0), "causal": True}),
     "sinks": (drawn(6, 2, 96, 3104), LENGTHS | {"sinks": np.array([[0.5] * 6, [7.0] * 6], np.float32), "causal": True}),
     "pages": (drawn(8, 1, 256, 3120), LENGTHS | PAGES),
     "ALiBi": (drawn(8, 1, 64, 3104, "float32"), LENGTHS | {"alibi_slopes": 2.0 ** -np.arange(8).astype(np.float32)}),
@@ -189,14 +191,51 @@ def test_nothing_is_launched_for_nothing(batch, heads):
 
 @pytest.mark.parametrize("heads", [1, 4])
 def test_a_window_is_split_by_the_keys_that_it_leaves(heads):
-    """Where heads share a tile, a kernel is told of these alone."""
+    """Where heads share a tile, a kernel is told of these alone; where not, splits are counted from the first that it leaves."""
     rng = np.random.default_rng(0)
     q, (k, v) = rng.standard_normal((heads, 2, 64)).astype("float16"), rng.standard_normal((2, 1, 3000, 64)).astype("float16")
     for left in (40, 2000):
         plan = plan_attention(q, k, v, backend="host", kernel="fwd_v2", window=(left, 0), return_lse=True)
-        assert plan.kernel.config.SPLIT_KV is (heads == 1 or left == 2000)
+        assert plan.kernel.config.SPLIT_KV is (left == 2000)
         comparison = compare(*plan(q, k, v), q, k, v, scale=1 / 8, first_key=2998 - left, last_key=2998)
         assert comparison.ok, comparison.message
+
+
+# Queries, options, the first and the last key that a query sees, counted from its own place, and blocks of a query tile.
+WINDOWS = {
+    "narrow": (1, {"window": (300, 0)}, -300, 0, 1),
+    "of several queries": (9, {"window": (300, 0)}, -300, 0, 1),
+    "two splits long": (1, {"window": (1023, 0)}, -1023, 0, 3),
+    "almost": (1, {"window": (1022, 0)}, -1022, 0, 1),
+    "longer": (40, {"window": (1480, 20)}, -1480, 20, 5),
+    "open at its end": (9, {"window": (1100, None)}, -1100, 8, 4),
+    "from the first key": (9, {"window": (3, 0), "top_left": True}, -3, 0, 1),
+    "from the first key, open": (9, {"window": (3, None), "top_left": True}, -3, 3104, 6),
+}
+
+
+@pytest.mark.parametrize("heads", thinned([1, 4], first=1))
+@pytest.mark.parametrize("name", thinned(WINDOWS, keep=4, first=3))
+def test_blocks_have_the_splits_that_a_window_lies_in(name, heads):
+    """Of sequences with lengths of their own, which end anywhere."""
+    queries, options, first, last, blocks = WINDOWS[name]
+    rng, lengths = np.random.default_rng(0), np.array([7, 37, 1023, 1030, 2500, 3100])
+    q = rng.standard_normal((len(lengths), heads, queries, 40)).astype("float16")
+    k, v = rng.standard_normal((2, len(lengths), 1, 3104, 40)).astype("float16")
+    for x, length in zip((*k, *v), (*lengths, *lengths)):
+        x[:, length:] = np.nan
+    given = ForwardOperands(q, k, v, None, None, None, captured(lengths={"seqlens_kv": lengths}))
+    plan = prepared(given, {"backend": "host", "kernel": "fwd_v2", "return_lse": True, **options})  # by an option of its own
+    tiles = -(-queries * heads // plan.kernel.config.TILE_Q)
+    assert plan.kernel.config.SPLIT_KV and plan.launches[0].blocks == blocks * tiles * len(lengths)
+    assert bool(plan.workspace_bytes) is (blocks > 1)
+    found = plan.run(given)
+    for b, length in enumerate(lengths):
+        alone, shift = (q[b : b + 1], k[b : b + 1, :, :length], v[b : b + 1, :, :length]), length - queries
+        shift = 0 if "top_left" in options else shift
+        mask = {"first_key": shift + first, "last_key": shift + last}
+        comparison = compare(*(x[b : b + 1] for x in found), *alone, scale=40**-0.5, **mask)
+        assert comparison.ok, (length, comparison.message)
 
 
 @pytest.mark.parametrize(

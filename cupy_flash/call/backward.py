@@ -217,7 +217,7 @@ class BackwardPlan(Prepared):
 
     def _compute(self, given: Operands, workspace: arrays.Array | None) -> tuple[Gradients, Traffic | None]:
         p = self.problem
-        if p.forward.lengths is not None:
+        if given.captured.lengths_in_host_memory:
             check_values(p.forward.lengths, given.captured.lengths_in_host_memory, (p.forward.len_q, p.forward.len_kv))
         for i, layout in enumerate(p.seen):
             if given.views[i] is None and FIRST_RESULT <= i < END_OF_RESULTS and layout is not None:

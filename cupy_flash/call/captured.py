@@ -41,41 +41,65 @@ class Captured:
         0 of what is told by its value: a scalar, and the seed, in host memory.
     words : list of int
         What kernels are told, by the names of `plan.params.names_of_scores`: addresses and values.
+    lengths_in_host_memory : dict of str to numpy.ndarray
+        Those of `LENGTHS` whose numbers can be looked at without waiting for a device.
     found : dict or None
         What a `TileMask` has found of its tiles.
-    options : dict
-        What the plan of a call depends on: its expressions, and which of the views is what.
+    score, mask : Expression or None
+        Those of the call.
     """
 
-    __slots__ = ("addresses", "descriptions", "found", "given", "names", "options", "views", "words")
+    __slots__ = (
+        "_of_names",
+        "addresses",
+        "descriptions",
+        "found",
+        "given",
+        "lengths_in_host_memory",
+        "mask",
+        "names",
+        "score",
+        "views",
+        "words",
+    )
 
     def __init__(
         self, operands: dict[str, Any], arrays: dict[str, Any], score: Any, mask: Any, kept: TileMask | None = None
     ) -> None:
-        self.names, of_names = _named(tuple(operands), tuple(arrays))
+        self.names, self._of_names = _named(tuple(operands), tuple(arrays))
         self.given = (*operands.values(), *arrays.values())
-        views, descriptions, self.addresses, self.words = [], [], [], []
-        kind = array_views.kind_on_devices()
+        views, descriptions, addresses, words = [], [], [], []
+        self.lengths_in_host_memory = {}
+        kind, describe = array_views.kind_on_devices(), array_views.describe
         for name, x in zip(self.names, self.given):  # one loop: a call takes few microseconds
             view = x if type(x) is kind and name not in LOOKED_AT else _view(x, name)
+            if type(view) is not kind and isinstance(view, numpy.ndarray):
+                if name in LENGTHS_BY_NAME:
+                    self.lengths_in_host_memory[name] = view
+                elif _is_value(name, view):
+                    # Where one lies that is told by its value is nothing that a plan depends on.
+                    views.append(view)
+                    descriptions.append((view.shape, (view.itemsize,) * view.ndim, view.dtype, 0, None))
+                    addresses.append(0)
+                    words += _value(name, view)
+                    continue
+            description, at = describe(view)
             views.append(view)
-            if type(view) is not kind and isinstance(view, numpy.ndarray) and _is_value(name, view):
-                # Where one lies that is told by its value is nothing that a plan depends on.
-                description, at = (view.shape, (view.itemsize,) * view.ndim, view.dtype, 0, None), 0
-                self.words += _value(name, view)
-            else:
-                description, at = array_views.describe(view)
-                self.words.append(at)
             descriptions.append(description)
-            self.addresses.append(at)
-        self.views, self.descriptions = tuple(views), tuple(descriptions)
+            addresses.append(at)
+            words.append(at)
+        self.views, self.descriptions, self.addresses, self.words = tuple(views), tuple(descriptions), addresses, words
         if callable(score) or callable(mask):  # traced anew in each call: what a function reads may have changed
             layouts = {name: array_views.layout_of(d, label(name)) for name, d in zip(arrays, self.descriptions[len(operands) :])}
             score, mask = _traced(score_expression, score, layouts), _traced(mask_expression, mask, layouts)
-        self.options = {**of_names, "score": score, "mask": mask}
+        self.score, self.mask = score, mask
         self.found = None if kept is None else kept.found
-        if kept is not None:
-            self.options["keeps_tiles"] = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the plan of a call depends on: its expressions, and which of the views is what."""
+        options = {**self._of_names, "score": self.score, "mask": self.mask}
+        return options if self.found is None else {**options, "keeps_tiles": True}
 
     @property
     def on_host(self) -> list[numpy.ndarray | int]:
@@ -83,15 +107,8 @@ class Captured:
         operands = zip(self.names, self.views)
         return [x for name, view in operands for x in (_value(name, view) if _is_value(name, view) else [view])]
 
-    @property
-    def lengths_in_host_memory(self) -> dict[str, numpy.ndarray]:
-        """Those of `LENGTHS` whose numbers can be looked at without waiting for a device."""
-        return {name: x for name, x in zip(self.names, self.views) if name in LENGTHS and isinstance(x, numpy.ndarray)}
-
     def on_device(self) -> tuple[list[int], list[Any]]:
         """What kernels on the current device are told, and the arrays that were copied there: lengths in host memory."""
-        if LENGTHS_BY_NAME.isdisjoint(self.names):
-            return self.words, []
         host = self.lengths_in_host_memory
         if not host:
             return self.words, []
@@ -153,8 +170,9 @@ def captured(
     array_of_mask = None
     if not (mask is None or isinstance(mask, (str, Expression)) or callable(mask)):
         array_of_mask, mask = mask, None
-    operands = dict(lengths) if lengths else {}
+    operands = lengths or {}
     if not bias is array_of_mask is alibi_slopes is seed is None:
+        operands = dict(operands)
         for name, x in zip(OPERANDS, (bias, array_of_mask, alibi_slopes, seed)):
             if x is not None:
                 operands[name] = x
@@ -180,19 +198,17 @@ def _check_names(arrays: Any) -> None:
 
 def all_lengths(given: dict[str, Any]) -> dict[str, Any]:
     """What a plan is called with besides the arguments that it names, which has to be lengths of sequences."""
-    if not given:
-        return given
-    for name in given:
-        if name not in LENGTHS:
-            raise TypeError(f"{name}: expected an argument of a plan; beside those that it names there are {', '.join(LENGTHS)}")
-    return {name: given[name] for name in LENGTHS if given.get(name) is not None}
+    if not given.keys() <= LENGTHS_BY_NAME:
+        name = next(name for name in given if name not in LENGTHS_BY_NAME)
+        raise TypeError(f"{name}: expected an argument of a plan; beside those that it names there are {', '.join(LENGTHS)}")
+    return {name: given[name] for name in LENGTHS if name in given and given[name] is not None}
 
 
 def taken_lengths(options: dict[str, Any]) -> dict[str, Any]:
     """Those of `LENGTHS` that a call gives, taken out of its options, in their order."""
     if LENGTHS_BY_NAME.isdisjoint(options):
         return {}
-    return {name: x for name in LENGTHS if (x := options.pop(name, None)) is not None}
+    return {name: x for name in LENGTHS if name in options and (x := options.pop(name)) is not None}
 
 
 def _with_those_of(kept: TileMask, arrays: Any) -> Any:

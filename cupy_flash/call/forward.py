@@ -14,6 +14,8 @@ from ..problem.lengths import check_values
 from ..problem.options import Options
 from .captured import NOTHING, Captured, all_lengths, captured, layouts_of, taken_lengths
 
+FIRST_OTHER = FORWARD_ARRAYS.index("sinks")  # of the arrays of a call, behind those of most
+
 if TYPE_CHECKING:
     from ..machine.host import Traffic
     from ..machine.numpy_path.scores import BoundScores
@@ -50,6 +52,7 @@ class AttentionPlan(Prepared):
         super().__init__(layouts, ("out", "lse"), problem.backend, problem.device, execution, keeps_tiles, given)
         q, k, v, out, _, *others = (x and arrays.description_of(x) for x in problem.seen)
         self._few_arrays = not given and problem.sinks is None
+        self._usual_spans, self._other_spans = self._spans[:FIRST_OTHER], self._spans[FIRST_OTHER:]
         self._only_launches = execution is not None and execution.only_launches
         # Without `out`, and with it.
         self._usual = () if self._demanded else ((q, k, v, None, None, *others), (q, k, v, out, None, *others))
@@ -175,10 +178,7 @@ class AttentionPlan(Prepared):
         if workspace is not None:
             self._check_apart(given.addresses, workspace)
         elif given.out is not None or given.lse is not None:
-            if self._few_arrays:
-                self._check_results_apart(given.addresses)
-            else:
-                self._check_apart(given.addresses, None)
+            self._check_results_apart(given)
         if self._backend == "cuda" and self._current_device() == self._device:
             out, lse = self._launch(given, workspace)
         else:
@@ -193,12 +193,12 @@ class AttentionPlan(Prepared):
 
     def _launch(self, given: ForwardOperands, workspace: arrays.Array | None) -> tuple[Any, Any]:
         """Queue the kernel on the current device, with results that are there then."""
-        p, views, words = self.problem, given.views, given.addresses
+        p, views, words, others = self.problem, given.views, given.addresses, given.captured
         out, lse = views[3], views[4]
-        if given.captured is not NOTHING:
+        if others is not NOTHING:
             words = words[: len(FORWARD_ARRAYS)]
-        if p.lengths is not None:
-            check_values(p.lengths, given.captured.lengths_in_host_memory, (p.len_q, p.len_kv))
+            if others.lengths_in_host_memory:
+                check_values(p.lengths, others.lengths_in_host_memory, (p.len_q, p.len_kv))
         if out is None:
             out = arrays.empty(p.seen[3])
             words[3] = out.data.ptr
@@ -208,13 +208,13 @@ class AttentionPlan(Prepared):
         if self._skips:
             words[1] += self._skipped_bytes[0]
             words[2] += self._skipped_bytes[1]
-        if given.captured is not NOTHING:
-            more_words, _copied = given.captured.on_device()
+        if others is not NOTHING:
+            more_words, _copied = others.on_device()
             words += more_words
         if self._only_launches:
             self._execution.on_device.launch(words, workspace)
         else:
-            self._execution.launch(words, workspace, given.captured.found)
+            self._execution.launch(words, workspace, others.found)
         return out, lse
 
     def _compute(self, given: ForwardOperands, workspace: arrays.Array | None) -> tuple[Any, Any, Traffic | None]:
@@ -222,7 +222,7 @@ class AttentionPlan(Prepared):
             return *self._launch(given, workspace), None
         p = self.problem
         q, k, v, out, lse, sinks, *others = given.views
-        if p.lengths is not None:
+        if given.captured.lengths_in_host_memory:
             check_values(p.lengths, given.captured.lengths_in_host_memory, (p.len_q, p.len_kv))
         out = arrays.empty(p.seen_out) if out is None else out
         lse = arrays.empty(p.seen_lse) if lse is None and p.lse is not None else lse
@@ -253,21 +253,31 @@ class AttentionPlan(Prepared):
         numbers = dict(zip(p.lengths.names, others))
         sequences.forward(p.lengths, numbers, p.mask, q, k, v, options, scores, out, lse)
 
-    def _check_results_apart(self, addresses: list[int]) -> None:
+    def _check_results_apart(self, given: ForwardOperands) -> None:
         """What `_check_apart` does, spelled out: as loops it would take a tenth of a call."""
-        q, k, v, out, lse, _ = addresses
-        (q0, q1), (k0, k1), (v0, v1), (out0, out1), (lse0, lse1), _ = self._spans
+        if self._few_arrays:
+            q, k, v, out, lse, _ = given.addresses
+        else:
+            q, k, v, out, lse, *others = given.addresses
+        (q0, q1), (k0, k1), (v0, v1), (out0, out1), (lse0, lse1) = self._usual_spans
         q0, q1, k0, k1, v0, v1 = q + q0, q + q1, k + k0, k + k1, v + v0, v + v1
         if out:
             out0, out1 = out + out0, out + out1
             if (out0 < q1 and q0 < out1) or (out0 < k1 and k0 < out1) or (out0 < v1 and v0 < out1):
-                self._check_apart(addresses, None)
+                self._check_apart(given.addresses, None)
         if lse:
             lse0, lse1 = lse + lse0, lse + lse1
             if (lse0 < q1 and q0 < lse1) or (lse0 < k1 and k0 < lse1) or (lse0 < v1 and v0 < lse1):
-                self._check_apart(addresses, None)
+                self._check_apart(given.addresses, None)
             if out and lse0 < out1 and out0 < lse1:
-                self._check_apart(addresses, None)
+                self._check_apart(given.addresses, None)
+        if self._few_arrays:
+            return
+        for address, (low, high) in zip(others, self._other_spans):
+            if address:
+                low, high = address + low, address + high
+                if (out and out0 < high and low < out1) or (lse and lse0 < high and low < lse1):
+                    self._check_apart(given.addresses, None)
 
 
 class ForwardOperands:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..machine.execution import Execution
-from ..plan.forward import forward_launches, forward_splits, forward_workspace
+from ..plan.forward_launches import forward_launches, forward_splits, forward_workspace
 from ..plan.forward_maps import forward_maps
 from ..plan.fp16_parts import given_name, in_fp16_parts, making_of_parts
 from ..plan.packing import packing_of, with_inner_heads

@@ -118,7 +118,7 @@ class Prepared:
     def _check_captured(self, others: Any, problem: Problem) -> None:
         """Refuse arrays by other names than those planned, and an expression as mask, which is the plan's own."""
         planned = problem.scores
-        mask, found = others.options["mask"], others.found
+        mask, found = others.mask, others.found
         if self._keeps_tiles != (found is not None) and (mask is not None or "mask" in others.names or self._keeps_tiles):
             expected = "a TileMask" if self._keeps_tiles else "no TileMask"
             raise ValueError(f"mask: expected {expected}, as planned, got {'one' if found is not None else 'none'}")

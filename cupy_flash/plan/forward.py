@@ -1,8 +1,7 @@
-"""How attention is computed: (`Problem`, `Architecture`) -> `KernelPlan`, its grids, workspace and tensor maps; pure functions."""
+"""How attention is computed: (`Problem`, `Architecture`) -> `KernelPlan`; pure functions."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from ..errors import UnsupportedError
@@ -37,24 +36,19 @@ from .kernel import (
 )
 from .key_warps import ROWS as FEWEST
 from .key_warps import with_key_warps
-from .launch import Launch, checked
 from .lengths_tuning import LEAST_PIECE, in_pages, rows_of_sequences, shape_of
-from .packing import FEW, has_packed_scores, inner_heads, packing_of, with_inner_heads
+from .packing import has_packed_scores, inner_heads, packing_of, with_inner_heads
 from .pair_bits import why_bits, with_bits
 from .rows_between import rows_between
-from .schedule import TABLE_BLOCKS, least_split
-from .sequences import elements_of, row_length, tiles_of
-from .split import KeySplits, combining_blocks, deeper, key_splits, last_combines, most_splits, partial_rows, splits_keys
+from .sequences import row_length
+from .split import deeper, few_of_sequences, last_combines, splits_keys
 from .tensor_map import BOX_COLUMNS, obstacle
 from .tuning import SHORT, TWO, Rows, TileConfig, row_for, table_for
-from .workspace import Workspace
 
 MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in tiles
 LISTED = ("fwd_v2", "fwd_hopper")  # kernels that visit the tiles of a list where pairs are masked
 LAST_FIRST = "the last keys first where a linear term makes scores larger towards them"
 DIAGONAL_FIRST = "the keys at the diagonal first, where a term of the distance makes scores largest"
-LISTED_ITEM_BYTES = 8  # the first row of a query tile, and a count
-WORK_ITEM_BYTES = {"fwd_v2": 8, "fwd_hopper": 32}  # sequence and row of a query tile, and for a persistent block, where that lies
 
 
 def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPlan:
@@ -272,9 +266,8 @@ def _why_not_varlen(problem: Problem, packed: Problem, architecture: Architectur
         return "fwd_hopper brings keys and their bias of one batch element, not keys of an element of a cache"
     if _copies_pages(problem) and (problem.dim % BOX_COLUMNS or problem.dim_v % BOX_COLUMNS):
         return f"no TMA: pages have {lengths.page_size} keys, which {LEAST_PIECE} do not divide, nor {BOX_COLUMNS} head dims"
-    few = (not lengths.of_queries and problem.len_q <= FEW) or splits_keys("fwd_v2", problem, problem.len_kv)[0]
     can_share = packed.kernel == "fwd_hopper" and shares_tiles_of_sequence(packed)
-    if few and not (can_share or fills_tiles(packed)):
+    if few_of_sequences(problem) and not (can_share or fills_tiles(packed)):
         return "few queries: heads of a group share a tile, or blocks its keys, in fwd_v2"
     crowded = _crowded(problem, architecture, taken_apart(problem, expressions, _bends(problem)))
     if lengths.paged and _crowded_by_pages(problem, expressions):
@@ -325,76 +318,3 @@ def _crowded_by_pages(problem: Problem, expressions: ExpressionText) -> bool:
     asked, widest = problem.softcap is not None or problem.mask.kind != "BAND", max(problem.dim, problem.dim_v)
     many_rows = widest <= 64 and (problem.mask.shape == "full" or explicit_scores(problem, expressions, unless_large=True)[0])
     return bool(problem.scores) or (asked and widest > 192) or (many_rows and _copies_pages(problem))  # of 128 keys a tile
-
-
-def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
-    """The grid of a forward: so many query tiles a block, for each head and batch element.
-
-    The problem is what the kernel is told, see `packing`. In fwd_hopper it is the most that there can be: blocks stay, and
-    how many tiles they share depends on how many of them a device holds, see `schedule_params`. Where something else has to run
-    meanwhile, each has one tile: messages keep multiprocessors on the ranks where they have begun until they have on all, and
-    of blocks that stay, those that find none would begin when the others have done all their tiles. With sequences of their
-    own lengths they stay all the same: they take tiles as they go, and one that begins late finds fewer left.
-    """
-    c, entries = plan.config, plan.entries
-    tiles = _tiles(plan, problem) * problem.heads_q
-    if plan.file == "fwd_v2":
-        return _launches_v2(plan, problem, tiles)
-    (entry, shared_bytes), *others = entries.items()
-    if plan.file != "fwd_hopper":
-        blocks = -(-tiles_of(problem, c.TILE_Q, "q") // c.Q_TILES) * elements_of(problem, "q") * problem.heads_q
-        return (checked(Launch(entry, blocks, shared_bytes)),)
-    if others and (c.VARLEN or c.IN_TURN):
-        (main, main_bytes), *combine = others
-        lists, most = (1 if c.VARLEN else math.prod(problem.batch)) * (tiles > 0), most_splits(plan, problem)
-        launches = Launch(entry, lists, shared_bytes), checked(Launch(main, tiles * most, main_bytes, c.MIN_BLOCKS))
-        blocks = combining_blocks(plan, tiles, problem.len_q) * (most > 1)
-        return launches + tuple(checked(Launch(name, blocks, of_block)) for name, of_block in combine)
-    if not c.SPLIT_KV:
-        return (checked(Launch(entry, tiles, shared_bytes, None if problem.shares_device else c.MIN_BLOCKS)),)
-    splits = -(-problem.len_kv // (c.TILE_KV * least_split(c.TILE_KV)))
-    [(combine, combine_bytes)] = others
-    combining = combining_blocks(plan, min(tiles, TABLE_BLOCKS - 1), problem.len_q)
-    return checked(Launch(entry, tiles * splits, shared_bytes, c.MIN_BLOCKS)), Launch(combine, combining, combine_bytes)
-
-
-def _launches_v2(plan: KernelPlan, problem: Problem, tiles: int) -> tuple[Launch, ...]:
-    blocks = {
-        "fwd_v2_schedule": int(tiles > 0),
-        "fwd_v2": tiles * most_splits(plan, problem),
-        "fwd_v2_combine": combining_blocks(plan, tiles, problem.len_q),
-    }
-    return tuple(checked(Launch(entry, blocks[entry], shared)) for entry, shared in plan.entries.items())
-
-
-def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
-    """What a forward keeps in device memory: of v1 O, l and m of every row; of fwd_hopper out and lse of splits to be combined."""
-    c = plan.config
-    tiles = _tiles(plan, problem) * problem.heads_q
-    if plan.file == "fwd_v1":
-        return Workspace((("state", 4 * (c.TILE_Q * c.WIDTH_V + 2 * c.TILE_Q) * tiles),))
-    most, work, counters = most_splits(plan, problem), [], []
-    if c.VARLEN and (plan.file == "fwd_hopper" or not c.SPLIT_KV):
-        work = [("work", WORK_ITEM_BYTES[plan.file] * (1 + _tiles(plan, problem) * most))]
-    if c.IN_TURN:
-        work = [("work", LISTED_ITEM_BYTES * (math.prod(problem.batch) + _tiles(plan, problem)))]
-    if not c.SPLIT_KV:
-        return Workspace(tuple(work))
-    # In fwd_hopper each part but the first has its own tile or its own block, and fewer tiles are shared than there are blocks.
-    if plan.file == "fwd_v2":
-        rows = tiles * most * min(c.TILE_Q, problem.len_q)
-    else:
-        parts = tiles * most * (most > 1) if c.VARLEN else min(tiles, TABLE_BLOCKS - 1) + TABLE_BLOCKS
-        rows = parts * partial_rows(plan, problem.len_q)
-    counters = [("arrivals", 8 * tiles)] if c.LAST_COMBINES else []
-    return Workspace((*work, ("out_partials", 4 * rows * c.WIDTH_V), ("lse_partials", 4 * rows), *counters))
-
-
-def forward_splits(plan: KernelPlan, problem: Problem) -> KeySplits | None:
-    """How blocks share query tiles, if that follows from one sequence alone."""
-    return key_splits(plan, problem, _tiles(plan, problem) * problem.heads_q)
-
-
-def _tiles(plan: KernelPlan, problem: Problem) -> int:
-    """Query tiles of a head, of all batch elements."""
-    return tiles_of(problem, plan.config.TILE_Q, "q") * elements_of(problem, "q")

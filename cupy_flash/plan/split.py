@@ -3,6 +3,9 @@
 Splits of a query tile have to be combined. A kernel of its own has a warp for each row, but begins when all of the first one has
 ended, and reads once more where sequences are: that is `LAUNCH`. The block of a query tile that ends last is there already, but its
 warps take rows one after the other, and each asks device memory anew: that is `TRIP`. So it combines where there are few rows.
+
+Of sequences with lengths of their own a block finds its query tile by its number, and its split by the length of the sequence,
+without a list that a launch before would have to make. So what has few queries there is told of splits always, also of one.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ..problem.forward import Problem
+from ..problem.mask import UNBOUNDED
 from .architecture import Architecture
 from .hopper_splits import keys_of_split, splits_of_sequence
 from .kernel import KernelPlan
@@ -25,6 +29,8 @@ COMBINED_AT_ONCE = 16  # splits that a warp has on their way at a time when it c
 WIDEST, WIDEST_FLOAT32, WIDEST_DROPOUT = 256, 128, 192  # dims up to which a block has registers left, as compiled for each
 LAUNCH, TRIP = 4.0, 0.8  # µs: from the end of a kernel to where the next one combines, and from asking device memory to an answer
 WARP_ROWS, COMBINED_COLUMNS = 16, 32  # of a query tile of fwd_hopper: rows that a warp combines, and with so many columns
+WHY = "split keys: few queries, and {keys} keys a block or more, by the length of a sequence alone"
+WHY_ONE = "one split: few queries, which see few keys"
 
 
 def splits_keys(kernel: str, problem: Problem, len_kv: int) -> tuple[bool, str]:
@@ -38,11 +44,23 @@ def splits_keys(kernel: str, problem: Problem, len_kv: int) -> tuple[bool, str]:
     len_kv : int
         Keys that the kernel is told of: of one window, fewer.
     """
-    lengths = problem.lengths
-    few = not (lengths and lengths.packed_q) and 1 <= problem.len_q <= FEW
-    if kernel != "fwd_v2" or not few or len_kv < 2 * SPLIT_KEYS:
+    if kernel != "fwd_v2" or not has_few_queries(problem):
         return False, ""
-    return True, f"split keys: few queries, and {SPLIT_KEYS} keys a block or more, by the length of a sequence alone"
+    several = _seen_keys(problem, len_kv) >= 2 * SPLIT_KEYS
+    if several or problem.lengths is not None:
+        return True, WHY.format(keys=SPLIT_KEYS) if several else WHY_ONE
+    return False, ""
+
+
+def few_of_sequences(problem: Problem) -> bool:
+    """Whether sequences have so few queries that they are rather for fwd_v2; of each its own number, beside enough keys."""
+    return has_few_queries(problem) and (not problem.lengths.of_queries or problem.len_kv >= 2 * SPLIT_KEYS)
+
+
+def has_few_queries(problem: Problem) -> bool:
+    """Whether each head has so few queries that blocks may share the keys of a tile, or rather heads of a group a tile."""
+    lengths = problem.lengths
+    return not (lengths and lengths.packed_q) and 1 <= problem.len_q <= FEW
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +93,9 @@ def key_splits(plan: KernelPlan, problem: Problem, tiles: int) -> KeySplits | No
         return None
     hopper = plan.file == "fwd_hopper"
     rows = partial_rows(plan, problem.len_q) if hopper else min(c.TILE_Q, problem.len_q)
-    keys = keys_of_split(problem) if hopper else SPLIT_KEYS
-    return KeySplits(keys, most_splits(plan, problem), -(-problem.len_q // c.TILE_Q), tiles, rows)
+    most = most_splits(plan, problem)
+    keys = keys_of_split(problem) if hopper else SPLIT_KEYS if most > 1 else UNBOUNDED
+    return KeySplits(keys, most, -(-problem.len_q // c.TILE_Q), tiles, rows)
 
 
 def last_combines(row: TileConfig, width: int, width_v: int, problem: Problem) -> tuple[bool, str]:
@@ -93,6 +112,8 @@ def last_combines(row: TileConfig, width: int, width_v: int, problem: Problem) -
     widest = WIDEST_FLOAT32 if problem.dtype == "float32" else widest
     if max(width, width_v) > widest:
         return False, f"a kernel combines splits: above dims of {widest} a block has no registers for it"
+    if _most_splits(problem) == 1:
+        return True, ""
     rows = min(row.tile_q, problem.len_q)
     rounds = -(-rows * _across(width_v) // row.warps)  # of which a kernel of its own takes one
     trips = -(-_most_splits(problem) // COMBINED_AT_ONCE)
@@ -136,4 +157,20 @@ def most_splits(plan: KernelPlan, problem: Problem) -> int:
 
 
 def _most_splits(problem: Problem) -> int:
-    return min(problem.len_kv // SPLIT_KEYS, MOST_SPLITS)
+    """As many as what a query tile sees lies in, wherever it begins: numbers of splits are counted from the first of these."""
+    seen = _seen_keys(problem, problem.len_kv)
+    if seen < 2 * SPLIT_KEYS:
+        return 1
+    return min(problem.len_kv // SPLIT_KEYS, MOST_SPLITS, (seen - 2) // SPLIT_KEYS + 2)
+
+
+def _seen_keys(problem: Problem, len_kv: int) -> int:
+    """Keys from the first to the last that any query of a head sees, of so many at most."""
+    mask, lengths = problem.mask, problem.lengths
+    if lengths is None:
+        first, stop = mask.some(0, problem.len_q)
+        return max(stop - first, 0)
+    if mask.left is None or (mask.right is None and not lengths.moves):
+        return len_kv
+    queries = problem.len_q if mask.queries is None else mask.queries
+    return min(len_kv, queries - mask.left + (mask.right or 0))

@@ -13,7 +13,7 @@
 constexpr int MOST_SPLITS = 64;                               // of a query tile
 OP KeySplits splits_of_keys(const ForwardParams& p, int len_kv, const ColumnRange& visible) { return splits_of_keys(p, u32(MOST_SPLITS), len_kv, visible); }
 
-// Number of the block among those of its query tile, and of the query tile among all.
+// Number of the block among those of its query tile, of which the first has the first split that any of its rows sees, and of the query tile among all.
 OP u32 tile_of_block(const ForwardParams& p) { return divide(block_id(), p.splits_divmod); }
 OP int split_of_block(const ForwardParams& p) { return int(block_id() - tile_of_block(p) * p.splits_divmod.divisor); }
 OP u32 partial_number(const ForwardParams& p, u32 tile, int split) { return tile * p.splits_divmod.divisor + split; }
@@ -90,7 +90,7 @@ OP void combine_row(const ForwardParams& p, const SplitQueryTile& tile, int row,
   const int row_q = tile.seq.q.first() + tile.here.row + row, end = tile.seq.q.end_of_room(), count = tile.splits.count();
   if (row_q >= end) return;
   const bool exists = tile.here.row + row < tile.seq.q.len();
-  const u32 number = partial_number(p, tile.number, tile.splits.first);
+  const u32 number = partial_number(p, tile.number, 0);
   const float *const lse_partials = lse_partial(p, number, row), *out_partials = out_partial(p, number, row) + col0;
   typedef Neighbours<float, OF_LANE> Columns;
   const auto load_columns = [&](Regs<float, COMBINED_AT_ONCE * OF_LANE>& part, int splits) {     // of the next so many splits
