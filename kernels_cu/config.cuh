@@ -60,6 +60,7 @@ constexpr bool  FIRST_STORES = false;     // bwd_hopper, _wide, where dQ is summ
 constexpr bool  IN_ORDER = false;         // of STATS_AHEAD: dQ is summed in order, which takes two of the warps that are idle otherwise
 constexpr bool  FROM_LAST = false;        // fwd_hopper: where a linear term makes scores larger from a key to the next, the last key tiles first
 constexpr bool  SPLIT_KV = false;         // query tiles are split along the keys among blocks: in fwd_hopper those that whole rounds leave over, in fwd_v2 those of few queries
+constexpr bool  UNLISTED = false;         // of SPLIT_KV and VARLEN, fwd_hopper: so few splits that each block has one at most, and finds it by its number; if not, blocks take them from a list
 constexpr bool  LAST_COMBINES = false;    // of SPLIT_KV, fwd_v2: the block of a query tile that ends last combines its splits; if not, a kernel behind does
 constexpr bool  PACK_GQA = false;         // forward: the heads of a group share query tiles, so that row i is query i % queries of some head
 constexpr int   INNER_HEADS = 1;          // of VARLEN, fwd_hopper: neighbouring rows of a query tile are so many heads of a group, with one query; 1: rows are queries of one head

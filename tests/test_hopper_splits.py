@@ -1,5 +1,7 @@
 """Sequences with few query tiles in fwd_hopper: blocks share these, and how they do follows from one sequence alone."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy
 import pytest
@@ -10,6 +12,7 @@ from cupy_flash import plan_attention
 from cupy_flash.judge.compare import compare
 from cupy_flash.machine import host, source
 from cupy_flash.machine.host import SCHEDULES
+from cupy_flash.plan import hopper_splits
 
 LENS = (2600, 0, 1023, 2049, 40)  # three splits, none, one, two of which the last has one key, and fewer keys than queries
 ROOM = 2700
@@ -42,9 +45,10 @@ def drawn(name, dtype="float16"):
     return (q, k, v), asked
 
 
-def computed(q, k, v, asked, options=HOST, **lengths):
+def computed(q, k, v, asked, options=HOST, unlisted=True, **lengths):
     plan = plan_attention(q, k, v, **lengths, **asked, **options)
-    assert plan.kernel.file == "fwd_hopper" and plan.kernel.config.SPLIT_KV and plan.kernel.config.VARLEN
+    c = plan.kernel.config
+    assert plan.kernel.file == "fwd_hopper" and c.SPLIT_KV and c.VARLEN and c.UNLISTED is unlisted
     return plan(q, k, v, **lengths, **{name: x for name, x in asked.items() if name == "sinks"})
 
 
@@ -68,9 +72,12 @@ def meaning(asked, queries, keys, dim):
 @pytest.mark.parametrize("schedule", thinned(SCHEDULES, first=1))
 @pytest.mark.parametrize("name", quick(ASKED, "more queries", "sinks"))
 def test_right_and_the_same_bits_alone(name, schedule, monkeypatch):
+    """All of them from a list, and those of each by the numbers of blocks."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     (q, k, v), asked = drawn(name)
-    out, lse = computed(q, k, v, asked, **lengths_of(LENS))
+    with monkeypatch.context() as listed:
+        listed.setattr(hopper_splits, "ROUNDS", 0)
+        out, lse = computed(q, k, v, asked, unlisted=False, **lengths_of(LENS))
     for b, length in enumerate(LENS):
         told = meaning(asked, q.shape[2], length, q.shape[3])
         comparison = compare(out[b], lse[b], q[b], k[b, :, :length], v[b, :, :length], **told)
@@ -131,14 +138,19 @@ def planned(queries, heads=(32, 8), dim=128, room=8192, batch=1, **asked):
     "queries, options, file, splits",
     [
         (1, {}, "fwd_v2", True),
-        (31, {}, "fwd_v2", True),
-        (32, {}, "fwd_hopper", True),  # 128 rows of a key head
+        (4, {}, "fwd_v2", True),  # 16 rows of a key head
+        (5, {}, "fwd_hopper", True),
+        (16, {"heads": (8, 8)}, "fwd_v2", True),
+        (17, {"heads": (8, 8)}, "fwd_hopper", True),
+        (16, {"dim": 32}, "fwd_v2", True),
+        (17, {"dim": 32}, "fwd_hopper", True),
+        (8, {"dim": 64}, "fwd_v2", True),
+        (9, {"dim": 64}, "fwd_hopper", True),
+        (8, {"dim": 256}, "fwd_v2", True),
+        (9, {"dim": 256}, "fwd_hopper", True),
         (64, {}, "fwd_hopper", True),
         (128, {}, "fwd_hopper", True),
         (512, {}, "fwd_hopper", False),  # 96 tiles
-        (31, {"dim": 64}, "fwd_v2", True),
-        (32, {"dim": 64}, "fwd_hopper", True),
-        (64, {"heads": (8, 8)}, "fwd_v2", True),
         (65, {"heads": (8, 8)}, "fwd_hopper", True),
         (64, {"window": (500, 0)}, "fwd_v2", True),
         (128, {"window": (500, 0)}, "fwd_hopper", False),
@@ -155,12 +167,14 @@ def test_who_computes_few_queries(queries, options, file, splits):
 
 
 def test_a_kernel_depends_on_neither_batch_nor_room():
+    """But for who says which split a block has."""
     for queries in (32, 64, 128):
         for options in ({}, {"window": (100, None)}, {"causal": False}):
             kernels = {planned(queries, room=room, batch=n, **options).kernel for room in (90, 500, 8192) for n in (1, 64)}
-            files = {kernel.file for kernel in kernels}
-            assert files == ({"fwd_v2"} if "window" in options and queries < 128 else {"fwd_hopper"})
-            assert len(kernels) == 1 or files == {"fwd_v2"}  # which shares no tiles in a small cache, with the same bits
+            listed = {replace(kernel, config=replace(kernel.config, UNLISTED=False)) for kernel in kernels}
+            [kernel] = listed
+            in_v2 = "window" in options and queries < 128
+            assert kernel.file == ("fwd_v2" if in_v2 else "fwd_hopper") and len(kernels) == (1 if "window" in options else 2)
 
 
 def test_a_sequence_alone_keeps_the_device_busy():
@@ -168,22 +182,34 @@ def test_a_sequence_alone_keeps_the_device_busy():
     few, more = ((32, 8192, 8), (32, 65536, 16), (64, 65536, 8), (64, 1000, 1)), ((128, 8192, 1), (128, 16384, 2), (128, 65536, 4))
     for queries, room, most in (*few, *more):
         plan = planned(queries, room=room)
-        schedule, computing, combining = plan.launches
+        computing, combining = plan.launches
         tiles = 8 * (1 if queries == 32 else 2) if queries <= 64 else 32
-        assert computing.blocks == tiles * most and (combining.blocks > 0) is (most > 1) and schedule.blocks == 1
+        assert computing.blocks == tiles * most and (combining.blocks > 0) is (most > 1)
         assert (plan.workspace_bytes < 1000) is (most == 1)
     wide = planned(64, dim=256)
-    assert wide.launches[1].blocks == 8 * 2 * 4  # of 2,048 keys
+    assert wide.launches[0].blocks == 8 * 2 * 4  # of 2,048 keys
+    wide = planned(16, dim=256)
+    assert wide.launches[0].blocks == 8 * 8  # of 1,024, where one group has all rows
 
 
+def test_more_splits_than_two_rounds_of_blocks_come_from_a_list():
+    plans = [planned(32, batch=batch) for batch in (4, 5)]  # of 8 heads and 8 splits each
+    assert [[launch.entry for launch in plan.launches] for plan in plans] == [ENTRIES[1:], ENTRIES]
+    assert [launch.blocks for launch in plans[1].launches[:2]] == [1, 5 * 64] and plans[0].launches[0].blocks == 4 * 64
+    assert [plan.workspace.names[0] for plan in plans] == ["out_partials", "work"]
+    assert ["there is no list of them" in str(plan) for plan in plans] == [True, False]
+
+
+ENTRIES = ["fwd_hopper_schedule", "fwd_hopper", "fwd_hopper_combine"]
 CHANGES = {  # what breaks if a split is told of other keys than its own, or a tile of other splits than there are
     "keys": ("tile/work.cuh", "(int(split) + 1) * tiles}", "(int(split) + 2) * tiles}"),
     "number": ("tile/work.cuh", "tile * p.most_splits + split,", "tile * p.most_splits,"),
+    "own": ("tile/own_splits.cuh", "block_id() / p.most_splits;", "(block_id() + 1) / p.most_splits;"),
     "order": ("tile/combine.cuh", "splits.first + splits.is_one()", "splits.first + 1"),
 }
 
 
-@pytest.mark.parametrize("change", quick(CHANGES, "keys"))
+@pytest.mark.parametrize("change", quick(CHANGES, "keys", "own"))
 def test_a_wrong_share_is_noticed(change, monkeypatch):
     file, old, new = CHANGES[change]
     texts = dict(source.files())

@@ -23,7 +23,7 @@ from .fp16_parts import (
     rows_in_parts,
     why_not_parts,
 )
-from .hopper_splits import fills_tiles, hopper_splits, shares_tiles_of_sequence
+from .hopper_splits import each_has_own, fills_tiles, hopper_splits, shares_tiles_of_sequence
 from .kernel import (
     KernelPlan,
     check_kind,
@@ -120,9 +120,12 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         rows=table,
     )
     itemsize = 4 if problem.dtype == "float32" else 2
+    unlisted = False
     if kernel == "fwd_hopper":
         row = row_of_few_tiles(problem, row, narrower(problem, row.tile_q, table, expressions, explicit, parts))
         split, why_split = hopper_splits(problem, row)
+        unlisted = split and of_lengths and each_has_own(problem, row.tile_q)
+        why_split += "; each block has one at most, so there is no list of them" * unlisted
     if kernel == "fwd_v2":
         row = with_key_warps(row, architecture, itemsize, width, width_v, problem)
     combines, why_combines = False, "a kernel combines splits: most tiles that blocks of fwd_hopper share have many rows" * split
@@ -167,6 +170,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
             copy_bytes=copy_bytes,
             explicit=explicit,
             split_kv=split,
+            unlisted=unlisted,
             last_combines=combines,
             pack_gqa=problem.mask.queries is not None,
             mask=problem.mask.kind,

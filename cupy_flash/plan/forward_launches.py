@@ -36,6 +36,10 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     if plan.file != "fwd_hopper":
         blocks = -(-tiles_of(problem, c.TILE_Q, "q") // c.Q_TILES) * elements_of(problem, "q") * problem.heads_q
         return (checked(Launch(entry, blocks, shared_bytes)),)
+    if c.UNLISTED:
+        [(combine, combine_bytes)], most = others, most_splits(plan, problem)
+        combining = combining_blocks(plan, tiles, problem.len_q) * (most > 1)
+        return checked(Launch(entry, tiles * most, shared_bytes)), checked(Launch(combine, combining, combine_bytes))
     if others and (c.VARLEN or c.IN_TURN):
         (main, main_bytes), *combine = others
         lists, most = (1 if c.VARLEN else math.prod(problem.batch)) * (tiles > 0), most_splits(plan, problem)
@@ -67,7 +71,7 @@ def forward_workspace(plan: KernelPlan, problem: Problem) -> Workspace:
     if plan.file == "fwd_v1":
         return Workspace((("state", 4 * (c.TILE_Q * c.WIDTH_V + 2 * c.TILE_Q) * tiles),))
     most, work, counters = most_splits(plan, problem), [], []
-    if c.VARLEN and (plan.file == "fwd_hopper" or not c.SPLIT_KV):
+    if c.VARLEN and not c.UNLISTED and (plan.file == "fwd_hopper" or not c.SPLIT_KV):
         work = [("work", WORK_ITEM_BYTES[plan.file] * (1 + _tiles(plan, problem) * most))]
     if c.IN_TURN:
         work = [("work", LISTED_ITEM_BYTES * (math.prod(problem.batch) + _tiles(plan, problem)))]

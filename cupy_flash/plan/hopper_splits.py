@@ -21,10 +21,13 @@ GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
 EVEN = 0.75  # of the longest query tile that the shortest has to have
 SPLIT_KEYS = 1024  # of a split of a sequence, at least: of fewer, what it leaves to be combined counts
 MORE_KEYS = 8192  # the same of more queries of a head, of which batches have tiles for all blocks: there it only costs, and little
-WIDE = 128  # head dim, above which a block computes as many scores in twice the time, and leaves twice as much
+WIDE = 128  # head dim, above which a block computes as many scores of several groups in twice the time, and leaves twice as much
 MOST_OF_TILE = 32  # splits of a query tile
 TILE_ROWS = 192  # of queries, about: what a block has at most head dims
-FEWEST_ROWS = 128  # of a key head, for which three launches are worth while
+# Head dims up to which fwd_v2 multiplies so many rows of a key head as fast as it reads keys.
+MOST_OF_V2 = ((32, 64), (64, 32), (192, 16), (256, 32))
+MOST_OF_V2_FLOAT32 = 127
+ROUNDS = 2  # of blocks with a split each, which take no longer than a list of these would before
 WHY = "split keys: blocks share the query tiles that whole rounds leave over"
 WHY_SEQUENCE = "split keys: a sequence has fewer query tiles than there are blocks; {keys} keys each or more, by its length alone"
 
@@ -78,17 +81,28 @@ def shares_tiles_of_sequence(problem: Problem) -> bool:
 def fills_tiles(problem: Problem) -> bool:
     """Whether the rows of a key head are enough for tiles of fwd_hopper, of few queries that fwd_v2 computes as well.
 
-    Three launches take longer than one, which is all that counts where a sequence alone has few rows and keys. Of 128 rows on 8,192
-    keys one sequence takes 0.82 to 0.87 of the rate of fwd_v2 on an H200, and four 1.2 to 1.6 times as much; 64 rows gain little.
+    A block of fwd_hopper takes longer to begin and to combine, which is all that counts where a sequence alone has few rows and
+    keys, and reads keys at the rate of memory where fwd_v2 multiplies longer. Nobody knows yet how many sequences there will be.
     """
-    return problem.len_q >= FEWEST_ROWS and shares_tiles_of_sequence(problem)
+    most = next((rows for dim, rows in MOST_OF_V2 if max(problem.dim, problem.dim_v) <= dim), 0)
+    most = MOST_OF_V2_FLOAT32 if problem.dtype == "float32" else most
+    return problem.len_q > most and shares_tiles_of_sequence(problem)
 
 
 def keys_of_split(problem: Problem) -> int:
     """Keys of a split of a sequence, at least."""
     if in_order(problem.seen_out.shape, problem.layout)[-2] > FEW:
         return MORE_KEYS
-    return SPLIT_KEYS * (2 if max(problem.dim, problem.dim_v) > WIDE else 1)
+    return SPLIT_KEYS * (2 if max(problem.dim, problem.dim_v) > WIDE and problem.len_q > GROUP_ROWS else 1)
+
+
+def each_has_own(problem: Problem, tile_q: int) -> bool:
+    """Whether sequences have so few splits all together that each has a block of its own.
+
+    Blocks of those that are not there end at once; a launch before, which would put all in order, takes 4 µs.
+    """
+    tiles = -(-problem.len_q // tile_q) * problem.heads_q * math.prod(problem.batch)
+    return tiles * splits_of_sequence(problem) <= ROUNDS * BLOCKS
 
 
 def splits_of_sequence(problem: Problem) -> int:

@@ -90,6 +90,7 @@ class Config:
     IN_ORDER: bool
     FROM_LAST: bool
     SPLIT_KV: bool
+    UNLISTED: bool
     LAST_COMBINES: bool
     PACK_GQA: bool
     INNER_HEADS: int
@@ -194,7 +195,8 @@ class KernelPlan:
     def _schedule(self) -> dict[str, int]:
         """The entry of a forward that finds query tiles of sequences, with its bins; few queries whose keys are split have none."""
         c, size = self.config, 4 * 2 * 128
-        return {f"{self.file}_schedule": size} if c.IN_TURN or (c.VARLEN and not (c.SPLIT_KV and self.file == "fwd_v2")) else {}
+        finds_own = c.UNLISTED or (c.SPLIT_KV and self.file == "fwd_v2")
+        return {f"{self.file}_schedule": size} if c.IN_TURN or (c.VARLEN and not finds_own) else {}
 
     @property
     def _bias_bytes(self) -> int:
@@ -223,7 +225,8 @@ class KernelPlan:
         else:
             words += [f"b{c.MIN_BLOCKS}"] * (c.MIN_BLOCKS > 2) + [f"s{c.STAGES}"] * (self.file == "fwd_v2" and c.STAGES != 2)
             words += [f"copy{c.COPY_BYTES or 'elements'}"] + ["staged"] * (c.STAGED_BIAS and self.file == "bwd_scores_hopper")
-        words += ["split"] * c.SPLIT_KV + ["lastcombines"] * c.LAST_COMBINES + ["fromlast"] * c.FROM_LAST + ["inorder"] * c.IN_ORDER
+        words += ["split"] * c.SPLIT_KV + ["unlisted"] * c.UNLISTED + ["lastcombines"] * c.LAST_COMBINES
+        words += ["fromlast"] * c.FROM_LAST + ["inorder"] * c.IN_ORDER
         words += ["packgqa"] * c.PACK_GQA + [f"inner{c.INNER_HEADS}"] * (c.INNER_HEADS > 1) + ["explicit"] * c.EXPLICIT_SCORES
         words += ["first"] * c.FIRST_STORES + [c.SCORES.lower()] * (c.SCORES != "UNCHANGED") + ["maskedpairs"] * c.MASKED_PAIRS
         words += ["tilelist"] * c.TILE_LIST + ["ownlists"] * c.OWN_LISTS + ["inturn"] * c.IN_TURN + ["pairbits"] * c.PAIR_BITS
@@ -336,6 +339,7 @@ def configure(
     copy_bytes: int = 16,
     explicit: bool = False,
     split_kv: bool = False,
+    unlisted: bool = False,
     last_combines: bool = False,
     pack_gqa: bool = False,
     mask: str = "BAND",
@@ -365,6 +369,7 @@ def configure(
         "EXPLICIT_SCORES": explicit,
         "FROM_LAST": from_last,
         "SPLIT_KV": split_kv,
+        "UNLISTED": unlisted,
         "LAST_COMBINES": last_combines,
         "PACK_GQA": pack_gqa,
         "MASK": mask,

@@ -2,7 +2,7 @@
 // become one.
 #pragma once
 #include "tile/accum.cuh"
-#include "tile/key_splits.cuh"
+#include "tile/own_splits.cuh"
 #include "tile/results.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/sequence.cuh"
@@ -15,20 +15,8 @@ OP PartialTile out_partial(const HopperForwardCommon& p, u32 number) { return {p
 // A query tile that is combined, by its number among these.
 OP BlockCoord split_tile_coord(const HopperForwardParams& p, u32 tile) { return tile_coord(p, p.first_split_tile + tile, TILE_Q); }
 // VARLEN: all are counted, also those of one split, which are as they should be: these have none here.
-OP BlockCoord split_tile_coord(const HopperVarlenParams& p, u32 tile) {
-  const u32 head = divide(tile, p.tiles_of_head_divmod);
-  BlockCoord here;
-  here.row = int(tile - head * p.tiles_of_head_divmod.divisor) * TILE_Q;
-  here.batch_number = divide(head, p.heads_divmod);
-  here.head = int(head - here.batch_number * p.heads);
-  batch_element(here.batch, p.batch[BATCH_AXES - 1], here.batch_number);
-  return here;
-}
 OP SplitRange splits_of_tile(const HopperVarlenParams& p, u32 tile) {
-  const BlockCoord here = split_tile_coord(p, tile);
-  const auto seq = sequence_of(p, here.batch_number);
-  const ColumnRange visible = visible_keys(Mask{seq.mask(), seq.kv.len()}, here.row, min_of(TILE_Q, p.len_q - here.row));
-  const KeySplits splits = splits_of_keys(p, p.most_splits, seq.kv.len(), visible);
+  const KeySplits splits = tile_of_sequence(p, tile).splits;
   return {tile * p.most_splits + splits.first + splits.is_one(), tile * p.most_splits + splits.last};
 }
 

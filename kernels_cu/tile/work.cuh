@@ -3,6 +3,7 @@
 #pragma once
 #include "tile/accum.cuh"
 #include "tile/listed_work.cuh"
+#include "tile/own_splits.cuh"
 #include "tile/scheduler.cuh"
 
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
@@ -139,13 +140,17 @@ template <typename Params> OP bool announces_early(const Params& p, u32 index, i
 // then the next ones do. A block begins with the tile of its own number, and takes one more whenever it begins one: who had longer ones takes
 // fewer. So the number of a tile stands in place of `index` here.
 OP bool has_work_tile(const HopperVarlenParams& p, u32 number) {
+  if constexpr (UNLISTED) return number == block_id();
   count_read(sizeof(WorkItem));
   return number < u32(p.work[0].row) * p.heads;
 }
-template <typename Params> OP u32 take_work_tile(const Params& p) { return blocks() + count_up(&p.work[0].taken); }
+template <typename Params> OP u32 take_work_tile(const Params& p) {
+  if constexpr (UNLISTED) return blocks();
+  else return blocks() + count_up(&p.work[0].taken);
+}
 // The same by one of the warps that load, for all of them.
 template <typename Params> OP u32 take_work_tile(const Params& p, int warp, SharedAddress taken_smem, int barrier) {
-  if (PRODUCER_WARPS == 1) return take_work_tile(p);
+  if (PRODUCER_WARPS == 1 || UNLISTED) return take_work_tile(p);
   sync_first<PRODUCER_WARPS>(barrier);                        // without it a number is overwritten that a slower warp has not read
   if (warp == 0) store_once(taken_smem, take_work_tile(p));
   sync_first<PRODUCER_WARPS>(barrier);                        // without it a number is read that has not been taken
@@ -169,6 +174,16 @@ OP ListedCoord sequence_tile_coord(const HopperVarlenParams& p, u32 number, u32 
   here.kv = {item.begin_kv, item.len_kv, item.len_kv, 0, 0};
   return here;
 }
+// The same of those that have queries; UNLISTED: of the block's own.
+template <typename Params> OP ListedCoord listed_coord(const Params& p, u32 number) {
+  if constexpr (UNLISTED) {
+    const OwnSplit own = own_split(p);
+    const auto& seq = own.tile.seq;
+    return {{own.tile.here, {seq.q.begin, seq.q.count, seq.q.room, 0, 0}, {seq.kv.begin, seq.kv.count, seq.kv.count, 0, 0}}, own.number()};
+  } else {
+    return sequence_tile_coord(p, number, u32(p.work[0].row));
+  }
+}
 // Which keys a split has, and its number among those of all query tiles.
 OP SplitTile split_of_sequence(const HopperVarlenParams& p, const SequenceCoord& here, u32 split) {
   const int tiles = int(keys_of_split(p, p.most_splits, here.kv.count)) / TILE_KV;
@@ -177,7 +192,7 @@ OP SplitTile split_of_sequence(const HopperVarlenParams& p, const SequenceCoord&
 }
 OP WorkTile work_tile_coord(const HopperVarlenParams& p, u32 number, int) {
   WorkTile here{};
-  const ListedCoord listed = sequence_tile_coord(p, number, u32(p.work[0].row));
+  const ListedCoord listed = listed_coord(p, number);
   static_cast<TileCoord&>(here) = listed;
   if constexpr (SPLIT_KV) here.split = split_of_sequence(p, listed, listed.split);
   return here;

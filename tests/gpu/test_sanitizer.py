@@ -63,7 +63,7 @@ from cupy_flash.judge.cases import Case, make_inputs
 from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.machine import device
 from cupy_flash.plan import backward as backward_plan
-from cupy_flash.plan import grouping
+from cupy_flash.plan import grouping, hopper_splits
 
 for case in (
     Case("float16", 70, 90, heads_q=2, causal=True),
@@ -171,6 +171,8 @@ for _ in range(2):
     plan(queries, *pool, **told, workspace=memory)
 attention(normal(2, 4, 130, 64), *pool, **told, causal=True)  # so many queries have pages by TMA, and on sm_90a shared tiles
 attention(normal(2, 8, 40, 64), *pool, **told, causal=True)  # which heads share here as well
+hopper_splits.ROUNDS = 0  # that was without a list
+attention(normal(2, 8, 41, 64), *pool, **told, causal=True)
 attention(normal(8, 70, 64), *pool, **told, cu_seqlens_q=cupy.array([0, 1, 60]), causal=True)  # or query by query
 
 # On sm_90a one block has a unit of the first bias; of the second, several share one, and the third is read by lanes.
