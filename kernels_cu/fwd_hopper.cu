@@ -19,7 +19,7 @@
 //
 //   TILE_LIST: of K_j only those of a list, which the producer reads; with the keys it tells the consumers which they are. FROM_LAST: where a linear term rises, the last first; where it bends, that at the diagonal.
 //   STAGED_BIAS: with K_j comes the bias of both. STARTS_FROM_TERM: in most steps S starts from it, S = B_ij, S = S + Q_i K_j^T.
-//   VARLEN, IN_TURN: Q_i of sequences, or those with most K_j first, as fwd_hopper_schedule lists them before. UNLISTED: each block has one.
+//   VARLEN, IN_TURN: Q_i of sequences, or those with most K_j first, as fwd_hopper_schedule lists them before. UNLISTED: each block has its own.
 //   FP16_PARTS: Q, K, V and P are of float32, in two parts of float16 each, high and low, and a product is three, see tile/fp16_parts.cuh.
 //   SPLIT_KV: tiles Q_i that would leave blocks idle are split along the keys: a split is some of the K_j, and fwd_hopper_combine makes one result of all.
 #include "config.cuh"
@@ -42,7 +42,7 @@ KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: 
 }
 
 KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
-  const SharedAddress smem = shared_memory(); if (!has_own_split(p)) return; // UNLISTED: the query tile has fewer
+  const SharedAddress smem = shared_memory(); if (is_idle(p)) return;
   const int warp = int(uniform(u32(warp_id()))), group = warp / 4 - 1;
   Pipeline<KeyTile, STAGES, ELECT_ONE> keys{smem + K_OFFSET, smem + K_BARRIERS};
   Pipeline<ValueTile, STAGES_V, ELECT_ONE> values{smem + V_OFFSET, smem + V_BARRIERS};

@@ -229,6 +229,15 @@ def shared(monkeypatch):
 
 
 @pytest.fixture
+def from_a_list(monkeypatch):
+    """Blocks of fwd_hopper take the query tiles of sequences from a list, however few these are."""
+    monkeypatch.setattr(hopper_splits, "ROUNDS", 0)
+    forward._prepared.cache_clear()
+    yield
+    forward._prepared.cache_clear()
+
+
+@pytest.fixture
 def shorter_splits(monkeypatch):
     """Blocks of fwd_hopper share the tiles of many queries on as few keys as those of few."""
     monkeypatch.setattr(hopper_splits, "MORE_KEYS", hopper_splits.SPLIT_KEYS)

@@ -94,6 +94,7 @@ def cost(c, row, length, causal):
     return -(-min(length, row + c.TILE_Q if causal else length) // c.TILE_KV)
 
 
+@pytest.mark.usefixtures("from_a_list")
 @pytest.mark.parametrize("causal", [False, True])
 def test_tiles_of_fwd_hopper_know_where_their_sequence_lies(causal):
     """Those that have queries come first, and so many of them are counted; of the others, results are cleared."""

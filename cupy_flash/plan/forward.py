@@ -124,8 +124,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
     if kernel == "fwd_hopper":
         row = row_of_few_tiles(problem, row, narrower(problem, row.tile_q, table, expressions, explicit, parts))
         split, why_split = hopper_splits(problem, row)
-        unlisted = split and of_lengths and each_has_own(problem, row.tile_q)
-        why_split += "; each block has one at most, so there is no list of them" * unlisted
+        unlisted = of_lengths and each_has_own(problem, row.tile_q, split)
     if kernel == "fwd_v2":
         row = with_key_warps(row, architecture, itemsize, width, width_v, problem)
     combines, why_combines = False, "a kernel combines splits: most tiles that blocks of fwd_hopper share have many rows" * split
@@ -150,6 +149,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         why_inner,
         row.reason,
         why_split,
+        "few query tiles, or splits: each has a block of its own, which needs no list of them" * unlisted,
         why_combines,
         why_copy,
         why_scores,

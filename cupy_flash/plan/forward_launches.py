@@ -26,7 +26,8 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     how many tiles they share depends on how many of them a device holds, see `schedule_params`. Where something else has to run
     meanwhile, each has one tile: messages keep multiprocessors on the ranks where they have begun until they have on all, and
     of blocks that stay, those that find none would begin when the others have done all their tiles. With sequences of their
-    own lengths they stay all the same: they take tiles as they go, and one that begins late finds fewer left.
+    own lengths they stay all the same: they take tiles as they go, and one that begins late finds fewer left. But of few tiles
+    each has one.
     """
     c, entries = plan.config, plan.entries
     tiles = _tiles(plan, problem) * problem.heads_q
@@ -36,16 +37,14 @@ def forward_launches(plan: KernelPlan, problem: Problem) -> tuple[Launch, ...]:
     if plan.file != "fwd_hopper":
         blocks = -(-tiles_of(problem, c.TILE_Q, "q") // c.Q_TILES) * elements_of(problem, "q") * problem.heads_q
         return (checked(Launch(entry, blocks, shared_bytes)),)
-    if c.UNLISTED:
-        [(combine, combine_bytes)], most = others, most_splits(plan, problem)
-        combining = combining_blocks(plan, tiles, problem.len_q) * (most > 1)
-        return checked(Launch(entry, tiles * most, shared_bytes)), checked(Launch(combine, combining, combine_bytes))
-    if others and (c.VARLEN or c.IN_TURN):
-        (main, main_bytes), *combine = others
-        lists, most = (1 if c.VARLEN else math.prod(problem.batch)) * (tiles > 0), most_splits(plan, problem)
-        launches = Launch(entry, lists, shared_bytes), checked(Launch(main, tiles * most, main_bytes, c.MIN_BLOCKS))
+    if c.VARLEN or c.IN_TURN:
+        most, launches = most_splits(plan, problem), []
+        if not c.UNLISTED:
+            launches = [Launch(entry, (1 if c.VARLEN else math.prod(problem.batch)) * (tiles > 0), shared_bytes)]
+            (entry, shared_bytes), *others = others
+        launches.append(Launch(entry, tiles * most, shared_bytes, None if c.UNLISTED else c.MIN_BLOCKS))
         blocks = combining_blocks(plan, tiles, problem.len_q) * (most > 1)
-        return launches + tuple(checked(Launch(name, blocks, of_block)) for name, of_block in combine)
+        return tuple(map(checked, (*launches, *(Launch(name, blocks, of_block) for name, of_block in others))))
     if not c.SPLIT_KV:
         return (checked(Launch(entry, tiles, shared_bytes, None if problem.shares_device else c.MIN_BLOCKS)),)
     splits = -(-problem.len_kv // (c.TILE_KV * least_split(c.TILE_KV)))

@@ -27,7 +27,8 @@ TILE_ROWS = 192  # of queries, about: what a block has at most head dims
 # Head dims up to which fwd_v2 multiplies so many rows of a key head as fast as it reads keys.
 MOST_OF_V2 = ((32, 64), (64, 32), (192, 16), (256, 32))
 MOST_OF_V2_FLOAT32 = 127
-ROUNDS = 2  # of blocks with a split each, which take no longer than a list of these would before
+ROUNDS = 2  # of blocks with a split each, or a tile of few keys, which take no longer than a list of these would before
+SHORT_KEYS = 512
 WHY = "split keys: blocks share the query tiles that whole rounds leave over"
 WHY_SEQUENCE = "split keys: a sequence has fewer query tiles than there are blocks; {keys} keys each or more, by its length alone"
 
@@ -96,13 +97,17 @@ def keys_of_split(problem: Problem) -> int:
     return SPLIT_KEYS * (2 if max(problem.dim, problem.dim_v) > WIDE and problem.len_q > GROUP_ROWS else 1)
 
 
-def each_has_own(problem: Problem, tile_q: int) -> bool:
-    """Whether sequences have so few splits all together that each has a block of its own.
+def each_has_own(problem: Problem, tile_q: int, split: bool) -> bool:
+    """Whether padded sequences have so few query tiles all together, or splits of these, that each has a block of its own.
 
-    Blocks of those that are not there end at once; a launch before, which would put all in order, takes 4 µs.
+    Blocks of those that are not there end at once; a launch before, which would put all in order, takes 4 µs. But blocks that stay
+    begin a tile beneath the end of another one, which counts where tiles are long and some blocks have two. Of packed queries nobody
+    knows which tiles a sequence has.
     """
     tiles = -(-problem.len_q // tile_q) * problem.heads_q * math.prod(problem.batch)
-    return tiles * splits_of_sequence(problem) <= ROUNDS * BLOCKS
+    most = splits_of_sequence(problem) if split else 1
+    rounds = min(ROUNDS, 1 if not split and problem.len_kv > SHORT_KEYS else ROUNDS)
+    return not problem.lengths.packed_q and tiles * most <= rounds * BLOCKS
 
 
 def splits_of_sequence(problem: Problem) -> int:

@@ -93,8 +93,9 @@ def hopper_forward_params(
         params["heads_together_divmod"] = fast_divmod(listed_heads_together(problem, listed_sharers_in_turn(problem, in_turn)))
     else:
         params["heads_together_divmod"] = fast_divmod(query_heads_together(problem, tile_q))
+        params["tiles_of_head_divmod"] = fast_divmod(max(-(-problem.len_q // tile_q), 1))
     if splits is not None:
-        params["tiles_of_head_divmod"], params["split_keys_divmod"] = map(fast_divmod, (splits.tiles_of_head, splits.keys))
+        params["split_keys_divmod"] = fast_divmod(splits.keys)
         params["most_splits"], params["split_tiles"], params["partial_rows"] = splits.most, splits.tiles, splits.partial_rows
     return params
 

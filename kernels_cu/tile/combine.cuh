@@ -2,7 +2,7 @@
 // become one.
 #pragma once
 #include "tile/accum.cuh"
-#include "tile/own_splits.cuh"
+#include "tile/own_tiles.cuh"
 #include "tile/results.cuh"
 #include "tile/scheduler.cuh"
 #include "tile/sequence.cuh"

@@ -3,13 +3,13 @@
 #pragma once
 #include "tile/accum.cuh"
 #include "tile/listed_work.cuh"
-#include "tile/own_splits.cuh"
+#include "tile/own_tiles.cuh"
 #include "tile/scheduler.cuh"
 
 constexpr int GROUPS = WARPS / 4 - 1;                         // consumer warpgroups
 constexpr int ROWS = TILE_Q / GROUPS;                         // of Q, for each of them
 static_assert(ROWS == 64, "a warpgroup owns 64 query rows");
-constexpr bool AHEAD = STAGES_Q > GROUPS;                     // a query tile begins before the one before it has ended
+constexpr bool AHEAD = STAGES_Q > GROUPS && !UNLISTED;        // a query tile begins before the one before it has ended; where each block has one there is none
 static_assert(STAGES_Q >= GROUPS, "each warpgroup reads a stage");
 constexpr int EARLY = min_of(STAGES_Q - GROUPS, GROUPS);      // warpgroups whose next queries need not wait until others have read theirs
 constexpr int LEAD = TILE_LIST || FROM_LAST ? 0 : (GROUPS - 1) * ROWS / TILE_KV; // key tiles: under a mask, so many may be left when the first consumer ends its query tile
@@ -21,7 +21,7 @@ constexpr bool FOUR_CAPPED = EXPLICIT_SCORES && SCORES == UNCHANGED && GROUPS ==
 // Of the registers that a launch deals out evenly, the producer gives back most.
 constexpr int THREADS = 32 * WARPS;
 constexpr int REGISTERS = 65536 / (THREADS * MIN_BLOCKS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = VARLEN && GROUPS == 1 ? 56 : ((PAGED || CACHED || (VARLEN && SPLIT_KV) || (STAGED_BIAS && (VARLEN || TILE_LIST))) && GROUPS == 2) || (TILE_LIST && GROUPS == 1) ? 40 : COPIED_PAGES || GROUPS == 3 || (VARLEN && (SCORES == PLUS_LINEAR || DROPOUT || (FP16_PARTS && WIDTH > 64))) ? 32 : 24;
+constexpr int PRODUCER_REGISTERS = VARLEN && GROUPS == 1 ? 56 : ((PAGED || CACHED || (VARLEN && SPLIT_KV) || UNLISTED || (STAGED_BIAS && (VARLEN || TILE_LIST))) && GROUPS == 2) || (TILE_LIST && GROUPS == 1) ? 40 : COPIED_PAGES || GROUPS == 3 || UNLISTED || (VARLEN && (SCORES == PLUS_LINEAR || DROPOUT || (FP16_PARTS && WIDTH > 64))) ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
 using WorkParams = Choose<VARLEN, HopperVarlenParams, HopperForwardParams>;
@@ -174,10 +174,10 @@ OP ListedCoord sequence_tile_coord(const HopperVarlenParams& p, u32 number, u32 
   here.kv = {item.begin_kv, item.len_kv, item.len_kv, 0, 0};
   return here;
 }
-// The same of those that have queries; UNLISTED: of the block's own.
+// The same of tiles that have queries; UNLISTED: of the block's own.
 template <typename Params> OP ListedCoord listed_coord(const Params& p, u32 number) {
   if constexpr (UNLISTED) {
-    const OwnSplit own = own_split(p);
+    const auto own = own_tile(p);
     const auto& seq = own.tile.seq;
     return {{own.tile.here, {seq.q.begin, seq.q.count, seq.q.room, 0, 0}, {seq.kv.begin, seq.kv.count, seq.kv.count, 0, 0}}, own.number()};
   } else {
@@ -201,10 +201,10 @@ OP WorkTile work_tile_coord(const HopperVarlenParams& p, u32 number, int) {
 // VARLEN: results of rows that are no queries, which consumers do not write, by warps that have nothing else to do: `warp` of so many in a block.
 template <typename Params> OP void clear_rooms(const Params& p, int warp, int warps) {
   if (SPLIT_KV) return;                                       // planned where all rows are queries
-  const u32 tiles = u32(p.work[0].sequence), end = tiles * p.heads * INNER_HEADS;
+  const u32 tiles = UNLISTED ? 0 : u32(p.work[0].sequence), end = UNLISTED ? INNER_HEADS : tiles * p.heads * INNER_HEADS;
   #pragma unroll 1
-  for (u32 number = block_id() * warps + warp; number < end; number += blocks() * warps) {
-    const SequenceCoord here = sequence_tile_coord(p, number / INNER_HEADS, tiles);
+  for (u32 number = UNLISTED ? warp : block_id() * warps + warp; number < end; number += UNLISTED ? warps : blocks() * warps) {
+    const SequenceCoord here = UNLISTED ? listed_coord(p, 0) : sequence_tile_coord(p, number / INNER_HEADS, tiles);
     const int head = here.head * INNER_HEADS + int(number % INNER_HEADS);
     const int first = max_of(here.row, here.q.count) / INNER_HEADS, rows = min_of(here.row + TILE_Q, here.q.room) / INNER_HEADS - first, row0 = here.q.begin / INNER_HEADS + first;
     clear<Warp>(rows_of<Result>(p.out, here.batch, head, row0, row0 + rows, p.dim_v));
@@ -212,6 +212,16 @@ template <typename Params> OP void clear_rooms(const Params& p, int warp, int wa
       #pragma unroll 1
       for (int row = l; row < rows && p.lse.data; row += 32) write(row_slice(p.lse, here.batch, head, row0 + row), -infinity());
     }
+  }
+}
+// UNLISTED: whether a block has rows that are no queries, which it clears, or no split.
+template <typename Params> OP bool is_idle(const Params& p) {
+  if constexpr (UNLISTED) {
+    if (own_tile(p).exists()) return false;
+    clear_rooms(p, warp_id(), WARPS);
+    return true;
+  } else {
+    return false;
   }
 }
 

@@ -173,6 +173,9 @@ attention(normal(2, 4, 130, 64), *pool, **told, causal=True)  # so many queries 
 attention(normal(2, 8, 40, 64), *pool, **told, causal=True)  # which heads share here as well
 hopper_splits.ROUNDS = 0  # that was without a list
 attention(normal(2, 8, 41, 64), *pool, **told, causal=True)
+attention(normal(2, 4, 130, 64), *normal(2, 2, 4, 150, 64), seqlens_q=cupy.array([130, 3]), causal=True)
+hopper_splits.ROUNDS = 2
+attention(normal(2, 4, 131, 64), *normal(2, 2, 4, 150, 64), seqlens_q=cupy.array([130, 3]), causal=True)  # each tile has a block
 attention(normal(8, 70, 64), *pool, **told, cu_seqlens_q=cupy.array([0, 1, 60]), causal=True)  # or query by query
 
 # On sm_90a one block has a unit of the first bias; of the second, several share one, and the third is read by lanes.

@@ -1,12 +1,12 @@
-// own_splits.cuh -- few queries of sequences whose keys are split (VARLEN and SPLIT_KV in fwd_hopper.cu): where a query tile is, by its number among
-// all of them, and which split of it is a block's own where there are no more splits than blocks run at once (UNLISTED). Then nobody has to put them
-// in order, which would take a launch before.
+// own_tiles.cuh -- sequences of their own lengths in fwd_hopper.cu (VARLEN): where a query tile is, by its number among all of them, and which tile, or
+// split of one, is a block's own where there are hardly more than blocks run at once (UNLISTED). Then nobody has to put them in order, which would
+// take a launch before.
 #pragma once
 #include "tile/key_splits.cuh"
 #include "tile/schedule.cuh"
 #include "tile/scheduler.cuh"
 
-// All query tiles are counted, also of rows that a sequence has not.
+// All query tiles are counted, also of rows that a sequence has not. Queries are not packed.
 OP BlockCoord split_tile_coord(const HopperVarlenParams& p, u32 tile) {
   const u32 head = divide(tile, p.tiles_of_head_divmod);
   BlockCoord here;
@@ -26,22 +26,24 @@ template <typename Params> struct TileOfSequence {
 template <typename Params> OP TileOfSequence<Params> tile_of_sequence(const Params& p, u32 number) {
   const BlockCoord here = split_tile_coord(p, number);
   const auto seq = sequence_of(p, here.batch_number);
+  if constexpr (!SPLIT_KV) return {here, seq, {}};
   const ColumnRange visible = visible_keys(Mask{seq.mask(), seq.kv.len()}, here.row, min_of(TILE_Q, p.len_q - here.row));
   return {here, seq, splits_of_keys(p, p.most_splits, seq.kv.len(), visible)};
 }
 
-// UNLISTED: the split of a block, and which one of its query tile; WHOLE if it is the only one.
-template <typename Params> struct OwnSplit {
+// UNLISTED: what a block computes, and of a query tile that is split, which split; WHOLE if it is the only one. Of a head the last tiles come first, which
+// under a causal mask are the longest.
+template <typename Params> struct OwnTile {
   TileOfSequence<Params> tile;
   int split;
-  OP bool exists() const { return tile.splits.first <= split && split <= tile.splits.last; }
+  OP bool exists() const { return tile.here.row < tile.seq.q.len() && tile.splits.first <= split && split <= tile.splits.last; }
   OP u32 number() const { return tile.splits.is_one() ? WHOLE : u32(split); }
 };
-template <typename Params> OP OwnSplit<Params> own_split(const Params& p) {
-  const u32 tile = block_id() / p.most_splits;
-  return {tile_of_sequence(p, tile), int(block_id() - tile * p.most_splits)};
-}
-template <typename Params> OP bool has_own_split(const Params& p) {
-  if constexpr (UNLISTED) return own_split(p).exists();
-  else return true;
+template <typename Params> OP OwnTile<Params> own_tile(const Params& p) {
+  if constexpr (SPLIT_KV) {
+    const u32 tile = block_id() / p.most_splits;
+    return {tile_of_sequence(p, tile), int(block_id() - tile * p.most_splits)};
+  } else {
+    return {tile_of_sequence(p, blocks() - 1 - block_id()), 0};
+  }
 }
