@@ -101,8 +101,8 @@ def each_has_own(problem: Problem, tile_q: int, split: bool) -> bool:
     """Whether padded sequences have so few query tiles all together, or splits of these, that each has a block of its own.
 
     Blocks of those that are not there end at once; a launch before, which would put all in order, takes 4 µs. But blocks that stay
-    begin a tile beneath the end of another one, which counts where tiles are long and some blocks have two. Of packed queries nobody
-    knows which tiles a sequence has.
+    begin a tile beneath the end of another one, which counts where tiles are long and some blocks have two. Of packed queries
+    nobody knows which tiles a sequence has.
     """
     tiles = -(-problem.len_q // tile_q) * problem.heads_q * math.prod(problem.batch)
     most = splits_of_sequence(problem) if split else 1
