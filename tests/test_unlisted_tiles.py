@@ -1,11 +1,14 @@
-"""Few query tiles of padded sequences in fwd_hopper: each has a block of its own, in place of a list that a launch before makes."""
+"""Few query tiles of sequences in fwd_hopper: each has a block of its own, in place of a list that a launch before makes."""
 
 import numpy
 import pytest
+from ragged import Ragged, assert_same_bits
+from ragged import forward as forward_of
 from thinned import quick, thinned
 
 from cupy_flash import plan_attention
 from cupy_flash.call import forward
+from cupy_flash.call.forward import AttentionPlan
 from cupy_flash.judge.compare import compare
 from cupy_flash.machine import source
 from cupy_flash.machine.host import SCHEDULES
@@ -111,12 +114,48 @@ def test_of_more_tiles_than_two_rounds_of_blocks_there_is_a_list(batch, unlisted
     assert plan.kernel.config.UNLISTED is unlisted and plan.launches[-1].blocks == 6 * batch
     assert plan.launches[-1].per_multiprocessor == (None if unlisted else 1) and len(plan.launches) == 2 - unlisted
     assert ("each has a block of its own" in str(plan)) is unlisted
-    packed = plan_attention(q[0], q[0], q[0], cu_seqlens_q=numpy.array([0, 300]), **HOST)
-    assert not packed.kernel.config.UNLISTED
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("keys, unlisted", [(512, True), (513, False)])
+def test_of_many_keys_one_round_of_blocks_has_a_tile_each(keys, unlisted, packed):
+    """Of packed keys as many as a sequence has on average."""
+    q, k = numpy.zeros((2, 70, 150, 64), numpy.float16), numpy.zeros((2, 70, keys, 64), numpy.float16)
+    lengths = {"seqlens_q": numpy.zeros(2, numpy.int32)}
+    if packed:
+        k, lengths["cu_seqlens_kv"] = k.swapaxes(0, 1).reshape(70, 2 * keys, 64), numpy.zeros(3, numpy.int32)
+    plan = plan_attention(q, k, k, **lengths, **HOST)
+    assert plan.launches[-1].blocks == 140 and plan.kernel.config.UNLISTED is unlisted
+
+
+PACKED_LENS = ((70, 150), (1, 65), (130, 3), (0, 17), (64, 64), (5, 0), (200, 300))
+KINDS = ("packed", "packed"), ("packed", "cache"), ("roomy", "packed")
+FORMS = [(heads, kinds) for heads in ((4, 2), (2, 2), (8, 1)) for kinds in KINDS]
+
+
+@pytest.mark.usefixtures("planned_anew")
+@pytest.mark.parametrize("heads, kinds", quick(FORMS, FORMS[0], FORMS[-1], spread=True))
+def test_packed_queries_have_the_bits_that_they_have_from_a_list(heads, kinds, monkeypatch):
+    """A block looks for the sequence that has its tile; some have none, and rows behind the last sequence belong to none."""
+    called, original = [], AttentionPlan.__call__
+
+    def call(plan, *arrays, **others):
+        called.append(plan.kernel.config)
+        return original(plan, *arrays, **others)
+
+    monkeypatch.setattr(AttentionPlan, "__call__", call)
+    ragged = Ragged(PACKED_LENS, heads)
+    found = forward_of(ragged, *kinds, "90a", causal=True)
+    with monkeypatch.context() as rounds:
+        rounds.setattr(hopper_splits, "ROUNDS", 0)
+        forward._prepared.cache_clear()
+        assert_same_bits(forward_of(ragged, *kinds, "90a", causal=True), found)
+    assert [config.UNLISTED for config in called] == [True, False]
+    assert {config.INNER_HEADS for config in called} == {heads[0] // heads[1]}
 
 
 CHANGES = {  # what breaks if a block has another's tile, or leaves what is no query as it was
-    "tile": ("tile/own_tiles.cuh", "blocks() - 1 - block_id()", "block_id() / 2"),
+    "tile": ("tile/own_tiles.cuh", "block_coord<QUERIES>(p, p.heads)", "block_coord<QUERIES>(p, p.heads, block_id() / 2)"),
     "row": ("tile/work.cuh", "number = UNLISTED ? warp :", "number = UNLISTED ? warp + 1 :"),
 }
 

@@ -24,7 +24,6 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute in cuda.h
 WORDS_ALIGNED = 8  # 64 bytes, at a multiple of which the driver expects a tensor map
 
 current_device = cupy.cuda.runtime.getDevice
-current_stream = cupy.cuda.get_current_stream
 
 
 class DeviceKernel(threading.local):
@@ -107,7 +106,7 @@ class DeviceKernel(threading.local):
                 point_to(addresses[i])
             written += addresses
         if stream is None:
-            stream = current_stream().ptr
+            stream = cupy.cuda.get_current_stream().ptr
         for before in before_stream:
             driver.launchKernel(*before, stream, *after_stream)
 

@@ -15,6 +15,7 @@ from ..problem.forward import Problem
 from ..problem.layout import in_order
 from .packing import FEW
 from .schedule import BLOCKS, COMBINING, LEAST_SPLIT, costs_of_tiles, splits_pay
+from .sequences import elements_of, mean_room, tiles_of
 from .tuning import TileConfig
 
 GROUP_ROWS = 64  # of queries: what the four warps of a group multiply together
@@ -98,16 +99,15 @@ def keys_of_split(problem: Problem) -> int:
 
 
 def each_has_own(problem: Problem, tile_q: int, split: bool) -> bool:
-    """Whether padded sequences have so few query tiles all together, or splits of these, that each has a block of its own.
+    """Whether sequences have so few query tiles all together, or splits of these, that each has a block of its own.
 
     Blocks of those that are not there end at once; a launch before, which would put all in order, takes 4 µs. But blocks that stay
-    begin a tile beneath the end of another one, which counts where tiles are long and some blocks have two. Of packed queries
-    nobody knows which tiles a sequence has.
+    begin a tile beneath the end of another one, which counts where tiles are long and some blocks have two.
     """
-    tiles = -(-problem.len_q // tile_q) * problem.heads_q * math.prod(problem.batch)
+    tiles = tiles_of(problem, tile_q, "q") * elements_of(problem, "q") * problem.heads_q
     most = splits_of_sequence(problem) if split else 1
-    rounds = min(ROUNDS, 1 if not split and problem.len_kv > SHORT_KEYS else ROUNDS)
-    return not problem.lengths.packed_q and tiles * most <= rounds * BLOCKS
+    rounds = min(ROUNDS, 1 if not split and mean_room(problem, "kv") > SHORT_KEYS else ROUNDS)
+    return tiles * most <= rounds * BLOCKS
 
 
 def splits_of_sequence(problem: Problem) -> int:

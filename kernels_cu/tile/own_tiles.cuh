@@ -6,7 +6,7 @@
 #include "tile/schedule.cuh"
 #include "tile/scheduler.cuh"
 
-// All query tiles are counted, also of rows that a sequence has not. Queries are not packed.
+// SPLIT_KV: all query tiles are counted, also of rows that a sequence has not. Queries are not packed there.
 OP BlockCoord split_tile_coord(const HopperVarlenParams& p, u32 tile) {
   const u32 head = divide(tile, p.tiles_of_head_divmod);
   BlockCoord here;
@@ -26,7 +26,6 @@ template <typename Params> struct TileOfSequence {
 template <typename Params> OP TileOfSequence<Params> tile_of_sequence(const Params& p, u32 number) {
   const BlockCoord here = split_tile_coord(p, number);
   const auto seq = sequence_of(p, here.batch_number);
-  if constexpr (!SPLIT_KV) return {here, seq, {}};
   const ColumnRange visible = visible_keys(Mask{seq.mask(), seq.kv.len()}, here.row, min_of(TILE_Q, p.len_q - here.row));
   return {here, seq, splits_of_keys(p, p.most_splits, seq.kv.len(), visible)};
 }
@@ -36,7 +35,7 @@ template <typename Params> OP TileOfSequence<Params> tile_of_sequence(const Para
 template <typename Params> struct OwnTile {
   TileOfSequence<Params> tile;
   int split;
-  OP bool exists() const { return tile.here.row < tile.seq.q.len() && tile.splits.first <= split && split <= tile.splits.last; }
+  OP bool exists() const { return tile.here.row >= 0 && tile.here.row < tile.seq.q.len() && tile.splits.first <= split && split <= tile.splits.last; }
   OP u32 number() const { return tile.splits.is_one() ? WHOLE : u32(split); }
 };
 template <typename Params> OP OwnTile<Params> own_tile(const Params& p) {
@@ -44,6 +43,7 @@ template <typename Params> OP OwnTile<Params> own_tile(const Params& p) {
     const u32 tile = block_id() / p.most_splits;
     return {tile_of_sequence(p, tile), int(block_id() - tile * p.most_splits)};
   } else {
-    return {tile_of_sequence(p, blocks() - 1 - block_id()), 0};
+    const BlockCoord here = block_coord<QUERIES>(p, p.heads);
+    return {{here, sequence_of(p, here.batch_number), {}}, 0};
   }
 }

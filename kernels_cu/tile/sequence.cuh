@@ -140,6 +140,7 @@ template <Side SIDE, typename Params> OP int tiles_of(const Params& p) {
 // thousand sequences take two questions.
 template <Side SIDE, typename Params> OP u32 sequence_of_tile(const Params& p, int tile) {
   const SequenceParams& s = p.sequences;
+  constexpr int of_query = SIDE == QUERIES ? INNER_HEADS : 1; // rows
   u32 first = 0, count = u32(s.sequences) + 1;
   #pragma unroll 1
   while (count > 1) {
@@ -149,8 +150,8 @@ template <Side SIDE, typename Params> OP u32 sequence_of_tile(const Params& p, i
       const u32 number = first + l * step;
       is_before.at(l, 0) = l == 0;
       if (l > 0 && l * step < count) {
-        const int row = read_length(s, offsets_of<SIDE>(p), SIDE == QUERIES ? OFFSETS_Q : OFFSETS_KV, number, rows_of_array<SIDE>(p));
-        is_before.at(l, 0) = row / TILE_ROWS<SIDE> + int(number) <= tile;
+        const int row = read_length(s, offsets_of<SIDE>(p), SIDE == QUERIES ? OFFSETS_Q : OFFSETS_KV, number, rows_of_array<SIDE>(p) / of_query);
+        is_before.at(l, 0) = row / (TILE_ROWS<SIDE> / of_query) + int(number) <= tile;
       }
     }
     const u32 ahead = u32(ones(warp_ballot(is_before)) - 1) * step;
