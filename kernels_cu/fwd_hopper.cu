@@ -42,7 +42,7 @@ KERNEL(THREADS, 1) fwd_hopper_schedule(GRID_CONSTANT WorkParams p) { // before: 
 }
 
 KERNEL(THREADS, MIN_BLOCKS) fwd_hopper(GRID_CONSTANT WorkParams p) {
-  const SharedAddress smem = shared_memory(); if (is_idle(p)) return;
+  const SharedAddress smem = shared_memory(); if constexpr (UNLISTED) if (!own_tile(p).exists()) return clear_rooms(p, warp_id(), WARPS); // rows that are no queries, or no split
   const int warp = int(uniform(u32(warp_id()))), group = warp / 4 - 1;
   Pipeline<KeyTile, STAGES, ELECT_ONE> keys{smem + K_OFFSET, smem + K_BARRIERS};
   Pipeline<ValueTile, STAGES_V, ELECT_ONE> values{smem + V_OFFSET, smem + V_BARRIERS};

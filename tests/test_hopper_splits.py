@@ -197,7 +197,7 @@ def test_more_splits_than_two_rounds_of_blocks_come_from_a_list():
     assert [[launch.entry for launch in plan.launches] for plan in plans] == [ENTRIES[1:], ENTRIES]
     assert [launch.blocks for launch in plans[1].launches[:2]] == [1, 5 * 64] and plans[0].launches[0].blocks == 4 * 64
     assert [plan.workspace.names[0] for plan in plans] == ["out_partials", "work"]
-    assert ["which needs no list of them" in str(plan) for plan in plans] == [True, False]
+    assert ["no list of query tiles" in str(plan) for plan in plans] == [True, False]
 
 
 ENTRIES = ["fwd_hopper_schedule", "fwd_hopper", "fwd_hopper_combine"]

@@ -14,13 +14,13 @@ from ..problem.lengths import check_values
 from ..problem.options import Options
 from .captured import NOTHING, Captured, all_lengths, captured, layouts_of, taken_lengths
 
-FIRST_OTHER = FORWARD_ARRAYS.index("sinks")  # of the arrays of a call, behind those of most
-
 if TYPE_CHECKING:
     from ..machine.host import Traffic
     from ..machine.numpy_path.scores import BoundScores
     from ..plan.kernel import KernelPlan
     from ..plan.preparation import Preparation
+
+FIRST_OTHER = FORWARD_ARRAYS.index("sinks")  # of the arrays of a call, behind those of most
 
 
 class AttentionPlan(Prepared):

@@ -149,7 +149,7 @@ def make_forward_plan(problem: Problem, architecture: Architecture) -> KernelPla
         why_inner,
         row.reason,
         why_split,
-        "few query tiles, or splits: each has a block of its own, which needs no list of them" * unlisted,
+        "no list of query tiles: they, or their splits, are so few that each has a block of its own" * unlisted,
         why_combines,
         why_copy,
         why_scores,

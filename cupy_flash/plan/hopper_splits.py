@@ -106,7 +106,8 @@ def each_has_own(problem: Problem, tile_q: int, split: bool) -> bool:
     """
     tiles = tiles_of(problem, tile_q, "q") * elements_of(problem, "q") * problem.heads_q
     most = splits_of_sequence(problem) if split else 1
-    rounds = min(ROUNDS, 1 if not split and mean_room(problem, "kv") > SHORT_KEYS else ROUNDS)
+    long = not split and mean_room(problem, "kv") > SHORT_KEYS
+    rounds = min(ROUNDS, 1) if long else ROUNDS
     return tiles * most <= rounds * BLOCKS
 
 

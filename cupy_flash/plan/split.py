@@ -53,7 +53,7 @@ def splits_keys(kernel: str, problem: Problem, len_kv: int) -> tuple[bool, str]:
 
 
 def few_of_sequences(problem: Problem) -> bool:
-    """Whether sequences have so few queries that they are rather for fwd_v2; of each its own number, beside enough keys."""
+    """Whether sequences have so few queries that fwd_v2 may be faster; of each its own number, only beside many keys."""
     return has_few_queries(problem) and (not problem.lengths.of_queries or problem.len_kv >= 2 * SPLIT_KEYS)
 
 

@@ -214,16 +214,6 @@ template <typename Params> OP void clear_rooms(const Params& p, int warp, int wa
     }
   }
 }
-// UNLISTED: whether a block has rows that are no queries, which it clears, or no split.
-template <typename Params> OP bool is_idle(const Params& p) {
-  if constexpr (UNLISTED) {
-    if (own_tile(p).exists()) return false;
-    clear_rooms(p, warp_id(), WARPS);
-    return true;
-  } else {
-    return false;
-  }
-}
 
 // What the producer tells a consumer with its queries. It has the time to work that out; a consumer between two tiles keeps tensor cores waiting.
 enum Next { NOTHING, LATER, DIRECTLY };                       // DIRECTLY: the next tile begins beneath the last product of this one
