@@ -6,14 +6,15 @@ import numpy
 import pytest
 from thinned import thinned
 
+from cupy_flash import plan_attention
 from cupy_flash.cli.bench_scores import computed_pairs, record_of
 from cupy_flash.measure import feature_runs, features
 from cupy_flash.measure.bench import CellResult, Measurement
 from cupy_flash.measure.feature_runs import FLEX, FeatureBench, Inputs, contenders
-from cupy_flash.measure.features import FEATURES, FLEXIBLE, FeatureCell
+from cupy_flash.measure.features import FEATURES, FLEXIBLE, WINDOWS, FeatureCell
 
 NAMED = {feature.name: feature for feature in FEATURES}
-MASKS = [name for name, feature in NAMED.items() if feature.seen]
+MASKS = [name for name, feature in NAMED.items() if feature.seen and name not in WINDOWS]
 
 
 class OnTheHost(FeatureBench):
@@ -43,7 +44,9 @@ def without_a_device(monkeypatch):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", NAMED)
-def test_a_feature_is_computed_as_its_oracle_says(name, direction):
+def test_a_feature_is_computed_as_its_oracle_says(name, direction, monkeypatch):
+    for window, keys in {"window": (20, 0), "window around": (10, 9)}.items():  # narrower than so few tokens
+        monkeypatch.setitem(WINDOWS, window, keys)
     cell, bench = small(name, direction), OnTheHost()
     inputs = bench.make_inputs(cell)
     ours = [contender for contender in contenders(cell) if contender.ours and contender.name != "dense"]
@@ -72,7 +75,7 @@ def test_what_is_random_is_not_judged():
     assert peers["torch-flash2"].solves(cell) is None
 
 
-@pytest.mark.parametrize("name", thinned(MASKS, keep=len(MASKS)))
+@pytest.mark.parametrize("name", thinned([*MASKS, *WINDOWS], keep=len(MASKS) + 1))
 def test_pairs_that_are_computed_are_whole_tiles_of_those_seen(name):
     for cell in NAMED[name].cells(("forward", "backward")):
         if cell.dim == 128:
@@ -87,6 +90,18 @@ def test_pairs_are_counted_by_consumers_that_have_lists_of_their_own():
         near, first = features.NEAR // 64, features.FIRST_KEYS // 64
         tiles = sum(min(tile + 1, near + 1) + min(max(tile - near, 0), first) for tile in range(cell.seq // 64))
         assert computed_pairs(cell, "90a") == tiles * 64 * 64
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_pairs_of_windows_are_counted_by_warpgroups_of_the_forward_and_tiles_of_the_backward(dim):
+    """Of 64 queries those tiles count that any of them sees, from the first key of the first query to the last one's own."""
+    forward, backward = (cell for cell in NAMED["window"].cells(("forward", "backward")) if cell.dim == dim)
+    q = numpy.empty(forward.shape, "f2")
+    tile = plan_attention(q, q, q, backend="host", arch="90a", window=WINDOWS["window"]).kernel.config.TILE_KV
+    first = numpy.arange(0, forward.seq, 64)
+    tiles = (first + 63) // tile - numpy.maximum(first - 1023, 0) // tile + 1
+    assert computed_pairs(forward, "90a") == tiles.sum() * 64 * tile
+    assert computed_pairs(backward, "90a") > forward.pairs
 
 
 def test_flex_attention_is_asked_for_what_has_a_function():

@@ -29,7 +29,8 @@ def on_host(kind, lengths, options, hand):
     more = arch == "90a" and lengths[0] * HEADS // HEADS_KV > 16 and "mask" not in options  # rows: see test_packed_scores_hopper
     assert kernel.file == "fwd_v2" or (more and is_packed(kernel))
     assert kernel.config.PACK_GQA and (kernel.config.SCORES != "UNCHANGED" or kernel.config.TILE_LIST)
-    assert kernel.config.SPLIT_KV is (lengths[1] >= 2 * SPLIT_KEYS) and kernel.config.TILE_LIST is ("mask" in options)
+    sees_many = lengths[1] >= 2 * SPLIT_KEYS and "window" not in options
+    assert kernel.config.SPLIT_KV is sees_many and kernel.config.TILE_LIST is ("mask" in options)
 
 
 def named(asked):

@@ -14,7 +14,7 @@ from cupy_flash.plan import grouping
 # Where each kernel waits, where it adds, and the file that has both.
 PLACES = {
     "bwd_v2": ("bwd_v2.cu", re.compile(r"semaphore_wait\([^;]*count_column[^;]*;"), "    add(DqAccum{"),
-    "bwd_hopper": ("tile/dq_protocol.cuh", re.compile(r"semaphore_wait\(p[^;]*semaphore_value[^;]*;"), "  add(DqAccum{"),
+    "bwd_hopper": ("tile/dq_protocol.cuh", re.compile(r"semaphore_wait\(p[^;]*semaphore_value[^;]*;"), "add_or_store(block, Dq"),
 }
 BLOCKS = 4
 

@@ -17,7 +17,7 @@ from ..api.forward import plan_attention
 from ..measure.bench import CellResult, Effort, measure
 from ..measure.cells import DIRECTIONS, Cell
 from ..measure.features import FEATURES, FLEXIBLE, FeatureCell
-from ..plan.classify import rows_of_list
+from ..plan.classify import CONSUMER_ROWS, rows_of_list
 from ..problem.arrays import DTYPES
 from .bench import SECONDS, machine_of
 from .lists import names
@@ -46,7 +46,7 @@ def bench_scores(
     seconds: float,
     json_path: Path | None,
 ) -> None:
-    """Measure ALiBi, sinks, softcaps, expressions, biases, masks and dropout.
+    """Measure ALiBi, sinks, softcaps, expressions, biases, masks, windows and dropout.
 
     In each cell dense attention of the same shape takes turns with the feature. The share of its rate is for each pair in a tile
     that has to be computed. Results are judged before they are timed. Exits with 1 if a kernel of this project fails.
@@ -105,7 +105,7 @@ def record_of(result: CellResult, architecture: str) -> dict[str, Any]:
 
 
 def computed_pairs(cell: Cell, architecture: str) -> int:
-    """The pairs, of each head, in tiles that the kernel of an architecture computes; of each consumer with a list of its own."""
+    """The pairs, of each head, in tiles that the kernel of an architecture, or each of its consumers by itself, computes."""
     q = numpy.empty(cell.shape, DTYPES[cell.dtype])  # whose memory nothing touches
     options = cell.feature.options(cell, numpy.random.default_rng(0)) if isinstance(cell, FeatureCell) and cell.feature.seen else {}
     asked = {"causal": cell.causal, "backend": "host", "arch": architecture, **options}
@@ -119,7 +119,8 @@ def computed_pairs(cell: Cell, architecture: str) -> int:
     if not seen and not cell.causal:
         return cell.seq**2
     shown = seen(cell) if seen else numpy.tri(cell.seq, dtype=bool)
-    rows = rows_of_list(plan.kernel)
+    in_window = plan.kernel.file == "fwd_hopper" and seen and not config.TILE_LIST
+    rows = CONSUMER_ROWS if in_window else rows_of_list(plan.kernel)
     for axis, step in enumerate((rows, config.TILE_KV)):
         shown = numpy.logical_or.reduceat(shown, range(0, cell.seq, step), axis=axis)
     return int(numpy.count_nonzero(shown)) * rows * config.TILE_KV

@@ -19,7 +19,7 @@ from ..problem.backward import Gradients
 from ..problem.key_ranges import KeyRanges
 from .bench import Array, Contender, Run, Verdict
 from .cells import Cell
-from .features import FLEXIBLE, P_DROPPED, PREFIX, SOFTCAP, FeatureCell, Options
+from .features import FLEXIBLE, P_DROPPED, PREFIX, SOFTCAP, WINDOWS, FeatureCell, Options
 from .peers import NEEDS, fa4_run, is_installed, torch_run, unwritten, workspace_of
 from .peers import contenders as of_plain
 from .stopwatch import GpuBench
@@ -96,7 +96,7 @@ def contenders(cell: FeatureCell, flex: Collection[str] = FLEXIBLE) -> tuple[Con
         Contender("v2", partial(_own, False), True),
         replace(dense, name="dense", prepare=lambda c, i: dense.prepare(c.plain, i.arrays), solves=lambda c: c.plain),
     ]
-    if feature.seen is not None:
+    if feature.seen is not None and feature.name not in WINDOWS:
         there.append(Contender("kept", partial(_own, True), True))
     if feature.name in flex:
         there.append(Contender("flex", _flex))
@@ -225,6 +225,11 @@ def _flex_ranges(options: Options) -> Callable[..., Any]:
     return seen
 
 
+def _flex_window(options: Options) -> Callable[..., Any]:
+    left, right = options["window"]
+    return lambda b, h, i, j: (i - j <= left) & (j - i <= right)
+
+
 FLEX = {
     "alibi": _flex_alibi,
     "alibi unmasked": _flex_alibi,
@@ -236,6 +241,7 @@ FLEX = {
     "drawn documents": _flex_documents,
     "prefix": _flex_prefix,
     "ranges": _flex_ranges,
+    **dict.fromkeys(WINDOWS, _flex_window),
 }
 
 

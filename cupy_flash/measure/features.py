@@ -22,10 +22,12 @@ from .cells import HIDDEN, TOKENS, Cell
 
 Options = dict[str, Any]
 P_DROPPED, SEED, SOFTCAP = 0.1, 7, 50.0
+# Keys before a query, and behind it, that it sees besides its own.
+WINDOWS = {"window": (1023, 0), "window around": (512, 511)}
 # Asked of FlexAttention too.
 FLEXIBLE = (
     *("alibi", "alibi unmasked", "softcap", "softcap causal", "column term", "temperature"),
-    *("documents", "drawn documents", "prefix", "ranges"),
+    *("documents", "drawn documents", "prefix", "ranges", *WINDOWS),
 )
 DOCUMENTS, PREFIX, FIRST_KEYS, NEAR = 8, 1024, 64, 1024
 
@@ -144,6 +146,12 @@ def _in_ranges(cell: Cell) -> numpy.ndarray:
     return first | near
 
 
+def _in_window(cell: FeatureCell) -> numpy.ndarray:
+    left, right = WINDOWS[cell.feature.name]
+    distance = numpy.arange(cell.seq) - numpy.arange(cell.seq)[:, None]
+    return (-left <= distance) & (distance <= right)
+
+
 def _column(cell: FeatureCell, given: Options, batch: slice, heads: slice, xp: Any) -> Options:
     added = given["arrays"]["t"]
     return {"score": _of_any_head(lambda s: s + added.astype(s.dtype), lambda s: s * 0 + 1)}
@@ -256,6 +264,19 @@ FEATURES = (
         0.90,
         seen=_in_ranges,
         seqs=(8192,),
+    ),
+    *(
+        Feature(
+            name,
+            lambda cell, rng: {"window": WINDOWS[cell.feature.name]},
+            _of_mask,
+            0.90,
+            0.90,
+            seen=_in_window,
+            seqs=(8192,),
+            dims=(64, 128, 256),
+        )
+        for name in WINDOWS
     ),
     Feature("dropout", lambda cell, rng: {"dropout": P_DROPPED, "seed": SEED}, _kept, 0.85, 0.75),
 )
