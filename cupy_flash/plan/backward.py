@@ -29,6 +29,7 @@ from .grouping import (
     key_tiles,
     make_grouping,
     makers,
+    queries_seeing,
     query_tiles,
     splits,
 )
@@ -56,7 +57,8 @@ FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the fir
 MOST_AHEAD = 2  # times as many queries as keys a head may have, or keys as queries, rounded up to tiles, see _makes_stats_ahead
 SHORT_IN_ORDER = 512  # queries, up to which a causal mask leaves many blocks few steps, over before one warp's statistics
 MOST_ROWS_STORED = 1024  # of dq, see _first_stores; under a causal mask twice as many
-MOST_ROWS_AHEAD = 4096  # of dq, whose sums earlier heads make zero; with more of them a call takes as long either way
+MOST_ROWS_AHEAD = 4096  # of dq, whose sums earlier heads make zero; with more of them a call takes as long either way, unless
+MOST_SEEING = 2048  # queries or fewer see a key in a window
 
 
 def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> KernelPlan:
@@ -203,15 +205,16 @@ def _makes_zeros_ahead(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether a block makes its share of the sums of later heads zero.
 
     All heads have sums of their own, there is room for zeros beside the tiles, and a warp has no work until the block has ended. Of
-    longer sequences the first launch makes sums zero in a hundredth of the time of all. Of packed ones it has no blocks for heads
-    whose statistics others make.
+    longer sequences the first launch makes sums zero in a hundredth of the time of all, unless queries see few keys. Of packed ones
+    it has no blocks for heads whose statistics others make.
     """
     p, c = problem.forward, plan.config
     if c.TILE_LIST or c.STAGED_BIAS or c.FIRST_STORES or not _has_later_heads(plan, problem):
         return False
     if p.lengths is not None:
         return c.STATS_AHEAD
-    return p.len_q <= MOST_ROWS_AHEAD and not make_grouping(plan, problem).reused
+    in_window = p.mask.shape == "window" and queries_seeing(p) <= MOST_SEEING
+    return (p.len_q <= MOST_ROWS_AHEAD or in_window) and not make_grouping(plan, problem).reused
 
 
 def _explicit(problem: Problem, expressions: ExpressionText) -> tuple[bool, str]:
@@ -250,6 +253,8 @@ def _row_for(
     kinds = (explicit, problem.deterministic, p.mask.shape)
     lengths = p.lengths is not None
     len_q = LENGTH_OF_MANY if lengths else p.len_q
+    if kernel in HALF_KERNELS and p.mask.shape == "window":  # as many steps as a block has of so many without a mask
+        len_q = queries_seeing(p)
     width_v = padded(p.dim_v) if kernel == MLA else None
     return row_for(kernel, architecture, p.dtype, _width(p), len_q, copy_bytes, *kinds, width_v, lengths=lengths, rows=rows)
 

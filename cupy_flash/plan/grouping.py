@@ -282,6 +282,14 @@ def finishes_queries(plan: KernelPlan, problem: BackwardProblem) -> bool:
     return plan.file in HOPPER_KERNELS and not problem.sums_queries and problem.forward.len_kv > 0
 
 
+def queries_seeing(p: Problem) -> int:
+    """How many queries see a key, on average; of sequences of their own lengths as many as in one of `LENGTH_OF_MANY`, or more."""
+    if p.lengths is None:
+        return -(-p.mask.pairs // max(p.len_kv, 1))
+    left, right = p.mask.left, p.mask.right
+    return LENGTH_OF_MANY if left is None or right is None else min(LENGTH_OF_MANY, right - left + 1)
+
+
 def query_tiles(plan: KernelPlan, problem: BackwardProblem) -> int:
     return tiles_of(problem.forward, plan.config.TILE_Q, "q")
 

@@ -23,6 +23,7 @@ SOONER = 0.95  # times as late as blocks of bwd_hopper, at most, the last of bwd
 HEADS = 512  # of all sequences of their own lengths, short ones of which are for bwd_v2
 STORED_CAUSAL = {False: 1024, True: 256}  # rows of a sequence, or packed on average, up to which a causal mask leaves order time
 LONG_ROWS = 16384  # queries, from which on windows may be twice as wide, as they may of heads up to NARROWEST
+AROUND_ROWS = 2048  # queries, from which on windows on both sides of a query may
 
 
 def why_bwd_v2(problem: BackwardProblem, pressure: Pressure) -> str:
@@ -46,8 +47,9 @@ def why_bwd_v2(problem: BackwardProblem, pressure: Pressure) -> str:
         return ""
     blocks, narrowest = heads * (-(-keys // KEYS) if keys > SHORT else 2), widest <= NARROWEST  # half a block takes as long as one
     many = blocks >= BLOCKS
-    of_window = 2 * SHORT if narrowest or rows >= LONG_ROWS else SHORT
-    if blocks >= (BLOCKS if narrowest else 2 * BLOCKS) and _is_narrow_window(p, problem, of_window):
+    around = p.mask.left is not None and p.mask.right is not None and p.mask.left < 0 < p.mask.right  # three tiles of 128, not two
+    of_window = 2 * SHORT + around if narrowest or rows >= (AROUND_ROWS if around else LONG_ROWS) else SHORT
+    if blocks >= (BLOCKS if narrowest or around else 2 * BLOCKS) and _is_narrow_window(p, problem, of_window):
         return "a narrow window: a block of bwd_hopper takes longer to begin than to go through the few queries of its keys"
     if masks_alone(p):
         filled = min(rows, keys) > 2 * SHORT and max(rows, keys) <= 3 * SHORT  # two blocks of bwd_hopper, half of whose keys exist
