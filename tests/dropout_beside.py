@@ -25,7 +25,7 @@ QUICK_MASK = [(DIMS[1], "window", "array")]
 WIDER = {160: ("fwd_hopper", 128, 64, "bwd_hopper_wide", 64, 64), 256: ("fwd_hopper", 128, 64, "bwd_hopper_wide", 64, 64)}
 WITH_MASK = WIDER | {40: ("fwd_hopper", 256, 64, "bwd_hopper", 64, 128), 128: ("fwd_hopper", 128, 128, "bwd_hopper", 64, 128)}
 WITH_BIAS = WIDER | {40: ("fwd_hopper", 256, 64, "bwd_hopper", 128, 128), 128: ("fwd_hopper", 192, 64, "bwd_hopper", 64, 128)}
-WITH_BIAS_CAUSAL = WITH_BIAS | {128: ("fwd_hopper", 128, 112, "bwd_hopper", 64, 128)}
+WITH_BIAS_CAUSAL = WITH_BIAS | {128: ("fwd_hopper", 128, 64, "bwd_hopper", 64, 128)}
 
 
 def inputs(dim, dtype):

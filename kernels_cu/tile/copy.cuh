@@ -223,6 +223,7 @@ template <int BYTES = sizeof(Granule), int N, int HEADS> OP void store(const Til
       for_lane(l) {
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
+          if (n + 8 * i >= N) continue;                       // columns that there are not, nor in dst
           const int r = acc.reg(slot, n / 4 + 2 * i);
           pairs.at(l, i) = pack<Element>(acc.at(l, r), acc.at(l, r + 1));
         }

@@ -332,7 +332,8 @@ OP void store_gradient(const HopperBackwardParams& p, const KeyBlock& block, con
 // a block has nothing else to do. false: it has.
 OP bool leaves_zeros(const HopperBackwardParams& p, const KeyBlock& block) {
   if constexpr (!VARLEN || STATS_AHEAD) return false;         // which others wait for
-  if (block.here.tile < 0 || block.is_counted(p) || p.dk_accum || p.dv_accum) return false;
+  const bool negative = p.scale < 0;                          // times which a block without steps, but counted, leaves zeros of that sign
+  if (block.here.tile < 0 || block.is_counted(p) || p.dk_accum || p.dv_accum || negative) return false;
   if constexpr (!ADD_RESULTS) {
     const KeyBlockCoord& here = block.here;
     const auto keys = block.seq(p).kv;

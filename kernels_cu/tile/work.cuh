@@ -21,7 +21,9 @@ constexpr bool FOUR_CAPPED = EXPLICIT_SCORES && SCORES == UNCHANGED && GROUPS ==
 // Of the registers that a launch deals out evenly, the producer gives back most.
 constexpr int THREADS = 32 * WARPS;
 constexpr int REGISTERS = 65536 / (THREADS * MIN_BLOCKS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = VARLEN && GROUPS == 1 ? 56 : ((PAGED || CACHED || (VARLEN && SPLIT_KV) || UNLISTED || (STAGED_BIAS && (VARLEN || TILE_LIST))) && GROUPS == 2) || (TILE_LIST && GROUPS == 1) ? 40 : COPIED_PAGES || GROUPS == 3 || UNLISTED || (VARLEN && (SCORES == PLUS_LINEAR || DROPOUT || (FP16_PARTS && WIDTH > 64))) ? 32 : 24;
+constexpr bool PRODUCER_KEEPS_MUCH = ((PAGED || CACHED || (VARLEN && SPLIT_KV) || UNLISTED || (STAGED_BIAS && (VARLEN || TILE_LIST))) && GROUPS == 2) || (TILE_LIST && GROUPS == 1);
+constexpr bool PRODUCER_KEEPS_MORE = COPIED_PAGES || GROUPS == 3 || UNLISTED || (VARLEN && (SCORES == PLUS_LINEAR || DROPOUT || (FP16_PARTS && WIDTH > 64))) || (FLOAT32_RESULTS && WIDTH > 192);
+constexpr int PRODUCER_REGISTERS = VARLEN && GROUPS == 1 ? 56 : PRODUCER_KEEPS_MUCH ? 40 : PRODUCER_KEEPS_MORE ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = min_of((REGISTERS * (GROUPS + 1) - PRODUCER_REGISTERS) / GROUPS / 8 * 8, 240);
 
 using WorkParams = Choose<VARLEN, HopperVarlenParams, HopperForwardParams>;
