@@ -59,6 +59,9 @@ def test_each_operation(first):
             assert (lists == expected(numpy.broadcast_to(pairs, (BATCH, HEADS, LEN_Q, LEN_KV)), True, tile)).all(), text
 
 
+NONE_SPARED = (2, 14)  # draws with the other arrays, of whose 30 masks none is
+
+
 def random_masks(seed, arrays, count):
     """Texts that are accepted, from short ones to long ones."""
     texts = []
@@ -86,7 +89,7 @@ def test_random_masks(arrays, seed):
         (lists, moved), (right, alone) = (run(found, told | {name: at}, TILES[i % len(TILES)], i % 3 == 0) for at in (i, i + count))
         assert (lists == right).all(), text
         spared += moved.read_bytes < alone.read_bytes / 2
-    assert spared > 0 or seed > 0  # of as few others none may be
+    assert spared > 0 or (arrays == OTHERS and seed in NONE_SPARED)
 
 
 # Masks by hand, and what tiles they have

@@ -4,7 +4,6 @@ import numpy
 import pytest
 
 from cupy_flash import plan_attention_backward
-from cupy_flash.plan import grouping
 from cupy_flash.plan.backward import MOST_ROWS_AHEAD, MOST_SEEING
 from cupy_flash.plan.grouping import LENGTH_OF_MANY, queries_seeing
 
@@ -67,8 +66,7 @@ def test_zeros_are_made_ahead_where_few_queries_see_a_key(dim):
     assert not plan_of(length, dim, causal=True).kernel.config.ZEROS_AHEAD
 
 
-def test_no_other_kernel_asks(monkeypatch):
+def test_no_other_kernel_asks():
     """bwd_v2 has tiles for long sums in order, however few queries see a key."""
-    monkeypatch.setattr(grouping, "FEWEST_BLOCKS", 1)
     tiles = {plan_of(4096, 64, window=w, deterministic=True, kernel="bwd_v2").kernel.config.TILE_Q for w in ((10, 0), None)}
     assert tiles == {128}

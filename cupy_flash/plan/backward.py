@@ -57,8 +57,8 @@ FEWEST_TAKEN = 4 * 132  # such key tiles, a few for each multiprocessor: the fir
 MOST_AHEAD = 2  # times as many queries as keys a head may have, or keys as queries, rounded up to tiles, see _makes_stats_ahead
 SHORT_IN_ORDER = 512  # queries, up to which a causal mask leaves many blocks few steps, over before one warp's statistics
 MOST_ROWS_STORED = 1024  # of dq, see _first_stores; under a causal mask twice as many
-MOST_ROWS_AHEAD = 4096  # of dq, whose sums earlier heads make zero; with more of them a call takes as long either way, unless
-MOST_SEEING = 2048  # queries or fewer see a key in a window
+MOST_ROWS_AHEAD = 4096  # of dq, whose sums earlier heads make zero; with more of them a call takes as long either way
+MOST_SEEING = 2048  # queries that see a key in a window, up to which zeros are made ahead for longer sequences as well
 
 
 def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> KernelPlan:
@@ -253,7 +253,7 @@ def _row_for(
     kinds = (explicit, problem.deterministic, p.mask.shape)
     lengths = p.lengths is not None
     len_q = LENGTH_OF_MANY if lengths else p.len_q
-    if kernel in HALF_KERNELS and p.mask.shape == "window":  # as many steps as a block has of so many without a mask
+    if kernel in HALF_KERNELS and p.mask.shape == "window":  # a block has as many steps as of a sequence so long without a mask
         len_q = queries_seeing(p)
     width_v = padded(p.dim_v) if kernel == MLA else None
     return row_for(kernel, architecture, p.dtype, _width(p), len_q, copy_bytes, *kinds, width_v, lengths=lengths, rows=rows)

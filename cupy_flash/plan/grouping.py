@@ -283,7 +283,7 @@ def finishes_queries(plan: KernelPlan, problem: BackwardProblem) -> bool:
 
 
 def queries_seeing(p: Problem) -> int:
-    """How many queries see a key, on average; of sequences of their own lengths as many as in one of `LENGTH_OF_MANY`, or more."""
+    """How many queries see a key, on average; with lengths, as bits follow from it, the width of the window or `LENGTH_OF_MANY`."""
     if p.lengths is None:
         return -(-p.mask.pairs // max(p.len_kv, 1))
     left, right = p.mask.left, p.mask.right
