@@ -46,7 +46,7 @@ CASES = (
     Case("float32", 150, 150, heads_q=2, causal=True, sinks=1),
     Case("float32", 90, 130, dim=128, heads_q=2, heads_kv=1, batch=(2,), sinks=3),
 )
-OFTEN, GROUPS = [CASES[i] for i in (0, 8, 12, 16, 20, 22, 24)], [(CASES[i], way) for i in (0, 8) for way in (False, True)]
+OFTEN, GROUPS = [CASES[i] for i in (0, 12, 16, 22, 24)], [(CASES[i], way) for i in (0, 8) for way in (False, True)]
 
 
 def operands(case, of_lse=True):
@@ -124,7 +124,7 @@ def test_as_right_as_float32(case, schedule, monkeypatch):
     judge(case, given, plan(**given, workspace=numpy.full(plan.workspace_bytes, 255, numpy.uint8)))
 
 
-@pytest.mark.parametrize("case, deterministic", quick(GROUPS, GROUPS[1], GROUPS[2], spread=True), ids=str)
+@pytest.mark.parametrize("case, deterministic", quick(GROUPS, GROUPS[1], spread=True), ids=str)
 def test_one_block_sums_over_the_heads_of_a_group(case, deterministic, one_block_for_a_group):
     given = operands(case)
     plan = planned(given, asked_of(case) | {"deterministic": deterministic})
@@ -148,7 +148,7 @@ ERRORS = [((2, 1, 257, 257, 64), {"causal": True}), ((1, 1, 150, 300, 128), {}),
 ERRORS, POWERS = [*ERRORS, ((1, 1, 130, 200, 64), {"scale": 1.0})], [(40, -60, 90), (-60, 90, -100), (20, -30, -50), (-50, 40, -60)]
 
 
-@pytest.mark.parametrize("shapes, asked", quick(ERRORS, *ERRORS[::2], ERRORS[3], spread=True), ids=str)
+@pytest.mark.parametrize("shapes, asked", quick(ERRORS, ERRORS[0], ERRORS[3], spread=True), ids=str)
 def test_errors_are_those_of_three_products_of_tf32(shapes, asked):
     """A product leaves out what both low parts make, 2^-22 of it at most, where one product of 11 bits leaves out 2^-11."""
     given, truth = simple(*drawn(*shapes), **asked)
@@ -157,7 +157,7 @@ def test_errors_are_those_of_three_products_of_tf32(shapes, asked):
         assert rms(own - exact) < 3 * rms(other - exact) + 2**-22 * rms(exact)
 
 
-@pytest.mark.parametrize("e, f, g", quick(POWERS, *POWERS[:2], spread=True))
+@pytest.mark.parametrize("e, f, g", quick(POWERS, POWERS[1], spread=True))
 def test_powers_of_two_are_the_scale_s_alone(e, f, g):
     """A head takes the exponent of its largest element, a tile that of its largest dS: bits are the same wherever they lie."""
     asked = {"causal": True}
@@ -247,7 +247,7 @@ STRANGE = {"q": (0, 2, 70, 3), "k": (0, 1, 100, 3), "v": (0, 1, 100, 5), "dout":
 NOT_FINITE = [(name, numpy.nan) for name in STRANGE] + [(name, numpy.inf) for name in ("v", "dout")]
 
 
-@pytest.mark.parametrize("name, value", quick(NOT_FINITE, *NOT_FINITE[:5], spread=True))
+@pytest.mark.parametrize("name, value", quick(NOT_FINITE, *NOT_FINITE[1:5:2], NOT_FINITE[4], spread=True))
 def test_what_is_not_finite_stays_where_it_is(name, value):
     """As by bwd_v2: in no other head, and in no row of dq that does not see it. Finite rows of its tile keep their accuracy."""
     asked = {"causal": True}
@@ -265,7 +265,7 @@ def test_what_is_not_finite_stays_where_it_is(name, value):
     assert rows[0, 2:, :seen_from].all() and not rows[0, 2, STRANGE[name][2]]
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[7]], ids=str)
+@pytest.mark.parametrize("case", thinned([CASES[0], CASES[7]], first=1), ids=str)
 def test_any_strides(case):
     """Where elements of inputs lie matters to what makes the parts alone: the bits are the same."""
     given = {name: x for name, x in operands(case).items() if name not in RESULTS}

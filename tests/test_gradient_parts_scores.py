@@ -15,7 +15,7 @@ SCORED = (
     "documents", "documents, causal, softcap", "an array that masks", "ranges",
 )  # fmt: skip
 NARROW = ("bias and documents",)  # of head dims to 64
-OFTEN = ("bias of keys", 64), ("an array that masks", 100)
+OFTEN = [("an array that masks", 100)]  # a bias has gradients below
 READ = {"bias": "bias", "alibi": "alibi_slopes", "a table": "table", "bias and documents": "bias"}
 
 
@@ -84,10 +84,10 @@ def test_a_mask_keeps_its_tiles():
             numpy.testing.assert_allclose(found, x, rtol=0, atol=2**-20)
 
 
-OF_ONE_PART = CASES[0], CASES[21]  # the other one with a softcap
+OF_ONE_PART = CASES[21]  # with a softcap and a causal mask
 
 
-@pytest.mark.parametrize("case", quick([case for case in CASES if case.scores["scale"] < 100], *OF_ONE_PART), ids=str)
+@pytest.mark.parametrize("case", quick([case for case in CASES if case.scores["scale"] < 100], OF_ONE_PART), ids=str)
 def test_tf32_is_one_part(case):
     case = replace(case, precision="tf32")
     given, asked = operands(case), asked_of(case)

@@ -66,13 +66,14 @@ def judge(operands, results, asked, p, precision="ieee"):
 CASES = [(name, dim) for name in ASKED for dim in DIMS]
 
 
-@pytest.mark.parametrize("name, dim", quick(CASES, ("causal", 64), ("softcap", 100), spread=True))
+@pytest.mark.parametrize("name, dim", quick(CASES, ("softcap", 100), spread=True))
 def test_right(name, dim):
     operands = drawn(dim)
     judge(operands, computed(operands, ASKED[name], 0.3), ASKED[name], 0.3)
 
 
-@pytest.mark.parametrize("dim", quick([64, 128], 64))
+@pytest.mark.release  # one part is quick without dropout, and dropout of two parts
+@pytest.mark.parametrize("dim", [64, 128])
 def test_tf32(dim):
     operands = drawn(dim, 1)
     judge(operands, computed(operands, ASKED["causal"], 0.1, "tf32"), ASKED["causal"], 0.1, "tf32")
