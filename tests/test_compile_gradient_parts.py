@@ -84,7 +84,7 @@ def check(plan):
     assert set(plan.entries) <= set(entries) and not any(code.stack_bytes for code in entries.values())
 
 
-QUICK = [("many heads, softcap, causal", 128), ("causal, sequences and dropout", 128)]
+QUICK = [("causal, sequences and dropout", 64)]
 
 
 @pytest.mark.parametrize("precision", thinned(["ieee", "tf32"]))
@@ -110,7 +110,8 @@ def test_nothing_spills_of_scores(name, dim, precision):
     check(plan)
 
 
-@pytest.mark.parametrize("dim, dim_v", quick([(63, 63), (95, 62), (62, 126), (126, 34), (128, 2)], (126, 34), spread=True))
+@pytest.mark.release
+@pytest.mark.parametrize("dim, dim_v", [(63, 63), (95, 62), (62, 126), (126, 34), (128, 2)])
 def test_nothing_spills_where_rows_are_not_multiples_of_16_bytes(dim, dim_v):
     plan = planned(dim, dim_v, causal=True)
     assert plan.config.COPY_BYTES < 16

@@ -73,7 +73,7 @@ def test_nothing_spills(name, dim, precision):
 
 
 OF_BESIDE = [*product(ASKED, BESIDE, DIMS_BESIDE)]
-QUICK = ("causal, prefix", "sequences", 128), ("softcap", "sequences and dropout", 64)
+QUICK = [("softcap", "sequences and dropout", 64)]
 
 
 @pytest.mark.parametrize("precision", thinned(["ieee", "tf32"]))
