@@ -264,7 +264,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("schedule", thinned(host.SCHEDULES, first=1))
-@pytest.mark.parametrize("name", quick(PROBLEMS, "one group", "one group, many blocks", "shared by blocks", "wide", "sinks"))
+@pytest.mark.parametrize("name", quick(PROBLEMS, "one group", "shared by blocks", "wide"))
 def test_right(name, schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
     of_q, of_kv, dim, dim_v, options = PROBLEMS[name]
@@ -302,7 +302,7 @@ SCORED = (
 )
 
 
-@pytest.mark.parametrize("case", quick(SCORED, SCORED[2], SCORED[9], SCORED[11], SCORED[14], SCORED[16]), ids=str)
+@pytest.mark.parametrize("case", quick(SCORED, SCORED[2], SCORED[11], SCORED[14], SCORED[16]), ids=str)
 def test_right_where_something_is_asked_of_scores(case):
     inputs, arrays = make_inputs(case), case.arrays()
     plan = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", **case.options, **arrays)
@@ -315,7 +315,8 @@ def test_right_where_something_is_asked_of_scores(case):
 KINDS = [(40, 1, 8192, CAUSAL), (64, 8, 4096, CAUSAL), (96, 1, 2048, WINDOW), (128, 4, 4096, {}), (192, 1, 2048, CAUSAL)]
 
 
-@pytest.mark.parametrize("dim, heads, rows, options", quick(KINDS, KINDS[1], spread=True), ids=str)
+@pytest.mark.release
+@pytest.mark.parametrize("dim, heads, rows, options", KINDS, ids=str)
 def test_no_register_is_spilled(dim, heads, rows, options):
     kernel = planned(1, heads, rows, dim, **options).kernel
     assert any("few query tiles" in reason for reason in kernel.reasons)

@@ -61,8 +61,8 @@ def test_where_of_sequences(rows, stores):
 
 SHAPES = [
     ((4, 300, 64), (2, 300, 64)),
-    ((2, 1700, 128), (2, 150, 128)),
-    ((4, 200, 248), (2, 330, 248)),
+    ((1, 1700, 128), (1, 150, 128)),
+    ((2, 200, 248), (1, 330, 248)),
     ((3, 330, 64), (3, 190, 64)),
 ]
 MASKS = [{"causal": True}, {"window": (50, 10)}, {}, {"causal": True, "prefix": 40}]
@@ -102,7 +102,7 @@ def test_gradients_of_one_tile_of_keys(shape, shape_kv, options, schedule, monke
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("dim", quick([64, 256], 64))  # test_hopper_gradients_of_lengths.py has sequences of wide heads
 def test_rows_that_are_no_queries(dim, packed):
     """Of sequences with fewer queries than rows, and with queries that see no key: 0, whatever lies in memory."""
     rng, heads, rooms, used, keys = numpy.random.default_rng(0), 3, (300, 290, 40), (100, 290, 0), (60, 130, 30)

@@ -115,6 +115,7 @@ def test_gradients_in_float32_are_what_is_rounded_otherwise(dtype, arch, kernel,
         check_rounded(x, y)
 
 
+@pytest.mark.release  # three kernels that take long to build; the next test asks it of bwd_hopper
 def test_gradients_of_narrow_values_in_float32(schedule):
     """Where lanes store what TMA does otherwise, and where they are added to what is there."""
     inputs, asked = drawn("bfloat16", **NARROW_VALUES), {"arch": "90a", "kernel": "bwd_hopper_mla", "causal": True}
@@ -187,14 +188,14 @@ def test_gradients_that_are_summed_over_a_batch(arch, schedule):
         check_rounded(x, y)
 
 
-def test_strided_results_are_written_in_place():
+@pytest.mark.parametrize("arch", thinned(["80", "90a"], first=1))
+def test_strided_results_are_written_in_place(arch):
     q, k, v = drawn("float16", dim=64)
-    for arch in ("80", "90a"):
-        room = numpy.full((q.shape[-2] + 2, q.shape[0], 2 * 64), numpy.nan, numpy.float32)
-        out = room[1:-1, :, 64:].swapaxes(0, 1)
-        forward((q, k, v), True, arch=arch, given=(out, None))
-        check_rounded(out, forward((q, k, v), False, arch=arch)[1])
-        assert numpy.isnan(room[0]).all() and numpy.isnan(room[-1]).all() and numpy.isnan(room[:, :, :64]).all()
+    room = numpy.full((q.shape[-2] + 2, q.shape[0], 2 * 64), numpy.nan, numpy.float32)
+    out = room[1:-1, :, 64:].swapaxes(0, 1)
+    forward((q, k, v), True, arch=arch, given=(out, None))
+    check_rounded(out, forward((q, k, v), False, arch=arch)[1])
+    assert numpy.isnan(room[0]).all() and numpy.isnan(room[-1]).all() and numpy.isnan(room[:, :, :64]).all()
 
 
 def test_numpy_rounds_nothing():
@@ -231,8 +232,9 @@ def compiled(plan):
     assert all(kernel.stack_bytes == 0 for kernel in machine_code.read(report.code).values())
 
 
-@pytest.mark.parametrize("dim, len_q", [(128, 4096), *rarely((64, 4096), (128, 4), (256, 4096))])
-@pytest.mark.parametrize("arch, kernel", rarely_each(6, KERNELS))
+@pytest.mark.release  # the next test compiles a backward, whose results take more registers
+@pytest.mark.parametrize("dim, len_q", [(128, 4096), (64, 4096), (128, 4), (256, 4096)])
+@pytest.mark.parametrize("arch, kernel", KERNELS)
 def test_forward_kernels_do_not_spill(arch, kernel, dim, len_q):
     inputs = (numpy.zeros((1, heads, rows, dim), numpy.float16) for heads, rows in ((8, len_q), (2, 4096), (2, 4096)))
     options = {"backend": "host", "arch": arch, "kernel": kernel, "causal": len_q > 4, "return_lse": True}

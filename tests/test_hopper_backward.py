@@ -108,9 +108,12 @@ CASES = (
 NARROW = [case for case in CASES if max(case.dim, case.dim_v) <= 128 and not case.softcap and case.scale != -0.25]
 
 
-@both
-@pytest.mark.parametrize("case", thinned(CASES, keep=8), ids=str)
-def test_case(case, schedule, deterministic, schedule_as):
+OFTEN = [*product(CASES[::8][:2], MODES), (CASES[16], MODES[1])]  # for the last one takes long to build
+
+
+@pytest.mark.parametrize("case, mode", quick([*product(CASES, MODES)], *OFTEN, spread=True), ids=str)
+def test_case(case, mode, schedule_as):
+    schedule, deterministic = mode
     schedule_as(schedule)
     given = operands(case)
     judge(case, given, computed(planned(case, given, deterministic), given))

@@ -260,10 +260,9 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, dtype", quick(list(product(ASKED, ["float16", "bfloat16"])), ("packed", "bfloat16"), spread=True)
-)
-@pytest.mark.parametrize("in_order", quick([False, True], False))
+@pytest.mark.parametrize("name, dtype", list(product(ASKED, ["float16", "bfloat16"])))
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.release  # test_compile.py compiles a row of this kernel
 def test_no_spill(name, dtype, in_order):
     plan = plan_of(192, 128, dtype=dtype, **{"deterministic": in_order} | ASKED[name])
     assert plan.kernel.file == KERNEL
@@ -271,7 +270,8 @@ def test_no_spill(name, dtype, in_order):
     assert not report.warnings and {code.stack_bytes for code in read(report.code).values()} == {0}
 
 
-@pytest.mark.parametrize("deterministic", quick([False, True], False))
+@pytest.mark.release  # as those of the other kernels; test_host.py has a quick program with this sanitizer
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_address_sanitizer_finds_nothing(deterministic, monkeypatch):
     """Each array has memory of exactly its size."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SANITIZE", "address")

@@ -115,7 +115,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("schedule", thinned(SCHEDULES, first=1))
-@pytest.mark.parametrize("name", quick(ASKED, "window", "a power of two of a group"))
+@pytest.mark.parametrize("name", quick(ASKED, "a power of two of a group"))
 def test_right_and_the_same_bits_in_every_form(name, schedule, monkeypatch):
     """Packed, padded, alone, and with keys packed, padded and in pages, which lie beside poison."""
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)

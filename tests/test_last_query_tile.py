@@ -25,7 +25,7 @@ def planned(lens, dim, heads=1, **options):
 
 
 @pytest.mark.parametrize("length", [70, 256, 320, 900])
-@pytest.mark.parametrize("dim, options", quick(OF_SCORES, *OF_SCORES[:3], spread=True), ids=str)
+@pytest.mark.parametrize("dim, options", quick(OF_SCORES, *OF_SCORES[:2], spread=True), ids=str)
 def test_keys_that_are_read(dim, length, options):
     """Under a causal mask the first tile has what is left over of whole groups of 64 queries: a score may ask where they lie."""
     plan, arrays, given = planned((length,), dim, causal=True, **options)
@@ -43,7 +43,7 @@ def test_keys_that_are_read(dim, length, options):
 
 
 @pytest.mark.parametrize("follows", [numpy.nan, numpy.inf, 3e4, 0.0])
-@pytest.mark.parametrize("dim, options", quick(MASKED, *MASKED[:2], *MASKED[3:5], spread=True), ids=str)
+@pytest.mark.parametrize("dim, options", quick(MASKED, MASKED[0], *MASKED[3:5], spread=True), ids=str)
 def test_rows_behind_a_sequence_change_no_bit(dim, options, follows):
     """Whatever they are: whether a step looks for a maximum anew decides bits."""
     plan, (q, k, v), given = planned((300, 90), dim, heads=2, **({"causal": True} | options))

@@ -248,7 +248,7 @@ def test_a_warp_with_the_end_of_one_head_and_the_beginning_of_the_next():
     judged(plan, *inputs)
 
 
-@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (1600, 0)}], ids=str)
+@pytest.mark.parametrize("mask", thinned([{}, {"causal": True}, {"window": (1600, 0)}], keep=3, first=1), ids=str)
 def test_few_queries_on_many_keys_are_shared_by_blocks(mask):
     case = Case("float16", 7, 2000, dim=40, heads_q=6, heads_kv=3, **mask)
     inputs = make_inputs(case)
