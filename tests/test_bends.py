@@ -128,6 +128,7 @@ def test_alibi(beside, dim, schedule, bent):
     assert forward.expressions.bends == (dim > 64 or beside != "prefix") and backward.expressions.bends == (beside == "nothing")
 
 
+@pytest.mark.release  # test_hopper_backward.py has this tile, and others here have such terms
 def test_queries_whose_gradients_go_through_shared_memory(staged, schedule, bent):
     slopes, given = abs(SLOPES), normal("bfloat16", 300, 331, 64)  # whose forward is that of `test_alibi`
     _, backward = judged("bfloat16", {"alibi_slopes": slopes}, {"alibi_slopes": slopes}, WHERE, inputs_given=given)

@@ -29,6 +29,7 @@ def kernels_of_reads(dtype, dim, options, wrt):
     return plan_attention_backward(dout, q, k, v, dout, lse, backend="host", arch="90a", wrt=wrt, **options).kernels[1:]
 
 
+@pytest.mark.release  # tests below have a bias, slopes, factors and terms of queries, test_scores_on_kernels.py one of distances
 @pytest.mark.parametrize("asked", thinned(ASKED, keep=len(ASKED), first=2), ids=name_of)
 def test_arrays_of_scores(asked, schedule):
     example, besides, dim, dtype = asked

@@ -70,7 +70,8 @@ def test_two_at_once_on_sm_90a(two, schedule):
     assert kernel.file == "fwd_hopper" and kernel.config.SCORES != "UNCHANGED"
 
 
-@pytest.mark.parametrize("asked", thinned(product(BIASES, ("float16", "float32")), keep=6, first=1), ids="-".join)
+@pytest.mark.release  # test_staged_bias.py and test_read_hopper.py have biases and their gradients
+@pytest.mark.parametrize("asked", product(BIASES, ("float16", "float32")), ids="-".join)
 def test_biases(asked):
     shape, dtype = asked
     bias = BIASES[shape](numpy.random.default_rng(2)).astype(dtype)
