@@ -21,6 +21,7 @@ from cupy_flash.cli import main
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals, pipes and terminals are those of POSIX")
 ROOT = Path(__file__).parents[1]
 CHECK = ("check", "--backend", "numpy", "--dim", "40")
+WORKING = ["source", "8x100x64", "--file", "config.cuh"], [*CHECK, "--json"], ["trace"], ["cache", "list"]
 WITHOUT = """
 import sys
 class Absent:
@@ -80,12 +81,11 @@ def on_terminal(*arguments, columns=80, **changes):
     [
         (["plan", "8x100x64"], 0, ""),
         pytest.param(["plan", "8x100x64", "--backward", "--arch", "90a"], 0, "", marks=pytest.mark.release),
-        (["source", "8x100x64", "--file", "config.cuh"], 0, ""),
         (["compile"], 1, 'install them with: pip install "cupy-cuda12x[ctk]" (or cupy-cuda13x)'),
         (["bench"], 1, 'bench needs CuPy: pip install "cupy-cuda12x[ctk]"'),
         (["bench", "--plot", "x.png"], 1, "--plot needs Matplotlib: pip install matplotlib"),
         (["check", "--backend", "cuda"], 1, 'backend cuda needs CuPy: pip install "cupy-cuda12x[ctk]"'),
-        *(pytest.param(works, 0, "", marks=pytest.mark.release) for works in ([*CHECK, "--json"], ["trace"], ["cache", "list"])),
+        *(pytest.param(works, 0, "", marks=pytest.mark.release) for works in WORKING),
     ],
     ids=str,
 )
@@ -157,8 +157,9 @@ def test_a_table_fits_the_terminal():
     assert "float16-h7x1-q61-k97-d40-top_left" in wide and "…" not in wide
 
 
-def test_in_a_pipe_a_table_is_whole_and_plain():
+def test_in_a_pipe_a_table_is_whole_and_plain_and_progress_is_lines():
     done = subprocess.run(command(*CHECK), capture_output=True, text=True, env=environment())
+    assert done.stderr == "running cases: 0 of 2\nrunning cases: 2 of 2\n"
     assert "float16-h7x1-q61-k97-d40-top_left" in done.stdout and "\x1b" not in done.stdout + done.stderr
     done = subprocess.run(command(*CHECK), capture_output=True, text=True, env=environment(COLUMNS="60"))
     assert max(map(len, done.stdout.splitlines())) <= 60
@@ -174,11 +175,6 @@ def test_colours_and_bars_are_for_terminals_that_want_them():
     assert not COLOUR.search(on_terminal("doctor", CXX="false", NO_COLOR="1")[0])
     text, _ = on_terminal(*CHECK, TERM="dumb")
     assert "\x1b" not in text and "\r" not in text.replace("\r\n", "") and "running cases: 2 of 2" in text
-
-
-def test_progress_in_a_file_is_plain_lines():
-    done = subprocess.run(command(*CHECK), capture_output=True, text=True, env=environment())
-    assert done.stderr == "running cases: 0 of 2\nrunning cases: 2 of 2\n"
 
 
 @pytest.mark.release
