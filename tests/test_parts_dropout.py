@@ -95,6 +95,7 @@ def test_pairs_are_those_of_the_mask(p):
         numpy.testing.assert_array_equal(dv != 0, kept[:, :, :64].swapaxes(2, 3))
 
 
+@pytest.mark.release  # a mask is quick without dropout, and dropout without a mask
 def test_a_mask_beside():
     operands = drawn(64, 2)
     rng = numpy.random.default_rng(3)
