@@ -138,8 +138,9 @@ def test_queries_whose_gradients_go_through_shared_memory(staged, schedule, bent
 LENS = [(300, 300), (1, 200), (150, 40), (0, 7), (64, 64), (90, 0), (257, 700)]
 
 
-@pytest.mark.parametrize("kind", ["packed", pytest.param("padded", marks=pytest.mark.release)])
-@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.release), pytest.param(256, marks=pytest.mark.release)])
+@pytest.mark.release  # other terms of sequences are quick, as slopes in test_hopper_gradients_of_lengths.py
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_sequences(kind, dim, schedule):
     sequences, slopes = Ragged(LENS, (HEADS, HEADS_KV), dim), numpy.arange(1, HEADS + 1) / 8
     text = "score - (h + 1) / 8 * abs(q_idx + kv_len - q_len - kv_idx)"

@@ -84,11 +84,9 @@ def check(plan):
     assert set(plan.entries) <= set(entries) and not any(code.stack_bytes for code in entries.values())
 
 
-QUICK = [("causal, sequences and dropout", 64)]
-
-
-@pytest.mark.parametrize("precision", thinned(["ieee", "tf32"]))
-@pytest.mark.parametrize("name, dim", quick([*product(ASKED, DIMS)], *QUICK, spread=True))
+@pytest.mark.release  # the next test compiles this kernel beside a bias, which takes registers
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("name, dim", [*product(ASKED, DIMS)])
 def test_nothing_spills(name, dim, precision):
     plan = planned(dim, dim, **ASKED[name], precision=precision)
     found, explicit, lengths = plan.config, "softcap" in name or "scale" in name, "sequences" in name

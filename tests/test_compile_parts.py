@@ -65,8 +65,9 @@ BESIDE = {"sequences": LENGTHS, "dropout": DROPOUT, "sequences and dropout": LEN
 DIMS_BESIDE = (64, 96, 128)
 
 
-@pytest.mark.parametrize("precision, dim", quick([*product(("ieee", "tf32"), DIMS)], ("ieee", 112), spread=True))
-@pytest.mark.parametrize("name", quick([*ASKED], "bias"))
+@pytest.mark.release  # the next test compiles a softcap
+@pytest.mark.parametrize("precision, dim", [*product(("ieee", "tf32"), DIMS)])
+@pytest.mark.parametrize("name", [*ASKED])
 def test_nothing_spills(name, dim, precision):
     for split in (False, True):
         check(ASKED[name], dim, precision, split)

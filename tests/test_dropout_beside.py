@@ -30,6 +30,7 @@ def schedule(request, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
 
 
+@pytest.mark.release  # the quick case of test_sequences_with_bias.py has both
 @pytest.mark.parametrize("case", quick(OF_BIAS, *QUICK_BIAS), ids=str)
 def test_a_bias(case, schedule):
     (dim, dtype), ends, shape = case

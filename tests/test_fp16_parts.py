@@ -293,6 +293,7 @@ def test_scores_of_tf32_are_as_near_as_those_of_fwd_v2(name):
     assert own < 3 * other + 2**-13 * size
 
 
+@pytest.mark.release  # as of gradients: see test_gradient_parts_scores.py
 def test_a_mask_keeps_its_tiles():
     operands, asked = scored("documents", 64)
     mask = TileMask(asked["mask"], asked["arrays"])

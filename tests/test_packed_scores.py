@@ -45,6 +45,7 @@ def test_scores(asked, schedule):
     on_host(kind, lengths, {"score": example.text, "arrays": arrays}, {"score": score})
 
 
+@pytest.mark.release  # test_packed_scores_hopper.py has each alone, and the next test masks
 @pytest.mark.parametrize("asked", thinned(list(product(LENGTHS, KINDS)), keep=12, first=6), ids=named)
 def test_bias_alibi_and_a_causal_mask(asked, schedule):
     (len_q, len_kv), kind = asked

@@ -78,7 +78,7 @@ def test_biases(asked):
     on_host(("90a", "float16"), {"bias": bias}, {"bias": bias}, "bias")
 
 
-@pytest.mark.release  # test_packed_scores.py asks it where heads share a tile
+@pytest.mark.release  # test_read_hopper_walks.py has slopes with a window
 def test_alibi_with_a_window():
     slopes = numpy.array([0.5, 0.25, 0.125, 0.0625], numpy.float32)
     shift = LEN_KV - LEN_Q

@@ -187,7 +187,7 @@ def test_edges_of_float32_are_right(arch, dtype, schedule, monkeypatch):
         assert verdict.ok, (options, verdict.message)
 
 
-@pytest.mark.parametrize(("arch", "dtype"), quick(EVERYWHERE, EVERYWHERE[0], *EVERYWHERE[2:], spread=True))
+@pytest.mark.parametrize(("arch", "dtype"), quick(EVERYWHERE, *EVERYWHERE[::2], spread=True))
 @pytest.mark.parametrize("scale", quick([1e10, 1e38, MAX, -MAX], 1e38, -MAX))
 def test_a_score_of_any_size_is_not_lost(arch, dtype, scale):
     """A row that picks one key: its scores are so far apart that nothing else is left, and the value of that key is the result."""

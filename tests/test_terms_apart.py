@@ -118,6 +118,7 @@ def test_gradients_of_factors(schedule):
     check("SCALED", "bfloat16, 128", "causal", {"score": "score * t[b, h]", "arrays": {"t": FACTORS}}, {"score": hand}, wrt="t")
 
 
+@pytest.mark.release  # test_staged_bias.py has terms as large in a row and in all
 def test_a_term_of_a_whole_row_that_is_large(schedule):
     # No float32 holds -1e9 and a score, but a row of such is as if nothing had been added.
     q, k, v, _ = inputs("float16", 40, len_q=70)

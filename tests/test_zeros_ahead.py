@@ -32,7 +32,7 @@ CASES = [
     ((9, 1700, 128), (9, 300, 128), {"deterministic": True}),
     ((5, 4, 200, 192), (5, 2, 300, 192), {"deterministic": True}),
 ]
-OFTEN = [(*CASES[0], "eager"), (*CASES[-1], "deferred")]  # for wide heads see `test_zeros`
+OFTEN = [(*CASES[0], "eager")]  # for wide heads see `test_zeros`
 
 
 @pytest.mark.parametrize(
