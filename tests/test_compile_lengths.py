@@ -13,10 +13,8 @@ from cupy_flash.plan.tuning import WIDTHS
 from cupy_flash.problem.arrays import DTYPES
 
 LENS, OFFSETS = numpy.array([100, 7]), numpy.array([0, 100, 128])
-WAYS = ("packed", "paged", "heads together", "heads together, paged", "heads together, split", "split, paged", "backward")
-QUICK = {("90a", "float16", 128, "split, paged")}  # of bwd_hopper a backward is quick
-# Bytes where no tile that was tried has fewer.
-SPILLS = dict.fromkeys([(architecture, "float32", 256, "heads together, split") for architecture in ("100", "120")], 8)
+WAYS = ("packed", "paged", "few queries", "few queries, paged", "backward")  # few: heads of a group together, in splits
+QUICK = {("90a", "float16", 128, "few queries, paged")}  # of bwd_hopper a backward is quick
 
 
 def plan_for(architecture, dtype, dim, way):
@@ -27,14 +25,13 @@ def plan_for(architecture, dtype, dim, way):
         lse = numpy.zeros((4, 128), numpy.float32)
         options |= {"cu_seqlens_q": OFFSETS, "cu_seqlens_kv": OFFSETS}
         return plan_attention_backward(packed, packed, packed[:2], packed[:2], packed, lse, **options)
-    q = numpy.zeros((2, 4, 3, dim), DTYPES[dtype]) if "heads" in way else packed
-    options |= {} if "heads" in way else {"cu_seqlens_q": OFFSETS}
-    if "split" in way:
-        q, options = numpy.zeros((2, 4, 3, dim), DTYPES[dtype]), {name: x for name, x in options.items() if "cu_" not in name}
+    few = "few queries" in way
+    q = numpy.zeros((2, 4, 3, dim), DTYPES[dtype]) if few else packed
+    options |= {} if few else {"cu_seqlens_q": OFFSETS}
     if "paged" in way:
-        options |= {"seqlens_kv": LENS, "pages": numpy.zeros((2, 140 if "split" in way else 7), numpy.int32)}
+        options |= {"seqlens_kv": LENS, "pages": numpy.zeros((2, 140 if few else 7), numpy.int32)}
         return plan_attention(q, pages, pages, **options)
-    k = numpy.zeros((2, 2, 2200 if "split" in way else 128, dim), DTYPES[dtype])
+    k = numpy.zeros((2, 2, 2200 if few else 128, dim), DTYPES[dtype])
     return plan_attention(q, k, k, seqlens_kv=LENS, **options)
 
 
@@ -105,6 +102,9 @@ def settings_of_hopper():
 
 BY_BWD_V2 = {(192, "ranges"), (256, "ranges"), (256, "bias, mask")}
 
+# Bytes that uniform registers lack: the tile that a block has, read again before and behind its query tiles, not for each of them.
+OF_A_WORK_TILE = {(96, "bias", "backward"): 16, (128, "bias", "backward"): 8, (192, "bias, mask", "backward"): 8}
+
 
 @pytest.mark.parametrize("dtype, dim, asked, way", list(settings_of_hopper()))
 def test_no_spill_in_hopper_kernels(dtype, dim, asked, way):
@@ -127,8 +127,9 @@ def test_no_spill_in_hopper_kernels(dtype, dim, asked, way):
     code, log = nvrtc.compile_plan(kernel)
     assert kernel.config.VARLEN and "C75" not in log
     both_gradients = kernel.file == "bwd_hopper" and kernel.config.WIDTH == 128 and dtype == "float16"
-    of_both_gradients = 8 * (asked == "softcap" and both_gradients)  # as in test_compile_scores.py
-    assert all(read(code)[entry].stack_bytes <= of_both_gradients for entry in kernel.entries)
+    allowed = 8 * (asked == "softcap" and both_gradients)  # as in test_compile_scores.py
+    allowed += OF_A_WORK_TILE.get((dim, asked, way), 0)
+    assert all(read(code)[entry].stack_bytes <= allowed for entry in kernel.entries)
 
 
 def settings_of_pages():
@@ -211,8 +212,8 @@ def test_no_spill(architecture, dtype, dim, way):
         assert "shared memory" in str(error) and (architecture, dtype, dim, way) == ("75", "float32", 256, "backward")
         return
     c = kernel.config
-    assert c.VARLEN and ("paged" in way) == c.PAGED and ("split" in way) == c.SPLIT_KV and ("heads" not in way or c.PACK_GQA)
+    few = "few queries" in way
+    assert c.VARLEN and ("paged" in way) == c.PAGED and few == c.SPLIT_KV and (c.PACK_GQA or not few)
     code, log = nvrtc.compile_plan(kernel)
-    found = {entry: read(code)[entry].stack_bytes for entry in kernel.entries}
-    assert "C75" not in log
-    assert found == dict.fromkeys(kernel.entries, 0) | {kernel.file: SPILLS.get((architecture, dtype, dim, way), 0)}
+    allowed = 8 * ((architecture, dtype, dim, way) == ("120", "float32", 256, "few queries"))  # no tile that was tried has fewer
+    assert "C75" not in log and all(read(code)[entry].stack_bytes <= allowed for entry in kernel.entries)
