@@ -131,6 +131,7 @@ KERNEL(THREADS, MIN_BLOCKS) bwd_scores(GRID_CONSTANT ScoreGradientParams p) {
 
 KERNEL(THREADS, 1) bwd_scores_add(GRID_CONSTANT ScoreGradientParams p) {
   if constexpr (OF_DISTANCE) add_diagonals(p);
+  else if constexpr (OF_QUERY && OF_KEY && !SCATTERED) add_partials_of_pairs(p);
   else if constexpr (!SCATTERED) add_partials(p);
 }
 

@@ -213,6 +213,7 @@ KERNEL(THREADS, 1) bwd_scores_hopper(GRID_CONSTANT HopperScoreGradientParams p) 
 
 KERNEL(THREADS, 1) bwd_scores_hopper_add(GRID_CONSTANT HopperScoreGradientParams p) {
   if constexpr (OF_DISTANCE) add_diagonals(p);
+  else if constexpr (OF_QUERY && OF_KEY && !SCATTERED) add_partials_of_pairs(p);
   else if constexpr (!SCATTERED) add_partials(p);
 }
 

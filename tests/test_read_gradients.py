@@ -8,6 +8,7 @@ from thinned import quick, thinned
 from cupy_flash import UnsupportedError, attention, attention_backward, attention_vjp, plan_attention_backward
 from cupy_flash.machine import host
 from cupy_flash.plan import read_gradients
+from cupy_flash.plan.kernel import ADDED_OF_PAIRS
 from cupy_flash.problem import read_gradients as problem_read_gradients
 
 # Every way to share an element, of arrays that are read in one order and in any.
@@ -283,9 +284,24 @@ def test_a_workspace_is_as_large_as_sums_that_blocks_share():
     sizes = dict(plan.workspace.parts)
     assert sizes["partials"] == 4 * 4 * 64 * 64 * (read_gradients.MOST_BLOCKS // 4)
     blocks = {launch.entry: launch.blocks for launch in plan.launches}
-    assert blocks["bwd_scores"] == read_gradients.MOST_BLOCKS and blocks["bwd_scores_add"] == 4 * 64 * 64 // 32
+    assert blocks["bwd_scores"] == read_gradients.MOST_BLOCKS and blocks["bwd_scores_add"] == 4 * 64 * 64 // ADDED_OF_PAIRS
     alone = plan_attention_backward(dout, q, q, q, q, lse, backend="host", bias=normal(300, 4, 64, 64), wrt="bias")
     assert "partials" not in alone.workspace.names  # each sum is of one block
+
+
+@pytest.mark.parametrize("arch, dtype", quick([("90a", "float16"), ("80", "float32")], ("90a", "float16"), spread=True))
+def test_few_parts_are_added_up_by_a_warp_and_many_by_a_block(arch, dtype):
+    """The gradient of a bias that all batch elements and heads share is the sum of what it would be if each had its own."""
+    for batch in (read_gradients.FEW_PARTS // 2, read_gradients.FEW_PARTS // 2 + 1):  # two heads each have a part of the one unit
+        q, k, dout = (normal(batch, 2, rows, 16, dtype=dtype) for rows in (20, 27, 20))
+        bias, parts = normal(20, 27), 2 * batch
+        plan, given, operands = planned((q, k, k, dout), "bias", arch, bias=bias)
+        (adding,) = (launch.blocks for launch in plan.launches if launch.entry == f"{plan.kernels[1].file}_add")
+        sums, warps = dict(plan.workspace.parts)["partials"] // 4 // parts, plan.kernels[1].config.WARPS
+        by_warps = sums // ADDED_OF_PAIRS
+        assert adding == (by_warps if parts > read_gradients.FEW_PARTS else -(-by_warps // warps))
+        own = attention_backward(*given, bias=numpy.broadcast_to(bias, (batch, 2, 20, 27)), wrt="bias").dbias
+        agree({"bias": (plan(*given, **operands).dbias, own.sum((0, 1)))})
 
 
 @pytest.mark.release

@@ -66,6 +66,11 @@ class ExpressionText:
         return bool(self.bend)
 
     @property
+    def of_pairs(self) -> bool:
+        """Whether what a gradient is of has elements of a query and a key."""
+        return {("OF_QUERY", "true"), ("OF_KEY", "true")} <= set(self.constants)
+
+    @property
     def has_key_term(self) -> bool:
         """Whether a term of the key alone is added beside a bias."""
         return bool(self.key_term)

@@ -37,6 +37,7 @@ PARAMS = {
     "fp16_parts": "Fp16PartsParams",
 }
 VARLEN_PARAMS = {"fwd_hopper": "HopperVarlenParams"}  # in place of these, for sequences of their own lengths
+ADDED_OF_PAIRS = 4 * 32  # sums that a warp adds up where they belong to pairs, as the header has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class KernelPlan:
         if self.file == "bwd_scores":
             tiles, stats = itemsize * 2 * (c.TILE_Q + c.TILE_KV) * c.WIDTH, 2 * c.TILE_Q * 4  # Q, dO, K and V
             folded = c.VARLEN * 4 * c.WARPS * c.TILE_KV  # sums of rows beyond an array
-            main, add = c.STAGES * (tiles + stats) + folded, 4 * 32 * c.WARPS
+            main, add = c.STAGES * (tiles + stats) + folded, 4 * c.WARPS * (ADDED_OF_PAIRS if self.expressions.of_pairs else 32)
             of_blocks = {"bwd_scores": main, "bwd_scores_add": add, "bwd_scores_gather": add}
             return {"bwd_scores_clear": 0} | of_blocks | {"bwd_scores_store": 0}
         if self.file == "bwd_scores_hopper":
@@ -168,10 +169,10 @@ class KernelPlan:
             bias, stats = 128 * c.TILE_Q * -(-c.TILE_KV // 64), (c.STAGES // 2 + 1) * 2 * c.TILE_Q * 4
             biases = c.STAGED_BIAS * (2 if c.WIDTH <= 64 else 1)
             main = c.STAGES * operands + biases * bias + stats + 8 * 2 * (c.STAGES + biases)
-            add = {f"{self.file}_add": 4 * 32 * c.WARPS}
+            add = {f"{self.file}_add": 4 * c.WARPS * (ADDED_OF_PAIRS if self.expressions.of_pairs else 32)}
             if ("ONE_BIAS", "true") in self.expressions.constants:
                 return {self.file: main} | add
-            gather = {f"{self.file}_gather": 4 * 32 * c.WARPS, f"{self.file}_store": 0}
+            gather = {f"{self.file}_gather": add[f"{self.file}_add"], f"{self.file}_store": 0}
             return {f"{self.file}_clear": 0, self.file: main} | add | gather
         if self.file == "fwd_hopper":
             panels, panels_v = (max(c.FP16_PARTS, 1) * -(-width // 64) for width in (c.WIDTH, c.WIDTH_V))  # 128 bytes a row

@@ -19,7 +19,7 @@ from .explicit_scores import explicit_scores
 from .expression_text import ExpressionText, Pressure
 from .expressions import ELEMENTS, distance_tree, written
 from .hoisting import EXACT, places_as_floats
-from .kernel import KernelPlan, configure, kind_of_sinks, taken_apart, text_of
+from .kernel import ADDED_OF_PAIRS, KernelPlan, configure, kind_of_sinks, taken_apart, text_of
 from .launch import Launch, checked
 from .params import read_gradient_params
 from .read_hopper import FILE as HOPPER
@@ -37,6 +37,7 @@ MOST_BLOCKS = 2 * 132  # of units that blocks share: two for each multiprocessor
 # Blocks a multiprocessor, that take one unit after the other: more than run at once, so that none is waited for long. Of
 # bwd_scores_hopper one runs, and loads what the next unit takes beneath the last.
 AT_A_TIME, OF_HOPPER = 8, 1
+FEW_PARTS = 32  # of sums of pairs, of which a warp adds up all, as the header has it
 ONE = Literal(1.0)
 FLAGS = ("of_query", "of_key", "of_distance", "gathered", "scattered", "by_score", "clamped")  # of a part, which its text states
 
@@ -194,7 +195,7 @@ def _units(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan) -> 
 
 def _launches(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan, units: int, splits: int) -> tuple[Launch, ...]:
     sweep = -(-part.elements // kernel.threads)
-    adding = units * -(-_sums_of_unit(part, kernel) // 32) * (_parts(part, kernel, splits) > 0)
+    adding = _blocks_that_add(part, kernel, units, splits)
     if part.of_distance:
         distances = problem.forward.len_q + problem.forward.len_kv - 1
         adding = part.places // max(distances, 1) * -(-distances // 32)
@@ -211,6 +212,15 @@ def _launches(problem: BackwardProblem, part: ReadGradient, kernel: KernelPlan, 
         blocks = {entry: blocks[entry.replace(HOPPER, FILE)] for entry in kernel.entries}
     in_turn = {FILE: AT_A_TIME, HOPPER: OF_HOPPER}
     return tuple(checked(Launch(entry, blocks[entry], shared, in_turn.get(entry))) for entry, shared in kernel.entries.items())
+
+
+def _blocks_that_add(part: ReadGradient, kernel: KernelPlan, units: int, splits: int) -> int:
+    """Blocks that add up partial sums: of the sums that a warp has, or of pairs with few parts, of those of all its warps."""
+    if not _parts(part, kernel, splits):
+        return 0
+    of_pairs = part.of_query and part.of_key
+    warps = units * -(-_sums_of_unit(part, kernel) // (ADDED_OF_PAIRS if of_pairs else 32))
+    return -(-warps // kernel.config.WARPS) if of_pairs and splits <= FEW_PARTS else warps
 
 
 def _parts(part: ReadGradient, kernel: KernelPlan, splits: int) -> int:

@@ -284,6 +284,7 @@ template <int M> OP void load(RowVec<M>& rows, const float* src) {
 }
 
 OP float read(const float* from) { count_read(sizeof(float)); return *from; }
+template <int BYTES> OP Vector<BYTES> read_vector(const float* from) { count_read(BYTES); return *reinterpret_cast<const Vector<BYTES>*>(from); }
 template <typename T> OP void write(T* to, float value) { count_written(sizeof(T)); *to = from_float<T>(value); }
 
 template <int BYTES> OP float element_of(const Vector<BYTES>& granule, int i) {

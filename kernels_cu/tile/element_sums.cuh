@@ -106,6 +106,21 @@ template <typename T> OP void write_two(T* to, float first, float second) {
   *reinterpret_cast<Two<T>*>(to) = {{from_float<T>(first), from_float<T>(second)}};
 }
 
+// The same of the pairs of a query with a key and the next one, which are written at once where that is at an even place.
+OP void put_two(const ScoreGradientParams& p, i64 offset_of_row, int q_idx, int kv_idx, float first, float second) {
+  const bool dense = !GATHERED && !p.through_sums && p.gradient.col_stride == 1;
+  const i64 element = offset_of_row + kv_idx * p.gradient.col_stride;
+  if (dense && exists(p, q_idx, kv_idx + 1) && element % 2 == 0) {
+    write_two(static_cast<GradientElement*>(p.gradient.data) + element, first, second);
+    return;
+  }
+  #pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (!exists(p, q_idx, kv_idx + i)) continue;
+    if (GATHERED) write(p.places + element + i * p.gradient.col_stride, i == 0 ? first : second);
+    else put_element(p, element + i * p.gradient.col_stride, i == 0 ? first : second);
+  }
+}
 // The same for all pairs of a unit: where the elements of a row begin is found once.
 template <int M, int N> OP void put_sums(const ScoreGradientParams& p, const PairCursor& unit, const Acc<M, N>& acc, int row0) {
   const int first_row = unit.q_tile * TILE_Q + row0, first_col = unit.kv_tile * TILE_KV;
@@ -113,22 +128,9 @@ template <int M, int N> OP void put_sums(const ScoreGradientParams& p, const Pai
     i64 offset[M / 8];
     #pragma unroll
     for (int slot = 0; slot < M / 8; ++slot) offset[slot] = p.first_element + offset_of_query(p, unit, first_row + RowVec<M>::row(l, slot));
-    const bool dense = !GATHERED && !p.through_sums && p.gradient.col_stride == 1; // neighbours are written at once, where that is at an even place
     #pragma unroll
-    for (int r = 0; r < acc.regs; r += 2) {
-      const int q_idx = first_row + acc.row(l, r), kv_idx = first_col + acc.col(l, r);
-      const i64 element = offset[acc.slot(r)] + kv_idx * p.gradient.col_stride;
-      if (dense && exists(p, q_idx, kv_idx + 1) && element % 2 == 0) {
-        write_two(static_cast<GradientElement*>(p.gradient.data) + element, acc.at(l, r), acc.at(l, r + 1));
-        continue;
-      }
-      #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (!exists(p, q_idx, kv_idx + i)) continue;
-        if (GATHERED) write(p.places + element + i * p.gradient.col_stride, acc.at(l, r + i));
-        else put_element(p, element + i * p.gradient.col_stride, acc.at(l, r + i));
-      }
-    }
+    for (int r = 0; r < acc.regs; r += 2)
+      put_two(p, offset[acc.slot(r)], first_row + acc.row(l, r), first_col + acc.col(l, r), acc.at(l, r), acc.at(l, r + 1));
   }
 }
 
@@ -154,23 +156,30 @@ template <typename Sums> OP void end_unit(const ScoreGradientParams& p, const Su
   }
 }
 
-// The sum of what each warp of a block has, in their order: each lane's own, or with ONE that of all lanes. It is for the first warp alone.
-constexpr int ADD_BYTES = 32 * WARPS * int(sizeof(float));
-template <bool ONE> OP void add_warps(Regs<float, 1>& sum) {
+// The sums of what each warp of a block has, in their order: each lane's own, or with ONE that of all lanes. They are for the first warp alone.
+constexpr int SUMS_OF_LANE = 4;                               // of pairs
+constexpr int ADD_BYTES = 32 * WARPS * (OF_QUERY && OF_KEY ? SUMS_OF_LANE : 1) * int(sizeof(float));
+template <bool ONE, int N> OP void add_warps(Regs<float, N>& sums) {
   const int own = warp_id();                                  // asked by all lanes: it is a shuffle
   const SharedAddress smem = shared_memory();
-  if (ONE) reduce_lanes<32>(sum, [](float a, float b) { return a + b; });
-  for_lane(l) store_shared(smem + (own * 32 + l) * int(sizeof(float)), sum.at(l, 0));
+  if (ONE) reduce_lanes<32>(sums, [](float a, float b) { return a + b; });
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < N; ++i) store_shared(smem + ((i * WARPS + own) * 32 + l) * int(sizeof(float)), sums.at(l, i));
+  }
   sync_block();                                               // without it sums are read that have not been written
   for_lane(l) {
-    sum.at(l, 0) = 0.f;
-    for (int warp = 0; warp < WARPS; ++warp) sum.at(l, 0) += load_shared<float>(smem + (warp * 32 + l) * int(sizeof(float)));
+    #pragma unroll
+    for (int i = 0; i < N; ++i) {
+      sums.at(l, i) = 0.f;
+      for (int warp = 0; warp < WARPS; ++warp) sums.at(l, i) += load_shared<float>(smem + ((i * WARPS + warp) * 32 + l) * int(sizeof(float)));
+    }
   }
 }
 
 // 32 sums of a unit from their parts, by a block whose warps add up parts in turn.
-constexpr int GROUPS_OF_UNIT = ceil_div(UNIT_SUMS, 32);
 OP void add_partials(const ScoreGradientParams& p) {
+  constexpr int GROUPS_OF_UNIT = ceil_div(UNIT_SUMS, 32);
   const int own = warp_id();
   const u32 unit_number = block_id() / GROUPS_OF_UNIT, parts = p.splits * PARTS_OF_BLOCK;
   const int first = int(block_id() % GROUPS_OF_UNIT) * 32;
@@ -190,6 +199,42 @@ OP void add_partials(const ScoreGradientParams& p) {
   for_lane(l) {
     const int i = first + l, cols = HAS_COLS ? TILE_KV : 1;
     if (i < UNIT_SUMS) put_sum(p, unit, i / cols, i % cols, sum.at(l, 0));
+  }
+}
+
+// The same of pairs, which are many: four for each lane, of a query and keys side by side. Where parts are few, a warp adds up all of them, and
+// no block waits for its warps.
+constexpr u32 FEW_PARTS = 32;                                 // the planner has as many blocks
+OP void add_partials_of_pairs(const ScoreGradientParams& p) {
+  constexpr int SUMS_OF_WARP = 32 * SUMS_OF_LANE, GROUPS_OF_UNIT = ceil_div(UNIT_SUMS, SUMS_OF_WARP);
+  static_assert(!(OF_QUERY && OF_KEY) || (UNIT_SUMS % SUMS_OF_WARP == 0 && TILE_KV % SUMS_OF_LANE == 0), "each lane has sums of one query");
+  const bool few = p.splits <= FEW_PARTS;
+  const int own = warp_id();
+  const u32 group = few ? block_id() * WARPS + own : block_id(), unit_number = group / GROUPS_OF_UNIT;
+  if (unit_number * p.splits >= p.parts) return;              // few: of the last block, a warp that is left over
+  const int first = int(group % GROUPS_OF_UNIT) * SUMS_OF_WARP;
+  const float* const partials = p.partials + i64(unit_number) * p.splits * UNIT_SUMS;
+  Regs<float, SUMS_OF_LANE> sums;
+  for_lane(l) {
+    #pragma unroll
+    for (int i = 0; i < SUMS_OF_LANE; ++i) sums.at(l, i) = 0.f;
+    #pragma unroll 8
+    for (u32 part = few ? 0 : own; part < p.splits; part += few ? 1 : WARPS) {
+      const auto four = read_vector<4 * SUMS_OF_LANE>(partials + i64(part) * UNIT_SUMS + first + l * SUMS_OF_LANE);
+      #pragma unroll
+      for (int i = 0; i < SUMS_OF_LANE; ++i) sums.at(l, i) += bits_float(four.words[i]);
+    }
+  }
+  if (!few) {
+    add_warps<false>(sums);
+    if (own > 0) return;
+  }
+  const PairCursor unit = unit_of(p, unit_number);
+  for_lane(l) {
+    const int i = first + l * SUMS_OF_LANE, q_idx = unit.q_tile * TILE_Q + i / TILE_KV, kv_idx = unit.kv_tile * TILE_KV + i % TILE_KV;
+    const i64 offset = p.first_element + offset_of_query(p, unit, q_idx);
+    #pragma unroll
+    for (int two = 0; two < SUMS_OF_LANE; two += 2) put_two(p, offset, q_idx, kv_idx + two, sums.at(l, two), sums.at(l, two + 1));
   }
 }
 
