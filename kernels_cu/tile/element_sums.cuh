@@ -156,24 +156,18 @@ template <typename Sums> OP void end_unit(const ScoreGradientParams& p, const Su
   }
 }
 
-// The sums of what each warp of a block has, in their order: each lane's own, or with ONE that of all lanes. They are for the first warp alone.
+// The sum of what each warp of a block has, in their order: each lane's own, or with ONE that of all lanes. It is for the first warp alone.
 constexpr int SUMS_OF_LANE = 4;                               // of pairs
 constexpr int ADD_BYTES = 32 * WARPS * (OF_QUERY && OF_KEY ? SUMS_OF_LANE : 1) * int(sizeof(float));
-template <bool ONE, int N> OP void add_warps(Regs<float, N>& sums) {
+template <bool ONE> OP void add_warps(Regs<float, 1>& sum) {
   const int own = warp_id();                                  // asked by all lanes: it is a shuffle
   const SharedAddress smem = shared_memory();
-  if (ONE) reduce_lanes<32>(sums, [](float a, float b) { return a + b; });
-  for_lane(l) {
-    #pragma unroll
-    for (int i = 0; i < N; ++i) store_shared(smem + ((i * WARPS + own) * 32 + l) * int(sizeof(float)), sums.at(l, i));
-  }
+  if (ONE) reduce_lanes<32>(sum, [](float a, float b) { return a + b; });
+  for_lane(l) store_shared(smem + (own * 32 + l) * int(sizeof(float)), sum.at(l, 0));
   sync_block();                                               // without it sums are read that have not been written
   for_lane(l) {
-    #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      sums.at(l, i) = 0.f;
-      for (int warp = 0; warp < WARPS; ++warp) sums.at(l, i) += load_shared<float>(smem + ((i * WARPS + warp) * 32 + l) * int(sizeof(float)));
-    }
+    sum.at(l, 0) = 0.f;
+    for (int warp = 0; warp < WARPS; ++warp) sum.at(l, 0) += load_shared<float>(smem + (warp * 32 + l) * int(sizeof(float)));
   }
 }
 
@@ -203,38 +197,45 @@ OP void add_partials(const ScoreGradientParams& p) {
 }
 
 // The same of pairs, which are many: four for each lane, of a query and keys side by side. Where parts are few, a warp adds up all of them, and
-// no block waits for its warps.
+// no block waits for its warps; what those of a block have is added up by the first ones, a sum for each lane.
 constexpr u32 FEW_PARTS = 32;                                 // the planner has as many blocks
 OP void add_partials_of_pairs(const ScoreGradientParams& p) {
   constexpr int SUMS_OF_WARP = 32 * SUMS_OF_LANE, GROUPS_OF_UNIT = ceil_div(UNIT_SUMS, SUMS_OF_WARP);
   static_assert(!(OF_QUERY && OF_KEY) || (UNIT_SUMS % SUMS_OF_WARP == 0 && TILE_KV % SUMS_OF_LANE == 0), "each lane has sums of one query");
+  static_assert(WARPS >= SUMS_OF_LANE, "a warp for each 32 sums");
   const bool few = p.splits <= FEW_PARTS;
   const int own = warp_id();
   const u32 group = few ? block_id() * WARPS + own : block_id(), unit_number = group / GROUPS_OF_UNIT;
   if (unit_number * p.splits >= p.parts) return;              // few: of the last block, a warp that is left over
-  const int first = int(group % GROUPS_OF_UNIT) * SUMS_OF_WARP;
+  const PairCursor unit = unit_of(p, unit_number);
+  const int first = int(group % GROUPS_OF_UNIT) * SUMS_OF_WARP, row0 = unit.q_tile * TILE_Q, col0 = unit.kv_tile * TILE_KV;
   const float* const partials = p.partials + i64(unit_number) * p.splits * UNIT_SUMS;
-  Regs<float, SUMS_OF_LANE> sums;
+  const SharedAddress smem = shared_memory();
   for_lane(l) {
-    #pragma unroll
-    for (int i = 0; i < SUMS_OF_LANE; ++i) sums.at(l, i) = 0.f;
+    const int i = first + l * SUMS_OF_LANE, q_idx = row0 + i / TILE_KV, kv_idx = col0 + i % TILE_KV;
+    Vector<16> sums{};
     #pragma unroll 8
     for (u32 part = few ? 0 : own; part < p.splits; part += few ? 1 : WARPS) {
-      const auto four = read_vector<4 * SUMS_OF_LANE>(partials + i64(part) * UNIT_SUMS + first + l * SUMS_OF_LANE);
+      const auto more = read_vector<16>(partials + i64(part) * UNIT_SUMS + i);
       #pragma unroll
-      for (int i = 0; i < SUMS_OF_LANE; ++i) sums.at(l, i) += bits_float(four.words[i]);
+      for (int j = 0; j < SUMS_OF_LANE; ++j) sums.words[j] = float_bits(bits_float(sums.words[j]) + bits_float(more.words[j]));
+    }
+    if (few) {
+      const i64 offset = p.first_element + offset_of_query(p, unit, q_idx);
+      #pragma unroll
+      for (int j = 0; j < SUMS_OF_LANE; j += 2) put_two(p, offset, q_idx, kv_idx + j, bits_float(sums.words[j]), bits_float(sums.words[j + 1]));
+    } else {
+      store_shared(smem + (own * 32 + l) * 16, sums);
     }
   }
-  if (!few) {
-    add_warps<false>(sums);
-    if (own > 0) return;
-  }
-  const PairCursor unit = unit_of(p, unit_number);
+  if (few) return;
+  sync_block();                                               // without it sums are read that have not been written
+  if (own >= SUMS_OF_LANE) return;
   for_lane(l) {
-    const int i = first + l * SUMS_OF_LANE, q_idx = unit.q_tile * TILE_Q + i / TILE_KV, kv_idx = unit.kv_tile * TILE_KV + i % TILE_KV;
-    const i64 offset = p.first_element + offset_of_query(p, unit, q_idx);
-    #pragma unroll
-    for (int two = 0; two < SUMS_OF_LANE; two += 2) put_two(p, offset, q_idx, kv_idx + two, sums.at(l, two), sums.at(l, two + 1));
+    const int i = own * 32 + l;
+    float sum = 0.f;
+    for (int warp = 0; warp < WARPS; ++warp) sum += load_shared<float>(smem + (warp * SUMS_OF_WARP + i) * int(sizeof(float)));
+    put_sum(p, unit, (first + i) / TILE_KV, (first + i) % TILE_KV, sum);
   }
 }
 
