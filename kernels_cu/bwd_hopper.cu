@@ -131,6 +131,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
     if constexpr (PERSISTENT) {
       if (warp == 0) load_key_tiles(p, block);
+      if (WHOLE_HEADS && warp == 1) load_keys(p, block);
       if (warp == 3) take_key_tiles(p, block);
       return;
     }
@@ -156,15 +157,17 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   if (!has_keys) return;
 
   warpgroup_reg_alloc<CONSUMER_REGISTERS>();
-  const KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();
+  KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();
   const int group = warp / 4 - 1, group_row = group * 64, own_row = group_row + warp % 4 * 16;
-  const int dq_row = dq_row_of(group), dq_col = dq_col_of(group);
-  const ColumnRange common = PERSISTENT ? ColumnRange{0, -1} : unmasked_queries(block.mask, block.row0 + own_row, 16);
+  const int dq_row = dq_row_of(group), dq_col = dq_col_of(group), own_dq_row = dq_row + warp % 4 * 16;
+  ColumnRange common{0, -1};                                  // queries that see all keys of the warp
+  if (!PERSISTENT) common = unmasked_queries(block.mask, block.row0 + own_row, 16);
 
   Acc<16, DIM> dk_reg, dv_reg;
   fill(dk_reg, 0.f);
   fill(dv_reg, 0.f);
-  u32 number = 0;                                             // of the query tile before
+  u32 number = 0;                                             // of the query tile before,
+  QueryCursor before{};                                       // WHOLE_HEADS: and where it is
   HeadTerms of_head{};                                        // of the scores of a query head,
   int head_of = -1;                                           // of this one
   Dropping dropout{};
@@ -178,8 +181,9 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     wait_for<LANES>(block.written, before % 2);               // without it dS is read that other warpgroups have not written
     start_part(dq_reg, block.ds_smem(before), dq_row, PanelTile<TILE_KV, WIDTH>{k_smem.base}, dq_col);
   };
-  const auto add_dq = [&](const Part& dq_reg) {
-    add_part(p, block, number, block.queries.count - 1, dq_reg, group, dq_row + warp % 4 * 16, dq_col);
+  const auto add_dq = [&](Part& dq_reg) {
+    if constexpr (WHOLE_HEADS) OwnSums(p, block, before).add_or_finish(p, block, number, dq_reg, own_dq_row, dq_col);
+    else add_part(p, block, number, block.queries.count - 1, dq_reg, group, own_dq_row, dq_col);
   };
   // Warpgroups in step would all want the tensor cores at once, and then none of them. So the second one begins when the first is half
   // way through its first tile, and they stay apart by themselves.
@@ -253,6 +257,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     consumer_release(block.queries);                          // without it the producer waits for ever
     block.douts.advance();
     number = TILE_LIST ? block.number : block.accum_number(p);
+    if constexpr (WHOLE_HEADS) before = block.now;
     block.go_on(p);
   };
 
@@ -260,6 +265,8 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   if constexpr (PERSISTENT) {
     #pragma unroll 1
     while (block.hear_keys(p)) {
+      if constexpr (STAGES_KV > 1) k_smem = block.keys.tile(), v_smem = block.values.tile();
+      if constexpr (WHOLE_HEADS) common = unmasked_queries(block.mask, block.row0 + own_row, 16);
       if (block.steps > 0) {
         block.douts.count = block.queries.count;              // as it is: the compiler then has one of them in registers
         head_of = -1;

@@ -23,6 +23,7 @@ from .grouping import (
     LENGTH_OF_MANY,
     MLA,
     WARP_ROWS,
+    blocks_in_turn,
     finishes_queries,
     has_idle_warps,
     heads_ahead,
@@ -43,6 +44,8 @@ from .stored_dbias import dbias_of_pairs
 from .structs import struct
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig, row_for, table_for
+from .whole_heads import WHY as WHY_WHOLE
+from .whole_heads import takes_whole_heads
 from .workspace import Workspace
 
 MOVED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")  # what threads of bwd_v2 move
@@ -125,6 +128,8 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
         expressions=expressions,
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores, why_stored, why_pairs, why_taken))),
     )
+    if takes_whole_heads(plan, problem):
+        plan = _with(plan, WHY_WHOLE, PERSISTENT=True, WHOLE_HEADS=True)
     if apart.kind == "SCALED" and kernel in HOPPER_KERNELS and splits(plan, problem) == p.heads_per_kv:  # one head a block
         plan = _with(plan, "what scores of a head are multiplied by multiplies its sums of dq and dk", SCALE_SUMS=True)
     if parts:
@@ -156,7 +161,7 @@ def _takes_key_tiles(problem: BackwardProblem, row: TileConfig, expressions: Exp
 def _has_later_heads(plan: KernelPlan, problem: BackwardProblem) -> bool:
     """Whether there are heads for which blocks of a Hopper kernel could make something."""
     p = problem.forward
-    if plan.file not in HOPPER_KERNELS or not finishes_queries(plan, problem):
+    if plan.file not in HOPPER_KERNELS or plan.config.PERSISTENT or not finishes_queries(plan, problem):
         return False
     if p.lengths is not None and not makers(plan, problem):
         return False
@@ -170,7 +175,7 @@ def _first_stores(plan: KernelPlan, problem: BackwardProblem) -> bool:
     keys, nobody adds to what it stores, and there is no other order. Of sequences of their own lengths see `stores_sooner`.
     """
     p = problem.forward
-    if plan.file not in HOPPER_KERNELS or plan.config.TILE_LIST:
+    if plan.file not in HOPPER_KERNELS or plan.config.TILE_LIST or plan.config.WHOLE_HEADS:
         return False
     if p.lengths is not None:  # beside which bwd_hopper_mla has no registers for the question
         in_order = problem.deterministic or stores_sooner(problem, key_tiles(plan, problem))
@@ -334,7 +339,7 @@ def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launc
         blocks = (0,) * len(entries)
     launches = [Launch(entry, number, shared) for (entry, shared), number in zip(entries, blocks)]
     if plan.config.PERSISTENT:
-        taken = 0 if problem.zero else grouping.owners
+        taken = 0 if problem.zero else blocks_in_turn(plan, problem)
         launches[1] = replace(launches[1], blocks=taken, per_multiprocessor=1, behind=min(taken, 1) * grouping.finishing)
     return tuple(map(checked, launches))
 
@@ -348,9 +353,9 @@ def backward_workspace(plan: KernelPlan, problem: BackwardProblem) -> Workspace:
     parts = [("stats", 4 * tiles_q * (2 + plan.expressions.bends) * c.TILE_Q), ("dq_accum", 4 * sum_tiles * c.TILE_Q * c.WIDTH)]
     if _stores_parts(plan, problem):
         parts += [(name, 4 * tiles_kv * c.TILE_KV * wide) for name, wide in (("dk_accum", c.WIDTH), ("dv_accum", c.WIDTH_V))]
-    if problem.deterministic:
+    if problem.deterministic and not c.WHOLE_HEADS:
         parts.append(("dq_semaphore", 4 * tiles_q * (c.TILE_KV // 64 if c.TMA_REDUCE_DQ else 1)))  # of each warpgroup, or all
-    if finishes_queries(plan, problem):
+    if finishes_queries(plan, problem) and not c.WHOLE_HEADS:
         parts.append(("dq_progress", 4 * p.heads_q * (math.prod(p.batch) + (p.lengths is not None))))  # and of rows behind all
     if c.STATS_AHEAD:
         parts.append(("stats_progress", 4 * p.heads_q * elements_of(p, "q")))

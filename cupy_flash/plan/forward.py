@@ -29,7 +29,6 @@ from .kernel import (
     check_kind,
     configure,
     kind_of_sinks,
-    layouts_of,
     rows_of,
     taken_apart,
     text_of,
@@ -42,7 +41,7 @@ from .pair_bits import why_bits, with_bits
 from .rows_between import rows_between
 from .sequences import row_length
 from .split import deeper, few_of_sequences, last_combines, splits_keys
-from .tensor_map import BOX_COLUMNS, obstacle
+from .tensor_map import BOX_COLUMNS, layouts_of, obstacle
 from .tuning import SHORT, TWO, Rows, TileConfig, row_for, table_for
 
 MOVED = ("q", "k", "v", "out")  # what goes between device and shared memory in tiles

@@ -6,9 +6,9 @@ import math
 
 from ..problem.forward import Problem
 from .hopper_splits import GROUP_ROWS
-from .kernel import KernelPlan, layouts_of
+from .kernel import KernelPlan
 from .split import WARP_ROWS
-from .tensor_map import TensorMap, map_of_groups, tensor_maps
+from .tensor_map import TensorMap, layouts_of, map_of_groups, tensor_maps
 
 
 def forward_maps(plan: KernelPlan, problem: Problem) -> dict[str, TensorMap]:

@@ -18,7 +18,7 @@ from .architecture import Architecture
 from .columns import PANEL
 from .explicit_scores import LARGEST_SCALE, explicit_scores
 from .expression_text import ExpressionText, Pressure
-from .kernel import KernelPlan, configure, layouts_of, text_of
+from .kernel import KernelPlan, configure, text_of
 from .launch import Launch, checked
 from .pace import Pace
 from .pair_bits import with_bits
@@ -26,7 +26,7 @@ from .params import ROWS, add_lengths, captured_name
 from .preparation import Preparation
 from .sequences import is_packed, names_of_lengths, row_length, steps_of_batch, tiles_of
 from .structs import constants, struct
-from .tensor_map import obstacle
+from .tensor_map import layouts_of, obstacle
 from .tuning import SHORT, TWO, WIDE, TileConfig
 from .workspace import Workspace
 

@@ -93,6 +93,9 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
             backwards=_backwards(problem, counted, 0), heads_ahead=heads_ahead(plan, problem) * plan.config.STATS_AHEAD,
             makers=makers(plan, problem) * plan.config.STATS_AHEAD,
         )  # fmt: skip
+    if plan.config.WHOLE_HEADS:  # sums are of blocks, and of one key tile there are none
+        with_sums = per_block * blocks_in_turn(plan, problem) if tiles > 1 else 0
+        return Grouping(per_block, together, blocks, owners, max(with_sums, 1), last_heads=heads)
     backwards = _backwards(problem, heads, group)
     if not finishes_queries(plan, problem) or not owners:
         return Grouping(per_block, together, blocks, owners, max(heads, 1), backwards=backwards)
@@ -108,6 +111,13 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
         per_block, together, blocks, owners, accum_heads, finishing, last_heads, heads - accum_heads, clearing * group, backwards,
         first_tiles, heads_ahead(plan, problem) if plan.config.STATS_AHEAD or plan.config.ZEROS_AHEAD else 0,
     )  # fmt: skip
+
+
+def blocks_in_turn(plan: KernelPlan, problem: BackwardProblem) -> int:
+    """At most how many blocks take key tiles in turn, or all of a head; there is one for each multiprocessor."""
+    p = problem.forward
+    heads = p.heads_kv * splits(plan, problem) * elements_of(p, "kv")
+    return min(heads, RUNNING) if plan.config.WHOLE_HEADS else heads * key_tiles(plan, problem)
 
 
 def _last_blocks(plan: KernelPlan, problem: BackwardProblem, of_block: int) -> int:
@@ -178,6 +188,8 @@ def heads_per_block(plan: KernelPlan, problem: BackwardProblem) -> int:
     decides that depends on the others in the batch, since bits depend on how sums are made.
     """
     p, c = problem.forward, plan.config
+    if c.WHOLE_HEADS:
+        return p.heads_per_kv
     fit = tuple(heads for heads in range(1, p.heads_per_kv + 1) if p.heads_per_kv % heads == 0)
     if plan.file in HOPPER_KERNELS:
         most = min(_most_heads(plan, problem), MOST_HEADS_COUNTED)
@@ -240,6 +252,8 @@ def heads_together(plan: KernelPlan, problem: BackwardProblem) -> int:
     the rate in any order, two at 0.77, four at 0.55. In order without a mask, each block waits for the one before: of 512 and
     1,024 keys, 16 heads run 1.02 to 1.09 times as fast as 8, of 2,048 keys 1.04 times at dim 64, 0.95 at dim 128.
     """
+    if plan.config.WHOLE_HEADS:  # a block takes neighbouring numbers
+        return 1
     tiles, rows = max(key_tiles(plan, problem), 1), max(problem.forward.len_q, 1)
     if problem.forward.lengths is not None:
         tiles, rows = -(-LENGTH_OF_MANY // plan.config.TILE_KV), LENGTH_OF_MANY

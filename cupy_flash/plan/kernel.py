@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from ..errors import UnsupportedError
-from ..problem.forward import FORWARD_ARRAYS, Problem
-from ..problem.layout import Layout
+from ..problem.forward import Problem
 from .architecture import Architecture
 from .explicit_scores import LARGEST_SCALE, LEAST_SCALE
 from .expression_text import NOTHING, ExpressionText, Pressure
 from .sequences import knobs_of
-from .tensor_map import obstacle
+from .tensor_map import layouts_of, obstacle
 from .tuning import TileConfig, table_for
 
 # The kernel files, and the struct of `kernels_cu/params.cuh` that every entry of a file is launched with.
@@ -85,6 +84,7 @@ class Config:
     TMA_REDUCE_DQ: bool
     SCALE_SUMS: bool
     PERSISTENT: bool
+    WHOLE_HEADS: bool
     ZEROS_AHEAD: bool
     STATS_AHEAD: bool
     FIRST_STORES: bool
@@ -142,12 +142,13 @@ class KernelPlan:
             return {"bwd_v2_preprocess": 0, "bwd_v2": main, "bwd_v2_postprocess": post} | self._of_sinks
         if PARAMS[self.file] == "HopperBackwardParams":
             parts, widths = max(c.FP16_PARTS, 1), c.WIDTH + c.WIDTH_V
-            keys, queries = parts * c.TILE_KV * widths, parts * c.STAGES * c.TILE_Q * widths  # K and V; Q and dO
+            ahead = c.WHOLE_HEADS and not c.STAGED_BIAS
+            keys, queries = (1 + ahead) * parts * c.TILE_KV * widths, parts * c.STAGES * c.TILE_Q * widths  # K and V; Q and dO
             queries += c.STAGED_BIAS * c.STAGES * c.TILE_Q * c.TILE_KV * self._bias_bytes // itemsize
             stats, sums = c.STAGES * 2 * c.TILE_Q * 4, c.TMA_REDUCE_DQ * c.TILE_Q * c.WIDTH * 4
-            barriers = 8 * (12 + 4 * c.STAGES + c.TMA_REDUCE_DQ) + c.VARLEN * (8 + 8 + 8 * c.TMA_REDUCE_DQ + 64)
-            barriers = -(-barriers // 16) * 16 + 16 * c.STAGES if c.TILE_LIST else barriers
-            barriers += c.PERSISTENT * (2 * (32 + 16) + 16)  # what is told of key tiles
+            barriers = 8 * (12 + 4 * ahead + 4 * c.STAGES + c.TMA_REDUCE_DQ) + c.VARLEN * (8 + 8 + 8 * c.TMA_REDUCE_DQ + 64)
+            barriers = -(-barriers // 16) * 16 if c.TILE_LIST or c.PERSISTENT else barriers
+            barriers += 16 * c.STAGES * c.TILE_LIST + c.PERSISTENT * (2 * (32 + 16) + 16)  # what is told of tiles
             main = itemsize * (keys + queries + parts * 2 * c.TILE_Q * c.TILE_KV) + stats + sums + barriers
             if c.STATS_AHEAD:  # out and dO of a later head, and barriers
                 main = -(-main // 1024) * 1024 + itemsize * 2 * c.TILE_Q * c.WIDTH + 16
@@ -236,7 +237,7 @@ class KernelPlan:
         words += ["rotateq"] * c.ROTATE_Q + [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
         words += [f"parts{c.FP16_PARTS}"] * (c.FP16_PARTS > 0) + ["float32results"] * c.FLOAT32_RESULTS
-        words += ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS
+        words += ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS + ["wholeheads"] * c.WHOLE_HEADS
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS") + ["several"] * c.SEVERAL_SINKS
         return "-".join(words)
 
@@ -388,13 +389,8 @@ def configure(
         "FLOAT32_RESULTS": problem is not None and problem.has_wider_results,
         "ADD_RESULTS": adds,
         "SOFTCAP": problem is None or problem.softcap is not None or (expressions.kind == "UNCHANGED" and not explicit),
-        **dict.fromkeys(("SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD", "FIRST_STORES", "IN_ORDER"), False),  # of a plan
+        # of a plan
+        **dict.fromkeys(("WHOLE_HEADS", "SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD", "FIRST_STORES", "IN_ORDER"), False),
         **{"STORE_DBIAS": store_dbias, "PERSISTENT": persistent, "ROTATE_Q": False, "INNER_HEADS": 1, "FP16_PARTS": 0},
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})
-
-
-def layouts_of(problem: Problem) -> dict[str, Layout]:
-    """All arrays whose batch axes are merged, where each of them steps through them as through one."""
-    layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS if name != "sinks"}  # which no kernel moves in tiles
-    return {name: layout for name, layout in layouts.items() if layout is not None} | problem.scores.layouts

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ..problem.backward import BackwardProblem
 from ..problem.layout import Layout
 from ..problem.read_gradients import ReadGradient, read_gradients
-from .kernel import layouts_of
-from .tensor_map import obstacle
+from .tensor_map import layouts_of, obstacle
 
 
 def dbias_of_pairs(problem: BackwardProblem) -> Layout | None:

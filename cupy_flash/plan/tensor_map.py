@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy
 
+from ..problem.forward import FORWARD_ARRAYS, Problem
 from ..problem.layout import ITEMSIZE, Layout, merge_batch_axes
 
 MAP_BYTES = 128  # of a tensor map, which is aligned to half of that
@@ -175,3 +176,9 @@ def _obstacle(name: str, layout: Layout, axes: dict[str, tuple[int, int]]) -> st
 def _ragged(name: str, layout: Layout) -> str:
     row = layout.shape[-1] * layout.itemsize
     return f"rows of {name} have {row} bytes, not a multiple of {ALIGNMENT}" if row % ALIGNMENT else ""
+
+
+def layouts_of(problem: Problem) -> dict[str, Layout]:
+    """All arrays whose batch axes are merged, where each of them steps through them as through one."""
+    layouts = {name: getattr(problem, name) for name in FORWARD_ARRAYS if name != "sinks"}  # which no kernel moves in tiles
+    return {name: layout for name, layout in layouts.items() if layout is not None} | problem.scores.layouts

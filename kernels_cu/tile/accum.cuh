@@ -46,6 +46,16 @@ template <int M, int N, int ROWS, int WIDTH> OP void load(Acc<M, N>& acc, AccumT
   });
 }
 
+// acc += tile[row0 :, col0 :]
+template <int M, int N, int ROWS, int WIDTH> OP void add(Acc<M, N>& acc, AccumTile<ROWS, WIDTH> tile, int row0, int col0) {
+  for_accum(tile, acc, row0, col0, [](float* to, const float* from) {
+    count_read(sizeof(Four));
+    const Four four = *reinterpret_cast<const Four*>(from);
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] += four.x[i];
+  });
+}
+
 // The same as `load`: an element of a block has changed places with the one across, and so belongs to another lane and register.
 template <int N, int ROWS, int WIDTH> OP void load(Acc<16, N>& acc, TransposedAccumTile<ROWS, WIDTH> tile, int row0, int col0) {
   for_lane(l) {

@@ -18,6 +18,8 @@
 //   Of sequences of their own lengths (VARLEN) each has counters of its own, and no sums are used again: there is ADDING alone. If they are
 //   packed, blocks of a head go through all of them, and `last_heads` and `heads_ahead` count heads, not sequences.
 //   Of blocks that take key tiles in turn (PERSISTENT) there is ADDING alone as well: all heads are among the last ones.
+//   Where all key tiles of a head are for one block (WHOLE_HEADS), sums of dQ are the block's own, and nothing is counted: of the key tiles that see
+//   a query tile the first stores, and the last makes the sums dq.
 //
 //   dq_semaphore, one for each query tile, where blocks add in order: block number b of a tile adds when it is b, and makes it b + 1. FIRST_STORES: block
 //   number 0 stores, so that nobody has to make the sums zero before.
@@ -166,6 +168,29 @@ template <typename Sums, int N> OP void add_or_store(const KeyBlock& block, cons
 template <int N> OP void add_queries(const HopperBackwardParams& p, const KeyBlock& block, u32 number, u32 step, const Acc<16, N>& acc, int row, int col) {
   in_turn(p, block, step, [&] { add_or_store(block, DqAccum{p.dq_accum + i64(number) * DqAccum::size}, acc, row, col); });
 }
+// WHOLE_HEADS: the sums of a query tile, as the lanes have them that add to them.
+struct OwnSums {
+  const QueryCursor at;
+  bool first, last;                                           // of the key tiles that see the query tile
+
+  OP OwnSums(const HopperBackwardParams& p, const KeyBlock& block, const QueryCursor& at) : at(at) {
+    const int row = at.tile * TILE_Q;
+    const ColumnRange keys = visible_keys(Mask{p.mask, p.len_kv}, row, min_of(TILE_Q, p.len_q - row));
+    first = block.here.tile <= keys.first / TILE_KV, last = block.here.tile >= keys.last / TILE_KV;
+  }
+  OP DqAccum sums(const HopperBackwardParams& p, u32 number) const { return {p.dq_accum + i64(number) * DqAccum::size}; }
+  // dQ_i += acc, or dq = scale dQ.
+  template <int N> OP void add_or_finish(const HopperBackwardParams& p, const KeyBlock& block, u32 number, Acc<16, N>& acc, int row, int col) const {
+    if (!last) {
+      if (first) store(sums(p, number), acc, row, col);
+      else add(sums(p, number), acc, row, col);
+      return;
+    }
+    if (!first) add(acc, sums(p, number), row, col);
+    scale(acc, scale_of_sums(p, block.here, at.head, p.len_q, p.len_kv));
+    store<16>(rows_of<Result>(p.dq, block.here.batch, at.head, at.tile * TILE_Q + row, p.len_q, p.dim), acc, col);
+  }
+};
 // The same by a warp that has no part of it.
 OP void add_nothing(const HopperBackwardParams& p, const KeyBlock& block, u32 step) { in_turn(p, block, step, [] {}); }
 
@@ -300,11 +325,12 @@ template <typename Accum = DqAccum> OP void postprocess_last_heads(const HopperB
 // and counts those that have ended. It takes the next one when all of this one is on its way: earlier, others would have nothing left to take. What it
 // tells of a key tile has the place of what it told two before, which has ended, so that no warp reads it any more.
 OP void take_key_tiles(const HopperBackwardParams& p, KeyBlock& block) {
-  u32 head = 0;                                               // of the key tile before
+  u32 number = 0, head = 0;                                   // of the key tile before
   #pragma unroll 1
   for (u32 count = 0;; ++count) {
     if (count > 0) wait_for<LANES>(block.loaded, (count - 1) % 2);            // for the right time alone
-    const u32 number = count_up(p.next_tile);
+    const u32 tiles = ceil_div(p.len_kv, TILE_KV);
+    number = WHOLE_HEADS && count % tiles > 0 ? number + 1 : count_up(p.next_tile) * (WHOLE_HEADS ? tiles : 1);
     block.steps = -1;
     if (number < p.owners) block.find(p, [&] { return number; });
     block.tell_keys();

@@ -31,8 +31,9 @@ static_assert(ceil_div(DIM, 64) == ceil_div(WIDTH, 64) && ceil_div(DIM_V, 64) ==
 static_assert(FINISHES_BY_LANES || OutTile::bytes <= STAGES * QueryTile::bytes, "finished rows of dq fit where Q was");
 
 // Shared memory: K and V, in whose place their gradients leave; Q and dO; dS of two steps; lse and delta; dQ if it is staged; barriers.
-constexpr int V_OFFSET = KeyTile::bytes;
-constexpr int Q_OFFSET = V_OFFSET + ValueTile::bytes;
+constexpr int STAGES_KV = WHOLE_HEADS && !STAGED_BIAS ? 2 : 1; // the next key tile comes beneath the steps of this one, where there is room
+constexpr int V_OFFSET = STAGES_KV * KeyTile::bytes;
+constexpr int Q_OFFSET = V_OFFSET + STAGES_KV * ValueTile::bytes;
 constexpr int DO_OFFSET = Q_OFFSET + STAGES * QueryStage::bytes;
 constexpr int DS_OFFSET = DO_OFFSET + STAGES * DoutTile::bytes;
 constexpr int STAT_BYTES = TILE_Q * int(sizeof(float));
@@ -41,8 +42,8 @@ constexpr int DELTA_OFFSET = LSE_OFFSET + STAGES * STAT_BYTES;
 constexpr int DQ_OFFSET = DELTA_OFFSET + STAGES * STAT_BYTES;         // of each consumer warpgroup
 constexpr int DQ_BYTES = TMA_REDUCE_DQ ? TILE_Q * WIDTH / GROUPS * int(sizeof(float)) : 0;
 constexpr int K_BARRIERS = DQ_OFFSET + GROUPS * DQ_BYTES;
-constexpr int V_BARRIERS = K_BARRIERS + STAGE_BARRIERS;
-constexpr int Q_BARRIERS = V_BARRIERS + STAGE_BARRIERS;
+constexpr int V_BARRIERS = K_BARRIERS + STAGES_KV * STAGE_BARRIERS;
+constexpr int Q_BARRIERS = V_BARRIERS + STAGES_KV * STAGE_BARRIERS;
 constexpr int DO_BARRIERS = Q_BARRIERS + STAGES * STAGE_BARRIERS;
 constexpr int DS_BARRIER = DO_BARRIERS + STAGES * STAGE_BARRIERS;
 constexpr int ORDER_BARRIERS = DS_BARRIER + Mbarrier::bytes;
@@ -74,9 +75,11 @@ struct alignas(16) TakenCoord {
   int batch[2];                                               // of more axes, TMA would not tell them apart
 };
 static_assert(sizeof(TakenCoord) == TakenKeys::bytes);
-static_assert(!PERSISTENT || (TILE_LIST && !STORE_DBIAS && !TMA_REDUCE_DQ), "no block has them that takes key tiles");
+static_assert(!PERSISTENT || ((TILE_LIST || WHOLE_HEADS) && !STORE_DBIAS && !TMA_REDUCE_DQ), "no block has them that takes key tiles");
+static_assert(!WHOLE_HEADS || (PERSISTENT && !TILE_LIST && !VARLEN && !FIRST_STORES), "its blocks go through the key tiles of a head that see a query tile");
 constexpr int TAKEN = 2;                                      // one ahead
-constexpr int TAKEN_BARRIERS = LISTED_END + TAKEN * TakenKeys::bytes, LOADED_BARRIER = TAKEN_BARRIERS + TAKEN * STAGE_BARRIERS;
+constexpr int TAKEN_OFFSET = ceil_div(LISTED_END, 16) * 16, TAKEN_BARRIERS = TAKEN_OFFSET + TAKEN * TakenKeys::bytes;
+constexpr int LOADED_BARRIER = TAKEN_BARRIERS + TAKEN * STAGE_BARRIERS;
 // STATS_AHEAD: rows of a later head.
 struct OutAndDout {
   typedef PanelTile<TILE_Q, DIM_V> Rows;
@@ -101,11 +104,11 @@ constexpr Lanes LANES = WIDTH <= 64 ? CONVERGENT : DIVERGENT; // as measured: 5 
 // What every warp of a block knows, and how far it is.
 struct KeyBlock {
   SharedAddress smem = shared_memory();
-  Pipeline<KeyTile, 1, LANES> keys{smem, smem + K_BARRIERS};
-  Pipeline<ValueTile, 1, LANES> values{smem + V_OFFSET, smem + V_BARRIERS};
+  Pipeline<KeyTile, STAGES_KV, LANES> keys{smem, smem + K_BARRIERS};
+  Pipeline<ValueTile, STAGES_KV, LANES> values{smem + V_OFFSET, smem + V_BARRIERS};
   Pipeline<QueryStage, STAGES, LANES> queries{smem + Q_OFFSET, smem + Q_BARRIERS};
   Pipeline<DoutTile, STAGES, LANES> douts{smem + DO_OFFSET, smem + DO_BARRIERS};
-  Pipeline<TakenKeys, TAKEN, LANES> taken{smem + LISTED_END, smem + TAKEN_BARRIERS};
+  Pipeline<TakenKeys, TAKEN, LANES> taken{smem + TAKEN_OFFSET, smem + TAKEN_BARRIERS};
   Mbarrier loaded{smem + LOADED_BARRIER};                     // PERSISTENT: the last query tile of a key tile is on its way
   Pipeline<OutAndDout, 1, LANES> of_stats{smem + STATS_OFFSET, smem + STATS_BARRIERS}; // STATS_AHEAD: of a later head
   Mbarrier written{smem + DS_BARRIER};                        // dS of a step is in shared memory, all of it, and that of the step before has left
@@ -157,7 +160,7 @@ struct KeyBlock {
         if (!PERSISTENT && warp_id() < 4) find_tile(p);       // consumers are told
       }
     }
-    tiles_before = VARLEN ? 0 : divide(head, p.accum_heads_divmod) * p.accum_heads_divmod.divisor * ceil_div(p.len_q, TILE_Q);
+    tiles_before = VARLEN ? 0 : WHOLE_HEADS ? own_tiles_before(p) : divide(head, p.accum_heads_divmod) * p.accum_heads_divmod.divisor * ceil_div(p.len_q, TILE_Q);
   }
   OP QueryTiles find_ends(const HopperBackwardParams& p) {
     const QueryTiles seeing = query_tiles(place, mask, row0, p.heads_per_block);
@@ -178,6 +181,8 @@ struct KeyBlock {
     steps = int(uniform(u32(load_shared<TakenCoord>(taken.tile().base).steps)));
     if (steps < 0) return false;
     hear_place(p);
+    backwards = false;                                        // nobody waits for others
+    if constexpr (WHOLE_HEADS) find_ends(p);
     return true;
   }
   OP void hear_place(const HopperBackwardParams& p) {         // again, since it would take registers of the loop
@@ -189,8 +194,10 @@ struct KeyBlock {
     head = here.batch_number * p.heads + here.first_head;
     mask = mask_of_place(place, p);
     row0 = here.tile * TILE_KV;
-    tiles_before = 0;
+    tiles_before = WHOLE_HEADS ? own_tiles_before(p) : 0;
   }
+  // WHOLE_HEADS: sums are those of the block, not of the head.
+  OP u32 own_tiles_before(const HopperBackwardParams& p) const { return (head - block_id() * p.heads_per_block) * ceil_div(p.len_q, TILE_Q); }
   OP Sequence<HopperBackwardParams> seq(const HopperBackwardParams& p) const { return sequence_of_place(place, p, here.batch_number); }
   OP int key_tiles(const HopperBackwardParams& p) const { return ceil_div(VARLEN ? seq(p).kv.len() : p.len_kv, TILE_KV); }
   // with which dq may be complete

@@ -111,7 +111,7 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
     load_query_tile(block.queries, p, here.batch, block.now.head, 0, row, block.row0, lse_stats(p, block, stats), block.lse_smem());
     if (!PERSISTENT && step == 0) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
     load_async(block.douts, p.dout_map, here.batch, block.now.head, row, stats + TILE_Q, block.delta_smem());
-    if (PERSISTENT && step == 0) {                            // last, because they wait for the end of the key tile before
+    if (PERSISTENT && !WHOLE_HEADS && step == 0) {            // last, because they wait for the end of the key tile before
       producer_acquire(block.keys);                           // without it keys are overwritten that a slower warp still reads
       load_async(block.keys, p.k_map, here.batch, here.head_kv, block.row0);
       producer_acquire(block.values);                         // the same for values, and rows of gradients that leave from there
@@ -120,14 +120,25 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
   }
 }
 
+// WHOLE_HEADS: keys and values come by a warp of their own, as far ahead as there is room.
+OP void load_keys(const HopperBackwardParams& p, KeyBlock& block) {
+  #pragma unroll 1
+  while (block.hear_keys(p)) {
+    block.taken.advance();
+    if (block.steps == 0) continue;
+    producer_acquire(block.keys);                             // without it keys are overwritten that a slower warp still reads
+    load_async(block.keys, p.k_map, block.here.batch, block.here.head_kv, block.row0);
+    producer_acquire(block.values);                           // the same for values, and rows of gradients that leave from there
+    load_async(block.values, p.v_map, block.here.batch, block.here.head_kv, block.row0);
+  }
+}
 // PERSISTENT: one warp loads, key tile after key tile.
 OP void load_key_tiles(const HopperBackwardParams& p, KeyBlock& block) {
   #pragma unroll 1
   while (block.hear_keys(p)) {
     block.taken.advance();
-    block.backwards = false;                                  // no block adds in order
     block.find_ends(p);
-    if (block.steps > 0) block.find_tile(p);
+    if (TILE_LIST && block.steps > 0) block.find_tile(p);
     load_tiles(p, block);
     arrive_at<LANES>(block.loaded);                           // without it the scheduler warp waits for ever
   }

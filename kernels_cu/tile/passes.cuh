@@ -89,6 +89,11 @@ OP void preprocess(const BackwardParams& p, float sign, int parts = 1, u32 accum
     if (keys_of(p, here.batch_number) == 0) clear_rows(here.row);
     else if (CLEARS_PADDING) clear_rows(max_of(rows_made(queries.len()), here.row));
   }
+  if constexpr (WHOLE_HEADS) {                                // of rows that see no key, no block makes sums dq
+    const ColumnRange seen = visible_keys(Mask{p.mask, p.len_kv}, here.row, min_of(TILE_Q, p.len_q - here.row));
+    if (!ADD_RESULTS && seen.first > seen.last) clear<Block>(rows_of<Result>(p.dq, here.batch, here.head, here.row, p.len_q, p.dim));
+    return;
+  }
   if constexpr (FIRST_STORES) {
     const auto seq = sequence_of(p, here.batch_number);
     const int rows = min_of(TILE_Q, queries.len() - here.row);  // or none, of rows that are no queries
