@@ -221,7 +221,7 @@ struct BackwardParams {
   float* dk_accum;                        // (batch, heads_kv, splits, key tiles, TILE_KV * WIDTH)  the same, or null: dk is stored at once
   float* dv_accum;                        // the same for dv
   u32* dq_semaphore;                      // (batch, heads, query tiles)  key tiles that have been added to dq_accum, or null: in any order
-  u32* dq_progress;                       // (batch, heads)  what has been done for dq, see DqCounts; null: the postprocess kernel makes dq
+  u32* dq_progress;                       // (batch, heads)  what has been done for dq, see DqProgress; null: the postprocess kernel makes dq, or (WHOLE_HEADS) nothing has to be known
   MaskParams mask;
   int batch[BATCH_AXES];
   int heads;

