@@ -91,7 +91,8 @@ def settings_of(kernel):
         persistent = replace(lists.but(PERSISTENT=True), case=MORE_HEADS, seen=NOT_THE_SECOND)
         ahead = replace(OWN_KEYS.but(STATS_AHEAD=True), case=replace(MORE_HEADS, len_q=330), ahead=True)
         zeros = replace(STAGED.but(ZEROS_AHEAD=True), case=MORE_HEADS, ahead=True)
-        settings |= {"sequences": sequences, "lists": lists, "persistent": persistent}
+        whole = replace(OWN_KEYS.but(PERSISTENT=True, WHOLE_HEADS=True), case=MORE_HEADS)
+        settings |= {"sequences": sequences, "lists": lists, "persistent": persistent, "whole heads": whole}
         both = replace(sequences.but(STATS_AHEAD=True, ZEROS_AHEAD=True), case=replace(case, heads_q=6, heads_kv=3), ahead=True)
         settings |= {"sequences ahead": both}
         return settings | {"statistics ahead": ahead, "zeros ahead": zeros}

@@ -96,11 +96,12 @@ def _plans_in_parts(kernel: str, architecture: Architecture, precision: str) -> 
 
 
 def _ahead_plans(plans: Iterable[KernelPlan]) -> Iterator[KernelPlan]:
-    """By which blocks make zeros for later heads, and where warps of bwd_hopper are idle, statistics with zeros and without."""
+    """By which blocks take whole heads, or make zeros for later ones, and where warps are idle, statistics with and without."""
     for plan in plans:
         stats = plan.file == "bwd_hopper" and has_idle_warps(plan.config)
         made = [{"STATS_AHEAD": True}] * stats
         made += [{"ZEROS_AHEAD": True, "STATS_AHEAD": stats}, {"FIRST_STORES": True}]
+        made += [{"PERSISTENT": True, "WHOLE_HEADS": True}] * (plan.file == "bwd_hopper" and not plan.config.TMA_REDUCE_DQ)
         in_order = {"STATS_AHEAD": True, "IN_ORDER": True}
         made += [in_order | way for way in ({}, {"ZEROS_AHEAD": True}, {"FIRST_STORES": True})] * stats
         yield from (replace(plan, config=replace(plan.config, **knobs)) for knobs in made)

@@ -35,6 +35,9 @@ def takes_whole_heads(plan: KernelPlan, problem: BackwardProblem) -> bool:
     crowded = c.TILE_LIST or c.STORE_DBIAS or c.TMA_REDUCE_DQ
     if plan.file != "bwd_hopper" or crowded or p.lengths is not None or not finishes_queries(plan, problem):
         return False
+    by_lanes = c.SCORES == "PLUS_LINEAR" or (c.SCORES == "PLUS_TERM" and not c.STAGED_BIAS)
+    if c.WIDTH > NARROW and (c.DROPOUT or by_lanes):  # there are no registers for what blocks keep from one key tile to the next
+        return False
     tiles, heads = key_tiles(plan, problem), p.heads_kv * math.prod(p.batch)
     paces = OF_GROUPS if p.heads_per_kv > 1 else OF_NARROW if c.WIDTH <= NARROW else OF_WIDE
     if tiles not in paces:

@@ -328,7 +328,7 @@ OP void take_key_tiles(const HopperBackwardParams& p, KeyBlock& block) {
   u32 number = 0, head = 0;                                   // of the key tile before
   #pragma unroll 1
   for (u32 count = 0;; ++count) {
-    if (count > 0) wait_for<LANES>(block.loaded, (count - 1) % 2);            // for the right time alone
+    if (count > 0) wait_for<LANES>(block.loaded, (count - 1) % 2);            // for the right time, and so that nobody has still to hear of it
     const u32 tiles = ceil_div(p.len_kv, TILE_KV);
     number = WHOLE_HEADS && count % tiles > 0 ? number + 1 : count_up(p.next_tile) * (WHOLE_HEADS ? tiles : 1);
     block.steps = -1;

@@ -109,7 +109,7 @@ struct KeyBlock {
   Pipeline<QueryStage, STAGES, LANES> queries{smem + Q_OFFSET, smem + Q_BARRIERS};
   Pipeline<DoutTile, STAGES, LANES> douts{smem + DO_OFFSET, smem + DO_BARRIERS};
   Pipeline<TakenKeys, TAKEN, LANES> taken{smem + TAKEN_OFFSET, smem + TAKEN_BARRIERS};
-  Mbarrier loaded{smem + LOADED_BARRIER};                     // PERSISTENT: the last query tile of a key tile is on its way
+  Mbarrier loaded{smem + LOADED_BARRIER};                     // PERSISTENT: all of a key tile is on its way
   Pipeline<OutAndDout, 1, LANES> of_stats{smem + STATS_OFFSET, smem + STATS_BARRIERS}; // STATS_AHEAD: of a later head
   Mbarrier written{smem + DS_BARRIER};                        // dS of a step is in shared memory, all of it, and that of the step before has left
   // Of dQ, see dq_protocol.cuh. Where lanes add: the semaphore of a step has been acquired; all warps have added; which has been noticed.
@@ -234,7 +234,7 @@ struct KeyBlock {
     init_pipeline(values, PERSISTENT ? 4 * GROUPS : 1);
     if constexpr (PERSISTENT) {
       init_pipeline(taken, 1);                                // nobody releases a stage, see take_key_tiles
-      init_mbarrier(loaded, 1);
+      init_mbarrier(loaded, 1 + WHOLE_HEADS);                 // warps that load
     }
     if constexpr (STATS_AHEAD) init_pipeline(of_stats, STATS_WARPS);
     init_pipeline(queries, 4 * GROUPS);                       // warps that hand a tile back

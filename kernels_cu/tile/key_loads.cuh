@@ -125,11 +125,13 @@ OP void load_keys(const HopperBackwardParams& p, KeyBlock& block) {
   #pragma unroll 1
   while (block.hear_keys(p)) {
     block.taken.advance();
-    if (block.steps == 0) continue;
-    producer_acquire(block.keys);                             // without it keys are overwritten that a slower warp still reads
-    load_async(block.keys, p.k_map, block.here.batch, block.here.head_kv, block.row0);
-    producer_acquire(block.values);                           // the same for values, and rows of gradients that leave from there
-    load_async(block.values, p.v_map, block.here.batch, block.here.head_kv, block.row0);
+    if (block.steps > 0) {
+      producer_acquire(block.keys);                           // without it keys are overwritten that a slower warp still reads
+      load_async(block.keys, p.k_map, block.here.batch, block.here.head_kv, block.row0);
+      producer_acquire(block.values);                         // the same for values, and rows of gradients that leave from there
+      load_async(block.values, p.v_map, block.here.batch, block.here.head_kv, block.row0);
+    }
+    arrive_at<LANES>(block.loaded);                           // without it the scheduler warp waits for ever
   }
 }
 // PERSISTENT: one warp loads, key tile after key tile.
