@@ -131,7 +131,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
     if constexpr (PERSISTENT) {
       if (warp == 0) return load_key_tiles(p, block);         // returns, for registers: else some wait in memory for the other warps' code
-      if (WHOLE_HEADS && warp == 1) return load_keys(p, block);
+      if (LOADS_KEYS_APART && warp == 1) return load_keys(p, block);
       if (warp == 3) take_key_tiles(p, block);
       return;
     }
@@ -159,9 +159,8 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   warpgroup_reg_alloc<CONSUMER_REGISTERS>();
   KeyTile k_smem = block.keys.tile(), v_smem = block.values.tile();
   const int group = warp / 4 - 1, group_row = group * 64, own_row = group_row + warp % 4 * 16;
-  const int dq_row = dq_row_of(group), dq_col = dq_col_of(group), own_dq_row = dq_row + warp % 4 * 16;
-  ColumnRange common{0, -1};                                  // queries that see all keys of the warp
-  if (!PERSISTENT) common = unmasked_queries(block.mask, block.row0 + own_row, 16);
+  const int dq_row = dq_row_of(group), dq_col = dq_col_of(group);
+  ColumnRange common = PERSISTENT ? ColumnRange{0, -1} : unmasked_queries(block.mask, block.row0 + own_row, 16);
 
   Acc<16, DIM> dk_reg, dv_reg;
   fill(dk_reg, 0.f);
@@ -182,8 +181,8 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     start_part(dq_reg, block.ds_smem(before), dq_row, PanelTile<TILE_KV, WIDTH>{k_smem.base}, dq_col);
   };
   const auto add_dq = [&](Part& dq_reg) {
-    if constexpr (WHOLE_HEADS) OwnSums(p, block, before).add_or_finish(p, block, number, dq_reg, own_dq_row, dq_col);
-    else add_part(p, block, number, block.queries.count - 1, dq_reg, group, own_dq_row, dq_col);
+    if constexpr (WHOLE_HEADS) OwnSums(p, block, before).add_or_finish(p, block, number, dq_reg, dq_row + warp % 4 * 16, dq_col);
+    else add_part(p, block, number, block.queries.count - 1, dq_reg, group, dq_row + warp % 4 * 16, dq_col);
   };
   // Warpgroups in step would all want the tensor cores at once, and then none of them. So the second one begins when the first is half
   // way through its first tile, and they stay apart by themselves.

@@ -28,8 +28,9 @@ ASKED = {
     "bias, dropout": {"bias": (HEADS, ROWS, 104), "dropout": 0.1, "seed": 3},
     "bias of keys": {"bias": (1, 1, 104)},
 }
-# Bytes that the producer of these lacks, for what it asks once a key tile.
-SPILLS = {(64, "alibi, causal"): 8, (64, "bias, dropout"): 8, (96, "bias"): 8, (128, "bias of keys"): 16, (128, "column"): 16}
+# Bytes that the warps that load lack, which are ahead of the others.
+SPILLS = {(64, "alibi, causal"): 8, (64, "bias, dropout"): 8, (96, "bias"): 24, (128, "bias"): 24}
+SPILLS |= {(128, "bias of keys"): 32, (128, "column"): 16}
 FEW_REGISTERS = ("dropout", "alibi", "alibi, causal", "bias, dropout")  # of heads wider than 64: blocks own one key tile
 
 

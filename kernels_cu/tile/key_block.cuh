@@ -32,6 +32,7 @@ static_assert(FINISHES_BY_LANES || OutTile::bytes <= STAGES * QueryTile::bytes, 
 
 // Shared memory: K and V, in whose place their gradients leave; Q and dO; dS of two steps; lse and delta; dQ if it is staged; barriers.
 constexpr int STAGES_KV = WHOLE_HEADS && !STAGED_BIAS ? 2 : 1; // the next key tile comes beneath the steps of this one, where there is room
+constexpr bool LOADS_KEYS_APART = STAGES_KV > 1;
 constexpr int V_OFFSET = STAGES_KV * KeyTile::bytes;
 constexpr int Q_OFFSET = V_OFFSET + STAGES_KV * ValueTile::bytes;
 constexpr int DO_OFFSET = Q_OFFSET + STAGES * QueryStage::bytes;
@@ -234,7 +235,7 @@ struct KeyBlock {
     init_pipeline(values, PERSISTENT ? 4 * GROUPS : 1);
     if constexpr (PERSISTENT) {
       init_pipeline(taken, 1);                                // nobody releases a stage, see take_key_tiles
-      init_mbarrier(loaded, 1 + WHOLE_HEADS);                 // warps that load
+      init_mbarrier(loaded, 1 + LOADS_KEYS_APART);            // warps that load
     }
     if constexpr (STATS_AHEAD) init_pipeline(of_stats, STATS_WARPS);
     init_pipeline(queries, 4 * GROUPS);                       // warps that hand a tile back

@@ -111,7 +111,7 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
     load_query_tile(block.queries, p, here.batch, block.now.head, 0, row, block.row0, lse_stats(p, block, stats), block.lse_smem());
     if (!PERSISTENT && step == 0) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
     load_async(block.douts, p.dout_map, here.batch, block.now.head, row, stats + TILE_Q, block.delta_smem());
-    if (PERSISTENT && !WHOLE_HEADS && step == 0) {            // last, because they wait for the end of the key tile before
+    if (PERSISTENT && !LOADS_KEYS_APART && step == 0) {            // last, because they wait for the end of the key tile before
       producer_acquire(block.keys);                           // without it keys are overwritten that a slower warp still reads
       load_async(block.keys, p.k_map, here.batch, here.head_kv, block.row0);
       producer_acquire(block.values);                         // the same for values, and rows of gradients that leave from there
@@ -120,7 +120,8 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
   }
 }
 
-// WHOLE_HEADS: keys and values come by a warp of their own, as far ahead as there is room.
+// STAGES_KV: keys and values come by a warp of their own, as far ahead as there is room. With one stage they wait for the end of the key tile before,
+// and queries that other steps need would be in their way.
 OP void load_keys(const HopperBackwardParams& p, KeyBlock& block) {
   #pragma unroll 1
   while (block.hear_keys(p)) {
