@@ -117,4 +117,5 @@ def test_gradients_of_few_blocks_under_a_causal_mask(case):
 @pytest.mark.parametrize("case", ONE_TILE, ids=str)
 def test_gradients_of_one_tile_of_keys(case, monkeypatch):
     monkeypatch.setattr("cupy_flash.plan.short_gradients.MOST_BLOCKS", 0)  # or else there are two
-    assert gradients_of(case).kernel.config.WHOLE_HEADS
+    config = gradients_of(case).kernel.config
+    assert config.WHOLE_HEADS is (case.dim <= 128) and config.FIRST_STORES is (case.dim > 128)

@@ -30,7 +30,7 @@ change("tile/key_block.cuh", "init_mbarrier(written, 4 * GROUPS", "init_mbarrier
 ended = "block.ended_of(block.taken.count)"
 change("bwd_hopper.cu", f"arrive_at<LANES>({ended});", f"mbarrier_arrive({ended}.address);")
 change("tile/key_loads.cuh", "arrive_at<LANES>(block.loaded);", "mbarrier_arrive(block.loaded.address);")
-change("tile/key_block.cuh", "init_mbarrier(loaded, 1);", "init_mbarrier(loaded, 32);")
+change("tile/key_block.cuh", "init_mbarrier(loaded, 1 + LOADS_KEYS_APART);", "init_mbarrier(loaded, 32 * (1 + LOADS_KEYS_APART));")
 change("tile/key_block.cuh", "init_mbarrier(ended, ", "init_mbarrier(ended, PERSISTENT ? 32 * 4 * GROUPS : ")
 change("tile/key_block.cuh", "init_mbarrier(counted, PERSISTENT ? 4 ", "init_mbarrier(counted, PERSISTENT ? 32 * 4 ")
 # Nor that they have written terms of keys before one arrives for all, behind a barrier of the warp.
@@ -103,6 +103,8 @@ for case in (
     Case("float16", 150, 200, heads_q=4, heads_kv=2, causal=True),  # parts of dk and dv are added up afterwards
     Case("bfloat16", 130, 70, dim=128, window=(20, 20)),
     Case("float16", 150, 60),  # one tile of keys, whose block stores dq
+    Case("bfloat16", 100, 90, heads_q=4, batch=(40,), causal=True),  # more heads than blocks, some of which take two
+    Case("float16", 140, 200, heads_q=2, batch=(128,), causal=True),  # and two tiles of keys of each
     Case("bfloat16", 2100, 70, dim=128),  # so many queries have a tile of their own
     Case("bfloat16", 70, 130, dim=256),
     Case("float16", 50, 60, dim=40, softcap=10.0),
