@@ -36,6 +36,9 @@
 //     one beneath the last steps of this one; a scheduler warp, one of the idle ones, takes key tiles and tells the other warps of them. All heads
 //     are among the last ones.
 //
+//     WHOLE_HEADS: a block takes all key tiles of a head so, and then those of another one. dQ_i is then its own to sum up, and with the last key
+//     tile that sees query tile i it is dq, see `OwnSums` in tile/dq_protocol.cuh.
+//
 //   bwd_hopper_postprocess   sums gradients of inputs that were broadcast, or of keys that several blocks have summed up
 #include "config.cuh"
 #include "params.cuh"
