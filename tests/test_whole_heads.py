@@ -185,6 +185,11 @@ PLANS = [
     ((32, 4, 4, 256, 64), {}, True),  # 128 heads
     ((40, 4, 4, 256, 64), {}, False),  # 160, of which the second round has few
     ((512, 8, 8, 128, 256), {}, False),  # another kernel
+    ((512, 8, 8, 80, 32), {}, True),
+    ((512, 8, 8, 128, 32), {"causal": True}, True),
+    ((512, 8, 8, 64, 32), {}, False),  # bwd_v2, as of 129 to 192 tokens of so narrow heads
+    ((512, 8, 8, 160, 32), {}, False),
+    ((512, 8, 8, 64, 64), {}, False),
     ((512, 8, 8, 128, 64), {"mask": "kv_idx % 3 > 0"}, False),  # lists of tiles
 ]
 
@@ -195,3 +200,16 @@ def test_where(shape, options, whole):
     q, k = (numpy.zeros((batch, number, seq, dim), "f2") for number in (heads, heads_kv))
     plan = plan_attention_backward(q, q, k, k, q, numpy.zeros(q.shape[:-1], "f4"), **HOST, **options)
     assert plan.kernel.config.WHOLE_HEADS is whole
+
+
+@pytest.mark.parametrize(
+    "dim, queries, keys, file",
+    [
+        *((32, 64, 128, "bwd_v2"), (32, 64, 256, "bwd_v2"), (32, 256, 64, "bwd_hopper"), (64, 64, 128, "bwd_hopper")),
+        *((64, 64, 256, "bwd_hopper"), (64, 64, 257, "bwd_v2"), (64, 50, 64, "bwd_v2")),
+    ],
+)
+def test_few_queries_or_keys(dim, queries, keys, file):
+    q, k = (numpy.zeros((512, 8, rows, dim), "f2") for rows in (queries, keys))
+    plan = plan_attention_backward(q, q, k, k, q, numpy.zeros(q.shape[:-1], "f4"), **HOST)
+    assert (plan.kernel.file, plan.kernel.config.WHOLE_HEADS) == (file, file == "bwd_hopper")
