@@ -265,6 +265,7 @@ def test_the_matrix_has_every_row():
     shared = [row for row in rows if row[0] == "fwd_hopper"]  # a second time, with query tiles that blocks share
     zeros = [row for row in rows if row[0] in ("bwd_hopper", "bwd_hopper_wide", "bwd_hopper_mla")]  # with zeros by an idle warp
     ahead = [row for row in zeros if row[0] == "bwd_hopper" and not row[3].tma_reduce_dq]  # with statistics too, or these alone;
+    whole = ahead  # and where blocks take whole heads
     in_order = 3 * ahead  # both a second time, in order, and where the first block to add stores
     queries = [kind for kernel, kind in alone if kernel == "append"]  # a second time, with queries beside keys
     first = zeros  # the same without statistics
@@ -274,10 +275,11 @@ def test_the_matrix_has_every_row():
     of_parts = [row for rows in of_parts for row in rows]
     # gradients of one part or two, likewise with zeros by an idle warp, and where the first block to add stores
     gradients = [row for rows in GRADIENT_ROWS.values() for row in rows]
-    every = (rows, shared, zeros, ahead, first, in_order, alone, queries, of_pairs, 2 * of_parts, range(2), 3 * gradients)
+    every = (rows, shared, zeros, ahead, whole, first, in_order, alone, queries, of_pairs, 2 * of_parts, range(2), 3 * gradients)
     assert len(plans) == len({plan.name for plan in plans}) == sum(map(len, every))
     assert sum(plan.config.ROTATE_Q for plan in plans) == len(queries) > 0
     assert sum(plan.config.SPLIT_KV for plan in plans) == len(shared) + len(of_parts) > len(of_parts) > 0
+    assert sum(plan.config.WHOLE_HEADS for plan in plans) == len(whole) > 0
     assert sum(plan.config.IN_ORDER for plan in plans) == len(in_order) > 0
     assert sum(plan.config.STATS_AHEAD for plan in plans) == 2 * len(ahead) + len(in_order)
     assert sum(plan.config.ZEROS_AHEAD for plan in plans) == len(zeros) + len(ahead) + len(gradients) > 2 * len(ahead)
