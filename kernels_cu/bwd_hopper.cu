@@ -133,7 +133,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   if (warp < 4) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
     if constexpr (PERSISTENT) {
-      if (warp == 0) return load_key_tiles(p, block);         // returns, for registers: else some wait in memory for the other warps' code
+      if (warp == 0) return load_key_tiles(p, block);         // returned from: as one text, the tasks of these warps spill registers
       if (LOADS_KEYS_APART && warp == 1) return load_keys(p, block);
       if (warp == 3) take_key_tiles(p, block);
       return;

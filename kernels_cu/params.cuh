@@ -277,7 +277,7 @@ struct HopperBackwardParams : BackwardMaps, BackwardParams {
   u32 first_tiles;                        // TILE_LIST: so many blocks come before all others, and have the first keys of all units
   KeyPlace* key_places;                   // VARLEN: (batch elements of k, key tiles)
   TensorMap dbias_map;                    // STORE_DBIAS: the gradient of the bias in boxes of TILE_Q x 64
-  u32* next_tile;                         // PERSISTENT: (1)  how many key tiles blocks have taken
+  u32* next_tile;                         // PERSISTENT: (1)  how many key tiles blocks have taken, or WHOLE_HEADS, how many heads
   u32 finishing;                          // PERSISTENT: blocks behind those that take key tiles
   u32 heads_ahead;                        // STATS_AHEAD, ZEROS_AHEAD: blocks of a head make stats, or zeros, of the head so many later; the first launch those of as many first heads
   u32* stats_progress;                    // STATS_AHEAD: (batch, heads)  of the first head of a block: warps that have made their part of the stats

@@ -77,7 +77,7 @@ struct alignas(16) TakenCoord {
 };
 static_assert(sizeof(TakenCoord) == TakenKeys::bytes);
 static_assert(!PERSISTENT || ((TILE_LIST || WHOLE_HEADS) && !STORE_DBIAS && !TMA_REDUCE_DQ), "no block has them that takes key tiles");
-static_assert(!WHOLE_HEADS || (PERSISTENT && !TILE_LIST && !VARLEN && !FIRST_STORES), "its blocks go through the key tiles of a head that see a query tile");
+static_assert(!WHOLE_HEADS || (PERSISTENT && !TILE_LIST && !VARLEN && !FIRST_STORES), "a block knows by the mask alone which of its key tiles is the first and the last that sees a query tile");
 constexpr int TAKEN = 2;                                      // one ahead
 constexpr int TAKEN_OFFSET = ceil_div(LISTED_END, 16) * 16, TAKEN_BARRIERS = TAKEN_OFFSET + TAKEN * TakenKeys::bytes;
 constexpr int LOADED_BARRIER = TAKEN_BARRIERS + TAKEN * STAGE_BARRIERS;

@@ -111,7 +111,7 @@ OP void load_tiles(const HopperBackwardParams& p, KeyBlock& block) {
     load_query_tile(block.queries, p, here.batch, block.now.head, 0, row, block.row0, lse_stats(p, block, stats), block.lse_smem());
     if (!PERSISTENT && step == 0) load_async(block.values, p.v_map, here.batch, here.head_kv, block.row0);
     load_async(block.douts, p.dout_map, here.batch, block.now.head, row, stats + TILE_Q, block.delta_smem());
-    if (PERSISTENT && !LOADS_KEYS_APART && step == 0) {            // last, because they wait for the end of the key tile before
+    if (PERSISTENT && !LOADS_KEYS_APART && step == 0) {      // last, because they wait for the end of the key tile before
       producer_acquire(block.keys);                           // without it keys are overwritten that a slower warp still reads
       load_async(block.keys, p.k_map, here.batch, here.head_kv, block.row0);
       producer_acquire(block.values);                         // the same for values, and rows of gradients that leave from there
