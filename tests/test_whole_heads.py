@@ -2,7 +2,7 @@
 
 import numpy
 import pytest
-from later_heads import backward_of
+from later_heads import backward_of, slow_down
 from later_heads import judged as judged_by
 from thinned import quick, thinned
 
@@ -14,6 +14,8 @@ from cupy_flash.judge.compare_gradients import compare_gradients
 from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.machine import host
 from cupy_flash.plan import grouping, whole_heads
+
+pytestmark = pytest.mark.usefixtures("poisoned_results")
 
 HOST = {"backend": "host", "arch": "90a"}
 
@@ -57,7 +59,7 @@ OFF_EDGES = {"len_q": 150, "len_kv": 330, "heads_q": 3, "batch": (2,)}
 CASES = [
     Case("float16", 100, 70, heads_q=5),  # one tile of keys, whose sums nobody adds to
     Case("bfloat16", **OFF_EDGES),
-    Case("bfloat16", **OFF_EDGES | {"len_q": 400}, causal=True),  # rows that see nothing, and tiles of them
+    Case("bfloat16", **OFF_EDGES | {"len_q": 500}, causal=True),  # rows that see nothing, and a tile of them
     Case("float16", **OFF_EDGES | {"len_q": 400}, causal="top_left", dim=40),
     Case("float16", **OFF_EDGES, window=(60, 20)),  # the first key tile of a query tile is not that of the head, nor the last
     Case("float16", 300, 140, heads_q=3, window=(20, 10), dim=128),
@@ -65,13 +67,13 @@ CASES = [
     Case("float16", **OFF_EDGES | {"heads_q": 4}, heads_kv=1, dim=96, prefix=50, causal=True),
     Case("float16", **OFF_EDGES, dim=128),
     Case("float16", **OFF_EDGES, dim=32, softcap=5.0),
-    Case("float16", **OFF_EDGES, bias="heads", dim=72),
+    Case("float16", **OFF_EDGES, bias="heads", dim=56),
     Case("bfloat16", **OFF_EDGES | {"len_kv": 336}, bias="full"),
     Case("float16", **OFF_EDGES, bias="keys", causal=True),
     Case("float16", **OFF_EDGES, alibi="heads", causal=True),
-    Case("bfloat16", **OFF_EDGES, alibi="batch", dim=80),
+    Case("bfloat16", **OFF_EDGES, alibi="batch", dim=48),
     Case("float16", **OFF_EDGES, dropout=0.25),
-    Case("bfloat16", **OFF_EDGES | {"heads_q": 4}, heads_kv=2, bias="pairs", dim=128),
+    Case("bfloat16", **OFF_EDGES | {"heads_q": 4, "len_kv": 336}, heads_kv=2, bias="pairs", dim=128),
     Case("float16", **OFF_EDGES, sinks=1, window=(200, 0)),
     Case("float16", **OFF_EDGES, scale=-0.2, layout="bshd"),
     Case("bfloat16", 150, 330, heads_q=2, batch=(2, 3)),
@@ -93,6 +95,20 @@ def test_gradients(case, schedule, heads_in_turn, monkeypatch):
     of_block = 4 * rows * plan.kernel.config.WIDTH * case.heads_q // case.heads_kv
     assert dict(plan.workspace.parts)["dq_accum"] == min(heads, 2) * of_block if tiles > 1 else True
     assert not {"dq_progress", "dq_semaphore", "stats_progress", "zeros_progress"} & set(plan.workspace.names)
+
+
+@pytest.mark.release
+def test_each_block_has_sums_of_its_own(heads_in_turn, monkeypatch):
+    """Two at once, slow to take a key tile, so that each has a head."""
+    plan, given, named = planned(case := Case("float16", 70, 300, heads_q=2))
+    slow_down(monkeypatch, plan, "tile/dq_protocol.cuh", "    block.tell_keys();", "")
+    memory = numpy.full(plan.workspace_bytes, 0x7F, numpy.uint8)
+    found = plan(*given, **named, workspace=memory)
+    comparison = compare_gradients(found, *given[:4], dlse=named["dlse"], **case.meaning())
+    assert comparison.ok, comparison.message
+    (sums,) = (memory[at:] for name, at in zip(plan.workspace.names, plan.workspace.offsets) if name == "dq_accum")
+    blocks = sums[: dict(plan.workspace.parts)["dq_accum"]].reshape(2, -1)
+    assert (blocks != 0x7F).any(1).all()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
