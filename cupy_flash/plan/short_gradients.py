@@ -62,7 +62,7 @@ def why_bwd_v2(problem: BackwardProblem, pressure: Pressure) -> str:
         most = keys if p.softcap is None else 4 * SHORT if narrowest else SHORT
         whole = not narrowest and SHORT < keys <= KEYS  # heads that a block of bwd_hopper takes whole, see `takes_whole_heads`
         faster = keys <= most and not whole and (many or (narrowest and p.softcap is None))
-    else:  # heads of at most 128 keys are taken whole, which a softcap makes slower
+    else:  # heads of at most 128 keys are taken whole; with a softcap that was not measured
         plain = p.softcap is None and KEYS < keys <= 3 * SHORT and rows <= 3 * SHORT
         faster = narrowest and many and (plain or (p.softcap is not None and keys <= SHORT))
     return "short sequences, of queries or keys: a block of bwd_hopper takes longer to begin than to multiply" * faster
