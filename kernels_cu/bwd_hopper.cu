@@ -42,6 +42,7 @@
 //   bwd_hopper_postprocess   sums gradients of inputs that were broadcast, or of keys that several blocks have summed up
 #include "config.cuh"
 #include "params.cuh"
+#include "tile/dbias_sums.cuh"
 #include "tile/dq_protocol.cuh"
 #include "tile/key_loads.cuh"
 #include "tile/key_terms.cuh"
@@ -129,7 +130,8 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const bool has_keys = !VARLEN || block.here.tile >= 0;
   if (!STATS_AHEAD && !has_keys) return;                      // with it, its warps have something to make all the same
   if (warp == 0) start_barriers(block);
-  sync_block();                                               // without it a warp arrives at a barrier that does not count yet
+  if constexpr (CLUSTER > 1) sync_cluster<CLUSTER>();         // the same in all blocks of the cluster
+  else sync_block();                                          // without it a warp arrives at a barrier that does not count yet
   if (warp < 4) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
     if constexpr (PERSISTENT) {
@@ -150,7 +152,10 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
       if (warp == 3) let_add(p, block);
       if constexpr (IN_ORDER) if (warp == 3) make_stats_ahead(p, block, 0, DELTA_SIGN);
     }
-    if (STORE_DBIAS && warp == 3) send_dbias(p, block);
+    if constexpr (CLUSTER > 1) {
+      if (warp == 1 || warp == 2) sum_slices(p, block, warp - 1);
+      if (warp == 3) send_slices(block);
+    } else if (STORE_DBIAS && warp == 3) send_dbias(p, block);
     if constexpr (ZEROS_AHEAD) {
       if (warp == 3) make_zeros_ahead(p, block);
     } else if (warp == 3) clear_sums(p, block);

@@ -50,6 +50,7 @@ constexpr int   STAGES_Q = 2;             // fwd_hopper: stages of 64 queries ea
 constexpr bool  TMA_STORE_OUT = false;    // fwd_hopper: out goes through shared memory, and TMA stores it; if not, lanes store what they hold
 constexpr bool  STAGED_BIAS = false;      // fwd_hopper, bwd_hopper: a bias comes by TMA, see tile/bias_tile.cuh; if not, lanes read what they need of it
 constexpr bool  STORE_DBIAS = false;      // of STAGED_BIAS, bwd_hopper: its gradient is dS, each element of which is a pair's own, and TMA stores it; if not, bwd_scores computes it
+constexpr int   CLUSTER = 1;              // of STORE_DBIAS: blocks of a cluster, of so many batch elements that share the bias, sum up dS of a pair; 1: each pair has an element of its own
 constexpr bool  PINGPONG = false;         // fwd_hopper: warpgroups start the products of a step one after the other (ping-pong)
 constexpr bool  TMA_REDUCE_DQ = false;    // bwd_hopper: dQ goes through shared memory, and TMA adds it; if not, lanes add what they hold
 constexpr bool  SCALE_SUMS = false;       // of SCALED, bwd_hopper, _wide: what scores of a head are multiplied by multiplies dQ and dK when they are summed up; if not, each dS, since several heads share dK

@@ -24,6 +24,22 @@ void Grid::rest() {
 void Grid::counted(const u32& counter) {
   for (const auto& block : in_progress) block->counted(counter);
 }
+void Grid::join(Block& block) {
+  if (cluster_blocks == 1) return;
+  Lock lock(mutex);
+  Cluster& cluster = clusters[block.index / cluster_blocks];
+  cluster.blocks.resize(cluster_blocks);
+  cluster.blocks[block.index % cluster_blocks] = &block;
+}
+void Grid::part(Block& block) {
+  if (cluster_blocks == 1) return;
+  Lock lock(mutex);
+  clusters[block.index / cluster_blocks].blocks[block.index % cluster_blocks] = nullptr;
+}
+Block* Grid::other_block(const Block& of, int rank) {
+  Lock lock(mutex);
+  return clusters[of.index / cluster_blocks].blocks[rank];
+}
 // Its place in the array that it belongs to, whose address is the nearest one: {byte of the parameters}[index].
 std::string Grid::name_of(const u32* counter) const {
   const u64 address = reinterpret_cast<uintptr_t>(counter);
@@ -48,6 +64,7 @@ void Block::start(i64 block) {
   together.assign(warps, 0);
   stored_by.assign(shared_bytes, 0);
   std::memset(shared, 0xff, shared_bytes);                  // every 16- and 32-bit pattern of ones is a NaN
+  grid.join(*this);
 }
 template <typename What, typename Ready> void Block::wait_until(Lock& lock, int warp, What what, Ready ready) {
   if (ready()) return;
@@ -72,8 +89,6 @@ void Block::counted(const u32& counter) {
   Lock lock(mutex);
   for (const Awaited& until : awaited) {
     if (until.counter != &counter || !until.met()) continue;
-    if (rests) ++grid.moving;
-    rests = false;
     state_changed();
     return;
   }
@@ -86,7 +101,13 @@ void Block::wake_all() {
   Lock lock(mutex);
   wake.notify_all();
 }
-void Block::state_changed() { ++version; stuck = 0; wake.notify_all(); }
+void Block::state_changed() {
+  if (rests) ++grid.moving;
+  rests = false;
+  ++version;
+  stuck = 0;
+  wake.notify_all();
+}
 void Block::fail(int warp, const std::string& what) {
   Lock lock(mutex);
   fail_locked(warp, what);
@@ -99,6 +120,39 @@ void Block::sync(int warp, CallSite at) {
   if (++arrived == warps) { arrived = 0; ++barrier_phase; state_changed(); }
   else wait_until(lock, warp, [=] { return "the block barrier" + named(at); }, [&] { return barrier_phase != mine; });
   block_orders[mine % 2].take();
+}
+void Block::sync_cluster(int warp, CallSite at) {
+  sync(warp, at);                                           // barriers that it has started count from now on
+  u64 mine;                                                 // changes when all have come, this warp among them
+  std::vector<Block*> all;
+  Cluster* cluster;
+  {
+    Lock lock(mutex);
+    mine = meetings;
+  }
+  {
+    Lock lock(grid.mutex);
+    cluster = &grid.clusters[index / grid.cluster_blocks];
+    cluster->orders[mine % 2].give();
+    if (++cluster->arrived == grid.cluster_blocks * warps) {
+      cluster->arrived = 0;
+      all = cluster->blocks;
+    }
+  }
+  for (Block* block : all) block->meet();
+  Lock lock(mutex);
+  wait_until(lock, warp, [=] { return "the barrier of its cluster" + named(at); }, [&] { return meetings != mine; });
+  cluster->orders[mine % 2].take();
+}
+void Block::meet() {
+  Lock lock(mutex);
+  ++meetings;
+  state_changed();
+}
+Block& Block::other_block(int warp, int rank, const char* what, CallSite at) {
+  Block* const other = grid.other_block(*this, rank);
+  if (!other) fail(warp, std::string(what) + " block " + std::to_string(rank) + " of its cluster, which has not begun or has ended,", at);
+  return *other;
 }
 void Block::arrive_named(int name, int members) {
   Lock lock(mutex);
@@ -137,6 +191,7 @@ void Block::load_async(int warp, const char* address, i64 bytes, const Task<>& c
   Lock lock(mutex);
   Barrier& barrier = barrier_at(warp, address, at);
   if (schedule == EAGER) { arrive_bytes(barrier, bytes); return; }
+  barrier.orders[barrier.phases % 2].give();                // what another block of the cluster has written
   barrier.loads.push_back({bytes, copy});
   state_changed();
 }
@@ -168,7 +223,10 @@ void Block::leave(int warp) {
   waits_for[warp] = [] { return std::string("nothing: it has finished"); };
   awaited[warp] = {};
   if (ends()) wake.notify_all();                            // others may not know yet
-  if (--live == 0) check_end();
+  if (--live == 0) {
+    check_end();
+    grid.part(*this);
+  }
   else if (stuck == live) all_stuck(lock);
 }
 void Block::hide(int warp, const char* to, int bytes) { std::memset(shown_at(warp, to, bytes), warp + 1, bytes); }
@@ -222,7 +280,8 @@ void Block::complete_phase(Barrier& barrier) {
 }
 void Block::all_stuck(Lock& lock) {
   if (ends()) return;
-  if (std::none_of(awaited.begin(), awaited.end(), [](const Awaited& until) { return until.counter; })) return report_deadlock();
+  const bool alone = grid.cluster_blocks == 1;                // others may arrive here
+  if (alone && std::none_of(awaited.begin(), awaited.end(), [](const Awaited& until) { return until.counter; })) return report_deadlock();
   rests = true;
   lock.held.unlock();                                       // the grid may lock any block
   grid.rest();

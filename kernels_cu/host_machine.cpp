@@ -190,6 +190,24 @@ void load_async(int warp, const char* address, i64 bytes, const Task<>& copy, Ca
   self->block->load_async(warp, address, bytes, copy, at);
 }
 void wait_for_mbarrier(int warp, const char* address, u32 phase, CallSite at) { self->block->wait_for_mbarrier(warp, address, phase, at); }
+void sync_cluster(CallSite at) {
+  ask_warp(at);
+  self->publish_stores();
+  self->block->sync_cluster(self->warp, at);
+}
+// Places in the shared memory of this block are at as many bytes in that of another one.
+static Block& other_block(int rank, const char* what, CallSite at) { return self->block->other_block(self->warp, rank, what, at); }
+void arrive_there(int rank, const char* address, CallSite at) {
+  Block& there = other_block(rank, "arrives in", at);
+  there.arrive(self->warp, there.shared + (address - self->shared), 0, at);
+}
+void send_async(int rank, char* to, const char* from, int bytes, const char* barrier, CallSite at) {
+  Block& there = other_block(rank, "has TMA copy to", at);
+  char* const dst = there.shared + (to - self->shared);
+  self->check_shown(from, bytes, "has TMA read", at);
+  there.check_shown(self->warp, dst, bytes, "has TMA overwrite", at);
+  there.load_async(self->warp, there.shared + (barrier - self->shared), bytes, [=] { std::memcpy(dst, from, bytes); }, at);
+}
 void do_together(int warp) { self->block->do_together(warp); }
 
 // All warps of a team meet between two blocks of the grid.
@@ -209,12 +227,13 @@ struct Meeting {
   u64 round = 0;
 };
 
-// Executes the kernel for every block of the grid. Teams of `warps` threads take blocks in order until none is left, one fails, or
+// Executes the kernel for every block of the grid, so many of which are a cluster. Teams of `warps` threads take blocks in order until none is left, one fails, or
 // somebody sets `stop`. The words of its parameters name arrays in reports. Adds what they moved and computed to `counts`. Returns the
 // first failure, or an empty string.
-std::string run_grid(const std::function<void()>& kernel, std::vector<u64> params, i64 blocks, int warps, int shared_bytes, Schedule schedule,
-                     int teams, Counts& counts, int& stop) {
-  Grid grid{blocks, std::move(params), stop};
+std::string run_grid(const std::function<void()>& kernel, std::vector<u64> params, i64 blocks, int cluster, int warps, int shared_bytes,
+                     Schedule schedule, int teams, Counts& counts, int& stop) {
+  Grid grid{blocks, std::move(params), stop, cluster};
+  teams = std::max(teams, cluster);
   grid.moving = teams;
   for (int i = 0; i < teams; ++i) grid.in_progress.push_back(std::make_unique<Block>(grid, warps, shared_bytes, schedule));
 

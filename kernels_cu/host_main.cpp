@@ -24,7 +24,7 @@ int main(int, char** arguments) {
   bytes(name.data(), name.size());
   Kernel* kernel = reinterpret_cast<Kernel*>(dlsym(RTLD_DEFAULT, name.c_str()));
   if (!kernel) return 2;
-  const i64 blocks = number(), shared_bytes = number(), deferred = number();
+  const i64 blocks = number(), cluster = number(), shared_bytes = number(), deferred = number();
   std::vector<char> params(number());
   bytes(params.data(), params.size());
 
@@ -45,7 +45,7 @@ int main(int, char** arguments) {
   char message[4096] = "";
   u64 counts[3] = {};
   Run* run;
-  launch(&run, kernel, params.data(), blocks, int(shared_bytes), int(deferred), 1);
+  launch(&run, kernel, params.data(), blocks, int(cluster), int(shared_bytes), int(deferred), 1);
   run->thread.join();
   const int fault = finish(run, counts, message, sizeof message);
   std::puts(message);

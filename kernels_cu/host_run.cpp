@@ -17,7 +17,7 @@ struct Run {
 };
 
 // Begins a run, which `ended` and `finish` are then called with.
-extern "C" void launch(Run** run, Kernel* kernel, const void* params, i64 blocks, int shared_bytes, int deferred, int teams) {
+extern "C" void launch(Run** run, Kernel* kernel, const void* params, i64 blocks, int cluster, int shared_bytes, int deferred, int teams) {
   Run* const started = *run = new Run;
   started->params.resize(host::kernel_file.params_bytes / sizeof(u64));
   std::memcpy(started->params.data(), params, started->params.size() * sizeof(u64));
@@ -25,7 +25,7 @@ extern "C" void launch(Run** run, Kernel* kernel, const void* params, i64 blocks
     const int warps = host::kernel_file.warps;
     const host::Schedule schedule = deferred ? host::DEFERRED : host::EAGER;
     const auto of_block = [=] { host::kernel_file.call(kernel, started->params.data()); };
-    started->failure = host::run_grid(of_block, started->params, blocks, warps, shared_bytes, schedule, teams, started->counts, started->stop);
+    started->failure = host::run_grid(of_block, started->params, blocks, cluster, warps, shared_bytes, schedule, teams, started->counts, started->stop);
     std::lock_guard<std::mutex> lock(started->mutex);
     started->has_ended = true;
     started->changed.notify_all();

@@ -215,7 +215,7 @@ def _run_here(library: ctypes.CDLL, launch: Launch, params: numpy.ndarray, defer
     left behind that writes to the arrays.
     """
     kernel = ctypes.cast(getattr(library, launch.entry), ctypes.c_void_p)
-    numbers = (ctypes.c_int64(launch.blocks), launch.shared_bytes, deferred, teams)
+    numbers = (ctypes.c_int64(launch.blocks), launch.cluster, launch.shared_bytes, deferred, teams)
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
     run = ctypes.c_void_p()
     try:
@@ -231,14 +231,14 @@ def _run_here(library: ctypes.CDLL, launch: Launch, params: numpy.ndarray, defer
 def _run_program(path: Path, launch: Launch, params: numpy.ndarray, arrays: dict[str, numpy.ndarray], deferred: int) -> str:
     """Run one entry in a sanitized program on copies of the arrays, and copy back what it changed. Returns what was wrong, or ''.
 
-    The job file holds int64 numbers and bytes: length of the entry's name, name, blocks, bytes of shared memory, schedule, size of
+    The job file holds int64 numbers and bytes: length of the entry's name, name, blocks, blocks of a cluster, bytes of shared memory, schedule, size of
     params, params, number of arrays, then for each array how often its address is in params, the offsets of that, the offset of
     element 0 in its memory, the size of that memory, and the memory.
     """
     with tempfile.TemporaryDirectory(prefix="cupy_flash-") as folder:
         job = Path(folder, "job")
         memories = []  # start and end of each, and where in the file
-        name, numbers = launch.entry.encode(), (launch.blocks, launch.shared_bytes, deferred, params.nbytes)
+        name, numbers = launch.entry.encode(), (launch.blocks, launch.cluster, launch.shared_bytes, deferred, params.nbytes)
         with job.open("wb") as file:
             file.write(_int64(len(name)) + name + _int64(*numbers) + params.tobytes() + _int64(len(arrays)))
             for field, array in arrays.items():

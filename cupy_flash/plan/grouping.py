@@ -77,6 +77,7 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     """
     p = problem.forward
     per_block, together, tiles = heads_per_block(plan, problem), heads_together(plan, problem), key_tiles(plan, problem)
+    together = max(together // plan.config.CLUSTER, 1)
     heads = p.heads_q * elements_of(p, "q")
     group, blocks = together * per_block, together * tiles
     owners = p.heads_kv * splits(plan, problem) * elements_of(p, "kv") * tiles
@@ -99,6 +100,8 @@ def make_grouping(plan: KernelPlan, problem: BackwardProblem) -> Grouping:
     backwards = _backwards(problem, heads, group)
     if not finishes_queries(plan, problem) or not owners:
         return Grouping(per_block, together, blocks, owners, max(heads, 1), backwards=backwards)
+    if plan.config.CLUSTER > 1:
+        return Grouping(per_block, together, blocks, owners, heads, last_heads=heads)
     clearing, accum_heads = -(-CLEARING_BLOCKS // blocks), heads
     own = plan.file != "bwd_hopper" or plan.config.PERSISTENT or plan.config.FIRST_STORES
     if not own and p.len_q <= MOST_ROWS_REUSED // (2 if backwards else 1):

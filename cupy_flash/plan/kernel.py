@@ -80,6 +80,7 @@ class Config:
     TMA_STORE_OUT: bool
     STAGED_BIAS: bool
     STORE_DBIAS: bool
+    CLUSTER: int
     PINGPONG: bool
     TMA_REDUCE_DQ: bool
     SCALE_SUMS: bool
@@ -153,6 +154,8 @@ class KernelPlan:
             if c.STATS_AHEAD:  # out and dO of a later head, and barriers
                 main = -(-main // 1024) * 1024 + itemsize * 2 * c.TILE_Q * c.WIDTH + 16
             main = -(-main // 16) * 16 + 1024 if c.ZEROS_AHEAD else main
+            if c.CLUSTER > 1:  # slices of dS, what they sum up to, and barriers
+                main = -(-main // 8) * 8 + itemsize * 2 * c.TILE_Q * c.TILE_KV + 40
             if self.file in ("bwd_hopper_wide", "bwd_hopper_mla"):
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P
             elif self.file == "bwd_hopper_parts":
@@ -237,7 +240,7 @@ class KernelPlan:
         words += ["rotateq"] * c.ROTATE_Q + [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
         words += [f"parts{c.FP16_PARTS}"] * (c.FP16_PARTS > 0) + ["float32results"] * c.FLOAT32_RESULTS
-        words += ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS + ["wholeheads"] * c.WHOLE_HEADS
+        words += ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS + [f"cluster{c.CLUSTER}"] * (c.CLUSTER > 1) + ["wholeheads"] * c.WHOLE_HEADS
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS") + ["several"] * c.SEVERAL_SINKS
         return "-".join(words)
 
@@ -391,6 +394,6 @@ def configure(
         "SOFTCAP": problem is None or problem.softcap is not None or (expressions.kind == "UNCHANGED" and not explicit),
         # of a plan
         **dict.fromkeys(("WHOLE_HEADS", "SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD", "FIRST_STORES", "IN_ORDER"), False),
-        **{"STORE_DBIAS": store_dbias, "PERSISTENT": persistent, "ROTATE_Q": False, "INNER_HEADS": 1, "FP16_PARTS": 0},
+        **{"STORE_DBIAS": store_dbias, "CLUSTER": 1, "PERSISTENT": persistent, "ROTATE_Q": False, "INNER_HEADS": 1, "FP16_PARTS": 0},
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})

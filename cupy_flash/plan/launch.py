@@ -23,6 +23,8 @@ class Launch:
         No more blocks than so many for each multiprocessor: those that there are take one tile after the other.
     behind : int
         More blocks on any device, which begin when those end.
+    cluster : int
+        So many neighbouring blocks run at the same time, and reach each other's shared memory.
     """
 
     entry: str
@@ -30,6 +32,7 @@ class Launch:
     shared_bytes: int
     per_multiprocessor: int | None = None
     behind: int = 0
+    cluster: int = 1
 
     def __str__(self) -> str:
         if self.per_multiprocessor is None:

@@ -157,6 +157,12 @@ void arrive(int warp, const char* address, i64 bytes, CallSite at);
 void load_async(int warp, const char* address, i64 bytes, const Task<>& copy, CallSite at);
 void wait_for_mbarrier(int warp, const char* address, u32 phase, CallSite at);
 
+// Blocks of a cluster, by the rank of another one and by places in the shared memory of this one. All their warps wait for each other; a warp arrives at
+// a barrier there; TMA copies from here to there, where the barrier counts the bytes: at once, or deferred, when the first warp waits for them.
+void sync_cluster(CallSite at);
+void arrive_there(int rank, const char* address, CallSite at);
+void send_async(int rank, char* to, const char* from, int bytes, const char* barrier, CallSite at);
+
 // What four warps have to do together, each so often as the others of its warpgroup.
 void do_together(int warp);
 

@@ -51,6 +51,13 @@ struct Awaited {
 };
 
 struct Block;
+// Blocks that run at the same time. They do, because teams take blocks in order, and there are as many teams.
+struct Cluster {
+  std::vector<Block*> blocks;                                 // null: has not begun, or has ended
+  int arrived = 0;                                            // warps, of all of them
+  Order orders[2] = {};                                       // of every other time that they have met
+};
+
 // What blocks know of each other. Each team of threads executes one block at a time. A team rests while all warps of its block are stuck, some
 // of them because of a counter, and when no block is left for it. When all teams rest, nobody will ever count: a deadlock, however long
 // or short a time that took.
@@ -58,12 +65,19 @@ struct Grid {
   const i64 blocks;
   const std::vector<u64> params;                              // among them the addresses of arrays
   int& stop;                                                  // other than 0: all warps shall end
+  const int cluster_blocks = 1;                               // neighbours that are a cluster
   std::vector<std::unique_ptr<Block>> in_progress = {};       // of each team
   std::atomic<i64> next{0};
   std::atomic<int> moving{0};                                 // teams that do not rest
   std::mutex mutex = {};
   std::string failure = {};                                   // the first one
+  std::unordered_map<i64, Cluster> clusters = {};             // by their numbers: those of blocks in progress
 
+  // A block begins, or ends.
+  void join(Block& block);
+  void part(Block& block);
+  // The block of its cluster with this rank, or null.
+  Block* other_block(const Block& of, int rank);
   bool stopped() const { return __atomic_load_n(&stop, __ATOMIC_RELAXED); }
   void end(const std::string& why);
   void rest();
@@ -106,6 +120,12 @@ struct Block {
   void sync_named(int warp, int name, int members, const char* whom, CallSite at);
   bool any_named(int warp, int name, int members, bool says, const char* whom, CallSite at);
 
+  // All warps of the blocks of a cluster.
+  void sync_cluster(int warp, CallSite at);
+  // Another block of the cluster; `what` is what a warp does there.
+  Block& other_block(int warp, int rank, const char* what, CallSite at);
+  void meet();
+
   // Barriers that count arrivals.
   void init_mbarrier(int warp, const char* address, int count, CallSite at);
   void arrive(int warp, const char* address, i64 bytes, CallSite at);
@@ -133,7 +153,7 @@ struct Block {
   std::vector<Awaited> awaited;                               // by each warp
   std::vector<std::function<std::string()>> waits_for;
   int live = 0, arrived = 0, stuck = 0;
-  u64 version = 0, barrier_phase = 0;
+  u64 version = 0, barrier_phase = 0, meetings = 0;           // of these, those of the cluster
   Order block_orders[2];
   u64 arrived_in_named[NAMES];
   Order named_orders[NAMES][2];

@@ -38,7 +38,11 @@ constexpr int Q_OFFSET = V_OFFSET + STAGES_KV * ValueTile::bytes;
 constexpr int DO_OFFSET = Q_OFFSET + STAGES * QueryStage::bytes;
 constexpr int DS_OFFSET = DO_OFFSET + STAGES * DoutTile::bytes;
 constexpr int STAT_BYTES = TILE_Q * int(sizeof(float));
-constexpr int LSE_OFFSET = DS_OFFSET + 2 * GradientTile::bytes;
+// CLUSTER: of dS of all its blocks, the rows that this one sums up, of two steps.
+using SliceTile = PanelTile<TILE_Q / CLUSTER, TILE_KV>;
+constexpr int SLICE_STAGES = CLUSTER > 1 ? 2 : 0;
+constexpr int SLICES_OFFSET = DS_OFFSET + 2 * GradientTile::bytes;
+constexpr int LSE_OFFSET = SLICES_OFFSET + SLICE_STAGES * GradientTile::bytes;
 constexpr int DELTA_OFFSET = LSE_OFFSET + STAGES * STAT_BYTES;
 constexpr int DQ_OFFSET = DELTA_OFFSET + STAGES * STAT_BYTES;         // of each consumer warpgroup
 constexpr int DQ_BYTES = TMA_REDUCE_DQ ? TILE_Q * WIDTH / GROUPS * int(sizeof(float)) : 0;
@@ -98,7 +102,9 @@ constexpr int BARRIERS_END = PERSISTENT ? LOADED_BARRIER + 2 * Mbarrier::bytes :
 static_assert(!ZEROS_AHEAD || (!TILE_LIST && !STAGED_BIAS), "heads have another order, or there is no room");
 // ZEROS_AHEAD: zeros, which TMA stores to sums of later heads.
 constexpr int ZEROS_OFFSET = ceil_div(BARRIERS_END, 16) * 16, ZEROS = 256;
-constexpr int BLOCK_BYTES = ZEROS_AHEAD ? ZEROS_OFFSET + ZEROS * int(sizeof(float)) : BARRIERS_END;
+constexpr int SLICE_BARRIERS = ceil_div(BARRIERS_END, 8) * 8;
+static_assert(CLUSTER == 1 || (STORE_DBIAS && !ZEROS_AHEAD && !VARLEN && !TILE_LIST), "blocks of a cluster go through the same steps");
+constexpr int BLOCK_BYTES = CLUSTER > 1 ? SLICE_BARRIERS + (2 * SLICE_STAGES + 1) * Mbarrier::bytes : ZEROS_AHEAD ? ZEROS_OFFSET + ZEROS * int(sizeof(float)) : BARRIERS_END;
 
 constexpr Lanes LANES = WIDTH <= 64 ? CONVERGENT : DIVERGENT; // as measured: 5 % at dim 64, and nothing or 5 % the other way at dim 128
 
@@ -118,6 +124,11 @@ struct KeyBlock {
   // Where TMA adds, in the same memory: dQ of a warpgroup is in shared memory; TMA has read it.
   OP Mbarrier staged(int group) const { return {smem + ORDER_BARRIERS + group * Mbarrier::bytes}; }
   OP Mbarrier sent(int group) const { return {smem + ORDER_BARRIERS + (GROUPS + group) * Mbarrier::bytes}; }
+  // CLUSTER, see dbias_sums.cuh.
+  OP Mbarrier received(int step) const { return {smem + SLICE_BARRIERS + step % SLICE_STAGES * Mbarrier::bytes}; }
+  OP Mbarrier summed(int step) const { return {smem + SLICE_BARRIERS + (SLICE_STAGES + step % SLICE_STAGES) * Mbarrier::bytes}; }
+  Mbarrier delivered{smem + SLICE_BARRIERS + 2 * SLICE_STAGES * Mbarrier::bytes};
+  OP SliceTile slice_smem(int step, u32 rank) const { return {smem + SLICES_OFFSET + step % SLICE_STAGES * GradientTile::bytes + int(rank) * SliceTile::bytes}; }
   Mbarrier ended{smem + END_BARRIERS};                        // the block adds nothing more
   OP Mbarrier ended_of(u32 number) const { return {ended.address + number % 2 * Mbarrier::bytes}; }     // PERSISTENT: of its key tile number 0, 1 ...
   Mbarrier counted{smem + END_BARRIERS + Mbarrier::bytes};    // the block has been counted
@@ -139,7 +150,7 @@ struct KeyBlock {
   u32 tiles_before;                                           // query tiles of heads that had the same sums before, and of all in between
 
   OP KeyBlock(const HopperBackwardParams& p) {
-    if (!PERSISTENT) find(p, [] { return block_id(); });
+    if (!PERSISTENT) find(p, [] { return block_id() / CLUSTER; });
   }
   // The key tile with this number, how many query tiles it visits, and the first one.
   template <typename Number> OP void find(const HopperBackwardParams& p, Number key_tile) {
@@ -254,6 +265,13 @@ struct KeyBlock {
     init_mbarrier(ended, TMA_REDUCE_DQ ? GROUPS : 4 * GROUPS);
     init_mbarrier(counted, PERSISTENT ? 4 * GROUPS : 1);      // then it is the second one of `ended_of`
     init_mbarrier(cleared, 1);
+    if constexpr (CLUSTER > 1) {
+      for (int i = 0; i < SLICE_STAGES; ++i) {
+        init_mbarrier(received(i), 1);
+        init_mbarrier(summed(i), SliceTile::panels * CLUSTER);
+      }
+      init_mbarrier(delivered, CLUSTER);
+    }
     if (VARLEN) init_clipping(Clipping{smem + CLIPPING_BARRIER});
   }
   // TILE_LIST: the producer tells of the query tile at hand, and a consumer hears of it when the tile has come.

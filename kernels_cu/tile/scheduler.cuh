@@ -134,6 +134,7 @@ template <typename Number> OP KeyBlockCoord key_block_coord(const HopperBackward
   u32 units = p.units_divmod.divisor;
   #pragma unroll
   for (int i = 0; i < BATCH_AXES; ++i) units *= packed ? 1 : p.batch[i];
+  units /= CLUSTER;
   const u32 together = p.heads_together_divmod.divisor;
   const u32 group = divide(number_of_others(p, number), p.group_divmod), first_unit = group * together, rest = number_of_others(p, number) - group * p.group_divmod.divisor;
   const u32 here_together = min_of(together, units - first_unit);
@@ -146,6 +147,7 @@ template <typename Number> OP KeyBlockCoord key_block_coord(const HopperBackward
   }
   here.batch_number = divide(unit, p.units_divmod);
   here.first_head = int(unit - here.batch_number * p.units_divmod.divisor) * p.heads_per_block;
+  if constexpr (CLUSTER > 1) here.batch_number = here.batch_number * CLUSTER + block_id() % CLUSTER;
   here.head_kv = int(divide(here.first_head, p.heads_per_kv_divmod));
   batch_element(here.batch, p.batch[BATCH_AXES - 1], here.batch_number);
   return here;
