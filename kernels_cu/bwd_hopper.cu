@@ -36,6 +36,8 @@
 //     one beneath the last steps of this one; a scheduler warp, one of the idle ones, takes key tiles and tells the other warps of them. All heads
 //     are among the last ones.
 //
+//     CLUSTER: neighbouring blocks own the same keys of batch elements that share a bias, and sum up their dS, see tile/dbias_sums.cuh.
+//
 //     WHOLE_HEADS: a block takes all key tiles of a head so, and then those of another one. dQ_i is then its own to sum up, and with the last key
 //     tile that sees query tile i it is dq, see `OwnSums` in tile/dq_protocol.cuh.
 //
@@ -130,7 +132,7 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const bool has_keys = !VARLEN || block.here.tile >= 0;
   if (!STATS_AHEAD && !has_keys) return;                      // with it, its warps have something to make all the same
   if (warp == 0) start_barriers(block);
-  if constexpr (CLUSTER > 1) sync_cluster<CLUSTER>();         // the same in all blocks of the cluster
+  if constexpr (CLUSTER > 1) sync_cluster<CLUSTER>();         // the same, also at one of another block
   else sync_block();                                          // without it a warp arrives at a barrier that does not count yet
   if (warp < 4) {
     warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
@@ -155,7 +157,9 @@ KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
     if constexpr (CLUSTER > 1) {
       if (warp == 1 || warp == 2) sum_slices(p, block, warp - 1);
       if (warp == 3) send_slices(block);
-    } else if (STORE_DBIAS && warp == 3) send_dbias(p, block);
+    } else {
+      if (STORE_DBIAS && warp == 3) send_dbias(p, block);
+    }
     if constexpr (ZEROS_AHEAD) {
       if (warp == 3) make_zeros_ahead(p, block);
     } else if (warp == 3) clear_sums(p, block);

@@ -83,9 +83,10 @@ def settings_of(kernel):
         staged |= {"staged, first stores": STAGED.but(True, FIRST_STORES=True)}
         staged |= {"first stores": OWN_KEYS.but(True, FIRST_STORES=True)}
         stored = replace(OWN_KEYS, case=replace(HOPPER_BACKWARD_CASE, bias="full"))  # with its gradient
+        shared = replace(OWN_KEYS, case=replace(HOPPER_BACKWARD_CASE, len_q=300, bias="heads", batch=(2,)))
         case = Case("float16", 200, 310, dim=32, heads_q=2, heads_kv=1)  # one sequence has more tiles of queries than stages
         sequences = replace(OWN_KEYS, case=case, offsets=([0, 20, 20, 170, 190], [0, 75, 80, 230, 300]))
-        settings = {"two stages": OWN_KEYS, "one stage, wide, in order": wide} | staged | {"stored": stored}
+        settings = {"two stages": OWN_KEYS, "one stage, wide, in order": wide} | staged | {"stored": stored, "cluster": shared}
         lists = replace(OWN_KEYS, seen=SOME_OF_MORE_KEYS)
         # Several key tiles for each block, one in between seen by nobody.
         persistent = replace(lists.but(PERSISTENT=True), case=MORE_HEADS, seen=NOT_THE_SECOND)

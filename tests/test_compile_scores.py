@@ -115,8 +115,8 @@ def settings_of_reads():
 
 @pytest.mark.parametrize("architecture, dtype, dim, asked", list(settings_of_reads()))
 def test_no_spill_of_sums(architecture, dtype, dim, asked):
-    q = numpy.zeros((2, 2, LENGTH, dim), DTYPES[dtype])  # two batch elements, which share a bias
-    given = (q, q, q, q, q, numpy.zeros((2, 2, LENGTH), numpy.float32))
+    q = numpy.zeros((3, 2, LENGTH, dim), DTYPES[dtype])  # three batch elements, which share a bias and are no cluster
+    given = (q, q, q, q, q, numpy.zeros((3, 2, LENGTH), numpy.float32))
     try:
         plan = plan_attention_backward(*given, backend="host", arch=architecture, **READ[asked](dtype))
     except UnsupportedError as error:

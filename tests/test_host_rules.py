@@ -19,7 +19,7 @@ from cupy_flash.machine.host import SCHEDULES
 # A small kernel in the place of a large one, with a few things at hand.
 SMALL_KERNEL = """\
 #include <cstdlib>
-#include "tile/pipeline.cuh"
+#include "tile/cluster.cuh"
 #include "tile/accum.cuh"
 #include "tile/wgmma.cuh"
 KERNEL(32 * WARPS, 1) fwd_hopper(GRID_CONSTANT HopperForwardParams p) {
@@ -45,14 +45,15 @@ def run(request, monkeypatch, change_kernel):
     """
     monkeypatch.setenv("CUPY_FLASH_HOST_SCHEDULE", request.param)
 
-    def run_body(body, blocks=1, at_a_time=1):
+    def run_body(body, blocks=1, at_a_time=1, cluster=1):
         bodies = TOGETHER if body in TOGETHER else [body]
         monkeypatch.setenv("CHOSEN", str(bodies.index(body)))
         choices = " ".join(f"if (chosen == {number}) {{ {body} }}" for number, body in enumerate(bodies))
         change_kernel("fwd_hopper.cu", SMALL_KERNEL.replace("BODY", choices))
         inputs = make_inputs(Case("float16", 129, 64))  # of 128 queries out would leave from registers, without a map
         plan = plan_attention(*inputs, backend="host", arch="90a", kernel="fwd_hopper", return_lse=True)
-        monkeypatch.setattr(host, "scheduled", lambda _, params, launches, mask: (params, (replace(launches[0], blocks=blocks),)))
+        grid = {"blocks": blocks, "cluster": cluster}
+        monkeypatch.setattr(host, "scheduled", lambda _, params, launches, mask: (params, (replace(launches[0], **grid),)))
         monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(at_a_time * plan.kernel.config.WARPS))
         _, lse = plan(*inputs, lse=numpy.zeros((1, 1, 129), "f4"))  # where counters start
         return lse[0, 0, 0]
@@ -233,6 +234,64 @@ def test_deadlock_says_which_counter_is_what(blocks, at_a_time, body, awaited, r
     report = re.sub(r"(?<= at )\S*/", "", str(caught.value)).partition("deadlock")[2].splitlines()
     assert report[:2] == [" in block 0:", f"  warp 0 waits for {awaited} at fwd_hopper.cu:{BODY_LINE}"]
     assert set(report[2:]) == {f"  warp {warp} waits for nothing: it has finished" for warp in range(1, len(report) - 1)}
+
+
+START = "if (warp_id() == 0) init_mbarrier(barrier, 2); sync_cluster<2>();"
+# What a warp of each of two blocks that are a cluster does, and what it leaves: both arrive in both; each gets what both send.
+MEETINGS = {
+    "arrivals": ("if (warp_id() == 0) { arrive_in_cluster<2>(barrier); wait_for(barrier, 0); out = 2.f; }", 2),
+    "copies": (
+        "if (warp_id() == 0) {"
+        "  for_lane(l) store_shared(tile.base + l * 4, float(10 * block_id() + l));"
+        "  fence_proxy_async(); arrive_expect_tx(barrier, 2 * 64); arrive_at(barrier);"
+        "  const auto for_block = [&](int rank, int) { return tile.base + rank * 64; };"
+        "  send_async<2, 1>(tile.base + 1024 + block_id() * 64, 0, for_block, 64, barrier);"
+        "  wait_for(barrier, 0);"
+        "  out = load_shared<float>(tile.base + 1024 + 64 + 3 * 4) + load_shared<float>(tile.base + 1024 + 2 * 4);"
+        "}",
+        13 + 2,
+    ),
+}
+# What blocks do that break a rule of clusters, and what is said of it.
+PARTINGS = {
+    "where a block has ended": (
+        f"{START} if (block_id() == 0 && warp_id() == 0) {{"
+        "  std::this_thread::sleep_for(std::chrono::milliseconds(100)); arrive_in_cluster<2>(barrier); }",
+        "{W} arrives in block 1 of its cluster, which has not begun or has ended,",
+    ),
+    "what is not shown": (
+        f"{START} if (warp_id() == 0) {{ for_lane(l) store_shared(tile.base + l * 4, 1.f);"
+        "  send_async<2, 1>(tile.base + 1024, 0, [&](int, int) { return tile.base; }, 64, barrier); } sync_cluster<2>();",
+        "warp 0 of block . has TMA read what lanes have stored, without fence_proxy_async in between",
+    ),
+    "over what is not shown": (
+        f"{START} if (warp_id() == 0) {{ for_lane(l) store_shared(tile.base + 1024 + l * 4, 1.f); }} sync_cluster<2>();"
+        "if (warp_id() == 0) send_async<2, 1>(tile.base + 1024, 0, [&](int, int) { return tile.base; }, 64, barrier);"
+        "sync_cluster<2>();",
+        "warp 0 of block . has TMA overwrite what lanes have stored, without fence_proxy_async in between",
+    ),
+}
+
+
+@pytest.mark.parametrize("body, left", MEETINGS.values(), ids=MEETINGS)
+def test_blocks_of_a_cluster_reach_each_other(body, left, run):
+    """Four clusters, of which two are in progress at a time."""
+    assert run(f"{START} {body} sync_cluster<2>();", 8, 4, cluster=2) == left
+
+
+@pytest.mark.parametrize("body, message", PARTINGS.values(), ids=PARTINGS)
+def test_rules_of_clusters(body, message, run):
+    with pytest.raises(FaultError, match=message.format(W="warp 0 of block 0")):
+        run(body, 2, cluster=2)
+
+
+def test_deadlock_says_what_a_cluster_waits_for(run):
+    where = r"deadlock in block {}:.*\n  warp 0 waits for the barrier {} at .*fwd_hopper.cu:\d+"
+    with pytest.raises(DeadlockError, match=where.format(0, "of its cluster")):
+        run("if (block_id() == 0) sync_cluster<2>();", 2, cluster=2)
+    alone = "if (block_id() == 1 && warp_id() == 0) { arrive_at(barrier); wait_for(barrier, 0); }"
+    with pytest.raises(DeadlockError, match=where.format(1, "at byte 0 of shared memory") + ": 1 of 2 warps and 0 bytes"):
+        run(f"{START} {alone}", 2, cluster=2)
 
 
 @pytest.mark.release  # the test before asks it without a sanitizer

@@ -157,11 +157,11 @@ def test_masked_pairs_give_nothing_whatever_their_keys_hold():
 def test_what_is_moved_is_counted(monkeypatch):
     """Of each batch element and head, Q, dO, K and V for each pair of tiles; the bias once, whatever shares it; and statistics."""
     monkeypatch.setattr(read_hopper, "MULTIPROCESSORS", 1)
-    whole = case(len_q=256, len_kv=384, dim=64, heads_q=2, batch=(2,))
+    whole = case(len_q=256, len_kv=384, dim=64, heads_q=2, batch=(3,))
     plan, given, operands = planned(whole)
     alone = plan_attention_backward(*given, **operands, backend="host", arch="90a")
     both, without = (made.counted(*given, **operands)[1] for made in (plan, alone))
-    tile, elements, bias = 128, 2 * 2, operands["bias"]
+    tile, elements, bias = 128, 3 * 2, operands["bias"]
     pairs = elements * (256 // tile) * (384 // tile)
     assert kernel_of(plan).config.STAGED_BIAS and "partials" not in plan.workspace.names
     assert both.read_bytes - without.read_bytes == pairs * 4 * tile * 64 * 2 + bias.nbytes + pairs * 2 * tile * 4

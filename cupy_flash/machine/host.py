@@ -231,9 +231,9 @@ def _run_here(library: ctypes.CDLL, launch: Launch, params: numpy.ndarray, defer
 def _run_program(path: Path, launch: Launch, params: numpy.ndarray, arrays: dict[str, numpy.ndarray], deferred: int) -> str:
     """Run one entry in a sanitized program on copies of the arrays, and copy back what it changed. Returns what was wrong, or ''.
 
-    The job file holds int64 numbers and bytes: length of the entry's name, name, blocks, blocks of a cluster, bytes of shared memory, schedule, size of
-    params, params, number of arrays, then for each array how often its address is in params, the offsets of that, the offset of
-    element 0 in its memory, the size of that memory, and the memory.
+    The job file holds int64 numbers and bytes: length of the entry's name, name, blocks, blocks of a cluster, bytes of shared
+    memory, schedule, size of params, params, number of arrays, then for each array how often its address is in params, the offsets
+    of that, the offset of element 0 in its memory, the size of that memory, and the memory.
     """
     with tempfile.TemporaryDirectory(prefix="cupy_flash-") as folder:
         job = Path(folder, "job")

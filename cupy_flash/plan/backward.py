@@ -40,7 +40,7 @@ from .mla import pays, why_not_mla
 from .pair_bits import why_bits, with_bits
 from .sequences import elements_of, mean_room
 from .short_gradients import stores_sooner, why_bwd_v2, why_wide
-from .stored_dbias import dbias_of_cluster, dbias_of_pairs
+from .stored_dbias import rows_beside_slices, stored_dbias
 from .structs import struct
 from .tensor_map import TensorMap, obstacle, tensor_maps
 from .tuning import TileConfig, row_for, table_for
@@ -61,7 +61,6 @@ MOST_AHEAD = 2  # times as many queries as keys a head may have, or keys as quer
 SHORT_IN_ORDER = 512  # queries, up to which a causal mask leaves many blocks few steps, over before one warp's statistics
 MOST_ROWS_STORED = 1024  # of dq, see _first_stores; under a causal mask twice as many
 MOST_ROWS_AHEAD = 4096  # of dq, whose sums earlier heads make zero; with more of them a call takes as long either way
-SLICED = 64  # queries of a step, of whose dS blocks of a cluster sum up slices
 MOST_SEEING = 2048  # queries that see a key in a window, up to which zeros are made ahead for longer sequences as well
 
 
@@ -97,11 +96,9 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     moved = GRADIENTS if parts else BY_THREADS if kernel in HOPPER_KERNELS else MOVED
     copy_bytes, why_copy = copy_size({name: problem.layouts[name] for name in moved})
     row = _row_for(kernel, problem, architecture, copy_bytes, explicit, expressions, parts)
-    dbias, cluster = _stored_dbias(problem, kernel) if row.staged_bias else (None, 1)
-    store_dbias = dbias is not None
-    persistent = kernel == "bwd_hopper" and not store_dbias and _takes_key_tiles(problem, row, expressions)
+    dbias, cluster, why_stored = stored_dbias(problem, kernel) if row.staged_bias else (None, 1, "")
+    persistent = kernel == "bwd_hopper" and dbias is None and _takes_key_tiles(problem, row, expressions)
     why_taken = "blocks take key tiles in turn" if persistent else ""
-    why_stored = "gradient of the bias: dS of each pair, which TMA stores" if store_dbias else ""
     width = row.width if kernel in HOPPER_KERNELS else _width(p)
     width_v = row.width_v or width
     why_pairs = why_bits(expressions) if kernel in HOPPER_KERNELS and p.lengths is None else ""
@@ -123,15 +120,14 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
             expressions=expressions,
             tile_list=bool(expressions.takes_part or expressions.pair_bits) and kernel in LISTED and p.lengths is None,
             adds=problem.adds,
-            store_dbias=store_dbias,
+            store_dbias=dbias is not None,
+            cluster=cluster,
             persistent=persistent,
             columns=_columns(kernel, p, width, width_v),
         ),
         expressions=expressions,
         reasons=tuple(filter(None, (why_kernel, row.reason, why_copy, why_scores, why_stored, why_pairs, why_taken))),
     )
-    if cluster > 1:
-        plan = _with(plan, f"which {cluster} batch elements share: blocks of a cluster sum it up", CLUSTER=cluster)
     if takes_whole_heads(plan, problem):
         plan = _with(plan, WHY_WHOLE, PERSISTENT=True, WHOLE_HEADS=True)
     if apart.kind == "SCALED" and kernel in HOPPER_KERNELS and splits(plan, problem) == p.heads_per_kv:  # one head a block
@@ -149,12 +145,6 @@ def make_backward_plan(problem: BackwardProblem, architecture: Architecture) -> 
     if problem.parts > 1:
         plan = _with(plan, f"queries in {problem.parts} parts: their few keys have fewer blocks than run at once")
     return plan
-
-
-def _stored_dbias(problem: BackwardProblem, kernel: str) -> tuple[Layout | None, int]:
-    """The gradient of the bias that a kernel stores, and how many blocks of a cluster sum it up."""
-    own = dbias_of_pairs(problem)
-    return dbias_of_cluster(problem) if own is None and kernel == "bwd_hopper" else (own, 1)
 
 
 def _with(plan: KernelPlan, reason: str, **knobs: int) -> KernelPlan:
@@ -265,8 +255,7 @@ def _row_for(
 ) -> TileConfig:
     p = problem.forward
     rows = GRADIENT_ROWS[parts] if parts else rows_of(kernel, architecture, p, expressions)
-    if kernel == "bwd_hopper" and _stored_dbias(problem, kernel)[1] > 1:  # whose slices have no room beside more queries
-        rows = tuple(row for row in rows if row.tile_q == SLICED or not row.staged_bias)
+    rows = rows_beside_slices(rows) if stored_dbias(problem, kernel)[1] > 1 else rows
     kinds = (explicit, problem.deterministic, p.mask.shape)
     lengths = p.lengths is not None
     len_q = LENGTH_OF_MANY if lengths else p.len_q
@@ -346,10 +335,8 @@ def backward_launches(plan: KernelPlan, problem: BackwardProblem) -> tuple[Launc
         query_blocks * (not finishes_queries(plan, problem)) + 2 * key_blocks * _stores_parts(plan, problem),
         *(() if p.sinks is None else (math.prod(p.sinks.shape[-2:]),)),
     )
-    entries = plan.entries.items()
-    if problem.zero:
-        blocks = (0,) * len(entries)
-    launches = [Launch(entry, number, shared) for (entry, shared), number in zip(entries, blocks)]
+    of_entries = zip(plan.entries.items(), blocks)
+    launches = [Launch(entry, 0 if problem.zero else number, shared) for (entry, shared), number in of_entries]
     launches[1] = replace(launches[1], cluster=plan.config.CLUSTER)
     if plan.config.PERSISTENT:
         taken = 0 if problem.zero else blocks_in_turn(plan, problem)
@@ -398,7 +385,7 @@ def backward_maps(plan: KernelPlan, problem: BackwardProblem) -> dict[str, Tenso
     layouts = layouts_in_parts(problem, parts) if parts else _layouts(problem)
     boxes |= {"out": queries} if plan.config.STATS_AHEAD else {}
     if plan.config.STORE_DBIAS:
-        boxes, layouts = boxes | {"dbias": queries // plan.config.CLUSTER}, layouts | {"dbias": _stored_dbias(problem, plan.file)[0]}
+        boxes, layouts = boxes | {"dbias": queries // plan.config.CLUSTER}, layouts | {"dbias": stored_dbias(problem, plan.file)[0]}
     return {f"{name}_map": described for name, described in tensor_maps(problem.forward.batch, layouts, boxes).items()}
 
 

@@ -154,8 +154,7 @@ class KernelPlan:
             if c.STATS_AHEAD:  # out and dO of a later head, and barriers
                 main = -(-main // 1024) * 1024 + itemsize * 2 * c.TILE_Q * c.WIDTH + 16
             main = -(-main // 16) * 16 + 1024 if c.ZEROS_AHEAD else main
-            if c.CLUSTER > 1:  # slices of dS, what they sum up to, and barriers
-                main = -(-main // 8) * 8 + itemsize * 2 * c.TILE_Q * c.TILE_KV + 40
+            main += (2 * itemsize * c.TILE_Q * c.TILE_KV + 8 * 5) * (c.CLUSTER > 1)  # slices of dS, and barriers
             if self.file in ("bwd_hopper_wide", "bwd_hopper_mla"):
                 main = -(-main // 16) * 16 + itemsize * 2 * c.TILE_Q * c.TILE_KV  # P
             elif self.file == "bwd_hopper_parts":
@@ -240,7 +239,8 @@ class KernelPlan:
         words += ["rotateq"] * c.ROTATE_Q + [f"pieces{c.PIECE}" if c.PIECE else "copied"] * (c.PAGED and self.file == "fwd_hopper")
         words += [f"producers{c.PRODUCER_WARPS}"] * (c.PRODUCER_WARPS > 1) + ["dropout"] * c.DROPOUT + ["placed"] * c.PLACED
         words += [f"parts{c.FP16_PARTS}"] * (c.FP16_PARTS > 0) + ["float32results"] * c.FLOAT32_RESULTS
-        words += ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS + [f"cluster{c.CLUSTER}"] * (c.CLUSTER > 1) + ["wholeheads"] * c.WHOLE_HEADS
+        words += ["added"] * c.ADD_RESULTS + ["dbias"] * c.STORE_DBIAS + ["wholeheads"] * c.WHOLE_HEADS
+        words += [f"cluster{c.CLUSTER}"] * (c.CLUSTER > 1)
         words += [c.MASK.lower()] * (c.MASK != "BAND") + [c.SINKS.lower()] * (c.SINKS != "NO_SINKS") + ["several"] * c.SEVERAL_SINKS
         return "-".join(words)
 
@@ -359,6 +359,7 @@ def configure(
     from_last: bool = False,
     adds: bool = False,
     store_dbias: bool = False,
+    cluster: int = 1,
     persistent: bool = False,
     columns: tuple[int, int] | None = None,
 ) -> Config:
@@ -393,7 +394,7 @@ def configure(
         "ADD_RESULTS": adds,
         "SOFTCAP": problem is None or problem.softcap is not None or (expressions.kind == "UNCHANGED" and not explicit),
         # of a plan
-        **dict.fromkeys(("WHOLE_HEADS", "SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD", "FIRST_STORES", "IN_ORDER"), False),
-        **{"STORE_DBIAS": store_dbias, "CLUSTER": 1, "PERSISTENT": persistent, "ROTATE_Q": False, "INNER_HEADS": 1, "FP16_PARTS": 0},
+        **dict.fromkeys(("WHOLE_HEADS", "SCALE_SUMS", "ZEROS_AHEAD", "STATS_AHEAD", "FIRST_STORES", "IN_ORDER", "ROTATE_Q"), False),
+        **{"STORE_DBIAS": store_dbias, "CLUSTER": cluster, "PERSISTENT": persistent, "INNER_HEADS": 1, "FP16_PARTS": 0},
     }
     return Config(**given, **{knob.name: getattr(row, knob.name.lower()) for knob in fields(Config) if knob.name not in given})

@@ -10,8 +10,30 @@ from ..problem.backward import BackwardProblem
 from ..problem.layout import Layout
 from ..problem.read_gradients import ReadGradient, read_gradients
 from .tensor_map import layouts_of, obstacle
+from .tuning import TileConfig
 
+SLICED = 64  # queries of a step, of whose dS blocks of a cluster sum up slices
+NARROW, LEAST_NARROW = 32, 1024  # head dims, and fewer queries, of which more than two elements take longer so, by up to a tenth
 CLUSTERS = (2, 4, 8)  # blocks: each sums up as many rows of a step, of multiples of 8
+
+
+def stored_dbias(problem: BackwardProblem, kernel: str) -> tuple[Layout | None, int, str]:
+    """The gradient of the bias that a kernel stores if TMA brings the bias, how many blocks of a cluster sum it up, and why.
+
+    None, 1 and '' where it stores none.
+    """
+    own = dbias_of_pairs(problem)
+    if own is not None:
+        return own, 1, "gradient of the bias: dS of each pair, which TMA stores"
+    shared, elements = dbias_of_cluster(problem) if kernel == "bwd_hopper" else (None, 1)
+    if shared is None:
+        return None, 1, ""
+    return shared, elements, f"gradient of the bias: dS of {elements} batch elements, whose blocks are a cluster and sum it up"
+
+
+def rows_beside_slices(rows: tuple[TileConfig, ...]) -> tuple[TileConfig, ...]:
+    """Those of bwd_hopper that a cluster has room for: beside 128 queries a step, slices of dS have none."""
+    return tuple(row for row in rows if row.tile_q == SLICED or not row.staged_bias)
 
 
 def dbias_of_pairs(problem: BackwardProblem) -> Layout | None:
@@ -38,6 +60,8 @@ def dbias_of_cluster(problem: BackwardProblem) -> tuple[Layout, int] | tuple[Non
     together = list(takewhile(lambda axis: axis[0] or axis[1] == 1, reversed(list(zip(of_elements, p.batch)))))
     sharers = math.prod(size for _, size in together)
     if any((of_heads, of_queries, of_keys, *of_elements[: len(p.batch) - len(together)])) or sharers not in CLUSTERS:
+        return None, 1
+    if sharers > CLUSTERS[0] and max(p.dim, p.dim_v) <= NARROW and p.len_q < LEAST_NARROW:
         return None, 1
     return gradient, sharers
 

@@ -40,9 +40,9 @@ constexpr int DS_OFFSET = DO_OFFSET + STAGES * DoutTile::bytes;
 constexpr int STAT_BYTES = TILE_Q * int(sizeof(float));
 // CLUSTER: of dS of all its blocks, the rows that this one sums up, of two steps.
 using SliceTile = PanelTile<TILE_Q / CLUSTER, TILE_KV>;
-constexpr int SLICE_STAGES = CLUSTER > 1 ? 2 : 0;
+constexpr int SLICE_STAGES = 2, SLICES_BYTES = CLUSTER > 1 ? SLICE_STAGES * GradientTile::bytes : 0;
 constexpr int SLICES_OFFSET = DS_OFFSET + 2 * GradientTile::bytes;
-constexpr int LSE_OFFSET = SLICES_OFFSET + SLICE_STAGES * GradientTile::bytes;
+constexpr int LSE_OFFSET = SLICES_OFFSET + SLICES_BYTES;
 constexpr int DELTA_OFFSET = LSE_OFFSET + STAGES * STAT_BYTES;
 constexpr int DQ_OFFSET = DELTA_OFFSET + STAGES * STAT_BYTES;         // of each consumer warpgroup
 constexpr int DQ_BYTES = TMA_REDUCE_DQ ? TILE_Q * WIDTH / GROUPS * int(sizeof(float)) : 0;

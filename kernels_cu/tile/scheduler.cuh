@@ -130,6 +130,7 @@ template <typename Number> OP u32 number_of_others(const HopperBackwardParams& p
 }
 
 // The same with divisions by multiplication, which take a block less time, of key tile number number(), which is asked again and not kept. Packed keys are those of one batch element.
+// Blocks of a cluster have one number, and as many batch elements that follow each other, of which units count the first.
 template <typename Number> OP KeyBlockCoord key_block_coord(const HopperBackwardParams& p, bool packed, Number number) {
   u32 units = p.units_divmod.divisor;
   #pragma unroll
