@@ -32,7 +32,7 @@ from cupy_flash.problem.backward import Gradients
 KERNELS = sorted(file.removesuffix(".cu") for file in source.files() if re.fullmatch(r"(fwd|bwd)_\w+\.cu|classify\.cu", file))
 # Headers, and a kernel that each is a part of.
 PARTS = {"tile/passes.cuh": "bwd_v2", "tile/key_block.cuh": "bwd_hopper", "tile/dq_protocol.cuh": "bwd_hopper"}
-PARTS |= {"tile/key_loads.cuh": "bwd_hopper", "tile/stats_ahead.cuh": "bwd_hopper"}
+PARTS |= {"tile/key_loads.cuh": "bwd_hopper", "tile/stats_ahead.cuh": "bwd_hopper", "tile/dbias_sums.cuh": "bwd_hopper"}
 PARTS |= {"tile/score_sums.cuh": "bwd_scores", "tile/element_sums.cuh": "bwd_scores", "tile/unit_tiles.cuh": "bwd_scores_hopper"}
 PARTS |= {"tile/schedule.cuh": "fwd_v2", "tile/split.cuh": "fwd_v2", "tile/clipped.cuh": "fwd_hopper"}
 OFTEN = ("fwd_hopper", "fwd_v2")  # kernels that are built for ThreadSanitizer in every check
@@ -78,6 +78,9 @@ SLOW_WARPS = {
     "classify.cu": {
         "  const SharedAddress found_smem = shared_memory();": "warp_id() > 0",
         "        const int row0 = (int(tile) * parts + part) * 16;": "warp_id() > 0",
+    },
+    "tile/dbias_sums.cuh": {
+        "    const SharedAddress slices = block.slice_smem(step, 0).base + panel * SliceTile::panel_bytes;": "block_id() % 2 > 0 && !usleep(50000)",
     },
     "tile/schedule.cuh": {
         "  for_tiles([&](const ScheduledTile<Item>& tile) {": "tile.item.row / TILE_Q % WARPS > 0",

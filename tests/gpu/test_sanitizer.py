@@ -188,6 +188,15 @@ for bias in (normal(4, 150, 200), normal(150, 200), normal(4, 150, 200, dtype="f
     plan(dout, q, k, v, out, lse, bias=bias)
     cupy.cuda.Device().synchronize()
 attention(normal(2, 8, 9, 64), *normal(2, 2, 2, 300, 64), bias=normal(8, 9, 300), causal=True)  # on sm_90a four heads in a tile
+# On sm_90a blocks of a cluster sum up the gradient of a bias that batch elements share.
+for elements, dim in ((2, 64), (4, 128), (8, 64)):
+    q, k, v, dout = (normal(elements, heads, rows, dim) for heads, rows in ((4, 150), (2, 200), (2, 200), (4, 150)))
+    bias = normal(4, 150, 200)
+    out, lse = plan_attention(q, k, v, bias=bias, kernel="fwd_v2", return_lse=True)(q, k, v, bias=bias)
+    plan = plan_attention_backward(dout, q, k, v, out, lse, bias=bias, wrt="bias")
+    assert plan.kernel.config.CLUSTER == elements or plan.kernel.file == "bwd_v2"
+    plan(dout, q, k, v, out, lse, bias=bias)
+    cupy.cuda.Device().synchronize()
 
 # On sm_90a lanes copy pages of these sizes for many queries, and each warp of fwd_v2 has keys of its own for few.
 for size in (48, 1):
