@@ -80,7 +80,7 @@ SLOW_WARPS = {
         "        const int row0 = (int(tile) * parts + part) * 16;": "warp_id() > 0",
     },
     "tile/dbias_sums.cuh": {
-        "    const SharedAddress slices = block.slice_smem(step, 0).base + panel * SliceTile::panel_bytes;": "block_id() % 2 > 0 && !usleep(50000)",
+        "  for (int step = 0; step < block.steps; ++step, block.advance(p)) {": "block_id() % 2 > 0 && !usleep(50000)",
     },
     "tile/schedule.cuh": {
         "  for_tiles([&](const ScheduledTile<Item>& tile) {": "tile.item.row / TILE_Q % WARPS > 0",
