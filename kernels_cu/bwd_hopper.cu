@@ -124,7 +124,7 @@ KERNEL(THREADS, VARLEN ? 4 : 1) bwd_hopper_preprocess(GRID_CONSTANT HopperBackwa
   preprocess(p, DELTA_SIGN, TMA_REDUCE_DQ ? GROUPS : 1, accum_heads, STATS_AHEAD && some_heads ? p.heads_ahead : ~0u, block_id() - before);
 }
 
-KERNEL(THREADS, 1) bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
+KERNEL(THREADS, 1) IN_CLUSTERS bwd_hopper(GRID_CONSTANT HopperBackwardParams p) {
   const int warp = int(uniform(u32(warp_id())));
   if (block_id() >= first_finishing_block(p)) return postprocess_last_heads<Accum>(p);
   KeyBlock block(p);

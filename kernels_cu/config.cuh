@@ -51,6 +51,7 @@ constexpr bool  TMA_STORE_OUT = false;    // fwd_hopper: out goes through shared
 constexpr bool  STAGED_BIAS = false;      // fwd_hopper, bwd_hopper: a bias comes by TMA, see tile/bias_tile.cuh; if not, lanes read what they need of it
 constexpr bool  STORE_DBIAS = false;      // of STAGED_BIAS, bwd_hopper: its gradient is dS, each element of which is a pair's own, and TMA stores it; if not, bwd_scores computes it
 constexpr int   CLUSTER = 1;              // of STORE_DBIAS, bwd_hopper: so many batch elements share the bias, whose blocks are a cluster and sum up dS, see tile/dbias_sums.cuh; if 1, it is each element's own
+#define IN_CLUSTERS                       // what such a kernel has before its name: CLUSTERS_OF(CLUSTER), or nothing
 constexpr bool  PINGPONG = false;         // fwd_hopper: warpgroups start the products of a step one after the other (ping-pong)
 constexpr bool  TMA_REDUCE_DQ = false;    // bwd_hopper: dQ goes through shared memory, and TMA adds it; if not, lanes add what they hold
 constexpr bool  SCALE_SUMS = false;       // of SCALED, bwd_hopper, _wide: what scores of a head are multiplied by multiplies dQ and dK when they are summed up; if not, each dS, since several heads share dK

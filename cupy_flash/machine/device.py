@@ -21,7 +21,6 @@ from . import nvrtc
 from .driver_map import DriverMap
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute in cuda.h
-REQUIRED_CLUSTER = (11, 12, 13)  # blocks of a cluster along each axis, CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH, HEIGHT and DEPTH
 WORDS_ALIGNED = 8  # 64 bytes, at a multiple of which the driver expects a tensor map
 
 current_device = cupy.cuda.runtime.getDevice
@@ -70,9 +69,6 @@ class DeviceKernel(threading.local):
         self._functions = [_module(kernel, device).get_function(launch.entry) for launch in launches]  # keeps them loaded
         for function, launch in zip(self._functions, launches):
             driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes)
-            if launch.cluster > 1:
-                for attribute, blocks in zip(REQUIRED_CLUSTER, (launch.cluster, 1, 1)):
-                    driver.funcSetAttribute(function.ptr, attribute, blocks)
         # The driver takes an array of pointers to arguments: here of one, in the word before the argument, which is aligned.
         self._words = (ctypes.c_uint64 * (WORDS_ALIGNED + params.nbytes // 8))()
         memory = ctypes.addressof(self._words)

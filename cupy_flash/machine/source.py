@@ -82,6 +82,8 @@ def config_text(config: Config) -> str:
         with_value,
         files()["config.cuh"],
     )
+    if config.CLUSTER > 1:  # which an attribute of the kernel says as well, or a launch would have to
+        text = re.sub(r"(?<=#define IN_CLUSTERS)( *)", " CLUSTERS_OF(CLUSTER)  ", text)
     if values:
         raise ValueError(f"config.cuh: expected a constant for each field of Config, found none for {sorted(values)}")
     return text

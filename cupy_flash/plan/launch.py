@@ -24,7 +24,7 @@ class Launch:
     behind : int
         More blocks on any device, which begin when those end.
     cluster : int
-        So many neighbouring blocks run at the same time, and reach each other's shared memory.
+        So many neighbouring blocks run at the same time, and reach each other's shared memory. The kernel says so too.
     """
 
     entry: str

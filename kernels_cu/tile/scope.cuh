@@ -14,6 +14,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 #define OP __device__ __forceinline__
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#define CLUSTERS_OF(blocks) __cluster_dims__(blocks)
 #define GRID_CONSTANT const __grid_constant__
 #define for_lane(lane) if (const int lane = lane_id(); true)
 #else
@@ -27,6 +28,7 @@ typedef uint64_t u64;
 typedef int64_t i64;
 #define OP inline
 #define KERNEL(threads, blocks) extern "C" void
+#define CLUSTERS_OF(blocks)
 #define GRID_CONSTANT const
 #define for_lane(lane) if (const host::Lanes lanes_of_warp{call_site()}; true) for (int lane = 0; lane < 32; ++lane)
 #include "tile/host.cuh"
