@@ -61,8 +61,8 @@ def sees_padding_alone(t, mask):
     return numpy.broadcast_to(alone[:, None], (len(t), HEADS, LEN_Q))
 
 
-def check_shared_bias(shape, bias, t, where, place=lambda x: x, fetch=lambda x: x):
-    """The gradient of a bias that batch elements share, whose terms are their own."""
+def check_shared_bias(shape, bias, t, where, place=lambda x: x, fetch=lambda x: x, blocks=1):
+    """The gradient of a bias that batch elements share, whose terms are their own, summed up by so many blocks of a cluster."""
     dtype, dim = SHAPES[shape]
     q, k, v, dout = inputs(dtype, dim, len_kv=bias.shape[-1])
     options = {"bias": place(bias), "score": "score + t[b, kv_idx]", "arrays": {"t": place(t)}}
@@ -70,9 +70,11 @@ def check_shared_bias(shape, bias, t, where, place=lambda x: x, fetch=lambda x: 
     results = plan_attention(*there, return_lse=True, **options, **where)(*there, **operands)
     plan = plan_attention_backward(place(dout), *there, *results, wrt="bias", **options, **where)
     got = fetch(plan(place(dout), *there, *results, **operands).dbias)
-    assert [kernel.file for kernel in plan.kernels[1:]] == ["bwd_scores_hopper"]
+    behind = plan.kernels[1:]
+    assert (f"cluster{blocks}" in plan.kernel.name) is (blocks > 1)
+    assert [kernel.file for kernel in behind] == ["bwd_scores_hopper"] * (blocks == 1)
     assert all(kernel.expressions.has_key_term for kernel in plan.kernels)
-    assert ("ONE_BIAS", "true") in plan.kernels[1].expressions.constants
+    assert all(("ONE_BIAS", "true") in kernel.expressions.constants for kernel in behind)
 
     wide_k, wide_v = (numpy.repeat(x.astype(float), HEADS // HEADS_KV, axis=1) for x in (k, v))
     s = q.astype(float) @ wide_k.swapaxes(-1, -2) * dim**-0.5 + bias.astype(float) + t.astype(float)[:, None, None]

@@ -58,7 +58,7 @@ STAGED = [
     case("bfloat16", dim=256, window=(60, 10)),
     case(dim=32, causal="top_left", prefix=20),
     case(dim=64, scale=-0.2, layout="bshd"),  # scores scaled one by one
-    case(dim=128, layout="broadcast", batch=(2,)),
+    case(dim=128, layout="broadcast", batch=(5,)),
     case(dim=192, dim_v=40, len_q=257, sinks=1),
     case("bfloat16", bias="pairs", causal=True, dim=128),  # units that blocks share, and of which a mask leaves some nothing
     case(bias="batch", batch=(2, 1, 2), window=(40, 10)),

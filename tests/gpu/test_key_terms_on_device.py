@@ -29,4 +29,5 @@ def test_one_group_of_rows(case):
 @pytest.mark.parametrize("shape, wide", list(product(SHAPES, (False, True))))
 def test_the_gradient_of_a_bias_that_batch_elements_share(shape, wide):
     bias = bias_of((1, HEADS), "float32" if wide else SHAPES[shape][0], len_kv=KEYS)
-    check_shared_bias(shape, bias, TERMS["padded"][:, :KEYS], {}, cupy.asarray, cupy.asnumpy)
+    blocks = 2 if SHAPES[shape][1] <= 128 and not wide else 1  # of a cluster that sums it up
+    check_shared_bias(shape, bias, TERMS["padded"][:, :KEYS], {}, cupy.asarray, cupy.asnumpy, blocks)
