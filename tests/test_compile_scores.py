@@ -109,7 +109,8 @@ def settings_of_reads():
                 for asked in READ:
                     if dtype == "bfloat16" and architecture == "75":
                         continue
-                    quick = (architecture, dtype, dim, asked) == ("90a", "bfloat16", 32, "bias")
+                    # One of warpgroups, and one of blocks of two warps.
+                    quick = (architecture, dtype, dim, asked) in (("90a", "bfloat16", 32, "bias"), ("75", "float32", 128, "bias"))
                     yield pytest.param(architecture, dtype, dim, asked, marks=() if quick else pytest.mark.release)
 
 

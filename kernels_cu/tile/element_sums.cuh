@@ -202,7 +202,6 @@ constexpr u32 FEW_PARTS = 32;                                 // the planner has
 OP void add_partials_of_pairs(const ScoreGradientParams& p) {
   constexpr int SUMS_OF_WARP = 32 * SUMS_OF_LANE, GROUPS_OF_UNIT = ceil_div(UNIT_SUMS, SUMS_OF_WARP);
   static_assert(!(OF_QUERY && OF_KEY) || (UNIT_SUMS % SUMS_OF_WARP == 0 && TILE_KV % SUMS_OF_LANE == 0), "each lane has sums of one query");
-  static_assert(WARPS >= SUMS_OF_LANE, "a warp for each 32 sums");
   const bool few = p.splits <= FEW_PARTS;
   const int own = warp_id();
   const u32 group = few ? block_id() * WARPS + own : block_id(), unit_number = group / GROUPS_OF_UNIT;
@@ -230,12 +229,14 @@ OP void add_partials_of_pairs(const ScoreGradientParams& p) {
   }
   if (few) return;
   sync_block();                                               // without it sums are read that have not been written
-  if (own >= SUMS_OF_LANE) return;
-  for_lane(l) {
-    const int i = own * 32 + l;
-    float sum = 0.f;
-    for (int warp = 0; warp < WARPS; ++warp) sum += load_shared<float>(smem + (warp * SUMS_OF_WARP + i) * int(sizeof(float)));
-    put_sum(p, unit, (first + i) / TILE_KV, (first + i) % TILE_KV, sum);
+  #pragma unroll
+  for (int of = own; of < SUMS_OF_LANE; of += WARPS) {        // blocks have two warps, or more than there is a part for
+    for_lane(l) {
+      const int i = of * 32 + l;
+      float sum = 0.f;
+      for (int warp = 0; warp < WARPS; ++warp) sum += load_shared<float>(smem + (warp * SUMS_OF_WARP + i) * int(sizeof(float)));
+      put_sum(p, unit, (first + i) / TILE_KV, (first + i) % TILE_KV, sum);
+    }
   }
 }
 

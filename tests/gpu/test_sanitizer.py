@@ -60,6 +60,7 @@ change("tile/cluster.cuh", "  if (lane < SIZE * PARTS) cp_async_bulk_to_cluster(
 # Nor does racecheck see that the lanes of a warp have cleared rows behind a sequence before one of them tells of it, as they have
 # met there in the machine code (BSYNC). In parts, lanes of other warps read these rows, which it reports of 31 of 32 lanes, and did
 # so with sync_warp in between; elsewhere products do, of which it knows nothing.
+OF_CLUSTERS = "((2, 64), (4, 128), (8, 64))"
 OF_LENGTHS, WITHOUT_LENGTHS = "({}, drops, packed)", "({}, drops)"
 # initcheck does not know of memory that TMA has written: where a head has one tile of keys, that is all sums of dq, and elsewhere
 # the zeros of later heads. With two tiles, and no zeros for later heads, the launch before makes all sums zero, and TMA adds.
@@ -383,7 +384,9 @@ def test_no_races_of_bwd_v2(programs):
     that took and freed memory, loaded modules or ran memcheck. With the device for itself it said nothing in 110 runs, of that
     kernel, of all backward cases, and of this program. A barrier that is missing it reports in every run, see below.
     """
-    clean, said = watch("racecheck", programs["racecheck"], ("bwd_v2",))
+    program = programs["racecheck"].replace(OF_CLUSTERS, "()")  # which end in an error where racecheck is there and watches others
+    assert program != programs["racecheck"]
+    clean, said = watch("racecheck", program, ("bwd_v2",))
     assert clean, said[-3000:]
 
 
