@@ -78,6 +78,7 @@ def assert_cluster(plan, blocks):
     assert plan.kernel.config.STORE_DBIAS and sharers(plan) == blocks
     assert any(f"{blocks} batch elements, whose blocks are a cluster" in reason for reason in plan.kernel.reasons)
     assert [launch.cluster for launch in plan.launches] == [1, blocks, 1][: len(plan.launches)]
+    assert f" blocks in clusters of {blocks}" in str(plan)
 
 
 MASKS = {

@@ -36,7 +36,7 @@ class Launch:
 
     def __str__(self) -> str:
         if self.per_multiprocessor is None:
-            return f"{self.blocks} blocks"
+            return f"{self.blocks} blocks" + f" in clusters of {self.cluster}" * (self.cluster > 1)
         behind = f", and {self.behind} behind them" if self.behind else ""
         return f"{self.blocks} blocks, at most {self.per_multiprocessor} a multiprocessor, one tile after the other{behind}"
 
