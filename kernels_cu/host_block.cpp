@@ -58,6 +58,7 @@ void Block::start(i64 block) {
   index = block;
   live = warps;
   arrived = stuck = 0;
+  meetings = 0;
   std::fill_n(arrived_in_named, NAMES, 0);
   std::fill_n(said_in_named, NAMES, false);
   barriers.clear();

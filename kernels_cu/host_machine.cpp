@@ -227,9 +227,9 @@ struct Meeting {
   u64 round = 0;
 };
 
-// Executes the kernel for every block of the grid, so many of which are a cluster. Teams of `warps` threads take blocks in order until none is left, one fails, or
-// somebody sets `stop`. The words of its parameters name arrays in reports. Adds what they moved and computed to `counts`. Returns the
-// first failure, or an empty string.
+// Executes the kernel for every block of the grid, of which `cluster` neighbours are one. Teams of `warps` threads, at least so many, take blocks
+// in order until none is left, one fails, or somebody sets `stop`. The words of its parameters name arrays in reports. Adds what they moved and
+// computed to `counts`. Returns the first failure, or an empty string.
 std::string run_grid(const std::function<void()>& kernel, std::vector<u64> params, i64 blocks, int cluster, int warps, int shared_bytes,
                      Schedule schedule, int teams, Counts& counts, int& stop) {
   Grid grid{blocks, std::move(params), stop, cluster};

@@ -49,8 +49,8 @@ def dbias_of_pairs(problem: BackwardProblem) -> Layout | None:
 def dbias_of_cluster(problem: BackwardProblem) -> tuple[Layout, int] | tuple[None, Literal[1]]:
     """The same where batch elements share the bias, and how many: blocks of a cluster sum up what they have of it.
 
-    They go through the same steps, so nothing of these may depend on the element; and in some order they would wait for each other
-    twice. Only the innermost batch elements have neighbouring blocks.
+    They go through the same steps, so nothing of these may depend on the element. Where dQ is summed in order, two of the three
+    warps that would do it have no time. Only the innermost batch elements have neighbouring blocks.
     """
     p, gradient = problem.forward, _as_pairs(problem)
     apart = problem.deterministic or p.lengths is not None or p.scores.masks_pairs or problem.sums_queries or problem.sums_keys

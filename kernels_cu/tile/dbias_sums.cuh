@@ -1,6 +1,6 @@
 // dbias_sums.cuh -- CLUSTER: the gradient of a bias that batch elements share. The blocks of a cluster own the same keys, of as many elements, and go
 // through the same query tiles in step; what an element of the gradient is the sum of, they have at about the same time. They deal the rows of a
-// query tile out, so that each sums up a slice of it. Three warps of each block, which have no work otherwise, do that:
+// query tile out, so that each sums up a slice of it. Three warps of each block do that, which have no work where dQ is summed in any order:
 //
 //   send_slices, one warp, for each step:       dS is written  ->  slice r of it goes to block r                  (distributed shared memory)
 //   sum_slices, two warps, a panel each:        slices of all blocks have come  ->  their sum leaves              (by TMA)

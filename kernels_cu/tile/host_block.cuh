@@ -71,7 +71,7 @@ struct Grid {
   std::atomic<int> moving{0};                                 // teams that do not rest
   std::mutex mutex = {};
   std::string failure = {};                                   // the first one
-  std::unordered_map<i64, Cluster> clusters = {};             // by their numbers: those of blocks in progress
+  std::unordered_map<i64, Cluster> clusters = {};             // by their numbers
 
   // A block begins, or ends.
   void join(Block& block);
@@ -122,9 +122,9 @@ struct Block {
 
   // All warps of the blocks of a cluster.
   void sync_cluster(int warp, CallSite at);
+  void meet();
   // Another block of the cluster; `what` is what a warp does there.
   Block& other_block(int warp, int rank, const char* what, CallSite at);
-  void meet();
 
   // Barriers that count arrivals.
   void init_mbarrier(int warp, const char* address, int count, CallSite at);
@@ -153,7 +153,8 @@ struct Block {
   std::vector<Awaited> awaited;                               // by each warp
   std::vector<std::function<std::string()>> waits_for;
   int live = 0, arrived = 0, stuck = 0;
-  u64 version = 0, barrier_phase = 0, meetings = 0;           // of these, those of the cluster
+  u64 version = 0, barrier_phase = 0;
+  u64 meetings = 0;                                           // at the barrier of its cluster
   Order block_orders[2];
   u64 arrived_in_named[NAMES];
   Order named_orders[NAMES][2];
