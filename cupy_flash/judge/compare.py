@@ -76,6 +76,8 @@ Flushed is always in one direction, so all of it counts. The result rounds to it
 
     floor has besides: lost |V| + tiny,  lost = min(P, tiny * top) where P / top is below the normal numbers, else 0.
 
+Of float64, the oracle has no more digits than the result, and errs by as much: the floor counts twice.
+
 None of these numbers was fitted to a result.
 """
 
@@ -200,8 +202,9 @@ def _bound(q: Array, k: Array, v: Array, precision: str, scores: dict[str, Any])
     if formats_end(scores):
         of_ends = oracle.dropped(lost(whole, lse, dtype, scores), scores)
         floor = floor + (of_ends @ finite(v)).max(axis=-1) + smallest(dtype) * seen.any(axis=-1)
-    allowed = 2 * finite(plain - out).max(axis=-1) + floor
-    return out, lse, allowed, 2 * finite(plain_lse - lse) + TAIL * random + lse_steady
+    computed = 2 if dtype == numpy.float64 else 1  # results that err: the oracle as well, or the other alone
+    allowed = 2 * finite(plain - out).max(axis=-1) + computed * floor
+    return out, lse, allowed, 2 * finite(plain_lse - lse) + computed * (TAIL * random + lse_steady)
 
 
 def part_of(scores: dict[str, Any], index: tuple[slice, ...]) -> dict[str, Any]:
