@@ -211,7 +211,8 @@ def test_every_entry_is_a_kernel_of_its_file():
         plans = [replace(plan, config=replace(plan.config, **change)) for change in changes]
         if plan.file == "bwd_scores_hopper":  # and of a bias alone nothing is gathered
             plans.append(replace(plan, expressions=NOTHING))
-        found = re.findall(r"^KERNEL\(.*?\) (\w+)\(GRID_CONSTANT (\w+) p\)", source.files()[f"{plan.file}.cu"], re.MULTILINE)
+        text = source.files()[f"{plan.file}.cu"]
+        found = re.findall(r"^KERNEL\(.*?\) (?:IN_CLUSTERS )?(\w+)\(GRID_CONSTANT (\w+) p\)", text, re.MULTILINE)
         told = "WorkParams" if plan.file == "fwd_hopper" else plan.params  # one of two
         assert {(entry, told) for some in plans for entry in some.entries} == set(found)
         for some in plans:  # in the order of the file
@@ -311,7 +312,8 @@ def test_entries_of_a_file_are_compiled_at_the_same_time(plan):
 def test_every_kernel_is_watched():
     """What a kernel has written that a tool did not watch, it takes for memory that nobody has."""
     watched = runpy.run_path(str(Path(__file__).parent / "gpu" / "test_sanitizer.py"))["KERNELS"]
-    entries = [entry for text in source.files().values() for entry in re.findall(r"^KERNEL\([^)]*\) (\w+)\(", text, re.MULTILINE)]
+    kernel = re.compile(r"^KERNEL\([^)]*\) (?:IN_CLUSTERS )?(\w+)\(", re.MULTILINE)
+    entries = [entry for text in source.files().values() for entry in kernel.findall(text)]
     assert len(entries) > 20 and [entry for entry in entries if not any(name in entry for name in watched)] == []
 
 
