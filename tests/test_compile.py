@@ -319,9 +319,14 @@ def test_every_kernel_is_watched():
 
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.release)])
 @pytest.mark.parametrize(
-    "name, file, kernel", (("EACH_LANE_ARRIVES", "tile/pipeline.cuh", "fwd_hopper"), ("NO_BARRIER", "bwd_v2.cu", "bwd_v2"))
+    "name, file, kernel",
+    (
+        ("EACH_LANE_ARRIVES", "tile/pipeline.cuh", "fwd_hopper"),
+        ("OWN_BY_LANES", "tile/cluster.cuh", "bwd_hopper"),
+        ("NO_BARRIER", "bwd_v2.cu", "bwd_v2"),
+    ),
 )
-def test_the_texts_for_racecheck_are_still_there_and_compile(name, file, kernel, compiles, monkeypatch):
+def test_the_texts_for_compute_sanitizer_are_still_there_and_compile(name, file, kernel, compiles, monkeypatch):
     """GPU tests change a line of the kernels for a tool; where there is no GPU, it is known that the line exists."""
     text = runpy.run_path(str(Path(__file__).parent / "gpu" / "test_sanitizer.py"))[name]
     monkeypatch.setattr(source, "files", source.files)  # to be put back
