@@ -42,8 +42,7 @@ freed = "(freed(step, group));                    // without it the other"
 change("bwd_hopper_mla.cu", "arrive_two_groups" + freed, "sync_two_groups" + freed)
 """
 )
-# memcheck takes a block for none of its own cluster, and reports what it has TMA copy to itself as to others. It gets a text in
-# which lanes copy that.
+# memcheck takes a block for none of its own cluster, and reports what it sends itself. It gets a text in which lanes copy that.
 OWN_BY_LANES = (
     CHANGE
     + """
@@ -52,8 +51,8 @@ change("tile/cluster.cuh", "  if (lane < SIZE * PARTS) cp_async_bulk_to_cluster(
   for (int i = 0; i < PARTS; ++i)
     for (int j = lane * 16; j < bytes; j += 32 * 16) store_shared(to + i * apart + j, load_shared<Vector<16>>(from(own, i) + j));
   __syncwarp();
-  const u32 all = bytes * PARTS;
-  if (lane == 0) asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], %1;" :: "r"(barrier.address), "r"(all));
+  const u32 own_barrier = barrier.address, own_bytes = PARTS * bytes;
+  if (lane == 0) asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], %1;" :: "r"(own_barrier), "r"(own_bytes));
   if (lane < SIZE * PARTS && rank != own) cp_async_bulk_to_cluster('''[1:])
 """
 )
