@@ -25,7 +25,7 @@ from cupy_flash.judge.compare_gradients import compare_gradients
 from cupy_flash.judge.cotangents import make_cotangents
 from cupy_flash.machine import host, source
 from cupy_flash.machine.host import SCHEDULES
-from cupy_flash.plan import grouping, read_gradients, read_hopper, schedule
+from cupy_flash.plan import grouping, read_gradients, read_hopper, schedule, whole_heads
 from cupy_flash.plan.kernel import configure
 from cupy_flash.problem.backward import Gradients
 
@@ -215,6 +215,13 @@ def arch_of(kernel):
     return "90a" if "hopper" in kernel else "80"
 
 
+@pytest.fixture(autouse=True)
+def heads_are_shared(planned_anew, monkeypatch):
+    """By blocks, but where a setting says that one has all of a head: of so few keys it would, and nobody would wait for others."""
+    for paces in ("OF_NARROW", "OF_WIDE", "OF_GROUPS"):
+        monkeypatch.setattr(whole_heads, paces, {})
+
+
 @pytest.fixture
 def faults_without(monkeypatch):
     """A function that leaves one call out of a kernel and yields what is noticed in each setting and schedule."""
@@ -284,7 +291,7 @@ def test_left_out_call_is_noticed(kernel, number, faults_without):
 
 
 # The lines that add to dq, by lanes and by TMA, which may add later than the semaphore is released.
-BY_LANES, LATER = ("  add(DqAccum{",), ("    add_async(", f"  wait_for_reductions();{'':38}// without it the block")
+BY_LANES, LATER = ("add_or_store(block, DqAccum{",), ("    add_async(", f"  wait_for_reductions();{'':38}// without it the block")
 
 
 SLOW = [(True, "reductions"), (True, None), (False, None), (False, "acquired"), *product([False, True], ("ended", "last"))]
@@ -346,9 +353,8 @@ def test_sums_are_used_again_when_they_are_zero(staged, left_out, heads_per_bloc
     inputs, (dout, _) = make_inputs(case), make_cotangents(case)
     given = (dout, *inputs, *attention(*inputs, return_lse=True))
     plan = plan_attention_backward(*given, backend="host", arch="90a", kernel="bwd_hopper")
-    if staged:
-        changed = replace(plan.kernel, config=replace(plan.kernel.config, **STAGED.constants))
-        plan = BackwardPlan(plan.problem, changed)
+    constants = (STAGED.constants if staged else {}) | {"FIRST_STORES": False}  # or one tile of keys would ask for no zeros
+    plan = BackwardPlan(plan.problem, replace(plan.kernel, config=replace(plan.kernel.config, **constants)))
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(20 * plan.kernel.config.WARPS))
 
     def slow(line, owner, milliseconds):
